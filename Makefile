@@ -1,0 +1,126 @@
+# Every target sets itself up in .venv from nothing; a second run finds the stamp and starts at once.
+#
+#   make demo       generate text with the embedded model
+#   make test       lint, types, and the suite: host tests, interpreted kernels, compile checks
+#   make test-full  `make test`, then many more hypothesis examples, soak tests, every compile target
+#   make test-gpu   the GPU suite with the interpreter named by PYTHON; installs nothing
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check \
+	--constraint constraints.txt
+
+# Two workers on two cores, one thread each. Nothing is fetched once the installation is done.
+WORKERS ?= 2
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
+	--durations=15
+HOST := $(PYTEST)
+INTERP := TRITON_INTERPRET=1 $(PYTEST)
+LONG := full or slow or big
+
+.PHONY: help demo test test-full test-gpu install lint types hooks \
+	test-host test-interp test-compile full-host full-interp full-compile lock clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# --- set-up ---------------------------------------------------------------------------------------
+
+$(BIN)/pip:
+	@for python in "$(PYTHON)" python3.11 python3.12 python3.13; do \
+		if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+			echo "creating $(VENV) with $$("$$python" --version)"; \
+			exec "$$python" -m venv $(VENV); \
+		fi; \
+	done; \
+	echo "mrv1 needs Python 3.11 or newer, found $$("$(PYTHON)" --version 2>&1 || true);" \
+		"install one, or name it: make PYTHON=/path/to/python3.11 ..." >&2; \
+	exit 1
+
+# Hatchling comes first, pinned, so that building mrv1 itself needs no isolated environment.
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "installing mrv1 into $(VENV) (torch is large: minutes the first time, then seconds)"
+	@$(PIP_INSTALL) hatchling
+	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "installing mrv1 and its development tools into $(VENV) (minutes the first time)"
+	@$(PIP_INSTALL) hatchling
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@ $(VENV)/.runtime
+
+install: $(VENV)/.dev
+
+# --- what a user runs -----------------------------------------------------------------------------
+
+demo: $(VENV)/.runtime
+	@$(BIN)/mrv1 generate --model tiny --prompt "ROMEO:" --max-tokens 128 --stream
+
+# --- make test ------------------------------------------------------------------------------------
+
+test: lint types hooks test-host test-interp test-compile
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+# ruff and mypy have run above, with or without git; these are the checks of tracked files.
+hooks: $(VENV)/.dev
+	@if [ -e .git ]; then \
+		SKIP=ruff-check,ruff-format,mypy PRE_COMMIT_HOME=$(CURDIR)/$(VENV)/.pre-commit \
+			$(BIN)/pre-commit run --all-files; \
+	else \
+		echo "hooks: not run: this tree is no git checkout, and pre-commit needs one"; \
+	fi
+
+test-host: $(VENV)/.dev
+	$(HOST) -m "not (interp or gpu_only or compile or $(LONG))"
+
+test-interp: $(VENV)/.dev
+	$(INTERP) -m "interp and not ($(LONG))"
+
+test-compile: $(VENV)/.dev
+	$(HOST) -m "compile and not ($(LONG))"
+
+# --- make test-full -------------------------------------------------------------------------------
+
+# What `make test` ran with fewer examples or not at all: properties, long tests, compile targets.
+test-full: test full-compile full-interp full-host
+
+full-host: $(VENV)/.dev
+	$(HOST) --hypothesis-profile=full \
+		-m "(hypothesis or full or slow) and not (interp or gpu_only or compile or big)"
+
+full-interp: $(VENV)/.dev
+	$(INTERP) --hypothesis-profile=full -m "interp and (hypothesis or full or slow) and not big"
+
+full-compile: $(VENV)/.dev
+	$(HOST) -m compile
+
+# --- other ----------------------------------------------------------------------------------------
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu --durations=15
+
+# Pin what .venv holds now (after installing newer releases into it by hand).
+lock: $(VENV)/.dev
+	{ echo "# What CI and a fresh machine install, every package pinned; written by \`make lock\`."; \
+		$(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \
+		| sed 's/+[a-z0-9.]*$$//'; } > constraints.new
+	mv constraints.new constraints.txt && touch $(VENV)/.dev
+
+clean:
+	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
