@@ -1,0 +1,118 @@
+"""Configuration: frozen dataclasses, validated on construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from mrv1.errors import ConfigError
+
+DtypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
+
+EMBEDDED_MODEL = "tiny"
+"""The name under which the checkpoint shipped in the package is found."""
+
+BLOCK_SIZES = (16, 32, 64, 128)
+"""Tokens per KV block that the kernels accept."""
+
+
+def checkpoint_dir(model: str | Path) -> Path:
+    """Return the checkpoint directory for a path, or for ``"tiny"``, the embedded model.
+
+    Raises:
+        ConfigError: there is no such directory, or it holds no ``config.json``.
+    """
+    if model == EMBEDDED_MODEL:
+        return Path(str(resources.files("mrv1.models") / EMBEDDED_MODEL))
+    path = Path(model)
+    if not path.is_dir():
+        raise ConfigError(
+            f"model: expected a checkpoint directory or {EMBEDDED_MODEL!r}, got {str(model)!r}"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model: expected a config.json in {str(path)!r}, found none")
+    return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What an engine and its runner are built from.
+
+    Raises:
+        ConfigError: a field is out of its range; the message names it.
+    """
+
+    model: str
+    """Checkpoint directory, or ``"tiny"``."""
+    dtype: DtypeName = "auto"
+    """Weights, activations and KV cache; ``auto``: the checkpoint's on a GPU, float32 on a CPU."""
+    device: str = "auto"
+    """``auto`` takes the GPU if there is one, else the CPU."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    max_model_len: int | None = None
+    """Longest prompt + output in tokens; None = the model's context."""
+    max_num_seqs: int = 256
+    """Requests that run at the same time."""
+    max_num_batched_tokens: int = 8192
+    """Token budget of one step; longer prompts are prefilled in chunks."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory for weights, activations and KV cache together."""
+    num_kv_blocks: int | None = None
+    """KV blocks to allocate; None = what memory allows, at most what can be used."""
+    seed: int = 0
+    """Seed from which requests without their own draw theirs."""
+
+    def __post_init__(self) -> None:
+        """Check every field's range."""
+        if self.dtype not in get_args(DtypeName):
+            raise ConfigError(f"dtype: expected one of {get_args(DtypeName)}, got {self.dtype!r}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks"):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization: expected (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed: expected an integer, got {self.seed!r}")
+
+
+def resolve_dtype(
+    name: DtypeName, checkpoint_dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """Return the torch dtype that ``name`` means for this checkpoint on this device.
+
+    Raises:
+        ConfigError: float64 on a GPU: only the reference path computes in it.
+    """
+    if name == "auto":
+        return checkpoint_dtype if device.type == "cuda" else torch.float32
+    if name == "float64" and device.type == "cuda":
+        raise ConfigError("dtype: float64 runs on the CPU reference path only, got device cuda")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def resolve_max_model_len(requested: int | None, model_max_len: int) -> int:
+    """Return the context length to serve.
+
+    Raises:
+        ConfigError: more was asked for than the model's positions allow.
+    """
+    if requested is None:
+        return model_max_len
+    if requested > model_max_len:
+        raise ConfigError(
+            f"max_model_len: expected <= {model_max_len} (the model's context), got {requested}"
+        )
+    return requested

@@ -1,0 +1,152 @@
+"""The one place that asks what a device can do; nothing else calls ``torch.cuda.get_*``."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mrv1.errors import ConfigError, UnsupportedDeviceError
+
+KernelPath = Literal["triton", "interpreter", "reference"]
+
+MIN_CAPABILITY = (8, 0)
+"""Oldest NVIDIA compute capability the Triton kernels are compiled and checked for."""
+
+
+def _env_flag(name: str) -> bool:
+    value = os.environ.get(name, "0").lower()
+    if value in ("1", "true", "on", "yes", "y"):
+        return True
+    if value in ("0", "false", "off", "no", "n", ""):
+        return False
+    raise ConfigError(f"{name}: expected 0 or 1, got {value!r}")
+
+
+INTERPRET = _env_flag("TRITON_INTERPRET")
+"""Whether this process interprets Triton kernels on the CPU (Triton's own variable, read once)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """What mrv1 needs to know about one device."""
+
+    device: torch.device
+    """The device itself."""
+    name: str
+    """Marketing name, or ``"cpu"``."""
+    capability: tuple[int, int] | None
+    """CUDA compute capability; None on a CPU."""
+    num_sms: int
+    """Streaming multiprocessors; 0 on a CPU."""
+    total_memory_bytes: int
+    """Device memory in bytes; 0 on a CPU."""
+
+
+@lru_cache(maxsize=16)
+def device_info(device: torch.device) -> DeviceInfo:
+    """Return the facts about ``device`` (cached: they do not change while a process lives)."""
+    if device.type == "cpu":
+        return DeviceInfo(
+            device=device, name="cpu", capability=None, num_sms=0, total_memory_bytes=0
+        )
+    props = torch.cuda.get_device_properties(device)
+    return DeviceInfo(
+        device=device,
+        name=props.name,
+        capability=(props.major, props.minor),
+        num_sms=props.multi_processor_count,
+        total_memory_bytes=props.total_memory,
+    )
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Turn ``"auto" | "cpu" | "cuda" | "cuda:N"`` into a usable ``torch.device`` with its index.
+
+    Raises:
+        ConfigError: the name is not one of these.
+        UnsupportedDeviceError: there is no such GPU, it is older than sm_80, or the process
+            interprets Triton kernels and so cannot launch on a GPU.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() and not INTERPRET else "cpu"
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}"
+        ) from error
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if resolved.type != "cuda":
+        raise ConfigError(f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+    if INTERPRET:
+        raise UnsupportedDeviceError(
+            f"device: {device} was asked for, but TRITON_INTERPRET=1 settles this process on the "
+            "CPU interpreter; unset it, or use device='cpu'"
+        )
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = resolved.index or 0
+    if index >= num_devices:
+        raise UnsupportedDeviceError(
+            f"device: {device} was asked for, but torch sees {num_devices} GPUs; use device='cpu'"
+        )
+    resolved = torch.device("cuda", index)
+    info = device_info(resolved)
+    if torch.version.hip is None and info.capability and info.capability < MIN_CAPABILITY:
+        raise UnsupportedDeviceError(
+            f"{info.name} has compute capability {info.capability[0]}.{info.capability[1]}; the "
+            "kernels need 8.0 (Ampere) or newer: choose such a GPU, or device='cpu'"
+        )
+    return resolved
+
+
+def kernel_path(device: torch.device) -> KernelPath:
+    """Say which implementation runs on ``device``: compiled Triton, the interpreter, or torch."""
+    if device.type == "cuda":
+        return "triton"
+    return "interpreter" if INTERPRET else "reference"
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Return (free, total) bytes of a CUDA device, as the driver sees them."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free), int(total)
+
+
+def visible_gpus() -> tuple[DeviceInfo, ...]:
+    """Return the facts about every GPU torch sees, supported or not; empty without one."""
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(device_info(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))
+
+
+def driver_version() -> str | None:
+    """Return the NVIDIA kernel driver's version, or None where it does not say."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text("utf-8")
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else None
+
+
+RELEVANT_VARIABLES = (
+    "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Variables of others (Triton, CUDA, OpenMP, torch) that change what mrv1 does."""
+
+
+def environment() -> dict[str, str]:
+    """Return those of ``RELEVANT_VARIABLES`` that are set, with their values."""
+    return {name: os.environ[name] for name in RELEVANT_VARIABLES if name in os.environ}

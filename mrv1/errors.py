@@ -1,0 +1,35 @@
+"""The errors mrv1 raises on purpose: ``Mrv1Error``s that also are the builtin they resemble."""
+
+
+class Mrv1Error(Exception):
+    """Base of every error mrv1 raises on purpose."""
+
+
+class ConfigError(Mrv1Error, ValueError):
+    """A configuration, checkpoint or option is wrong; nothing has been started."""
+
+
+class UnsupportedDeviceError(Mrv1Error, RuntimeError):
+    """The device cannot do what was asked; the message names it and what to choose instead."""
+
+
+class CapacityError(Mrv1Error, RuntimeError):
+    """A capacity (blocks, slots, memory) is too small; the message says how to raise it."""
+
+
+class RequestError(Mrv1Error, ValueError):
+    """One request is wrong and fails alone; the message names the field, expected and got."""
+
+
+class StepError(Mrv1Error, RuntimeError):
+    """A launched step failed.
+
+    Attributes:
+        step_id: the step that failed.
+        req_ids: the requests that were in it.
+    """
+
+    def __init__(self, message: str, *, step_id: int, req_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(f"step {step_id} ({len(req_ids)} requests): {message}")
+        self.step_id = step_id
+        self.req_ids = req_ids

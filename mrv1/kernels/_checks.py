@@ -1,0 +1,64 @@
+"""Argument checks of the launchers: every message is ``name: expected ..., got ...``."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.device import INTERPRET
+from mrv1.errors import UnsupportedDeviceError
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Floating dtypes the kernels take unless they say otherwise."""
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    *,
+    shape: tuple[int | None, ...] | None = None,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    device: torch.device | None = None,
+    contiguous: bool = False,
+    unit_last_stride: bool = False,
+) -> None:
+    """Raise unless ``tensor`` is as described; ``None`` in ``shape`` accepts any size.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: another shape, device or stride.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if dtype is not None:
+        allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+        if tensor.dtype not in allowed:
+            expected = " or ".join(str(d) for d in allowed)
+            raise TypeError(f"{name}: expected dtype {expected}, got {tensor.dtype}")
+    if shape is not None and not _matches(tensor.shape, shape):
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+    if unit_last_stride and tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected unit last stride, got strides {tensor.stride()}")
+
+
+def _matches(got: torch.Size, want: tuple[int | None, ...]) -> bool:
+    return len(got) == len(want) and all(
+        w is None or w == g for w, g in zip(want, got, strict=True)
+    )
+
+
+def check_launchable(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless a Triton kernel can run on ``tensor``'s device in this process."""
+    if tensor.device.type == "cpu" and not INTERPRET:
+        raise UnsupportedDeviceError(
+            f"{name}: expected a GPU tensor, got one on the CPU; set TRITON_INTERPRET=1 before "
+            "the process starts to interpret the kernels, or call mrv1.kernels.reference"
+        )
+    if tensor.device.type == "cuda" and INTERPRET:
+        raise UnsupportedDeviceError(
+            f"{name}: expected a CPU tensor because TRITON_INTERPRET=1, got one on {tensor.device}"
+        )
