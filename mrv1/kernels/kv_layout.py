@@ -1,0 +1,302 @@
+"""Where the pages of one layer's KV cache lie, and which of them each KV head may see.
+
+Element address of token ``t`` of block ``b`` for KV head ``h`` in one layer's K (or V) buffer::
+
+    head_base[h] + b * block_stride[h] + t * token_stride
+
+One formula serves every layout; the constructors below name the usual ones. Which column of a
+request's block-table row holds logical block ``L`` for head ``h`` follows from its role
+(S = ceil(sink / block_size), R = ring_blocks)::
+
+    column = table_offset[h] + (L                if R == 0 or L < S
+                                S + (L - S) % R  otherwise)
+
+A query at position ``p`` of head ``h`` sees key position ``k`` when ``k <= p`` and
+(``window[h] < 0`` or ``k > p - window[h]`` or ``k < sink[h]``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_SIZES = (16, 32, 64, 128)
+"""Tokens per block the kernels accept."""
+
+ALIGNMENT_BYTES = 16
+"""Bases and strides are multiples of this, so that a page row is read in 16-byte pieces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRole:
+    """What one KV head may see, and where its segment of a block-table row starts."""
+
+    window: int = -1
+    """Visible tokens including the current one; -1 = full context."""
+    sink: int = 0
+    """Leading tokens that stay visible when a window is set."""
+    ring_blocks: int = 0
+    """0 = column is the logical block; else blocks of the ring behind the sink's columns."""
+    table_offset: int = 0
+    """First column of this head's segment in a block-table row."""
+    group: int = 0
+    """Head group: the row of ``slot_mapping`` that serves this head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Addresses and roles of one layer's KV heads; tensors live on the cache's device.
+
+    Build one with :meth:`hnd`, :meth:`nhd`, :meth:`head_groups` or :meth:`per_head_ids`.
+    """
+
+    num_kv_heads: int
+    block_size: int
+    """Tokens per block."""
+    head_dim: int
+    token_stride: int
+    """Elements from one token to the next inside a page."""
+    head_base: torch.Tensor
+    """[kv_heads] int64, elements."""
+    block_stride: torch.Tensor
+    """[kv_heads] int64, elements."""
+    table_offset: torch.Tensor
+    """[kv_heads] int32, columns."""
+    window: torch.Tensor
+    """[kv_heads] int32, tokens, -1 = full."""
+    sink: torch.Tensor
+    """[kv_heads] int32, tokens."""
+    ring_blocks: torch.Tensor
+    """[kv_heads] int32, blocks, 0 = no ring."""
+    group_of_head: torch.Tensor
+    """[kv_heads] int32, row of ``slot_mapping``."""
+    num_groups: int
+    """Rows of ``slot_mapping``."""
+    address_unit: int
+    """Elements; every address and ``head_dim`` is a multiple of it (host fact)."""
+    has_window: bool
+    """Whether any head has a window (host fact, so that kernels for full heads skip its code)."""
+    has_ring: bool
+    """Whether any head keeps a ring of blocks (host fact)."""
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        block_size: int,
+        head_dim: int,
+        token_stride: int,
+        head_base: Sequence[int],
+        block_stride: Sequence[int],
+        roles: Sequence[HeadRole],
+        device: torch.device | str = "cpu",
+    ) -> KVLayout:
+        """Return a layout from plain numbers, checked on the host.
+
+        Raises:
+            ValueError: an impossible size, an unaligned base or stride, or a role that
+                contradicts itself; the message names the argument.
+        """
+        num_kv_heads = len(roles)
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size: expected one of {BLOCK_SIZES}, got {block_size}")
+        if num_kv_heads < 1 or head_dim < 1:
+            raise ValueError(
+                f"roles, head_dim: expected at least 1, got {num_kv_heads} heads of {head_dim}"
+            )
+        for name, values in (("head_base", head_base), ("block_stride", block_stride)):
+            if len(values) != num_kv_heads:
+                raise ValueError(f"{name}: expected {num_kv_heads} values, got {len(values)}")
+        multiple = ALIGNMENT_BYTES // 2  # elements of the narrowest unquantized dtype
+        for name, value in (
+            ("token_stride", token_stride),
+            *(("head_base", v) for v in head_base),
+            *(("block_stride", v) for v in block_stride),
+        ):
+            if value < 0 or value % multiple:
+                raise ValueError(
+                    f"{name}: expected a multiple of {ALIGNMENT_BYTES} bytes "
+                    f"({multiple} elements), got {value} elements"
+                )
+        for head, role in enumerate(roles):
+            if role.window == 0 or role.window < -1:
+                raise ValueError(f"window of head {head}: expected -1 or >= 1, got {role.window}")
+            for field in ("sink", "ring_blocks", "table_offset", "group"):
+                if getattr(role, field) < 0:
+                    raise ValueError(
+                        f"{field} of head {head}: expected >= 0, got {getattr(role, field)}"
+                    )
+            if role.ring_blocks and role.window < 0:
+                raise ValueError(
+                    f"ring_blocks of head {head}: expected 0 for a full head, "
+                    f"got {role.ring_blocks}"
+                )
+            least = -(-(role.window - 1) // block_size) + 1  # for steps of one token
+            if role.ring_blocks and role.ring_blocks < least:
+                raise ValueError(
+                    f"ring_blocks of head {head}: expected 0 or >= {least} to cover a window of "
+                    f"{role.window}, got {role.ring_blocks}"
+                )
+
+        def column(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device)
+
+        return cls(
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            head_dim=head_dim,
+            token_stride=token_stride,
+            head_base=column(head_base, torch.int64),
+            block_stride=column(block_stride, torch.int64),
+            table_offset=column([r.table_offset for r in roles], torch.int32),
+            window=column([r.window for r in roles], torch.int32),
+            sink=column([r.sink for r in roles], torch.int32),
+            ring_blocks=column([r.ring_blocks for r in roles], torch.int32),
+            group_of_head=column([r.group for r in roles], torch.int32),
+            num_groups=max(r.group for r in roles) + 1,
+            address_unit=math.gcd(head_dim, token_stride, *head_base, *block_stride),
+            has_window=any(r.window >= 0 for r in roles),
+            has_ring=any(r.ring_blocks > 0 for r in roles),
+        )
+
+    @classmethod
+    def hnd(
+        cls,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        *,
+        window: int = -1,
+        sink: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> KVLayout:
+        """Return ``[blocks, heads, block_size, head_dim]``, the default: a page is contiguous."""
+        page = block_size * head_dim
+        return cls.build(
+            block_size=block_size,
+            head_dim=head_dim,
+            token_stride=head_dim,
+            head_base=[h * page for h in range(num_kv_heads)],
+            block_stride=[num_kv_heads * page] * num_kv_heads,
+            roles=[HeadRole(window=window, sink=sink)] * num_kv_heads,
+            device=device,
+        )
+
+    @classmethod
+    def nhd(
+        cls,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        *,
+        window: int = -1,
+        sink: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> KVLayout:
+        """Return the layout ``[blocks, block_size, heads, head_dim]``."""
+        return cls.build(
+            block_size=block_size,
+            head_dim=head_dim,
+            token_stride=num_kv_heads * head_dim,
+            head_base=[h * head_dim for h in range(num_kv_heads)],
+            block_stride=[block_size * num_kv_heads * head_dim] * num_kv_heads,
+            roles=[HeadRole(window=window, sink=sink)] * num_kv_heads,
+            device=device,
+        )
+
+    @classmethod
+    def head_groups(
+        cls,
+        roles: Sequence[HeadRole],
+        group_base: Sequence[int],
+        block_size: int,
+        head_dim: int,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> KVLayout:
+        """Return the layout of several head groups in one buffer.
+
+        Group ``g`` starts at element ``group_base[g]`` and is an HND cache of its own heads:
+        ``[blocks of g, heads of g, block_size, head_dim]``.
+        """
+        page = block_size * head_dim
+        size = [sum(role.group == g for role in roles) for g in range(len(group_base))]
+        seen = [0] * len(group_base)
+        bases, strides = [], []
+        for head, role in enumerate(roles):
+            if role.group >= len(group_base):
+                raise ValueError(
+                    f"group of head {head}: expected < {len(group_base)}, got {role.group}"
+                )
+            bases.append(group_base[role.group] + seen[role.group] * page)
+            strides.append(size[role.group] * page)
+            seen[role.group] += 1
+        return cls.build(
+            block_size=block_size,
+            head_dim=head_dim,
+            token_stride=head_dim,
+            head_base=bases,
+            block_stride=strides,
+            roles=roles,
+            device=device,
+        )
+
+    @classmethod
+    def per_head_ids(
+        cls,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        max_blocks: int,
+        *,
+        window: Sequence[int] | None = None,
+        sink: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> KVLayout:
+        """Return HND pages with an independent block list per head (FastDeploy PR 7718's form).
+
+        The block table is ``[batch * kv_heads, max_blocks]``; ``slot_mapping`` has a row per head.
+        """
+        page = block_size * head_dim
+        windows = [-1] * num_kv_heads if window is None else list(window)
+        sinks = [0] * num_kv_heads if sink is None else list(sink)
+        return cls.build(
+            block_size=block_size,
+            head_dim=head_dim,
+            token_stride=head_dim,
+            head_base=[h * page for h in range(num_kv_heads)],
+            block_stride=[num_kv_heads * page] * num_kv_heads,
+            roles=[
+                HeadRole(window=windows[h], sink=sinks[h], table_offset=h * max_blocks, group=h)
+                for h in range(num_kv_heads)
+            ],
+            device=device,
+        )
+
+    def table_rows(self, block_table: torch.Tensor, num_reqs: int) -> torch.Tensor:
+        """Return ``block_table`` as one row per request.
+
+        Accepts ``[num_reqs, row_width]`` or, for per-head tables, ``[num_reqs * kv_heads,
+        max_blocks]`` (a view, never a copy).
+
+        Raises:
+            TypeError: not int32.
+            ValueError: another shape, or a per-head table that is not contiguous.
+        """
+        if block_table.dtype != torch.int32:
+            raise TypeError(f"block_table: expected dtype torch.int32, got {block_table.dtype}")
+        if block_table.dim() == 2 and block_table.shape[0] == num_reqs:
+            return block_table
+        if (
+            block_table.dim() == 2
+            and block_table.shape[0] == num_reqs * self.num_kv_heads
+            and block_table.is_contiguous()
+        ):
+            return block_table.view(num_reqs, -1)
+        raise ValueError(
+            f"block_table: expected [{num_reqs}, row_width] or contiguous "
+            f"[{num_reqs * self.num_kv_heads}, max_blocks], got {list(block_table.shape)}"
+        )
