@@ -1,0 +1,119 @@
+"""What a user may ask of the sampler for one request."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, fields
+from typing import Never
+
+from mrv1.errors import RequestError
+
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+"""A request's seed is the 64-bit key of its noise."""
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class SamplingParams:
+    """How one request is sampled and when it ends. The names are vLLM's.
+
+    Attributes:
+        temperature: >= 0; 0 is greedy: exactly the argmax, ties to the lowest id.
+        top_k: keep the k highest logits (ties with the last one stay); 0 or -1 keeps all.
+        top_p: in (0, 1]; keep the most likely tokens up to this probability, after temperature
+            and top_k (ties with the last one stay).
+        seed: 64-bit integer; None derives one from the engine's seed and the order of admission.
+        max_tokens: tokens to generate, >= 1; None = as many as the context holds.
+        ignore_eos: do not stop at the model's end-of-sequence tokens.
+        stop_token_ids: further tokens that end the request.
+
+    Raises:
+        RequestError: an unknown name, or a value out of range; the message names the field.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    max_tokens: int | None
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        max_tokens: int | None = 16,
+        ignore_eos: bool = False,
+        stop_token_ids: tuple[int, ...] | list[int] = (),
+        **unknown: Never,
+    ) -> None:
+        """Check and store; see the class for the fields."""
+        if unknown:
+            raise RequestError(_unknown_message(sorted(unknown)))
+        values = {
+            "temperature": temperature,
+            "top_k": 0 if top_k == -1 else top_k,
+            "top_p": top_p,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "ignore_eos": ignore_eos,
+            "stop_token_ids": stop_token_ids,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._validate()
+        object.__setattr__(self, "stop_token_ids", tuple(stop_token_ids))
+
+    def _validate(self) -> None:
+        if not _is_real(self.temperature) or self.temperature < 0:
+            raise RequestError(f"temperature: expected a number >= 0, got {self.temperature!r}")
+        if not _is_int(self.top_k) or self.top_k < 0:
+            raise RequestError(
+                f"top_k: expected an integer >= 1, or 0 or -1 for all, got {self.top_k!r}"
+            )
+        if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
+        if self.seed is not None and not (
+            _is_int(self.seed) and SEED_MIN <= self.seed <= SEED_MAX
+        ):
+            raise RequestError(f"seed: expected a 64-bit integer or None, got {self.seed!r}")
+        if self.max_tokens is not None and not (_is_int(self.max_tokens) and self.max_tokens >= 1):
+            raise RequestError(
+                f"max_tokens: expected an integer >= 1 or None, got {self.max_tokens!r}"
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos: expected a bool, got {self.ignore_eos!r}")
+        stops: object = self.stop_token_ids
+        if not isinstance(stops, list | tuple) or not all(_is_int(t) and t >= 0 for t in stops):
+            raise RequestError(f"stop_token_ids: expected a list of token ids >= 0, got {stops!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the request takes the argmax."""
+        return self.temperature == 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether top_k or top_p removes tokens from a draw."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+def _unknown_message(names: list[str]) -> str:
+    known = [field.name for field in fields(SamplingParams)]
+    hints = []
+    for name in names:
+        close = difflib.get_close_matches(name, known, n=1)
+        hints.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    return f"sampling parameter: expected one of {', '.join(known)}; got {', '.join(hints)}"
