@@ -1,0 +1,7 @@
+"""One step: request state, input batch, block tables, KV cache, forward, sampling, output."""
+
+from mrv1.runner.async_output import AsyncOutput
+from mrv1.runner.model_runner import KVReport, ModelRunner
+from mrv1.runner.step import SlotRequest, StepOutput, StepPlan
+
+__all__ = ["AsyncOutput", "KVReport", "ModelRunner", "SlotRequest", "StepOutput", "StepPlan"]

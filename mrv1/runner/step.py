@@ -1,0 +1,80 @@
+"""What a scheduler tells the runner about one step, and what it gets back. Plain host data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from mrv1.sampler import SamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+HostArrays = dict[str, npt.NDArray[np.generic]]
+"""Named arrays of a step on their way to the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRequest:
+    """A request that takes a slot in this step: new, or resumed after preemption."""
+
+    req_id: str
+    """The caller's name for the request."""
+    slot: int
+    """Row of all per-request state, from now until the request finishes or is preempted."""
+    epoch: int
+    """How often the slot had been taken before: tells a late output of its former request."""
+    token_ids: Int32Array
+    """[n] prompt, then what was generated before a preemption."""
+    prompt_len: int
+    """Tokens of ``token_ids`` that are prompt."""
+    sampling_params: SamplingParams
+    seed: int
+    """64-bit key of the request's noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step, as decided by a scheduler. Rows are the scheduled requests, in this order."""
+
+    step_id: int
+    """Counts launched steps."""
+    new: tuple[SlotRequest, ...] = ()
+    """Requests that enter."""
+    resumed: tuple[SlotRequest, ...] = ()
+    """Preempted requests that enter again, to be computed from their first token."""
+    preempted: tuple[int, ...] = ()
+    """Slots given up by preemption before this step."""
+    finished: tuple[int, ...] = ()
+    """Slots of requests that ended (finish, abort, error) before this step."""
+    req_ids: tuple[str, ...]
+    """Request of each row."""
+    slots: Int32Array
+    """[rows] slot of each row."""
+    epochs: Int32Array
+    """[rows] epoch of each row's slot."""
+    num_scheduled_tokens: Int32Array
+    """[rows] tokens to compute, >= 1."""
+    new_block_ids: tuple[tuple[tuple[int, ...], ...], ...]
+    """Per row and head group: block ids to append to the row's table, in order."""
+
+    @property
+    def entering(self) -> tuple[SlotRequest, ...]:
+        """Every request that takes a slot in this step."""
+        return self.new + self.resumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What one step produced, row by row as in its plan."""
+
+    step_id: int
+    req_ids: tuple[str, ...]
+    slots: Int32Array
+    """[rows] as at launch."""
+    epochs: Int32Array
+    """[rows] as at launch: a row whose slot has another epoch by now is stale and is dropped."""
+    token_ids: tuple[tuple[int, ...], ...]
+    """Per row: the sampled tokens; empty for an unfinished prefill or a failed row."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Row -> why it failed; the other rows are not affected."""

@@ -1,0 +1,219 @@
+"""ModelRunner through plans written by hand: a foreign scheduler needs nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mrv1 import CapacityError, EngineConfig, ModelRunner, SamplingParams, StepError, StepPlan
+from mrv1.kernels import reference
+from mrv1.runner import SlotRequest
+from tests.models.families import tiny_checkpoint
+
+PROMPTS = ([5, 9, 23, 41, 77], [11] * 20)
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3")
+    return path
+
+
+def make_runner(checkpoint: Path, **options: object) -> ModelRunner:
+    config = EngineConfig(
+        **(
+            {"model": str(checkpoint), "dtype": "float32", "num_kv_blocks": 16, "max_num_seqs": 4}
+            | options
+        )
+    )
+    return ModelRunner(config, progress=False)
+
+
+@pytest.fixture
+def runner(checkpoint):
+    runner = make_runner(checkpoint)
+    yield runner
+    runner.close()
+
+
+def enter(
+    req_id: str, slot: int, prompt: list[int], *, epoch: int = 0, num_prompt: int | None = None
+):
+    return SlotRequest(
+        req_id=req_id,
+        slot=slot,
+        epoch=epoch,
+        token_ids=np.array(prompt, dtype=np.int32),
+        prompt_len=len(prompt) if num_prompt is None else num_prompt,
+        sampling_params=SamplingParams(temperature=0),
+        seed=0,
+    )
+
+
+def make_plan(
+    step_id: int,
+    rows: dict[str, tuple[int, int, tuple[int, ...]]],
+    *,
+    epoch: int = 0,
+    **fields: object,
+) -> StepPlan:
+    """``rows``: request id -> (slot, number of tokens, new block ids)."""
+    return StepPlan(
+        step_id=step_id,
+        req_ids=tuple(rows),
+        slots=np.array([slot for slot, _, _ in rows.values()], dtype=np.int32),
+        epochs=np.full(len(rows), epoch, dtype=np.int32),
+        num_scheduled_tokens=np.array([n for _, n, _ in rows.values()], dtype=np.int32),
+        new_block_ids=tuple((ids,) for _, _, ids in rows.values()),
+        **fields,
+    )
+
+
+def run_by_hand(runner: ModelRunner, slots: tuple[int, int], blocks: tuple[int, int, int]) -> dict:
+    """Two requests, the second in two chunks, then three decode steps; blocks as given."""
+    first, second = slots
+    a, b, c = blocks
+    plans = [
+        make_plan(
+            0,
+            {"a": (first, 5, (a,)), "b": (second, 13, (b,))},
+            new=(enter("a", first, PROMPTS[0]), enter("b", second, PROMPTS[1])),
+        ),
+        make_plan(1, {"b": (second, 7, (c,)), "a": (first, 1, ())}),
+        *(make_plan(n, {"a": (first, 1, ()), "b": (second, 1, ())}) for n in (2, 3, 4)),
+        make_plan(5, {"b": (second, 1, ())}, finished=(first,)),
+    ]
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+    for plan in plans:
+        output = runner.execute(plan).result()
+        for req_id, new in zip(output.req_ids, output.token_ids, strict=True):
+            tokens[req_id].extend(new)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> dict[str, list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    whole = [
+        model.generate(
+            torch.tensor([p]), do_sample=False, max_new_tokens=5, eos_token_id=None, pad_token_id=0
+        )
+        for p in PROMPTS
+    ]
+    return {
+        name: out[0, len(p) :].tolist() for name, p, out in zip("ab", PROMPTS, whole, strict=True)
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [(0, 1), (3, 2)])
+@pytest.mark.parametrize("blocks", [(0, 1, 2), (15, 3, 9)])
+def test_plans_by_hand_give_transformers_tokens_in_any_slots_and_blocks(
+    runner, expected, slots, blocks
+):
+    reference.calls.clear()
+    assert run_by_hand(runner, slots, blocks) == expected
+    if runner.path == "triton":
+        assert not reference.calls, "a GPU run must not touch the torch reference"
+    else:
+        assert reference.calls["paged_decode_attention"] > 0
+
+
+@pytest.mark.gpu
+def test_a_reused_slot_shows_nothing_of_its_former_request(runner, expected):
+    assert run_by_hand(runner, (0, 1), (0, 1, 2)) == expected
+    long_gone = make_plan(
+        6, {"c": (0, 4, (7,))}, epoch=1, new=(enter("c", 0, [8, 8, 8, 8], epoch=1),), finished=(1,)
+    )
+    fresh = make_runner(Path(runner.config.model))
+    alone = make_plan(0, {"c": (2, 4, (4,))}, new=(enter("c", 2, [8, 8, 8, 8]),))
+    assert runner.execute(long_gone).result().token_ids == fresh.execute(alone).result().token_ids
+    fresh.close()
+
+
+@pytest.mark.gpu
+def test_a_resumed_request_goes_on_where_it_was(runner, expected):
+    first = make_plan(0, {"a": (0, 5, (0,))}, new=(enter("a", 0, PROMPTS[0]),))
+    tokens = list(runner.execute(first).result().token_ids[0])
+    history = PROMPTS[0] + expected["a"][:2]
+    resumed = make_plan(
+        1,
+        {"a": (3, 7, (5,))},
+        epoch=4,
+        preempted=(0,),
+        resumed=(enter("a", 3, history, epoch=4, num_prompt=5),),
+    )
+    tokens += [*expected["a"][1:2], *runner.execute(resumed).result().token_ids[0]]
+    assert tokens == expected["a"][:3]
+    assert runner.state.output_positions(torch.tensor([3], device=runner.device)).tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (make_plan(0, {"x": (0, 1, (0,))}), r"expected epochs \[-1\] of slots \[0\], got \[0\]"),
+        (
+            make_plan(
+                0,
+                {"a": (0, 5, (0,))},
+                new=(enter("a", 0, PROMPTS[0]), enter("b", 0, PROMPTS[1])),
+            ),
+            "expected slot 0 free, 'b' got it",
+        ),
+        (
+            make_plan(0, {"a": (0, 5, tuple(range(33)))}, new=(enter("a", 0, PROMPTS[0]),)),
+            "expected at most 32 blocks in slot 0, got 33",
+        ),
+    ],
+)
+def test_a_plan_that_contradicts_the_slots_is_a_step_error(runner, plan, message):
+    with pytest.raises(StepError, match=message):
+        runner.execute(plan)
+
+
+def test_kv_report_counts_every_byte(runner):
+    report = runner.kv_report()
+    heads, head_dim, layers = 2, 32, 2
+    assert report["token_bytes"] == layers * 2 * heads * head_dim * 4
+    assert report["block_bytes"] == BLOCK_SIZE * report["token_bytes"]
+    assert report["total_bytes"] == 16 * report["block_bytes"]
+    held = sum(cache.k.nbytes + cache.v.nbytes for cache in runner.kv_cache.layers)
+    assert held == report["total_bytes"]
+
+
+def test_without_a_number_the_cache_holds_what_can_be_used(checkpoint):
+    runner = make_runner(checkpoint, num_kv_blocks=None, max_num_seqs=3, device="cpu")
+    assert runner.kv_cache.num_blocks == 3 * 512 // BLOCK_SIZE
+    runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_on_a_gpu_the_cache_fills_the_share_of_the_memory(checkpoint):
+    runner = make_runner(
+        checkpoint, num_kv_blocks=None, max_num_seqs=256, gpu_memory_utilization=0.5
+    )
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert runner.kv_cache.num_blocks == 256 * 512 // BLOCK_SIZE  # the tiny model needs no more
+    assert runner.kv_cache.nbytes < 0.5 * total
+    runner.close()
+
+
+def test_a_cache_that_cannot_be_allocated_says_so(checkpoint):
+    with pytest.raises(CapacityError, match=r"blocks of 16384 bytes do not fit on cpu"):
+        make_runner(checkpoint, num_kv_blocks=2**36, device="cpu")
+
+
+def test_the_start_line_tells_what_runs(checkpoint):
+    runner = make_runner(checkpoint, device="cpu")
+    line = runner.describe()
+    assert "Qwen3ForCausalLM on cpu: CPU reference (torch), float32" in line
+    assert "16 blocks of 16 tokens" in line
+    runner.close()
