@@ -1,0 +1,39 @@
+"""mrv1: a Triton-first GPU model runner for LLM inference.
+
+The names below are the public API; ``mrv1.kernels`` holds the ops and ``mrv1.testing`` the
+hypothesis strategies they are tested with.
+"""
+
+from mrv1.config import EngineConfig
+from mrv1.engine import LLM, CompletionOutput, RequestOutput
+from mrv1.errors import (
+    CapacityError,
+    ConfigError,
+    Mrv1Error,
+    RequestError,
+    StepError,
+    UnsupportedDeviceError,
+)
+from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
+from mrv1.sampler import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncOutput",
+    "CapacityError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "ModelRunner",
+    "Mrv1Error",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "StepError",
+    "StepOutput",
+    "StepPlan",
+    "UnsupportedDeviceError",
+    "__version__",
+]

@@ -1,0 +1,7 @@
+"""Requests in, steps planned, tokens out: small, pure host code."""
+
+from mrv1.engine.core import EngineCore
+from mrv1.engine.llm import LLM
+from mrv1.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+__all__ = ["LLM", "CompletionOutput", "EngineCore", "RequestMetrics", "RequestOutput"]

@@ -1,0 +1,353 @@
+"""The public entry: a checkpoint in, text or tokens out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self, cast
+
+from rich.progress import Progress
+
+from mrv1.config import DtypeName, EngineConfig, checkpoint_dir
+from mrv1.engine.core import EngineCore, Metrics
+from mrv1.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from mrv1.engine.request import Request
+from mrv1.engine.tokenizer import Detokenizer, Tokenizer
+from mrv1.errors import RequestError
+from mrv1.runner import KVReport
+from mrv1.sampler import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, object]
+"""A text, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids``."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+class LLM:
+    """Generates text from a Hugging Face checkpoint.
+
+    Use one from one thread. It holds device memory until ``close``; as a context manager it closes
+    itself.
+
+    Example:
+        >>> with LLM("tiny") as llm:
+        ...     output = llm.generate("ROMEO:", SamplingParams(max_tokens=8))[0]
+        >>> len(output.outputs[0].token_ids)
+        8
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: DtypeName = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        gpu_memory_utilization: float = 0.9,
+        num_kv_blocks: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Load ``model`` and allocate its KV cache.
+
+        Args:
+            model: a checkpoint directory, or ``"tiny"`` for the embedded model.
+            dtype: of weights, activations and KV cache; ``auto`` is the checkpoint's own on a GPU
+                and float32 on a CPU. float64 runs on a CPU only.
+            device: ``auto`` takes the GPU if there is one, else the CPU; or ``cpu``, ``cuda``,
+                ``cuda:N``.
+            block_size: tokens per KV block: 16, 32, 64 or 128.
+            max_model_len: longest prompt + output in tokens; None = the model's context.
+            max_num_seqs: requests that run at the same time.
+            max_num_batched_tokens: token budget of a step; longer prompts are prefilled in chunks.
+            gpu_memory_utilization: share of the GPU's memory for weights, activations and cache.
+            num_kv_blocks: KV blocks to allocate; None = what memory allows, at most what can be
+                used.
+            seed: from which requests without a seed of their own draw theirs.
+
+        Raises:
+            ConfigError: an argument or the checkpoint is wrong.
+            UnsupportedDeviceError: the device is not there or cannot run mrv1.
+            CapacityError: the KV cache does not fit.
+        """
+        config = EngineConfig(
+            model=str(model),
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            num_kv_blocks=num_kv_blocks,
+            seed=seed,
+        )
+        self._tokenizer = Tokenizer(checkpoint_dir(config.model))
+        self._core: EngineCore | None = EngineCore(config)
+        self._detokenizers: dict[str, Detokenizer] = {}
+        self._undelivered: dict[str, Request] = {}
+        """Changed while ``generate`` or ``stream`` ran for others; ``step`` returns them."""
+        self._ids = itertools.count()
+
+    # --- whole requests -------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return the finished outputs of ``prompts``, in their order.
+
+        Args:
+            prompts: one prompt, or a list of prompts.
+            sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
+            use_tqdm: show a progress bar for a list of prompts.
+
+        Raises:
+            RequestError: the arguments contradict each other, or a single prompt failed. In a list
+                a failed request comes back finished with ``error`` set; the others go on.
+        """
+        single = _is_prompt(prompts)
+        batch = cast("list[Prompt]", [prompts] if single else list(prompts))
+        params = _params_per_prompt(sampling_params, len(batch))
+        outputs: list[RequestOutput | None] = [None] * len(batch)
+        rows: dict[str, int] = {}
+        try:
+            for row, (prompt, prompt_params) in enumerate(zip(batch, params, strict=True)):
+                req_id = self._new_id()
+                try:
+                    self._add(prompt, prompt_params, req_id)
+                    rows[req_id] = row
+                except RequestError as error:
+                    outputs[row] = _refused(req_id, error)
+            with Progress(disable=single or not use_tqdm, transient=True) as progress:
+                task = progress.add_task(
+                    "generate", total=len(batch), completed=len(batch) - len(rows)
+                )
+                while rows:
+                    for request in self._step_for(rows):
+                        if request.finished:
+                            outputs[rows.pop(request.req_id)] = self._output(request)
+                            progress.advance(task)
+        finally:
+            self._abort_all(rows)
+        finished = [output for output in outputs if output is not None]
+        if single and finished[0].error is not None:
+            raise finished[0].error
+        return finished
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield the output of one prompt as it grows; the last one is finished.
+
+        The request starts with the first output asked for; a consumer that stops early aborts it.
+
+        Raises:
+            RequestError: the prompt was refused or failed.
+        """
+        req_id = self.add_request(prompt, sampling_params or SamplingParams())
+        rows = {req_id: 0}
+        try:
+            while rows:
+                for request in self._step_for(rows):
+                    output = self._output(request)
+                    if output.finished:
+                        rows.clear()
+                    if output.error is not None:
+                        raise output.error
+                    yield output
+        finally:
+            self._abort_all(rows)
+
+    # --- step by step ---------------------------------------------------------------------
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams, *, request_id: str | None = None
+    ) -> str:
+        """Queue a request for ``step`` and return its id.
+
+        Raises:
+            RequestError: the prompt, the parameters or the id are wrong; nothing is queued.
+        """
+        req_id = self._new_id() if request_id is None else request_id
+        self._add(prompt, sampling_params, req_id)
+        return req_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the outputs of the requests that got a token or ended."""
+        changed, self._undelivered = self._undelivered, {}
+        changed |= {request.req_id: request for request in self._engine.step()}
+        return [self._output(request) for request in changed.values()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has anything to do or to deliver."""
+        return self._engine.scheduler.has_unfinished_requests or bool(self._undelivered)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; ``step`` delivers what it had with ``finish_reason="abort"``.
+
+        An id that is unknown or finished is ignored: the request may just have ended.
+        """
+        request = self._engine.scheduler.abort(request_id)
+        if request is not None:
+            self._undelivered[request_id] = request
+
+    # --- reports and end ------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return the start-up line: model, device, path, dtypes, blocks."""
+        return self._engine.runner.describe()
+
+    def kv_report(self) -> KVReport:
+        """Return the KV cache's sizes in bytes."""
+        return self._engine.runner.kv_report()
+
+    def metrics(self) -> Metrics:
+        """Return counters of steps, tokens, requests and blocks as a plain dict."""
+        return self._engine.metrics()
+
+    def close(self) -> None:
+        """End all requests and give the device memory back; closing twice is harmless."""
+        if self._core is not None:
+            self._core.runner.close()
+            self._core = None
+            self._undelivered.clear()
+            self._detokenizers.clear()
+
+    def __enter__(self) -> Self:
+        """Return the engine itself."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    # --- inside ---------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> EngineCore:
+        if self._core is None:
+            raise RuntimeError("LLM: expected an open engine, got one that was closed")
+        return self._core
+
+    def _new_id(self) -> str:
+        scheduler = self._engine.scheduler
+        return next(i for i in map(str, self._ids) if scheduler.get(i) is None)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, req_id: str) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params: expected SamplingParams, got {type(params).__name__}"
+            )
+        self._engine.add_request(req_id, self._token_ids(prompt), params)
+        self._detokenizers[req_id] = Detokenizer(self._tokenizer)
+
+    def _token_ids(self, prompt: object) -> Sequence[int]:
+        if isinstance(prompt, Mapping):
+            unknown = sorted(set(prompt) - set(PROMPT_KEYS))
+            if unknown or len(prompt) != 1:
+                raise RequestError(
+                    f"prompt: expected a dict with one of {PROMPT_KEYS}, got keys {sorted(prompt)}"
+                )
+            (prompt,) = prompt.values()
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            return prompt
+        raise RequestError(
+            f"prompt: expected a string, a list of token ids or a dict, "
+            f"got {type(prompt).__name__}"
+        )
+
+    def _step_for(self, rows: Mapping[str, int]) -> list[Request]:
+        """Return the changed requests among ``rows``, after a step unless some wait already.
+
+        The others are kept for ``step``, or for the ``stream`` they belong to.
+        """
+        if rows.keys().isdisjoint(self._undelivered):
+            self._undelivered |= {request.req_id: request for request in self._engine.step()}
+        return [self._undelivered.pop(i) for i in tuple(rows) if i in self._undelivered]
+
+    def _abort_all(self, rows: Mapping[str, int]) -> None:
+        for req_id in rows:
+            self._engine.scheduler.abort(req_id)
+            self._detokenizers.pop(req_id, None)
+
+    def _output(self, request: Request) -> RequestOutput:
+        text = self._text(request)
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=tuple(request.output_token_ids),
+            logprobs=None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+        return RequestOutput(
+            request_id=request.req_id,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=(completion,),
+            finished=request.finished,
+            error=request.error,
+            metrics=RequestMetrics(
+                arrival_time=request.arrival_time,
+                first_token_time=request.first_token_time,
+                finish_time=request.finish_time,
+                num_preemptions=request.num_preemptions,
+            ),
+        )
+
+    def _text(self, request: Request) -> str:
+        """Return the text so far; once finished, exactly what the tokenizer makes of the whole."""
+        token_ids = request.output_token_ids
+        if not request.finished:
+            return self._detokenizers[request.req_id].text(token_ids)
+        self._detokenizers.pop(request.req_id, None)
+        return self._tokenizer.decode(
+            token_ids[:-1] if request.finish_reason == "stop" else token_ids
+        )
+
+
+def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt: text, dict, or a list that starts with a number."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence)
+
+
+def _params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise RequestError(
+            f"sampling_params: expected one, or {num_prompts} for {num_prompts} prompts, "
+            f"got {len(params)}"
+        )
+    return list(params)
+
+
+def _refused(req_id: str, error: RequestError) -> RequestOutput:
+    completion = CompletionOutput(
+        index=0, text="", token_ids=(), logprobs=None, finish_reason="error", stop_reason=None
+    )
+    return RequestOutput(
+        request_id=req_id,
+        prompt_token_ids=(),
+        outputs=(completion,),
+        finished=True,
+        error=error,
+        metrics=None,
+    )

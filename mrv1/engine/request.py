@@ -1,0 +1,64 @@
+"""One request, from arrival to finish."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mrv1.errors import Mrv1Error
+from mrv1.sampler import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Status(enum.Enum):
+    """Where a request is."""
+
+    WAITING = enum.auto()
+    """Holds no slot and no blocks: new, or preempted."""
+    RUNNING = enum.auto()
+    """Holds a slot and blocks."""
+    FINISHED = enum.auto()
+    """Holds nothing any more."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """What the engine knows of one request; changed by the scheduler only."""
+
+    req_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """64-bit key of its noise."""
+    max_total_tokens: int
+    """Prompt and output tokens at which it ends with ``"length"``."""
+    arrival_time: float = field(default_factory=time.perf_counter)
+    """Seconds on the ``time.perf_counter`` clock."""
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token id that ended it, if the caller named it."""
+    error: Mrv1Error | None = None
+    slot: int = -1
+    """Row in the runner's state while running."""
+    epoch: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose K and V are in the cache."""
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.status is Status.FINISHED

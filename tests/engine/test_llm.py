@@ -1,0 +1,400 @@
+"""LLM: greedy tokens against transformers, any schedule, errors, streams, the end."""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from mrv1 import LLM, ConfigError, RequestError, SamplingParams
+from tests.models.families import FAMILIES, ROPES, SLIDING, tiny_checkpoint
+
+VOCAB = 160
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+PROMPT_LENGTHS = (1, 15, 16, 17, 70)
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def greedy_by_transformers(
+    model: PreTrainedModel, prompt: list[int], num_tokens: int
+) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+# --- against transformers ---------------------------------------------------------------------
+
+CASES = [
+    *(pytest.param(family, "default", {}, id=family) for family in FAMILIES),
+    *(pytest.param("llama", rope, {}, id=f"llama-{rope}") for rope in ROPES if rope != "default"),
+    *(
+        pytest.param(family, "default", extra, id=f"{family}-sliding")
+        for family, extra in SLIDING.items()
+    ),
+    pytest.param("llama", "default", {"tie_word_embeddings": True}, id="llama-tied"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "rope", "overrides"), CASES)
+def test_64_greedy_tokens_equal_transformers(tmp_path, device, family, rope, overrides):
+    model = tiny_checkpoint(tmp_path, family, rope, **overrides).to(device)
+    prompts = random_prompts(PROMPT_LENGTHS)
+    expected = [greedy_by_transformers(model, prompt, 64) for prompt in prompts]
+    for chunk, block_size in ((1, 16), (7, 32), (64, 64)):
+        with LLM(
+            str(tmp_path),
+            dtype="float32",
+            block_size=block_size,
+            max_num_batched_tokens=chunk,
+            max_num_seqs=8,
+            num_kv_blocks=64,
+        ) as llm:
+            outputs = llm.generate(prompts, GREEDY)
+        assert [list(o.outputs[0].token_ids) for o in outputs] == expected, (chunk, block_size)
+
+
+# --- the schedule does not show ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    tiny_checkpoint(path, "llama")
+    return path
+
+
+@pytest.fixture(scope="module")
+def requests(checkpoint) -> list[tuple[list[int], SamplingParams, list[int]]]:
+    """Prompts and parameters, each with what it yields alone."""
+    prompts = random_prompts((1, 3, 16, 33, 40, 64, 90))
+    params = [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        if index % 2 == 0
+        else SamplingParams(
+            temperature=1.0, top_k=20, top_p=0.9, seed=index, max_tokens=24, ignore_eos=True
+        )
+        for index in range(len(prompts))
+    ]
+    alone = []
+    for prompt, prompt_params in zip(prompts, params, strict=True):
+        with LLM(str(checkpoint), dtype="float64", device="cpu", num_kv_blocks=32) as llm:
+            alone.append(list(llm.generate(prompt, prompt_params)[0].outputs[0].token_ids))
+    return list(zip(prompts, params, alone, strict=True))
+
+
+@given(
+    order=st.permutations(range(7)),
+    arrivals=st.lists(st.integers(0, 3), max_size=8),
+    block_size=st.sampled_from([16, 32, 64]),
+    max_num_seqs=st.integers(1, 8),
+    chunk=st.sampled_from([1, 7, 64, 500]),
+    pool_tokens=st.sampled_from([128, 192, 512]),
+)
+def test_output_does_not_depend_on_batch_chunks_blocks_or_arrival(
+    checkpoint, requests, order, arrivals, block_size, max_num_seqs, chunk, pool_tokens
+):
+    """Random schedules in float64, where no near-tie can flip; small pools force preemption."""
+    with LLM(
+        str(checkpoint),
+        dtype="float64",
+        device="cpu",
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=chunk,
+        num_kv_blocks=pool_tokens // block_size,
+    ) as llm:
+        waiting, outputs = list(order), {}
+        per_step = iter(arrivals)
+        while waiting or llm.has_unfinished_requests():
+            for _ in range(min(next(per_step, len(waiting)), len(waiting))):
+                index = waiting.pop()
+                llm.add_request(*requests[index][:2], request_id=str(index))
+            for output in llm.step():
+                outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
+        assert llm.metrics()["num_free_blocks"] == llm.kv_report()["num_blocks"]
+    assert outputs == {index: alone for index, (_, _, alone) in enumerate(requests)}
+
+
+def test_another_seed_gives_another_draw_and_the_same_seed_the_same(checkpoint):
+    prompt = random_prompts((8,))[0]
+    with LLM(str(checkpoint), device="cpu", num_kv_blocks=32) as llm:
+        draws = [
+            llm.generate(prompt, SamplingParams(seed=seed, max_tokens=32, ignore_eos=True))[0]
+            for seed in (1, 1, 2)
+        ]
+        unseeded = [
+            llm.generate(prompt, SamplingParams(max_tokens=32, ignore_eos=True))[0]
+            for _ in range(2)
+        ]
+    tokens = [output.outputs[0].token_ids for output in draws]
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert unseeded[0].outputs[0].token_ids != unseeded[1].outputs[0].token_ids
+
+
+# --- ends, errors, streams --------------------------------------------------------------------
+
+
+@pytest.fixture
+def llm(checkpoint):
+    with LLM(str(checkpoint), device="cpu", num_kv_blocks=32, max_model_len=256) as engine:
+        yield engine
+        scheduler = engine._engine.scheduler
+        if not scheduler.has_unfinished_requests:
+            assert scheduler.pool.num_free == 32
+            assert scheduler.num_free_slots == engine._engine.config.max_num_seqs
+
+
+PROMPT = random_prompts((12,))[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ("text", None, "prompt: expected token ids, because .* has no tokenizer"),
+        ([[]], None, "prompt: expected at least one token, got none"),
+        ({"prompt_token_ids": []}, None, "prompt: expected at least one token, got none"),
+        ([5] * 256, None, r"prompt: expected fewer than 256 tokens \(max_model_len.*got 256"),
+        (
+            [5, VOCAB],
+            None,
+            rf"prompt_token_ids: expected integers in \[0, {VOCAB}\), got {VOCAB} at index 1",
+        ),
+        ([5, -1], None, r"prompt_token_ids: expected integers .*got -1 at index 1"),
+        ([5, 1.5], None, r"prompt_token_ids: expected integers .*got 1.5 at index 1"),
+        ([5, True], None, r"prompt_token_ids: expected integers .*got True at index 1"),
+        ({"text": "x"}, None, r"prompt: expected a dict with one of .*got keys \['text'\]"),
+        ({"prompt": 3}, None, "prompt: expected a string, a list of token ids or a dict, got int"),
+        ([5], SamplingParams(stop_token_ids=[VOCAB]), "stop_token_ids: expected ids in"),
+        ([5], {"temperature": 1}, "sampling_params: expected SamplingParams, got dict"),
+    ],
+)
+def test_a_bad_request_fails_alone_and_by_name(llm, prompt, params, message):
+    prompt = prompt[0] if prompt == [[]] else prompt
+    if params is None or isinstance(params, SamplingParams):
+        good = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        refused, fine = llm.generate([prompt, PROMPT], [params or good, good])
+        assert refused.finished
+        assert refused.outputs[0].finish_reason == "error"
+        with pytest.raises(RequestError, match=message):
+            raise refused.error
+        assert fine.error is None
+        assert len(fine.outputs[0].token_ids) == 4
+    with pytest.raises(RequestError, match=message):
+        llm.add_request(prompt, params or SamplingParams())
+    assert not llm.has_unfinished_requests()
+
+
+def test_a_single_prompt_raises_its_error(llm):
+    with pytest.raises(RequestError, match="expected fewer than 256 tokens"):
+        llm.generate([5] * 300)
+
+
+def test_more_tokens_than_blocks_is_refused_with_the_limit(checkpoint):
+    with LLM(str(checkpoint), device="cpu", num_kv_blocks=4) as llm:
+        with pytest.raises(
+            RequestError, match=r"at most 64 tokens \(num_kv_blocks = 4 of 16\), got up to 65"
+        ):
+            llm.generate([5] * 15, SamplingParams(max_tokens=50))
+        assert (
+            len(
+                llm.generate([5] * 15, SamplingParams(max_tokens=49, ignore_eos=True))[0]
+                .outputs[0]
+                .token_ids
+            )
+            == 49
+        )
+
+
+def test_params_must_match_the_prompts(llm):
+    with pytest.raises(RequestError, match="expected one, or 2 for 2 prompts, got 1"):
+        llm.generate([PROMPT, PROMPT], [SamplingParams()])
+
+
+def test_no_prompts_no_outputs(llm):
+    assert llm.generate([]) == []
+
+
+def test_length_ends_at_max_tokens_or_at_the_context(llm):
+    outputs = llm.generate(
+        [PROMPT, [5] * 250],
+        [
+            SamplingParams(max_tokens=3, ignore_eos=True),
+            SamplingParams(max_tokens=None, ignore_eos=True),
+        ],
+    )
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 6]
+    assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+
+
+def test_a_stop_token_ends_the_request_and_is_named(llm):
+    whole = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    stop = whole[10]
+    first = whole.index(stop)
+    output = llm.generate(
+        PROMPT,
+        SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop_token_ids=[stop]),
+    )[0].outputs[0]
+    assert output.token_ids == whole[: first + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+def test_stream_is_cumulative_and_ends_finished(llm):
+    whole = llm.generate(PROMPT, GREEDY)[0]
+    parts = list(llm.stream(PROMPT, GREEDY))
+    assert [len(p.outputs[0].token_ids) for p in parts] == list(range(1, 65))
+    assert [p.finished for p in parts] == [False] * 63 + [True]
+    assert parts[-1].outputs[0].token_ids == whole.outputs[0].token_ids
+
+
+def test_leaving_a_stream_early_aborts_it(llm):
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    assert llm.has_unfinished_requests()
+    stream.close()
+    assert not llm.has_unfinished_requests()
+
+
+def test_a_stream_survives_generate_in_between(llm):
+    whole = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    llm.generate([5, 6], SamplingParams(max_tokens=100, ignore_eos=True))  # outlasts the stream
+    assert list(stream)[-1].outputs[0].token_ids == whole
+
+
+def test_a_stream_raises_its_error(llm):
+    with pytest.raises(RequestError, match="at least one token"):
+        next(llm.stream({"prompt_token_ids": []}))
+
+
+def test_abort_delivers_what_there_was(llm):
+    req_id = llm.add_request(PROMPT, GREEDY)
+    llm.step()
+    llm.step()
+    llm.abort(req_id)
+    llm.abort(req_id)
+    llm.abort("unknown")
+    (output,) = llm.step()
+    assert output.finished
+    assert output.outputs[0].finish_reason == "abort"
+    assert len(output.outputs[0].token_ids) == 2
+    assert not llm.has_unfinished_requests()
+
+
+def test_a_row_without_a_selectable_token_fails_alone(llm, monkeypatch):
+    """NaN logits of one request, by its first prompt token, do not reach its neighbour."""
+    model = llm._engine.runner.model
+    compute_logits = model.compute_logits
+
+    def poisoned(hidden):
+        logits = compute_logits(hidden)
+        logits[0] = torch.nan
+        return logits
+
+    monkeypatch.setattr(model, "compute_logits", poisoned)
+    failed, fine = llm.generate([PROMPT, [5, 6]], SamplingParams(temperature=0, max_tokens=1))
+    with pytest.raises(RequestError, match="no selectable token"):
+        raise failed.error
+    assert fine.error is None
+    assert len(fine.outputs[0].token_ids) == 1
+
+
+def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(llm, monkeypatch):
+    expected = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("the device fell over")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.runner.model, "forward", broken)
+        outputs = llm.generate([PROMPT, [5, 6]], GREEDY)
+    assert [str(o.error) for o in outputs] == [f"step {64} (2 requests): the device fell over"] * 2
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == expected
+
+
+def test_a_closed_engine_says_so(checkpoint):
+    llm = LLM(str(checkpoint), device="cpu", num_kv_blocks=32)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="expected an open engine"):
+        llm.generate(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"model": "/nowhere"},
+            "model: expected a checkpoint directory or 'tiny', got '/nowhere'",
+        ),
+        ({"block_size": 20}, r"block_size: expected one of \(16, 32, 64, 128\), got 20"),
+        ({"dtype": "int8"}, "dtype: expected one of"),
+        ({"device": "tpu"}, "device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
+        (
+            {"max_model_len": 1000},
+            r"max_model_len: expected <= 512 \(the model's context\), got 1000",
+        ),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected an integer >= 1, got 0"),
+        ({"max_num_batched_tokens": True}, "max_num_batched_tokens: expected an integer >= 1"),
+        ({"num_kv_blocks": 0}, "num_kv_blocks: expected an integer >= 1, got 0"),
+        ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization: expected \(0, 1\], got 1.5"),
+        ({"seed": "x"}, "seed: expected an integer, got 'x'"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(checkpoint, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(**({"model": str(checkpoint)} | options))
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected a config.json in .*, found none"):
+        LLM(str(tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_close_gives_the_memory_back(checkpoint):
+    """Five engines in one process: the allocated bytes return to where they were."""
+    gc.collect()
+    start = torch.cuda.memory_allocated()
+    for _ in range(5):
+        with LLM(str(checkpoint)) as llm:
+            llm.generate(PROMPT, GREEDY)
+            assert torch.cuda.memory_allocated() > start
+        assert torch.cuda.memory_allocated() == start
+
+
+def test_close_lets_go_of_every_tensor(checkpoint):
+    """On a CPU: no tensor of an engine's is left alive, for five engines in a row."""
+
+    def live_tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+    with LLM(str(checkpoint), device="cpu", num_kv_blocks=8) as llm:
+        llm.generate(PROMPT, SamplingParams(max_tokens=2))
+    start = live_tensors()
+    for _ in range(5):
+        llm = LLM(str(checkpoint), device="cpu", num_kv_blocks=8)
+        llm.generate(PROMPT, SamplingParams(max_tokens=2))
+        llm.close()
+        assert live_tensors() == start
