@@ -1,0 +1,97 @@
+"""Test lanes, hypothesis profiles and the fixtures every test may use.
+
+A process either interprets Triton kernels (``TRITON_INTERPRET=1``) or compiles them, never both:
+the suite is run once per mode. A test whose mode this process does not have is reported as
+"not run" with the reason: a lane never passes by not looking.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from mrv1.device import INTERPRET
+
+# Two pytest workers share two cores: more threads than that only make them wait for each other.
+torch.set_num_threads(1)
+
+HAS_GPU = torch.cuda.is_available() and not INTERPRET
+NO_GPU = "not run: no GPU"
+_common = {
+    "deadline": None,  # the interpreter needs seconds where a GPU needs microseconds
+    "derandomize": bool(os.environ.get("CI")),  # a red CI run must be repeatable
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("dev", max_examples=10, **_common)
+settings.register_profile("full", max_examples=60, **_common)
+settings.load_profile("dev")  # --hypothesis-profile=full loads the other one
+
+
+def _not_run_reason(
+    marks: set[str], *, interpreting: bool = INTERPRET, has_gpu: bool = HAS_GPU
+) -> str | None:
+    """Say why a test with these marks has no place in this process, or None if it has."""
+    if interpreting:
+        return None if "interp" in marks else "not run: TRITON_INTERPRET=1 is set"
+    if "gpu" in marks and has_gpu:
+        return None
+    if "interp" in marks:
+        return "not run: set TRITON_INTERPRET=1"
+    return NO_GPU if "gpu_only" in marks else None  # others run on a CPU, on the torch reference
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to report interpreted kernels as a GPU run."""
+    if INTERPRET and config.option.markexpr.startswith("gpu"):
+        raise pytest.UsageError("-m gpu runs compiled kernels: unset TRITON_INTERPRET")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, with its reason, every test that this process cannot run."""
+    gpu_lane_in_vain = config.option.markexpr.startswith("gpu") and not HAS_GPU
+    for item in items:
+        reason = _not_run_reason({mark.name for mark in item.iter_markers()})
+        if gpu_lane_in_vain:
+            reason = NO_GPU  # a test that also runs on a CPU must not pass for a GPU run
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _not_run(reporter: pytest.TerminalReporter) -> list[str]:
+    """Return the reasons of a session in which each test was "not run", or nothing."""
+    if any(reporter.stats.get(outcome) for outcome in ("passed", "failed", "error", "xfailed")):
+        return []
+    skips = [str(report.longrepr[-1]) for report in reporter.stats.get("skipped", [])]
+    reasons = [skip.removeprefix("Skipped: ") for skip in skips]
+    return reasons if all(reason.startswith("not run: ") for reason in reasons) else []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A lane in which nothing was run exits as a run without tests, not as a success."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and exitstatus == pytest.ExitCode.OK and _not_run(reporter):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line that nothing was run, and why."""
+    reasons = _not_run(terminalreporter)
+    for reason in sorted(set(reasons)):
+        terminalreporter.write_line(f"{reasons.count(reason)} tests {reason}", yellow=True)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device kernels run on here: the GPU if they are compiled, else the CPU."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture
+def generator(device: torch.device) -> torch.Generator:
+    """A seeded generator on ``device`` (in ``@given`` tests draw the seed instead)."""
+    return torch.Generator(device).manual_seed(0)

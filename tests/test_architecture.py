@@ -1,0 +1,378 @@
+"""The shape of the house: which module may import, call or say what.
+
+Each rule is a function from one parsed file to its violations, applied to every file of ``mrv1``
+and, so that the rule itself can fail, to a snippet that breaks it and to one that keeps it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import mrv1.kernels
+from mrv1.kernels import reference
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class File:
+    """One source file; ``name`` is its dotted module name below mrv1, such as "runner.step"."""
+
+    name: str
+    text: str
+
+    @property
+    def layer(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def path(self) -> str:
+        return f"mrv1/{self.name.replace('.', '/')}.py"
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+
+def _all_files() -> list[File]:
+    root = REPO / "mrv1"
+    return [
+        File(".".join(path.relative_to(root).with_suffix("").parts), path.read_text("utf-8"))
+        for path in sorted(root.rglob("*.py"))
+    ]
+
+
+FILES = _all_files()
+
+
+# --- reading the syntax tree ---------------------------------------------------------------------
+
+
+def _dotted(node: ast.AST) -> str:
+    """The dotted name an expression spells ("torch.cuda.Event"), or an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything imported, wherever it stands in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif (
+            isinstance(node, ast.Call)
+            and _dotted(node.func).endswith("import_module")
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.lineno, str(node.args[0].value)
+
+
+def _uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import and every attribute that is read or called."""
+    yield from _imports(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := _dotted(node)):
+            yield node.lineno, name
+
+
+def _scopes(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Every node with the qualified name of the function or class it stands in."""
+    for child in ast.iter_child_nodes(node):
+        yield scope, child
+        inner = scope
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            inner = f"{scope}.{child.name}".lstrip(".")
+        yield from _scopes(child, inner)
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+BASE = {"errors", "device"}
+OPS = BASE | {"kernels", "config"}
+STEP = OPS | {"sampler", "models", "headwise", "runner"}
+APP = STEP | {"engine", "testing", "bench", "cli", "integrations", "__init__", "__main__"}
+MAY_IMPORT = {
+    "errors": set(),
+    "device": {"errors"},
+    "config": BASE,
+    "kernels": BASE | {"kernels"},
+    "testing": BASE | {"kernels", "testing"},
+    "sampler": OPS | {"sampler"},
+    "models": OPS | {"models"},
+    "headwise": OPS | {"headwise"},
+    "runner": STEP,
+    "engine": STEP | {"engine"},
+    "integrations": APP,
+    "bench": APP,
+    "cli": APP,
+    "__init__": APP,
+    "__main__": APP,
+}
+ARROW_EXCEPTIONS = {("kernels._triton", "mrv1.testing.interpreter")}
+
+
+def arrows_point_one_way(file: File) -> Iterator[str]:
+    """integrations, cli -> engine -> runner -> sampler, models, headwise -> kernels -> device."""
+    if file.layer not in MAY_IMPORT:
+        yield f"1: {file.layer} has no place in MAY_IMPORT: give it one"
+        return
+    for line, target in _imports(file.tree):
+        package, _, inner = target.partition(".")
+        if package != "mrv1" or (file.name, target) in ARROW_EXCEPTIONS:
+            continue
+        layer = inner.partition(".")[0]
+        # What mrv1/__init__.py defines itself ("from mrv1 import LLM") belongs to the top.
+        layer = layer if layer in MAY_IMPORT else "__init__"
+        if layer not in MAY_IMPORT[file.layer]:
+            yield f"{line}: {file.layer} imports {target}"
+
+
+def only_integrations_import_vllm(file: File) -> Iterator[str]:
+    """The vLLM plug-in is the only place that knows vLLM."""
+    for line, target in _imports(file.tree):
+        if target.partition(".")[0] == "vllm" and file.layer != "integrations":
+            yield f"{line}: imports {target}"
+
+
+def only_one_module_imports_triton(file: File) -> Iterator[str]:
+    """``kernels/_triton.py`` settles interpreter or compiler; test tools look inside triton."""
+    if file.name == "kernels._triton" or file.layer == "testing":
+        return
+    for line, target in _imports(file.tree):
+        if target.partition(".")[0] == "triton":
+            yield f"{line}: imports {target}"
+
+
+def only_device_asks_the_gpu(file: File) -> Iterator[str]:
+    """What a GPU is and holds is asked in ``device.py``."""
+    asking = ("get_", "mem_get_info", "is_available", "device_count")
+    if file.name == "device":
+        return
+    for line, name in _uses(file.tree):
+        prefix, _, last = name.rpartition(".")
+        if prefix == "torch.cuda" and last.startswith(asking):
+            yield f"{line}: {name}"
+        elif (prefix, last) == ("torch", "cuda") and (line, name) in set(_imports(file.tree)):
+            yield f"{line}: import torch and write torch.cuda in full"
+
+
+def engine_has_no_cuda(file: File) -> Iterator[str]:
+    """The engine is plain Python and numpy: no streams, no events."""
+    if file.layer == "engine":
+        for line, name in _uses(file.tree):
+            if name == "torch.cuda":
+                yield f"{line}: uses torch.cuda"
+
+
+def only_config_reads_the_environment(file: File) -> Iterator[str]:
+    """The environment is read in ``config.py`` and ``device.py``; test tools pass it on."""
+    if file.name in ("config", "device") or file.layer == "testing":
+        return
+    for line, name in _uses(file.tree):
+        if name in ("os.environ", "os.environb", "os.getenv"):
+            yield f"{line}: {name}"
+
+
+def no_assert(file: File) -> Iterator[str]:
+    """``python -O`` must not remove a check: raise an error that says what was expected."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Assert) and file.layer != "testing":
+            yield f"{node.lineno}: assert"
+
+
+def ascii_only(file: File) -> Iterator[str]:
+    """Source text is ASCII."""
+    for number, line in enumerate(file.text.splitlines(), start=1):
+        if not line.isascii():
+            yield f"{number}: {line.strip()!a}"
+
+
+WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize"}
+WAITING_FILES = {
+    "runner.async_output": "result() is where the host waits, by design",
+    "models.loading": "loading ends before the first step",
+}
+WAITING_FUNCTIONS = {
+    "runner.block_table:BlockTables.stage": "a numpy array of the plan",
+    "runner.input_batch:stage": "a numpy array of the plan",
+    "runner.profile:run_profile_step": "start-up, before the first step",
+    "runner.staging:Staging.upload": "a view of page-locked host memory",
+    "runner.staging:Staging._acquire": "the ring's guard: its last copy must be over",
+}
+
+
+def _waits(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+    """Scope, line and name of each call that can make the host wait for the device."""
+    for scope, node in _scopes(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            arguments = [ast.unparse(argument) for argument in node.args]
+            if name in WAITING_CALLS or (name == "to" and "'cpu'" in arguments):
+                yield scope, node.lineno, name
+
+
+def no_hidden_wait(file: File) -> Iterator[str]:
+    """A step never waits for the device: no call that copies to the host or synchronises."""
+    if file.layer not in ("runner", "models") or file.name in WAITING_FILES:
+        return
+    for scope, line, name in _waits(file.tree):
+        if f"{file.name}:{scope}" not in WAITING_FUNCTIONS:
+            yield f"{line}: .{name}() in {scope}"
+
+
+Rule = Callable[[File], Iterator[str]]
+RULES: list[Rule] = [
+    arrows_point_one_way,
+    only_integrations_import_vllm,
+    only_one_module_imports_triton,
+    only_device_asks_the_gpu,
+    engine_has_no_cuda,
+    only_config_reads_the_environment,
+    no_assert,
+    ascii_only,
+    no_hidden_wait,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule: Rule):
+    violations = [f"{file.path}:{found}" for file in FILES for found in rule(file)]
+    assert not violations, "\n".join([rule.__doc__ or "", *violations])
+
+
+def test_files_were_found():
+    assert {"kernels._triton", "device", "runner.async_output"} <= {file.name for file in FILES}
+
+
+# --- each rule finds what breaks it, and nothing else --------------------------------------------
+
+BREAKING = [
+    (arrows_point_one_way, "kernels.rope", "from mrv1.models.rope import RopeConfig"),
+    (arrows_point_one_way, "kernels.rope", "from mrv1 import config"),
+    (arrows_point_one_way, "kernels.rope", "from mrv1.testing import interpreter"),
+    (arrows_point_one_way, "kernels._triton", "from mrv1.testing import strategies"),
+    (arrows_point_one_way, "models.batch", "def f():\n    import mrv1.runner.step"),
+    (arrows_point_one_way, "sampler.params", "from mrv1 import LLM"),
+    (arrows_point_one_way, "runner.step", "from mrv1.engine.request import Request"),
+    (arrows_point_one_way, "device", "from mrv1.config import EngineConfig"),
+    (arrows_point_one_way, "utils", "import torch"),
+    (only_integrations_import_vllm, "engine.llm", "import vllm.v1 as v1"),
+    (only_integrations_import_vllm, "engine.llm", "import_module('vllm')"),
+    (only_one_module_imports_triton, "kernels.rope", "import triton.language as tl"),
+    (only_one_module_imports_triton, "cli", "def f():\n    from triton import knobs"),
+    (only_device_asks_the_gpu, "runner.step", "torch.cuda.get_device_properties(0)"),
+    (only_device_asks_the_gpu, "runner.step", "from torch.cuda import mem_get_info"),
+    (only_device_asks_the_gpu, "runner.step", "from torch import cuda"),
+    (only_device_asks_the_gpu, "engine.llm", "if torch.cuda.is_available(): pass"),
+    (engine_has_no_cuda, "engine.llm", "torch.cuda.empty_cache()"),
+    (only_config_reads_the_environment, "runner.step", "os.environ['X']"),
+    (only_config_reads_the_environment, "runner.step", "from os import getenv"),
+    (no_assert, "runner.step", "def f(x):\n    assert x"),
+    (ascii_only, "runner.step", "# \u00e9"),
+    (no_hidden_wait, "runner.input_batch", "def f(x):\n    return x.max().item()"),
+    (no_hidden_wait, "runner.input_batch", "torch.cuda.synchronize()"),
+    (no_hidden_wait, "runner.input_batch", "x.to('cpu', non_blocking=True)"),
+    (no_hidden_wait, "models.decoder", "class A:\n    def f(self):\n        return self.x.cpu()"),
+]
+KEEPING = [
+    (arrows_point_one_way, "kernels._triton", "from mrv1.testing import interpreter"),
+    (arrows_point_one_way, "runner.step", "from mrv1.sampler import SamplingParams\nimport torch"),
+    (arrows_point_one_way, "cli", "from mrv1 import LLM"),
+    (only_integrations_import_vllm, "integrations.vllm.backend", "import vllm"),
+    (only_one_module_imports_triton, "kernels.rope", "from mrv1.kernels._triton import triton"),
+    (only_device_asks_the_gpu, "runner.step", "torch.cuda.Event()"),
+    (engine_has_no_cuda, "engine.llm", "torch.device('cuda')"),
+    (only_config_reads_the_environment, "config", "import os\nos.environ['X']"),
+    (no_assert, "testing.interpreter", "assert True"),
+    (ascii_only, "runner.step", "# e"),
+    (no_hidden_wait, "runner.async_output", "x.tolist()"),
+    (no_hidden_wait, "engine.llm", "x.tolist()"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), BREAKING)
+def test_rule_finds_a_violation(rule: Rule, name: str, text: str):
+    assert list(rule(File(name, text)))
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), KEEPING)
+def test_rule_accepts_what_keeps_it(rule: Rule, name: str, text: str):
+    assert not list(rule(File(name, text)))
+
+
+def test_every_rule_has_a_breaking_and_a_keeping_snippet():
+    assert {rule for rule, _, _ in BREAKING} == {rule for rule, _, _ in KEEPING} == set(RULES)
+
+
+def test_named_exceptions_are_still_needed():
+    """An exception whose function is gone, or waits no longer, is removed from the list."""
+    waiting = {f"{file.name}:{scope}" for file in FILES for scope, _, _ in _waits(file.tree)}
+    assert set(WAITING_FUNCTIONS) <= waiting
+    assert set(WAITING_FILES) <= {file.name for file in FILES}
+
+
+# --- every op has an oracle and a test file ------------------------------------------------------
+
+
+def _launchers(kernels: ModuleType | SimpleNamespace) -> dict[str, Callable[..., object]]:
+    exported = {name: getattr(kernels, name) for name in kernels.__all__}
+    return {name: op for name, op in exported.items() if inspect.isfunction(op)}
+
+
+def _parameters(op: Callable[..., object]) -> list[tuple[str, object, object]]:
+    parameters = inspect.signature(op).parameters.values()
+    return [(each.name, each.kind, each.default) for each in parameters]
+
+
+def oracle_violations(
+    kernels: ModuleType | SimpleNamespace, oracles: ModuleType | SimpleNamespace, tests: Path
+) -> Iterator[str]:
+    """Every exported launcher has an oracle of its name and signature, and a test file."""
+    for name, op in _launchers(kernels).items():
+        oracle = getattr(oracles, name, None)
+        if oracle is None:
+            yield f"{name}: no oracle"
+        elif _parameters(op) != _parameters(oracle):
+            yield f"{name}{inspect.signature(op)}: the oracle is {inspect.signature(oracle)}"
+        test_file = tests / f"test_{op.__module__.rpartition('.')[2]}.py"
+        if not test_file.is_file() or name not in test_file.read_text("utf-8"):
+            yield f"{name}: {test_file.name} does not exist or does not test it"
+
+
+def test_every_launcher_has_an_oracle_and_a_test_file():
+    assert _launchers(mrv1.kernels)
+    violations = list(oracle_violations(mrv1.kernels, reference, REPO / "tests" / "kernels"))
+    assert not violations, "\n".join(violations)
+
+
+def test_oracle_check_finds_what_is_missing(tmp_path: Path):
+    def scale(x, factor, *, out=None): ...
+
+    scale.__module__ = "mrv1.kernels.scaling"
+    kernels = SimpleNamespace(__all__=["scale", "VERSION"], scale=scale, VERSION=1)
+    tested = tmp_path / "test_scaling.py"
+
+    def found(oracle) -> list[str]:
+        oracles = SimpleNamespace(scale=oracle) if oracle else SimpleNamespace()
+        return list(oracle_violations(kernels, oracles, tmp_path))
+
+    assert len(found(scale)) == 1  # no test file
+    tested.write_text("def test_nothing(): ...")
+    assert len(found(scale)) == 1  # a test file that does not name it
+    tested.write_text("def test_scale(): ...")
+    assert not found(scale)
+    assert found(None) == ["scale: no oracle"]
+    assert "the oracle is (x, factor)" in found(lambda x, factor: None)[0]
+    assert found(lambda x, factor, *, out=0: None)  # another default

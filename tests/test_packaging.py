@@ -1,0 +1,209 @@
+"""What is installed and shipped: version, typing marker, embedded model, pins, test lanes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import mrv1
+from tests.conftest import _not_run_reason
+
+REPO = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
+MAX_WHEEL_BYTES = 20 * 2**20
+PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9._]*)")
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _pins() -> dict[str, str]:
+    """Name to version, from a file in which every line is a comment or one exact pin."""
+    pins = {}
+    for line in (REPO / "constraints.txt").read_text("utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        match = PIN.fullmatch(line)
+        assert match, f"constraints.txt: expected name==version, got {line!r}"
+        pins[_canonical(match[1])] = match[2]
+    return pins
+
+
+# --- the wheel -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built in place by the pinned hatchling: no isolated environment, no network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    built = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_holds_the_package_and_its_data(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    tiny = {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {f"mrv1/models/tiny/{name}" for name in tiny} <= names
+    assert {"mrv1/py.typed", "mrv1/__init__.py", "mrv1/kernels/_triton.py"} <= names
+    assert not [name for name in names if name.startswith(("tests", "training", "benchmarks"))]
+    sources = {str(path.relative_to(REPO)) for path in (REPO / "mrv1").rglob("*.py")}
+    assert sources <= names
+
+
+def test_wheel_is_small(wheel: Path):
+    assert wheel.stat().st_size <= MAX_WHEEL_BYTES
+
+
+def test_wheel_names_its_licence_and_version(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        (licence,) = (name for name in archive.namelist() if name.endswith("licenses/LICENSE"))
+        text = archive.read(licence).decode()
+        (about,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+        about = archive.read(about).decode()
+    assert "Apache License" in text
+    assert "The mrv1 authors" in text
+    assert f"\nVersion: {mrv1.__version__}\n" in about
+    assert "\nLicense-Expression: Apache-2.0\n" in about
+
+
+# --- version, dependencies, pins -----------------------------------------------------------------
+
+
+def test_one_version():
+    assert mrv1.__version__ == PROJECT["version"] == metadata.version("mrv1")
+
+
+def test_typing_marker_is_beside_the_package():
+    assert (Path(mrv1.__file__).parent / "py.typed").is_file()
+
+
+def _requirement(text: str) -> str:
+    return _canonical(re.split(r"[\s\[<>=!~;]", text, maxsplit=1)[0])
+
+
+def _needed(extras: tuple[str, ...]) -> set[str]:
+    """Names of everything installed here that mrv1 with ``extras`` needs, however indirectly."""
+    optional = PROJECT["optional-dependencies"]
+    todo = [_requirement(text) for text in PROJECT["dependencies"]]
+    todo += [_requirement(text) for extra in extras for text in optional[extra]]
+    seen: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in seen or name == "mrv1":
+            continue
+        try:
+            requires = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # another platform's or Python's requirement
+        seen.add(name)
+        todo += [_requirement(text) for text in requires if "extra ==" not in text]
+    return seen
+
+
+def test_every_installed_requirement_is_pinned_at_its_version():
+    pins = _pins()
+    needed = _needed(("notebooks", "bench", "dev"))
+    assert {"torch", "triton", "transformers", "ruff", "pytest", "hatchling"} <= needed
+    installed = {name: metadata.version(name).partition("+")[0] for name in needed}
+    # A CUDA build of torch brings vendor libraries, which torch itself pins exactly.
+    wanted = {k: v for k, v in installed.items() if not k.startswith(("nvidia-", "cuda-"))}
+    assert {name: pins.get(name) for name in wanted} == wanted
+
+
+def test_pins_name_the_tested_pair():
+    assert (_pins()["torch"], _pins()["triton"]) == ("2.13.0", "3.7.1")
+
+
+def test_ci_runs_the_full_suite():
+    script = REPO / ".ci" / "run"
+    assert script.stat().st_mode & 0o111, "not executable"
+    assert "make test-full" in script.read_text("utf-8")
+
+
+# --- the lanes of conftest.py --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("marks", "interpreting", "has_gpu", "reason"),
+    [
+        (set(), False, False, None),
+        (set(), True, False, "not run: TRITON_INTERPRET=1 is set"),
+        ({"interp"}, True, False, None),
+        ({"interp"}, False, True, "not run: set TRITON_INTERPRET=1"),
+        ({"interp", "gpu"}, False, True, None),
+        ({"interp", "gpu"}, True, False, None),
+        ({"interp", "gpu"}, False, False, "not run: set TRITON_INTERPRET=1"),
+        ({"gpu"}, False, True, None),
+        ({"gpu"}, False, False, None),
+        ({"gpu"}, True, False, "not run: TRITON_INTERPRET=1 is set"),
+        ({"gpu", "gpu_only"}, False, True, None),
+        ({"gpu", "gpu_only"}, False, False, "not run: no GPU"),
+    ],
+)
+def test_a_test_runs_only_where_its_lane_is(marks, interpreting, has_gpu, reason):
+    assert _not_run_reason(marks, interpreting=interpreting, has_gpu=has_gpu) == reason
+
+
+LANE = """
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_on_a_gpu(): ...
+
+@pytest.mark.gpu
+def test_anywhere(): ...
+"""
+
+
+def _run_lane(
+    tmp_path: Path, *options: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "test_lane.py").write_text(LANE)
+    (tmp_path / "conftest.py").write_text((REPO / "tests" / "conftest.py").read_text("utf-8"))
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", REPO / "pyproject.toml", *options, tmp_path],
+        env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", **environment},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_gpu_lane_without_a_gpu_is_no_success(tmp_path: Path, workers: tuple[str, ...]):
+    run = _run_lane(tmp_path, "-m", "gpu", *workers)
+    assert run.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, run.stdout + run.stderr
+    assert "2 tests not run: no GPU" in run.stdout
+    assert " passed" not in run.stdout
+
+
+def test_another_lane_succeeds_and_says_what_it_left_out(tmp_path: Path):
+    run = _run_lane(tmp_path)
+    assert run.returncode == pytest.ExitCode.OK, run.stdout + run.stderr
+    assert "1 passed, 1 skipped" in run.stdout
+    assert "not run: no GPU" in run.stdout
+
+
+def test_gpu_lane_is_refused_in_the_interpreter(tmp_path: Path):
+    run = _run_lane(tmp_path, "-m", "gpu", TRITON_INTERPRET="1")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "unset TRITON_INTERPRET" in run.stderr
