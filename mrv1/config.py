@@ -24,16 +24,22 @@ def checkpoint_dir(model: str | Path) -> Path:
     """Return the checkpoint directory for a path, or for ``"tiny"``, the embedded model.
 
     Raises:
-        ConfigError: there is no such directory, or it holds no ``config.json``.
+        ConfigError: there is no such directory, it cannot be read, or it has no ``config.json``.
     """
     if model == EMBEDDED_MODEL:
         return Path(str(resources.files("mrv1.models") / EMBEDDED_MODEL))
     path = Path(model)
-    if not path.is_dir():
+    try:
+        is_directory, has_config = path.is_dir(), (path / "config.json").is_file()
+    except OSError as error:
+        raise ConfigError(
+            f"model: expected a readable directory, got {str(path)!r}: {error}"
+        ) from error
+    if not is_directory:
         raise ConfigError(
             f"model: expected a checkpoint directory or {EMBEDDED_MODEL!r}, got {str(model)!r}"
         )
-    if not (path / "config.json").is_file():
+    if not has_config:
         raise ConfigError(f"model: expected a config.json in {str(path)!r}, found none")
     return path
 

@@ -1,0 +1,130 @@
+"""Configuration, devices and errors: what each refusal says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrv1 import ConfigError, EngineConfig, RequestError, StepError, UnsupportedDeviceError
+from mrv1.config import checkpoint_dir, resolve_dtype, resolve_max_model_len
+from mrv1.device import INTERPRET, DeviceInfo, device_info, kernel_path, resolve_device
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_the_embedded_model_has_a_name():
+    assert (checkpoint_dir("tiny") / "config.json").is_file()
+    assert checkpoint_dir("tiny") == checkpoint_dir(str(checkpoint_dir("tiny")))
+
+
+def test_a_directory_that_may_not_be_read_is_a_config_error(monkeypatch, tmp_path):
+    def denied(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", denied)  # root may read everything
+    with pytest.raises(
+        ConfigError, match="expected a readable directory, got .*Permission denied"
+    ):
+        checkpoint_dir(tmp_path)
+
+
+def test_a_config_is_frozen_and_keyword_only():
+    config = EngineConfig(model="tiny")
+    with pytest.raises(AttributeError):
+        config.block_size = 32  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        EngineConfig("tiny")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [
+        ("auto", CPU, torch.float32),
+        ("auto", CUDA, torch.bfloat16),
+        ("float16", CUDA, torch.float16),
+        ("float64", CPU, torch.float64),
+    ],
+)
+def test_auto_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(name, device, expected):
+    assert resolve_dtype(name, torch.bfloat16, device) is expected
+
+
+def test_float64_needs_the_cpu():
+    with pytest.raises(ConfigError, match="float64 runs on the CPU reference path only"):
+        resolve_dtype("float64", torch.bfloat16, CUDA)
+
+
+def test_the_context_is_the_models_unless_less_is_asked_for():
+    assert resolve_max_model_len(None, 100) == 100
+    assert resolve_max_model_len(40, 100) == 40
+    with pytest.raises(ConfigError, match=r"expected <= 100 \(the model's context\), got 101"):
+        resolve_max_model_len(101, 100)
+
+
+@pytest.mark.parametrize("device", ["tpu", "gpu", "cuda:x", "meta"])
+def test_an_unknown_device_is_refused_by_name(device):
+    with pytest.raises(ConfigError, match=f"device: expected 'auto', .* got '{device}'"):
+        resolve_device(device)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedDeviceError, match="torch sees 0 GPUs; use device='cpu'"):
+        resolve_device("cuda")
+    assert resolve_device("auto") == CPU
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_gpu_that_is_too_old_is_refused_before_anything_loads(monkeypatch, capability, fits):
+    info = DeviceInfo(
+        device=CUDA, name="Old GPU", capability=capability, num_sms=40, total_memory_bytes=1
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("mrv1.device.device_info", lambda device: info)
+    if fits:
+        assert resolve_device("cuda") == CUDA
+        return
+    with pytest.raises(
+        UnsupportedDeviceError, match=r"Old GPU has compute capability 7.5.*need 8.0"
+    ):
+        resolve_device("cuda")
+
+
+def test_a_cpu_runs_the_reference_unless_the_process_interprets():
+    assert kernel_path(CPU) == ("interpreter" if INTERPRET else "reference")
+    assert kernel_path(CUDA) == "triton"
+    assert device_info(CPU).num_sms == 0
+
+
+def test_errors_are_the_builtins_they_resemble():
+    assert issubclass(RequestError, ValueError)
+    assert issubclass(ConfigError, ValueError)
+    error = StepError("boom", step_id=3, req_ids=("a",))
+    assert (str(error), error.step_id, error.req_ids) == ("step 3 (1 requests): boom", 3, ("a",))
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_mode_of_a_process_cannot_change_after_triton_is_imported():
+    code = "import triton.language, os; os.environ['TRITON_INTERPRET'] = '1'; import mrv1.kernels"
+    run = run_python(code)
+    assert run.returncode != 0
+    assert "TRITON_INTERPRET changed after triton was imported" in run.stderr
+
+
+def test_a_senseless_mode_is_refused():
+    run = run_python("import mrv1", TRITON_INTERPRET="perhaps")
+    assert "TRITON_INTERPRET: expected 0 or 1, got 'perhaps'" in run.stderr
