@@ -1,0 +1,69 @@
+"""What tells the supported model families apart: a table, read when a config is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How one family uses the common decoder.
+
+    A bias is True, False, or the name of the checkpoint setting that decides.
+    """
+
+    model_type: str
+    """``model_type`` in config.json, which stands in when ``architectures`` is absent."""
+    qkv_bias: bool | str
+    """Bias of the query, key and value projections."""
+    o_bias: bool | str
+    """Bias of the attention output projection."""
+    mlp_bias: bool | str
+    """Bias of the gate, up and down projections."""
+    qk_norm: bool = False
+    """RMS norm over each query and key head before rope."""
+    rope_interleaved: bool = False
+    """Rope pairs (2i, 2i + 1) instead of (i, i + dim / 2)."""
+    windows: Literal["none", "all_layers", "layer_types"] = "none"
+    """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(
+        model_type="llama",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "MistralForCausalLM": Architecture(
+        model_type="mistral",
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        windows="all_layers",
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        model_type="qwen2",
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        windows="layer_types",
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        model_type="qwen3",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias=False,
+        qk_norm=True,
+        windows="layer_types",
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        model_type="ernie4_5",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        rope_interleaved=True,
+    ),
+}
+"""Supported checkpoints by the name in their ``architectures``."""

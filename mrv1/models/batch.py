@@ -1,0 +1,51 @@
+"""What one forward pass reads: the ragged batch, and each layer's paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """The tokens of one step, ragged, in batch-row order; every tensor on the model's device.
+
+    Rows may be padding (``seq_lens`` 0) and so may tokens (``slot_mapping`` -1): their hidden
+    states are undefined, and no other row depends on them.
+    """
+
+    input_ids: torch.Tensor
+    """[num_tokens] int64."""
+    positions: torch.Tensor
+    """[num_tokens] int64, each token's position in its request."""
+    slot_mapping: torch.Tensor
+    """[groups, num_tokens] int64, block * block_size + offset; -1 = write nothing."""
+    block_table: torch.Tensor
+    """[num_reqs, row_width] int32; -1 = no page."""
+    seq_lens: torch.Tensor
+    """[num_reqs] int32, tokens in the cache after this step's are written; 0 = padding row."""
+    query_start_loc: torch.Tensor
+    """[num_reqs + 1] int32, first token of each row (also called cu_seqlens_q)."""
+    max_query_len: int
+    """Longest row of this batch in tokens (an upper bound will do)."""
+    query_len: int | None
+    """Tokens of every row if all have the same 1 to 8 (decode kernel); None = prefill kernel."""
+    num_tokens: int
+    """Length of ``input_ids``, padding included."""
+    num_reqs: int
+    """Rows, padding included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCache:
+    """One layer's K and V buffers and where its pages lie in them."""
+
+    k: torch.Tensor
+    """Contiguous, the model's dtype, addressed flat by ``layout``."""
+    v: torch.Tensor
+    """As ``k``."""
+    layout: KVLayout
+    """Addresses, and each KV head's window and sink."""

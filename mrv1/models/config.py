@@ -1,0 +1,146 @@
+"""A checkpoint's configuration, reduced to what the decoder needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mrv1.config import checkpoint_dir
+from mrv1.errors import ConfigError
+from mrv1.models.files import raise_problems, read_json
+from mrv1.models.hf_config import model_fields, support_problems, token_ids
+from mrv1.models.rope import RopeConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HEAD_DIMS = range(16, 257, 16)
+"""Head sizes the attention kernels take."""
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_q_heads",
+    "num_kv_heads",
+    "max_model_len",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape and options of one decoder-only model.
+
+    Build it with :meth:`from_pretrained` or :meth:`from_hf`.
+
+    Raises:
+        ConfigError: sizes that contradict each other or that the kernels do not take.
+    """
+
+    architecture: str
+    """Key of ``mrv1.models.architectures.ARCHITECTURES``."""
+    vocab_size: int
+    """Rows of the embedding."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of the MLP."""
+    num_layers: int
+    """Decoder layers."""
+    num_q_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """KV heads; divides ``num_q_heads``."""
+    head_dim: int
+    """Elements of a head: a multiple of 16 from 16 to 256."""
+    rms_norm_eps: float
+    """Added to the mean square in every norm."""
+    max_model_len: int
+    """Positions the model is made for, tokens."""
+    tie_word_embeddings: bool
+    """Whether the head is the embedding."""
+    qkv_bias: bool
+    """Bias of the query, key and value projections."""
+    o_bias: bool
+    """Bias of the attention output projection."""
+    mlp_bias: bool
+    """Bias of the MLP's projections."""
+    qk_norm: bool
+    """RMS norm over each query and key head before rope."""
+    rope: RopeConfig
+    """Rotary embedding."""
+    rope_interleaved: bool
+    """Rope pairs (2i, 2i + 1) instead of (i, i + head_dim / 2)."""
+    layer_windows: tuple[int, ...]
+    """Per layer: visible tokens including the current one, -1 = full context."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a text, from config.json and generation_config.json."""
+    torch_dtype: torch.dtype = torch.float32
+    """Dtype the checkpoint names; float32 if it names none."""
+
+    def __post_init__(self) -> None:
+        """Check that the sizes fit together."""
+        problems = [
+            f"{name}: expected >= 1, got {getattr(self, name)}"
+            for name in _SIZES
+            if getattr(self, name) < 1
+        ]
+        if not problems and self.num_q_heads % self.num_kv_heads:
+            problems.append(
+                f"num_kv_heads: expected a divisor of {self.num_q_heads} query heads, "
+                f"got {self.num_kv_heads}"
+            )
+        if self.head_dim not in HEAD_DIMS:
+            problems.append(
+                f"head_dim: expected a multiple of 16 from 16 to 256, got {self.head_dim}"
+            )
+        if len(self.layer_windows) != self.num_layers:
+            problems.append(
+                f"layer_windows: expected {self.num_layers} entries, got {len(self.layer_windows)}"
+            )
+        if any(window != -1 and window < 1 for window in self.layer_windows):
+            problems.append(f"layer_windows: expected -1 or >= 1, got {self.layer_windows}")
+        raise_problems("model config", problems)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> ModelConfig:
+        """Read the configuration of a Hugging Face checkpoint directory (or ``"tiny"``).
+
+        Only files in the directory are read, and no code of the checkpoint runs.
+
+        Raises:
+            ConfigError: the directory or one of its JSON files cannot be read, or the model is
+                not supported; the message lists every reason.
+        """
+        from transformers import AutoConfig  # takes seconds to import: only who loads pays
+
+        directory = checkpoint_dir(path)
+        where = f"checkpoint {str(directory)!r}"
+        raise_problems(where, support_problems(read_json(directory / "config.json")))
+        try:
+            hf_config = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # KeyError, ValueError and validation types of its own
+            raise ConfigError(f"{where}: config.json is not valid: {error}") from error
+        generation_file = directory / "generation_config.json"
+        generation = read_json(generation_file) if generation_file.is_file() else {}
+        try:
+            config = cls.from_hf(hf_config)
+            extra = token_ids(generation.get("eos_token_id"))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
+
+    @classmethod
+    def from_hf(cls, hf_config: PretrainedConfig) -> ModelConfig:
+        """Return the configuration that a transformers (>= 5) config object describes.
+
+        Raises:
+            ConfigError: the model is not supported; the message lists every reason.
+        """
+        return cls(**model_fields(hf_config))

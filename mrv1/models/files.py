@@ -1,0 +1,33 @@
+"""Small helpers to read a checkpoint directory and to report everything wrong with it at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mrv1.errors import ConfigError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``.
+
+    Raises:
+        ConfigError: it cannot be read, is not JSON, or is not an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+        raise ConfigError(f"{path}: expected a readable JSON file, got {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def raise_problems(where: str, problems: Sequence[str]) -> None:
+    """Raise one ``ConfigError`` that lists ``problems``, if there are any."""
+    if len(problems) == 1:
+        raise ConfigError(f"{where}: {problems[0]}")
+    if problems:
+        raise ConfigError(f"{where}: {len(problems)} problems\n  - " + "\n  - ".join(problems))

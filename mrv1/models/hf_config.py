@@ -1,0 +1,170 @@
+"""From a transformers configuration object to the fields of ``ModelConfig``.
+
+transformers (>= 5) has already turned older files into today's names, rope settings included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mrv1.errors import ConfigError
+from mrv1.models.architectures import ARCHITECTURES, Architecture
+from mrv1.models.files import raise_problems
+from mrv1.models.rope import RopeConfig
+
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""Dtypes a model can be loaded in (float64: reference path only)."""
+
+
+def support_problems(raw: Mapping[str, Any]) -> list[str]:
+    """Return why a checkpoint with this config.json cannot be run at all."""
+    problems = []
+    try:
+        architecture_name(raw)
+    except ConfigError as error:
+        problems.append(str(error))
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        problems.append(
+            f"quantization_config: expected none, got quant_method {method!r}; quantized "
+            "checkpoints are not supported: use the unquantized one"
+        )
+    return problems
+
+
+def architecture_name(raw: Mapping[str, Any]) -> str:
+    """Return the key in ``ARCHITECTURES`` for a config.json.
+
+    ``model_type`` decides where ``architectures`` is absent.
+
+    Raises:
+        ConfigError: the architecture is not supported.
+    """
+    listed, model_type = raw.get("architectures"), raw.get("model_type")
+    for name, architecture in ARCHITECTURES.items():
+        if listed == [name] or (not listed and architecture.model_type == model_type):
+            return name
+    raise ConfigError(
+        f"architectures: expected one of {', '.join(ARCHITECTURES)}, got {listed} "
+        f"(model_type {model_type!r})"
+    )
+
+
+def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has its own class
+    """Return ``ModelConfig``'s fields for the transformers config object ``hf``.
+
+    Raises:
+        ConfigError: the model is not supported; the message lists every reason.
+    """
+    raw = {
+        name: getattr(hf, name, None)
+        for name in ("architectures", "model_type", "quantization_config")
+    }
+    raise_problems("model config", support_problems(raw))
+    name = architecture_name(raw)
+    family = ARCHITECTURES[name]
+    # At least 1: a model without heads is refused with the other sizes, not by a division.
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // max(hf.num_attention_heads, 1)
+    problems = []
+    if hf.hidden_act not in ("silu", "swish"):
+        problems.append(f"hidden_act: expected 'silu', got {hf.hidden_act!r}")
+    read: dict[str, Any] = {}
+    for field, reader in (
+        ("rope", lambda: _rope(hf, head_dim)),
+        ("layer_windows", lambda: _layer_windows(hf, family)),
+        ("torch_dtype", lambda: _dtype(hf.dtype)),
+    ):
+        try:
+            read[field] = reader()
+        except ConfigError as error:
+            problems.append(str(error))
+    raise_problems("model config", problems)
+    return {
+        **read,
+        "architecture": name,
+        "vocab_size": hf.vocab_size,
+        "hidden_size": hf.hidden_size,
+        "intermediate_size": hf.intermediate_size,
+        "num_layers": hf.num_hidden_layers,
+        "num_q_heads": hf.num_attention_heads,
+        "num_kv_heads": hf.num_key_value_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": hf.rms_norm_eps,
+        "max_model_len": _max_model_len(hf.max_position_embeddings, read["rope"]),
+        "tie_word_embeddings": bool(hf.tie_word_embeddings),
+        "qkv_bias": _flag(hf, family.qkv_bias),
+        "o_bias": _flag(hf, family.o_bias),
+        "mlp_bias": _flag(hf, family.mlp_bias),
+        "qk_norm": family.qk_norm,
+        "rope_interleaved": family.rope_interleaved,
+        "eos_token_ids": token_ids(hf.eos_token_id),
+    }
+
+
+def token_ids(value: object) -> tuple[int, ...]:
+    """Return an ``eos_token_id`` setting, which is an id, a list of ids or nothing, as ids."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ConfigError(f"eos_token_id: expected token ids, got {value!r}")
+    return tuple(ids)
+
+
+def _flag(hf: Any, setting: bool | str) -> bool:  # noqa: ANN401
+    return bool(getattr(hf, setting)) if isinstance(setting, str) else setting
+
+
+def _rope(hf: Any, head_dim: int) -> RopeConfig:  # noqa: ANN401
+    parameters = hf.rope_parameters
+    if not isinstance(parameters, Mapping) or "rope_type" not in parameters:
+        raise ConfigError(f"rope_parameters: expected one rope for all layers, got {parameters!r}")
+    return RopeConfig.from_parameters(
+        parameters, rotary_dim=head_dim, max_position_embeddings=hf.max_position_embeddings
+    )
+
+
+def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: ANN401
+    """Return each layer's window; a query at p sees the keys k with p - window < k <= p."""
+    num_layers: int = hf.num_hidden_layers
+    window: int | None = getattr(hf, "sliding_window", None)
+    if family.windows != "none" and window is not None and window < 1:
+        raise ConfigError(f"sliding_window: expected >= 1 token, got {window}")
+    if family.windows == "none":
+        return (-1,) * num_layers
+    if family.windows == "all_layers":
+        return (window or -1,) * num_layers
+    by_type: dict[str, int | None] = {"full_attention": -1, "sliding_attention": window}
+    unknown = sorted({kind for kind in hf.layer_types if by_type.get(kind) is None})
+    if unknown:
+        usable = [kind for kind, value in by_type.items() if value is not None]
+        raise ConfigError(
+            f"layer_types: expected {' or '.join(usable)} (sliding_window is {window}), "
+            f"got {', '.join(unknown)}"
+        )
+    return tuple(by_type[kind] or -1 for kind in hf.layer_types)
+
+
+def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
+    """Return the context in tokens.
+
+    Checkpoints extended by yarn state either the extended or the original context in
+    ``max_position_embeddings``: Qwen's instructions add the rope settings and leave it as it was.
+    """
+    if rope.rope_type != "yarn":
+        return max_position_embeddings
+    return max(max_position_embeddings, int(rope.factor * rope.original_max_position_embeddings))
+
+
+def _dtype(dtype: object) -> torch.dtype:
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
+    if dtype is None:
+        return torch.float32
+    if not isinstance(dtype, torch.dtype) or dtype not in WEIGHT_DTYPES:
+        raise ConfigError(f"dtype: expected one of {WEIGHT_DTYPES}, got {dtype}")
+    return dtype

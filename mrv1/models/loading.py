@@ -1,0 +1,148 @@
+"""Load a Hugging Face checkpoint straight into the decoder's tensors on the device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from mrv1.config import checkpoint_dir
+from mrv1.errors import ConfigError
+from mrv1.models.config import ModelConfig
+from mrv1.models.decoder import DecoderModel
+from mrv1.models.files import raise_problems
+from mrv1.models.hf_config import WEIGHT_DTYPES
+from mrv1.models.ops import Ops
+from mrv1.models.parallel import ParallelContext
+from mrv1.models.shards import Scan, TensorEntry, open_shard, scan_checkpoint
+from mrv1.models.weights import ModelWeights, checkpoint_tensors, empty_weights
+
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+"""What a weight may be stored in, as safetensors names it."""
+
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+_NON_WEIGHT_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry along
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    ops: Ops,
+    progress: bool = True,
+    parallel: ParallelContext | None = None,
+) -> DecoderModel:
+    """Return the decoder of a checkpoint directory, its weights on ``device`` in ``dtype``.
+
+    Every tensor is copied once, from the memory-mapped file into its place in the fused weights:
+    the model is never held twice.
+
+    Args:
+        path: a Hugging Face checkpoint with safetensors weights, in one file or in shards.
+        device: where the weights go.
+        dtype: float32, float16, bfloat16 or (reference ops only) float64.
+        ops: what ``select_ops`` returned for the device.
+        progress: whether to show a progress bar on stderr.
+        parallel: this rank among others; None = alone.
+
+    Raises:
+        ConfigError: the configuration is not supported, or weights are missing, surplus,
+            misshaped, quantized or unreadable; one message lists everything found.
+    """
+    directory = checkpoint_dir(path)
+    config = ModelConfig.from_pretrained(directory)
+    weights = load_weights(directory, config, device=device, dtype=dtype, progress=progress)
+    return DecoderModel(config, weights, ops, parallel=parallel)
+
+
+def load_weights(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: bool = True,
+) -> ModelWeights:
+    """Return a checkpoint's weights; arguments and errors as :func:`load_model`."""
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigError(f"dtype: expected one of {WEIGHT_DTYPES}, got {dtype}")
+    scan = scan_checkpoint(directory)
+    wanted = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
+    problems = scan.problems + _differences(scan, wanted, tied=config.tie_word_embeddings)
+    raise_problems(f"checkpoint {str(directory)!r}", problems)
+    weights = empty_weights(config, device, dtype)
+    _copy(scan.entries, checkpoint_tensors(config, weights), progress)
+    return weights
+
+
+def _differences(scan: Scan, wanted: Mapping[str, torch.Tensor], *, tied: bool) -> list[str]:
+    """Return every difference between what the checkpoint holds and what the model wants."""
+    if scan.named is None:
+        return []
+    problems = [f"{name}: missing" for name in wanted if name not in scan.named]
+    surplus = {n for n in scan.named - wanted.keys() if not n.endswith(_NON_WEIGHT_SUFFIXES)}
+    if tied and _HEAD in surplus:
+        surplus.remove(_HEAD)
+        problems += _untied_head(scan)
+    problems += [f"{name}: surplus, the model has no such tensor" for name in sorted(surplus)]
+    for name, entry in scan.entries.items():
+        if name not in wanted:
+            continue
+        shape = tuple(wanted[name].shape)
+        if entry.shape != shape:
+            problems.append(f"{name}: expected shape {list(shape)}, got {list(entry.shape)}")
+        if entry.dtype not in FLOAT_DTYPES:
+            problems.append(f"{name}: expected dtype {', '.join(FLOAT_DTYPES)}, got {entry.dtype}")
+    return problems
+
+
+def _untied_head(scan: Scan) -> list[str]:
+    """Return a problem if a stored head differs from the embedding it should be tied to."""
+    head, embed = scan.entries.get(_HEAD), scan.entries.get(_EMBED)
+    if head is None or embed is None:
+        return []  # already reported as unreadable or missing
+    with open_shard(head.file) as head_shard, open_shard(embed.file) as embed_shard:
+        embed_tensor = embed_shard.get_tensor(_EMBED)
+        if torch.equal(head_shard.get_tensor(_HEAD).to(embed_tensor.dtype), embed_tensor):
+            return []
+    return [f"{_HEAD}: tie_word_embeddings is true, but it differs from {_EMBED}"]
+
+
+def _copy(
+    entries: Mapping[str, TensorEntry], targets: Mapping[str, torch.Tensor], progress: bool
+) -> None:
+    """Fill ``targets`` shard by shard, one tensor at a time."""
+    names_of_file: dict[Path, list[str]] = defaultdict(list)
+    for name in targets:
+        names_of_file[entries[name].file].append(name)
+    with _progress_bar(progress) as bar:
+        task = bar.add_task("Loading weights", total=sum(t.nbytes for t in targets.values()))
+        for file, names in names_of_file.items():
+            with open_shard(file) as shard:
+                for name in names:
+                    targets[name].copy_(shard.get_tensor(name))
+                    bar.advance(task, targets[name].nbytes)
+
+
+def _progress_bar(visible: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),  # stdout belongs to the generated text
+        disable=not visible,
+    )

@@ -1,0 +1,136 @@
+"""The kernels a step calls, as a type, and the choice between the two that implement it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from mrv1 import kernels
+from mrv1.device import KernelPath
+from mrv1.kernels import reference
+from mrv1.kernels.kv_layout import KVLayout
+
+
+class Ops(Protocol):
+    """The functions ``mrv1.kernels`` and ``mrv1.kernels.reference`` both have.
+
+    Their docstrings say what shapes and dtypes they take.
+    """
+
+    def gather_tokens(
+        self,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        block_tables: torch.Tensor,
+        *,
+        block_size: int,
+        group_table_offset: torch.Tensor,
+        group_sink: torch.Tensor,
+        group_ring_blocks: torch.Tensor,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        logits_rows: torch.Tensor,
+    ) -> None:
+        """Collect a step's tokens, their positions and their slots."""
+        ...
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the RMS norm of ``x``, or of ``residual + x``, which it keeps in ``residual``."""
+        ...
+
+    def apply_rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        """Rotate ``q`` and ``k`` in place."""
+        ...
+
+    def silu_and_mul(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``silu(gate) * up`` of ``x = [gate, up]``."""
+        ...
+
+    def kv_cache_write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        layout: KVLayout,
+    ) -> None:
+        """Store this step's keys and values in their pages."""
+        ...
+
+    def paged_decode_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        layout: KVLayout,
+        *,
+        softmax_scale: float,
+        query_len: int = 1,
+        num_kv_splits: int | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with the same 1 to 8 queries in every row."""
+        ...
+
+    def paged_prefill_attention(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        layout: KVLayout,
+        *,
+        softmax_scale: float,
+        max_query_len: int,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend with ragged queries."""
+        ...
+
+    def sample_tokens(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Draw one token a row."""
+        ...
+
+
+def select_ops(path: KernelPath) -> Ops:
+    """Return the module that implements the ops on ``path`` (see ``mrv1.device.kernel_path``)."""
+    if path == "reference":
+        return reference
+    return kernels

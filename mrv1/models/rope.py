@@ -1,0 +1,239 @@
+"""Rotary position embedding: inverse frequencies of each scaling type, and the cos/sin table.
+
+A pair of dimensions i of a head rotates by ``position * inv_freq[i]``, with
+``inv_freq[i] = theta^(-2i / rotary_dim)`` (RoFormer, arXiv 2104.09864), rescaled for longer
+contexts:
+
+==========  ===================================================================================
+default     unchanged
+linear      ``inv_freq / factor`` (position interpolation, arXiv 2306.15595)
+llama3      long wavelengths as linear, short ones unchanged, a linear blend between (Llama 3.1)
+yarn        a ramp over dimensions from unchanged to linear, and cos and sin times an attention
+            factor (arXiv 2309.00071, sections 3.2 to 3.4)
+==========  ===================================================================================
+
+All in float32 and on the CPU, as checkpoints were trained and evaluated: at position 100,000 one
+unit in the last place of a frequency already turns the angle by 0.01.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from mrv1.errors import ConfigError
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_OPTIONAL_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+# Optional yarn settings for which a stored 0 means "not set" in published checkpoints.
+_ZERO_IS_UNSET = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """One model's rotary embedding; fields that its type does not use keep their defaults."""
+
+    rope_type: RopeType = "default"
+    """Scaling type."""
+    theta: float = 10000.0
+    """Base of the frequencies."""
+    rotary_dim: int
+    """Rotated dimensions of a head, even."""
+    factor: float = 1.0
+    """linear, llama3, yarn: how many times longer the context became."""
+    original_max_position_embeddings: int = 0
+    """llama3, yarn: context of the pretraining, tokens."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths over original context / this are interpolated."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths under original context / this are kept."""
+    attention_factor: float | None = None
+    """yarn: multiplies cos and sin; None = from ``factor``, ``mscale``, ``mscale_all_dim``."""
+    beta_fast: float = 32.0
+    """yarn: dimensions with more rotations than this in the original context are kept."""
+    beta_slow: float = 1.0
+    """yarn: dimensions with fewer rotations than this are interpolated."""
+    mscale: float | None = None
+    """yarn: numerator of the attention factor (DeepSeek); None = not set."""
+    mscale_all_dim: float | None = None
+    """yarn: its denominator; None = not set."""
+    truncate: bool = True
+    """yarn: round the ends of the ramp to whole dimensions."""
+
+    @classmethod
+    def from_parameters(
+        cls,
+        parameters: Mapping[str, Any],
+        *,
+        rotary_dim: int,
+        max_position_embeddings: int,
+    ) -> RopeConfig:
+        """Return the configuration a checkpoint's ``rope_parameters`` describe.
+
+        Args:
+            parameters: as transformers 5 has them in ``config.rope_parameters``.
+            rotary_dim: rotated dimensions of a head.
+            max_position_embeddings: context of the checkpoint, tokens; yarn without a ``factor``
+                takes its ratio to the original context.
+
+        Raises:
+            ConfigError: an unsupported type, or a setting missing or of the wrong kind; all of
+                them in one message.
+        """
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type not in get_args(RopeType):
+            raise ConfigError(
+                f"rope_type: expected one of {get_args(RopeType)}, got {rope_type!r}"
+            )
+        settings: dict[str, Any] = {
+            name: parameters.get(name) for name in ("rope_theta", *_REQUIRED[rope_type])
+        }
+        original = settings.get("original_max_position_embeddings")
+        if rope_type == "yarn" and settings["factor"] is None and original:
+            settings["factor"] = max_position_embeddings / original
+        problems = [
+            f"rope_parameters.{name}: expected a number > 0, got {value!r}"
+            for name, value in settings.items()
+            if not _is_positive(value)
+        ]
+        if rope_type == "yarn":
+            optional, more = _yarn_settings(parameters)
+            settings |= optional
+            problems += more
+        if rotary_dim % 2:
+            problems.append(f"rotary_dim: expected an even number, got {rotary_dim}")
+        if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+            problems.append(
+                "rope_parameters.partial_rotary_factor: expected 1.0, got "
+                f"{parameters['partial_rotary_factor']!r}"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+        theta = settings.pop("rope_theta")
+        return cls(rope_type=rope_type, theta=theta, rotary_dim=rotary_dim, **settings)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _yarn_settings(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return yarn's optional settings that are present, and what is wrong with them."""
+    settings: dict[str, Any] = {}
+    problems = []
+    for name in _OPTIONAL_YARN:
+        value = parameters.get(name)
+        if value is None or (name in _ZERO_IS_UNSET and value == 0):
+            continue
+        settings[name] = value
+        if not _is_positive(value):
+            problems.append(f"rope_parameters.{name}: expected a number > 0, got {value!r}")
+    truncate = parameters.get("truncate")
+    if truncate is not None:
+        settings["truncate"] = truncate
+        if not isinstance(truncate, bool):
+            problems.append(f"rope_parameters.truncate: expected true or false, got {truncate!r}")
+    return settings, problems
+
+
+def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
+    """Return ``[rotary_dim / 2]`` float32 angles per position, on the CPU."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    powers: torch.Tensor = rope.theta**exponents
+    if rope.rope_type == "linear":
+        return 1.0 / powers / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(1.0 / powers, rope)
+    if rope.rope_type == "yarn":
+        return _yarn(powers, rope)
+    return 1.0 / powers
+
+
+def _llama3(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Blend by wavelength, as Meta's reference code for Llama 3.1 does.
+
+    With s = (original / wavelength - low) / (high - low), clamped to [0, 1]:
+    ``(1 - s) * inv_freq / factor + s * inv_freq``.
+    """
+    original = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / inv_freq
+    interpolated = inv_freq / rope.factor
+    share = (original / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - share) * inv_freq / rope.factor + share * inv_freq
+    blended = torch.where(wavelengths > original / rope.low_freq_factor, interpolated, blended)
+    return torch.where(wavelengths < original / rope.high_freq_factor, inv_freq, blended)
+
+
+def _yarn(powers: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Ramp over dimensions from kept to interpolated ("NTK-by-parts", arXiv 2309.00071, 3.2).
+
+    Dimension pair d turns ``r`` times within the original context L where
+    ``d = rotary_dim * ln(L / (2 pi r)) / (2 ln theta)``; the ramp runs from the pair of
+    beta_fast turns to that of beta_slow.
+    """
+
+    def dimension(rotations: float) -> float:
+        ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return rope.rotary_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp becomes a step instead of a division by zero
+    dims = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    kept = 1 - ((dims - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) / (rope.factor * powers) + kept / powers
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """Return what cos and sin are multiplied by: 1 except for yarn.
+
+    yarn: ``0.1 ln(factor) + 1`` (arXiv 2309.00071, 3.4: its temperature's square root, so that the
+    product of two rotated vectors is scaled by its square); with both ``mscale`` settings, the
+    ratio of ``0.1 mscale ln(factor) + 1`` for the two.
+    """
+    if rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale is not None and rope.mscale_all_dim is not None:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def cos_sin_table(
+    rope: RopeConfig, max_positions: int, device: torch.device | str
+) -> torch.Tensor:
+    """Return ``[max_positions, rotary_dim]`` float32 on ``device``: cos, then sin.
+
+    This is what ``mrv1.kernels.apply_rope`` reads; the attention factor is multiplied in.
+    """
+    inv_freq = inverse_frequencies(rope).to(device)
+    positions = torch.arange(max_positions, dtype=torch.float32, device=device)
+    angles = positions[:, None] * inv_freq[None, :]
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    return table.mul_(attention_factor(rope))

@@ -1,0 +1,133 @@
+"""What a checkpoint's safetensors files hold, by their headers, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from mrv1.errors import ConfigError
+from mrv1.models.files import read_json
+
+SINGLE_FILE = "model.safetensors"
+"""The whole model in one file; looked for first, as transformers does."""
+INDEX_FILE = "model.safetensors.index.json"
+"""Which shard holds each tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a checkpoint."""
+
+    file: Path
+    """The safetensors file that holds it."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: str
+    """Its dtype as safetensors names it, for example ``BF16``."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Scan:
+    """What reading the headers of a checkpoint found."""
+
+    named: set[str] | None = None
+    """Tensors the checkpoint claims to hold; None = the claim itself is unreadable."""
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    """The tensors that can be read, by name."""
+    problems: list[str] = field(default_factory=list)
+    """Everything wrong with the index and the files."""
+
+
+@contextmanager
+def open_shard(file: Path) -> Iterator[Any]:
+    """Open a safetensors file (memory-mapped: a tensor is read when it is asked for).
+
+    Raises:
+        ConfigError: it is missing, truncated or not a safetensors file.
+    """
+    try:
+        with safe_open(file, framework="pt", device="cpu") as shard:
+            yield shard
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file.name}: not a readable safetensors file: {error}") from error
+
+
+def scan_checkpoint(directory: Path) -> Scan:
+    """Return what the safetensors files in ``directory`` hold, and all that is wrong with them."""
+    scan = Scan()
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.is_file():
+        _read_header(scan, single)
+        if not scan.problems:
+            scan.named = set(scan.entries)
+    elif index.is_file():
+        _read_index(scan, index)
+    else:
+        others = sorted(p.name for p in directory.glob("*") if p.suffix in _WEIGHT_SUFFIXES)
+        scan.problems.append(
+            f"weights: expected {SINGLE_FILE} or {INDEX_FILE}, got {', '.join(others) or 'none'}"
+        )
+    return scan
+
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def _read_header(scan: Scan, file: Path) -> None:
+    try:
+        with open_shard(file) as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a dict
+                view = shard.get_slice(name)
+                scan.entries[name] = TensorEntry(
+                    file=file, shape=tuple(view.get_shape()), dtype=view.get_dtype()
+                )
+    except ConfigError as error:
+        scan.problems.append(str(error))
+
+
+def _read_index(scan: Scan, index: Path) -> None:
+    try:
+        weight_map = read_json(index).get("weight_map")
+    except ConfigError as error:
+        scan.problems.append(str(error))
+        return
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values()
+    ):
+        scan.problems.append(
+            f"{index.name}: expected weight_map to name a file of the directory for each tensor"
+        )
+        return
+    scan.named = set(weight_map)
+    names_of_shard: dict[str, set[str]] = defaultdict(set)
+    for name, shard in weight_map.items():
+        names_of_shard[shard].add(name)
+    for shard, names in sorted(names_of_shard.items()):
+        _read_shard(scan, index.parent / shard, names)
+
+
+def _read_shard(scan: Scan, file: Path, names: set[str]) -> None:
+    """Add the tensors of one shard that the index places in it, and report the difference."""
+    if not file.is_file():
+        scan.problems.append(f"{file.name}: named in {INDEX_FILE}, but there is no such file")
+        return
+    held = Scan()
+    _read_header(held, file)
+    scan.problems += held.problems
+    if held.problems:
+        return
+    scan.entries |= {name: held.entries[name] for name in names & held.entries.keys()}
+    scan.problems += [
+        f"{name}: {INDEX_FILE} places it in {file.name}, which does not hold it"
+        for name in sorted(names - held.entries.keys())
+    ]
+    scan.problems += [
+        f"{name}: held by {file.name}, but {INDEX_FILE} does not place it there"
+        for name in sorted(held.entries.keys() - names)
+    ]

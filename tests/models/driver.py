@@ -1,0 +1,137 @@
+"""A paged cache and a loop around ``DecoderModel``, without runner, scheduler or sampler.
+
+Written the plain way (lists, one request after the other), so that model tests do not depend on
+the code that serves. Whatever a request may not see is poisoned: caches start as NaN, blocks are
+handed out in shuffled order, and every step carries padding.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mrv1.kernels.kv_layout import KVLayout
+from mrv1.models import AttentionBatch, DecoderModel, LayerCache
+
+MAX_DECODE_QUERY_LEN = 8
+
+
+@dataclass
+class Request:
+    """One sequence: all its tokens, and how many of them are in the cache."""
+
+    token_ids: list[int]
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class PagedDriver:
+    """Runs requests through a model, chunk by chunk.
+
+    Args:
+        model: the model under test.
+        block_size: tokens per block.
+        num_blocks: blocks in every layer's cache.
+        seed: of the order in which blocks are handed out.
+        num_padding_rows: padding rows in every batch.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        *,
+        block_size: int,
+        num_blocks: int,
+        seed: int = 0,
+        num_padding_rows: int = 1,
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.num_padding_rows = num_padding_rows
+        self.free_blocks = list(range(num_blocks))
+        random.Random(seed).shuffle(self.free_blocks)
+        config = model.config
+        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        self.caches = [
+            LayerCache(
+                k=torch.full(shape, torch.nan, dtype=model.dtype, device=model.device),
+                v=torch.full(shape, torch.nan, dtype=model.dtype, device=model.device),
+                layout=KVLayout.hnd(
+                    config.num_kv_heads,
+                    block_size,
+                    config.head_dim,
+                    window=window,
+                    device=model.device,
+                ),
+            )
+            for window in config.layer_windows
+        ]
+
+    def logits(self, prompts: Sequence[list[int]], chunk: int | None) -> list[torch.Tensor]:
+        """Return each prompt's logits ``[len, vocab]``, computed ``chunk`` tokens a step.
+
+        ``None`` takes every prompt in one step. Prompts end at different steps, so batches shrink
+        and become ragged.
+        """
+        requests = [Request(list(prompt)) for prompt in prompts]
+        rows: list[list[torch.Tensor]] = [[] for _ in requests]
+        while pending := [r for r in requests if r.num_computed < len(r.token_ids)]:
+            lens = [len(r.token_ids) - r.num_computed for r in pending]
+            query_lens = [n if chunk is None else min(n, chunk) for n in lens]
+            for request, part in zip(pending, self.step(pending, query_lens), strict=True):
+                rows[requests.index(request)].append(part)
+        return [torch.cat(parts) for parts in rows]
+
+    def step(self, requests: list[Request], query_lens: list[int]) -> list[torch.Tensor]:
+        """Run the next ``query_lens`` tokens of each request; return their logits per request."""
+        batch = self.batch(requests, query_lens)
+        hidden = self.model.forward(batch, self.caches)
+        logits = self.model.compute_logits(hidden[: sum(query_lens)])
+        for request, query_len in zip(requests, query_lens, strict=True):
+            request.num_computed += query_len
+        return list(logits.split(query_lens))
+
+    def batch(self, requests: list[Request], query_lens: list[int]) -> AttentionBatch:
+        """Assemble one step, padding rows last."""
+        input_ids, positions, slots, seq_lens, starts = [], [], [], [], [0]
+        for request, query_len in zip(requests, query_lens, strict=True):
+            seq_len = request.num_computed + query_len
+            while len(request.blocks) * self.block_size < seq_len:
+                request.blocks.append(self.free_blocks.pop())
+            for position in range(request.num_computed, seq_len):
+                block, offset = divmod(position, self.block_size)
+                input_ids.append(request.token_ids[position])
+                positions.append(position)
+                slots.append(request.blocks[block] * self.block_size + offset)
+            seq_lens.append(seq_len)
+            starts.append(len(input_ids))
+        uniform = len(set(query_lens)) == 1 and query_lens[0] <= MAX_DECODE_QUERY_LEN
+        # A decode batch has query_len tokens in every row; otherwise padding follows the last row.
+        num_padding = self.num_padding_rows * (query_lens[0] if uniform else 1)
+        starts += [starts[-1]] * self.num_padding_rows
+        tables = [r.blocks for r in requests] + [[]] * self.num_padding_rows
+        width = max(len(blocks) for blocks in tables) + 1
+
+        def tensor(values: list, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.model.device)
+
+        return AttentionBatch(
+            input_ids=tensor(input_ids + [0] * num_padding, torch.int64),
+            positions=tensor(positions + [0] * num_padding, torch.int64),
+            slot_mapping=tensor([slots + [-1] * num_padding], torch.int64),
+            block_table=tensor([t + [-1] * (width - len(t)) for t in tables], torch.int32),
+            seq_lens=tensor(seq_lens + [0] * self.num_padding_rows, torch.int32),
+            query_start_loc=tensor(starts, torch.int32),
+            max_query_len=max(query_lens),
+            query_len=query_lens[0] if uniform else None,
+            num_tokens=len(input_ids) + num_padding,
+            num_reqs=len(tables),
+        )
+
+
+def blocks_needed(prompts: Sequence[list[int]], block_size: int) -> int:
+    """Return how many blocks hold ``prompts``."""
+    return sum(-(-len(prompt) // block_size) for prompt in prompts)

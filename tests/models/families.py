@@ -1,0 +1,121 @@
+"""Tiny random checkpoints of every supported family and rope type, written by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+FAMILIES: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "ernie4_5": Ernie4_5Config,
+}
+"""Configuration class by family name."""
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+"""``rope_parameters`` by rope type; tests run past the original context of 64."""
+
+SLIDING: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 24},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+}
+"""Settings that turn sliding windows on, for the families that have them."""
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+
+def tiny_config(family: str, rope: str = "default", **overrides: Any) -> PretrainedConfig:
+    """Return a small configuration of ``family``; ``overrides`` are transformers' settings.
+
+    Every family attends to the full context unless ``**SLIDING[family]`` is among them.
+    """
+    settings = _TINY | {"rope_parameters": dict(ROPES[rope])}
+    if family == "mistral":
+        settings["sliding_window"] = None  # its default is 4096
+    return FAMILIES[family](**(settings | overrides))
+
+
+def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
+    """Return transformers' model of ``config``, in float32, with weights from ``seed`` alone.
+
+    The standard deviation of 0.2 keeps logits far apart: a greedy choice is then no tie that
+    rounding could decide.
+    """
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            parameter.normal_(mean, 0.2, generator=generator)
+    return model.eval()
+
+
+def save_checkpoint(
+    directory: Path, config: PretrainedConfig, *, seed: int = 0, max_shard_size: str = "1GB"
+) -> PreTrainedModel:
+    """Write ``random_model(config, seed)`` into ``directory`` and return it."""
+    model = random_model(config, seed=seed)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return model
+
+
+def tiny_checkpoint(
+    directory: Path, family: str, rope: str = "default", *, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
+    """Write a tiny random checkpoint of ``family`` into ``directory`` and return its model."""
+    return save_checkpoint(directory, tiny_config(family, rope, **overrides), seed=seed)
+
+
+@torch.no_grad()
+def expected_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    """Return transformers' logits ``[len(prompt), vocab]`` for every position of ``prompt``."""
+    logits: torch.Tensor = model(torch.tensor([prompt], device=model.device)).logits[0]
+    return logits

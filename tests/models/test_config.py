@@ -1,0 +1,258 @@
+"""``ModelConfig`` reads what transformers reads, and says everything it cannot run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, MistralConfig, Qwen2Config
+
+from mrv1.errors import ConfigError
+from mrv1.models import ModelConfig
+from tests.models.families import FAMILIES, ROPES, SLIDING, tiny_config
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+}
+
+
+def write_config(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
+    """Write a tiny config.json, with settings changed as text would be."""
+    content = tiny_config(family).to_dict() | {"architectures": [ARCHITECTURES[family]]} | changes
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_architecture_follows_from_the_model_type(family: str) -> None:
+    config = ModelConfig.from_hf(tiny_config(family))
+    assert config.architecture == ARCHITECTURES[family]
+    assert (config.num_layers, config.num_q_heads, config.num_kv_heads) == (2, 4, 2)
+    assert (config.head_dim, config.rope.rotary_dim) == (32, 32)
+    assert config.qk_norm == (family == "qwen3")
+    assert config.rope_interleaved == (family == "ernie4_5")
+    assert config.torch_dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "biases"),
+    [
+        ("llama", {}, (False, False, False)),
+        ("llama", {"attention_bias": True}, (True, True, False)),
+        ("llama", {"mlp_bias": True}, (False, False, True)),
+        ("mistral", {}, (False, False, False)),
+        ("qwen2", {}, (True, False, False)),
+        ("qwen3", {"attention_bias": True}, (True, True, False)),
+        ("ernie4_5", {"use_bias": True}, (True, True, True)),
+    ],
+)
+def test_biases(family: str, settings: dict[str, Any], biases: tuple[bool, ...]) -> None:
+    config = ModelConfig.from_hf(tiny_config(family, **settings))
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == biases
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "windows"),
+    [
+        ("llama", {"sliding_window": 8}, (-1, -1)),
+        ("mistral", {"sliding_window": 8}, (8, 8)),
+        ("mistral", {"sliding_window": None}, (-1, -1)),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 8}, (-1, -1)),
+        ("qwen2", SLIDING["qwen2"], (-1, 24)),
+        ("qwen3", SLIDING["qwen3"] | {"max_window_layers": 0}, (24, 24)),
+        ("qwen3", SLIDING["qwen3"] | {"max_window_layers": 2}, (-1, -1)),
+        (
+            "qwen3",
+            SLIDING["qwen3"] | {"layer_types": ["sliding_attention", "full_attention"]},
+            (24, -1),
+        ),
+    ],
+)
+def test_windows(family: str, settings: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert ModelConfig.from_hf(tiny_config(family, **settings)).layer_windows == windows
+
+
+def test_head_dim_defaults_to_a_share_of_the_hidden_size() -> None:
+    config = ModelConfig.from_hf(
+        Qwen2Config(hidden_size=96, num_attention_heads=6, num_key_value_heads=2)
+    )
+    assert (config.head_dim, config.rope.rotary_dim) == (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_position_embeddings", "expected"),
+    [("default", 100, 100), ("linear", 100, 100), ("yarn", 100, 256), ("yarn", 512, 512)],
+)
+def test_context(rope: str, max_position_embeddings: int, expected: int) -> None:
+    config = tiny_config("qwen2", rope, max_position_embeddings=max_position_embeddings)
+    assert ModelConfig.from_hf(config).max_model_len == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "generation", "expected"),
+    [
+        (2, None, (2,)),
+        ([5, 3], [3, 9], (5, 3, 9)),
+        (None, 7, (7,)),
+        (None, None, ()),
+    ],
+)
+def test_eos_ids_of_both_files(
+    tmp_path: Path, own: Any, generation: Any, expected: tuple[int, ...]
+) -> None:
+    write_config(tmp_path, eos_token_id=own)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == expected
+
+
+def test_generation_config_is_optional(tmp_path: Path) -> None:
+    assert ModelConfig.from_pretrained(write_config(tmp_path)).eos_token_ids == (2,)
+
+
+def test_files_of_older_transformers(tmp_path: Path) -> None:
+    """Before version 5 rope was spread over three settings, and the dtype had another name."""
+    content = tiny_config("llama").to_dict() | {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": 500000.0,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "torch_dtype": "bfloat16",
+    }
+    del content["rope_parameters"], content["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = ModelConfig.from_pretrained(tmp_path)
+    assert (config.rope.rope_type, config.rope.theta, config.rope.factor) == (
+        "linear",
+        500000.0,
+        4.0,
+    )
+    assert config.torch_dtype == torch.bfloat16
+
+
+def test_unsupported_architecture_object() -> None:
+    with pytest.raises(ConfigError, match=r"architectures: .*, got None \(model_type 'gpt2'\)"):
+        ModelConfig.from_hf(GPT2Config())
+
+
+def test_rope_that_differs_by_layer() -> None:
+    config = tiny_config("qwen3")
+    config.rope_parameters = {"full_attention": ROPES["default"]}
+    with pytest.raises(ConfigError, match="rope_parameters: expected one rope for all layers"):
+        ModelConfig.from_hf(config)
+
+
+def test_no_heads() -> None:
+    config = Qwen2Config(hidden_size=64, num_key_value_heads=2)
+    config.num_attention_heads = 0
+    with pytest.raises(ConfigError, match="num_q_heads: expected >= 1, got 0"):
+        ModelConfig.from_hf(config)
+
+
+def test_not_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a checkpoint directory"):
+        ModelConfig.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"expected a config\.json"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "expected a readable JSON file, got"),
+        (b'{"a": "\xff"}', "expected a readable JSON file, got"),
+        (b"[1]", "expected a JSON object, got list"),
+    ],
+)
+def test_corrupt_json(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (write_config(tmp_path) / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{name}: {message}"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            r"architectures: expected one of LlamaForCausalLM, .*, got \['GPT2LMHeadModel'\]",
+        ),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "architectures: expected .*, got LlamaForCausalLM",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config: expected none, got quant_method 'fp8'",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
+        ({"dtype": "int8"}, "dtype: expected one of .*, got torch.int8"),
+        ({"hidden_size": "wide"}, "config.json is not valid: .*hidden_size"),
+        ({"head_dim": 24}, "head_dim: expected a multiple of 16 from 16 to 256, got 24"),
+        ({"head_dim": 512}, "head_dim: expected a multiple of 16 from 16 to 256, got 512"),
+        (
+            {"num_key_value_heads": 3},
+            "num_kv_heads: expected a divisor of 4 query heads, got 3",
+        ),
+        ({"vocab_size": 0}, "vocab_size: expected >= 1, got 0"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type: expected one of .*, got 'dynamic'",
+        ),
+        (
+            SLIDING["qwen3"] | {"sliding_window": 0},
+            "sliding_window: expected >= 1 token, got 0",
+        ),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            r"layer_types: expected full_attention \(sliding_window is None\), "
+            "got sliding_attention",
+        ),
+        (
+            SLIDING["qwen3"] | {"layer_types": ["chunked_attention", "full_attention"]},
+            r"layer_types: expected full_attention or sliding_attention \(sliding_window is 24\), "
+            "got chunked_attention",
+        ),
+    ],
+)
+def test_unsupported_settings(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        ModelConfig.from_pretrained(write_config(tmp_path, **changes))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_all_reasons_in_one_message(tmp_path: Path) -> None:
+    write_config(
+        tmp_path,
+        architectures=["FalconForCausalLM"],
+        quantization_config={"quant_method": "gptq"},
+    )
+    with pytest.raises(ConfigError, match="2 problems") as caught:
+        ModelConfig.from_pretrained(tmp_path)
+    assert "FalconForCausalLM" in str(caught.value)
+    assert "gptq" in str(caught.value)
+    config = MistralConfig(hidden_act="relu", sliding_window=-3, dtype="int8")
+    with pytest.raises(ConfigError, match=r"(?s)3 problems.*hidden_act.*sliding_window.*dtype"):
+        ModelConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_windows": (-1,)}, "layer_windows: expected 2 entries, got 1"),
+        ({"layer_windows": (-1, 0)}, r"layer_windows: expected -1 or >= 1, got \(-1, 0\)"),
+        ({"num_kv_heads": 0}, "num_kv_heads: expected >= 1, got 0"),
+    ],
+)
+def test_fields_that_contradict(changes: dict[str, Any], message: str) -> None:
+    config = ModelConfig.from_hf(tiny_config("llama"))
+    with pytest.raises(ConfigError, match=message):
+        replace(config, **changes)

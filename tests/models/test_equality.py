@@ -1,0 +1,167 @@
+"""Logits equal transformers' own, for every family and rope type, in ragged batches and chunks.
+
+On a GPU the same tests run the Triton kernels; then, and in the interpreter, no oracle may run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PretrainedConfig
+
+from mrv1.device import kernel_path
+from mrv1.kernels import reference
+from mrv1.models import load_model, select_ops
+from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.families import (
+    FAMILIES,
+    ROPES,
+    SLIDING,
+    expected_logits,
+    save_checkpoint,
+    tiny_config,
+)
+
+TOLERANCE = 1e-4
+BLOCK_SIZES = (16, 32, 64)
+CHUNKS = (1, 7, 64, None)
+SCHEDULES = list(itertools.product(BLOCK_SIZES, CHUNKS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def full_precision() -> Iterator[None]:
+    """Keep TF32 out of float32 matrix products, ours and transformers'."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def random_prompts(seed: int, lens: list[int], vocab_size: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(n)] for n in lens]
+
+
+def check_equal(
+    config: PretrainedConfig,
+    *,
+    device: torch.device,
+    lens: list[int],
+    schedules: Iterable[tuple[int, int | None]] = SCHEDULES,
+    seed: int = 0,
+) -> None:
+    """Write a checkpoint, load it, run ``lens`` tokens in pages, and compare every position."""
+    prompts = random_prompts(seed, lens, config.vocab_size)
+    with tempfile.TemporaryDirectory() as directory:
+        oracle = save_checkpoint(Path(directory), config, seed=seed).to(device)
+        model = load_model(
+            directory,
+            device=device,
+            dtype=torch.float32,
+            ops=select_ops(kernel_path(device)),
+            progress=False,
+        )
+    expected = [expected_logits(oracle, prompt) for prompt in prompts]
+    reference.calls.clear()
+    for block_size, chunk in schedules:
+        num_blocks = blocks_needed(prompts, block_size)
+        driver = PagedDriver(model, block_size=block_size, num_blocks=num_blocks, seed=seed)
+        logits = driver.logits(prompts, chunk)
+        assert not driver.free_blocks
+        torch.testing.assert_close(
+            logits,
+            expected,
+            rtol=0,
+            atol=TOLERANCE,
+            msg=lambda m, case=(block_size, chunk): f"block size, chunk = {case}: {m}",
+        )
+    assert bool(reference.calls) == (kernel_path(device) == "reference")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_family_with_every_rope_type(family: str, rope: str, device: torch.device) -> None:
+    config = tiny_config(family, rope, **SLIDING.get(family, {}))
+    check_equal(config, device=device, lens=[90, 1, 33])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("qwen3", {"attention_bias": True, "num_key_value_heads": 1}),
+        ("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
+        ("qwen2", SLIDING["qwen2"] | {"sliding_window": 1}),
+    ],
+)
+def test_options(family: str, settings: dict[str, Any], device: torch.device) -> None:
+    config = tiny_config(family, **settings)
+    check_equal(config, device=device, lens=[40, 3], schedules=[(16, 1), (32, 7), (64, None)])
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> PretrainedConfig:
+    """Tiny configurations of any family that differ in everything ``ModelConfig`` reads."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    num_layers = draw(st.integers(1, 3))
+    overrides = {
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": num_kv_heads,
+        "num_attention_heads": num_kv_heads * draw(st.sampled_from([1, 2, 4])),
+        "hidden_size": draw(st.sampled_from([48, 96])),
+        "head_dim": draw(st.sampled_from([16, 48, 64])),
+        "intermediate_size": draw(st.sampled_from([40, 64])),
+        "vocab_size": draw(st.sampled_from([131, 256])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
+    }
+    bias = draw(st.booleans())
+    if family in ("llama", "qwen3"):
+        overrides["attention_bias"] = bias
+    if family == "llama":
+        overrides["mlp_bias"] = draw(st.booleans())
+    if family == "ernie4_5":
+        overrides["use_bias"] = bias
+    if family in SLIDING and draw(st.booleans()):
+        overrides |= SLIDING[family] | {"sliding_window": draw(st.integers(1, 40))}
+        if family != "mistral":
+            overrides["max_window_layers"] = draw(st.integers(0, num_layers))
+    return tiny_config(family, draw(st.sampled_from(sorted(ROPES))), **overrides)
+
+
+@pytest.mark.gpu
+@given(
+    config=configs(),
+    lens=st.lists(st.integers(1, 80), min_size=1, max_size=4),
+    schedule=st.sampled_from(SCHEDULES),
+    seed=st.integers(0, 2**16),
+)
+def test_any_config_any_schedule(
+    device: torch.device,
+    config: PretrainedConfig,
+    lens: list[int],
+    schedule: tuple[int, int | None],
+    seed: int,
+) -> None:
+    check_equal(config, device=device, lens=lens, schedules=[schedule], seed=seed)
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("family", FAMILIES)
+def test_interpreted_path(family: str, device: torch.device) -> None:
+    sliding = SLIDING[family] | {"sliding_window": 5} if family in SLIDING else {}
+    schedules = [(16, 1), (16, 4), (16, None)]
+    check_equal(tiny_config(family, **sliding), device=device, lens=[9, 3], schedules=schedules)

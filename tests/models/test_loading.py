@@ -1,0 +1,296 @@
+"""Weights reach their places, and everything wrong with a checkpoint is in one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from mrv1.errors import ConfigError
+from mrv1.models import ModelConfig, load_model, select_ops
+from mrv1.models.loading import load_weights
+from mrv1.models.weights import ModelWeights, checkpoint_tensors
+from tests.models.families import FAMILIES, save_checkpoint, tiny_checkpoint, tiny_config
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+INDEX = "model.safetensors.index.json"
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
+    config = ModelConfig.from_pretrained(directory)
+    return load_weights(directory, config, device="cpu", dtype=dtype, progress=False)
+
+
+def rewrite(file: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of a safetensors file."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_index(directory: Path, change: Callable[[dict[str, str]], None]) -> None:
+    """Change the weight map of a sharded checkpoint."""
+    content = json.loads((directory / INDEX).read_text())
+    change(content["weight_map"])
+    (directory / INDEX).write_text(json.dumps(content))
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    """A tiny checkpoint in one file."""
+    tiny_checkpoint(tmp_path, "qwen3")
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """The same checkpoint in several shards; the last holds several tensors."""
+    save_checkpoint(tmp_path, tiny_config("qwen3"), max_shard_size="120KB")
+    *shards, last = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) >= 2
+    assert len(load_file(last)) >= 2
+    return tmp_path
+
+
+def expected_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
+def test_every_tensor_arrives(tmp_path: Path, family: str, max_shard_size: str) -> None:
+    config = tiny_config(family, tie_word_embeddings=family in ("qwen2", "ernie4_5"))
+    model = save_checkpoint(tmp_path, config, max_shard_size=max_shard_size)
+    loaded = checkpoint_tensors(ModelConfig.from_pretrained(tmp_path), load(tmp_path))
+    expected = expected_tensors(model)
+    assert loaded.keys() == expected.keys()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_projections_are_fused_in_order(single: Path) -> None:
+    layer = load(single).layers[1]
+    file = load_file(single / "model.safetensors")
+    parts = [file[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
+    assert torch.equal(layer.qkv, torch.cat(parts))
+    parts = [file[f"model.layers.1.mlp.{p}_proj.weight"] for p in ("gate", "up")]
+    assert torch.equal(layer.gate_up, torch.cat(parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_are_converted(single: Path, dtype: torch.dtype) -> None:
+    weights = load(single, dtype)
+    file = load_file(single / "model.safetensors")
+    assert weights.layers[0].o.dtype == dtype
+    assert torch.equal(weights.embed, file[EMBED].to(dtype))
+
+
+def test_weights_own_their_memory(single: Path) -> None:
+    """Nothing points into the memory-mapped file once it is loaded."""
+    weights = load(single)
+    before = weights.embed.clone()
+    file = single / "model.safetensors"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    assert torch.equal(weights.embed, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_the_model_is_never_held_twice(tmp_path: Path, device: torch.device) -> None:
+    """At its peak, loading holds the weights and one tensor on its way."""
+    save_checkpoint(tmp_path, tiny_config("qwen3", hidden_size=512, num_hidden_layers=8))
+    config = ModelConfig.from_pretrained(tmp_path)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    weights = load_weights(tmp_path, config, device=device, dtype=torch.bfloat16, progress=False)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    after = torch.cuda.memory_allocated(device) - before
+    largest = max(t.numel() for t in checkpoint_tensors(config, weights).values())
+    assert peak <= after + 4 * largest + 2**16  # stored in float32; allocations are rounded up
+
+
+def test_load_model_settles_device_and_dtype(single: Path) -> None:
+    model = load_model(
+        single,
+        device="cpu",
+        dtype=torch.bfloat16,
+        ops=select_ops("reference"),
+        progress=False,
+    )
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.bfloat16)
+    logits = model.compute_logits(torch.zeros(3, 64, dtype=torch.bfloat16))
+    assert (logits.dtype, logits.shape) == (torch.float32, (3, 160))
+
+
+def test_float64_logits_stay_float64(single: Path) -> None:
+    model = load_model(
+        single,
+        device="cpu",
+        dtype=torch.float64,
+        ops=select_ops("reference"),
+        progress=False,
+    )
+    assert model.compute_logits(torch.zeros(1, 64, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_goes_to_stderr_or_nowhere(
+    single: Path, progress: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ModelConfig.from_pretrained(single)
+    capsys.readouterr()
+    load_weights(single, config, device="cpu", dtype=torch.float32, progress=progress)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert ("Loading weights" in captured.err) == progress
+
+
+# --- tied embeddings and tensors that are no weights ------------------------------------------
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    """A checkpoint with tied embeddings, stored once."""
+    tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
+    assert HEAD not in load_file(tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_tied_head_is_the_embedding(tied: Path) -> None:
+    weights = load(tied)
+    assert weights.lm_head is weights.embed
+
+
+def test_tied_head_may_be_stored_too(tied: Path) -> None:
+    rewrite(tied / "model.safetensors", lambda t: t.update({HEAD: t[EMBED].clone()}))
+    weights = load(tied)
+    assert weights.lm_head is weights.embed
+
+
+@pytest.mark.parametrize("shape", [(160, 64), (160, 32)])
+def test_tied_head_that_differs(tied: Path, shape: tuple[int, int]) -> None:
+    rewrite(tied / "model.safetensors", lambda t: t.update({HEAD: torch.zeros(shape)}))
+    with pytest.raises(ConfigError, match=f"{HEAD}: tie_word_embeddings is true, but it differs"):
+        load(tied)
+
+
+def test_tied_head_without_its_embedding(tied: Path) -> None:
+    rewrite(tied / "model.safetensors", lambda t: t.update({HEAD: t.pop(EMBED)}))
+    with pytest.raises(ConfigError, match=f": {EMBED}: missing$"):
+        load(tied)
+
+
+def test_untied_head_must_be_stored(single: Path) -> None:
+    rewrite(single / "model.safetensors", lambda t: t.pop(HEAD))
+    with pytest.raises(ConfigError, match=f"{HEAD}: missing"):
+        load(single)
+
+
+def test_rope_buffers_are_ignored(single: Path) -> None:
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    rewrite(single / "model.safetensors", lambda t: t.update(buffer))
+    load(single)
+
+
+# --- everything wrong, in one message ---------------------------------------------------------
+
+
+def test_differences_in_one_message(single: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[Q_PROJ]
+        tensors["model.norm.bias"] = torch.zeros(64)
+        tensors[EMBED] = torch.zeros(161, 64)
+        tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.int8)
+
+    rewrite(single / "model.safetensors", change)
+    with pytest.raises(ConfigError, match="4 problems") as caught:
+        load(single)
+    for line in (
+        f"{Q_PROJ}: missing",
+        "model.norm.bias: surplus, the model has no such tensor",
+        f"{EMBED}: expected shape [160, 64], got [161, 64]",
+        "model.norm.weight: expected dtype F64, F32, F16, BF16, got I8",
+    ):
+        assert f"  - {line}\n" in str(caught.value) + "\n"
+    assert str(single) in str(caught.value)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 4, 100, -1])
+def test_truncated_file(single: Path, keep_bytes: int) -> None:
+    file = single / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep_bytes])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable safetensors file"):
+        load(single)
+
+
+def test_no_weights(single: Path) -> None:
+    (single / "model.safetensors").unlink()
+    message = "weights: expected model.safetensors or model.safetensors.index.json, got "
+    with pytest.raises(ConfigError, match=message + "none"):
+        load(single)
+    (single / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=message + "pytorch_model.bin"):
+        load(single)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", f"{INDEX}: expected a readable JSON file"),
+        ("[]", f"{INDEX}: expected a JSON object, got list"),
+        ("{}", f"{INDEX}: expected weight_map to name a file"),
+        ('{"weight_map": {"a": 1}}', f"{INDEX}: expected weight_map to name a file"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', f"{INDEX}: expected weight_map to name"),
+    ],
+)
+def test_corrupt_index(sharded: Path, content: str, message: str) -> None:
+    (sharded / INDEX).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load(sharded)
+
+
+def test_missing_shard(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=f"{shard.name}: named in {INDEX}, but there is no"):
+        load(sharded)
+
+
+def test_index_and_shards_disagree(sharded: Path) -> None:
+    first, *_, last = sorted(sharded.glob("model-*.safetensors"))
+    moved = next(iter(load_file(last)))
+    edit_index(sharded, lambda m: m.update({moved: first.name}))
+    with pytest.raises(ConfigError, match="2 problems") as caught:
+        load(sharded)
+    assert f"{moved}: {INDEX} places it in {first.name}, which does not" in str(caught.value)
+    assert f"{moved}: held by {last.name}, but {INDEX} does not" in str(caught.value)
+
+
+def test_all_kinds_in_one_message(sharded: Path) -> None:
+    """A lost shard, a cut one and a tensor the index forgot: all three, and nothing else."""
+    lost, *_, cut, last = sorted(sharded.glob("model-*.safetensors"))
+    lost.unlink()
+    cut.write_bytes(cut.read_bytes()[:-8])
+    forgotten = next(iter(load_file(last)))
+    edit_index(sharded, lambda m: m.pop(forgotten))
+    with pytest.raises(ConfigError, match="4 problems") as caught:
+        load(sharded)
+    for part in (
+        f"{lost.name}: named in",
+        f"{cut.name}: not a readable",
+        f"{forgotten}: held by",
+        f"{forgotten}: missing",
+    ):
+        assert part in str(caught.value)
+
+
+def test_dtype_that_is_no_weight_dtype(single: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dtype: expected one of .*, got torch\.int32"):
+        load(single, torch.int32)

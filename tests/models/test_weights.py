@@ -1,0 +1,93 @@
+"""Random weights, rank context, and the choice of ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrv1 import kernels
+from mrv1.errors import ConfigError
+from mrv1.kernels import reference
+from mrv1.models import DecoderModel, ModelConfig, ParallelContext, random_weights, select_ops
+from mrv1.models.weights import checkpoint_tensors
+from tests.models.driver import PagedDriver
+from tests.models.families import FAMILIES, tiny_config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_make_a_model_that_runs(family: str) -> None:
+    config = ModelConfig.from_hf(tiny_config(family))
+    weights = random_weights(config, device="cpu", dtype=torch.float32, seed=1)
+    model = DecoderModel(config, weights, select_ops("reference"))
+    (logits,) = PagedDriver(model, block_size=16, num_blocks=4).logits([list(range(40))], 16)
+    # Rows of the head have norm 1 in the mean, and normed hidden states have norm sqrt(hidden).
+    assert 0.5 < logits.std() < 2.0
+    assert abs(logits.mean()) < 0.2
+
+
+def test_random_weights_follow_from_the_seed() -> None:
+    config = ModelConfig.from_hf(tiny_config("qwen2"))
+
+    def tensors(seed: int) -> dict[str, torch.Tensor]:
+        weights = random_weights(config, device="cpu", dtype=torch.bfloat16, seed=seed)
+        return checkpoint_tensors(config, weights)
+
+    first, same, other = tensors(1), tensors(1), tensors(2)
+    for name, tensor in first.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, same[name]), name
+        assert torch.equal(tensor, other[name]) == (tensor.dim() == 1), name
+        if tensor.dim() == 2:
+            assert tensor.float().std() == pytest.approx(tensor.shape[1] ** -0.5, rel=0.1), name
+
+
+def test_global_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    config = ModelConfig.from_hf(tiny_config("llama"))
+    random_weights(config, device="cpu", dtype=torch.float32, seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_select_ops() -> None:
+    assert select_ops("reference") is reference
+    assert select_ops("triton") is kernels
+    assert select_ops("interpreter") is kernels
+
+
+def test_one_rank_changes_nothing() -> None:
+    context = ParallelContext()
+    tensor = torch.ones(2)
+    assert context.all_reduce(tensor) is tensor
+    assert context.all_gather(tensor) is tensor
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        (0, 2, "size: expected 1 rank, got 2: not supported yet"),
+        (1, 1, "rank, size: expected 0 <= rank < size, got rank 1 of 1"),
+        (0, 0, "rank, size: expected 0 <= rank < size, got rank 0 of 0"),
+    ],
+)
+def test_other_ranks(rank: int, size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParallelContext(rank=rank, size=size)
+
+
+def test_collectives_are_called_where_ranks_would_meet() -> None:
+    """Two sums a layer (attention output, MLP down) and one gather of logits."""
+    calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def record(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        calls.append((name, tuple(tensor.shape)))
+        return tensor
+
+    config = ModelConfig.from_hf(tiny_config("llama"))
+    weights = random_weights(config, device="cpu", dtype=torch.float32, seed=0)
+    context = ParallelContext(
+        all_reduce=lambda t: record("all_reduce", t), all_gather=lambda t: record("all_gather", t)
+    )
+    model = DecoderModel(config, weights, select_ops("reference"), parallel=context)
+    driver = PagedDriver(model, block_size=16, num_blocks=1, num_padding_rows=0)
+    driver.logits([[1, 2, 3]], None)
+    assert calls == [("all_reduce", (3, 64))] * 4 + [("all_gather", (3, 160))]
