@@ -11,7 +11,7 @@ from mrv1.runner.kv_cache import KVCache
 from mrv1.sampler import Sampler
 
 
-def _empty_batch(query_lens: list[int], device: torch.device) -> AttentionBatch:
+def _empty_batch(query_lens: list[int], row_width: int, device: torch.device) -> AttentionBatch:
     """Return a batch whose tokens are written nowhere and see nothing."""
     num_tokens, num_reqs = sum(query_lens), len(query_lens)
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -20,7 +20,7 @@ def _empty_batch(query_lens: list[int], device: torch.device) -> AttentionBatch:
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         slot_mapping=torch.full((1, num_tokens), -1, dtype=torch.int64, device=device),
-        block_table=torch.full((num_reqs, 1), NO_PAGE, dtype=torch.int32, device=device),
+        block_table=torch.full((num_reqs, row_width), NO_PAGE, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(query_lens, dtype=torch.int32, device=device),
         query_start_loc=starts.to(device),
         max_query_len=max(query_lens),
@@ -45,12 +45,14 @@ def run_profile_step(
     No page is read or written, so the cache may have a single block.
     """
     device = sampler.temperature.device
+    row_width = kv_cache.spec.blocks_for(max_query_len)  # kernels read a column for every token
     full, rest = divmod(num_tokens, max_query_len)
     query_lens = [max_query_len] * full + ([rest] if rest else [])
     slots = torch.zeros(num_sampled, dtype=torch.int64, device=device)
     for lens in (query_lens, [1] * num_sampled):
-        hidden = model.forward(_empty_batch(lens, device), kv_cache.layers)
+        hidden = model.forward(_empty_batch(lens, row_width, device), kv_cache.layers)
         rows = torch.zeros_like(slots)
         logits = model.compute_logits(hidden.index_select(0, rows))
         sampler.sample(logits, slots, slots, filtered=True)
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

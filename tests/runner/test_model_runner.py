@@ -11,6 +11,7 @@ import torch
 from mrv1 import CapacityError, EngineConfig, ModelRunner, SamplingParams, StepError, StepPlan
 from mrv1.kernels import reference
 from mrv1.runner import SlotRequest
+from mrv1.runner.profile import run_profile_step
 from tests.models.families import tiny_checkpoint
 
 PROMPTS = ([5, 9, 23, 41, 77], [11] * 20)
@@ -191,6 +192,28 @@ def test_kv_report_counts_every_byte(runner):
 def test_without_a_number_the_cache_holds_what_can_be_used(checkpoint):
     runner = make_runner(checkpoint, num_kv_blocks=None, max_num_seqs=3, device="cpu")
     assert runner.kv_cache.num_blocks == 3 * 512 // BLOCK_SIZE
+    runner.close()
+
+
+def test_the_profile_step_names_a_page_for_every_token(checkpoint):
+    """A table narrower than its rows would be read past its end, where ids are garbage."""
+    runner = make_runner(checkpoint, device="cpu")
+    widths = []
+    forward = runner.model.forward
+
+    def watched(batch, caches):
+        widths.append(batch.block_table.shape[1])
+        assert batch.seq_lens.max() <= widths[-1] * BLOCK_SIZE
+        assert (batch.block_table == -1).all()
+        assert (batch.slot_mapping == -1).all()
+        return forward(batch, caches)
+
+    runner.model.forward = watched
+    run_profile_step(
+        runner.model, runner.sampler, runner.kv_cache,
+        num_tokens=70, max_query_len=40, num_sampled=4,
+    )  # fmt: skip
+    assert widths == [3, 3]
     runner.close()
 
 
