@@ -27,7 +27,7 @@ def test_a_directory_that_may_not_be_read_is_a_config_error(monkeypatch, tmp_pat
 
     monkeypatch.setattr(Path, "is_file", denied)  # root may read everything
     with pytest.raises(
-        ConfigError, match="expected a readable directory, got .*Permission denied"
+        ConfigError, match=r"expected a readable directory, got .*Permission denied"
     ):
         checkpoint_dir(tmp_path)
 

@@ -260,7 +260,10 @@ class LLM:
                 raise RequestError(
                     f"prompt: expected a dict with one of {PROMPT_KEYS}, got keys {sorted(prompt)}"
                 )
-            (prompt,) = prompt.values()
+            ((key, prompt),) = prompt.items()
+            if isinstance(prompt, str) != (key == "prompt"):
+                expected = "text" if key == "prompt" else "a list of token ids"
+                raise RequestError(f"{key}: expected {expected}, got {type(prompt).__name__}")
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):

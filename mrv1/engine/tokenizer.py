@@ -41,13 +41,19 @@ class Tokenizer:
         """Return the token ids of a prompt, special tokens as the checkpoint adds them.
 
         Raises:
-            RequestError: the checkpoint has no tokenizer.
+            RequestError: the checkpoint has no tokenizer, or the text is not valid Unicode.
         """
         if self._tokenizer is None:
             raise RequestError(
                 f"prompt: expected token ids, because {str(self._path)!r} has no tokenizer, "
                 "got text"
             )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt: expected Unicode text, got a lone surrogate at index {error.start}"
+            ) from error
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 

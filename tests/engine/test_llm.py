@@ -182,7 +182,12 @@ PROMPT = random_prompts((12,))[0]
         ([5, 1.5], None, r"prompt_token_ids: expected integers .*got 1.5 at index 1"),
         ([5, True], None, r"prompt_token_ids: expected integers .*got True at index 1"),
         ({"text": "x"}, None, r"prompt: expected a dict with one of .*got keys \['text'\]"),
-        ({"prompt": 3}, None, "prompt: expected a string, a list of token ids or a dict, got int"),
+        ({"prompt": [3]}, None, "prompt: expected text, got list"),
+        (
+            {"prompt_token_ids": "3"},
+            None,
+            "prompt_token_ids: expected a list of token ids, got str",
+        ),
         ([5], SamplingParams(stop_token_ids=[VOCAB]), "stop_token_ids: expected ids in"),
         ([5], {"temperature": 1}, "sampling_params: expected SamplingParams, got dict"),
     ],
@@ -201,6 +206,11 @@ def test_a_bad_request_fails_alone_and_by_name(llm, prompt, params, message):
     with pytest.raises(RequestError, match=message):
         llm.add_request(prompt, params or SamplingParams())
     assert not llm.has_unfinished_requests()
+
+
+def test_a_prompt_of_no_known_kind_is_refused(llm):
+    with pytest.raises(RequestError, match="expected a string, a list of token ids or a dict, got"):
+        llm.add_request(3.5, GREEDY)
 
 
 def test_a_single_prompt_raises_its_error(llm):
