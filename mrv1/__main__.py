@@ -1,0 +1,6 @@
+"""``python -m mrv1``: the command line where the package is not installed."""
+
+from mrv1.cli import app
+
+if __name__ == "__main__":
+    app(prog_name="mrv1")

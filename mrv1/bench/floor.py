@@ -1,0 +1,68 @@
+"""What a decode step must at least read, and how fast this device moves bytes."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from mrv1.models import ModelConfig
+from mrv1.models.weights import checkpoint_tensors, empty_weights
+
+COPY_BYTES = 1 << 30
+"""Bytes of each of the two copied buffers: many times any GPU's L2 cache."""
+COPY_REPEATS = 20
+
+
+def step_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights that every step reads once.
+
+    All of them, but of an embedding that is not also the head: of that a step reads only the rows
+    of its tokens, which are not counted.
+    """
+    tensors = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
+    if not config.tie_word_embeddings:
+        del tensors["model.embed_tokens.weight"]
+    return sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+
+
+def step_kv_bytes(
+    config: ModelConfig, dtype: torch.dtype, *, batch: int, prompt_tokens: int, output_tokens: int
+) -> float:
+    """Return the bytes of K and V that a decode step reads, the mean over a request's steps.
+
+    Step k of ``output_tokens - 1`` (the first output comes from the prefill) sees
+    ``prompt_tokens + k`` tokens, its own included, or the layer's window if that is less.
+    """
+    contexts = range(prompt_tokens + 1, prompt_tokens + output_tokens)
+    visible_tokens = sum(
+        statistics.mean(contexts if window < 0 else [min(c, window) for c in contexts])
+        for window in config.layer_windows
+    )
+    token_bytes = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return batch * visible_tokens * token_bytes
+
+
+def copy_bandwidth(device: torch.device) -> float | None:
+    """Return bytes read + written per second by a device-to-device copy; None on a CPU.
+
+    The median of 20 copies of 1 GiB, after one that is not counted. Waits for the device.
+    """
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device).zero_()
+        target = torch.empty_like(source)
+        target.copy_(source)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(COPY_REPEATS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            target.copy_(source)
+            event.record()
+        torch.cuda.synchronize(device)
+        copy_ms: float = statistics.median(
+            events[i].elapsed_time(events[i + 1]) for i in range(COPY_REPEATS)
+        )
+        del source, target
+        torch.cuda.empty_cache()  # the engine that follows takes what is free
+    return 2 * COPY_BYTES / (copy_ms * 1e-3)

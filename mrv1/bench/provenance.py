@@ -1,0 +1,77 @@
+"""Where and from which source a result was measured."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import mrv1
+from mrv1.device import device_info, driver_version
+
+UNKNOWN = "unknown"
+
+
+def git_commit() -> str:
+    """Return the commit of the checkout mrv1 runs from, or ``"unknown"`` outside of one.
+
+    ``-dirty`` is appended when tracked files differ from it. An installed copy inside another
+    project's checkout is not that project's commit.
+    """
+    root = Path(mrv1.__file__).resolve().parents[1]
+    if _git(root, "rev-parse", "--show-toplevel") != str(root):
+        return UNKNOWN
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return UNKNOWN
+    return commit + ("-dirty" if _git(root, "status", "--porcelain", "-uno") else "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def provenance(device: torch.device, commit: str | None) -> dict[str, object]:
+    """Return the part of a result that says where it was measured.
+
+    Args:
+        device: what was measured.
+        commit: of the source; None asks git.
+    """
+    info = device_info(device)
+    return {
+        "device": {
+            "name": info.name,
+            "type": device.type,
+            "capability": info.capability and ".".join(map(str, info.capability)),
+            "num_sms": info.num_sms,
+            "total_memory_bytes": info.total_memory_bytes,
+        },
+        "driver": (driver_version() or UNKNOWN) if device.type == "cuda" else None,
+        "versions": {
+            "mrv1": mrv1.__version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "triton": version_of("triton"),
+        },
+        "commit": commit or git_commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }

@@ -1,0 +1,65 @@
+"""Model shapes to measure with random weights, named after their public models."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.errors import ConfigError
+from mrv1.models import ModelConfig, RopeConfig
+
+SHAPES = {
+    "qwen3-0.6b": ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_q_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        max_model_len=40_960,
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        rope=RopeConfig(theta=1e6, rotary_dim=128),
+        rope_interleaved=False,
+        layer_windows=(-1,) * 28,
+        torch_dtype=torch.bfloat16,
+    ),
+    "tiny-random": ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        rms_norm_eps=1e-6,
+        max_model_len=512,
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        rope=RopeConfig(theta=1e4, rotary_dim=32),
+        rope_interleaved=False,
+        layer_windows=(-1, -1),
+        torch_dtype=torch.float32,
+    ),
+}
+"""Configuration by name; ``tiny-random`` is for trying the benchmark itself on a CPU."""
+
+
+def shape_config(name: str) -> ModelConfig:
+    """Return the configuration of a named shape.
+
+    Raises:
+        ConfigError: there is no such shape.
+    """
+    if name not in SHAPES:
+        raise ConfigError(f"shape: expected one of {', '.join(SHAPES)}, got {name!r}")
+    return SHAPES[name]

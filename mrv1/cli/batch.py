@@ -1,0 +1,175 @@
+"""JSONL in, JSONL out: a bad line fails alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mrv1.cli.console import stderr
+from mrv1.cli.report import Usage
+from mrv1.engine import LLM, RequestOutput
+from mrv1.engine.llm import PROMPT_KEYS
+from mrv1.errors import Mrv1Error, RequestError
+from mrv1.sampler import SamplingParams
+
+KEYS = (*PROMPT_KEYS, "request_id", "sampling_params")
+"""What a line may hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One request of the input file, or why it is none."""
+
+    number: int
+    """In the file, from 1."""
+    request_id: str | None = None
+    """What the user calls it; only echoed."""
+    prompt: Mapping[str, Any] | None = None
+    """``prompt`` or ``prompt_token_ids``; the engine checks them."""
+    params: SamplingParams | None = None
+    error: Mrv1Error | None = None
+
+
+def read_lines(path: Path, sampling: Mapping[str, Any]) -> list[Line]:
+    """Return the requests of a file; ``sampling`` is what a line leaves open."""
+    lines: list[Line] = []
+    number_of_id: dict[str, int] = {}
+    for number, raw in enumerate(path.read_bytes().splitlines(), start=1):
+        if not raw.strip():
+            continue
+        line = _parse(number, raw, sampling)
+        if line.request_id is not None:
+            first = number_of_id.setdefault(line.request_id, number)
+            if first != number:
+                line = Line(
+                    number=number,
+                    request_id=line.request_id,
+                    error=RequestError(
+                        f"request_id: expected one of its own, got {line.request_id!r}, which is "
+                        f"line {first}"
+                    ),
+                )
+        lines.append(line)
+    return lines
+
+
+def _parse(number: int, raw: bytes, sampling: Mapping[str, Any]) -> Line:
+    request_id = None
+    try:
+        record = _load_object(raw)
+        given_id = record.get("request_id")
+        if given_id is not None and not isinstance(given_id, str):
+            raise RequestError(f"request_id: expected a string, got {given_id!r}")
+        request_id = given_id
+        unknown = sorted(record.keys() - set(KEYS))
+        if unknown:
+            raise RequestError(f"expected keys among {', '.join(KEYS)}; got {unknown}")
+        prompt = {key: record[key] for key in PROMPT_KEYS if key in record}
+        params = _params(record.get("sampling_params", {}), sampling)
+    except RequestError as error:
+        return Line(number=number, request_id=request_id, error=error)
+    return Line(number=number, request_id=request_id, prompt=prompt, params=params)
+
+
+def _load_object(raw: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"expected a JSON object, got invalid JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise RequestError(f"expected a JSON object, got {type(record).__name__}")
+    return record
+
+
+def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
+    if not isinstance(given, dict):
+        raise RequestError(f"sampling_params: expected a JSON object, got {given!r}")
+    try:
+        return SamplingParams(**{**sampling, **given})
+    except TypeError as error:  # a key such as "self" collides in the call itself
+        raise RequestError(f"sampling_params: {error}") from error
+
+
+def run_batch(
+    llm: LLM, lines: Sequence[Line], target: TextIO, usage: Usage
+) -> dict[int, Mrv1Error]:
+    """Generate for all lines at once and write their results in the order of the input.
+
+    A result is written as soon as those before it are, so what is done survives an interruption.
+
+    Returns:
+        Line number -> error, for the lines that failed.
+    """
+    errors: dict[int, Mrv1Error] = {}
+    records: dict[int, dict[str, Any]] = {}
+    unwritten = iter([line.number for line in lines])
+    next_number = next(unwritten, None)
+
+    def done(line: Line, record: dict[str, Any], error: Mrv1Error | None) -> None:
+        nonlocal next_number
+        named = {"line": line.number, "request_id": line.request_id}
+        records[line.number] = named | record
+        if error is not None:
+            errors[line.number] = error
+            records[line.number]["error"] = str(error)
+        while next_number in records:
+            target.write(json.dumps(records.pop(next_number)) + "\n")
+            next_number = next(unwritten, None)
+        progress.advance(task)
+
+    with _progress_bar() as progress:
+        task = progress.add_task("generate", total=len(lines))
+        line_of_id = {}
+        for line in lines:
+            error = line.error or _add(llm, line)
+            if error is None:
+                line_of_id[str(line.number)] = line
+            else:
+                done(line, {}, error)
+        while llm.has_unfinished_requests():
+            outputs = llm.step()
+            usage.observe(outputs)
+            for output in outputs:
+                if output.finished:
+                    done(line_of_id[output.request_id], _record(output), output.error)
+    return dict(sorted(errors.items()))
+
+
+def _add(llm: LLM, line: Line) -> RequestError | None:
+    """Queue a line under its number; return why it was refused, if it was."""
+    try:
+        llm.add_request(
+            line.prompt or {}, line.params or SamplingParams(), request_id=str(line.number)
+        )
+    except RequestError as error:
+        return error
+    return None
+
+
+def _record(output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+    }
+
+
+def _progress_bar() -> Progress:
+    console = stderr()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )

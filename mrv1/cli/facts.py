@@ -1,0 +1,168 @@
+"""What ``mrv1 doctor`` reports, as plain data."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Mapping
+from typing import TypedDict
+
+import torch
+
+from mrv1 import __version__
+from mrv1.bench.provenance import version_of
+from mrv1.cli.report import PATHS
+from mrv1.config import EMBEDDED_MODEL, checkpoint_dir
+from mrv1.device import (
+    MIN_CAPABILITY,
+    DeviceInfo,
+    KernelPath,
+    driver_version,
+    environment,
+    kernel_path,
+    resolve_device,
+    visible_gpus,
+)
+from mrv1.errors import UnsupportedDeviceError
+
+TRITON_SUPPORTED = ((3, 6), (3, 10))
+"""First version that works, first that is not supported (it changes float fusion by default)."""
+TORCH_MIN = (2, 11)
+PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
+
+_BY_TRITON = ("attention", "KV write", "token gather", "norm, rope, activation", "greedy and draw")
+_IMPLEMENTATION: dict[KernelPath, str] = {
+    "triton": "Triton, compiled",
+    "interpreter": "Triton, interpreted on the CPU (slow: for tests and learning)",
+    "reference": "torch reference",
+}
+
+
+class Gpu(TypedDict):
+    """One GPU."""
+
+    index: int
+    name: str
+    capability: str
+    memory_bytes: int
+    num_sms: int
+
+
+class EmbeddedModel(TypedDict):
+    """The checkpoint shipped in the package."""
+
+    present: bool
+    path: str
+    weights_bytes: int
+
+
+class Facts(TypedDict):
+    """Everything ``mrv1 doctor`` says."""
+
+    versions: dict[str, str | None]
+    gpus: list[Gpu]
+    driver: str | None
+    cuda: str | None
+    """CUDA (or, as ``hip ...``, ROCm) version torch was built for; None for a CPU build."""
+    device: str | None
+    """What ``device="auto"`` resolves to; None if it is refused."""
+    path: str
+    """What runs there, in words."""
+    used_for: dict[str, str]
+    """Part of a step -> what implements it."""
+    embedded_model: EmbeddedModel
+    environment: dict[str, str]
+    warnings: list[str]
+
+
+def collect() -> Facts:
+    """Look at this process, its GPUs and the installed packages."""
+    versions: dict[str, str | None] = {"mrv1": __version__, "python": platform.python_version()}
+    versions |= {name: version_of(name) for name in PACKAGES}
+    gpus = visible_gpus()
+    warnings = version_warnings(versions) + gpu_warnings(gpus)
+    path: KernelPath | None = None
+    device = None
+    try:
+        resolved = resolve_device("auto")
+    except UnsupportedDeviceError as error:
+        warnings.append(str(error))
+    else:
+        device, path = str(resolved), kernel_path(resolved)
+    embedded = _embedded_model()
+    if not embedded["present"]:
+        warnings.append(f"the embedded model is incomplete: no weights in {embedded['path']}")
+    return Facts(
+        versions=versions,
+        gpus=[_gpu(index, info) for index, info in enumerate(gpus)],
+        driver=driver_version(),
+        cuda=f"hip {torch.version.hip}" if torch.version.hip else torch.version.cuda,
+        device=device,
+        path=PATHS[path] if path else "none",
+        used_for=used_for(path),
+        embedded_model=embedded,
+        environment=environment(),
+        warnings=warnings,
+    )
+
+
+def _gpu(index: int, info: DeviceInfo) -> Gpu:
+    return Gpu(
+        index=index,
+        name=info.name,
+        capability=".".join(map(str, info.capability or ())),
+        memory_bytes=info.total_memory_bytes,
+        num_sms=info.num_sms,
+    )
+
+
+def used_for(path: KernelPath | None) -> dict[str, str]:
+    """Return what implements each part of a step on ``path``."""
+    if path is None:
+        return {}
+    return dict.fromkeys(_BY_TRITON, _IMPLEMENTATION[path]) | {
+        "top-k and top-p": "torch",
+        "matrix products": "torch" + (" (cuBLAS)" if path == "triton" else ""),
+        "FP8 conversion": "not built yet",
+    }
+
+
+def _embedded_model() -> EmbeddedModel:
+    path = checkpoint_dir(EMBEDDED_MODEL)
+    weights = path / "model.safetensors"
+    present = weights.is_file()
+    return EmbeddedModel(
+        present=present,
+        path=str(path),
+        weights_bytes=weights.stat().st_size if present else 0,
+    )
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Return major and minor of a version such as ``2.13.0+cu130``."""
+    numbers = re.findall(r"\d+", version)
+    return int(numbers[0]), int(numbers[1])
+
+
+def version_warnings(versions: Mapping[str, str | None]) -> list[str]:
+    """Return what is missing or outside of what mrv1 is tested with."""
+    warnings = [f"{name} is not installed" for name, version in versions.items() if not version]
+    torch_version, triton_version = versions["torch"], versions["triton"]
+    if torch_version and _release(torch_version) < TORCH_MIN:
+        warnings.append(f"torch {torch_version} is not supported: expected >= 2.11")
+    first, after = TRITON_SUPPORTED
+    if triton_version and not first <= _release(triton_version) < after:
+        warnings.append(f"triton {triton_version} is not supported: expected >= 3.6, < 3.10")
+    return warnings
+
+
+def gpu_warnings(gpus: tuple[DeviceInfo, ...]) -> list[str]:
+    """Return which GPUs the kernels do not run on."""
+    if torch.version.hip:
+        return ["ROCm: the kernels are compiled for AMD GPUs in tests, but were never run on one"]
+    return [
+        f"GPU {index}, {gpu.name}, has compute capability {gpu.capability[0]}.{gpu.capability[1]}:"
+        " the kernels need 8.0 (Ampere) or newer"
+        for index, gpu in enumerate(gpus)
+        if gpu.capability and gpu.capability < MIN_CAPABILITY
+    ]

@@ -1,0 +1,84 @@
+"""Bytes of a step against closed forms, and the copy bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mrv1.bench import shape_config
+from mrv1.bench.floor import copy_bandwidth, step_kv_bytes, step_weight_bytes
+from mrv1.errors import ConfigError
+from mrv1.models import random_weights
+
+QWEN3 = shape_config("qwen3-0.6b")
+TINY = shape_config("tiny-random")
+
+
+def test_weights_of_qwen3_by_hand():
+    hidden, mlp, q_size, kv_size = 1024, 3072, 16 * 128, 8 * 128
+    layer = hidden * (q_size + 2 * kv_size) + q_size * hidden + 3 * hidden * mlp
+    layer += 2 * hidden + 2 * 128  # the norms
+    elements = 28 * layer + hidden + 151_936 * hidden
+    assert elements == 596_049_920
+    assert step_weight_bytes(QWEN3, torch.bfloat16) == 2 * elements
+    assert step_weight_bytes(QWEN3, torch.float32) == 4 * elements
+
+
+def test_an_embedding_that_is_not_the_head_is_not_read():
+    untied = replace(QWEN3, tie_word_embeddings=False)
+    assert step_weight_bytes(untied, torch.bfloat16) == step_weight_bytes(QWEN3, torch.bfloat16)
+
+
+def test_biases_count():
+    biased = replace(TINY, qkv_bias=True, mlp_bias=True)
+    per_layer = (4 + 2 * 2) * 32 + 2 * 96 + 64
+    added = step_weight_bytes(biased, torch.float32) - step_weight_bytes(TINY, torch.float32)
+    assert added == 2 * per_layer * 4
+
+
+def test_weights_are_those_that_are_made():
+    weights = random_weights(TINY, device="cpu", dtype=torch.float32, seed=0)
+    tensors = [weights.embed, weights.final_norm]
+    tensors += [
+        tensor
+        for layer in weights.layers
+        for name in layer.__slots__
+        if (tensor := getattr(layer, name)) is not None
+    ]
+    assert step_weight_bytes(TINY, torch.float32) == sum(t.nbytes for t in tensors)
+
+
+def test_kv_of_qwen3_by_hand():
+    """The mean of 129 .. 383 visible tokens is 256; a token is 28 * 2 * 8 * 128 elements."""
+    found = step_kv_bytes(QWEN3, torch.bfloat16, batch=256, prompt_tokens=128, output_tokens=256)
+    assert found == 256 * 256 * 28 * 2 * 8 * 128 * 2
+
+
+def test_windows_bound_what_is_read():
+    config = replace(TINY, layer_windows=(-1, 10))
+    found = step_kv_bytes(config, torch.float32, batch=3, prompt_tokens=8, output_tokens=5)
+    steps = [9, 10, 11, 12]
+    visible = sum(steps) / 4 + sum(min(step, 10) for step in steps) / 4
+    assert found == 3 * visible * 2 * 2 * 32 * 4
+
+
+def test_unknown_shape_is_refused():
+    with pytest.raises(ConfigError, match=r"shape: expected one of qwen3-0\.6b, tiny-random, got"):
+        shape_config("llama")
+
+
+def test_no_copy_bandwidth_on_a_cpu():
+    assert copy_bandwidth(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_copy_bandwidth_of_a_gpu_is_plausible_and_its_memory_free_again():
+    device = torch.device("cuda", 0)
+    before = torch.cuda.memory_allocated(device)
+    bandwidth = copy_bandwidth(device)
+    assert bandwidth is not None
+    assert 1e11 < bandwidth < 2e13  # bytes per second: any GPU from 2020 to well past today
+    assert torch.cuda.memory_allocated(device) == before

@@ -1,0 +1,209 @@
+"""The generation benchmark: its schema, its arithmetic under a made-up clock, its errors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mrv1.bench import GenerateBench, run_generate, sample, shape_config
+from mrv1.bench.floor import step_kv_bytes, step_weight_bytes
+from mrv1.bench.sample import run_once
+from mrv1.config import EngineConfig
+from mrv1.engine import EngineCore
+from mrv1.errors import ConfigError, StepError
+from mrv1.kernels import reference
+from mrv1.models import DecoderModel, random_weights
+from mrv1.runner import ModelRunner
+from mrv1.sampler import SamplingParams
+
+SMALL = {
+    "shape": "tiny-random",
+    "batches": (1, 3),
+    "prompt_tokens": 8,
+    "output_tokens": 5,
+    "repeats": 2,
+    "device": "cpu",
+}
+KEYS = {
+    "op", "schema", "shape", "weights", "dtype", "path", "device", "driver", "versions", "commit",
+    "date", "copy_bandwidth_bytes_per_s", "conditions", "results",
+}  # fmt: skip
+ENTRY_KEYS = {
+    "batch", "tokens_per_s", "decode_step_ms", "prefill_ms", "launch_ms", "num_steps",
+    "num_preemptions", "weight_bytes", "kv_bytes", "floor_ms", "share_of_floor", "samples",
+}  # fmt: skip
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def test_result_has_the_schema_and_survives_json():
+    said: list[str] = []
+    result = run_generate(GenerateBench(**SMALL), said.append)
+    assert json.loads(json.dumps(result)) == result
+    assert result.keys() == KEYS
+    assert (result["op"], result["path"], result["dtype"]) == ("generate", "reference", "float32")
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["copy_bandwidth_bytes_per_s"] is None
+    assert result["conditions"]["warm_up_runs"] == 1
+    assert len(said) == 1 + 2 * 3  # what runs, then each batch: a warm-up and two runs
+
+
+def test_every_batch_has_its_figures():
+    entries = run_generate(GenerateBench(**SMALL))["results"]
+    config = shape_config("tiny-random")
+    assert [entry["batch"] for entry in entries] == [1, 3]
+    for entry in entries:
+        assert entry.keys() == ENTRY_KEYS
+        assert len(entry["samples"]) == 2
+        rates = [run["num_tokens"] / run["wall_s"] for run in entry["samples"]]
+        assert entry["tokens_per_s"] == pytest.approx(sum(rates) / 2)
+        for run in entry["samples"]:
+            assert run["num_tokens"] == entry["batch"] * 5
+            assert run["num_steps"] == 5
+            assert run["decode_step_p20_ms"] <= run["decode_step_ms"] <= run["decode_step_p80_ms"]
+            assert run["prefill_ms"] + run["decode_step_ms"] < run["wall_s"] * 1e3
+        assert entry["weight_bytes"] == step_weight_bytes(config, torch.float32)
+        assert entry["kv_bytes"] == step_kv_bytes(
+            config, torch.float32, batch=entry["batch"], prompt_tokens=8, output_tokens=5
+        )
+        assert entry["floor_ms"] is entry["share_of_floor"] is entry["launch_ms"] is None
+        assert entry["num_preemptions"] == 0
+
+
+def test_floor_is_the_bytes_over_the_bandwidth(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mrv1.bench.generate.copy_bandwidth", lambda _: 1e9)
+    result = run_generate(GenerateBench(**SMALL | {"batches": (2,), "repeats": 1}))
+    (entry,) = result["results"]
+    assert result["copy_bandwidth_bytes_per_s"] == 1e9
+    assert entry["floor_ms"] == pytest.approx((entry["weight_bytes"] + entry["kv_bytes"]) / 1e6)
+    assert entry["share_of_floor"] == pytest.approx(entry["floor_ms"] / entry["decode_step_ms"])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_engine_is_closed_whatever_happens(monkeypatch: pytest.MonkeyPatch, fails: bool):
+    closed = []
+    close = ModelRunner.close
+    monkeypatch.setattr(ModelRunner, "close", lambda self: (closed.append(self), close(self)))
+    if fails:
+        monkeypatch.setattr(DecoderModel, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_generate(GenerateBench(**SMALL))
+    else:
+        run_generate(GenerateBench(**SMALL))
+    assert len(closed) == 1  # one engine for all batches
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_on_a_gpu_there_is_a_floor_and_the_kernels_run():
+    result = run_generate(GenerateBench(**SMALL | {"device": "cuda"}))
+    assert result["path"] == "triton"
+    assert result["device"]["capability"] is not None
+    for entry in result["results"]:
+        assert 0 < entry["floor_ms"] < entry["decode_step_ms"]
+        assert 0 < entry["launch_ms"] <= entry["decode_step_ms"]
+        assert entry["samples"][0]["num_tokens"] == entry["batch"] * 5
+
+
+# --- one run -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def core() -> Iterator[EngineCore]:
+    """An engine of the tiny shape with a budget of four tokens a step."""
+    config = shape_config("tiny-random")
+    weights = random_weights(config, device="cpu", dtype=torch.float32, seed=0)
+    engine = EngineCore(
+        EngineConfig(
+            model="tiny-random",
+            device="cpu",
+            max_model_len=32,
+            max_num_seqs=4,
+            max_num_batched_tokens=4,
+        ),
+        model=DecoderModel(config, weights, reference),
+    )
+    yield engine
+    engine.runner.close()
+
+
+PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num_steps", "num_prefill_steps"),
+    [
+        ([[1, 2, 3, 4]], 5, 1),
+        ([[1, 2], [3, 4]], 5, 1),
+        ([[1, 2, 3, 4], [5, 6, 7, 8]], 7, 3),  # the second: 3 tokens beside a decode, then 1
+    ],
+)
+def test_times_are_those_of_the_clock(
+    core: EngineCore,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[list[int]],
+    num_steps: int,
+    num_prefill_steps: int,
+):
+    """The clock moves a second at each look: two around the launch, one at the step's end."""
+    clock = itertools.count()
+    monkeypatch.setattr(sample, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    run = run_once(core, prompts, PARAMS)
+    assert run.num_tokens == 5 * len(prompts)
+    assert run.num_steps == num_steps
+    assert run.wall_s == 3 * num_steps
+    assert run.tokens_per_s == pytest.approx(run.num_tokens / (3 * num_steps))
+    assert run.prefill_ms == 3000 * num_prefill_steps
+    assert run.decode_step_ms == run.decode_step_p20_ms == run.decode_step_p80_ms == 3000
+    assert run.launch_ms == 1000
+    assert run.num_preemptions == 0
+
+
+def test_the_runner_is_left_as_it_was(core: EngineCore):
+    before = dict(vars(core.runner))
+    run_once(core, [[1, 2]], PARAMS)
+    assert vars(core.runner).keys() == before.keys()
+
+
+def test_a_failed_step_ends_the_run(core: EngineCore, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device fell over")
+
+    monkeypatch.setattr(core.runner.model, "forward", broken)
+    with pytest.raises(StepError, match="the device fell over"):
+        run_once(core, [[1, 2]], PARAMS)
+    assert "execute" not in vars(core.runner)
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shape": None}, "shape, model: expected one of the two, got None and None"),
+        ({"model": "x"}, "shape, model: expected one of the two, got 'tiny-random' and 'x'"),
+        ({"batches": ()}, r"batch: expected different sizes >= 1, got \[\]"),
+        ({"batches": (2, 0)}, r"batch: expected different sizes >= 1, got \[2, 0\]"),
+        ({"batches": (2, 2)}, r"batch: expected different sizes >= 1, got \[2, 2\]"),
+        ({"prompt_tokens": 0}, "prompt_tokens: expected >= 1, got 0"),
+        ({"output_tokens": 1}, "output_tokens: expected >= 2, got 1"),
+        ({"repeats": 0}, "repeats: expected >= 1, got 0"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        GenerateBench(**SMALL | options)
+
+
+def test_the_engine_checks_the_rest():
+    with pytest.raises(ConfigError, match="block_size: expected one of"):
+        run_generate(GenerateBench(**SMALL | {"block_size": 20}))
+    with pytest.raises(ConfigError, match="max_model_len: expected <= 512"):
+        run_generate(GenerateBench(**SMALL | {"prompt_tokens": 600}))

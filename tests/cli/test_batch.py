@@ -1,0 +1,217 @@
+"""``mrv1 generate --input``: every line its record, a bad line fails alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrv1 import LLM, RequestError, SamplingParams
+from mrv1.cli.batch import read_lines, run_batch
+from mrv1.cli.report import Usage
+from tests.cli.conftest import Mrv1
+
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+OPTIONS = ("--temperature", "0", "--max-tokens", "8", "--ignore-eos", "--num-kv-blocks", "16")
+
+
+def _run(
+    mrv1: Mrv1, folder: Path, model: str, lines: list[str], *options: str
+) -> tuple[int, list[dict[str, Any]], str]:
+    source, target = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("\n".join(lines), encoding="utf-8")
+    result = mrv1(
+        "generate", "--model", model, "--device", "cpu", "--input", source, "--output", target,
+        *OPTIONS, *options,
+    )  # fmt: skip
+    assert result.stdout == ""
+    records = [json.loads(line) for line in target.read_text("utf-8").splitlines()]
+    return result.exit_code, records, result.stderr
+
+
+def test_results_are_the_engines_in_the_order_of_the_lines(
+    mrv1: Mrv1, checkpoint: str, tmp_path: Path
+):
+    prompts = [[5, 6, 7], [8], [9] * 40]
+    lengths = [20, 1, 3]  # they do not finish in this order
+    lines = [
+        json.dumps({"prompt_token_ids": p, "sampling_params": {"max_tokens": n}})
+        for p, n in zip(prompts, lengths, strict=True)
+    ]
+    exit_code, records, stderr = _run(mrv1, tmp_path, checkpoint, lines)
+    with LLM(checkpoint, device="cpu", num_kv_blocks=32) as llm:
+        params = [SamplingParams(**GREEDY | {"max_tokens": n}) for n in lengths]
+        expected = llm.generate(prompts, params)
+    assert exit_code == 0
+    assert [record["line"] for record in records] == [1, 2, 3]
+    assert [record["token_ids"] for record in records] == [
+        list(output.outputs[0].token_ids) for output in expected
+    ]
+    assert records[2] == {
+        "line": 3,
+        "request_id": None,
+        "text": "",
+        "token_ids": list(expected[2].outputs[0].token_ids),
+        "finish_reason": "length",
+        "stop_reason": None,
+        "num_prompt_tokens": 40,
+    }
+    assert "3 of 3 requests done" in stderr
+    assert "24 tokens in" in stderr
+    assert "median time to first token" in stderr
+
+
+def test_text_prompts_give_text(mrv1: Mrv1, tmp_path: Path):
+    exit_code, records, _ = _run(
+        mrv1, tmp_path, "tiny", ['{"prompt": "ROMEO:", "request_id": "r"}']
+    )
+    with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
+        text = llm.generate("ROMEO:", SamplingParams(**GREEDY))[0].outputs[0].text
+    assert exit_code == 0
+    assert (records[0]["text"], records[0]["request_id"]) == (text, "r")
+
+
+BAD_LINES = [
+    ("not json", "expected a JSON object, got invalid JSON"),
+    ("[1, 2]", "expected a JSON object, got list"),
+    ("[" * 100_000, "expected a JSON object, got invalid JSON"),
+    ('{"prompt_token_ids": [1], "text": 1}', r"got ['text']"),
+    ("{}", "prompt: expected a dict with one of ('prompt', 'prompt_token_ids'), got keys []"),
+    ('{"prompt": "x", "prompt_token_ids": [1]}', "expected a dict with one of"),
+    ('{"prompt": "x"}', "prompt: expected token ids, because"),
+    ('{"prompt_token_ids": []}', "prompt: expected at least one token, got none"),
+    ('{"prompt_token_ids": [160]}', "prompt_token_ids: expected integers in [0, 160), got 160"),
+    ('{"prompt_token_ids": [1], "request_id": 3}', "request_id: expected a string, got 3"),
+    ('{"prompt_token_ids": [1], "sampling_params": 3}', "sampling_params: expected a JSON object"),
+    (
+        '{"prompt_token_ids": [1], "sampling_params": {"temprature": 1}}',
+        "did you mean 'temperature'?",
+    ),
+    ('{"prompt_token_ids": [1], "sampling_params": {"max_tokens": 0}}', "max_tokens: expected"),
+    ('{"prompt_token_ids": [1], "sampling_params": {"self": 0}}', "sampling_params: "),
+    ('{"prompt_token_ids": [1], "sampling_params": {"max_tokens": 600}}', "num_kv_blocks = 16"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_LINES)
+def test_a_bad_line_fails_alone_with_its_number(
+    mrv1: Mrv1, checkpoint: str, tmp_path: Path, bad: str, message: str
+):
+    good = '{"prompt_token_ids": [5, 6]}'
+    exit_code, records, stderr = _run(mrv1, tmp_path, checkpoint, [good, "", bad, good])
+    assert exit_code == 1
+    assert [record["line"] for record in records] == [1, 3, 4]  # the blank line is no request
+    assert message in records[1]["error"]
+    assert "token_ids" not in records[1]
+    assert len(records[0]["token_ids"]) == 8
+    assert records[0]["token_ids"] == records[2]["token_ids"]
+    assert f"error: line 3: {records[1]['error']}" in stderr
+    assert stderr.splitlines()[-1].startswith("2 of 3 requests done")
+
+
+def test_text_that_is_no_unicode_fails_alone(mrv1: Mrv1, tmp_path: Path):
+    lines = ['{"prompt": "a\\ud800"}', '{"prompt": "ROMEO:"}']
+    exit_code, records, _ = _run(mrv1, tmp_path, "tiny", lines)
+    assert exit_code == 1
+    assert "prompt: expected Unicode text, got a lone surrogate at index 1" in records[0]["error"]
+    assert "error" not in records[1]
+
+
+def test_bytes_that_are_no_utf8_fail_alone(tmp_path: Path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "\xff"}\r\n{"prompt": "x"}\r\n')
+    bad, good = read_lines(source, GREEDY)
+    with pytest.raises(RequestError, match="invalid JSON: 'utf-8' codec"):
+        raise bad.error
+    assert good.error is None
+    assert good.number == 2
+
+
+def test_a_request_id_names_one_line(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+    line = '{"prompt_token_ids": [5], "request_id": "a"}'
+    exit_code, records, _ = _run(mrv1, tmp_path, checkpoint, [line, line])
+    assert exit_code == 1
+    assert "error" not in records[0]
+    assert "got 'a', which is line 1" in records[1]["error"]
+    assert [record["request_id"] for record in records] == ["a", "a"]
+
+
+def test_a_request_that_fails_while_it_runs_keeps_what_it_had(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt_token_ids": [5, 6]}\n')
+    with LLM(checkpoint, device="cpu", num_kv_blocks=32) as llm:
+        model, steps = llm._engine.runner.model, iter(range(100))
+        forward = model.forward
+
+        def broken_later(*args: object) -> object:
+            if next(steps) == 2:
+                raise RuntimeError("the device fell over")
+            return forward(*args)
+
+        monkeypatch.setattr(model, "forward", broken_later)
+        target = io.StringIO()
+        errors = run_batch(llm, read_lines(source, GREEDY), target, Usage(llm))
+    record = json.loads(target.getvalue())
+    assert list(errors) == [1]
+    assert record["finish_reason"] == "error"
+    assert len(record["token_ids"]) == 2
+    assert "the device fell over" in record["error"]
+
+
+def test_done_results_survive_an_interruption(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        '{"prompt_token_ids": [5], "sampling_params": {"max_tokens": 2}}\n'
+        '{"prompt_token_ids": [6]}\n'
+    )
+    target = io.StringIO()
+    with LLM(checkpoint, device="cpu", num_kv_blocks=32) as llm:
+        step, steps = llm.step, iter(range(100))
+
+        def interrupted() -> object:
+            if next(steps) == 3:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(llm, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_batch(llm, read_lines(source, GREEDY), target, Usage(llm))
+    (record,) = map(json.loads, target.getvalue().splitlines())
+    assert record["line"] == 1
+    assert len(record["token_ids"]) == 2
+
+
+def test_an_empty_file_is_no_requests(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+    exit_code, records, stderr = _run(mrv1, tmp_path, checkpoint, [])
+    assert (exit_code, records) == (0, [])
+    assert "0 of 0 requests done" in stderr
+
+
+# --- mistakes in the options ---------------------------------------------------------------------
+
+
+def _mistake(mrv1: Mrv1, checkpoint: str, *options: str | Path) -> str:
+    result = mrv1("generate", "--model", checkpoint, "--device", "cpu", *options)
+    assert result.exit_code == 2
+    return result.stderr
+
+
+def test_options_are_checked_before_any_line(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt_token_ids": [5]}\n')
+    both = ("--input", source, "--output", target)
+    assert "top_p: expected" in _mistake(mrv1, checkpoint, *both, "--top-p", "0")
+    assert not target.exists()
+    same = ("--input", source, "--output", source)
+    assert "--output: expected another file than --input" in _mistake(mrv1, checkpoint, *same)
+    missing = ("--input", source, "--output", tmp_path / "no" / "out.jsonl")
+    assert "--output: cannot write" in _mistake(mrv1, checkpoint, *missing)
+    assert "--input FILE and --output FILE together" in _mistake(mrv1, checkpoint, *both[:2])
+    assert source.read_text() == '{"prompt_token_ids": [5]}\n'

@@ -1,0 +1,188 @@
+"""``mrv1 doctor``: the facts are this process's, and what is not supported is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrv1 import UnsupportedDeviceError, __version__, device
+from mrv1.cli import facts
+from mrv1.device import DeviceInfo, kernel_path, resolve_device
+from tests.cli.conftest import Mrv1
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def _gpu(capability: tuple[int, int] = (9, 0)) -> DeviceInfo:
+    return DeviceInfo(
+        device=torch.device("cuda", 0),
+        name="GPU X",
+        capability=capability,
+        num_sms=132,
+        total_memory_bytes=139 * 2**30,
+    )
+
+
+def test_json_holds_what_is_installed_here(mrv1: Mrv1):
+    result = mrv1("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert found.keys() == facts.Facts.__annotations__.keys()
+    expected = {name: metadata.version(name) for name in facts.PACKAGES}
+    expected |= {"mrv1": __version__, "python": sys.version.split()[0]}
+    assert found["versions"] == expected
+    resolved = resolve_device("auto")
+    assert found["device"] == str(resolved)
+    assert found["path"] == facts.PATHS[kernel_path(resolved)]
+    assert found["used_for"]["FP8 conversion"] == "not built yet"
+    assert found["embedded_model"]["present"]
+    assert found["embedded_model"]["weights_bytes"] > 2**20
+    assert len(found["gpus"]) == torch.cuda.device_count()
+
+
+def test_screen_shows_everything_on_one_screen(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(facts, "visible_gpus", lambda: (_gpu(), _gpu()))
+    monkeypatch.setattr(facts, "driver_version", lambda: "580.95.05")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    result = mrv1("doctor")
+    assert result.exit_code == 0
+    for shown in (
+        f"torch {torch.__version__.partition('+')[0]}",
+        "GPU X, compute capability 9.0, 139.0 GiB, 132 SMs",
+        "580.95.05",
+        "attention",
+        "FP8 conversion",
+        "TRITON_CACHE_DIR",
+        "/somewhere",
+        "no warnings",
+    ):
+        assert shown in result.stdout
+    assert len(result.stdout.splitlines()) <= 30
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "triton_version", "expected"),
+    [
+        ("2.11.0+cu130", "3.6.0", []),
+        ("2.13.0", "3.9.9", []),
+        ("3.0.0", "3.7.1", []),
+        ("2.10.1", "3.7.1", ["torch 2.10.1 is not supported: expected >= 2.11"]),
+        ("2.9.0", "3.7.1", ["torch 2.9.0 is not supported: expected >= 2.11"]),
+        ("2.13.0", "3.5.1", ["triton 3.5.1 is not supported: expected >= 3.6, < 3.10"]),
+        ("2.13.0", "3.10.0", ["triton 3.10.0 is not supported: expected >= 3.6, < 3.10"]),
+        ("2.13.0", "4.0.0", ["triton 4.0.0 is not supported: expected >= 3.6, < 3.10"]),
+        ("2.13.0", None, ["triton is not installed"]),
+    ],
+)
+def test_unsupported_versions_are_warned_of(torch_version, triton_version, expected):
+    versions = {"torch": torch_version, "triton": triton_version}
+    assert facts.version_warnings(versions) == expected
+
+
+def test_old_gpus_are_warned_of():
+    old = facts.gpu_warnings((_gpu(), _gpu((7, 5))))
+    assert old == [
+        "GPU 1, GPU X, has compute capability 7.5: the kernels need 8.0 (Ampere) or newer"
+    ]
+    assert facts.gpu_warnings((_gpu((8, 0)), _gpu((12, 0)))) == []
+
+
+def test_a_refused_device_is_a_warning_not_an_error(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: object) -> torch.device:
+        raise UnsupportedDeviceError("GPU X is too old")
+
+    monkeypatch.setattr(facts, "resolve_device", refuse)
+    result = mrv1("doctor")
+    assert result.exit_code == 0
+    assert "refused: none" in result.stdout
+    assert "warning: GPU X is too old" in result.stdout
+
+
+def test_a_missing_embedded_model_is_a_warning(
+    mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(facts, "checkpoint_dir", lambda _: tmp_path)
+    result = mrv1("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert not found["embedded_model"]["present"]
+    assert any("the embedded model is incomplete" in warning for warning in found["warnings"])
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_on_a_gpu_it_is_shown_and_used(mrv1: Mrv1):
+    found = json.loads(mrv1("doctor", "--json").stdout)
+    assert found["gpus"][0]["name"] == torch.cuda.get_device_name(0)
+    assert found["gpus"][0]["memory_bytes"] > 2**30
+    assert found["used_for"]["attention"] == "Triton, compiled"
+
+
+@pytest.mark.parametrize("path", ["triton", "interpreter", "reference"])
+def test_every_path_says_what_implements_attention(path):
+    attention = facts.used_for(path)["attention"]
+    assert (
+        attention
+        == {
+            "triton": "Triton, compiled",
+            "interpreter": "Triton, interpreted on the CPU (slow: for tests and learning)",
+            "reference": "torch reference",
+        }[path]
+    )
+    assert facts.used_for(path)["top-k and top-p"] == "torch"
+
+
+def test_interpreter_is_recognised_and_python_m_works():
+    done = subprocess.run(
+        [sys.executable, "-m", "mrv1", "doctor", "--json"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found["path"] == "CPU, Triton kernels in the interpreter"
+    assert found["environment"]["TRITON_INTERPRET"] == "1"
+
+
+# --- what device.py tells ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
+            "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0)\n",
+            "580.95.05",
+        ),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104  Sat\n", "535.104"),
+        ("nothing of the kind", None),
+    ],
+)
+def test_driver_version_is_read(monkeypatch, tmp_path: Path, text: str, expected: str | None):
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(device, "Path", lambda _: tmp_path / "version")
+    assert device.driver_version() == expected
+
+
+def test_no_driver_no_version(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(device, "Path", lambda _: tmp_path / "version")
+    assert device.driver_version() is None
+
+
+def test_environment_holds_only_what_is_set(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/x")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("SECRET", "y")
+    found = device.environment()
+    assert found["TRITON_CACHE_DIR"] == "/x"
+    assert "CUDA_VISIBLE_DEVICES" not in found
+    assert "SECRET" not in found

@@ -1,0 +1,157 @@
+"""``mrv1 generate`` on the embedded model: what goes to stdout and stderr, and user mistakes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mrv1 import LLM, SamplingParams, __version__
+from mrv1.cli.report import Usage
+from tests.cli.conftest import Mrv1
+
+TINY = ("generate", "--model", "tiny", "--device", "cpu", "--num-kv-blocks", "32")
+GREEDY = ("--temperature", "0", "--max-tokens", "24", "--ignore-eos")
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """What the same request gives from Python."""
+    with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        return llm.generate("ROMEO:", params)[0].outputs[0].text
+
+
+@pytest.mark.parametrize("mode", ["--stream", "--no-stream"])
+def test_stdout_is_the_text_alone(mrv1: Mrv1, expected: str, mode: str):
+    result = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", mode)
+    assert result.exit_code == 0
+    assert result.stdout == expected + "\n"
+    assert "ROMEO:" in result.stderr
+
+
+def test_summary_says_speed_cache_and_path(mrv1: Mrv1):
+    result = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:")
+    summary = result.stderr.splitlines()[-1]
+    found = re.search(
+        r"24 tokens in ([\d.]+) s \(([\d.]+) tokens/s\) \| time to first token \d+ ms \| "
+        r"KV cache ([\d.]+) MiB used at most of ([\d.]+) MiB allocated \| "
+        r"CPU reference \(torch\)$",
+        summary,
+    )
+    assert found, summary
+    used, allocated = float(found[3]), float(found[4])
+    assert 0 < used < allocated
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_on_a_gpu_the_compiled_kernels_run(mrv1: Mrv1):
+    result = mrv1("generate", "--model", "tiny", *GREEDY, "--prompt", "ROMEO:")
+    assert result.exit_code == 0
+    assert ": Triton kernels, bfloat16" in result.stderr
+    assert "GPU, compiled Triton kernels on" in result.stderr.splitlines()[-1]
+    assert result.stdout.strip()
+
+
+def test_a_seed_repeats_a_draw_and_another_does_not(mrv1: Mrv1):
+    texts = [
+        mrv1(*TINY, "--prompt", "ROMEO:", "--max-tokens", "24", "--seed", seed).stdout
+        for seed in ("1", "1", "2")
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_sampling_options_reach_the_engine(mrv1: Mrv1, expected: str):
+    """The most likely token alone is greedy; a stop token ends the text."""
+    top_1 = mrv1(*TINY, "--prompt", "ROMEO:", "--max-tokens", "24", "--ignore-eos", "--top-k", "1")
+    assert top_1.stdout == expected + "\n"
+    small_p = mrv1(
+        *TINY, "--prompt", "ROMEO:", "--max-tokens", "24", "--ignore-eos", "--top-p", "1e-6"
+    )
+    assert small_p.stdout == expected + "\n"
+    with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        first = llm.generate("ROMEO:", params)[0].outputs[0].token_ids[0]
+    stopped = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--stop-token-id", str(first))
+    assert stopped.stdout == "\n"
+
+
+def test_peak_blocks_are_those_the_tokens_needed():
+    """16 + 17 tokens, the last never cached: 32 positions in blocks of 16, and one token more."""
+    for num_output, num_blocks in ((1, 1), (2, 2), (17, 2), (18, 3)):
+        with LLM("tiny", device="cpu", num_kv_blocks=8) as llm:
+            usage = Usage(llm)
+            params = SamplingParams(max_tokens=num_output, ignore_eos=True)
+            for output in llm.stream([5] * 16, params):
+                usage.observe([output])
+            assert usage.peak_blocks == num_blocks
+            assert usage.num_tokens == num_output
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model", "/nowhere"],
+            "model: expected a checkpoint directory or 'tiny', got '/nowhere'",
+        ),
+        (["--max-tokens", "0"], "max_tokens: expected an integer >= 1 or None, got 0"),
+        (["--temperature", "-1"], "temperature: expected a number >= 0, got -1.0"),
+        (["--top-p", "1.5"], "top_p: expected a number in (0, 1], got 1.5"),
+        (["--top-k", "-2"], "top_k: expected an integer >= 1, or 0 or -1 for all, got -2"),
+        (["--stop-token-id", "99999"], "stop_token_ids: expected ids in [0, "),
+        (["--block-size", "20"], "block_size: expected one of (16, 32, 64, 128), got 20"),
+        (["--dtype", "int8"], "dtype: expected one of"),
+        (["--device", "tpu"], "device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
+        (["--max-model-len", "999999"], "max_model_len: expected <= 2048"),
+        (["--prompt", ""], "prompt: expected at least one token, got none"),
+        (["--prompt", "x " * 3000], "prompt: expected fewer than 2048 tokens"),
+        (["--input", "README.md"], "expected one of --prompt TEXT and --input FILE"),
+        (["--output", "x"], "expected --input FILE and --output FILE together"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(mrv1: Mrv1, arguments: list[str], message: str):
+    result = mrv1(*TINY, "--prompt", "ROMEO:", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    last = result.stderr.splitlines()[-1]
+    assert message in last
+    assert "error: " in last
+    assert "Traceback" not in result.stderr
+
+
+def test_text_for_a_checkpoint_without_tokenizer_is_a_mistake(mrv1: Mrv1, checkpoint: str):
+    result = mrv1("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "hello")
+    assert result.exit_code == 2
+    assert "prompt: expected token ids, because" in result.stderr
+
+
+def test_nothing_to_do_is_a_mistake(mrv1: Mrv1):
+    result = mrv1("generate", "--model", "tiny")
+    assert result.exit_code == 2
+    assert "expected one of --prompt TEXT and --input FILE" in result.stderr
+
+
+def test_input_must_exist(mrv1: Mrv1, tmp_path: Path):
+    result = mrv1(*TINY, "--input", tmp_path / "none.jsonl", "--output", tmp_path / "out.jsonl")
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
+
+
+# --- the command itself --------------------------------------------------------------------------
+
+
+def test_version(mrv1: Mrv1):
+    assert mrv1("--version").stdout == f"mrv1 {__version__}\n"
+
+
+def test_help_names_the_commands(mrv1: Mrv1):
+    result = mrv1("--help")
+    assert result.exit_code == 0
+    for command in ("generate", "doctor", "bench"):
+        assert command in result.stdout

@@ -1,0 +1,69 @@
+"""The notebooks run from top to bottom, are short, and carry no outputs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+REPO = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((REPO / "notebooks").glob("*.ipynb"))
+MAX_CODE_CELLS = 14
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def _read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _own_kernel() -> AsyncKernelManager:
+    """A manager whose "python3" is this interpreter, whatever kernels the user has installed."""
+    specs = KernelSpecManager(kernel_dirs=[])
+    assert specs.get_kernel_spec("python3").argv[0] == sys.executable
+    return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
+
+
+def test_quickstart_is_there():
+    assert [path.stem for path in NOTEBOOKS] == ["quickstart"]
+
+
+@each_notebook
+def test_it_runs_from_top_to_bottom(path: Path):
+    notebook = _read(path)
+    client = NotebookClient(
+        notebook, km=_own_kernel(), timeout=120, resources={"metadata": {"path": path.parent}}
+    )
+    search_path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    client.execute(cleanup_kc=True, env=os.environ | {"PYTHONPATH": search_path})
+    printed = [cell for cell in _code_cells(notebook) if cell.outputs]
+    assert len(printed) >= 5  # it executed, and showed something
+
+
+@each_notebook
+def test_it_is_short_and_has_no_logic_of_its_own(path: Path):
+    cells = _code_cells(_read(path))
+    assert len(cells) <= MAX_CODE_CELLS
+    defining = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
+    for cell in cells:
+        assert not [
+            node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, defining)
+        ]
+
+
+@each_notebook
+def test_it_carries_no_outputs(path: Path):
+    for cell in _code_cells(_read(path)):
+        assert cell.outputs == []
+        assert cell.execution_count is None

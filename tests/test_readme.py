@@ -1,0 +1,171 @@
+"""README.md is short, its example runs, and what it names exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import mrv1.kernels
+from benchmarks import readme_table
+from mrv1.cli import app
+from mrv1.kernels import reference
+from mrv1.models.architectures import ARCHITECTURES
+
+REPO = Path(__file__).resolve().parents[1]
+README = (REPO / "README.md").read_text("utf-8")
+MAX_LINES = 150
+FAMILY_NAMES = {
+    "LlamaForCausalLM": "Llama",
+    "MistralForCausalLM": "Mistral",
+    "Qwen2ForCausalLM": "Qwen2",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Ernie4_5ForCausalLM": "ERNIE-4.5",
+}
+
+
+def _fences(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) < MAX_LINES
+
+
+def test_its_example_runs(capsys: pytest.CaptureFixture[str]):
+    (example,) = _fences("python")
+    assert len(example.strip().splitlines()) <= 10
+    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+    printed = capsys.readouterr().out
+    assert "Qwen3ForCausalLM on " in printed
+    assert re.search(r"^\d+ True$", printed, re.MULTILINE)  # the stream's last output
+
+
+def test_every_make_target_exists():
+    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", README))
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (REPO / "Makefile").read_text("utf-8"), re.M))
+    assert {"demo", "test", "test-full"} <= named <= targets
+
+
+def test_every_command_and_option_exists():
+    lines = re.findall(r"^ {4}(mrv1 .*?)(?: +#.*)?$", README, re.M)
+    assert len(lines) == 4
+    for line in lines:
+        words = [word for word in re.sub(r'"[^"]*"', "", line).split()[1:] if word.islower()]
+        command = [word for word in words if not word.startswith("-") and "." not in word]
+        usage = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
+        assert usage.exit_code == 0, line
+        for option in (word for word in words if word.startswith("--")):
+            assert option in usage.stdout, line
+
+
+def test_every_file_it_links_or_names_exists():
+    links = [target for target in re.findall(r"\]\(([^)]+)\)", README) if "://" not in target]
+    named = re.findall(r"`([\w/.-]+(?:\.ipynb|\.txt|/))`", README)
+    assert {"LICENSE", "benchmarks/README.md"} <= set(links)
+    assert {"notebooks/quickstart.ipynb", "training/"} <= set(named)
+    for target in links + named:
+        assert (REPO / target).exists(), target
+
+
+def test_its_table_names_every_kernel_and_no_other():
+    rows = re.findall(r"^\| `(\w+)` \|", README, re.M)
+    ops = {name for name in mrv1.kernels.__all__ if hasattr(reference, name)}
+    ops = {name for name in ops if name.islower()}
+    assert sorted(rows) == sorted(ops)
+
+
+def test_it_names_every_model_family_and_no_other():
+    (models,) = re.findall(r"^- \*\*Models\*\*: (.*?);", README, re.M | re.DOTALL)
+    assert FAMILY_NAMES.keys() == ARCHITECTURES.keys()
+    for name in FAMILY_NAMES.values():
+        assert name in models
+
+
+def test_it_says_what_it_is_not():
+    assert 'unrelated to what vLLM threads call "MRV1"' in README
+    assert "Blackwell and AMD: compiled, never run" in README
+
+
+# --- the table of measured figures ---------------------------------------------------------------
+
+
+def _result() -> dict[str, Any]:
+    entry = {
+        "batch": 256,
+        "tokens_per_s": 1234.5,
+        "decode_step_ms": 4.0,
+        "floor_ms": 2.0,
+        "share_of_floor": 0.5,
+        "prefill_ms": 30.04,
+    }
+    return {
+        "shape": "qwen3-0.6b",
+        "weights": "random",
+        "dtype": "bfloat16",
+        "path": "triton",
+        "device": {"name": "GPU X"},
+        "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+        "commit": "0123456789abcdef",
+        "date": "2030-01-02",
+        "copy_bandwidth_bytes_per_s": 4.3e12,
+        "conditions": {
+            "prompt_tokens": 128,
+            "output_tokens": 256,
+            "sampling": "greedy",
+            "repeats": 3,
+            "clocks": "as found",
+        },
+        "results": [entry, entry | {"batch": 1, "floor_ms": None, "share_of_floor": None}],
+    }
+
+
+def test_measured_figures_are_those_of_the_results_files():
+    table = readme_table.generate_table(readme_table.load_results())
+    assert readme_table.with_table(README, table) == README, "run benchmarks/readme_table.py"
+
+
+def test_table_shows_the_figures_and_their_conditions(tmp_path: Path):
+    (tmp_path / "generate-x.json").write_text(json.dumps(_result()))
+    (tmp_path / "other.json").write_text("{}")
+    (result,) = readme_table.load_results(tmp_path)
+    table = readme_table.generate_table([result])
+    assert "| 256 | 1,234 | 4.00 | 2.00 | 50% | 30.0 |" in table
+    assert "| 1 | 1,234 | 4.00 | - | - | 30.0 |" in table
+    for said in (
+        "GPU X",
+        "128 prompt + 256 output",
+        "4.30 TB/s",
+        "0123456789ab,",
+        "clocks as found",
+    ):
+        assert said in table
+
+
+def test_no_results_are_no_figures(tmp_path: Path):
+    assert readme_table.load_results(tmp_path) == []
+    assert readme_table.generate_table([]) == readme_table.NONE_YET
+
+
+def test_only_what_stands_between_the_markers_changes():
+    begin, end = readme_table.BEGIN, readme_table.END
+    text = f"a\n{begin}\nold\n{end}\nb\n"
+    assert readme_table.with_table(text, "new") == f"a\n{begin}\nnew\n{end}\nb\n"
+    for broken in ("a", f"{begin}", f"{end} {begin}", text + text):
+        with pytest.raises(ValueError, match="expected <!-- results:generate -->"):
+            readme_table.with_table(broken, "new")
+
+
+def test_check_says_whether_the_readme_would_change(tmp_path: Path, monkeypatch, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{readme_table.BEGIN}\n{readme_table.END}\n")
+    monkeypatch.setattr(readme_table, "README", readme)
+    assert readme_table.main(["--check"]) == 1
+    assert readme_table.main([]) == 0
+    assert readme_table.main(["--check"]) == 0
+    assert readme_table.main(["--nonsense"]) == 2
+    assert "--check" in capsys.readouterr().err
