@@ -10,9 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mrv1 import LLM, ConfigError, RequestError, SamplingParams
+from mrv1.config import checkpoint_dir
+from mrv1.engine.tokenizer import Tokenizer
+from mrv1.kernels import reference
 from tests.models.families import FAMILIES, ROPES, SLIDING, tiny_checkpoint
 
 VOCAB = 160
@@ -53,23 +56,39 @@ CASES = [
 ]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("family", "rope", "overrides"), CASES)
-def test_64_greedy_tokens_equal_transformers(tmp_path, device, family, rope, overrides):
-    model = tiny_checkpoint(tmp_path, family, rope, **overrides).to(device)
-    prompts = random_prompts(PROMPT_LENGTHS)
+def assert_greedy_equals_transformers(
+    path: Path, model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
     expected = [greedy_by_transformers(model, prompt, 64) for prompt in prompts]
     for chunk, block_size in ((1, 16), (7, 32), (64, 64)):
         with LLM(
-            str(tmp_path),
+            str(path),
             dtype="float32",
             block_size=block_size,
             max_num_batched_tokens=chunk,
             max_num_seqs=8,
             num_kv_blocks=64,
         ) as llm:
+            reference.calls.clear()
             outputs = llm.generate(prompts, GREEDY)
+            assert bool(reference.calls) == (llm._engine.runner.path == "reference")
         assert [list(o.outputs[0].token_ids) for o in outputs] == expected, (chunk, block_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "rope", "overrides"), CASES)
+def test_64_greedy_tokens_equal_transformers(tmp_path, device, family, rope, overrides):
+    model = tiny_checkpoint(tmp_path, family, rope, **overrides).to(device)
+    assert_greedy_equals_transformers(tmp_path, model, random_prompts(PROMPT_LENGTHS))
+
+
+@pytest.mark.gpu
+def test_the_embedded_model_says_what_transformers_says(device):
+    path = checkpoint_dir("tiny")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    tokenizer = Tokenizer(path)
+    texts = ("ROMEO:", "What is the city but the people?\n", "KING RICHARD III:\nA horse! " * 8)
+    assert_greedy_equals_transformers(path, model, [tokenizer.encode(text) for text in texts])
 
 
 # --- the schedule does not show ---------------------------------------------------------------
@@ -209,7 +228,9 @@ def test_a_bad_request_fails_alone_and_by_name(llm, prompt, params, message):
 
 
 def test_a_prompt_of_no_known_kind_is_refused(llm):
-    with pytest.raises(RequestError, match="expected a string, a list of token ids or a dict, got"):
+    with pytest.raises(
+        RequestError, match="expected a string, a list of token ids or a dict, got"
+    ):
         llm.add_request(3.5, GREEDY)
 
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from mrv1.config import checkpoint_dir
 from mrv1.device import kernel_path
 from mrv1.kernels import reference
-from mrv1.models import load_model, select_ops
+from mrv1.models import DecoderModel, load_model, select_ops
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import (
     FAMILIES,
@@ -63,13 +64,23 @@ def check_equal(
     prompts = random_prompts(seed, lens, config.vocab_size)
     with tempfile.TemporaryDirectory() as directory:
         oracle = save_checkpoint(Path(directory), config, seed=seed).to(device)
-        model = load_model(
-            directory,
-            device=device,
-            dtype=torch.float32,
-            ops=select_ops(kernel_path(device)),
-            progress=False,
-        )
+        model = load_float32(directory, device)
+    check_model(model, oracle, prompts, schedules, seed)
+
+
+def load_float32(directory: str | Path, device: torch.device) -> DecoderModel:
+    ops = select_ops(kernel_path(device))
+    return load_model(directory, device=device, dtype=torch.float32, ops=ops, progress=False)
+
+
+def check_model(
+    model: DecoderModel,
+    oracle: PreTrainedModel,
+    prompts: list[list[int]],
+    schedules: Iterable[tuple[int, int | None]],
+    seed: int,
+) -> None:
+    """Run ``prompts`` through pages under every schedule and compare with transformers' logits."""
     expected = [expected_logits(oracle, prompt) for prompt in prompts]
     reference.calls.clear()
     for block_size, chunk in schedules:
@@ -84,7 +95,7 @@ def check_equal(
             atol=TOLERANCE,
             msg=lambda m, case=(block_size, chunk): f"block size, chunk = {case}: {m}",
         )
-    assert bool(reference.calls) == (kernel_path(device) == "reference")
+    assert bool(reference.calls) == (kernel_path(model.device) == "reference")
 
 
 @pytest.mark.gpu
@@ -165,3 +176,11 @@ def test_interpreted_path(family: str, device: torch.device) -> None:
     sliding = SLIDING[family] | {"sliding_window": 5} if family in SLIDING else {}
     schedules = [(16, 1), (16, 4), (16, None)]
     check_equal(tiny_config(family, **sliding), device=device, lens=[9, 3], schedules=schedules)
+
+
+@pytest.mark.gpu
+def test_the_embedded_checkpoint(device: torch.device) -> None:
+    path = checkpoint_dir("tiny")
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    prompts = random_prompts(0, [3, 70], oracle.config.vocab_size)
+    check_model(load_float32(path, device), oracle, prompts, [(16, 1), (32, 7), (64, 64)], seed=0)
