@@ -1,0 +1,294 @@
+"""Compile Triton kernels for GPUs this machine does not have, and see what they cost.
+
+A process that has interpreted cannot compile, and a stand-in driver must not replace a real one:
+:func:`compile_for` works in a child process::
+
+    reports = compile_for("sm_90", ["tests.compile.cases_elementwise"])
+    problems = [report.problem for report in reports if report.problem]
+
+Each module named has a function ``cases(target: Target) -> list[AotCase]``. On the command line,
+``python -m mrv1.testing.aot TARGET MODULE...`` prints the reports as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from mrv1.errors import ConfigError
+
+_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A GPU to compile for."""
+
+    name: str
+    backend: str
+    """Triton's backend: ``cuda`` or ``hip``."""
+    arch: int | str
+    """Triton's name of the architecture within the backend."""
+    warp_size: int
+    shared_memory_bytes: int
+    """Shared memory (LDS) one program may use."""
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA compute capability; None on AMD."""
+        return divmod(self.arch, 10) if isinstance(self.arch, int) else None
+
+
+def _cuda(arch: int, shared_memory_kib: int) -> Target:
+    return Target(
+        name=f"sm_{arch}",
+        backend="cuda",
+        arch=arch,
+        warp_size=32,
+        shared_memory_bytes=shared_memory_kib * _KIB,
+    )
+
+
+_GFX942 = Target(
+    name="gfx942", backend="hip", arch="gfx942", warp_size=64, shared_memory_bytes=64 * _KIB
+)
+
+TARGETS: Mapping[str, Target] = {
+    target.name: target
+    for target in (
+        _cuda(80, 163),  # A100
+        _cuda(86, 99),  # RTX 30
+        _cuda(89, 99),  # L4, L40, RTX 40
+        _cuda(90, 227),  # H100, H200
+        _cuda(100, 227),  # B200
+        _cuda(120, 99),  # RTX 50
+        _GFX942,  # MI300
+    )
+}
+"""The GPUs mrv1's kernels are compiled for (CUDA C++ Programming Guide, compute capabilities)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AotCase:
+    """One kernel with one set of arguments."""
+
+    name: str
+    kernel: Any
+    """A ``@triton.jit`` function."""
+    args: tuple[object, ...]
+    """Positional arguments: :func:`pointer` for tensors, None, and numbers as in a real launch."""
+    constexprs: Mapping[str, object]
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AotReport:
+    """What one case costs on one target."""
+
+    target: str
+    case: str
+    seconds: float
+    """Compile time; near 0 when Triton's cache had it."""
+    error: str = ""
+    """The compiler's message, empty on success."""
+    registers: int = 0
+    """Registers of one thread."""
+    spill_bytes: int = 0
+    """Local memory of one thread."""
+    shared_bytes: int = 0
+    """Shared memory of one program."""
+    problem: str = field(init=False)
+    """Why this must not ship: an error, a spill, too much shared memory. Empty if it may."""
+
+    def __post_init__(self) -> None:
+        """Judge."""
+        limit = TARGETS[self.target].shared_memory_bytes
+        reasons = [self.error] if self.error else []
+        if self.spill_bytes:
+            reasons.append(
+                f"spills {self.spill_bytes} bytes a thread ({self.registers} registers)"
+            )
+        if self.shared_bytes > limit:
+            reasons.append(f"needs {self.shared_bytes} bytes of shared memory, has {limit}")
+        problem = f"{self.target} {self.case}: {'; '.join(reasons)}" if reasons else ""
+        object.__setattr__(self, "problem", problem)
+
+
+def pointer(dtype: torch.dtype) -> torch.Tensor:
+    """Return a stand-in for a tensor argument: only its dtype and 16-byte alignment count."""
+    return torch.empty(16, dtype=dtype)
+
+
+def compile_for(
+    target: str, modules: Sequence[str], *, timeout_s: float = 600.0
+) -> list[AotReport]:
+    """Compile every case of ``modules`` for ``target`` in a child process.
+
+    Args:
+        target: a name in :data:`TARGETS`.
+        modules: importable modules with a function ``cases``.
+        timeout_s: seconds the child may take.
+
+    Raises:
+        ConfigError: an unknown target.
+        RuntimeError: the child failed outside the compiler; the message ends with its stderr.
+    """
+    _target(target)
+    command = [sys.executable, "-m", "mrv1.testing.aot", target, *modules]
+    environment = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+    child = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False
+    )
+    if child.returncode:
+        raise RuntimeError(
+            f"{' '.join(command)} exited {child.returncode}: {child.stderr[-2000:]}"
+        )
+    return [_report_from(fields) for fields in json.loads(child.stdout.splitlines()[-1])]
+
+
+def _report_from(fields: dict[str, Any]) -> AotReport:
+    fields.pop("problem")
+    return AotReport(**fields)
+
+
+def _target(name: str) -> Target:
+    if name not in TARGETS:
+        raise ConfigError(f"target: expected one of {', '.join(TARGETS)}, got {name!r}")
+    return TARGETS[name]
+
+
+def collect_cases(target: Target, modules: Iterable[str]) -> list[AotCase]:
+    """Import ``modules`` and return their cases for ``target``."""
+    return [case for name in modules for case in importlib.import_module(name).cases(target)]
+
+
+class _StandInDriver:
+    """Enough of a driver for ``JITFunction.warmup``: names a target, never launches."""
+
+    def __init__(self, gpu_target: object) -> None:
+        self._gpu_target = gpu_target
+
+    def get_current_target(self) -> object:
+        return self._gpu_target
+
+    def get_current_device(self) -> str:
+        return repr(self._gpu_target)  # the key under which a JITFunction keeps what it compiled
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+    def set_current_device(self, device: object) -> None:
+        """Do nothing: there is no device."""
+
+    def map_python_to_cpp_type(self, type_name: str) -> str:
+        return type_name
+
+
+def compile_cases(target: Target, cases: Iterable[AotCase]) -> list[AotReport]:
+    """Compile ``cases`` in this process, whose Triton driver is a stand-in from then on.
+
+    Raises:
+        ConfigError: this process interprets kernels.
+    """
+    from mrv1.kernels._triton import INTERPRET
+
+    if INTERPRET:
+        raise ConfigError("TRITON_INTERPRET: expected 0 in a process that compiles, got 1")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    stand_in: Any = _StandInDriver(GPUTarget(target.backend, target.arch, target.warp_size))
+    driver.set_active(stand_in)
+    return [_compile_case(target, case) for case in cases]
+
+
+def _compile_case(target: Target, case: AotCase) -> AotReport:
+    started = time.perf_counter()
+    try:
+        compiled = case.kernel.warmup(
+            *case.args,
+            grid=(1,),
+            num_warps=case.num_warps,
+            num_stages=case.num_stages,
+            **case.constexprs,
+        )
+        read_usage = _nvidia_usage if target.backend == "cuda" else _amd_usage
+        registers, spill_bytes = read_usage(compiled)
+    except Exception as error:
+        return AotReport(
+            target=target.name,
+            case=case.name,
+            seconds=time.perf_counter() - started,
+            error=f"{type(error).__name__}: {error}",
+        )
+    return AotReport(
+        target=target.name,
+        case=case.name,
+        seconds=time.perf_counter() - started,
+        registers=registers,
+        spill_bytes=spill_bytes,
+        shared_bytes=int(compiled.metadata.shared),
+    )
+
+
+def _nvidia_usage(compiled: Any) -> tuple[int, int]:  # noqa: ANN401 - Triton's CompiledKernel
+    """Read registers and local memory out of the machine code."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        dump = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump)
+    if found is None:
+        raise RuntimeError(f"cuobjdump: expected a line of resource usage, got {dump[-200:]!r}")
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def _amd_usage(compiled: Any) -> tuple[int, int]:  # noqa: ANN401 - Triton's CompiledKernel
+    """Read registers and scratch memory out of the assembly's metadata."""
+    assembly = compiled.asm["amdgcn"]
+
+    def value(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", assembly)
+        if found is None:
+            raise RuntimeError(f"amdgcn: expected {key} in the metadata, found none")
+        return int(found[1])
+
+    return value("vgpr_count"), value("private_segment_fixed_size")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile the cases of the modules named after a target and print the reports as JSON."""
+    if len(arguments) < 2:
+        sys.stderr.write("usage: python -m mrv1.testing.aot TARGET MODULE...\n")
+        return 2
+    target = _target(arguments[0])
+    reports = compile_cases(target, collect_cases(target, arguments[1:]))
+    sys.stdout.write(json.dumps([asdict(report) for report in reports]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,653 @@
+"""Hypothesis strategies for paged KV caches, and the dense problem each one encodes.
+
+- :func:`kv_layouts` draws where pages lie and what each KV head may see (:class:`LayoutCase`);
+- :func:`ragged_batches` draws query and sequence lengths around every edge (:class:`RaggedBatch`);
+- :func:`paged_caches` draws both and fills a cache (:class:`PagedCase`), NaN wherever no query may
+  look, beside the dense keys and values in it;
+- :func:`build_paged_cache` is the last step alone, a plain function of its arguments.
+
+This is a second, independent model of the cache's address and visibility rules, in plain numbers:
+it calls nothing of :class:`mrv1.kernels.kv_layout.KVLayout` but its constructor, and no oracle. So
+``PagedCase.attention`` judges kernels and oracles alike. Example::
+
+    @given(case=paged_caches(uniform_query_len=1))
+    def test_decode(case):
+        out = paged_decode_attention(q, case.k_cache, case.v_cache, case.block_table, ...)
+        expected, _ = case.attention(q, softmax_scale)
+
+Needs ``hypothesis`` (the ``dev`` extra).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from mrv1.kernels.kv_layout import HeadRole, KVLayout
+
+__all__ = [
+    "LayoutCase",
+    "PagedCase",
+    "RaggedBatch",
+    "build_paged_cache",
+    "kv_layouts",
+    "paged_caches",
+    "ragged_batches",
+]
+
+Kind = Literal["hnd", "nhd", "head_groups", "per_head_ids", "padded"]
+KINDS: tuple[Kind, ...] = ("hnd", "nhd", "head_groups", "per_head_ids", "padded")
+"""``padded`` is HND with shuffled heads and gaps between heads, tokens and blocks."""
+
+SPARE_BLOCKS = 3
+"""Blocks per group that no request owns; they stay NaN."""
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutCase:
+    """One layer's KV layout as plain numbers, and the sizes it was drawn for."""
+
+    kind: Kind
+    block_size: int
+    """Tokens per block."""
+    head_dim: int
+    token_stride: int
+    """Elements."""
+    head_base: tuple[int, ...]
+    """Elements, per KV head."""
+    block_stride: tuple[int, ...]
+    """Elements, per KV head."""
+    roles: tuple[HeadRole, ...]
+    """Per KV head; heads of one group have one role."""
+    num_blocks: tuple[int, ...]
+    """Block ids per group."""
+    row_width: int
+    """Columns of a block-table row."""
+    max_reqs: int
+    """Requests the block ids suffice for."""
+    max_seq_len: int
+    """Tokens per request the table suffices for."""
+    max_query_len: int
+    """Longest chunk the rings suffice for."""
+
+    @classmethod
+    def head_groups(
+        cls,
+        *,
+        roles: Sequence[HeadRole],
+        head_dim: int,
+        block_size: int = 16,
+        max_seq_len: int,
+        max_reqs: int = 3,
+        max_query_len: int = 8,
+    ) -> LayoutCase:
+        """Return head groups one behind the other in a buffer; ``table_offset`` is filled in."""
+        return _layout_case(
+            "head_groups", roles, head_dim, block_size, max_seq_len, max_reqs, max_query_len
+        )
+
+    @classmethod
+    def hnd(
+        cls,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int = 16,
+        max_seq_len: int,
+        max_reqs: int = 3,
+        role: HeadRole | None = None,
+    ) -> LayoutCase:
+        """Return ``[blocks, heads, block_size, head_dim]`` with one role (None = full)."""
+        roles = [role or HeadRole()] * num_kv_heads
+        return _layout_case("hnd", roles, head_dim, block_size, max_seq_len, max_reqs, 8)
+
+    @classmethod
+    def per_head_ids(
+        cls,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int = 16,
+        max_seq_len: int,
+        max_reqs: int = 3,
+    ) -> LayoutCase:
+        """Return HND pages where each (full) head has block ids of its own."""
+        roles = [HeadRole(group=head) for head in range(num_kv_heads)]
+        return _layout_case("per_head_ids", roles, head_dim, block_size, max_seq_len, max_reqs, 8)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+        return len(self.roles)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the K (or V) buffer."""
+        return max(
+            self.head_base[head]
+            + (self.num_blocks[role.group] - 1) * self.block_stride[head]
+            + (self.block_size - 1) * self.token_stride
+            + self.head_dim
+            for head, role in enumerate(self.roles)
+        )
+
+    def layout(self, device: torch.device | str = "cpu") -> KVLayout:
+        """Return the ``KVLayout`` of these numbers on ``device``."""
+        return KVLayout.build(
+            block_size=self.block_size,
+            head_dim=self.head_dim,
+            token_stride=self.token_stride,
+            head_base=self.head_base,
+            block_stride=self.block_stride,
+            roles=self.roles,
+            device=device,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedBatch:
+    """Lengths of one step's requests; query ``j`` sits at ``seq_len - query_len + j``.
+
+    A padding row has ``seq_len`` 0; where it has queries they sit at negative positions.
+    """
+
+    query_lens: tuple[int, ...]
+    """Rows of q per request, >= 0."""
+    seq_lens: tuple[int, ...]
+    """Tokens per request, its queries included; 0 = padding row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedCase:
+    """A filled paged cache, this step's inputs, and the dense problem they encode."""
+
+    layout_case: LayoutCase
+    batch: RaggedBatch
+    k_cache: torch.Tensor
+    """Flat, holding each key that some query of its request sees; NaN everywhere else."""
+    v_cache: torch.Tensor
+    """Likewise for values."""
+    k_cache_before: torch.Tensor
+    """As ``k_cache`` before this step's tokens were written: NaN in their slots."""
+    v_cache_before: torch.Tensor
+    """Likewise for values."""
+    block_table: torch.Tensor
+    """[num_reqs, row_width] int32, -1 = no page; some visible pages are missing on purpose."""
+    slot_mapping: torch.Tensor
+    """[groups, num_tokens] int64 of this step's tokens, -1 where there is no page."""
+    key: torch.Tensor
+    """[num_tokens, kv_heads, head_dim]: this step's keys, a row for each row of q."""
+    value: torch.Tensor
+    """Likewise for values."""
+    keys: tuple[torch.Tensor, ...]
+    """Per request, [seq_len, kv_heads, head_dim]: all its keys, dense."""
+    values: tuple[torch.Tensor, ...]
+    """Likewise for values."""
+    visible: tuple[torch.Tensor, ...]
+    """Per request, [kv_heads, query_len, seq_len] bool: role, causality and missing pages."""
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[num_reqs] int32."""
+        return torch.tensor(self.batch.seq_lens, dtype=torch.int32, device=self.key.device)
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        """[num_reqs + 1] int32."""
+        starts = np.cumsum([0, *self.batch.query_lens])
+        return torch.tensor(starts, dtype=torch.int32, device=self.key.device)
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout, on the case's device."""
+        return self.layout_case.layout(self.key.device)
+
+    def to(self, device: torch.device | str) -> PagedCase:
+        """Return the case with every tensor on ``device``."""
+
+        def moved(value: Any) -> Any:  # noqa: ANN401
+            if isinstance(value, torch.Tensor):
+                return value.to(device)
+            if isinstance(value, tuple):
+                return tuple(moved(item) for item in value)
+            return value
+
+        moved_fields: dict[str, Any] = {f.name: moved(getattr(self, f.name)) for f in fields(self)}
+        return replace(self, **moved_fields)
+
+    def attention(
+        self, q: torch.Tensor, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return plain dense attention over ``keys`` and ``values`` in float64.
+
+        Args:
+            q: ``[num_tokens, q_heads, head_dim]``.
+            softmax_scale: factor of the scores.
+
+        Returns:
+            Output ``[num_tokens, q_heads, head_dim]`` and natural log-sum-exp
+            ``[num_tokens, q_heads]``, float64; zeros and -inf where nothing is visible.
+        """
+        out, lse = [], []
+        group = q.shape[1] // self.layout_case.num_kv_heads
+        rows = q.double().split(list(self.batch.query_lens))
+        for request, k, v, visible in zip(rows, self.keys, self.values, self.visible, strict=True):
+            k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", request, k) * softmax_scale
+            mask = visible.repeat_interleave(group, dim=0)
+            scores = scores.masked_fill(~mask, -math.inf)
+            weights = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only
+            out.append(torch.einsum("hqk,khd->qhd", weights, v))
+            lse.append(scores.logsumexp(-1).T)
+        empty = q.new_empty((0, *q.shape[1:]), dtype=torch.float64)
+        return torch.cat([empty, *out]), torch.cat([empty[..., 0], *lse])
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _segment_width(role: HeadRole, block_size: int, max_seq_len: int) -> int:
+    if role.ring_blocks:
+        return _blocks(role.sink, block_size) + role.ring_blocks
+    return _blocks(max_seq_len, block_size)
+
+
+@st.composite
+def _head_roles(
+    draw: DrawFn, block_size: int, max_seq_len: int, max_query_len: int, rings: bool
+) -> HeadRole:
+    """Draw window, sink and ring of one group; the caller places it."""
+    if draw(st.booleans()):
+        return HeadRole()
+    edges = [1, 2, block_size - 1, block_size, block_size + 1]
+    window = draw(st.sampled_from(edges) | st.integers(1, max(1, max_seq_len)))
+    sink = draw(st.sampled_from([0, 1, 4, block_size - 1, block_size, block_size + 1]))
+    ring = 0
+    if rings and draw(st.booleans()):
+        ring = _blocks(window + max_query_len - 2, block_size) + 1 + draw(st.integers(0, 1))
+    return HeadRole(window=window, sink=sink, ring_blocks=ring)
+
+
+def _draw_groups(draw: DrawFn, kind: Kind, num_kv_heads: int) -> list[int]:
+    """Return each head's group; every group has a head."""
+    if kind == "per_head_ids":
+        return list(range(num_kv_heads))
+    if kind != "head_groups":
+        return [0] * num_kv_heads
+    num_groups = draw(st.integers(1, min(3, num_kv_heads)))
+    rest = st.integers(0, num_groups - 1)
+    groups = [*range(num_groups), *(draw(rest) for _ in range(num_kv_heads - num_groups))]
+    return draw(st.permutations(groups))
+
+
+@st.composite
+def kv_layouts(
+    draw: DrawFn,
+    *,
+    kinds: Sequence[Kind] = KINDS,
+    head_dims: Sequence[int] = (16, 64, 80),
+    block_sizes: Sequence[int] = (16, 32),
+    num_kv_heads: Sequence[int] = (1, 2, 3),
+    max_reqs: int = 3,
+    max_blocks: int = 4,
+    max_query_len: int = 8,
+) -> LayoutCase:
+    """Draw a layout of any kind with random roles.
+
+    Args:
+        draw: supplied by hypothesis.
+        kinds: kinds to draw from.
+        head_dims: head dimensions to draw from, multiples of 8.
+        block_sizes: tokens per block to draw from.
+        num_kv_heads: KV head counts to draw from.
+        max_reqs: requests the block ids suffice for.
+        max_blocks: blocks per request without a ring.
+        max_query_len: longest chunk the rings suffice for.
+
+    Returns:
+        A strategy of :class:`LayoutCase`.
+    """
+    kind = draw(st.sampled_from(list(kinds)))
+    head_dim = draw(st.sampled_from(list(head_dims)))
+    block_size = draw(st.sampled_from(list(block_sizes)))
+    heads = draw(st.sampled_from(list(num_kv_heads)))
+    max_seq_len = max_blocks * block_size
+    groups = _draw_groups(draw, kind, heads)
+    role = _head_roles(block_size, max_seq_len, max_query_len, rings=kind != "per_head_ids")
+    drawn = [draw(role) for _ in range(max(groups) + 1)]
+    roles = [replace(drawn[group], group=group) for group in groups]
+    case = _layout_case(kind, roles, head_dim, block_size, max_seq_len, max_reqs, max_query_len)
+    return _draw_padding(draw, case) if kind == "padded" else case
+
+
+def _layout_case(
+    kind: Kind,
+    roles: Sequence[HeadRole],
+    head_dim: int,
+    block_size: int,
+    max_seq_len: int,
+    max_reqs: int,
+    max_query_len: int,
+) -> LayoutCase:
+    """Return the case of ``kind`` with table segments side by side, one per group."""
+    group_roles = {role.group: role for role in roles}
+    offsets, num_blocks, row_width = [], [], 0
+    for group in sorted(group_roles):
+        width = _segment_width(group_roles[group], block_size, max_seq_len)
+        offsets.append(row_width)
+        num_blocks.append(max_reqs * width + SPARE_BLOCKS)
+        row_width += width
+    base, block_stride, token_stride = _addresses(
+        kind, head_dim, block_size, [role.group for role in roles], num_blocks
+    )
+    return LayoutCase(
+        kind=kind,
+        block_size=block_size,
+        head_dim=head_dim,
+        token_stride=token_stride,
+        head_base=tuple(base),
+        block_stride=tuple(block_stride),
+        roles=tuple(replace(role, table_offset=offsets[role.group]) for role in roles),
+        num_blocks=tuple(num_blocks),
+        row_width=row_width,
+        max_reqs=max_reqs,
+        max_seq_len=max_seq_len,
+        max_query_len=max_query_len,
+    )
+
+
+def _addresses(
+    kind: Kind, head_dim: int, block_size: int, groups: Sequence[int], num_blocks: Sequence[int]
+) -> tuple[list[int], list[int], int]:
+    """Return (head_base, block_stride, token_stride) in elements."""
+    num_heads = len(groups)
+    page = block_size * head_dim
+    if kind == "nhd":
+        base = [head * head_dim for head in range(num_heads)]
+        return base, [block_size * num_heads * head_dim] * num_heads, num_heads * head_dim
+    if kind == "head_groups":
+        sizes = [groups.count(g) for g in range(len(num_blocks))]
+        group_base = np.cumsum(
+            [0, *(n * b * page for n, b in zip(sizes, num_blocks, strict=True))]
+        )
+        base = [
+            int(group_base[group]) + groups[:head].count(group) * page
+            for head, group in enumerate(groups)
+        ]
+        return base, [sizes[group] * page for group in groups], head_dim
+    return [head * page for head in range(num_heads)], [num_heads * page] * num_heads, head_dim
+
+
+def _draw_padding(draw: DrawFn, case: LayoutCase) -> LayoutCase:
+    """Shuffle the heads of an HND case and put gaps between heads, tokens and blocks."""
+    gap = st.integers(0, 3).map(lambda n: 8 * n)
+    token_stride = case.head_dim + draw(gap)
+    head_stride = case.block_size * token_stride + draw(gap)
+    order = draw(st.permutations(range(case.num_kv_heads)))
+    first = draw(gap)
+    block_stride = case.num_kv_heads * head_stride + draw(gap)
+    return replace(
+        case,
+        token_stride=token_stride,
+        head_base=tuple(first + place * head_stride for place in order),
+        block_stride=(block_stride,) * case.num_kv_heads,
+    )
+
+
+# --- batches -----------------------------------------------------------------------------------
+
+
+def _length_edges(layout: LayoutCase) -> list[int]:
+    marks = {0, layout.block_size, layout.max_seq_len}
+    for role in layout.roles:
+        if role.window >= 0:
+            marks |= {role.window, role.sink, role.sink + role.window}
+    around = {mark + step for mark in marks for step in (-1, 0, 1)}
+    return sorted(n for n in around if 0 <= n <= layout.max_seq_len)
+
+
+@st.composite
+def ragged_batches(
+    draw: DrawFn,
+    layout: LayoutCase,
+    *,
+    uniform_query_len: int | None = None,
+    min_reqs: int = 0,
+    padding: bool = True,
+) -> RaggedBatch:
+    """Draw lengths that fit ``layout``, around block, window and sink edges.
+
+    Args:
+        draw: supplied by hypothesis.
+        layout: gives the edges and the limits.
+        uniform_query_len: rows of q of every request, padding rows too; None = ragged.
+        min_reqs: fewest requests.
+        padding: whether to draw padding rows.
+
+    Returns:
+        A strategy of :class:`RaggedBatch`.
+    """
+    edges = _length_edges(layout)
+    least = uniform_query_len or 1
+    seq_len = st.integers(least, layout.max_seq_len)
+    if any(n >= least for n in edges):
+        seq_len = st.sampled_from([n for n in edges if n >= least]) | seq_len
+    if padding:
+        seq_len = seq_len | st.just(0)
+    seq_lens = draw(st.lists(seq_len, min_size=min_reqs, max_size=layout.max_reqs))
+    query_lens = []
+    for n in seq_lens:
+        if uniform_query_len is not None:
+            query_lens.append(uniform_query_len)
+            continue
+        longest = min(n, layout.max_query_len) if n else 1
+        near = [q for q in (0, 1, 2, layout.block_size, longest - 1, longest) if 0 <= q <= longest]
+        query_lens.append(draw(st.sampled_from(near) | st.integers(0, longest)))
+    return RaggedBatch(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens))
+
+
+# --- caches ------------------------------------------------------------------------------------
+
+
+def _table_column(role: HeadRole, logical: int, block_size: int) -> int:
+    sink_blocks = _blocks(role.sink, block_size)
+    if role.ring_blocks == 0 or logical < sink_blocks:
+        return role.table_offset + logical
+    return role.table_offset + sink_blocks + (logical - sink_blocks) % role.ring_blocks
+
+
+def _sees(role: HeadRole, query: Ints, key: Ints) -> Bools:
+    """Whether a query at one position sees a key at another, elementwise."""
+    in_role = (role.window < 0) | (key > query - role.window) | (key < role.sink)
+    return (key <= query) & in_role
+
+
+def _token_slots(blocks: Ints, positions: Ints, block_size: int) -> Ints:
+    """Return block * block_size + offset of each position, -1 where it has no page."""
+    block = np.append(blocks, -1)[np.where(positions >= 0, positions // block_size, -1)]
+    return np.where(block >= 0, block * block_size + positions % block_size, -1)
+
+
+class _Pager:
+    """Hands out shuffled block ids and writes them into the table."""
+
+    def __init__(
+        self, layout: LayoutCase, num_reqs: int, seed: int, block_seed: int, hole_rate: float
+    ) -> None:
+        self.layout = layout
+        self.hole_rate = hole_rate
+        # Where pages lie must not change which pages are missing: two generators.
+        self.holes = np.random.default_rng(seed)
+        self.free = [
+            np.random.default_rng(block_seed).permutation(n).tolist() for n in layout.num_blocks
+        ]
+        self.table = np.full((num_reqs, layout.row_width), -1, dtype=np.int32)
+
+    def place(self, row: int, role: HeadRole, seq_len: int, query_len: int) -> Ints:
+        """Return request ``row``'s block id per logical block (-1 = no visible page) for a role.
+
+        A block that no query sees is missing from the table or, without a ring, left there at
+        random: a freed page, or one not freed yet.
+        """
+        size = self.layout.block_size
+        keys = np.arange(seq_len)
+        first_query = max(seq_len - max(query_len, 1), 0)
+        live = _sees(role, np.maximum(keys, first_query), keys)
+        blocks = np.full(_blocks(seq_len, size), -1)
+        for logical in range(len(blocks)):
+            luck = self.holes.random()
+            column = _table_column(role, logical, size)
+            if live[logical * size : (logical + 1) * size].any():
+                if self.table[row, column] >= 0:
+                    raise RuntimeError(f"column {column}: expected a ring that holds live blocks")
+                if luck >= self.hole_rate:
+                    blocks[logical] = self.table[row, column] = self.free[role.group].pop()
+            elif role.ring_blocks == 0 and luck < 0.5:
+                self.table[row, column] = self.free[role.group].pop()
+        return blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Caches:
+    """K and V buffers under construction; NaN until filled."""
+
+    layout: LayoutCase
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def empty(cls, layout: LayoutCase, dtype: torch.dtype) -> _Caches:
+        k, v = (torch.full((layout.num_elements,), math.nan, dtype=dtype) for _ in range(2))
+        return cls(layout=layout, k=k, v=v)
+
+    def fill(self, head: int, slots: Ints, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store ``keys, values`` [tokens, head_dim] of one head at ``slots`` >= 0."""
+        block, offset = np.divmod(slots, self.layout.block_size)
+        address = (
+            self.layout.head_base[head]
+            + block * self.layout.block_stride[head]
+            + offset * self.layout.token_stride
+        )
+        index = torch.from_numpy(address[:, None] + np.arange(self.layout.head_dim))
+        self.k[index] = keys
+        self.v[index] = values
+
+
+def build_paged_cache(
+    layout: LayoutCase,
+    batch: RaggedBatch,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    block_seed: int = 0,
+    hole_rate: float = 0.0,
+) -> PagedCase:
+    """Return a cache filled for ``batch``: shuffled blocks, NaN wherever no query may look.
+
+    Args:
+        layout: where pages lie and what each head sees.
+        batch: lengths within the layout's limits.
+        dtype: dtype of keys, values and caches.
+        seed: of the keys and values (standard normal) and of the holes.
+        block_seed: of the order in which blocks are handed out; it changes ``block_table``, the
+            caches and ``slot_mapping``, and nothing of the dense problem.
+        hole_rate: share of visible blocks left out of the table (-1), hence not visible.
+
+    Returns:
+        The case, on the CPU.
+    """
+    pager = _Pager(layout, len(batch.seq_lens), seed, block_seed, hole_rate)
+    generator = np.random.default_rng(seed)
+
+    def normal(num_tokens: int) -> torch.Tensor:
+        shape = (num_tokens, layout.num_kv_heads, layout.head_dim)
+        return torch.from_numpy(generator.standard_normal(shape)).to(dtype)
+
+    full, before = _Caches.empty(layout, dtype), _Caches.empty(layout, dtype)
+    group_roles = {role.group: role for role in layout.roles}
+    all_keys, all_values, all_visible = [], [], []
+    new_keys, new_values = [normal(0)], [normal(0)]
+    new_slots = [np.empty((len(layout.num_blocks), 0), dtype=np.int64)]
+    for row, (n, query_len) in enumerate(zip(batch.seq_lens, batch.query_lens, strict=True)):
+        keys, values = normal(n), normal(n)
+        positions, queries = np.arange(n), np.arange(n - query_len, n)
+        blocks = [
+            pager.place(row, group_roles[group], n, query_len) for group in sorted(group_roles)
+        ]
+        visible = np.zeros((layout.num_kv_heads, query_len, n), dtype=bool)
+        for head, role in enumerate(layout.roles):
+            slots = _token_slots(blocks[role.group], positions, layout.block_size)
+            visible[head] = (slots >= 0) & _sees(role, queries[:, None], positions)
+            seen = visible[head].any(axis=0)
+            for caches, kept in ((full, seen), (before, seen & (positions < n - query_len))):
+                caches.fill(head, slots[kept], keys[kept, head], values[kept, head])
+        new_slots.append(np.stack([_token_slots(b, queries, layout.block_size) for b in blocks]))
+        unheld = normal(query_len)[: max(query_len - n, 0)]  # rows at negative positions
+        new_keys += [unheld, keys[max(n - query_len, 0) :]]
+        new_values += [unheld, values[max(n - query_len, 0) :]]
+        all_keys.append(keys)
+        all_values.append(values)
+        all_visible.append(torch.from_numpy(visible))
+    return PagedCase(
+        layout_case=layout,
+        batch=batch,
+        k_cache=full.k,
+        v_cache=full.v,
+        k_cache_before=before.k,
+        v_cache_before=before.v,
+        block_table=torch.from_numpy(pager.table),
+        slot_mapping=torch.from_numpy(np.concatenate(new_slots, axis=1)),
+        key=torch.cat(new_keys),
+        value=torch.cat(new_values),
+        keys=tuple(all_keys),
+        values=tuple(all_values),
+        visible=tuple(all_visible),
+    )
+
+
+@st.composite
+def paged_caches(
+    draw: DrawFn,
+    *,
+    layouts: SearchStrategy[LayoutCase] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    uniform_query_len: int | None = None,
+    min_reqs: int = 0,
+) -> PagedCase:
+    """Draw a layout, a batch that fits it, and the cache filled for both.
+
+    Args:
+        draw: supplied by hypothesis.
+        layouts: where layouts come from; None = :func:`kv_layouts` with its defaults.
+        dtypes: dtypes to draw from.
+        uniform_query_len: rows of q of every request (a decode step); None = ragged.
+        min_reqs: fewest requests.
+
+    Returns:
+        A strategy of :class:`PagedCase`.
+    """
+    layout = draw(kv_layouts() if layouts is None else layouts)
+    batch = draw(ragged_batches(layout, uniform_query_len=uniform_query_len, min_reqs=min_reqs))
+    return build_paged_cache(
+        layout,
+        batch,
+        dtype=draw(st.sampled_from(list(dtypes))),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        block_seed=draw(st.integers(0, 2**32 - 1)),
+        hole_rate=draw(st.sampled_from([0.0, 0.0, 0.3])),
+    )

@@ -1,0 +1,78 @@
+"""Every kernel compiles for every GPU, without spills, within its shared memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrv1.errors import ConfigError
+from mrv1.testing import aot
+from mrv1.testing.aot import TARGETS, AotReport, compile_for
+
+pytestmark = pytest.mark.compile
+
+MODULES = sorted(f"{__package__}.{path.stem}" for path in Path(__file__).parent.glob("cases_*.py"))
+ALWAYS = ("sm_90", "gfx942")
+"""What `make test` compiles for: the GPU that is measured, and the one that differs most."""
+
+
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in TARGETS],
+)
+def test_every_kernel_compiles(target):
+    reports = compile_for(target, MODULES)
+    names = [report.case for report in reports]
+    assert len(set(names)) == len(names) > 50
+    assert not [report.problem for report in reports if report.problem]
+    assert all(report.registers > 0 for report in reports)
+
+
+def test_what_must_not_ship_is_found():
+    """A kernel that spills, one with too much shared memory, one with an operation sm_80 lacks."""
+    reports = {r.case: r for r in compile_for("sm_80", [f"{__package__}.bad_kernels"])}
+    assert "sm_80 spills: spills " in reports["spills"].problem
+    assert "bytes of shared memory, has 166912" in reports["shared"].problem
+    assert "fp8e4nv" in reports["unsupported"].problem
+    assert reports["good"].problem == ""
+    assert reports["good"].registers > 0
+
+
+def test_amd_scratch_is_found():
+    reports = {r.case: r for r in compile_for("gfx942", [f"{__package__}.bad_kernels"])}
+    assert "gfx942 spills: spills " in reports["spills"].problem
+    assert reports["good"].problem == ""
+
+
+def test_a_report_judges_itself():
+    fine = {"target": "sm_89", "case": "op", "seconds": 0.1, "registers": 40}
+    assert AotReport(**fine, shared_bytes=99 * 1024).problem == ""
+    assert "needs 101377 bytes" in AotReport(**fine, shared_bytes=99 * 1024 + 1).problem
+    assert "spills 8 bytes a thread (40 reg" in AotReport(**fine, spill_bytes=8).problem
+    assert AotReport(**fine, error="no").problem == "sm_89 op: no"
+
+
+def test_capabilities():
+    assert TARGETS["sm_120"].capability == (12, 0)
+    assert TARGETS["gfx942"].capability is None
+
+
+def test_a_pointer_is_aligned():
+    assert aot.pointer(torch.bfloat16).data_ptr() % 16 == 0
+
+
+def test_an_unknown_target_is_named():
+    with pytest.raises(ConfigError, match=r"target: expected one of sm_80, .*, got 'sm_75'"):
+        compile_for("sm_75", MODULES)
+
+
+def test_a_failing_child_is_reported():
+    with pytest.raises(RuntimeError, match=r"exited 1: (.|\n)*no_such_module"):
+        compile_for("sm_90", ["no_such_module"])
+
+
+def test_usage(capsys):
+    assert aot.main(["sm_90"]) == 2
+    assert "usage: python -m mrv1.testing.aot" in capsys.readouterr().err

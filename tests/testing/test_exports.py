@@ -1,0 +1,48 @@
+"""What ``mrv1.testing`` gives, and what importing it costs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mrv1 import testing
+
+
+def test_strategies_come_on_first_use():
+    assert "paged_caches" in testing.strategies.__all__
+    assert set(testing.__all__) == {"aot", "interpreter", "strategies"}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"'mrv1\.testing' has no attribute 'nothing'"):
+        testing.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_kernels_import_without_hypothesis(interpret):
+    """Users who interpret kernels to learn have no test tools installed."""
+    code = (
+        "import sys; sys.modules['hypothesis'] = None; from mrv1 import kernels; "
+        "assert 'mrv1.testing.strategies' not in sys.modules; print(len(kernels.__all__))"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": interpret}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    assert int(printed) >= 11
+
+
+def test_a_cpu_tensor_is_refused_where_kernels_are_compiled():
+    code = (
+        "import torch; from mrv1 import kernels, errors\n"
+        "try: kernels.silu_and_mul(torch.ones(1, 2))\n"
+        "except errors.UnsupportedDeviceError as error: print(error)\n"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    assert printed.startswith("x: expected a GPU tensor, got one on the CPU; set TRITON_INTERPRET")
