@@ -1,0 +1,35 @@
+"""Triton kernels as plain functions on torch tensors; each has an oracle in :mod:`.reference`.
+
+Every op launches on the current stream, waits for nothing and can be captured in a CUDA graph.
+Arguments are checked on the host: shape, dtype, device and strides, never values on the device.
+
+On a machine without a GPU set ``TRITON_INTERPRET=1`` before the process starts, or call
+``mrv1.kernels.reference``, which has the same functions in plain torch.
+"""
+
+from __future__ import annotations
+
+from mrv1.kernels import reference
+from mrv1.kernels.activation import silu_and_mul
+from mrv1.kernels.decode_attention import paged_decode_attention
+from mrv1.kernels.kv_cache_write import kv_cache_write
+from mrv1.kernels.kv_layout import HeadRole, KVLayout
+from mrv1.kernels.prefill_attention import paged_prefill_attention
+from mrv1.kernels.rms_norm import rms_norm
+from mrv1.kernels.rope import apply_rope
+from mrv1.kernels.sampling import sample_tokens
+from mrv1.kernels.token_gather import gather_tokens
+
+__all__ = [
+    "HeadRole",
+    "KVLayout",
+    "apply_rope",
+    "gather_tokens",
+    "kv_cache_write",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "reference",
+    "rms_norm",
+    "sample_tokens",
+    "silu_and_mul",
+]

@@ -1,0 +1,458 @@
+"""The ops of ``mrv1.kernels`` in plain torch, with the same names and signatures.
+
+This is the specification each kernel is tested against, and the path mrv1 takes on a CPU. It is
+written to be read, not to be fast. Arithmetic is float32, or float64 where the input is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from itertools import pairwise
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from mrv1.kernels._paged_checks import (
+    check_cache_write,
+    check_num_kv_splits,
+    check_paged_attention,
+    check_query_len,
+    check_query_start_loc,
+)
+from mrv1.kernels.kv_layout import KVLayout
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+calls: Counter[str] = Counter()
+"""How often each oracle ran in this process; the GPU suite asserts that serving runs none."""
+
+
+_ORACLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _counted(op: Callable[P, R]) -> Callable[P, R]:
+    @wraps(op)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        calls[op.__name__] += 1
+        return op(*args, **kwargs)
+
+    return wrapper
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Upcast to float32, or keep float64: the dtype every oracle computes in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# --- norms, rope, activation, gather, sampling ------------------------------------------------
+
+
+@_counted
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.rms_norm`."""
+    if residual is not None:
+        residual.copy_(_wide(residual) + _wide(x))
+        x = residual
+    wide = _wide(x)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = (wide * scale).to(x.dtype) * weight
+    return normed if out is None else out.copy_(normed)
+
+
+@_counted
+def apply_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Oracle of :func:`mrv1.kernels.apply_rope`."""
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions].unsqueeze(1).split(half, dim=-1)
+    for x in (q, k):
+        rotary = x[..., : 2 * half]
+        first = rotary[..., 0::2] if interleaved else rotary[..., :half]
+        second = rotary[..., 1::2] if interleaved else rotary[..., half:]
+        a, b = _wide(first), _wide(second)
+        rotated = a * cos - b * sin, b * cos + a * sin
+        first.copy_(rotated[0])
+        second.copy_(rotated[1])
+
+
+@_counted
+def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.silu_and_mul`."""
+    gate, up = _wide(x).chunk(2, dim=-1)
+    result = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    return result if out is None else out.copy_(result)
+
+
+@_counted
+def gather_tokens(
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    block_size: int,
+    group_table_offset: torch.Tensor,
+    group_sink: torch.Tensor,
+    group_ring_blocks: torch.Tensor,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    logits_rows: torch.Tensor,
+) -> None:
+    """Oracle of :func:`mrv1.kernels.gather_tokens`."""
+    query_lens = query_start_loc.diff()
+    is_request = idx_mapping >= 0
+    slots = idx_mapping.clamp_min(0).long()
+    computed = num_computed_tokens[slots]
+    seq_lens.copy_(torch.where(is_request, computed + query_lens, 0))
+    samples = is_request & (query_lens > 0) & (seq_lens == num_tokens[slots])
+    logits_rows.copy_(torch.where(samples, query_start_loc[1:].long() - 1, -1))
+
+    rows = torch.repeat_interleave(query_lens.long())  # row of each token
+    tokens = torch.arange(rows.numel(), device=rows.device)
+    token_positions = computed[rows].long() + tokens - query_start_loc[rows]
+    inside = is_request[rows] & (token_positions < token_ids.shape[1])
+    rows, tokens, token_positions = rows[inside], tokens[inside], token_positions[inside]
+    for output, padding in ((input_ids, 0), (positions, 0), (slot_mapping, -1)):
+        output.fill_(padding)
+    input_ids[tokens] = token_ids[slots[rows], token_positions].long()
+    positions[tokens] = token_positions
+    for group in range(group_table_offset.numel()):
+        columns = group_table_offset[group] + _ring_column(
+            token_positions // block_size,
+            -(-group_sink[group] // block_size),
+            group_ring_blocks[group],
+        )
+        blocks = block_tables[slots[rows], columns].long()
+        token_slots = blocks * block_size + token_positions % block_size
+        slot_mapping[group, tokens] = torch.where(blocks >= 0, token_slots, -1)
+
+
+def _ring_column(
+    block: torch.Tensor, sink_blocks: torch.Tensor, ring_blocks: torch.Tensor
+) -> torch.Tensor:
+    """Return the column of each logical block inside its group's segment of a table row."""
+    in_ring = sink_blocks + (block - sink_blocks) % ring_blocks.clamp_min(1)
+    return torch.where((ring_blocks == 0) | (block < sink_blocks), block, in_ring)
+
+
+_UINT32 = 0xFFFFFFFF
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox4x32(
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    key: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the four random words of philox4x32-10; all tensors int64 holding 32-bit words.
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # A product past 2^63 wraps, but its bits are right: ">>" must only forget the sign.
+        product0, product1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
+        c0, c2 = (product1 >> 32 & _UINT32) ^ c1 ^ k0, (product0 >> 32 & _UINT32) ^ c3 ^ k1
+        c1, c3 = product1 & _UINT32, product0 & _UINT32
+        k0, k1 = k0 + _PHILOX_KEY_STEPS[0] & _UINT32, k1 + _PHILOX_KEY_STEPS[1] & _UINT32
+    return c0, c1, c2, c3
+
+
+def philox_words(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return the sampling word of every (row, token id): [rows, vocab] int64 in [0, 2^32).
+
+    Args:
+        seeds: [rows] int64, the philox key: low word, then high word.
+        positions: [rows] int64, output position, the counter's first word; the token id is its
+            second, then purpose 0 (sample) and child index 0.
+        vocab_size: token ids.
+    """
+    seeds, positions = seeds[:, None], positions[:, None]
+    token_ids = torch.arange(vocab_size, device=seeds.device)[None, :]
+    zero = torch.zeros_like(positions)
+    counter = (positions & _UINT32, token_ids, zero, zero)
+    return philox4x32(counter, (seeds & _UINT32, seeds >> 32 & _UINT32))[0]
+
+
+def gumbel_noise(words: torch.Tensor) -> torch.Tensor:
+    """Return the standard Gumbel variable of each 32-bit word, float32.
+
+    -log(-log(1 - w)) with w = (word + 1/2) / 2^32. A draw is decided by its largest variables,
+    those of the smallest w: written this way they keep their full precision, where -log(u) of a
+    float32 u near 1 has lost it (and is infinite at u = 1).
+    """
+    w = (words.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-w)).float()
+
+
+@_counted
+def sample_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.sample_tokens`."""
+    scores = _wide(logits).clone()
+    drawn = temperature.nonzero().flatten()
+    words = philox_words(seeds[drawn], positions[drawn], logits.shape[1])
+    scores[drawn] = scores[drawn] / temperature[drawn, None] + gumbel_noise(words)
+    scores.masked_fill_(scores.isnan(), -torch.inf)
+    tokens = scores.argmax(-1).masked_fill_(scores.amax(-1) == -torch.inf, -1)
+    return tokens if out is None else out.copy_(tokens)
+
+
+# --- paged KV cache and attention -------------------------------------------------------------
+
+_QUERY_TILE = 256
+"""Queries per slab of the attention oracle: bounds the scores it holds at once."""
+
+
+def _pages(cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """View a cache as rows of ``layout.address_unit`` elements, the grain of every address."""
+    unit = layout.address_unit
+    flat = cache.view(-1)
+    return flat[: flat.numel() // unit * unit].view(-1, unit)
+
+
+def _page_rows(layout: KVLayout, block: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Return the rows of :func:`_pages` that hold token ``token`` of block ``block``.
+
+    Args:
+        layout: the layout.
+        block: ``[kv_heads, ...]`` int64, block ids >= 0.
+        token: ``[kv_heads, ...]`` int64, offset inside the block; broadcasts against ``block``.
+
+    Returns:
+        ``[kv_heads, ..., head_dim / address_unit]`` int64.
+    """
+    per_head = (-1, *[1] * (block.dim() - 1))
+    address = (
+        layout.head_base.view(per_head)
+        + block * layout.block_stride.view(per_head)
+        + token * layout.token_stride
+    )
+    pieces = torch.arange(layout.head_dim // layout.address_unit, device=block.device)
+    return (address // layout.address_unit)[..., None] + pieces
+
+
+@_counted
+def kv_cache_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+) -> None:
+    """Store new keys and values at their slots; see :func:`mrv1.kernels.kv_cache_write`."""
+    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, _ORACLE_DTYPES)
+    slot = slot_mapping[layout.group_of_head.long()]  # [kv_heads, tokens]
+    keep = slot >= 0
+    rows = _page_rows(layout, slot // layout.block_size, slot % layout.block_size)[keep]
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        pieces = new.transpose(0, 1)[keep].unflatten(-1, (-1, layout.address_unit))
+        _pages(cache, layout)[rows] = pieces
+
+
+def _table_columns(layout: KVLayout, num_blocks: int) -> torch.Tensor:
+    """Return the block-table column of each logical block, ``[kv_heads, num_blocks]``."""
+    logical = torch.arange(num_blocks, device=layout.sink.device)
+    sink_blocks = ((layout.sink + layout.block_size - 1) // layout.block_size)[:, None]
+    ring = layout.ring_blocks[:, None]
+    in_ring = sink_blocks + (logical - sink_blocks) % ring.clamp_min(1)
+    column = torch.where((ring == 0) | (logical < sink_blocks), logical, in_ring)
+    return layout.table_offset[:, None] + column
+
+
+def _gather_kv(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table_row: torch.Tensor,
+    num_blocks: int,
+    layout: KVLayout,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return one request's K and V ``[kv_heads, keys, head_dim]`` and which keys have a page."""
+    block = table_row[_table_columns(layout, num_blocks)].long()
+    present = (block >= 0).repeat_interleave(layout.block_size, dim=1)
+    token = torch.arange(layout.block_size, device=block.device)
+    rows = _page_rows(layout, block.clamp_min(0)[:, :, None], token)  # -1: any page, masked later
+    shape = (layout.num_kv_heads, num_blocks * layout.block_size, layout.head_dim)
+    k, v = (
+        _wide(_pages(cache, layout).index_select(0, rows.flatten()).view(shape))
+        for cache in (k_cache, v_cache)
+    )
+    return k, v, present
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return softmax(q k^T * scale) v over the visible keys, and its natural log-sum-exp.
+
+    ``q`` [queries, q_heads, head_dim], ``k, v`` [kv_heads, keys, head_dim], ``visible``
+    [kv_heads, queries, keys]; returns [queries, q_heads, head_dim] and [queries, q_heads].
+    Masked keys and values may be NaN.
+    """
+    num_queries, num_q_heads, _ = q.shape
+    num_kv_heads, num_keys, _ = k.shape
+    packed = _wide(q).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    hidden = ~visible[:, None]
+    scores = ((packed @ k.mT) * softmax_scale).view(num_kv_heads, -1, num_queries, num_keys)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    v = v.masked_fill(~visible.any(1)[:, :, None], 0.0)  # 0 * NaN would leak
+    out = (weights.flatten(1, 2) @ v).view(*total.shape[:3], -1)
+    out = out / total.masked_fill(total == 0, 1.0)
+    lse = (top + total.log()).squeeze(-1)
+    return (
+        out.permute(2, 0, 1, 3).reshape(num_queries, num_q_heads, -1),
+        lse.permute(2, 0, 1).reshape(num_queries, num_q_heads),
+    )
+
+
+def _visible(positions: torch.Tensor, present: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """Return which keys each query may see, ``[kv_heads, queries, keys]``."""
+    query = positions[None, :, None]
+    key = torch.arange(present.shape[1], device=present.device)
+    visible = (key <= query) & present[:, None]
+    if layout.has_window:
+        window, sink = layout.window[:, None, None], layout.sink[:, None, None]
+        visible &= (window < 0) | (key > query - window) | (key < sink)
+    return visible
+
+
+def _attend_requests(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    query_starts: list[int],
+    seq_lens: list[int],
+    layout: KVLayout,
+    softmax_scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Run attention request by request, so that no row can depend on another's length or pages."""
+    for row, seq_len in enumerate(seq_lens):
+        begin, end = query_starts[row], query_starts[row + 1]
+        num_blocks = -(-seq_len // layout.block_size)
+        k, v, present = _gather_kv(k_cache, v_cache, table[row], num_blocks, layout)
+        for first in range(begin, end, _QUERY_TILE):
+            last = min(first + _QUERY_TILE, end)
+            positions = torch.arange(first, last, device=q.device) + (seq_len - end)
+            keys = slice(-(-max(seq_len - end + last, 0) // layout.block_size) * layout.block_size)
+            if keys.stop == 0:
+                out[first:last] = 0
+                if lse is not None:
+                    lse[first:last] = -torch.inf
+                continue
+            visible = _visible(positions, present[:, keys], layout)
+            tile, tile_lse = _attend(q[first:last], k[:, keys], v[:, keys], visible, softmax_scale)
+            out[first:last] = tile
+            if lse is not None:
+                lse[first:last] = tile_lse
+
+
+@_counted
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: KVLayout,
+    *,
+    softmax_scale: float,
+    query_len: int = 1,
+    num_kv_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from the last tokens; see :func:`mrv1.kernels.paged_decode_attention`.
+
+    ``num_kv_splits`` is checked and has no effect here.
+    """
+    table = check_paged_attention(
+        q, k_cache, v_cache, block_table, seq_lens, layout, _ORACLE_DTYPES, out=out, lse=lse
+    )
+    num_reqs = seq_lens.shape[0]
+    check_query_len(q, query_len, num_reqs)
+    check_num_kv_splits(num_kv_splits)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    starts = list(range(0, (num_reqs + 1) * query_len, query_len))
+    _attend_requests(
+        q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale, out, lse
+    )
+    return out
+
+
+@_counted
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: KVLayout,
+    *,
+    softmax_scale: float,
+    max_query_len: int,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from a ragged batch of chunks; see :func:`mrv1.kernels.paged_prefill_attention`.
+
+    Raises (besides the kernel's errors):
+        ValueError: ``query_start_loc`` is not an ascending list of rows of ``q``, or a request has
+            more than ``max_query_len`` queries.
+    """
+    table = check_paged_attention(
+        q, k_cache, v_cache, block_table, seq_lens, layout, _ORACLE_DTYPES, out=out, lse=lse
+    )
+    check_query_start_loc(query_start_loc, seq_lens.shape[0], max_query_len, q.device)
+    starts = query_start_loc.tolist()
+    lengths = [end - begin for begin, end in pairwise(starts)]
+    if starts[0] != 0 or starts[-1] > q.shape[0] or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"query_start_loc: expected to ascend from 0 to at most {q.shape[0]}, got {starts}"
+        )
+    if max(lengths, default=0) > max_query_len:
+        raise ValueError(f"max_query_len: expected at least {max(lengths)}, got {max_query_len}")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    _attend_requests(
+        q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale, out, lse
+    )
+    return out

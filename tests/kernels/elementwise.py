@@ -1,0 +1,73 @@
+"""What the tests of the small kernels share: inputs, tile sizes, and how floats are judged."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SENTINEL = 7.0
+"""What outputs and the gaps of strided views hold before a launch."""
+
+seeds = st.integers(0, 2**31 - 1)
+
+
+@contextmanager
+def tiles(op: str, *, as_on_gpu: bool) -> Iterator[None]:
+    """Cut ``op`` into programs as the interpreter does, or as a GPU does: both must be right."""
+    module = importlib.import_module(f"mrv1.kernels.{op}")
+    with pytest.MonkeyPatch.context() as patch:
+        if as_on_gpu:
+            patch.setattr(module, "INTERPRET", False)
+        yield
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device, seed: int = 0) -> torch.Tensor:
+    """Return standard normal values, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def in_a_wider_row(x: torch.Tensor, before: int, after: int) -> torch.Tensor:
+    """Return ``x`` as a view of rows that are ``before + after`` elements longer (sentinels)."""
+    wide = x.new_full((*x.shape[:-1], before + x.shape[-1] + after), SENTINEL)
+    view = wide[..., before : before + x.shape[-1]]
+    return view.copy_(x)
+
+
+def assert_gaps_untouched(view: torch.Tensor) -> None:
+    """Fail unless every element of the view's storage outside the view is still a sentinel."""
+    whole = view.new_empty(0).set_(view.untyped_storage())
+    outside = torch.ones_like(whole, dtype=torch.bool)
+    outside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
+    assert bool((whole[outside] == SENTINEL).all())
+
+
+def assert_in_budget(got: torch.Tensor, torch_result: torch.Tensor, exact: torch.Tensor) -> None:
+    """Fail unless ``got`` is at most twice as far from ``exact`` as torch, plus one rounding.
+
+    Args:
+        got: the kernel's result.
+        torch_result: torch's, computed in the same dtype.
+        exact: the result in float64.
+    """
+    assert got.dtype == torch_result.dtype
+    assert exact.dtype == torch.float64
+    assert torch.equal(got.isfinite(), exact.to(got.dtype).isfinite())
+    keep = exact.isfinite() & got.isfinite()
+    error = (got.double() - exact).abs()[keep]
+    torch_error = (torch_result.double() - exact).abs()[keep]
+    if not error.numel():
+        return
+    floor = torch.finfo(got.dtype).eps * exact.abs()[keep] + torch.finfo(got.dtype).tiny
+    excess = error - 2 * torch_error.max() - floor
+    worst = excess.argmax()
+    assert excess[worst] <= 0, (
+        f"error {error[worst]:.3e} where torch's largest is {torch_error.max():.3e} "
+        f"and one rounding is {floor[worst]:.3e}"
+    )

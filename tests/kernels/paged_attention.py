@@ -1,0 +1,157 @@
+"""What the paged attention tests share: how an op is called, and how its result is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from mrv1.kernels import decode_attention, prefill_attention
+from mrv1.testing.strategies import PagedCase
+
+SENTINEL = 7.0
+"""What outputs hold before a launch; rows nobody owns must still hold it afterwards."""
+
+
+@dataclass(frozen=True)
+class Result:
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def rows(self, index) -> Result:
+        return Result(self.out[index], self.lse[index])
+
+
+def make_queries(case: PagedCase, group: int, seed: int = 0, spare_rows: int = 0) -> torch.Tensor:
+    """Return q [num_tokens + spare_rows, kv_heads * group, head_dim], a view of a fused qkv."""
+    heads, dim = case.layout_case.num_kv_heads, case.layout_case.head_dim
+    generator = torch.Generator().manual_seed(seed)
+    shape = (sum(case.batch.query_lens) + spare_rows, heads * (group + 2), dim)
+    fused = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.key.dtype)
+    return fused.to(case.key.device)[:, : heads * group]
+
+
+def empty_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return strided out and lse full of the sentinel."""
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_full((q.shape[0], q.shape[1] + 1, q.shape[2]), SENTINEL)[:, 1:]
+    lse = q.new_full((q.shape[1], q.shape[0]), SENTINEL, dtype=lse_dtype).T
+    return out, lse
+
+
+def softmax_scale(case: PagedCase) -> float:
+    return case.layout_case.head_dim**-0.5
+
+
+def run_decode(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) -> Result:
+    out, lse = empty_outputs(q)
+    arguments = {
+        "block_table": case.block_table,
+        "seq_lens": case.seq_lens,
+        "layout": case.layout,
+        "softmax_scale": softmax_scale(case),
+        "query_len": case.batch.query_lens[0] if case.batch.query_lens else 1,
+        "out": out,
+        "lse": lse,
+    }
+    arguments |= changes
+    returned = ops.paged_decode_attention(q, case.k_cache, case.v_cache, **arguments)
+    assert returned is arguments["out"]
+    return Result(out, lse)
+
+
+def run_prefill(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) -> Result:
+    out, lse = empty_outputs(q)
+    arguments = {
+        "block_table": case.block_table,
+        "query_start_loc": case.query_start_loc,
+        "seq_lens": case.seq_lens,
+        "layout": case.layout,
+        "softmax_scale": softmax_scale(case),
+        "max_query_len": max(case.batch.query_lens, default=0),
+        "out": out,
+        "lse": lse,
+    }
+    arguments |= changes
+    returned = ops.paged_prefill_attention(q, case.k_cache, case.v_cache, **arguments)
+    assert returned is arguments["out"]
+    return Result(out, lse)
+
+
+def exact(case: PagedCase, q: torch.Tensor) -> Result:
+    """Return dense float64 attention over what the case encodes."""
+    return Result(*case.attention(q[: sum(case.batch.query_lens)], softmax_scale(case)))
+
+
+def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the largest difference, once infinities are in the same places and NaN nowhere."""
+    assert not got.isnan().any()
+    assert torch.equal(got.isinf(), want.isinf())
+    finite = ~want.isinf()
+    return (got.double()[finite] - want[finite]).abs().max().item() if finite.any() else 0.0
+
+
+def assert_in_budget(got: Result, oracle: Result, want: Result, case: PagedCase) -> None:
+    """Compare errors against float64: at most twice the oracle's plus a rounding floor.
+
+    The floor: the weights, which sum to one, are rounded to the cache's dtype before the product
+    with V, and the fp32 sums of score and output may be taken in another order.
+    """
+    rounding = torch.finfo(case.key.dtype).eps / 2
+    sums = 256 * torch.finfo(torch.float32).eps / 2
+    largest = max((v.abs().max().item() for v in case.values if v.numel()), default=0.0)
+    for name, floor in (("out", (rounding + sums) * largest), ("lse", sums)):
+        reference = getattr(want, name)
+        error = max_error(getattr(got, name), reference)
+        oracle_error = max_error(getattr(oracle, name), reference)
+        assert error <= 2 * oracle_error + floor, (
+            f"{name}: error {error:.3g}, the oracle's {oracle_error:.3g}, floor {floor:.3g}"
+        )
+
+
+def assert_equal(got: Result, want: Result) -> None:
+    """Bit for bit."""
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+def permuted(case: PagedCase, order: list[int]) -> PagedCase:
+    """Return the case with its requests (not their queries' rows) in another order."""
+    batch = replace(
+        case.batch,
+        query_lens=tuple(case.batch.query_lens[i] for i in order),
+        seq_lens=tuple(case.batch.seq_lens[i] for i in order),
+    )
+    table = case.block_table[torch.tensor(order, dtype=torch.int64, device=case.key.device)]
+    return replace(case, batch=batch, block_table=table)
+
+
+def query_rows(case: PagedCase, order: list[int]) -> torch.Tensor:
+    """Return the rows of q that belong to the requests in ``order``."""
+    starts = case.query_start_loc.tolist()
+    rows = [row for i in order for row in range(starts[i], starts[i + 1])]
+    return torch.tensor(rows, dtype=torch.int64, device=case.key.device)
+
+
+@contextmanager
+def small_tiles(tile_tokens: int, tile_rows: int = 16) -> Iterator[None]:
+    """Launch with these tiles, so that short contexts too take several steps and programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for config, changes in (
+            (decode_attention.DecodeAttentionConfig, {"tile_tokens": tile_tokens}),
+            (
+                prefill_attention.PrefillAttentionConfig,
+                {"tile_tokens": tile_tokens, "tile_rows": tile_rows},
+            ),
+        ):
+            chosen = config.default_for
+
+            def choose(*args, _chosen=chosen, _changes=changes):
+                return replace(_chosen(*args), **_changes)
+
+            patch.setattr(config, "default_for", choose)
+        yield

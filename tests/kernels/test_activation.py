@@ -1,0 +1,124 @@
+"""SwiGLU's elementwise part."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import kernels
+from mrv1.kernels import reference
+from mrv1.kernels.activation import SiluAndMulConfig
+from tests.kernels.elementwise import (
+    DTYPES,
+    assert_gaps_untouched,
+    assert_in_budget,
+    in_a_wider_row,
+    normal,
+    seeds,
+    tiles,
+)
+
+pytestmark = [pytest.mark.interp, pytest.mark.gpu]
+
+
+def _exact(x):
+    gate, up = x.double().chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def _torch(x):
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+# --- oracle ------------------------------------------------------------------------------------
+
+
+def test_the_oracle_is_the_formula():
+    x = normal((3, 8), torch.float64, "cpu")
+    want = [
+        [gate / (1 + math.exp(-gate)) * up for gate, up in zip(row[:4], row[4:], strict=True)]
+        for row in x.tolist()
+    ]
+    torch.testing.assert_close(reference.silu_and_mul(x), torch.tensor(want, dtype=torch.float64))
+
+
+# --- properties --------------------------------------------------------------------------------
+
+
+@given(
+    num_tokens=st.sampled_from([1, 3, 40]),
+    num_cols=st.sampled_from([1, 80, 96, 1024, 1500]),  # 1500: a second, partial tile on a GPU
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1.0, 20.0]),
+    gap=st.sampled_from([0, 8, 3]),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_it_is_as_exact_as_torch(device, num_tokens, num_cols, dtype, scale, gap, as_on_gpu, seed):
+    x = normal((num_tokens, 2 * num_cols), dtype, device, seed) * scale
+    x = in_a_wider_row(x, gap, 2 * gap)
+    out = in_a_wider_row(torch.zeros_like(x[:, :num_cols]), gap, gap)
+    with tiles("activation", as_on_gpu=as_on_gpu):
+        assert kernels.silu_and_mul(x, out=out) is out
+    assert_in_budget(out, _torch(x), _exact(x))
+    assert_gaps_untouched(out)
+    assert torch.equal(kernels.silu_and_mul(x), out)
+
+
+@given(order=st.permutations(range(6)), seed=seeds)
+def test_a_row_does_not_see_the_others(device, order, seed):
+    x = normal((6, 160), torch.bfloat16, device, seed)
+    want = kernels.silu_and_mul(x)[list(order)]
+    assert torch.equal(kernels.silu_and_mul(x[list(order)]), want)
+
+
+# --- edges -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_far_from_zero(device, dtype):
+    gate = torch.tensor([-1e4, -104.0, 0.0, 104.0, 1e4, -torch.inf, torch.inf, torch.nan])
+    x = torch.cat([gate, torch.full_like(gate, 2.0)])[None].to(dtype).to(device)
+    got = kernels.silu_and_mul(x)[0].cpu()
+    want = torch.nn.functional.silu(gate.to(dtype)) * 2
+    assert torch.equal(got[2:5], want[2:5])
+    assert torch.equal(got[:2].float(), torch.zeros(2))
+    assert got[5:].isnan().tolist() == [True, False, True]  # -inf * 0 is NaN, as in torch
+    assert got[6] == torch.inf
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_nothing_to_do(device, shape):
+    out = kernels.silu_and_mul(torch.ones(shape, device=device))
+    assert out.shape == (shape[0], shape[1] // 2)
+
+
+def test_configurations():
+    assert SiluAndMulConfig.default_for().tile_tokens == 1
+    cpu = SiluAndMulConfig.for_interpreter(1000, 3000)
+    assert cpu.tile_tokens * cpu.tile_cols == 2**18
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.ones(8)}, ValueError, r"x: expected shape \[any, any\], got \[8\]"),
+        ({"x": torch.ones(2, 8).long()}, TypeError, r"x: expected dtype .*, got torch\.int64"),
+        ({"x": torch.ones(8, 2).T}, ValueError, r"x: expected unit last stride"),
+        ({"x": torch.ones(2, 7)}, ValueError, r"x: expected an even last size .*, got 7"),
+        ({"out": torch.ones(2, 8)}, ValueError, r"out: expected shape \[2, 4\], got \[2, 8\]"),
+        ({"out": torch.ones(2, 4).half()}, TypeError, r"out: expected dtype torch\.float32"),
+    ],
+)
+def test_wrong_arguments_are_named(device, change, error, message):
+    arguments = {"x": torch.ones(2, 8)} | change
+    with pytest.raises(error, match=message):
+        kernels.silu_and_mul(**{name: value.to(device) for name, value in arguments.items()})

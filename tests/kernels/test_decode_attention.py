@@ -1,0 +1,367 @@
+"""Paged decode attention: the kernel against its oracle and against dense attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import kernels
+from mrv1.kernels import HeadRole, KVLayout, reference
+from mrv1.kernels.decode_attention import DecodeAttentionConfig
+from mrv1.testing.strategies import (
+    LayoutCase,
+    RaggedBatch,
+    build_paged_cache,
+    kv_layouts,
+    paged_caches,
+)
+from tests.kernels.paged_attention import (
+    SENTINEL,
+    assert_equal,
+    assert_in_budget,
+    empty_outputs,
+    exact,
+    make_queries,
+    permuted,
+    query_rows,
+    run_decode,
+    run_prefill,
+    small_tiles,
+    softmax_scale,
+)
+
+pytestmark = [pytest.mark.interp, pytest.mark.gpu]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SMALL = kv_layouts(head_dims=(16, 80), num_kv_heads=(1, 2), max_blocks=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tiles():
+    """Take tiles that a test's short contexts fill more than once."""
+    with small_tiles(32):
+        yield
+
+
+def _check(case, group, **options):
+    q = make_queries(case, group)
+    got = run_decode(kernels, case, q, **options)
+    assert_in_budget(got, run_decode(reference, case, q), exact(case, q), case)
+    return got
+
+
+# --- oracle ------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), group=st.sampled_from([1, 4, 8]))
+def test_kernel_is_the_oracle(device, data, group):
+    query_len = data.draw(st.sampled_from([1, 1, 2, 8]))
+    case = data.draw(paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=query_len))
+    splits = data.draw(st.sampled_from([None, 1, 2, 3]))
+    _check(case.to(device), group, query_len=query_len, num_kv_splits=splits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+def test_head_dims(device, head_dim, dtype):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=head_dim, max_seq_len=48)
+    batch = RaggedBatch(query_lens=(1, 1), seq_lens=(33, 48))
+    _check(build_paged_cache(layout, batch, dtype=dtype).to(device), 4, num_kv_splits=2)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_block_sizes(device, block_size):
+    layout = LayoutCase.hnd(
+        num_kv_heads=1, head_dim=16, block_size=block_size, max_seq_len=3 * block_size, max_reqs=4
+    )
+    lens = (block_size - 1, block_size, block_size + 1, 3 * block_size)
+    batch = RaggedBatch(query_lens=(1,) * 4, seq_lens=lens)
+    _check(build_paged_cache(layout, batch).to(device), 1)
+
+
+# --- edges -------------------------------------------------------------------------------------
+
+
+def test_streaming_heads_beside_a_full_one(device):
+    """A long context: the ring's segments stay five and three columns wide."""
+    roles = (
+        HeadRole(group=0),
+        HeadRole(window=40, sink=4, ring_blocks=4, group=1),
+        HeadRole(window=17, sink=0, ring_blocks=3, group=2),
+    )
+    layout = LayoutCase.head_groups(roles=roles, head_dim=16, max_seq_len=700, max_reqs=2)
+    assert layout.row_width == 44 + 5 + 3
+    batch = RaggedBatch(query_lens=(2, 2), seq_lens=(700, 333))
+    case = build_paged_cache(layout, batch, dtype=torch.float16).to(device)
+    with small_tiles(128):
+        _check(case, 2, num_kv_splits=2)
+
+
+def test_per_head_table_is_taken_directly(device):
+    layout = LayoutCase.per_head_ids(num_kv_heads=3, head_dim=16, max_seq_len=64)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(1, 1), seq_lens=(64, 20)))
+    case = case.to(device)
+    q = make_queries(case, 1)
+    table = case.block_table.view(2 * 3, 4)
+    assert_equal(run_decode(kernels, case, q, block_table=table), run_decode(kernels, case, q))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("seq_lens", [(), (0,), (0, 0, 0)])
+def test_nothing_visible(device, seq_lens, splits):
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=16)
+    batch = RaggedBatch(query_lens=(2,) * len(seq_lens), seq_lens=seq_lens)
+    case = build_paged_cache(layout, batch).to(device)
+    got = run_decode(kernels, case, make_queries(case, 2), query_len=2, num_kv_splits=splits)
+    assert (got.out == 0).all()
+    assert (got.lse == -torch.inf).all()
+
+
+def test_outputs_are_optional(device):
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=40)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(1,), seq_lens=(40,))).to(device)
+    q = make_queries(case, 2)
+    for splits in (1, 2):
+        want = run_decode(kernels, case, q, num_kv_splits=splits)
+        out = kernels.paged_decode_attention(
+            q,
+            case.k_cache,
+            case.v_cache,
+            case.block_table,
+            case.seq_lens,
+            case.layout,
+            softmax_scale=softmax_scale(case),
+            num_kv_splits=splits,
+        )
+        assert torch.equal(out, want.out)
+        assert out.is_contiguous()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # the interpreter's numpy
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nan_in_a_query_stays_in_its_row(device, splits):
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=64)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(1, 1), seq_lens=(64, 64))).to(device)
+    q = make_queries(case, 2).clone()
+    clean = run_decode(kernels, case, q, num_kv_splits=splits)
+    q[0, 1, 3] = torch.nan
+    got = run_decode(kernels, case, q, num_kv_splits=splits)
+    assert got.out[0, 1].isnan().all()
+    assert got.lse[0, 1].isnan()
+    assert_equal(got.rows(slice(1, 2)), clean.rows(slice(1, 2)))
+    assert torch.equal(got.out[0, 0], clean.out[0, 0])
+
+
+def test_pages_beyond_two_to_the_31_elements(device):
+    """Block 2 starts at element 2**31: the multiply by the stride must be 64 bits wide."""
+    stride, dim = 2**30, 16
+    cache = torch.empty(2 * stride + 16 * dim, dtype=torch.float16, device=device)  # 4 GiB, lazy
+    page = torch.randn(16, dim, generator=torch.Generator().manual_seed(0)).to(cache)
+    cache[2 * stride :] = page.flatten()
+    layout = KVLayout.build(
+        block_size=16,
+        head_dim=dim,
+        token_stride=dim,
+        head_base=[0],
+        block_stride=[stride],
+        roles=[HeadRole()],
+        device=device,
+    )
+    q = page[:1, None].clone()
+    lens = torch.tensor([16], dtype=torch.int32, device=device)
+    out = kernels.paged_decode_attention(
+        q,
+        cache,
+        cache,
+        torch.tensor([[2]], dtype=torch.int32, device=device),
+        lens,
+        layout,
+        softmax_scale=1.0,
+    )
+    want = torch.softmax(page.double() @ page[0].double(), 0) @ page.double()
+    torch.testing.assert_close(out[0, 0].double(), want, rtol=2e-3, atol=2e-3)
+
+
+# --- properties --------------------------------------------------------------------------------
+
+
+@given(
+    case=paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=1),
+    block_seed=st.integers(0, 99),
+)
+def test_physical_blocks_do_not_matter(device, case, block_seed):
+    moved = build_paged_cache(
+        case.layout_case, case.batch, dtype=case.key.dtype, seed=5, block_seed=block_seed
+    )
+    case = build_paged_cache(case.layout_case, case.batch, dtype=case.key.dtype, seed=5)
+    q = make_queries(case, 2).to(device)
+    assert_equal(run_decode(kernels, moved.to(device), q), run_decode(kernels, case.to(device), q))
+
+
+@given(case=paged_caches(layouts=SMALL, uniform_query_len=2, min_reqs=1), data=st.data())
+def test_batch_order_permutes_outputs_only(device, case, data):
+    case = case.to(device)
+    q = make_queries(case, 2)
+    order = data.draw(st.permutations(range(len(case.batch.seq_lens))))
+    rows = query_rows(case, order)
+    options = {"num_kv_splits": 2}
+    whole = run_decode(kernels, case, q, **options)
+    assert_equal(run_decode(kernels, permuted(case, order), q[rows], **options), whole.rows(rows))
+
+
+@given(case=paged_caches(layouts=SMALL, uniform_query_len=1, min_reqs=1))
+def test_padding_rows_change_nothing(device, case):
+    case = case.to(device)
+    q = make_queries(case, 1)
+    options = {"num_kv_splits": 2}
+    alone = run_decode(kernels, case, q, **options)
+    padded = replace(
+        case,
+        batch=RaggedBatch(
+            query_lens=(*case.batch.query_lens, 1), seq_lens=(*case.batch.seq_lens, 0)
+        ),
+        block_table=torch.cat([case.block_table, case.block_table[:1]]),
+    )
+    got = run_decode(kernels, padded, torch.cat([q, q[:1]]), **options)
+    assert_equal(got.rows(slice(-1)), alone)
+    assert (got.out[-1] == 0).all()
+    assert (got.lse[-1] == -torch.inf).all()
+
+
+@given(
+    case=paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=1),
+    splits=st.sampled_from([2, 5, 17, 256]),
+)
+def test_splits_change_rounding_only(device, case, splits):
+    _check(case.to(device), 2, num_kv_splits=splits)
+
+
+@given(case=paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=1))
+def test_decode_is_prefill_of_one_token(device, case):
+    case = case.to(device)
+    q = make_queries(case, 2)
+    got = run_decode(kernels, case, q, num_kv_splits=1)
+    assert_in_budget(got, run_prefill(kernels, case, q), exact(case, q), case)
+
+
+# --- configuration -----------------------------------------------------------------------------
+
+
+def test_choose_splits():
+    config = DecodeAttentionConfig(
+        tile_tokens=128, num_warps=4, num_stages=2, programs_per_sm=4, max_splits=64
+    )
+    choose = config.choose_splits
+    assert choose(num_programs=8, max_keys=8192, num_sms=132) == 64  # 66 wanted, 64 tiles
+    assert choose(num_programs=512, max_keys=8192, num_sms=132) == 2
+    assert choose(num_programs=10_000, max_keys=8192, num_sms=132) == 1
+    assert choose(num_programs=1, max_keys=100, num_sms=132) == 1
+    assert choose(num_programs=1, max_keys=10**6, num_sms=132) == 64
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def _arguments(device):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=32)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(1, 1), seq_lens=(20, 32))).to(device)
+    q = make_queries(case, 2)
+    out, lse = empty_outputs(q)
+    return {
+        "q": q,
+        "k_cache": case.k_cache,
+        "v_cache": case.v_cache,
+        "block_table": case.block_table,
+        "seq_lens": case.seq_lens,
+        "layout": case.layout,
+        "softmax_scale": 1.0,
+        "query_len": 1,
+        "num_kv_splits": 2,
+        "out": out,
+        "lse": lse,
+    }
+
+
+WRONG = [
+    ("q", lambda x: x.double(), TypeError, "q: expected dtype"),
+    ("q", lambda x: x[0], ValueError, r"q: expected shape \[any, any, 16\], got \[4, 16\]"),
+    ("q", lambda x: x.mT.contiguous().mT, ValueError, "q: expected unit last stride"),
+    ("q", lambda x: x[:, :3], ValueError, "q: expected a multiple of 2 KV heads, got 3 heads"),
+    ("q", lambda x: x[:, :0], ValueError, "q: expected a multiple of 2 KV heads, got 0 heads"),
+    ("q", lambda x: x[:1], ValueError, "q: expected 2 requests x 1 = 2 rows, got 1"),
+    ("q", lambda x: x.tolist(), TypeError, "q: expected a torch.Tensor, got list"),
+    ("k_cache", lambda x: x.half(), TypeError, "k_cache: expected dtype torch.float32"),
+    ("k_cache", lambda x: x[::2], ValueError, "k_cache: expected a contiguous tensor"),
+    ("k_cache", lambda x: x.to("meta"), ValueError, "k_cache: expected device"),
+    ("v_cache", lambda x: x.half(), TypeError, "v_cache: expected dtype torch.float32"),
+    ("v_cache", lambda x: x[::2], ValueError, "v_cache: expected a contiguous tensor"),
+    ("v_cache", lambda x: x.to("meta"), ValueError, "v_cache: expected device"),
+    ("v_cache", lambda x: x[1:], ValueError, "v_cache: expected .* elements like k_cache, got"),
+    ("block_table", lambda x: x.long(), TypeError, "block_table: expected dtype torch.int32"),
+    ("block_table", lambda x: x[0], ValueError, "block_table: expected shape"),
+    ("block_table", lambda x: x[:1], ValueError, r"block_table: expected \[2, row_width\]"),
+    ("block_table", lambda x: x.T.contiguous().T, ValueError, "block_table: expected unit last"),
+    ("block_table", lambda x: x.to("meta"), ValueError, "block_table: expected device"),
+    ("seq_lens", lambda x: x.long(), TypeError, "seq_lens: expected dtype torch.int32"),
+    ("seq_lens", lambda x: x[None], ValueError, r"seq_lens: expected shape \[any\]"),
+    ("seq_lens", lambda x: x.repeat(2)[::2], ValueError, "seq_lens: expected a contiguous"),
+    ("seq_lens", lambda x: x.to("meta"), ValueError, "seq_lens: expected device"),
+    ("layout", lambda _: KVLayout.hnd(2, 16, 32), ValueError, "q: expected shape .any, any, 32"),
+    (
+        "layout",
+        lambda _: KVLayout.hnd(2, 16, 16, device="meta"),
+        ValueError,
+        "layout: expected device .*, got meta",
+    ),
+    ("query_len", lambda _: 0, ValueError, "query_len: expected 1 to 8, got 0"),
+    ("query_len", lambda _: 9, ValueError, "query_len: expected 1 to 8, got 9"),
+    ("num_kv_splits", lambda _: 0, ValueError, "num_kv_splits: expected None or 1 to 256, got 0"),
+    ("num_kv_splits", lambda _: 257, ValueError, "num_kv_splits: .* 1 to 256, got 257"),
+    ("out", lambda x: x.half(), TypeError, "out: expected dtype torch.float32"),
+    ("out", lambda x: x[:1], ValueError, r"out: expected shape \[2, 4, 16\]"),
+    ("out", lambda x: x.mT.contiguous().mT, ValueError, "out: expected unit last stride"),
+    ("out", lambda x: x.to("meta"), ValueError, "out: expected device"),
+    ("lse", lambda x: x.half(), TypeError, "lse: expected dtype torch.float32"),
+    ("lse", lambda x: x[:, :1], ValueError, r"lse: expected shape \[2, 4\]"),
+    ("lse", lambda x: x.to("meta"), ValueError, "lse: expected device"),
+]
+
+
+@pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracle"])
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"), WRONG, ids=[f"{i}-{w[0]}" for i, w in enumerate(WRONG)]
+)
+def test_errors_name_the_argument(device, ops, name, change, error, message):
+    arguments = _arguments(device)
+    out, lse = arguments["out"], arguments["lse"]
+    arguments[name] = change(arguments[name])
+    if name == "q":  # or out and lse, of the right q's shape, would be wrong too
+        arguments |= {"out": None, "lse": None}
+    if name == "q" and error is TypeError and ops is reference and "dtype" in message:
+        arguments[name] = arguments[name].long()  # the oracle takes float64
+    with pytest.raises(error, match=message):
+        ops.paged_decode_attention(**arguments)
+    assert (out == SENTINEL).all()
+    assert (lse == SENTINEL).all()
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 272])
+def test_head_dims_without_a_kernel(device, head_dim):
+    q = torch.zeros(1, 1, head_dim, device=device)
+    cache = torch.zeros(16 * head_dim, device=device)
+    with pytest.raises(
+        ValueError, match=r"layout\.head_dim: expected a multiple of 16 from 16 to"
+    ):
+        kernels.paged_decode_attention(
+            q,
+            cache,
+            cache,
+            torch.zeros(1, 1, dtype=torch.int32, device=device),
+            torch.ones(1, dtype=torch.int32, device=device),
+            KVLayout.hnd(1, 16, head_dim, device=device),
+            softmax_scale=1.0,
+        )

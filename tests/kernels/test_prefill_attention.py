@@ -1,0 +1,307 @@
+"""Paged prefill attention: the kernel against its oracle and against dense attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import kernels
+from mrv1.kernels import HeadRole, KVLayout, reference
+from mrv1.kernels.prefill_attention import PrefillAttentionConfig
+from mrv1.testing.strategies import (
+    LayoutCase,
+    RaggedBatch,
+    build_paged_cache,
+    kv_layouts,
+    paged_caches,
+)
+from tests.kernels.paged_attention import (
+    SENTINEL,
+    Result,
+    assert_equal,
+    assert_in_budget,
+    empty_outputs,
+    exact,
+    make_queries,
+    permuted,
+    query_rows,
+    run_prefill,
+    small_tiles,
+    softmax_scale,
+)
+
+pytestmark = [pytest.mark.interp, pytest.mark.gpu]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SMALL = kv_layouts(head_dims=(16, 80), num_kv_heads=(1, 2), max_blocks=3, max_query_len=40)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tiles():
+    """Take tiles that a test's short chunks fill more than once."""
+    with small_tiles(32, tile_rows=32):
+        yield
+
+
+def _check(case, group, **options):
+    q = make_queries(case, group, spare_rows=1)
+    got, oracle = run_prefill(kernels, case, q, **options), run_prefill(reference, case, q)
+    used = slice(-1)
+    assert_in_budget(got.rows(used), oracle.rows(used), exact(case, q), case)
+    assert (got.out[-1] == SENTINEL).all()
+    assert (got.lse[-1] == SENTINEL).all()
+    return got
+
+
+# --- oracle ------------------------------------------------------------------------------------
+
+
+@given(case=paged_caches(layouts=SMALL, dtypes=DTYPES), group=st.sampled_from([1, 3, 4, 8]))
+def test_kernel_is_the_oracle(device, case, group):
+    _check(case.to(device), group)
+
+
+@given(case=paged_caches(layouts=SMALL, dtypes=DTYPES))
+def test_default_tiles(device, case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillAttentionConfig, "default_for", DEFAULT_FOR)
+        _check(case.to(device), 2)
+
+
+DEFAULT_FOR = PrefillAttentionConfig.default_for  # before the fixture changes it
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+def test_head_dims(device, head_dim, dtype):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=head_dim, max_seq_len=48)
+    batch = RaggedBatch(query_lens=(1, 17), seq_lens=(33, 48))
+    _check(build_paged_cache(layout, batch, dtype=dtype).to(device), 4)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_block_sizes(device, block_size):
+    layout = LayoutCase.hnd(
+        num_kv_heads=1, head_dim=16, block_size=block_size, max_seq_len=3 * block_size, max_reqs=4
+    )
+    lens = (block_size - 1, block_size, block_size + 1, 3 * block_size)
+    batch = RaggedBatch(query_lens=(block_size - 1, 5, 2, 7), seq_lens=lens)
+    _check(build_paged_cache(layout, batch).to(device), 1)
+
+
+# --- edges -------------------------------------------------------------------------------------
+
+
+def test_streaming_heads_beside_a_full_one(device):
+    """A long context: the ring's segments stay seven and five columns wide."""
+    roles = (
+        HeadRole(group=0),
+        HeadRole(window=40, sink=4, ring_blocks=6, group=1),
+        HeadRole(window=17, sink=0, ring_blocks=5, group=2),
+    )
+    layout = LayoutCase.head_groups(
+        roles=roles, head_dim=16, max_seq_len=700, max_reqs=2, max_query_len=40
+    )
+    assert layout.row_width == 44 + 7 + 5
+    batch = RaggedBatch(query_lens=(40, 1), seq_lens=(700, 333))
+    _check(build_paged_cache(layout, batch, dtype=torch.float16).to(device), 2)
+
+
+@pytest.mark.parametrize("query_lens", [(0, 0, 5), (5, 0, 0), (0, 1, 0), (1, 1, 1), (33, 1, 20)])
+def test_requests_without_queries(device, query_lens):
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=48)
+    batch = RaggedBatch(query_lens=query_lens, seq_lens=(33, 48, 20))
+    _check(build_paged_cache(layout, batch).to(device), 2)
+
+
+@pytest.mark.parametrize("num_reqs", [0, 1, 3])
+def test_no_tokens(device, num_reqs):
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=16)
+    batch = RaggedBatch(query_lens=(0,) * num_reqs, seq_lens=(4,) * num_reqs)
+    case = build_paged_cache(layout, batch).to(device)
+    for spare_rows in (0, 3):
+        q = make_queries(case, 2, spare_rows=spare_rows)
+        got = run_prefill(kernels, case, q, max_query_len=4)
+        assert (got.out == SENTINEL).all()
+        assert (got.lse == SENTINEL).all()
+
+
+def test_padding_rows_with_queries(device):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=32)
+    batch = RaggedBatch(query_lens=(1, 3, 1), seq_lens=(0, 20, 0))
+    case = build_paged_cache(layout, batch).to(device)
+    got = _check(case, 1)
+    for row in (0, 4):
+        assert (got.out[row] == 0).all()
+        assert (got.lse[row] == -torch.inf).all()
+
+
+def test_more_query_heads_than_tile_rows(device):
+    """One query of 40 heads needs a tile of 64 rows, where 32 were configured."""
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=32)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(3,), seq_lens=(20,))).to(device)
+    _check(case, 40)
+
+
+def test_the_bound_on_queries_bounds_tiles_only(device):
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=48)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(37, 2), seq_lens=(40, 48))).to(device)
+    for bound in (37, 1000):
+        _check(case, 2, max_query_len=bound)
+
+
+def test_outputs_are_optional(device):
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=40)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(7,), seq_lens=(40,))).to(device)
+    q = make_queries(case, 2)
+    out = kernels.paged_prefill_attention(
+        q,
+        case.k_cache,
+        case.v_cache,
+        case.block_table,
+        case.query_start_loc,
+        case.seq_lens,
+        case.layout,
+        softmax_scale=softmax_scale(case),
+        max_query_len=7,
+    )
+    assert torch.equal(out, run_prefill(kernels, case, q).out)
+    assert out.is_contiguous()
+
+
+# --- properties --------------------------------------------------------------------------------
+
+
+@given(
+    case=paged_caches(layouts=SMALL, dtypes=DTYPES),
+    block_seed=st.integers(0, 99),
+)
+def test_physical_blocks_do_not_matter(device, case, block_seed):
+    moved = build_paged_cache(
+        case.layout_case, case.batch, dtype=case.key.dtype, seed=5, block_seed=block_seed
+    )
+    case = build_paged_cache(case.layout_case, case.batch, dtype=case.key.dtype, seed=5)
+    q = make_queries(case, 2).to(device)
+    assert_equal(
+        run_prefill(kernels, moved.to(device), q), run_prefill(kernels, case.to(device), q)
+    )
+
+
+@given(case=paged_caches(layouts=SMALL), data=st.data())
+def test_batch_order_permutes_outputs_only(device, case, data):
+    case = case.to(device)
+    q = make_queries(case, 2)
+    order = data.draw(st.permutations(range(len(case.batch.seq_lens))))
+    rows = query_rows(case, order)
+    got = run_prefill(kernels, permuted(case, order), q[rows])
+    assert_equal(got, run_prefill(kernels, case, q).rows(rows))
+
+
+@given(data=st.data())
+def test_chunks_agree_with_the_whole(device, data):
+    layout = data.draw(SMALL)
+    n = data.draw(st.integers(1, layout.max_seq_len))
+    queries = data.draw(st.integers(1, min(n, layout.max_query_len)))
+    cut = data.draw(st.integers(0, queries))
+    batch = RaggedBatch(query_lens=(queries,), seq_lens=(n,))
+    case = build_paged_cache(layout, batch).to(device)
+    q = make_queries(case, 2)
+    head = replace(case, batch=RaggedBatch(query_lens=(cut,), seq_lens=(n - queries + cut,)))
+    tail = replace(case, batch=RaggedBatch(query_lens=(queries - cut,), seq_lens=(n,)))
+    chunks = [run_prefill(kernels, head, q[:cut]), run_prefill(kernels, tail, q[cut:])]
+    got = Result(*(torch.cat([getattr(c, name) for c in chunks]) for name in ("out", "lse")))
+    assert_in_budget(got, run_prefill(reference, case, q), exact(case, q), case)
+
+
+# --- configuration -----------------------------------------------------------------------------
+
+
+def test_fit_rows():
+    config = PrefillAttentionConfig(tile_rows=128, tile_tokens=64, num_warps=8, num_stages=3)
+    assert config.fit_rows(group=4, max_query_len=512).tile_rows == 128
+    assert config.fit_rows(group=4, max_query_len=9).tile_rows == 64
+    assert config.fit_rows(group=4, max_query_len=1).tile_rows == 16
+    assert config.fit_rows(group=200, max_query_len=1).tile_rows == 256
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def _arguments(device):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=32)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(2, 3), seq_lens=(20, 32))).to(device)
+    q = make_queries(case, 2)
+    out, lse = empty_outputs(q)
+    return {
+        "q": q,
+        "k_cache": case.k_cache,
+        "v_cache": case.v_cache,
+        "block_table": case.block_table,
+        "query_start_loc": case.query_start_loc,
+        "seq_lens": case.seq_lens,
+        "layout": case.layout,
+        "softmax_scale": 1.0,
+        "max_query_len": 3,
+        "out": out,
+        "lse": lse,
+    }
+
+
+WRONG = [
+    ("q", lambda x: x.long(), TypeError, "q: expected dtype"),
+    ("q", lambda x: x[0], ValueError, r"q: expected shape \[any, any, 16\], got \[4, 16\]"),
+    ("q", lambda x: x.mT.contiguous().mT, ValueError, "q: expected unit last stride"),
+    ("q", lambda x: x[:, :3], ValueError, "q: expected a multiple of 2 KV heads, got 3 heads"),
+    ("k_cache", lambda x: x.half(), TypeError, "k_cache: expected dtype torch.float32"),
+    ("k_cache", lambda x: x[::2], ValueError, "k_cache: expected a contiguous tensor"),
+    ("v_cache", lambda x: x.to("meta"), ValueError, "v_cache: expected device"),
+    ("v_cache", lambda x: x[1:], ValueError, "v_cache: expected .* elements like k_cache, got"),
+    ("block_table", lambda x: x.long(), TypeError, "block_table: expected dtype torch.int32"),
+    ("block_table", lambda x: x[:1], ValueError, r"block_table: expected \[2, row_width\]"),
+    ("query_start_loc", lambda x: x.long(), TypeError, "query_start_loc: expected dtype"),
+    ("query_start_loc", lambda x: x[:2], ValueError, r"query_start_loc: expected shape \[3\]"),
+    ("query_start_loc", lambda x: x.to("meta"), ValueError, "query_start_loc: expected device"),
+    ("query_start_loc", lambda x: x.repeat(2)[::2], ValueError, "query_start_loc: expected a con"),
+    ("seq_lens", lambda x: x.long(), TypeError, "seq_lens: expected dtype torch.int32"),
+    ("seq_lens", lambda x: x.to("meta"), ValueError, "seq_lens: expected device"),
+    ("layout", lambda _: KVLayout.hnd(2, 16, 32), ValueError, "q: expected shape .any, any, 32"),
+    ("max_query_len", lambda _: -1, ValueError, "max_query_len: expected >= 0, got -1"),
+    ("out", lambda x: x.half(), TypeError, "out: expected dtype torch.float32"),
+    ("out", lambda x: x[:1], ValueError, r"out: expected shape \[5, 4, 16\]"),
+    ("lse", lambda x: x.half(), TypeError, "lse: expected dtype torch.float32"),
+    ("lse", lambda x: x[:, :1], ValueError, r"lse: expected shape \[5, 4\]"),
+]
+
+
+@pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracle"])
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"), WRONG, ids=[f"{i}-{w[0]}" for i, w in enumerate(WRONG)]
+)
+def test_errors_name_the_argument(device, ops, name, change, error, message):
+    arguments = _arguments(device)
+    out, lse = arguments["out"], arguments["lse"]
+    arguments[name] = change(arguments[name])
+    with pytest.raises(error, match=message):
+        ops.paged_prefill_attention(**arguments)
+    assert (out == SENTINEL).all()
+    assert (lse == SENTINEL).all()
+
+
+def test_head_dims_without_a_kernel(device):
+    cache = torch.zeros(16 * 8, device=device)
+    with pytest.raises(ValueError, match=r"layout\.head_dim: expected a multiple of 16 from 16"):
+        kernels.paged_prefill_attention(
+            torch.zeros(1, 1, 8, device=device),
+            cache,
+            cache,
+            torch.zeros(1, 1, dtype=torch.int32, device=device),
+            torch.tensor([0, 1], dtype=torch.int32, device=device),
+            torch.ones(1, dtype=torch.int32, device=device),
+            KVLayout.hnd(1, 16, 8, device=device),
+            softmax_scale=1.0,
+            max_query_len=1,
+        )

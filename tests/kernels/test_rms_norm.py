@@ -1,0 +1,224 @@
+"""RMS norm, with and without a residual, on contiguous tensors and views of fused projections."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import kernels
+from mrv1.kernels import reference
+from mrv1.kernels.rms_norm import RmsNormConfig
+from tests.kernels.elementwise import (
+    DTYPES,
+    assert_gaps_untouched,
+    assert_in_budget,
+    in_a_wider_row,
+    normal,
+    seeds,
+    tiles,
+)
+
+pytestmark = [pytest.mark.interp, pytest.mark.gpu]
+
+EPS = 1e-6
+DIMS = (1, 16, 80, 96, 128, 576, 1000)  # 80, 96, 576 and 1000 leave part of a tile empty
+
+
+def _exact(x, weight, eps=EPS):
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def _torch(x, weight, eps=EPS):
+    """Return transformers' LlamaRMSNorm."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+# --- oracle ------------------------------------------------------------------------------------
+
+
+def test_the_oracle_is_the_formula():
+    x, weight = normal((3, 5), torch.float64, "cpu"), normal((5,), torch.float64, "cpu", 1)
+    residual = normal((3, 5), torch.float64, "cpu", 2)
+    want, sums = torch.empty(3, 5).double(), torch.empty(3, 5).double()
+    for row in range(3):
+        for col in range(5):
+            sums[row, col] = x[row, col].item() + residual[row, col].item()
+        root = math.sqrt(sum(value**2 for value in sums[row].tolist()) / 5 + 0.25)
+        for col in range(5):
+            want[row, col] = sums[row, col].item() / root * weight[col].item()
+    got = reference.rms_norm(x, weight, 0.25, residual=residual)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(residual, sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_oracle_rounds_as_llama_does(dtype):
+    x, weight = normal((4, 96), dtype, "cpu"), normal((96,), dtype, "cpu", 1)
+    assert torch.equal(reference.rms_norm(x, weight, EPS), _torch(x, weight))
+
+
+# --- properties --------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.sampled_from([(1,), (7,), (33,), (3, 4), (5, 1)]),
+    dim=st.sampled_from(DIMS),
+    dtype=st.sampled_from(DTYPES),
+    gap=st.sampled_from([0, 8, 3]),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_it_is_as_exact_as_torch(device, shape, dim, dtype, gap, as_on_gpu, seed):
+    x = in_a_wider_row(normal((*shape, dim), dtype, device, seed), gap, 2 * gap)
+    weight = normal((dim,), dtype, device, seed + 1)
+    out = in_a_wider_row(torch.zeros_like(x), 2 * gap, gap)
+    with tiles("rms_norm", as_on_gpu=as_on_gpu):
+        assert kernels.rms_norm(x, weight, EPS, out=out) is out
+    assert_in_budget(out, _torch(x, weight), _exact(x, weight))
+    assert_gaps_untouched(out)
+    assert_gaps_untouched(x)
+
+
+@given(
+    num_tokens=st.sampled_from([1, 2, 17]),
+    dim=st.sampled_from(DIMS),
+    dtype=st.sampled_from(DTYPES),
+    gap=st.sampled_from([0, 8]),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_the_residual_becomes_the_rounded_sum(
+    device, num_tokens, dim, dtype, gap, as_on_gpu, seed
+):
+    x = in_a_wider_row(normal((num_tokens, dim), dtype, device, seed), 0, gap)
+    residual = in_a_wider_row(normal((num_tokens, dim), dtype, device, seed + 1) * 9, gap, gap)
+    weight = normal((dim,), dtype, device, seed + 2)
+    total = residual + x
+    with tiles("rms_norm", as_on_gpu=as_on_gpu):
+        out = kernels.rms_norm(x, weight, EPS, residual=residual)
+    assert torch.equal(residual, total)
+    assert_gaps_untouched(residual)
+    assert_in_budget(out, _torch(total, weight), _exact(total, weight))
+
+
+@given(dtype=st.sampled_from(DTYPES), exponent=st.integers(1, 4), seed=seeds)
+def test_a_power_of_two_cancels(device, dtype, exponent, seed):
+    x, weight = normal((4, 80), dtype, device, seed), torch.ones(80, dtype=dtype, device=device)
+    want = kernels.rms_norm(x, weight, 0.0)
+    assert torch.equal(kernels.rms_norm(x * 2.0**exponent, weight, 0.0), want)
+
+
+@given(order=st.permutations(range(9)), seed=seeds)
+def test_a_row_does_not_see_the_others(device, order, seed):
+    x, weight = normal((9, 96), torch.bfloat16, device, seed), normal((96,), DTYPES[2], device)
+    want = kernels.rms_norm(x, weight, EPS)
+    assert torch.equal(kernels.rms_norm(x[list(order)], weight, EPS), want[list(order)])
+
+
+# --- edges -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_normalised_value_is_rounded_before_the_weight(device, dtype):
+    """Of 1 and 7 the mean square is 25: 1.4 must lose its digits before the weight sees it."""
+    x = torch.tensor([1.0, 7.0] * 64, dtype=dtype, device=device)[None]
+    weight = 1 + torch.arange(128, dtype=torch.float32, device=device).to(dtype) / 128
+    want = _torch(x, weight)
+    assert torch.equal(kernels.rms_norm(x, weight, 0.0), want)
+    assert not torch.equal(want, _exact(x, weight, 0.0).to(dtype))  # rounded once it differs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_place(device, dtype):
+    x, weight = normal((5, 3, 80), dtype, device), normal((80,), dtype, device, 1)
+    want = kernels.rms_norm(x, weight, EPS)
+    assert kernels.rms_norm(x, weight, EPS, out=x) is x
+    assert torch.equal(x, want)
+
+
+def test_heads_of_a_fused_projection(device):
+    qkv = normal((6, 8, 64), torch.float16, device)
+    before, weight = qkv.clone(), normal((64,), torch.float16, device, 1)
+    q = qkv[:, 2:5]
+    kernels.rms_norm(q, weight, EPS, out=q)
+    assert torch.equal(qkv[:, :2], before[:, :2])
+    assert torch.equal(qkv[:, 5:], before[:, 5:])
+    assert_in_budget(q, _torch(before[:, 2:5], weight), _exact(before[:, 2:5], weight))
+
+
+def test_a_row_of_zeros_stays_zero(device):
+    x = torch.zeros(2, 96, device=device)
+    assert not kernels.rms_norm(x, torch.ones(96, device=device), EPS).any()
+
+
+def test_nan_stays_in_its_row(device):
+    x = normal((3, 96), torch.float32, device)
+    want = kernels.rms_norm(x, torch.ones(96, device=device), EPS)
+    x[1, 5] = torch.nan
+    got = kernels.rms_norm(x, torch.ones(96, device=device), EPS)
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2]], want[[0, 2]])
+
+
+def test_float16_squares_do_not_overflow(device):
+    x, weight = normal((2, 96), torch.float16, device) * 2e4, torch.ones(96, device=device).half()
+    assert_in_budget(kernels.rms_norm(x, weight, EPS), _torch(x, weight), _exact(x, weight))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (0, 4, 64), (3, 0, 64)])
+def test_no_rows(device, shape):
+    weight = torch.ones(64, device=device)
+    assert kernels.rms_norm(torch.ones(shape, device=device), weight, EPS).shape == shape
+
+
+@pytest.mark.parametrize("dim", [1, 64, 128, 1000, 4096, 16384])
+def test_configurations_cover_the_row(dim):
+    gpu, cpu = RmsNormConfig.default_for(dim), RmsNormConfig.for_interpreter(1000, dim)
+    assert gpu.tile_rows >= 1
+    assert gpu.num_warps in (4, 8, 16)
+    assert cpu.tile_rows * dim <= 2**18
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+STRIDED = object()  # a weight with a gap between elements, which a copy to a GPU would close
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, r"x: expected a torch\.Tensor, got list"),
+        ({"x": torch.ones(2, 8).int()}, TypeError, r"x: expected dtype .*, got torch\.int32"),
+        ({"x": torch.ones(8)}, ValueError, r"x: expected shape \[tokens, dim\] or .*, got \[8\]"),
+        ({"x": torch.ones(2, 0)}, ValueError, r"x: expected shape .* dim >= 1, got \[2, 0\]"),
+        ({"x": torch.ones(8, 2).T}, ValueError, r"x: expected unit last stride, got strides"),
+        ({"weight": torch.ones(4)}, ValueError, r"weight: expected shape \[8\], got \[4\]"),
+        ({"weight": torch.ones(8).half()}, TypeError, r"weight: expected dtype torch\.float32"),
+        ({"weight": STRIDED}, ValueError, r"weight: expected a contiguous tensor"),
+        ({"residual": torch.ones(1, 8)}, ValueError, r"residual: expected shape \[2, 8\]"),
+        ({"out": torch.ones(2, 8).half()}, TypeError, r"out: expected dtype torch\.float32"),
+        (
+            {"x": torch.ones(2, 3, 8), "residual": torch.ones(2, 3, 8)},
+            ValueError,
+            r"residual: expected None for a three-dimensional x, got shape \[2, 3, 8\]",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(device, change, error, message):
+    arguments = {"x": torch.ones(2, 8), "weight": torch.ones(8), "residual": None, "out": None}
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in (arguments | change).items()
+    }
+    if arguments["weight"] is STRIDED:
+        arguments["weight"] = torch.ones(16, device=device)[::2]
+    with pytest.raises(error, match=message):
+        kernels.rms_norm(eps=EPS, **arguments)
