@@ -213,4 +213,6 @@ class ModelRunner:
             self.__dict__.pop(name, None)
         gc.collect()
         if self._on_gpu:
+            # cuBLAS keeps a workspace for ever; torch names its release only privately.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
