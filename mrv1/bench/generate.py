@@ -17,7 +17,8 @@ from mrv1.config import DtypeName, EngineConfig, resolve_dtype
 from mrv1.device import kernel_path, resolve_device
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError
-from mrv1.models import DecoderModel, random_weights, select_ops
+from mrv1.kernels.ops import select_ops
+from mrv1.models import DecoderModel, random_weights
 from mrv1.sampler import SamplingParams
 
 SCHEMA = 1

@@ -4,7 +4,6 @@ from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
 from mrv1.models.decoder import DecoderModel
 from mrv1.models.loading import load_model
-from mrv1.models.ops import Ops, select_ops
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import RopeConfig
 from mrv1.models.weights import ModelWeights, random_weights
@@ -15,10 +14,8 @@ __all__ = [
     "LayerCache",
     "ModelConfig",
     "ModelWeights",
-    "Ops",
     "ParallelContext",
     "RopeConfig",
     "load_model",
     "random_weights",
-    "select_ops",
 ]

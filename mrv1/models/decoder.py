@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import embedding, linear
 
+from mrv1.kernels.ops import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
-from mrv1.models.ops import Ops
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import cos_sin_table
 from mrv1.models.weights import LayerWeights, ModelWeights

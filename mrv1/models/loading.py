@@ -19,11 +19,11 @@ from rich.progress import (
 
 from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
+from mrv1.kernels.ops import Ops
 from mrv1.models.config import ModelConfig
 from mrv1.models.decoder import DecoderModel
 from mrv1.models.files import raise_problems
 from mrv1.models.hf_config import WEIGHT_DTYPES
-from mrv1.models.ops import Ops
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.shards import Scan, TensorEntry, open_shard, scan_checkpoint
 from mrv1.models.weights import ModelWeights, checkpoint_tensors, empty_weights

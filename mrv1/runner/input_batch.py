@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from mrv1.kernels.ops import Ops
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import BlockTables
 from mrv1.runner.request_state import RequestState
@@ -16,32 +16,6 @@ from mrv1.runner.step import HostArrays, StepPlan
 
 MAX_DECODE_QUERY_LEN = 8
 """Longest query per row that the decode kernel takes."""
-
-
-class GatherOps(Protocol):
-    """The op a batch needs of ``mrv1.kernels`` or ``mrv1.kernels.reference``."""
-
-    def gather_tokens(
-        self,
-        idx_mapping: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        token_ids: torch.Tensor,
-        num_tokens: torch.Tensor,
-        num_computed_tokens: torch.Tensor,
-        block_tables: torch.Tensor,
-        *,
-        block_size: int,
-        group_table_offset: torch.Tensor,
-        group_sink: torch.Tensor,
-        group_ring_blocks: torch.Tensor,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        seq_lens: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        logits_rows: torch.Tensor,
-    ) -> None:
-        """Gather a step's tokens; see ``mrv1.kernels.gather_tokens``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +60,7 @@ def gather(
     sampled_rows: list[int],
     state: RequestState,
     tables: BlockTables,
-    ops: GatherOps,
+    ops: Ops,
     block_size: int,
 ) -> InputBatch:
     """Build the step's batch on the device from slots and state, in one kernel."""

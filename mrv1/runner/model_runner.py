@@ -11,7 +11,8 @@ import torch
 from mrv1.config import EngineConfig, checkpoint_dir, resolve_dtype, resolve_max_model_len
 from mrv1.device import device_info, kernel_path, memory_bytes, resolve_device
 from mrv1.errors import StepError
-from mrv1.models import DecoderModel, ModelConfig, load_model, select_ops
+from mrv1.kernels.ops import select_ops
+from mrv1.models import DecoderModel, ModelConfig, load_model
 from mrv1.runner import input_batch
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.block_table import BlockTables, GroupColumns

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from mrv1.kernels.ops import Ops
 from mrv1.sampler.params import SamplingParams
-
-
-class SampleOps(Protocol):
-    """The op the sampler needs of ``mrv1.kernels`` or ``mrv1.kernels.reference``."""
-
-    def sample_tokens(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Draw one token a row; see ``mrv1.kernels.sample_tokens``."""
-        ...
 
 
 def filter_logits(
@@ -71,7 +55,7 @@ class Sampler:
     written when a request takes the slot, so nothing of a former request can show.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device, ops: SampleOps) -> None:
+    def __init__(self, max_num_reqs: int, device: torch.device, ops: Ops) -> None:
         self._ops = ops
         self._filters_np = np.zeros(max_num_reqs, dtype=np.bool_)
         self.temperature = torch.zeros(max_num_reqs, dtype=torch.float32, device=device)

@@ -8,7 +8,8 @@ import torch
 from mrv1 import kernels
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
-from mrv1.models import DecoderModel, ModelConfig, ParallelContext, random_weights, select_ops
+from mrv1.kernels.ops import select_ops
+from mrv1.models import DecoderModel, ModelConfig, ParallelContext, random_weights
 from mrv1.models.weights import checkpoint_tensors
 from tests.models.driver import PagedDriver
 from tests.models.families import FAMILIES, tiny_config
