@@ -26,8 +26,8 @@ _common = {
     "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-settings.register_profile("dev", max_examples=10, **_common)
-settings.register_profile("full", max_examples=60, **_common)
+settings.register_profile("dev", max_examples=20, **_common)
+settings.register_profile("full", max_examples=300, **_common)
 settings.load_profile("dev")  # --hypothesis-profile=full loads the other one
 
 
