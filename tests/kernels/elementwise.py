@@ -49,7 +49,10 @@ def assert_gaps_untouched(view: torch.Tensor) -> None:
 
 
 def assert_in_budget(got: torch.Tensor, torch_result: torch.Tensor, exact: torch.Tensor) -> None:
-    """Fail unless ``got`` is at most twice as far from ``exact`` as torch, plus one rounding.
+    """Fail unless ``got`` is at most twice as far from ``exact`` as torch, plus the floor.
+
+    The floor is one rounding to the result's dtype and four to float32 on the way there: torch may
+    happen to be exact on one small row.
 
     Args:
         got: the kernel's result.
@@ -64,10 +67,11 @@ def assert_in_budget(got: torch.Tensor, torch_result: torch.Tensor, exact: torch
     torch_error = (torch_result.double() - exact).abs()[keep]
     if not error.numel():
         return
-    floor = torch.finfo(got.dtype).eps * exact.abs()[keep] + torch.finfo(got.dtype).tiny
+    roundings = torch.finfo(got.dtype).eps + 4 * torch.finfo(torch.float32).eps
+    floor = roundings * exact.abs()[keep] + torch.finfo(got.dtype).tiny
     excess = error - 2 * torch_error.max() - floor
     worst = excess.argmax()
     assert excess[worst] <= 0, (
         f"error {error[worst]:.3e} where torch's largest is {torch_error.max():.3e} "
-        f"and one rounding is {floor[worst]:.3e}"
+        f"and the floor is {floor[worst]:.3e}"
     )
