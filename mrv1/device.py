@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -111,6 +112,62 @@ def kernel_path(device: torch.device) -> KernelPath:
     if device.type == "cuda":
         return "triton"
     return "interpreter" if INTERPRET else "reference"
+
+
+Fp8Path = Literal["hardware", "integer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Choice:
+    """Who converts e4m3 codes on a device, and why; the bits are the same."""
+
+    path: Fp8Path
+    reason: str
+
+
+def fp8_path(device: torch.device) -> Fp8Choice:
+    """Return how kernels convert e4m3 on ``device``.
+
+    Raises:
+        UnsupportedDeviceError: the GPU is older than sm_80.
+    """
+    if device.type == "cpu":
+        return Fp8Choice(path="hardware", reason="the interpreter's conversion is exact")
+    return choose_fp8_path(device_info(device), is_amd=torch.version.hip is not None)
+
+
+def choose_fp8_path(
+    info: DeviceInfo, *, is_amd: bool = False, triton_version: str | None = None
+) -> Fp8Choice:
+    """Return how a GPU with these facts converts e4m3.
+
+    Args:
+        info: the GPU.
+        is_amd: whether it is AMD's.
+        triton_version: None = the one installed (asked on sm_89 only).
+
+    Raises:
+        UnsupportedDeviceError: older than sm_80.
+    """
+    if is_amd:
+        return Fp8Choice(path="integer", reason=f"{info.name}: AMD's own e4m3 is another format")
+    capability = info.capability or (0, 0)
+    if capability < MIN_CAPABILITY:
+        raise UnsupportedDeviceError(
+            f"{info.name} has compute capability {capability[0]}.{capability[1]}; an fp8 KV cache "
+            "needs 8.0 (Ampere) or newer: choose such a GPU, or a cache without scales"
+        )
+    if capability < (8, 9):
+        return Fp8Choice(path="integer", reason=f"{info.name} has no e4m3 (8.9 and newer have)")
+    if capability == (8, 9):
+        triton_version = triton_version or version("triton")
+        major, minor = (int(part) for part in triton_version.split(".")[:2])
+        if (major, minor) < (3, 9):
+            return Fp8Choice(
+                path="integer",
+                reason=f"triton {triton_version} rounds twice on sm_89 (3.9 and newer once)",
+            )
+    return Fp8Choice(path="hardware", reason=f"{info.name} converts e4m3")
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from mrv1.kernels import reference
 from mrv1.kernels.activation import silu_and_mul
+from mrv1.kernels.copy_pages import copy_pages
 from mrv1.kernels.decode_attention import paged_decode_attention
 from mrv1.kernels.kv_cache_write import kv_cache_write
 from mrv1.kernels.kv_layout import HeadRole, KVLayout
+from mrv1.kernels.kv_scales import KVScales
+from mrv1.kernels.merge_states import merge_states
 from mrv1.kernels.prefill_attention import paged_prefill_attention
 from mrv1.kernels.rms_norm import rms_norm
 from mrv1.kernels.rope import apply_rope
@@ -23,9 +26,12 @@ from mrv1.kernels.token_gather import gather_tokens
 __all__ = [
     "HeadRole",
     "KVLayout",
+    "KVScales",
     "apply_rope",
+    "copy_pages",
     "gather_tokens",
     "kv_cache_write",
+    "merge_states",
     "paged_decode_attention",
     "paged_prefill_attention",
     "reference",

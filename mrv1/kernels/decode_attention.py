@@ -25,7 +25,6 @@ import torch
 from mrv1.device import device_info
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._paged import (
-    ALIGNED_ELEMENTS,
     LN_2,
     LOG2_E,
     MIN_DOT_ROWS,
@@ -42,8 +41,10 @@ from mrv1.kernels._paged_checks import (
     check_paged_attention,
     check_query_len,
 )
+from mrv1.kernels._scales import cache_arguments, fp8_constexprs, product_dtype
 from mrv1.kernels._triton import INTERPRET, tl, triton
 from mrv1.kernels.kv_layout import KVLayout
+from mrv1.kernels.kv_scales import KVScales
 
 MERGE_TILE_SPLITS = 16
 """Splits the merge kernel reads at once: 16 x 256 fp32 partials are 32 registers a thread."""
@@ -64,9 +65,15 @@ class DecodeAttentionConfig:
 
     @classmethod
     def default_for(
-        cls, head_dim: int, dtype: torch.dtype, tile_rows: int
+        cls,
+        head_dim: int,
+        dtype: torch.dtype,
+        tile_rows: int,
+        capability: tuple[int, int] | None = None,
     ) -> DecodeAttentionConfig:
         """Return the choice for a head dimension, cache dtype and number of rows in a tile.
+
+        The CUDA compute capability counts beside an fp8 cache; None = unknown, or AMD's.
 
         Shared memory stays within 80 KiB (NVIDIA) and 64 KiB (gfx942); no target of the compile
         lane spills. H200, bf16, 64 requests x 8192 keys x 8 heads of 128: 98% of the measured copy
@@ -78,6 +85,11 @@ class DecodeAttentionConfig:
         if dtype == torch.float32:
             # Exact products have no tensor core: a thread holds whole rows of K in registers.
             tile_tokens, num_warps, num_stages = (16 if head_dim > 128 else 32), 8, 1
+        elif dtype == torch.float8_e4m3fn:
+            # Codes widen to fp16 in registers: 64 tokens spill before sm_90, 2 warps on it too.
+            small = capability is None or capability < (9, 0)
+            small = small or head_dim > 128 or tile_rows > MIN_DOT_ROWS
+            tile_tokens, num_warps, num_stages = (32 if small else 64), 4, 2
         else:
             # Block ids are prefetched only if a tile has one for each of 128 threads; more rows
             # need their registers for scores.
@@ -120,6 +132,10 @@ def _paged_decode_attention_kernel(
     stride_q_head,
     k_cache_ptr,  # one layer's keys, flat
     v_cache_ptr,  # one layer's values, flat
+    k_scale_ptr,  # float32, flat, or None
+    v_scale_ptr,
+    scale_base_ptr,  # [kv_heads] int64, elements, or None
+    scale_block_stride_ptr,  # [kv_heads] int64, elements, or None
     block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
     stride_table_row,
     seq_lens_ptr,  # [num_reqs] int32
@@ -142,6 +158,8 @@ def _paged_decode_attention_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    TOKEN_SCALES: tl.constexpr,
 ):
     """Grid (num_reqs, kv_heads, splits): one split of one KV head of one request."""
     req = tl.program_id(0).to(tl.int64)
@@ -169,13 +187,18 @@ def _paged_decode_attention_kernel(
     q_offsets = (out_row * stride_q_row + q_head * stride_q_head)[:, None] + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
 
-    head_base = tl.multiple_of(tl.load(head_base_ptr + head), ALIGNED_ELEMENTS)
-    block_stride = tl.load(block_stride_ptr + head)
     acc, top, total = attend_keys(
         q,
         query_position,
-        k_cache_ptr + head_base,
-        v_cache_ptr + head_base,
+        k_cache_ptr,
+        v_cache_ptr,
+        k_scale_ptr,
+        v_scale_ptr,
+        scale_base_ptr,
+        scale_block_stride_ptr,
+        head,
+        head_base_ptr,
+        block_stride_ptr,
         block_table_ptr + req * stride_table_row,
         first_work,
         end_work,
@@ -185,7 +208,6 @@ def _paged_decode_attention_kernel(
         window,
         sink,
         ring_blocks,
-        block_stride,
         token_stride,
         softmax_scale * LOG2_E,
         HEAD_DIM,
@@ -196,6 +218,8 @@ def _paged_decode_attention_kernel(
         TILE_TOKENS,
         TILE_DIM,
         PRECISION,
+        FP8_PATH,
+        TOKEN_SCALES,
     )
     out_offsets = out_row * stride_out_row + q_head * stride_out_head + split * stride_out_split
     out = normalized(acc, total).to(out_ptr.dtype.element_ty)
@@ -278,6 +302,7 @@ def _split_launch(
     num_kv_splits: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    scales: KVScales | None,
 ) -> None:
     """Launch the split kernel; ``out, lse [rows, q_heads, splits, ...]``."""
     _paged_decode_attention_kernel[(seq_lens.shape[0], layout.num_kv_heads, num_kv_splits)](
@@ -290,8 +315,7 @@ def _split_launch(
         q,
         q.stride(0),
         q.stride(1),
-        k_cache,
-        v_cache,
+        *cache_arguments(k_cache, v_cache, scales),
         table,
         table.stride(0),
         seq_lens,
@@ -314,6 +338,7 @@ def _split_launch(
         TILE_TOKENS=config.tile_tokens,
         TILE_DIM=triton.next_power_of_2(layout.head_dim),
         PRECISION=dot_precision(q.dtype),
+        **fp8_constexprs(scales, q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -357,6 +382,7 @@ def paged_decode_attention(
     num_kv_splits: int | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attend from the last ``query_len`` tokens of each request to its paged cache.
 
@@ -367,8 +393,9 @@ def paged_decode_attention(
     Args:
         q: ``[num_reqs * query_len, q_heads, head_dim]`` fp16, bf16 or fp32; any row and head
             stride, unit last stride. ``q_heads`` is a multiple of the layout's KV heads.
-        k_cache: one layer's key buffer, any shape, contiguous, dtype of ``q``; addressed flat by
-            ``layout``. Pages that no query may see are not read, and may hold NaN.
+        k_cache: one layer's key buffer, any shape, contiguous, dtype of ``q``, or with ``scales``
+            float8_e4m3fn or its uint8 view; addressed flat by ``layout``. Pages that no query may
+            see are not read, and may hold NaN.
         v_cache: one layer's value buffer, likewise.
         block_table: ``[num_reqs, row_width]`` int32 in batch-row order, or contiguous per-head
             ``[num_reqs * kv_heads, max_blocks]``; -1 = no page, its keys are skipped.
@@ -381,6 +408,7 @@ def paged_decode_attention(
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
             of the scaled scores.
+        scales: of an fp8 cache, else None. Pages that are not read may have NaN for scales too.
 
     Returns:
         ``out``. A row that sees no key is zero, its ``lse`` -inf.
@@ -392,7 +420,8 @@ def paged_decode_attention(
 
     Numerics:
         Products accumulate in fp32 (fp32 inputs: no TF32), the softmax is fp32, its weights are
-        rounded to the cache's dtype before the product with V. Tier B.
+        rounded to the cache's dtype before the product with V. Tier B. An fp8 cache is multiplied
+        in fp16 (fp32 if ``q`` is), its scales go into scores and weights in fp32.
 
     Stream:
         One or two launches on the current stream, grids from shapes alone: CUDA-graph safe. With
@@ -402,7 +431,16 @@ def paged_decode_attention(
         arXiv:2205.14135 and Flash-Decoding, as in the module docstring.
     """
     table = check_paged_attention(
-        q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES, out=out, lse=lse
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        layout,
+        FLOAT_DTYPES,
+        out=out,
+        lse=lse,
+        scales=scales,
     )
     num_reqs = seq_lens.shape[0]
     check_query_len(q, query_len, num_reqs)
@@ -414,12 +452,15 @@ def paged_decode_attention(
         return out
     tile_rows = triton.next_power_of_2(query_len * (q.shape[1] // layout.num_kv_heads))
     tile_rows = max(MIN_DOT_ROWS, tile_rows)
-    config = DecodeAttentionConfig.default_for(layout.head_dim, q.dtype, tile_rows)
+    info = device_info(q.device)
+    config = DecodeAttentionConfig.default_for(
+        layout.head_dim, product_dtype(q, scales), tile_rows, info.capability
+    )
     if num_kv_splits is None:
         num_kv_splits = config.choose_splits(
             num_reqs * layout.num_kv_heads,
             block_table.shape[1] * layout.block_size,
-            device_info(q.device).num_sms,
+            info.num_sms,
         )
     launch = partial(
         _split_launch,
@@ -434,6 +475,7 @@ def paged_decode_attention(
         softmax_scale=softmax_scale,
         query_len=query_len,
         num_kv_splits=num_kv_splits,
+        scales=scales,
     )
     if num_kv_splits == 1:
         launch(out=out.unsqueeze(2), lse=None if lse is None else lse.unsqueeze(2))

@@ -10,6 +10,7 @@ from mrv1 import kernels
 from mrv1.device import KernelPath
 from mrv1.kernels import reference
 from mrv1.kernels.kv_layout import KVLayout
+from mrv1.kernels.kv_scales import KVScales
 
 
 class Ops(Protocol):
@@ -76,6 +77,8 @@ class Ops(Protocol):
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         layout: KVLayout,
+        *,
+        scales: KVScales | None = None,
     ) -> None:
         """Store this step's keys and values in their pages."""
         ...
@@ -94,6 +97,7 @@ class Ops(Protocol):
         num_kv_splits: int | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:
         """Attend with the same 1 to 8 queries in every row."""
         ...
@@ -112,6 +116,7 @@ class Ops(Protocol):
         max_query_len: int,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:
         """Attend with ragged queries."""
         ...

@@ -24,7 +24,6 @@ import torch
 from mrv1.device import device_info
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._paged import (
-    ALIGNED_ELEMENTS,
     LOG2_E,
     MIN_DOT_ROWS,
     attend_keys,
@@ -39,8 +38,10 @@ from mrv1.kernels._paged_checks import (
     check_paged_attention,
     check_query_start_loc,
 )
+from mrv1.kernels._scales import cache_arguments, fp8_constexprs, product_dtype
 from mrv1.kernels._triton import INTERPRET, tl, triton
 from mrv1.kernels.kv_layout import KVLayout
+from mrv1.kernels.kv_scales import KVScales
 
 _BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
@@ -68,6 +69,10 @@ class PrefillAttentionConfig:
             # Exact products have no tensor core: a thread holds whole rows of K in registers.
             num_warps = 4 if head_dim > 128 else 8
             return cls(tile_rows=16, tile_tokens=16, num_warps=num_warps, num_stages=1)
+        if dtype == torch.float8_e4m3fn and capability != (9, 0):
+            # Codes widen to fp16 in registers: with more keys at once they spill.
+            stages = 2 if head_dim > 128 else 3  # two spill on sm_89 at 128, three on sm_80 at 256
+            return cls(tile_rows=32, tile_tokens=32, num_warps=4, num_stages=stages)
         if head_dim > 128:
             # One stage keeps within gfx942's 64 KiB; 8 warps because 4 spill on sm_89.
             stages = 2 if capability in _BIG_SHARED_MEMORY else 1
@@ -112,6 +117,10 @@ def _paged_prefill_attention_kernel(
     stride_q_head,
     k_cache_ptr,  # one layer's keys, flat
     v_cache_ptr,  # one layer's values, flat
+    k_scale_ptr,  # float32, flat, or None
+    v_scale_ptr,
+    scale_base_ptr,  # [kv_heads] int64, elements, or None
+    scale_block_stride_ptr,  # [kv_heads] int64, elements, or None
     block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
     stride_table_row,
     query_start_loc_ptr,  # [num_reqs + 1] int32
@@ -135,6 +144,8 @@ def _paged_prefill_attention_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    TOKEN_SCALES: tl.constexpr,
 ):
     """Grid (num_tokens // TILE_QUERIES + num_reqs, kv_heads): one query tile of one KV head."""
     tile = tl.program_id(0)
@@ -167,13 +178,18 @@ def _paged_prefill_attention_kernel(
     q_offsets = (token * stride_q_token + q_head * stride_q_head)[:, None] + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
 
-    head_base = tl.multiple_of(tl.load(head_base_ptr + head), ALIGNED_ELEMENTS)
-    block_stride = tl.load(block_stride_ptr + head)
     acc, top, total = attend_keys(
         q,
         query_position,
-        k_cache_ptr + head_base,
-        v_cache_ptr + head_base,
+        k_cache_ptr,
+        v_cache_ptr,
+        k_scale_ptr,
+        v_scale_ptr,
+        scale_base_ptr,
+        scale_block_stride_ptr,
+        head,
+        head_base_ptr,
+        block_stride_ptr,
         block_table_ptr + req.to(tl.int64) * stride_table_row,
         0,
         num_visible,
@@ -183,7 +199,6 @@ def _paged_prefill_attention_kernel(
         window,
         sink,
         ring_blocks,
-        block_stride,
         token_stride,
         softmax_scale * LOG2_E,
         HEAD_DIM,
@@ -194,6 +209,8 @@ def _paged_prefill_attention_kernel(
         TILE_TOKENS,
         TILE_DIM,
         PRECISION,
+        FP8_PATH,
+        TOKEN_SCALES,
     )
     out_offsets = token * stride_out_token + q_head * stride_out_head
     out = normalized(acc, total).to(out_ptr.dtype.element_ty)
@@ -216,6 +233,7 @@ def paged_prefill_attention(
     max_query_len: int,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attend from a ragged batch of chunks, decodes among them, to their paged caches.
 
@@ -226,8 +244,9 @@ def paged_prefill_attention(
     Args:
         q: ``[num_tokens, q_heads, head_dim]`` fp16, bf16 or fp32; any token and head stride, unit
             last stride. ``q_heads`` is a multiple of the layout's KV heads.
-        k_cache: one layer's key buffer, any shape, contiguous, dtype of ``q``; addressed flat by
-            ``layout``. Pages that no query may see may hold NaN.
+        k_cache: one layer's key buffer, any shape, contiguous, dtype of ``q``, or with ``scales``
+            float8_e4m3fn or its uint8 view; addressed flat by ``layout``. Pages that no query may
+            see may hold NaN.
         v_cache: one layer's value buffer, likewise.
         block_table: ``[num_reqs, row_width]`` int32 in batch-row order, or contiguous per-head
             ``[num_reqs * kv_heads, max_blocks]``; -1 = no page, its keys are skipped.
@@ -241,6 +260,7 @@ def paged_prefill_attention(
             a new tensor, whose rows behind are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
             log-sum-exp of the scaled scores.
+        scales: of an fp8 cache, else None. Pages no query may see may have NaN for scales too.
 
     Returns:
         ``out``. A row that sees no key is zero, its ``lse`` -inf.
@@ -261,7 +281,16 @@ def paged_prefill_attention(
         arXiv:2205.14135, as in the module docstring.
     """
     table = check_paged_attention(
-        q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES, out=out, lse=lse
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        layout,
+        FLOAT_DTYPES,
+        out=out,
+        lse=lse,
+        scales=scales,
     )
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
@@ -273,7 +302,9 @@ def paged_prefill_attention(
     if num_reqs == 0 or num_tokens == 0 or max_query_len == 0:
         return out
     capability = device_info(q.device).capability
-    config = PrefillAttentionConfig.default_for(layout.head_dim, q.dtype, capability)
+    config = PrefillAttentionConfig.default_for(
+        layout.head_dim, product_dtype(q, scales), capability
+    )
     config = config.fit_rows(group, max_query_len)
     tile_queries = config.tile_rows // group
     num_tiles = num_tokens // tile_queries + num_reqs
@@ -286,8 +317,7 @@ def paged_prefill_attention(
         q,
         q.stride(0),
         q.stride(1),
-        k_cache,
-        v_cache,
+        *cache_arguments(k_cache, v_cache, scales),
         table,
         table.stride(0),
         query_start_loc,
@@ -311,6 +341,7 @@ def paged_prefill_attention(
         TILE_TOKENS=config.tile_tokens,
         TILE_DIM=triton.next_power_of_2(layout.head_dim),
         PRECISION=dot_precision(q.dtype),
+        **fp8_constexprs(scales, q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -15,13 +15,17 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from mrv1.kernels._paged_checks import (
+    PAGE_DTYPES,
     check_cache_write,
+    check_copy_pages,
+    check_merge_states,
     check_num_kv_splits,
     check_paged_attention,
     check_query_len,
     check_query_start_loc,
 )
 from mrv1.kernels.kv_layout import KVLayout
+from mrv1.kernels.kv_scales import LARGEST_E4M3, SMALLEST_SCALE, KVScales
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -259,6 +263,27 @@ def _page_rows(layout: KVLayout, block: torch.Tensor, token: torch.Tensor) -> to
     return (address // layout.address_unit)[..., None] + pieces
 
 
+def _scale_rows(scales: KVScales, block: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Return the scales' flat addresses of tokens ``[kv_heads, ...]`` of blocks, broadcast."""
+    per_head = (-1, *[1] * (block.dim() - 1))
+    address = scales.base.view(per_head) + block * scales.block_stride.view(per_head)
+    return address + (token if scales.granularity == "token" else torch.zeros_like(token))
+
+
+def token_scale(x: torch.Tensor) -> torch.Tensor:
+    """Return max(absmax / 448, 1e-12) of each vector, float32; what is not finite is ignored."""
+    largest = _wide(x).abs().nan_to_num(0.0, posinf=0.0).amax(-1)
+    # A tensor divides exactly; on a GPU torch multiplies by the reciprocal of a Python number.
+    return (largest / torch.full_like(largest, LARGEST_E4M3)).float().clamp_min(SMALLEST_SCALE)
+
+
+def quantize_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the e4m3 codes (uint8) of ``x / scale``, saturated at +-448; every NaN is 0x7F."""
+    scaled = (_wide(x) / scale[..., None]).clamp(-LARGEST_E4M3, LARGEST_E4M3).float()
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill(scaled.isnan(), 0x7F)
+
+
 @_counted
 def kv_cache_write(
     key: torch.Tensor,
@@ -267,15 +292,25 @@ def kv_cache_write(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     layout: KVLayout,
+    *,
+    scales: KVScales | None = None,
 ) -> None:
     """Store new keys and values at their slots; see :func:`mrv1.kernels.kv_cache_write`."""
-    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, _ORACLE_DTYPES)
+    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, _ORACLE_DTYPES, scales)
     slot = slot_mapping[layout.group_of_head.long()]  # [kv_heads, tokens]
     keep = slot >= 0
-    rows = _page_rows(layout, slot // layout.block_size, slot % layout.block_size)[keep]
-    for cache, new in ((k_cache, key), (v_cache, value)):
-        pieces = new.transpose(0, 1)[keep].unflatten(-1, (-1, layout.address_unit))
-        _pages(cache, layout)[rows] = pieces
+    block, token = slot // layout.block_size, slot % layout.block_size
+    rows = _page_rows(layout, block, token)[keep]
+    vectors = [x.transpose(0, 1)[keep] for x in (key, value)]
+    if scales is not None:
+        scale_rows = _scale_rows(scales, block, token)[keep]
+        for i, all_scales in enumerate((scales.k_scale, scales.v_scale)):
+            if scales.granularity == "token":
+                all_scales.view(-1)[scale_rows] = token_scale(vectors[i])
+            vectors[i] = quantize_e4m3(vectors[i], all_scales.view(-1)[scale_rows])
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    for cache, new in zip((k_cache, v_cache), vectors, strict=True):
+        _pages(cache, layout)[rows] = new.unflatten(-1, (-1, layout.address_unit))
 
 
 def _table_columns(layout: KVLayout, num_blocks: int) -> torch.Tensor:
@@ -294,16 +329,28 @@ def _gather_kv(
     table_row: torch.Tensor,
     num_blocks: int,
     layout: KVLayout,
+    scales: KVScales | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return one request's K and V ``[kv_heads, keys, head_dim]`` and which keys have a page."""
+    if scales is not None:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     block = table_row[_table_columns(layout, num_blocks)].long()
     present = (block >= 0).repeat_interleave(layout.block_size, dim=1)
     token = torch.arange(layout.block_size, device=block.device)
     rows = _page_rows(layout, block.clamp_min(0)[:, :, None], token)  # -1: any page, masked later
     shape = (layout.num_kv_heads, num_blocks * layout.block_size, layout.head_dim)
     k, v = (
-        _wide(_pages(cache, layout).index_select(0, rows.flatten()).view(shape))
+        _pages(cache, layout).index_select(0, rows.flatten()).view(shape)
         for cache in (k_cache, v_cache)
+    )
+    if scales is None:
+        return k.to(dtype), v.to(dtype), present
+    scale_rows = _scale_rows(scales, block.clamp_min(0)[:, :, None], token[None, None])
+    k, v = (
+        codes.view(torch.float8_e4m3fn).to(dtype)
+        * all_scales.view(-1)[scale_rows.expand(*block.shape, -1).flatten(1)][..., None]
+        for codes, all_scales in ((k, scales.k_scale), (v, scales.v_scale))
     )
     return k, v, present
 
@@ -363,12 +410,15 @@ def _attend_requests(
     softmax_scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    scales: KVScales | None,
 ) -> None:
     """Run attention request by request, so that no row can depend on another's length or pages."""
     for row, seq_len in enumerate(seq_lens):
         begin, end = query_starts[row], query_starts[row + 1]
         num_blocks = -(-seq_len // layout.block_size)
-        k, v, present = _gather_kv(k_cache, v_cache, table[row], num_blocks, layout)
+        k, v, present = _gather_kv(
+            k_cache, v_cache, table[row], num_blocks, layout, scales, _wide(q[:0]).dtype
+        )
         for first in range(begin, end, _QUERY_TILE):
             last = min(first + _QUERY_TILE, end)
             positions = torch.arange(first, last, device=q.device) + (seq_len - end)
@@ -399,13 +449,23 @@ def paged_decode_attention(
     num_kv_splits: int | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attend from the last tokens; see :func:`mrv1.kernels.paged_decode_attention`.
 
     ``num_kv_splits`` is checked and has no effect here.
     """
     table = check_paged_attention(
-        q, k_cache, v_cache, block_table, seq_lens, layout, _ORACLE_DTYPES, out=out, lse=lse
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        layout,
+        _ORACLE_DTYPES,
+        out=out,
+        lse=lse,
+        scales=scales,
     )
     num_reqs = seq_lens.shape[0]
     check_query_len(q, query_len, num_reqs)
@@ -413,7 +473,17 @@ def paged_decode_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     starts = list(range(0, (num_reqs + 1) * query_len, query_len))
     _attend_requests(
-        q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale, out, lse
+        q,
+        k_cache,
+        v_cache,
+        table,
+        starts,
+        seq_lens.tolist(),
+        layout,
+        softmax_scale,
+        out,
+        lse,
+        scales,
     )
     return out
 
@@ -432,6 +502,7 @@ def paged_prefill_attention(
     max_query_len: int,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attend from a ragged batch of chunks; see :func:`mrv1.kernels.paged_prefill_attention`.
 
@@ -440,7 +511,16 @@ def paged_prefill_attention(
             more than ``max_query_len`` queries.
     """
     table = check_paged_attention(
-        q, k_cache, v_cache, block_table, seq_lens, layout, _ORACLE_DTYPES, out=out, lse=lse
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        layout,
+        _ORACLE_DTYPES,
+        out=out,
+        lse=lse,
+        scales=scales,
     )
     check_query_start_loc(query_start_loc, seq_lens.shape[0], max_query_len, q.device)
     starts = query_start_loc.tolist()
@@ -453,6 +533,76 @@ def paged_prefill_attention(
         raise ValueError(f"max_query_len: expected at least {max(lengths)}, got {max_query_len}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     _attend_requests(
-        q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale, out, lse
+        q,
+        k_cache,
+        v_cache,
+        table,
+        starts,
+        seq_lens.tolist(),
+        layout,
+        softmax_scale,
+        out,
+        lse,
+        scales,
     )
     return out
+
+
+# --- pages and partial results ----------------------------------------------------------------
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@_counted
+def copy_pages(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    src_block_ids: torch.Tensor,
+    dst_block_ids: torch.Tensor,
+    layout: KVLayout,
+    *,
+    group: int | None = None,
+    scales: KVScales | None = None,
+) -> None:
+    """Copy whole blocks onto others; see :func:`mrv1.kernels.copy_pages`."""
+    dtypes = (*PAGE_DTYPES, torch.float64)
+    check_copy_pages(k_cache, v_cache, src_block_ids, dst_block_ids, layout, group, dtypes, scales)
+    kept = (src_block_ids >= 0) & (dst_block_ids >= 0)
+    heads = slice(None) if group is None else layout.group_of_head == group
+    token = torch.arange(layout.block_size, device=k_cache.device)
+    src, dst = (ids[kept].long().view(1, -1, 1) for ids in (src_block_ids, dst_block_ids))
+    source, target = (_page_rows(layout, ids, token)[heads] for ids in (src, dst))
+    for cache in (k_cache, v_cache):
+        pages = _pages(cache.view(_INTEGER_OF_SIZE[cache.itemsize]), layout)
+        pages[target] = pages[source]
+    if scales is not None and scales.granularity == "token":
+        source, target = (_scale_rows(scales, ids, token)[heads] for ids in (src, dst))
+        for scale in (scales.k_scale, scales.v_scale):
+            bits = scale.view(torch.int32).view(-1)
+            bits[target] = bits[source]
+
+
+@_counted
+def merge_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Merge two partial results; see :func:`mrv1.kernels.merge_states`."""
+    check_merge_states(out_a, lse_a, out_b, lse_b, _ORACLE_DTYPES, out=out, lse=lse)
+    sums = torch.stack([lse_a, lse_b])
+    unseen = sums == -torch.inf
+    top = sums.amax(0)
+    weights = (sums - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    total = weights.sum(0)
+    parts = _wide(torch.stack([out_a, out_b])).masked_fill(unseen[..., None], 0.0)
+    weighed = (parts * weights[..., None]).sum(0) / total.masked_fill(total == 0, 1.0)[..., None]
+    exact = torch.where(unseen[0, ..., None], parts[1], parts[0])  # keeps the sign of a zero
+    merged = torch.where(unseen.any(0)[..., None], exact, weighed).to(out_a.dtype)
+    if lse is not None:
+        lse.copy_(top + total.masked_fill(total == 0, 1.0).log())
+    return merged if out is None else out.copy_(merged)

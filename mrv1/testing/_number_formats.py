@@ -110,7 +110,8 @@ def _encode_float8(values: Array, fmt: _Float8, *, toward_zero: bool) -> Array:
     bits = values.view(np.uint32)
     magnitude_bits = bits & np.uint32(0x7FFFFFFF)
     codes = _normal_codes(magnitude_bits, fmt, toward_zero=toward_zero)
-    magnitude = magnitude_bits.view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN warns
+        magnitude = magnitude_bits.view(np.float32).astype(np.float64)
     subnormal = magnitude < 2.0 ** (1 - fmt.bias)
     steps = np.where(subnormal, magnitude, 0.0) * 2.0 ** (fmt.bias + fmt.mantissa_bits - 1)
     steps = np.trunc(steps) if toward_zero else np.rint(steps)

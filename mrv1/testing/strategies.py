@@ -32,6 +32,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from mrv1.kernels.kv_layout import HeadRole, KVLayout
+from mrv1.kernels.kv_scales import KVScales, ScaleGranularity
+from mrv1.testing import _number_formats
 
 __all__ = [
     "LayoutCase",
@@ -52,6 +54,9 @@ SPARE_BLOCKS = 3
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_Scales = torch.Tensor | Literal["token"] | None
+"""Given per head, one per token, or not an fp8 cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +147,22 @@ class LayoutCase:
             for head, role in enumerate(self.roles)
         )
 
+    def scale_addresses(self) -> tuple[list[int], list[int], int]:
+        """Return base and block stride of each head's token scales, and how many there are.
+
+        Head groups lie one behind the other, like their pages; other kinds are ``[blocks,
+        kv_heads, block_size]``.
+        """
+        size, heads = self.block_size, self.num_kv_heads
+        if self.kind != "head_groups":
+            count = max(self.num_blocks) * heads * size
+            return [head * size for head in range(heads)], [heads * size] * heads, count
+        groups = [role.group for role in self.roles]
+        members = [groups.count(g) for g in range(len(self.num_blocks))]
+        sizes = [n * b * size for n, b in zip(members, self.num_blocks, strict=True)]
+        base = [sum(sizes[:g]) + groups[:h].count(g) * size for h, g in enumerate(groups)]
+        return base, [members[g] * size for g in groups], sum(sizes)
+
     def layout(self, device: torch.device | str = "cpu") -> KVLayout:
         """Return the ``KVLayout`` of these numbers on ``device``."""
         return KVLayout.build(
@@ -196,6 +217,11 @@ class PagedCase:
     """Likewise for values."""
     visible: tuple[torch.Tensor, ...]
     """Per request, [kv_heads, query_len, seq_len] bool: role, causality and missing pages."""
+    scales: KVScales | None = None
+    """Of an fp8 case: ``k_cache, v_cache`` are float8_e4m3fn and ``keys, values`` what their codes
+    stand for, in float64; NaN where no token is."""
+    scales_before: KVScales | None = None
+    """As ``scales`` before this step's tokens were written."""
 
     @property
     def seq_lens(self) -> torch.Tensor:
@@ -221,6 +247,10 @@ class PagedCase:
                 return value.to(device)
             if isinstance(value, tuple):
                 return tuple(moved(item) for item in value)
+            if isinstance(value, KVScales):
+                return replace(
+                    value, **{f.name: moved(getattr(value, f.name)) for f in fields(value)}
+                )
             return value
 
         moved_fields: dict[str, Any] = {f.name: moved(getattr(self, f.name)) for f in fields(self)}
@@ -306,6 +336,7 @@ def kv_layouts(
     max_reqs: int = 3,
     max_blocks: int = 4,
     max_query_len: int = 8,
+    gap_elements: int = 8,
 ) -> LayoutCase:
     """Draw a layout of any kind with random roles.
 
@@ -318,6 +349,7 @@ def kv_layouts(
         max_reqs: requests the block ids suffice for.
         max_blocks: blocks per request without a ring.
         max_query_len: longest chunk the rings suffice for.
+        gap_elements: gaps of ``padded`` are multiples of this; 16 for fp8 caches.
 
     Returns:
         A strategy of :class:`LayoutCase`.
@@ -332,7 +364,7 @@ def kv_layouts(
     drawn = [draw(role) for _ in range(max(groups) + 1)]
     roles = [replace(drawn[group], group=group) for group in groups]
     case = _layout_case(kind, roles, head_dim, block_size, max_seq_len, max_reqs, max_query_len)
-    return _draw_padding(draw, case) if kind == "padded" else case
+    return _draw_padding(draw, case, gap_elements) if kind == "padded" else case
 
 
 def _layout_case(
@@ -393,9 +425,9 @@ def _addresses(
     return [head * page for head in range(num_heads)], [num_heads * page] * num_heads, head_dim
 
 
-def _draw_padding(draw: DrawFn, case: LayoutCase) -> LayoutCase:
+def _draw_padding(draw: DrawFn, case: LayoutCase, unit: int) -> LayoutCase:
     """Shuffle the heads of an HND case and put gaps between heads, tokens and blocks."""
-    gap = st.integers(0, 3).map(lambda n: 8 * n)
+    gap = st.integers(0, 3).map(lambda n: unit * n)
     token_stride = case.head_dim + draw(gap)
     head_stride = case.block_size * token_stride + draw(gap)
     order = draw(st.permutations(range(case.num_kv_heads)))
@@ -523,20 +555,75 @@ class _Pager:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Vectors:
+    """Keys or values of one request, ``[tokens, kv_heads, head_dim]``."""
+
+    raw: torch.Tensor
+    """As the model computes them."""
+    stored: torch.Tensor
+    """As the cache holds them: raw, or e4m3 codes (uint8)."""
+    dense: torch.Tensor
+    """What is stored stands for."""
+    scale: torch.Tensor
+    """[tokens, kv_heads] float32."""
+
+    @classmethod
+    def of(cls, raw: torch.Tensor, scales: _Scales) -> _Vectors:
+        """Return ``raw`` stored as it is (None), or with its own or the given scale per head."""
+        if scales is None:
+            return cls(raw=raw, stored=raw, dense=raw, scale=torch.empty(raw.shape[:2]))
+        x = raw.float().numpy()
+        if isinstance(scales, torch.Tensor):
+            scale = np.broadcast_to(scales.numpy(), x.shape[:2])
+        else:
+            scale = np.maximum(np.abs(x).max(axis=-1) / np.float32(448), np.float32(1e-12))
+        codes = _number_formats.encode(x / scale[..., None], "fp8e4nv")
+        values = _number_formats.decode(codes, "fp8e4nv").astype(np.float64)
+        return cls(
+            raw=raw,
+            stored=torch.from_numpy(codes),
+            dense=torch.from_numpy(values * scale[..., None]),
+            scale=torch.from_numpy(np.array(scale)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Caches:
     """K and V buffers under construction; NaN until filled."""
 
     layout: LayoutCase
     k: torch.Tensor
     v: torch.Tensor
+    scales: KVScales | None = None
 
     @classmethod
     def empty(cls, layout: LayoutCase, dtype: torch.dtype) -> _Caches:
         k, v = (torch.full((layout.num_elements,), math.nan, dtype=dtype) for _ in range(2))
         return cls(layout=layout, k=k, v=v)
 
-    def fill(self, head: int, slots: Ints, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store ``keys, values`` [tokens, head_dim] of one head at ``slots`` >= 0."""
+    @classmethod
+    def empty_fp8(cls, layout: LayoutCase, static: _Pair | None) -> _Caches:
+        """Codes and, unless given per head, scales that are all NaN."""
+        k, v = (torch.full((layout.num_elements,), 0x7F, dtype=torch.uint8) for _ in range(2))
+        if static is not None:
+            return cls(
+                layout=layout, k=k, v=v, scales=KVScales.per_head(*map(torch.clone, static))
+            )
+        base, block_stride, count = layout.scale_addresses()
+        scales = KVScales.build(
+            torch.full((count,), math.nan),
+            torch.full((count,), math.nan),
+            granularity="token",
+            base=base,
+            block_stride=block_stride,
+        )
+        return cls(layout=layout, k=k, v=v, scales=scales)
+
+    def fill(
+        self, head: int, slots: Ints, tokens: Bools, keys: _Vectors, values: _Vectors
+    ) -> None:
+        """Store the masked tokens' vectors of one head at their ``slots``."""
+        slots = slots[tokens]
         block, offset = np.divmod(slots, self.layout.block_size)
         address = (
             self.layout.head_base[head]
@@ -544,8 +631,21 @@ class _Caches:
             + offset * self.layout.token_stride
         )
         index = torch.from_numpy(address[:, None] + np.arange(self.layout.head_dim))
-        self.k[index] = keys
-        self.v[index] = values
+        self.k[index] = keys.stored[tokens, head]
+        self.v[index] = values.stored[tokens, head]
+        if self.scales is None or self.scales.granularity == "head":
+            return
+        base, block_stride, _ = self.layout.scale_addresses()
+        place = torch.from_numpy(base[head] + block * block_stride[head] + offset)
+        self.scales.k_scale[place] = keys.scale[tokens, head]
+        self.scales.v_scale[place] = values.scale[tokens, head]
+
+    @property
+    def buffers(self) -> _Pair:
+        """K and V as an op takes them."""
+        if self.scales is None:
+            return self.k, self.v
+        return self.k.view(torch.float8_e4m3fn), self.v.view(torch.float8_e4m3fn)
 
 
 def build_paged_cache(
@@ -556,6 +656,7 @@ def build_paged_cache(
     seed: int = 0,
     block_seed: int = 0,
     hole_rate: float = 0.0,
+    granularity: ScaleGranularity | None = None,
 ) -> PagedCase:
     """Return a cache filled for ``batch``: shuffled blocks, NaN wherever no query may look.
 
@@ -567,6 +668,8 @@ def build_paged_cache(
         block_seed: of the order in which blocks are handed out; it changes ``block_table``, the
             caches and ``slot_mapping``, and nothing of the dense problem.
         hole_rate: share of visible blocks left out of the table (-1), hence not visible.
+        granularity: scales of an fp8 cache, whose vectors differ in size by up to 2^4; None = a
+            cache of ``dtype``.
 
     Returns:
         The case, on the CPU.
@@ -576,15 +679,26 @@ def build_paged_cache(
 
     def normal(num_tokens: int) -> torch.Tensor:
         shape = (num_tokens, layout.num_kv_heads, layout.head_dim)
-        return torch.from_numpy(generator.standard_normal(shape)).to(dtype)
+        drawn = generator.standard_normal(shape)
+        if granularity is not None:
+            drawn *= 2.0 ** generator.integers(-3, 2, shape[:2])[..., None]
+        return torch.from_numpy(drawn).to(dtype)
 
-    full, before = _Caches.empty(layout, dtype), _Caches.empty(layout, dtype)
+    k_scales: _Scales = None if granularity is None else "token"
+    v_scales, static = k_scales, None
+    if granularity == "head":  # small ones saturate
+        drawn = generator.uniform(0.002, 0.02, (2, layout.num_kv_heads)).astype(np.float32)
+        static = k_scales, v_scales = torch.from_numpy(drawn[0]), torch.from_numpy(drawn[1])
+    if granularity is None:
+        full, before = _Caches.empty(layout, dtype), _Caches.empty(layout, dtype)
+    else:
+        full, before = (_Caches.empty_fp8(layout, static) for _ in range(2))
     group_roles = {role.group: role for role in layout.roles}
     all_keys, all_values, all_visible = [], [], []
     new_keys, new_values = [normal(0)], [normal(0)]
     new_slots = [np.empty((len(layout.num_blocks), 0), dtype=np.int64)]
     for row, (n, query_len) in enumerate(zip(batch.seq_lens, batch.query_lens, strict=True)):
-        keys, values = normal(n), normal(n)
+        keys, values = _Vectors.of(normal(n), k_scales), _Vectors.of(normal(n), v_scales)
         positions, queries = np.arange(n), np.arange(n - query_len, n)
         blocks = [
             pager.place(row, group_roles[group], n, query_len) for group in sorted(group_roles)
@@ -595,21 +709,21 @@ def build_paged_cache(
             visible[head] = (slots >= 0) & _sees(role, queries[:, None], positions)
             seen = visible[head].any(axis=0)
             for caches, kept in ((full, seen), (before, seen & (positions < n - query_len))):
-                caches.fill(head, slots[kept], keys[kept, head], values[kept, head])
+                caches.fill(head, slots, kept, keys, values)
         new_slots.append(np.stack([_token_slots(b, queries, layout.block_size) for b in blocks]))
         unheld = normal(query_len)[: max(query_len - n, 0)]  # rows at negative positions
-        new_keys += [unheld, keys[max(n - query_len, 0) :]]
-        new_values += [unheld, values[max(n - query_len, 0) :]]
-        all_keys.append(keys)
-        all_values.append(values)
+        new_keys += [unheld, keys.raw[max(n - query_len, 0) :]]
+        new_values += [unheld, values.raw[max(n - query_len, 0) :]]
+        all_keys.append(keys.dense)
+        all_values.append(values.dense)
         all_visible.append(torch.from_numpy(visible))
     return PagedCase(
         layout_case=layout,
         batch=batch,
-        k_cache=full.k,
-        v_cache=full.v,
-        k_cache_before=before.k,
-        v_cache_before=before.v,
+        k_cache=full.buffers[0],
+        v_cache=full.buffers[1],
+        k_cache_before=before.buffers[0],
+        v_cache_before=before.buffers[1],
         block_table=torch.from_numpy(pager.table),
         slot_mapping=torch.from_numpy(np.concatenate(new_slots, axis=1)),
         key=torch.cat(new_keys),
@@ -617,6 +731,8 @@ def build_paged_cache(
         keys=tuple(all_keys),
         values=tuple(all_values),
         visible=tuple(all_visible),
+        scales=full.scales,
+        scales_before=before.scales,
     )
 
 
@@ -628,6 +744,7 @@ def paged_caches(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     uniform_query_len: int | None = None,
     min_reqs: int = 0,
+    granularities: Sequence[ScaleGranularity | None] = (None,),
 ) -> PagedCase:
     """Draw a layout, a batch that fits it, and the cache filled for both.
 
@@ -637,6 +754,8 @@ def paged_caches(
         dtypes: dtypes to draw from.
         uniform_query_len: rows of q of every request (a decode step); None = ragged.
         min_reqs: fewest requests.
+        granularities: scales of an fp8 cache to draw from (None: not fp8). Its layouts need
+            ``gap_elements=16``.
 
     Returns:
         A strategy of :class:`PagedCase`.
@@ -650,4 +769,5 @@ def paged_caches(
         seed=draw(st.integers(0, 2**32 - 1)),
         block_seed=draw(st.integers(0, 2**32 - 1)),
         hole_rate=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        granularity=draw(st.sampled_from(list(granularities))),
     )

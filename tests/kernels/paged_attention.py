@@ -57,6 +57,7 @@ def run_decode(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) -> 
         "query_len": case.batch.query_lens[0] if case.batch.query_lens else 1,
         "out": out,
         "lse": lse,
+        "scales": case.scales,
     }
     arguments |= changes
     returned = ops.paged_decode_attention(q, case.k_cache, case.v_cache, **arguments)
@@ -75,6 +76,7 @@ def run_prefill(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) ->
         "max_query_len": max(case.batch.query_lens, default=0),
         "out": out,
         "lse": lse,
+        "scales": case.scales,
     }
     arguments |= changes
     returned = ops.paged_prefill_attention(q, case.k_cache, case.v_cache, **arguments)

@@ -361,6 +361,7 @@ def test_attention_passes_with_every_check_on():
         "tests/kernels/test_kv_cache_write.py",
         "tests/kernels/test_decode_attention.py",
         "tests/kernels/test_prefill_attention.py",
+        "tests/kernels/test_fp8_cache.py",
         "-m",
         "not (slow or full or big)",
     )

@@ -1,0 +1,57 @@
+"""Who converts e4m3 on which GPU, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrv1.device import DeviceInfo, choose_fp8_path, fp8_path
+from mrv1.errors import UnsupportedDeviceError
+
+
+def _gpu(capability: tuple[int, int] | None) -> DeviceInfo:
+    return DeviceInfo(
+        device=torch.device("cuda", 0),
+        name="Some GPU",
+        capability=capability,
+        num_sms=1,
+        total_memory_bytes=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton_version", "path", "reason"),
+    [
+        ((8, 0), "3.9.0", "integer", "Some GPU has no e4m3"),
+        ((8, 6), "3.9.0", "integer", "Some GPU has no e4m3"),
+        ((8, 9), "3.6.0", "integer", "triton 3.6.0 rounds twice on sm_89"),
+        ((8, 9), "3.8.1", "integer", "triton 3.8.1 rounds twice on sm_89"),
+        ((8, 9), "3.9.0", "hardware", "converts e4m3"),
+        ((8, 9), "3.10.0", "hardware", "converts e4m3"),
+        ((9, 0), "3.6.0", "hardware", "converts e4m3"),
+        ((12, 0), "3.6.0", "hardware", "converts e4m3"),
+    ],
+)
+def test_fp8_path_by_capability_and_triton(capability, triton_version, path, reason):
+    choice = choose_fp8_path(_gpu(capability), triton_version=triton_version)
+    assert choice.path == path
+    assert reason in choice.reason
+
+
+def test_the_installed_triton_is_asked():
+    assert choose_fp8_path(_gpu((8, 9))).path in ("integer", "hardware")
+
+
+def test_amd_converts_in_integers():
+    choice = choose_fp8_path(_gpu((9, 4)), is_amd=True)
+    assert choice.path == "integer"
+    assert "AMD" in choice.reason
+
+
+def test_the_interpreter_is_exact():
+    assert fp8_path(torch.device("cpu")).path == "hardware"
+
+
+def test_old_gpus_are_refused_by_name():
+    with pytest.raises(UnsupportedDeviceError, match=r"Some GPU has compute capability 7\.5; an"):
+        choose_fp8_path(_gpu((7, 5)))
