@@ -1,6 +1,25 @@
 """Measurements: what is timed, what a perfect machine would need, and one schema for results."""
 
+from mrv1.bench.attention import run_attention
+from mrv1.bench.attention_case import Cell
+from mrv1.bench.attention_options import AttentionBench
 from mrv1.bench.generate import GenerateBench, run_generate
+from mrv1.bench.kv_write import KVWriteBench, run_kv_write
+from mrv1.bench.peers import PEERS
+from mrv1.bench.plot import plot_attention, require_matplotlib
 from mrv1.bench.shapes import SHAPES, shape_config
 
-__all__ = ["SHAPES", "GenerateBench", "run_generate", "shape_config"]
+__all__ = [
+    "PEERS",
+    "SHAPES",
+    "AttentionBench",
+    "Cell",
+    "GenerateBench",
+    "KVWriteBench",
+    "plot_attention",
+    "require_matplotlib",
+    "run_attention",
+    "run_generate",
+    "run_kv_write",
+    "shape_config",
+]

@@ -11,18 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from mrv1.bench import SHAPES, GenerateBench, run_generate
+from mrv1.cli import bench_kernels
 from mrv1.cli.console import one_line_errors, say
 from mrv1.config import DtypeName
 from mrv1.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
 
+app.command("attention")(bench_kernels.attention)
+app.command("kv-write")(bench_kernels.kv_write)
+
 DEFAULT_SHAPE = "qwen3-0.6b"
-
-
-@app.callback()
-def main() -> None:
-    """Keep ``generate`` a command of its own, although it is the only one so far."""
 
 
 @app.command("generate")

@@ -1,0 +1,123 @@
+"""One cell of the attention grid: its shape, and what it must read and compute at least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.errors import ConfigError
+from mrv1.kernels import HeadRole
+
+INT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """Requests of one length, all at once."""
+
+    batch: int
+    context: int
+    """Tokens of each request, the queries included."""
+
+    @classmethod
+    def parse(cls, text: str) -> Cell:
+        """Return the cell that ``"8x4096"`` names: batch x context.
+
+        Raises:
+            ConfigError: it names none.
+        """
+        batch, cross, context = text.strip().partition("x")
+        if not (cross and batch.isdecimal() and context.isdecimal()):
+            raise ConfigError(f"cells: expected BATCHxCONTEXT such as 8x4096, got {text!r}")
+        cell = cls(int(batch), int(context))
+        if cell.batch < 1 or cell.context < 1:
+            raise ConfigError(f"cells: expected batch and context >= 1, got {text!r}")
+        return cell
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.context}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCase:
+    """One attention over a paged cache. K and V have ``dtype``, as have q and out."""
+
+    cell: Cell
+    query_len: int
+    """Queries of each request: its last tokens."""
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    num_full_heads: int
+    """KV heads that see everything; the others see ``sink`` and ``window``."""
+    window: int = -1
+    sink: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Queries of all requests together."""
+        return self.cell.batch * self.query_len
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every head sees everything."""
+        return self.num_full_heads == self.num_kv_heads
+
+    def is_full(self, head: int) -> bool:
+        """Say whether a KV head sees everything: full heads are spread evenly over the layer."""
+        before = head * self.num_full_heads // self.num_kv_heads
+        return (head + 1) * self.num_full_heads // self.num_kv_heads > before
+
+    def role_of(self, head: int) -> HeadRole:
+        """Return what a KV head may see, without a place in a table."""
+        return HeadRole() if self.is_full(head) else HeadRole(window=self.window, sink=self.sink)
+
+    def read_tokens(self, head: int) -> int:
+        """Return the tokens of a request that some query of a KV head sees."""
+        if self.is_full(head):
+            return self.cell.context
+        first_query = self.cell.context - self.query_len
+        return self.cell.context - max(0, first_query - self.window + 1 - self.sink)
+
+    def read_blocks(self, head: int) -> int:
+        """Return the pages that hold ``read_tokens``."""
+        num_blocks = -(-self.cell.context // self.block_size)
+        unread = self.cell.context - self.read_tokens(head)
+        if not unread:
+            return num_blocks
+        first_unread_block = -(-self.sink // self.block_size)
+        first_window_block = (self.sink + unread) // self.block_size
+        return num_blocks - max(0, first_window_block - first_unread_block)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that are seen, each once."""
+        tokens = sum(self.read_tokens(head) for head in range(self.num_kv_heads))
+        return 2 * self.cell.batch * tokens * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_moved(self) -> int:
+        """K and V that are seen, their columns of the block table, q and out: each byte once."""
+        blocks = {self.is_full(h): self.read_blocks(h) for h in range(self.num_kv_heads)}
+        table_bytes = self.cell.batch * sum(blocks.values()) * INT32_BYTES
+        q_bytes = self.num_tokens * self.num_q_heads * self.head_dim * self.dtype.itemsize
+        return self.kv_bytes + table_bytes + 2 * q_bytes
+
+    @property
+    def flops(self) -> int:
+        """Operations of both products over the visible (query, key) pairs; 2 for a product."""
+        pairs = sum(self._visible_pairs(head) for head in range(self.num_kv_heads))
+        group = self.num_q_heads // self.num_kv_heads
+        return 2 * 2 * self.cell.batch * group * pairs * self.head_dim
+
+    def _visible_pairs(self, head: int) -> int:
+        positions = range(self.cell.context - self.query_len, self.cell.context)
+        if self.is_full(head):
+            return sum(positions) + len(positions)
+        return sum(
+            min(self.window, p + 1) + min(self.sink, max(0, p + 1 - self.window))
+            for p in positions
+        )

@@ -1,0 +1,108 @@
+"""What ``mrv1 bench attention`` measures: the options and the grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mrv1.bench.attention_case import AttentionCase, Cell
+from mrv1.bench.peers import PEERS
+from mrv1.errors import ConfigError
+from mrv1.kernels.kv_layout import BLOCK_SIZES
+
+DECODE_CELLS = tuple(
+    Cell(*pair)
+    for pair in (
+        (1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (32, 2048), (32, 8192),
+        (64, 8192), (128, 1024), (128, 4096), (256, 512), (256, 1024), (256, 4096),
+    )
+)  # fmt: skip
+PREFILL_CELLS = (Cell(1, 8192), Cell(8, 2048))
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBench:
+    """What to measure: one attention kernel over a paged cache of random keys and values.
+
+    Raises:
+        ConfigError: a field is out of its range; the message names it.
+    """
+
+    mode: Literal["decode", "prefill"] = "decode"
+    """One query per request, or all of its tokens, causal."""
+    cells: tuple[Cell, ...] = ()
+    """Empty = ``DECODE_CELLS`` or ``PREFILL_CELLS``."""
+    dtype: str = "bfloat16"
+    """Of K, V, q and out: a key of ``DTYPES``."""
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    full_heads: float = 1.0
+    """Share of the KV heads that see everything, 0 to 1."""
+    window: int = 256
+    """Tokens that the other heads see, the current one included."""
+    sink: int = 64
+    """Leading tokens that they see as well."""
+    peers: tuple[str, ...] = tuple(PEERS)
+    repeats: int = 50
+    """Samples of each variant, after one that is not counted."""
+    device: str = "auto"
+    seed: int = 0
+    commit: str | None = None
+    """Commit of the source; None asks git."""
+
+    def __post_init__(self) -> None:
+        """Check what the kernels will not, or not by the option's name."""
+        if self.mode not in ("decode", "prefill"):
+            raise ConfigError(f"mode: expected decode or prefill, got {self.mode!r}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if len(set(self.cells)) < len(self.cells):
+            raise ConfigError(f"cells: expected different ones, got {self.cell_names}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size}")
+        for name, least in (
+            ("num_kv_heads", 1), ("head_dim", 16), ("window", 1), ("sink", 0),
+            ("repeats", 1),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: expected >= {least}, got {getattr(self, name)}")
+        if self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_q_heads: expected a multiple of {self.num_kv_heads}, got {self.num_q_heads}"
+            )
+        full = self.full_heads * self.num_kv_heads
+        if full != round(full) or not 0 <= full <= self.num_kv_heads:
+            raise ConfigError(
+                f"full_heads: expected a share of {self.num_kv_heads} heads in whole heads, "
+                f"got {self.full_heads}"
+            )
+
+    @property
+    def cell_names(self) -> list[str]:
+        """The chosen cells as they are written."""
+        return [str(cell) for cell in self.cells]
+
+    def cases(self) -> list[AttentionCase]:
+        """Return the cells with everything that belongs to their shape."""
+        decode = self.mode == "decode"
+        return [
+            AttentionCase(
+                cell=cell,
+                query_len=1 if decode else cell.context,
+                num_q_heads=self.num_q_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                block_size=self.block_size,
+                dtype=DTYPES[self.dtype],
+                num_full_heads=round(self.full_heads * self.num_kv_heads),
+                window=self.window,
+                sink=self.sink,
+            )
+            for cell in self.cells or (DECODE_CELLS if decode else PREFILL_CELLS)
+        ]

@@ -1,0 +1,218 @@
+"""``mrv1 bench attention`` and ``mrv1 bench kv-write``: one kernel at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mrv1.bench import (
+    PEERS,
+    AttentionBench,
+    Cell,
+    KVWriteBench,
+    plot_attention,
+    require_matplotlib,
+    run_attention,
+    run_kv_write,
+)
+from mrv1.cli.console import one_line_errors, say
+from mrv1.errors import ConfigError
+
+Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")]
+Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
+KVHeads = Annotated[int, typer.Option(help="KV heads.")]
+HeadDim = Annotated[int, typer.Option(help="Elements of a head.")]
+QHeads = Annotated[int, typer.Option(help="Query heads.")]
+Repeats = Annotated[int, typer.Option(help="Samples of each variant.")]
+Seed = Annotated[int, typer.Option(help="Of the data.")]
+Commit = Annotated[str | None, typer.Option(help="Commit to record; unset: what git says.")]
+
+
+def attention(
+    mode: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
+    cells: Annotated[
+        str, typer.Option(help="BATCHxCONTEXT,...; unset: the mode's own grid.")
+    ] = "",
+    dtype: Dtype = "bfloat16",
+    q_heads: QHeads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    block_size: BlockSize = 16,
+    full_heads: Annotated[
+        float, typer.Option(help="Share of the KV heads that see everything.")
+    ] = 1.0,
+    window: Annotated[int, typer.Option(help="Tokens that the other heads see.")] = 256,
+    sink: Annotated[int, typer.Option(help="Leading tokens that they see as well.")] = 64,
+    peers: Annotated[
+        str, typer.Option(help="Others to measure beside, comma-separated; '' = none.")
+    ] = ",".join(PEERS),
+    repeats: Repeats = 50,
+    output: Output = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="PNG file: bandwidth share over bytes.")
+    ] = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    commit: Commit = None,
+) -> None:
+    """Measure paged attention over a grid of batch and context, against the copy bandwidth."""
+    with one_line_errors():
+        bench = AttentionBench(
+            mode=cast("Literal['decode', 'prefill']", mode),
+            cells=tuple(Cell.parse(cell) for cell in cells.split(",") if cells),
+            dtype=dtype,
+            num_q_heads=q_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            full_heads=full_heads,
+            window=window,
+            sink=sink,
+            peers=tuple(peer.strip() for peer in peers.split(",") if peers),
+            repeats=repeats,
+            device=device,
+            seed=seed,
+            commit=commit,
+        )
+        _check_target("--output", output)
+        _check_target("--plot", plot)
+        if plot is not None:
+            require_matplotlib()
+        result: dict[str, Any] = run_attention(bench, say)
+        _write(result, output)
+        if plot is not None:
+            plot_attention(result, plot)
+            say(f"plotted to {plot}")
+    for name, version in result["peers"].items():
+        say(f"peer {name}: {version}")
+    for entry in result["results"]:
+        for name, why in entry["failed_peers"].items():
+            say(f"peer {name} at {entry['batch']} x {entry['context']}: {why}")
+    for name, mean in result["geometric_mean_over_ours"].items():
+        say(f"{name}: {mean:.2f} times our time, geometric mean over its cells")
+    Console().print(_attention_table(result))
+
+
+def kv_write(
+    tokens: Annotated[
+        str, typer.Option(help="Tokens of a write, comma-separated.")
+    ] = "1,32,256,2048,16384",
+    dtype: Dtype = "bfloat16",
+    q_heads: QHeads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    block_size: BlockSize = 16,
+    repeats: Repeats = 50,
+    output: Output = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    commit: Commit = None,
+) -> None:
+    """Measure the KV cache write from a fused qkv, against the copy bandwidth."""
+    with one_line_errors():
+        bench = KVWriteBench(
+            tokens=_counts(tokens),
+            dtype=dtype,
+            num_q_heads=q_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            repeats=repeats,
+            device=device,
+            seed=seed,
+            commit=commit,
+        )
+        _check_target("--output", output)
+        result = run_kv_write(bench, say)
+        _write(result, output)
+    Console().print(_kv_write_table(result))
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"tokens: expected counts such as 1,256, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def _check_target(option: str, path: Path | None) -> None:
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{option}: expected an existing directory, got {path.parent}")
+
+
+def _write(result: dict[str, Any], output: Path | None) -> None:
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        say(f"written to {output}")
+
+
+def _attention_table(result: dict[str, Any]) -> Table:
+    conditions = result["conditions"]
+    prefill = result["mode"] == "prefill"
+    table = Table(
+        title=f"{result['mode']} attention, {result['dtype']}, {_where(result)}",
+        caption=f"{conditions['num_q_heads']} query heads, {conditions['num_kv_heads']} KV heads "
+        f"of {conditions['head_dim']}, blocks of {conditions['block_size']}; medians of "
+        f"{conditions['repeats']} samples; ratio = its time over ours",
+    )
+    last = "TFLOP/s" if prefill else "share"
+    for heading in ("batch x context", "kernel", "median us", "MB moved", last, "ratio", "error"):
+        table.add_column(heading, justify="left" if heading == "kernel" else "right")
+    for entry in result["results"]:
+        for number, (name, variant) in enumerate(entry["variants"].items()):
+            ratio = entry["peer_time_over_ours"].get(name)
+            table.add_row(
+                "" if number else f"{entry['batch']} x {entry['context']}",
+                name,
+                f"{variant['median_us']:.1f}",
+                f"{variant['bytes_moved'] / 1e6:.2f}",
+                _rate(variant, prefill=prefill),
+                "-" if ratio is None else f"{ratio:.2f}",
+                f"{variant['relative_error']:.1e}",
+            )
+    return table
+
+
+def _rate(variant: dict[str, Any], *, prefill: bool) -> str:
+    """Return what limits the mode: TFLOP/s of a prefill, bandwidth share of a decode."""
+    if prefill:
+        flops = variant["flops_per_s"]
+        return "-" if flops is None else f"{flops / 1e12:.0f}"
+    share = variant["share_of_copy_bandwidth"]
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _kv_write_table(result: dict[str, Any]) -> Table:
+    conditions = result["conditions"]
+    table = Table(
+        title=f"KV cache write, {result['dtype']}, {_where(result)}",
+        caption=f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}, blocks of "
+        f"{conditions['block_size']}; medians of {conditions['repeats']} samples; checked: "
+        f"{conditions['check']}",
+    )
+    for heading in ("tokens", "median us", "p20", "p80", "MB moved", "share"):
+        table.add_column(heading, justify="right")
+    for entry in result["results"]:
+        share = entry["share_of_copy_bandwidth"]
+        table.add_row(
+            str(entry["tokens"]),
+            f"{entry['median_us']:.2f}",
+            f"{entry['p20_us']:.2f}",
+            f"{entry['p80_us']:.2f}",
+            f"{entry['bytes_moved'] / 1e6:.3f}",
+            "-" if share is None else f"{share:.0%}",
+        )
+    return table
+
+
+def _where(result: dict[str, Any]) -> str:
+    bandwidth = result["copy_bandwidth_bytes_per_s"]
+    copies = "" if bandwidth is None else f", copies {bandwidth / 1e12:.2f} TB/s"
+    return f"{result['device']['name']}, {result['path']} path{copies}"

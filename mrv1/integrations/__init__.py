@@ -1,0 +1,1 @@
+"""Other systems' code, imported only when it is asked for."""

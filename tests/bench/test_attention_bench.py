@@ -1,0 +1,304 @@
+"""The attention benchmark: its arithmetic against counted masks, its check, its schema."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrv1.bench import AttentionBench, Cell, peers, plot, plot_attention, run_attention
+from mrv1.bench import attention as bench_module
+from mrv1.bench.attention_case import AttentionCase
+from mrv1.bench.attention_data import make_data, relative_error
+from mrv1.errors import CapacityError, ConfigError
+from mrv1.kernels import reference
+
+SMALL = {
+    "cells": (Cell(1, 40), Cell(3, 17)),
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "repeats": 2,
+    "device": "cpu",
+}
+KEYS = {
+    "op", "schema", "mode", "dtype", "path", "device", "driver", "versions", "commit", "date",
+    "peers", "copy_bandwidth_bytes_per_s", "conditions", "results", "geometric_mean_over_ours",
+}  # fmt: skip
+ENTRY_KEYS = {
+    "batch", "context", "query_len", "bytes_moved", "kv_bytes", "flops", "buffer_sets",
+    "variants", "peer_time_over_ours", "failed_peers",
+}  # fmt: skip
+VARIANT_KEYS = {
+    "median_us", "p20_us", "p80_us", "launches_per_sample", "samples_us", "bytes_moved",
+    "share_of_copy_bandwidth", "flops_per_s", "relative_error",
+}  # fmt: skip
+
+FULL = AttentionCase(
+    cell=Cell(8, 4096), query_len=1, num_q_heads=32, num_kv_heads=8, head_dim=128, block_size=16,
+    dtype=torch.bfloat16, num_full_heads=8,
+)  # fmt: skip
+MIXED = replace(FULL, cell=Cell(8, 131072), num_full_heads=2, window=256, sink=64)
+
+
+# --- bytes and operations ------------------------------------------------------------------------
+
+
+def test_bytes_of_a_uniform_decode_by_hand():
+    assert FULL.kv_bytes == 8 * 4096 * 8 * 128 * 2 * 2
+    assert FULL.bytes_moved == FULL.kv_bytes + 8 * 256 * 4 + 2 * 8 * 32 * 128 * 2
+    assert FULL.flops == 4 * 8 * 32 * 4096 * 128
+
+
+def test_bytes_of_mixed_heads_by_hand():
+    """Two full heads, six that see 64 + 256 tokens: 4 pages of sink and 16 of window."""
+    assert MIXED.kv_bytes == 8 * (2 * 131072 + 6 * 320) * 128 * 2 * 2
+    table_bytes = 8 * (131072 // 16 + 4 + 16) * 4
+    assert MIXED.bytes_moved == MIXED.kv_bytes + table_bytes + 2 * 8 * 32 * 128 * 2
+
+
+def test_operations_of_a_causal_prefill_by_hand():
+    prefill = replace(FULL, cell=Cell(1, 8192), query_len=8192)
+    assert prefill.flops == 4 * 32 * 128 * (8192 * 8193 // 2)
+    assert prefill.kv_bytes == 8192 * 8 * 128 * 2 * 2
+
+
+@pytest.mark.parametrize("sink", [0, 5, 16, 20, 33])
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 40])
+@pytest.mark.parametrize(("context", "query_len"), [(1, 1), (16, 1), (90, 1), (96, 7), (80, 80)])
+def test_what_a_streaming_head_reads_is_what_its_mask_shows(
+    context: int, query_len: int, window: int, sink: int
+):
+    case = replace(
+        FULL,
+        cell=Cell(1, context),
+        query_len=query_len,
+        num_full_heads=0,
+        window=window,
+        sink=sink,
+    )
+    keys = torch.arange(context)
+    queries = torch.arange(context - query_len, context)[:, None]
+    mask = (keys <= queries) & ((keys > queries - window) | (keys < sink))
+    seen = mask.any(dim=0)
+    assert case.read_tokens(0) == int(seen.sum())
+    assert case.read_blocks(0) == len(set((keys[seen] // 16).tolist()))
+    assert case.flops == 4 * 32 * 128 * int(mask.sum())
+
+
+@pytest.mark.parametrize("num_full", range(9))
+def test_full_heads_are_as_many_as_asked_and_spread(num_full: int):
+    full = [replace(FULL, num_full_heads=num_full).is_full(head) for head in range(8)]
+    assert sum(full) == num_full
+    assert abs(sum(full[:4]) - sum(full[4:])) <= 1
+
+
+# --- the check -----------------------------------------------------------------------------------
+
+CHECKED = replace(
+    FULL, cell=Cell(3, 200), num_q_heads=8, num_kv_heads=4, head_dim=16, dtype=torch.float32,
+    num_full_heads=4, window=40, sink=20,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("num_full", [4, 1, 0])
+@pytest.mark.parametrize("query_len", [1, 200])
+def test_check_accepts_the_oracle_and_finds_one_wrong_head(num_full: int, query_len: int):
+    case = replace(CHECKED, num_full_heads=num_full, query_len=query_len)
+    data = make_data(case, 1, torch.device("cpu"), seed=1)
+    (layer,) = data.layers
+    assert math.isnan(relative_error(data, layer))  # nothing is written yet
+    bench_module._ours(reference, data)[0]()
+    assert relative_error(data, layer) < 1e-6
+    layer.out[-1, 2] *= 1.5
+    assert relative_error(data, layer) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_check_finds_a_head_that_ignores_its_window():
+    case = replace(CHECKED, num_full_heads=2, query_len=200)  # no ring: every page is there
+    data = make_data(case, 1, torch.device("cpu"), seed=1)
+    blind = replace(
+        data, layout=replace(data.layout, window=torch.full_like(data.layout.window, -1))
+    )
+    bench_module._ours(reference, blind)[0]()
+    assert relative_error(data, data.layers[0]) > 0.1
+
+
+def test_a_wrong_kernel_of_ours_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch):
+    right = reference.paged_decode_attention
+
+    def one_key_short(q, k, v, table, seq_lens, layout, **options):
+        return right(q, k, v, table, seq_lens - 1, layout, **options)
+
+    monkeypatch.setattr(reference, "paged_decode_attention", one_key_short)
+    with pytest.raises(
+        bench_module.WrongResultError,
+        match=r"mrv1 at 1x40: expected a relative error <= 0\.01, got \[",
+    ):
+        run_attention(AttentionBench(**SMALL))
+
+
+def test_a_wrong_or_failing_peer_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(peers.PEERS, "torch-sdpa", ("torch", lambda data: [lambda: None]))
+    monkeypatch.setitem(peers.PEERS, "flashinfer", ("torch", lambda data: 1 / 0))
+    (entry,) = run_attention(AttentionBench(**SMALL | {"cells": (Cell(1, 40),)}))["results"]
+    assert entry["variants"].keys() == {"mrv1"}
+    assert entry["peer_time_over_ours"] == {}
+    assert "WrongResultError: torch-sdpa at 1x40" in entry["failed_peers"]["torch-sdpa"]
+    assert entry["failed_peers"]["flashinfer"] == "ZeroDivisionError: division by zero"
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_result_has_the_schema_and_survives_json(mode: str):
+    said: list[str] = []
+    result = run_attention(AttentionBench(**SMALL, mode=mode), said.append)
+    assert json.loads(json.dumps(result)) == result
+    assert result.keys() == KEYS
+    assert (result["op"], result["mode"], result["path"]) == ("attention", mode, "reference")
+    assert result["copy_bandwidth_bytes_per_s"] is None
+    assert result["peers"]["torch-sdpa"] != "not installed"
+    assert len(said) == 2
+    for cell, entry in zip(SMALL["cells"], result["results"], strict=True):
+        assert entry.keys() == ENTRY_KEYS
+        assert (entry["batch"], entry["context"]) == (cell.batch, cell.context)
+        assert entry["query_len"] == (1 if mode == "decode" else cell.context)
+        assert entry["variants"].keys() == {"mrv1", "torch-sdpa"}
+        for variant in entry["variants"].values():
+            assert variant.keys() == VARIANT_KEYS
+            assert len(variant["samples_us"]) == 2
+            assert variant["p20_us"] <= variant["median_us"] <= variant["p80_us"]
+            assert variant["share_of_copy_bandwidth"] is variant["flops_per_s"] is None
+            assert variant["relative_error"] < 1e-2
+
+
+def test_share_and_ratios_follow_from_bytes_and_times(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench_module, "copy_bandwidth", lambda _: 1e9)
+    result = run_attention(AttentionBench(**SMALL, peers=("torch-sdpa",)))
+    ratios = []
+    for entry in result["results"]:
+        times = {name: v["median_us"] for name, v in entry["variants"].items()}
+        ratios.append(times["torch-sdpa"] / times["mrv1"])
+        assert entry["peer_time_over_ours"] == {"torch-sdpa": pytest.approx(ratios[-1])}
+        for variant in entry["variants"].values():
+            floor_us = entry["bytes_moved"] / 1e3
+            assert variant["share_of_copy_bandwidth"] == pytest.approx(
+                floor_us / variant["median_us"]
+            )
+    mean = (ratios[0] * ratios[1]) ** 0.5
+    assert result["geometric_mean_over_ours"] == {"torch-sdpa": pytest.approx(mean)}
+
+
+def test_mixed_heads_stand_beside_the_uniform_run():
+    options = SMALL | {"cells": (Cell(2, 200),), "full_heads": 0.5, "window": 40, "sink": 20}
+    result = run_attention(AttentionBench(**options))
+    (entry,) = result["results"]
+    uniform = 2 * 200 * 2 * 16 * 2 * 2
+    assert entry["kv_bytes"] == uniform * (200 + 60) / 400
+    assert entry["variants"].keys() == {"mrv1", "mrv1-uniform"}
+    q_and_table = 2 * 2 * 4 * 16 * 2 + 2 * 13 * 4
+    assert entry["variants"]["mrv1-uniform"]["bytes_moved"] == uniform + q_and_table
+    assert set(entry["failed_peers"].values()) == {"has no head roles"}
+    assert result["conditions"]["head_roles"] == {"full_heads": 0.5, "window": 40, "sink": 20}
+
+
+@pytest.mark.interp
+@pytest.mark.gpu
+def test_the_kernels_themselves_pass_the_check(device: torch.device):
+    options = SMALL | {"cells": (Cell(2, 100),), "full_heads": 0.5, "window": 40, "sink": 20}
+    for mode in ("decode", "prefill"):
+        result = run_attention(AttentionBench(**options | {"device": str(device), "mode": mode}))
+        assert result["path"] == ("triton" if device.type == "cuda" else "interpreter")
+        (entry,) = result["results"]
+        assert entry["variants"]["mrv1"]["relative_error"] < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_on_a_gpu_launches_rotate_in_a_graph_and_there_is_a_share():
+    cells = (Cell(1, 2048), Cell(4, 4096))
+    options = {"cells": cells, "device": "cuda", "num_q_heads": 8, "num_kv_heads": 2}
+    result = run_attention(AttentionBench(**options, repeats=5))
+    for entry in result["results"]:
+        assert entry["buffer_sets"] >= 2
+        assert entry["failed_peers"].get("torch-sdpa") is None
+        for variant in entry["variants"].values():
+            assert variant["launches_per_sample"] % entry["buffer_sets"] == 0
+            assert 0 < variant["share_of_copy_bandwidth"] < 1.2
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_a_cell_that_does_not_fit_is_refused_before_it_is_built():
+    with pytest.raises(CapacityError, match=r"cells: 4096x131072 needs .* GiB for its caches"):
+        run_attention(AttentionBench(cells=(Cell(4096, 131072),), device="cuda", peers=()))
+
+
+# --- the picture ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bandwidth", [None, 1e9])
+def test_plot_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bandwidth: float | None):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench_module, "copy_bandwidth", lambda _: bandwidth)
+    result = run_attention(AttentionBench(**SMALL))
+    plot_attention(result, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_points_of_a_plot_go_by_rising_bytes():
+    def entry(size: int, share: float) -> dict[str, object]:
+        return {"variants": {"mrv1": {"bytes_moved": size, "share": share}}}
+
+    result = {"results": [entry(30, 0.9), entry(10, 0.5)]}
+    assert plot.variant_points(result, "share") == {"mrv1": [(10, 0.5), (30, 0.9)]}
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"--plot: .*pip install 'mrv1\[bench\]'"):
+        plot.require_matplotlib()
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "both"}, "mode: expected decode or prefill, got 'both'"),
+        ({"dtype": "int8"}, "dtype: expected one of float32, float16, bfloat16, got 'int8'"),
+        ({"cells": (Cell(1, 2),) * 2}, r"cells: expected different ones, got \['1x2', '1x2'\]"),
+        ({"repeats": 0}, "repeats: expected >= 1, got 0"),
+        ({"window": 0}, "window: expected >= 1, got 0"),
+        ({"num_q_heads": 3}, "num_q_heads: expected a multiple of 2, got 3"),
+        ({"full_heads": 0.3}, "full_heads: expected a share of 2 heads in whole heads, got 0.3"),
+        ({"full_heads": 1.5}, "full_heads: expected a share of 2 heads in whole heads, got 1.5"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        AttentionBench(**SMALL | options)
+
+
+def test_unknown_peers_are_refused():
+    with pytest.raises(ConfigError, match=r"peers: expected some of flash-attn-3, .*\['triton'\]"):
+        run_attention(AttentionBench(**SMALL, peers=("triton",)))
+
+
+@pytest.mark.parametrize("text", ["8", "x", "8x", "ax4", "-1x4", "8*4"])
+def test_a_cell_is_batch_x_context(text: str):
+    with pytest.raises(ConfigError, match="cells: expected BATCHxCONTEXT such as 8x4096, got"):
+        Cell.parse(text)
+
+
+def test_an_empty_cell_is_refused_and_a_good_one_is_read():
+    with pytest.raises(ConfigError, match="cells: expected batch and context >= 1, got '0x4'"):
+        Cell.parse("0x4")
+    assert Cell.parse(" 8x4096 ") == Cell(8, 4096)
