@@ -11,6 +11,9 @@ import torch
 
 from mrv1.errors import ConfigError
 
+INT32_MAX = 2**31 - 1
+"""Counts, slots and block ids are int32 on the device."""
+
 DtypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 
 EMBEDDED_MODEL = "tiny"
@@ -28,6 +31,8 @@ def checkpoint_dir(model: str | Path) -> Path:
     """
     if model == EMBEDDED_MODEL:
         return Path(str(resources.files("mrv1.models") / EMBEDDED_MODEL))
+    if not str(model):
+        raise ConfigError("model: expected a checkpoint directory, got an empty name")
     path = Path(model)
     try:
         is_directory, has_config = path.is_dir(), (path / "config.json").is_file()
@@ -77,18 +82,22 @@ class EngineConfig:
         """Check every field's range."""
         if self.dtype not in get_args(DtypeName):
             raise ConfigError(f"dtype: expected one of {get_args(DtypeName)}, got {self.dtype!r}")
-        if self.block_size not in BLOCK_SIZES:
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks"):
+        for name, least in (
+            ("max_model_len", 2),  # a prompt and one token
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("num_kv_blocks", 1),
+        ):
             value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization: expected (0, 1], got {self.gpu_memory_utilization}"
-            )
+            if value is not None and (type(value) is not int or not least <= value <= INT32_MAX):
+                raise ConfigError(
+                    f"{name}: expected an integer >= {least} that fits int32, got {value!r}"
+                )
+        share: object = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed: expected an integer, got {self.seed!r}")
 

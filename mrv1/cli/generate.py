@@ -165,14 +165,15 @@ def _generate_batch(
     """Write the result of every line, and list the lines that failed."""
     SamplingParams(**sampling)  # a wrong option is one mistake, not one for every line
     lines = read_lines(input_file, sampling)
-    try:
-        target = output_file.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {str(output_file)!r}: {error}") from error
-    with target, LLM(model, **engine) as llm:
+    with LLM(model, **engine) as llm:
         say(llm.describe())
         usage = Usage(llm)
-        errors = run_batch(llm, lines, target, usage)
+        try:  # only now: a model that cannot be loaded must not cost the results of a former run
+            target = output_file.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output: cannot write {str(output_file)!r}: {error}") from error
+        with target:
+            errors = run_batch(llm, lines, target, usage)
         say(usage.line(path_name(engine["device"])))
     for number, message in errors.items():
         say(f"error: line {number}: {message}")

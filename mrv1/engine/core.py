@@ -131,6 +131,11 @@ class EngineCore:
             changed = self.scheduler.update(self.runner.execute(plan).result())
         except StepError as error:
             changed = self.scheduler.fail_step(plan.req_ids, error)
+        except BaseException as error:
+            # An interrupt, say: the scheduler has counted a step whose output never came.
+            interrupted = StepError(repr(error), step_id=plan.step_id, req_ids=plan.req_ids)
+            self.scheduler.fail_step(plan.req_ids, interrupted)
+            raise
         self._num_steps += 1
         self._step_seconds += time.perf_counter() - start
         self._num_generated_tokens += sum(request.error is None for request in changed)

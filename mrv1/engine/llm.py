@@ -85,8 +85,8 @@ class LLM:
             num_kv_blocks=num_kv_blocks,
             seed=seed,
         )
-        self._tokenizer = Tokenizer(checkpoint_dir(config.model))
         self._core: EngineCore | None = EngineCore(config)
+        self._tokenizer = Tokenizer(checkpoint_dir(config.model))
         self._detokenizers: dict[str, Detokenizer] = {}
         self._undelivered: dict[str, Request] = {}
         """Changed while ``generate`` or ``stream`` ran for others; ``step`` returns them."""
@@ -243,22 +243,26 @@ class LLM:
 
     def _new_id(self) -> str:
         scheduler = self._engine.scheduler
-        return next(i for i in map(str, self._ids) if scheduler.get(i) is None)
+        used = self._undelivered
+        return next(i for i in map(str, self._ids) if scheduler.get(i) is None and i not in used)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, req_id: str) -> None:
+    def _add(self, prompt: Prompt, params: object, req_id: object) -> None:
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
+        if not isinstance(req_id, str) or not req_id:
+            raise RequestError(f"request_id: expected a string that is not empty, got {req_id!r}")
+        if req_id in self._undelivered:
+            raise RequestError(f"request_id: {req_id!r} has an output that step() has yet to give")
         self._engine.add_request(req_id, self._token_ids(prompt), params)
         self._detokenizers[req_id] = Detokenizer(self._tokenizer)
 
     def _token_ids(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, Mapping):
-            unknown = sorted(set(prompt) - set(PROMPT_KEYS))
-            if unknown or len(prompt) != 1:
+            if len(prompt) != 1 or not set(prompt) <= set(PROMPT_KEYS):
                 raise RequestError(
-                    f"prompt: expected a dict with one of {PROMPT_KEYS}, got keys {sorted(prompt)}"
+                    f"prompt: expected a dict with one of {PROMPT_KEYS}, got keys {list(prompt)}"
                 )
             ((key, prompt),) = prompt.items()
             if isinstance(prompt, str) != (key == "prompt"):
@@ -280,11 +284,13 @@ class LLM:
         """
         if rows.keys().isdisjoint(self._undelivered):
             self._undelivered |= {request.req_id: request for request in self._engine.step()}
-        return [self._undelivered.pop(i) for i in tuple(rows) if i in self._undelivered]
+        return [self._undelivered.pop(i) for i in tuple(self._undelivered) if i in rows]
 
     def _abort_all(self, rows: Mapping[str, int]) -> None:
+        if self._core is None:
+            return  # closed in the middle of a stream: nothing is left to abort
         for req_id in rows:
-            self._engine.scheduler.abort(req_id)
+            self._core.scheduler.abort(req_id)
             self._detokenizers.pop(req_id, None)
 
     def _output(self, request: Request) -> RequestOutput:
@@ -326,6 +332,10 @@ def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether this is one prompt: text, dict, or a list that starts with a number."""
     if isinstance(prompts, str | Mapping):
         return True
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts: expected a prompt or a list of prompts, got {type(prompts).__name__}"
+        )
     return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence)
 
 
@@ -334,6 +344,10 @@ def _params_per_prompt(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, Sequence):
+        raise RequestError(
+            f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}"
+        )
     if len(params) != num_prompts:
         raise RequestError(
             f"sampling_params: expected one, or {num_prompts} for {num_prompts} prompts, "

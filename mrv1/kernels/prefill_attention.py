@@ -295,7 +295,7 @@ def paged_prefill_attention(
     )
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
-    check_query_start_loc(query_start_loc, num_reqs, max_query_len, q.device)
+    check_query_start_loc(query_start_loc, num_reqs, max_query_len, q)
     group = num_q_heads // layout.num_kv_heads
     check_head_dim(layout)
     check_launchable("q", q)

@@ -104,7 +104,8 @@ def _sample_tiles_kernel(
         seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
         noise = _gumbel(_philox_word(seed, position, token))
         score = score * tl.div_rn(1.0, temperature) + noise
-    score = tl.where(score == score, score, float("-inf"))  # NaN never wins
+    # NaN never wins, nor does padding, which a negative temperature would turn to +inf
+    score = tl.where(in_vocab & (score == score), score, float("-inf"))
     best, index = tl.max(score, axis=0, return_indices=True)
     best_token = ((program % num_tiles) * TILE_VOCAB + index).to(tl.int64)
     if FINAL:

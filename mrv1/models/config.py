@@ -134,6 +134,8 @@ class ModelConfig:
             extra = token_ids(generation.get("eos_token_id"))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
+        except (AttributeError, TypeError) as error:  # a model_type of another family's fields
+            raise ConfigError(f"{where}: config.json contradicts itself: {error}") from error
         return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
 
     @classmethod

@@ -126,6 +126,8 @@ class RopeConfig:
         if problems:
             raise ConfigError("; ".join(problems))
         theta = settings.pop("rope_theta")
+        if not theta > 1:
+            raise ConfigError(f"rope_theta: expected a number > 1, got {theta!r}")
         return cls(rope_type=rope_type, theta=theta, rotary_dim=rotary_dim, **settings)
 
 

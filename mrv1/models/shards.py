@@ -114,8 +114,13 @@ def _read_index(scan: Scan, index: Path) -> None:
 
 def _read_shard(scan: Scan, file: Path, names: set[str]) -> None:
     """Add the tensors of one shard that the index places in it, and report the difference."""
-    if not file.is_file():
-        scan.problems.append(f"{file.name}: named in {INDEX_FILE}, but there is no such file")
+    try:
+        found = file.is_file()
+    except OSError:  # a name no file system takes
+        found = False
+    if not found:
+        shown = file.name if len(file.name) <= 80 else f"{file.name[:80]}..."
+        scan.problems.append(f"{shown}: named in {INDEX_FILE}, but there is no such file")
         return
     held = Scan()
     _read_header(held, file)

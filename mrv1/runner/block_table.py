@@ -53,11 +53,12 @@ class BlockTables:
         self.group_sink = per_group([g.sink for g in groups])
         self.group_ring_blocks = per_group([g.ring_blocks for g in groups])
 
-    def stage(self, plan: StepPlan) -> HostArrays:
+    def stage(self, plan: StepPlan, num_pool_blocks: int) -> HostArrays:
         """Count the plan's new blocks on the host; return where their ids go.
 
         Raises:
-            ValueError: a row has more blocks than its segment has columns.
+            ValueError: an id outside the pool, or more blocks in a row than its segment has
+                columns.
         """
         for request in plan.entering:
             self.num_blocks_np[request.slot] = 0
@@ -72,6 +73,10 @@ class BlockTables:
                     raise ValueError(
                         f"new_block_ids: expected at most {group.width} blocks in slot {slot}, "
                         f"got {start + len(ids)}"
+                    )
+                if not 0 <= min(ids) <= max(ids) < num_pool_blocks:
+                    raise ValueError(
+                        f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {ids}"
                     )
                 first = slot * self.row_width + group.offset + start
                 indices.extend(range(first, first + len(ids)))

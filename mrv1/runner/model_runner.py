@@ -61,6 +61,7 @@ class ModelRunner:
             CapacityError: the KV cache does not fit.
         """
         self.config = config
+        self._closed = False
         self.device = resolve_device(config.device)
         self.path = kernel_path(self.device)
         self._ops = select_ops(self.path)
@@ -93,7 +94,10 @@ class ModelRunner:
         Raises:
             StepError: the plan contradicts the runner's state, or the launch failed; what fails
                 on the device comes from ``AsyncOutput.result``.
+            RuntimeError: the runner was closed.
         """
+        if self._closed:
+            raise RuntimeError("ModelRunner: expected an open runner, got one that was closed")
         try:
             with torch.inference_mode():
                 batch = self._prepare(plan)
@@ -101,13 +105,13 @@ class ModelRunner:
                 tokens = self._sample(plan, batch, hidden)
                 self._post_update(plan, batch, tokens)
                 return AsyncOutput(plan, batch.sampled_rows, tokens, self._copy_stream)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever it is, it ends this step and no other
             raise StepError(str(error), step_id=plan.step_id, req_ids=plan.req_ids) from error
 
     def _prepare(self, plan: StepPlan) -> InputBatch:
         """Bring the plan to the device in one copy, apply it, and gather the step's tokens."""
         arrays = self.state.stage(plan)
-        arrays |= self.block_tables.stage(plan)
+        arrays |= self.block_tables.stage(plan, self.kv_cache.num_blocks)
         arrays |= self.sampler.stage(
             [request.slot for request in plan.entering],
             [request.sampling_params for request in plan.entering],
@@ -210,6 +214,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the device memory back; the runner cannot be used afterwards."""
+        self._closed = True
         for name in ("model", "kv_cache", "state", "block_tables", "sampler", "_staging"):
             self.__dict__.pop(name, None)
         gc.collect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -44,10 +44,17 @@ class RequestState:
         Raises:
             ValueError: the plan contradicts what the slots hold.
         """
+        self._check_slots((*plan.preempted, *plan.finished, *plan.slots.tolist()))
         for slot in (*plan.preempted, *plan.finished):
             self._epochs_np[slot] = FREE
         entering = plan.entering
         for request in entering:
+            self._check_slots((request.slot,))
+            if not 1 <= len(request.token_ids) <= self.max_model_len:
+                raise ValueError(
+                    f"token_ids of {request.req_id!r}: expected 1 to {self.max_model_len} tokens, "
+                    f"got {len(request.token_ids)}"
+                )
             if self._epochs_np[request.slot] != FREE:
                 raise ValueError(
                     f"plan: expected slot {request.slot} free, {request.req_id!r} got it"
@@ -55,11 +62,13 @@ class RequestState:
             self._epochs_np[request.slot] = request.epoch
             self.num_tokens_np[request.slot] = len(request.token_ids)
             self.num_computed_tokens_np[request.slot] = 0
-        if not np.array_equal(self._epochs_np[plan.slots], plan.epochs):
+        held = self._epochs_np[plan.slots]
+        if not np.array_equal(held, plan.epochs) or (held == FREE).any():
             raise ValueError(
-                f"plan: expected epochs {self._epochs_np[plan.slots]} of slots {plan.slots}, "
+                f"plan: expected epochs {held} of slots {plan.slots} ({FREE} = free), "
                 f"got {plan.epochs}"
             )
+        self._check_rows(plan)
         lengths = [len(request.token_ids) for request in entering]
         starts = [request.slot * self.max_model_len for request in entering]
         history = [np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
@@ -72,6 +81,20 @@ class RequestState:
                 [*(r.token_ids for r in entering), np.empty(0, dtype=np.int32)], dtype=np.int32
             ),
         }
+
+    def _check_slots(self, slots: Sequence[int]) -> None:
+        outside = [slot for slot in slots if not 0 <= slot < len(self._epochs_np)]
+        if outside:
+            raise ValueError(f"slots: expected 0 to {len(self._epochs_np) - 1}, got {outside}")
+
+    def _check_rows(self, plan: StepPlan) -> None:
+        """Check that each slot has one row, with tokens that are known and not computed yet."""
+        if len(set(plan.slots.tolist())) != len(plan.slots):
+            raise ValueError(f"slots: expected one row per slot, got {plan.slots}")
+        left = self.num_tokens_np[plan.slots] - self.num_computed_tokens_np[plan.slots]
+        counts = plan.num_scheduled_tokens
+        if ((counts < 1) | (counts > left)).any():
+            raise ValueError(f"num_scheduled_tokens: expected 1 to {left}, got {counts}")
 
     def apply(self, staged: Mapping[str, torch.Tensor]) -> None:
         """Write what ``stage`` returned, now on the device, into the slots that were taken."""

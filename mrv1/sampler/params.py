@@ -12,13 +12,21 @@ from mrv1.errors import RequestError
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 """A request's seed is the 64-bit key of its noise."""
 
+TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-5, 1e5
+"""Outside, float32 logits divided by it overflow or all become equal."""
+
+TOP_K_MAX = 2**31 - 1
+"""Held as int32; more than any vocabulary."""
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    return isinstance(value, float) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -26,7 +34,8 @@ class SamplingParams:
     """How one request is sampled and when it ends. The names are vLLM's.
 
     Attributes:
-        temperature: >= 0; 0 is greedy: exactly the argmax, ties to the lowest id.
+        temperature: 0, or from 1e-5 to 1e5; 0 is greedy: exactly the argmax, ties to the lowest
+            id.
         top_k: keep the k highest logits (ties with the last one stay); 0 or -1 keeps all.
         top_p: in (0, 1]; keep the most likely tokens up to this probability, after temperature
             and top_k (ties with the last one stay).
@@ -77,9 +86,15 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(stop_token_ids))
 
     def _validate(self) -> None:
-        if not _is_real(self.temperature) or self.temperature < 0:
-            raise RequestError(f"temperature: expected a number >= 0, got {self.temperature!r}")
-        if not _is_int(self.top_k) or self.top_k < 0:
+        temperature = self.temperature
+        if not _is_real(temperature) or (
+            temperature != 0 and not TEMPERATURE_MIN <= temperature <= TEMPERATURE_MAX
+        ):
+            raise RequestError(
+                f"temperature: expected 0 or a number from {TEMPERATURE_MIN} to "
+                f"{TEMPERATURE_MAX:g}, got {_short(temperature)}"
+            )
+        if not _is_int(self.top_k) or not 0 <= self.top_k <= TOP_K_MAX:
             raise RequestError(
                 f"top_k: expected an integer >= 1, or 0 or -1 for all, got {self.top_k!r}"
             )
@@ -108,6 +123,12 @@ class SamplingParams:
     def filters(self) -> bool:
         """Whether top_k or top_p removes tokens from a draw."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+def _short(value: object) -> str:
+    """Return the repr of ``value``, cut where nobody reads on."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _unknown_message(names: list[str]) -> str:

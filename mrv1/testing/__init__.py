@@ -5,21 +5,31 @@
 - :mod:`mrv1.testing.strategies` holds hypothesis strategies: paged caches, ragged batches, block
   layouts. It is imported on first use, so that only who draws from it needs hypothesis::
 
-      from mrv1.testing import strategies
+      from mrv1.testing import paged_caches, ragged_batches, kv_layouts
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 
 _SUBMODULES = ("aot", "interpreter", "strategies")
+_STRATEGIES = ("build_paged_cache", "kv_layouts", "paged_caches", "ragged_batches")
 
-__all__ = ["aot", "interpreter", "strategies"]
+__all__ = [
+    "aot",
+    "build_paged_cache",
+    "interpreter",
+    "kv_layouts",
+    "paged_caches",
+    "ragged_batches",
+    "strategies",
+]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> object:
     """Import a submodule on first use: triton and hypothesis must not be needed before."""
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _STRATEGIES:
+        return getattr(importlib.import_module(f"{__name__}.strategies"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -101,7 +101,10 @@ def test_peak_blocks_are_those_the_tokens_needed():
             "model: expected a checkpoint directory or 'tiny', got '/nowhere'",
         ),
         (["--max-tokens", "0"], "max_tokens: expected an integer >= 1 or None, got 0"),
-        (["--temperature", "-1"], "temperature: expected a number >= 0, got -1.0"),
+        (
+            ["--temperature", "-1"],
+            "temperature: expected 0 or a number from 1e-05 to 100000, got -1.0",
+        ),
         (["--top-p", "1.5"], "top_p: expected a number in (0, 1], got 1.5"),
         (["--top-k", "-2"], "top_k: expected an integer >= 1, or 0 or -1 for all, got -2"),
         (["--stop-token-id", "99999"], "stop_token_ids: expected ids in [0, "),

@@ -236,6 +236,87 @@ def test_a_prompt_of_no_known_kind_is_refused(llm):
         llm.add_request(3.5, GREEDY)
 
 
+@pytest.mark.parametrize("prompts", [None, 5, {1, 2}])
+def test_prompts_of_no_known_kind_are_refused(llm, prompts):
+    with pytest.raises(RequestError, match="prompts: expected a prompt or a list of prompts, got"):
+        llm.generate(prompts)
+
+
+def test_params_of_no_known_kind_are_refused(llm):
+    with pytest.raises(RequestError, match="expected SamplingParams or a list, got int"):
+        llm.generate([PROMPT], 5)
+
+
+@pytest.mark.parametrize("request_id", ["", 5, ["a"]])
+def test_an_id_is_a_string(llm, request_id):
+    with pytest.raises(RequestError, match="request_id: expected a string that is not empty"):
+        llm.add_request(PROMPT, GREEDY, request_id=request_id)
+
+
+def test_an_id_is_free_once_its_output_has_been_given(llm):
+    llm.add_request(PROMPT, GREEDY, request_id="a")
+    llm.abort("a")
+    with pytest.raises(RequestError, match=r"'a' has an output that step\(\) has yet to give"):
+        llm.add_request(PROMPT, GREEDY, request_id="a")
+    assert [output.outputs[0].finish_reason for output in llm.step()] == ["abort"]
+    llm.add_request(PROMPT, GREEDY, request_id="a")
+    llm.abort("a")
+    llm.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_a_draw_from_one_token_is_greedy(checkpoint, filters):
+    """top-k and top-p reach the draw: with one token left there is nothing to draw."""
+    with LLM(str(checkpoint), dtype="float32", num_kv_blocks=32) as llm:
+        greedy, drawn, free = llm.generate(
+            [PROMPT] * 3,
+            [
+                GREEDY,
+                SamplingParams(max_tokens=64, ignore_eos=True, seed=3, **filters),
+                SamplingParams(max_tokens=64, ignore_eos=True, seed=3, temperature=5.0),
+            ],
+        )
+    assert drawn.outputs[0].token_ids == greedy.outputs[0].token_ids
+    assert free.outputs[0].token_ids != greedy.outputs[0].token_ids
+
+
+def test_a_stop_token_is_not_in_the_text():
+    with LLM("tiny", device="cpu", num_kv_blocks=16) as llm:
+        tokenizer = llm._tokenizer
+        whole = llm.generate("ROMEO:", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
+        stop = next(t for t in whole.token_ids[3:] if tokenizer.decode([t]).strip())
+        output = llm.generate(
+            "ROMEO:", SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop])
+        )[0].outputs[0]
+    assert output.token_ids[-1] == stop
+    assert output.text == tokenizer.decode(output.token_ids[:-1])
+    assert output.text != tokenizer.decode(output.token_ids)
+
+
+def test_an_interrupt_fails_its_step_and_leaves_the_engine_usable(llm, monkeypatch):
+    whole = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    llm.add_request(PROMPT, GREEDY, request_id="other")
+    llm.step()
+
+    def interrupted(self, timeout=None):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mrv1.runner.async_output.AsyncOutput.result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+    assert not llm.has_unfinished_requests()
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == whole
+
+
+def test_closing_in_the_middle_of_a_stream_is_quiet(checkpoint):
+    with LLM(str(checkpoint), device="cpu", num_kv_blocks=32) as llm:
+        stream = llm.stream(PROMPT, GREEDY)
+        next(stream)
+    stream.close()
+
+
 def test_a_single_prompt_raises_its_error(llm):
     with pytest.raises(RequestError, match="expected fewer than 256 tokens"):
         llm.generate([5] * 300)
@@ -386,9 +467,15 @@ def test_a_closed_engine_says_so(checkpoint):
             {"max_model_len": 1000},
             r"max_model_len: expected <= 512 \(the model's context\), got 1000",
         ),
-        ({"max_num_seqs": 0}, "max_num_seqs: expected an integer >= 1, got 0"),
+        ({"model": ""}, "model: expected a checkpoint directory, got an empty name"),
+        ({"block_size": 16.0}, r"block_size: expected one of \(16, 32, 64, 128\), got 16.0"),
+        ({"max_model_len": 1}, "max_model_len: expected an integer >= 2"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected an integer >= 1 that fits int32, got 0"),
+        ({"max_num_seqs": 10**10}, "max_num_seqs: expected an integer >= 1 that fits int32"),
+        ({"num_kv_blocks": 10**19}, "num_kv_blocks: expected an integer >= 1 that fits int32"),
+        ({"gpu_memory_utilization": "a"}, r"gpu_memory_utilization: expected \(0, 1\], got 'a'"),
         ({"max_num_batched_tokens": True}, "max_num_batched_tokens: expected an integer >= 1"),
-        ({"num_kv_blocks": 0}, "num_kv_blocks: expected an integer >= 1, got 0"),
+        ({"num_kv_blocks": 0}, "num_kv_blocks: expected an integer >= 1 that fits int32, got 0"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization: expected \(0, 1\], got 1.5"),
         ({"seed": "x"}, "seed: expected an integer, got 'x'"),
     ],

@@ -159,7 +159,25 @@ def test_a_resumed_request_goes_on_where_it_was(runner, expected):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (make_plan(0, {"x": (0, 1, (0,))}), r"expected epochs \[-1\] of slots \[0\], got \[0\]"),
+        (make_plan(0, {"x": (0, 1, (0,))}), r"expected epochs \[-1\] of slots \[0\] .*got \[0\]"),
+        (make_plan(0, {"x": (0, 1, (0,))}, epoch=-1), r"expected epochs \[-1\] of slots \[0\]"),
+        (make_plan(0, {"x": (9, 1, (0,))}), r"slots: expected 0 to 3, got \[9\]"),
+        (
+            make_plan(0, {"a": (0, 1, (0,))}, new=(enter("a", 0, [5] * 513),)),
+            "token_ids of 'a': expected 1 to 512 tokens, got 513",
+        ),
+        (
+            make_plan(0, {"a": (0, 6, (0,))}, new=(enter("a", 0, PROMPTS[0]),)),
+            r"num_scheduled_tokens: expected 1 to \[5\], got \[6\]",
+        ),
+        (
+            make_plan(0, {"a": (0, 2, (0,)), "b": (0, 2, (1,))}, new=(enter("a", 0, PROMPTS[0]),)),
+            "slots: expected one row per slot",
+        ),
+        (
+            make_plan(0, {"a": (0, 5, (16,))}, new=(enter("a", 0, PROMPTS[0]),)),
+            r"new_block_ids: expected ids in \[0, 16\), got \(16,\)",
+        ),
         (
             make_plan(
                 0,
@@ -169,7 +187,7 @@ def test_a_resumed_request_goes_on_where_it_was(runner, expected):
             "expected slot 0 free, 'b' got it",
         ),
         (
-            make_plan(0, {"a": (0, 5, tuple(range(33)))}, new=(enter("a", 0, PROMPTS[0]),)),
+            make_plan(0, {"a": (0, 5, tuple([1] * 33))}, new=(enter("a", 0, PROMPTS[0]),)),
             "expected at most 32 blocks in slot 0, got 33",
         ),
     ],
@@ -177,6 +195,13 @@ def test_a_resumed_request_goes_on_where_it_was(runner, expected):
 def test_a_plan_that_contradicts_the_slots_is_a_step_error(runner, plan, message):
     with pytest.raises(StepError, match=message):
         runner.execute(plan)
+
+
+def test_a_closed_runner_says_so(checkpoint):
+    runner = make_runner(checkpoint, device="cpu")
+    runner.close()
+    with pytest.raises(RuntimeError, match="expected an open runner"):
+        runner.execute(make_plan(0, {"x": (0, 1, (0,))}))
 
 
 def test_kv_report_counts_every_byte(runner):
@@ -231,7 +256,7 @@ def test_on_a_gpu_the_cache_fills_the_share_of_the_memory(checkpoint):
 
 def test_a_cache_that_cannot_be_allocated_says_so(checkpoint):
     with pytest.raises(CapacityError, match=r"blocks of 16384 bytes do not fit on cpu"):
-        make_runner(checkpoint, num_kv_blocks=2**36, device="cpu")
+        make_runner(checkpoint, num_kv_blocks=2**31 - 1, device="cpu")
 
 
 def test_the_start_line_tells_what_runs(checkpoint):
