@@ -44,7 +44,7 @@ class RequestState:
         Raises:
             ValueError: the plan contradicts what the slots hold.
         """
-        self._check_slots((*plan.preempted, *plan.finished, *plan.slots.tolist()))
+        self._check_slots((*plan.preempted, *plan.finished, *plan.slots))
         for slot in (*plan.preempted, *plan.finished):
             self._epochs_np[slot] = FREE
         entering = plan.entering
@@ -85,11 +85,13 @@ class RequestState:
     def _check_slots(self, slots: Sequence[int]) -> None:
         outside = [slot for slot in slots if not 0 <= slot < len(self._epochs_np)]
         if outside:
-            raise ValueError(f"slots: expected 0 to {len(self._epochs_np) - 1}, got {outside}")
+            raise ValueError(
+                f"slots: expected 0 to {len(self._epochs_np) - 1}, got {list(map(int, outside))}"
+            )
 
     def _check_rows(self, plan: StepPlan) -> None:
         """Check that each slot has one row, with tokens that are known and not computed yet."""
-        if len(set(plan.slots.tolist())) != len(plan.slots):
+        if len(np.unique(plan.slots)) != len(plan.slots):
             raise ValueError(f"slots: expected one row per slot, got {plan.slots}")
         left = self.num_tokens_np[plan.slots] - self.num_computed_tokens_np[plan.slots]
         counts = plan.num_scheduled_tokens

@@ -92,7 +92,7 @@ def test_the_engine_is_closed_whatever_happens(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(ModelRunner, "close", lambda self: (closed.append(self), close(self)))
     if fails:
         monkeypatch.setattr(DecoderModel, "forward", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(StepError, match="division by zero"):
             run_generate(GenerateBench(**SMALL))
     else:
         run_generate(GenerateBench(**SMALL))

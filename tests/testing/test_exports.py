@@ -13,7 +13,9 @@ from mrv1 import testing
 
 def test_strategies_come_on_first_use():
     assert "paged_caches" in testing.strategies.__all__
-    assert set(testing.__all__) == {"aot", "interpreter", "strategies"}
+    shared = {"build_paged_cache", "kv_layouts", "paged_caches", "ragged_batches"}
+    assert set(testing.__all__) == {"aot", "interpreter", "strategies"} | shared
+    assert all(getattr(testing, name) is getattr(testing.strategies, name) for name in shared)
 
 
 def test_an_unknown_name_is_an_attribute_error():
