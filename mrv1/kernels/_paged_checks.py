@@ -204,26 +204,24 @@ def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:
 
 
 def check_query_start_loc(
-    query_start_loc: torch.Tensor, num_reqs: int, max_query_len: int, q: torch.Tensor
+    query_start_loc: torch.Tensor, num_reqs: int, max_query_len: int, device: torch.device
 ) -> None:
-    """Raise unless ``query_start_loc`` bounds ``num_reqs`` ragged rows of ``q``.
+    """Raise unless ``query_start_loc`` bounds ``num_reqs`` ragged rows.
 
     Raises:
         TypeError: not int32.
-        ValueError: another shape, device or stride, or a ``max_query_len`` below 1 with queries
-            to bound.
+        ValueError: another shape, device or stride, or a negative ``max_query_len``.
     """
     check_tensor(
         "query_start_loc",
         query_start_loc,
         shape=(num_reqs + 1,),
         dtype=torch.int32,
-        device=q.device,
+        device=device,
         contiguous=True,
     )
-    least = min(1, q.shape[0] * num_reqs)
-    if max_query_len < least:
-        raise ValueError(f"max_query_len: expected >= {least}, got {max_query_len}")
+    if max_query_len < 0:
+        raise ValueError(f"max_query_len: expected >= 0, got {max_query_len}")
 
 
 def check_num_kv_splits(num_kv_splits: int | None) -> None:

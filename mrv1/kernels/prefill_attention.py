@@ -256,7 +256,8 @@ def paged_prefill_attention(
         seq_lens: ``[num_reqs]`` int32, tokens including the queries (also ``context_lens``).
         layout: where the pages lie and what each head may see.
         softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
-        max_query_len: upper bound on a request's queries; bounds the tile, not the result.
+        max_query_len: upper bound on a request's queries; bounds the tile, not the result. 0 says
+            that there are none (``q`` may still have rows of padding).
         out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched behind. None =
             a new tensor, whose rows behind are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
@@ -295,7 +296,7 @@ def paged_prefill_attention(
     )
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
-    check_query_start_loc(query_start_loc, num_reqs, max_query_len, q)
+    check_query_start_loc(query_start_loc, num_reqs, max_query_len, q.device)
     group = num_q_heads // layout.num_kv_heads
     check_head_dim(layout)
     check_launchable("q", q)

@@ -522,7 +522,7 @@ def paged_prefill_attention(
         lse=lse,
         scales=scales,
     )
-    check_query_start_loc(query_start_loc, seq_lens.shape[0], max_query_len, q)
+    check_query_start_loc(query_start_loc, seq_lens.shape[0], max_query_len, q.device)
     starts = query_start_loc.tolist()
     lengths = [end - begin for begin, end in pairwise(starts)]
     if starts[0] != 0 or starts[-1] > q.shape[0] or min(lengths, default=0) < 0:

@@ -269,7 +269,7 @@ WRONG = [
     ("seq_lens", lambda x: x.long(), TypeError, "seq_lens: expected dtype torch.int32"),
     ("seq_lens", lambda x: x.to("meta"), ValueError, "seq_lens: expected device"),
     ("layout", lambda _: KVLayout.hnd(2, 16, 32), ValueError, "q: expected shape .any, any, 32"),
-    ("max_query_len", lambda _: -1, ValueError, "max_query_len: expected >= 1, got -1"),
+    ("max_query_len", lambda _: -1, ValueError, "max_query_len: expected >= 0, got -1"),
     ("out", lambda x: x.half(), TypeError, "out: expected dtype torch.float32"),
     ("out", lambda x: x[:1], ValueError, r"out: expected shape \[5, 4, 16\]"),
     ("lse", lambda x: x.half(), TypeError, "lse: expected dtype torch.float32"),
