@@ -5,18 +5,22 @@ from __future__ import annotations
 import torch
 
 from mrv1.device import fp8_path
-from mrv1.kernels.kv_scales import KVScales
+from mrv1.kernels.kv_layout import KVLayout
+from mrv1.kernels.kv_scales import KVScales, scales_per_block
 
 
 def cache_arguments(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, scales: KVScales | None
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: KVScales | None,
+    codes: torch.dtype = torch.uint8,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return K and V cache (codes as uint8), K and V scales, scale bases and block strides."""
+    """Return K and V cache (as ``codes`` if fp8), K and V scales, scale bases, block strides."""
     if scales is None:
         return k_cache, v_cache, None, None, None, None
     return (
-        k_cache.view(torch.uint8),
-        v_cache.view(torch.uint8),
+        k_cache.view(-1).view(codes),
+        v_cache.view(-1).view(codes),
         scales.k_scale,
         scales.v_scale,
         scales.base,
@@ -24,17 +28,19 @@ def cache_arguments(
     )
 
 
-def fp8_constexprs(scales: KVScales | None, device: torch.device) -> dict[str, object]:
+def fp8_constexprs(
+    scales: KVScales | None, layout: KVLayout, device: torch.device
+) -> dict[str, object]:
     """Return the constexprs that choose the conversion and the scales' address.
 
     Raises:
         UnsupportedDeviceError: the device has no path for fp8.
     """
     if scales is None:
-        return {"FP8_PATH": None, "TOKEN_SCALES": False}
+        return {"FP8_PATH": None, "SCALES_PER_BLOCK": 0}
     return {
         "FP8_PATH": fp8_path(device).path,
-        "TOKEN_SCALES": scales.granularity == "token",
+        "SCALES_PER_BLOCK": scales_per_block(scales.granularity, layout.block_size),
     }
 
 

@@ -4,7 +4,7 @@
         = cache[head_base[h] + src * block_stride[h] + t * token_stride + d]
 
 for every token ``t`` and dimension ``d`` of each listed block, in K and in V, for all KV heads or
-those of one head group; the tokens' scales, where there are any, likewise. The address formulas
+those of one head group; the block's scales, where there are any, likewise. The address formulas
 are those of ``kv_layout`` and ``kv_scales``.
 """
 
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from mrv1.kernels._checks import check_launchable
+from mrv1.kernels._fp8 import scale_index
 from mrv1.kernels._paged_checks import PAGE_DTYPES, check_copy_pages, check_head_dim
 from mrv1.kernels._triton import INTERPRET, tl, triton
 from mrv1.kernels.kv_layout import ALIGNMENT_BYTES, KVLayout
-from mrv1.kernels.kv_scales import KVScales
+from mrv1.kernels.kv_scales import KVScales, scales_per_block
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes. Pages move as integers: no target need know the cache's dtype, no NaN is quieted."""
@@ -62,6 +63,7 @@ def _copy_pages_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head
     ALIGNMENT: tl.constexpr,  # elements; divides every address
     TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,
@@ -89,7 +91,9 @@ def _copy_pages_kernel(
     tl.store(k_cache_ptr + target[:, None] + dims, k, mask=mask)
     tl.store(v_cache_ptr + target[:, None] + dims, v, mask=mask)
     if k_scale_ptr is not None:
-        scale_offset = tl.load(scale_base_ptr + head, mask=kept, other=0) + token
+        kept &= token % (BLOCK_SIZE // SCALES_PER_BLOCK) == 0  # the first that a scale is of
+        scale_offset = scale_index(token, BLOCK_SIZE, SCALES_PER_BLOCK)
+        scale_offset += tl.load(scale_base_ptr + head, mask=kept, other=0)
         block_stride = tl.load(scale_block_stride_ptr + head, mask=kept, other=0)
         k_scale = tl.load(k_scale_ptr + scale_offset + src * block_stride, mask=kept, other=0)
         v_scale = tl.load(v_scale_ptr + scale_offset + src * block_stride, mask=kept, other=0)
@@ -130,8 +134,8 @@ def copy_pages(
         layout: where the pages lie.
         group: the head group whose heads are copied: block ids mean something within a group only.
             None = all heads, which must then be one group.
-        scales: of an fp8 cache, else None. Per token: *written* for the pages that are. Per head:
-            no copy needs them.
+        scales: of an fp8 cache, else None. Per token or quarter: *written* for the pages that
+            are. Per head: no copy needs them.
 
     Raises:
         TypeError: a wrong dtype, or a float8_e4m3fn cache without ``scales``.
@@ -175,6 +179,9 @@ def copy_pages(
         NUM_KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=layout.head_dim,
         BLOCK_SIZE=layout.block_size,
+        SCALES_PER_BLOCK=0
+        if scales is None
+        else scales_per_block(scales.granularity, layout.block_size),
         ALIGNMENT=math.gcd(layout.address_unit, ALIGNMENT_BYTES // itemsize),
         TILE_ROWS=config.tile_rows,
         TILE_DIM=triton.next_power_of_2(layout.head_dim),

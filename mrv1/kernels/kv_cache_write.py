@@ -4,7 +4,8 @@
 
 with ``b, t = divmod(slot_mapping[group_of_head[h], i], block_size)``, and likewise for values.
 A negative slot (padding, or a position whose page is gone) is skipped. The address formula and its
-layouts are ``kv_layout``'s.
+layouts are ``kv_layout``'s. A cache with a scale per quarter of a block has a kernel of its own,
+``_quarter_write``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable
-from mrv1.kernels._fp8 import quantize, vector_scale
-from mrv1.kernels._paged import ALIGNED_CODES, ALIGNED_ELEMENTS
+from mrv1.kernels._fp8 import finite_absmax, quantize, scale_of
+from mrv1.kernels._paged import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
 from mrv1.kernels._paged_checks import check_cache_write, check_head_dim
+from mrv1.kernels._quarter_write import write_quarters
 from mrv1.kernels._scales import cache_arguments, fp8_constexprs
 from mrv1.kernels._triton import INTERPRET, tl, triton
 from mrv1.kernels.kv_layout import KVLayout
@@ -32,13 +34,37 @@ class KVCacheWriteConfig:
     num_warps: int
 
     @classmethod
-    def default_for(cls, head_dim: int, dtype: torch.dtype) -> KVCacheWriteConfig:
-        """Return the choice for a head dimension and cache dtype."""
+    def default_for(
+        cls, head_dim: int, dtype: torch.dtype, *, fp8: bool = False
+    ) -> KVCacheWriteConfig:
+        """Return the choice for a head dimension, an input dtype and whether it is quantised.
+
+        A copy has one 16-byte piece of K and one of V per thread, which on an H200 beats two at
+        every size. For fp8 two, so that a thread stores 16 codes at once: the work of finding a
+        row's address and scale is shared by more elements.
+        """
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
             return cls(tile_rows=1024, num_warps=1)
-        # 4 KiB each of K and V per program: four 16-byte pieces per thread of 4 warps in flight.
         row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-        return cls(tile_rows=max(1, 4096 // row_bytes), num_warps=4)
+        return cls(tile_rows=max(1, (4096 if fp8 else 2048) // row_bytes), num_warps=4)
+
+
+@triton.jit
+def _quantized(
+    x,  # [TILE_ROWS, TILE_DIM]
+    scale_ptr,  # [TILE_ROWS, 1] pointers to float32, *written* if TOKEN_SCALES
+    kept,  # [TILE_ROWS, 1]
+    FP8_PATH: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr,
+):
+    """Return the codes of the rows of ``x``, by the scale of each row or by the given ones."""
+    x = x.to(tl.float32)
+    if TOKEN_SCALES:
+        scale = scale_of(finite_absmax(x))
+        tl.store(scale_ptr, scale, mask=kept)
+    else:
+        scale = tl.load(scale_ptr, mask=kept, other=1.0)
+    return quantize(x, scale, TOKEN_SCALES, FP8_PATH)
 
 
 @triton.jit
@@ -65,55 +91,51 @@ def _kv_cache_write_kernel(
     num_rows,  # num_tokens * NUM_KV_HEADS
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,  # whether there is more than one
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
-    TOKEN_SCALES: tl.constexpr,  # a scale per (token, head), else per head
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head: BLOCK_SIZE, or 0 = one for all blocks
 ):
     """Grid (cdiv(num_rows, TILE_ROWS),): one program moves TILE_ROWS (token, head) vectors."""
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
+    TOKEN_SCALES: tl.constexpr = SCALES_PER_BLOCK > 0
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     in_range = row < num_rows
-    head = row % NUM_KV_HEADS
+    head = (row % NUM_KV_HEADS).to(tl.int64)
     token = (row // NUM_KV_HEADS).to(tl.int64)  # int64 before any multiply by a stride
-    group = tl.load(group_of_head_ptr + head, mask=in_range, other=0).to(tl.int64)
-    slot = tl.load(
-        slot_mapping_ptr + group * stride_slot_group + token * stride_slot_token,
-        mask=in_range,
-        other=-1,
-    )
+    slot_ptr = slot_mapping_ptr + token * stride_slot_token
+    if GROUPS:
+        group = tl.load(group_of_head_ptr + head, mask=in_range, other=0).to(tl.int64)
+        slot_ptr += group * stride_slot_group
+    slot = tl.load(slot_ptr, mask=in_range, other=-1)
     kept = slot >= 0
-    head_base = tl.load(head_base_ptr + head, mask=kept, other=0)
-    block_stride = tl.load(block_stride_ptr + head, mask=kept, other=0)
-    address = head_base + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
-    address = tl.multiple_of(address, ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES)
+    block, offset = split_slot(slot, BLOCK_SIZE)
+    head_base = tl.load(head_base_ptr + head, mask=in_range, other=0)
+    block_stride = tl.load(block_stride_ptr + head, mask=in_range, other=0)
+    address = head_base + block * block_stride + offset * token_stride
+    address = tl.multiple_of(address, [ALIGNED, ALIGNED])
 
-    dims = tl.arange(0, TILE_DIM)
-    mask = kept[:, None] & (dims < HEAD_DIM)[None, :]
-    head = head.to(tl.int64)
-    key_row = token * stride_key_token + head * stride_key_head
-    value_row = token * stride_value_token + head * stride_value_head
-    key = tl.load(key_ptr + key_row[:, None] + dims[None, :], mask=mask, other=0.0)
-    value = tl.load(value_ptr + value_row[:, None] + dims[None, :], mask=mask, other=0.0)
+    dim = tl.arange(0, TILE_DIM)[None, :]
+    in_row = in_range & (dim < HEAD_DIM)  # not "kept": a load waits for no other
+    key_ptr += token * stride_key_token + head * stride_key_head
+    value_ptr += token * stride_value_token + head * stride_value_head
+    key = tl.load(key_ptr + dim, mask=in_row, other=0.0)
+    value = tl.load(value_ptr + dim, mask=in_row, other=0.0)
+    stored = kept & (dim < HEAD_DIM)
     if FP8_PATH is not None:
-        key = key.to(tl.float32)
-        value = value.to(tl.float32)
-        scale_address = tl.load(scale_base_ptr + head, mask=kept, other=0)
+        scale_address = tl.load(scale_base_ptr + head, mask=in_range, other=0)
         if TOKEN_SCALES:
-            scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=kept, other=0)
-            scale_address += slot // BLOCK_SIZE * scale_block_stride + slot % BLOCK_SIZE
-            key_scale = vector_scale(key)
-            value_scale = vector_scale(value)
-            tl.store(k_scale_ptr + scale_address, key_scale, mask=kept)
-            tl.store(v_scale_ptr + scale_address, value_scale, mask=kept)
-        else:
-            key_scale = tl.load(k_scale_ptr + scale_address, mask=kept, other=1.0)
-            value_scale = tl.load(v_scale_ptr + scale_address, mask=kept, other=1.0)
-        key = quantize(key, key_scale, FP8_PATH)
-        value = quantize(value, value_scale, FP8_PATH)
-    target = address[:, None] + dims[None, :]
-    tl.store(k_cache_ptr + target, key, mask=mask)
-    tl.store(v_cache_ptr + target, value, mask=mask)
+            scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=in_range, other=0)
+            scale_address += block * scale_block_stride + offset
+        key = _quantized(key, k_scale_ptr + scale_address, kept, FP8_PATH, TOKEN_SCALES)
+        tl.store(k_cache_ptr + address + dim, key, mask=stored)
+        value = _quantized(value, v_scale_ptr + scale_address, kept, FP8_PATH, TOKEN_SCALES)
+        tl.store(v_cache_ptr + address + dim, value, mask=stored)
+    else:
+        tl.store(k_cache_ptr + address + dim, key, mask=stored)
+        tl.store(v_cache_ptr + address + dim, value, mask=stored)
 
 
 def kv_cache_write(
@@ -141,7 +163,11 @@ def kv_cache_write(
             distinct.
         layout: where the pages lie; its ``group_of_head`` picks the row of ``slot_mapping``.
         scales: of an fp8 cache, else None. Per token: *written* at the slots, as
-            ``max(absmax / 448, 1e-12)`` of the head's vector. Per head: read.
+            ``max(absmax / 448, 1e-12)`` of the head's vector. Per quarter of a block: *written*
+            for the quarters that slots are in, as the largest of the stored scale and of what the
+            new vectors need; if it grows, the quarter's other codes are *written* too, requantised
+            once. A quarter whose first slot is written forgets its stored scale, as it does one
+            that is not positive. Per head: read.
 
     Raises:
         TypeError: a wrong dtype.
@@ -152,6 +178,7 @@ def kv_cache_write(
         Tier A, equal to the oracle bit for bit. Without ``scales`` bytes are moved, never
         converted. With them ``x / scale`` is rounded to e4m3, ties to even; beyond +-448 it
         saturates, infinities too; NaN stays NaN. A token's absmax ignores what is not finite.
+        Beside a scale per quarter bytes depend on which tokens were written before, and together.
 
     Stream:
         One launch on the current stream; no allocation, no synchronisation, CUDA-graph safe.
@@ -165,7 +192,10 @@ def kv_cache_write(
     num_rows = key.shape[0] * layout.num_kv_heads
     if num_rows == 0:
         return
-    config = KVCacheWriteConfig.default_for(layout.head_dim, key.dtype)
+    if scales is not None and scales.granularity == "quarter":
+        write_quarters(key, value, k_cache, v_cache, slot_mapping, layout, scales)
+        return
+    config = KVCacheWriteConfig.default_for(layout.head_dim, key.dtype, fp8=scales is not None)
     _kv_cache_write_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
         *cache_arguments(k_cache, v_cache, scales),
         key,
@@ -184,9 +214,10 @@ def kv_cache_write(
         num_rows,
         NUM_KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=layout.head_dim,
+        GROUPS=layout.num_groups > 1,
         BLOCK_SIZE=layout.block_size,
         TILE_ROWS=config.tile_rows,
         TILE_DIM=triton.next_power_of_2(layout.head_dim),
-        **fp8_constexprs(scales, key.device),
+        **fp8_constexprs(scales, layout, key.device),
         num_warps=config.num_warps,
     )

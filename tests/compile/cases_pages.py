@@ -18,7 +18,8 @@ def cases(_target: Target) -> list[AotCase]:
         *(_copy(bits, dim) for bits in (torch.uint8, torch.int16) for dim in (80, 128, 256)),
         _copy(torch.int32, 128),
         _copy(torch.int16, 128, ids=torch.int64),
-        *(_copy(torch.uint8, dim, scales=True) for dim in (128, 256)),
+        *(_copy(torch.uint8, dim, scales=16) for dim in (128, 256)),
+        _copy(torch.uint8, 128, scales=4),
         *(_merge(dtype, dim) for dtype in (torch.bfloat16, torch.float32) for dim in (80, 256)),
         _merge(torch.float16, 128),
     ]
@@ -29,12 +30,13 @@ def _name(op: str, *details: object) -> str:
 
 
 def _copy(
-    bits: torch.dtype, head_dim: int, *, ids: torch.dtype = torch.int32, scales: bool = False
+    bits: torch.dtype, head_dim: int, *, ids: torch.dtype = torch.int32, scales: int = 0
 ) -> AotCase:
+    """``scales`` of a block and head, 0 = none."""
     config = CopyPagesConfig.default_for(head_dim, bits.itemsize)
     int32, int64 = pointer(torch.int32), pointer(torch.int64)
     return AotCase(
-        name=_name("copy_pages", bits, head_dim, ids, *(["scales"] if scales else [])),
+        name=_name("copy_pages", bits, head_dim, ids, *([f"scales{scales}"] if scales else [])),
         kernel=_copy_pages_kernel,
         args=(
             *(pointer(bits), pointer(bits)),
@@ -47,6 +49,7 @@ def _copy(
             "NUM_KV_HEADS": NUM_KV_HEADS,
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": 16,
+            "SCALES_PER_BLOCK": scales,
             "ALIGNMENT": ALIGNMENT_BYTES // bits.itemsize,
             "TILE_ROWS": config.tile_rows,
             "TILE_DIM": triton.next_power_of_2(head_dim),

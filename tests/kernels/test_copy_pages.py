@@ -35,7 +35,9 @@ class Copies:
     pairs: list[tuple[int, int]]
     """(source, destination) block ids, -1 = skip."""
     dtype: torch.dtype = torch.float16
-    """float8_e4m3fn comes with a scale per token."""
+    """float8_e4m3fn comes with scales."""
+    per_block: int | None = None
+    """Scales of a block and head; None = one per token."""
     ids: torch.dtype = torch.int32
     seed: int = 0
 
@@ -58,6 +60,7 @@ def copies(draw: DrawFn) -> Copies:
         group=group,
         pairs=[(draw(source), -1 if draw(skipped) else target) for target in targets],
         dtype=draw(st.sampled_from(dtypes)),
+        per_block=draw(st.sampled_from([None, 4])),
         ids=draw(st.sampled_from(IDS)),
         seed=draw(st.integers(0, 99)),
     )
@@ -71,7 +74,7 @@ def _any_bits(num_elements: int, itemsize: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Equally long pieces of a K and a V buffer, one per block, head and token."""
+    """Equally long pieces of a K and a V buffer, some per block and head."""
 
     before: np.ndarray
     """[2, elements, itemsize] uint8."""
@@ -79,6 +82,7 @@ class Rows:
     block_stride: list[int]
     token_stride: int
     length: int
+    per_block: int
 
     @classmethod
     def of_pages(cls, case: Copies) -> Rows:
@@ -89,13 +93,15 @@ class Rows:
             block_stride=list(layout.block_stride),
             token_stride=layout.token_stride,
             length=layout.head_dim,
+            per_block=layout.block_size,
         )
 
     @classmethod
     def of_scales(cls, case: Copies) -> Rows:
         """Return scales apart from each other, each head's at a stride of its own."""
         layout, heads = case.layout, range(case.layout.num_kv_heads)
-        stride = [layout.block_size + 4 * head for head in heads]
+        per_block = case.per_block or layout.block_size
+        stride = [per_block + 4 * head for head in heads]
         size = [max(layout.num_blocks) * n + 8 for n in stride]
         return cls(
             before=_any_bits(sum(size), 4, case.seed + 1),
@@ -103,6 +109,7 @@ class Rows:
             block_stride=stride,
             token_stride=1,
             length=1,
+            per_block=per_block,
         )
 
     def tensors(self, dtype: torch.dtype, device) -> list[torch.Tensor]:
@@ -113,8 +120,8 @@ class Rows:
         kept = [(source, target) for source, target in case.pairs if min(source, target) >= 0]
         heads = [head for head, role in enumerate(case.layout.roles) if role.group == case.group]
         for (source, target), head in itertools.product(kept, heads):
-            for token in range(case.layout.block_size):
-                row = self.base[head] + token * self.token_stride
+            for piece in range(self.per_block):
+                row = self.base[head] + piece * self.token_stride
                 start, end = (row + b * self.block_stride[head] for b in (source, target))
                 after[:, end : end + self.length] = self.before[:, start : start + self.length]
         return after
@@ -128,7 +135,11 @@ class Rows:
 def _scales(case: Copies, rows: Rows, device) -> KVScales:
     k_scale, v_scale = rows.tensors(torch.float32, device)
     return KVScales.build(
-        k_scale, v_scale, granularity="token", base=rows.base, block_stride=rows.block_stride
+        k_scale,
+        v_scale,
+        granularity="quarter" if case.per_block else "token",
+        base=rows.base,
+        block_stride=rows.block_stride,
     )
 
 
@@ -170,10 +181,12 @@ def test_several_programs(device, case):
 @pytest.mark.parametrize("head_dim", [16, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 def test_sizes(device, head_dim, block_size, dtype):
+    per_block = 4 if head_dim == 96 else None
     layout = LayoutCase.hnd(
         num_kv_heads=2, head_dim=head_dim, block_size=block_size, max_seq_len=block_size
     )
-    _check(Copies(layout=layout, group=0, pairs=[(3, 0), (3, 4)], dtype=dtype), device)
+    case = Copies(layout=layout, group=0, pairs=[(3, 0), (3, 4)], dtype=dtype, per_block=per_block)
+    _check(case, device)
 
 
 def test_the_oracle_takes_float64(device):
@@ -203,17 +216,20 @@ def test_block_ids_belong_to_one_group(device, ops):
 
 @BOTH
 @pytest.mark.parametrize("dtype", [FP8, torch.uint8], ids=str)
-def test_scales_of_tokens_move_and_those_of_heads_stay(device, ops, dtype):
+def test_scales_of_blocks_move_and_those_of_heads_stay(device, ops, dtype):
     layout = KVLayout.hnd(2, 16, 16, device=device)
-    shape = {"token": (3, 2, 16), "head": (2,)}
-    for per, build in (("token", KVScales.per_token), ("head", KVScales.per_head)):
-        before = [normal(shape[per], torch.float32, device, seed=s) for s in (1, 2)]
+    for shape, build in (
+        ((3, 2, 16), KVScales.per_token),
+        ((3, 2, 4), KVScales.per_quarter),
+        ((2,), KVScales.per_head),
+    ):
+        before = [normal(shape, torch.float32, device, seed=s) for s in (1, 2)]
         scales = build(*(scale.clone() for scale in before))
         cache = torch.zeros(3, 2, 16, 16, dtype=torch.uint8, device=device).view(dtype)
         src, dst = torch.tensor([[2], [0]], device=device)
         ops.copy_pages(cache, cache.clone(), src, dst, layout, scales=scales)
         for scale, old in zip((scales.k_scale, scales.v_scale), before, strict=True):
-            want = torch.stack([old[2], old[1], old[2]]) if per == "token" else old
+            want = torch.stack([old[2], old[1], old[2]]) if len(shape) == 3 else old
             assert torch.equal(scale, want)
 
 

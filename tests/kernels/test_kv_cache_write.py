@@ -54,7 +54,7 @@ def test_the_whole_cache_is_as_it_should_be(device, case):
 def test_several_programs(device, case):
     with pytest.MonkeyPatch.context() as patch:
         small = KVCacheWriteConfig(tile_rows=8, num_warps=1)
-        patch.setattr(KVCacheWriteConfig, "default_for", lambda *_: small)
+        patch.setattr(KVCacheWriteConfig, "default_for", lambda *_, **__: small)
         _check(case.to(device))
 
 
