@@ -2,14 +2,21 @@
 
     out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
 
-over the keys ``k`` that ``kv_layout`` lets the query see: causal, window and sink per KV head. One
-launch; a program owns a tile of TILE_QUERIES queries times the query heads of one KV head. Request
-``r`` owns the tiles from::
+over the keys ``k`` that ``kv_layout`` lets the query see: causal (or a range per query), window
+and sink per KV head. One launch; a program owns a tile of TILE_QUERIES queries times the query
+heads of one KV head. Request ``r`` owns the tiles from::
 
     first_tile(r) = query_start_loc[r] // TILE_QUERIES + r
 
 which ascends strictly and leaves every request enough of them, as floor(a + b) >= floor(a) +
-floor(b), so the grid follows from shapes alone and a tile finds its request by bisection.
+floor(b), so the grid follows from shapes alone and a tile finds its request by counting.
+
+A program goes through its keys in steps, ascending::
+
+    sinks' tiles | gap, not looked at | window's left edge | seen by every row | right edge
+
+Only the edges are masked. Between them a step is two products, a softmax, and the loads of the
+next step, whose blocks are known by then.
 
 Source: FlashAttention (arXiv:2205.14135) for the online softmax; the tile map is the one vLLM's
 Triton kernels use for ragged batches.
@@ -23,25 +30,41 @@ import torch
 
 from mrv1.device import device_info
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable
+from mrv1.kernels._fp8 import product_query, scale_index
 from mrv1.kernels._paged import (
+    ALIGNED_CODES,
+    ALIGNED_ELEMENTS,
     LOG2_E,
     MIN_DOT_ROWS,
-    attend_keys,
+    SMALLEST_UNIT,
     dot_precision,
     load_head_role,
+    load_page_rows,
     natural_lse,
     normalized,
-    visible_range,
+    table_column,
 )
 from mrv1.kernels._paged_checks import (
+    check_attn_mask_offsets,
     check_head_dim,
     check_paged_attention,
     check_query_start_loc,
+    check_softmax_scale,
+    check_visited,
 )
 from mrv1.kernels._scales import cache_arguments, fp8_constexprs, product_dtype
 from mrv1.kernels._triton import INTERPRET, tl, triton
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales
+
+SCAN_REQS = tl.constexpr(128)
+"""Requests whose first tiles are compared at once."""
+
+NO_WINDOW = tl.constexpr(1 << 30)
+"""A window that every context fits in."""
+
+SCAN_BLOCKS = tl.constexpr(1024)
+"""Columns of a table row whose blocks are looked at at once."""
 
 _BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
@@ -57,52 +80,182 @@ class PrefillAttentionConfig:
     """Keys per step of a program."""
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Bound on a thread's registers (NVIDIA), so that more programs fit; None = the compiler's."""
 
     @classmethod
     def default_for(
-        cls, head_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None
+        cls,
+        head_dim: int,
+        dtype: torch.dtype,
+        capability: tuple[int, int] | None,
+        has_window: bool = False,
+        has_offsets: bool = False,
     ) -> PrefillAttentionConfig:
-        """Return the choice for a head dimension, cache dtype and CUDA compute capability."""
+        """Return the choice for a head dimension, cache dtype, compute capability and mask."""
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
             return cls(tile_rows=256, tile_tokens=128, num_warps=1, num_stages=1)
         if dtype == torch.float32:
             # Exact products have no tensor core: a thread holds whole rows of K in registers.
-            num_warps = 4 if head_dim > 128 else 8
-            return cls(tile_rows=16, tile_tokens=16, num_warps=num_warps, num_stages=1)
+            return cls(tile_rows=16, tile_tokens=16, num_warps=4, num_stages=1)
         if dtype == torch.float8_e4m3fn:
-            # Codes widen to fp16 in registers: with more keys at once they spill. 64 rows would
-            # take wgmma on sm_90, where triton 3.6 gave wrong rows at head_dim 16.
-            stages = 2 if head_dim > 128 else 3  # two spill on sm_89 at 128, three on sm_80 at 256
-            return cls(tile_rows=32, tile_tokens=32, num_warps=4, num_stages=stages)
+            # Codes widen to fp16 in registers: with more keys at once they spill.
+            if capability == (9, 0) and head_dim <= 128:
+                tile_tokens = 32 if has_window or has_offsets else 64
+                return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
+            # 8 warps because 4 spill on sm_89, but not on gfx942, where 8 do.
+            num_warps = 8 if head_dim > 128 and capability is not None else 4
+            return cls(tile_rows=32, tile_tokens=32, num_warps=num_warps, num_stages=2)
         if head_dim > 128:
             # One stage keeps within gfx942's 64 KiB; 8 warps because 4 spill on sm_89.
             stages = 2 if capability in _BIG_SHARED_MEMORY else 1
             return cls(tile_rows=64, tile_tokens=32, num_warps=8, num_stages=stages)
+        if capability == (9, 0):
+            # 128 registers let two programs share a multiprocessor: one's softmax beside the
+            # other's products. A window's code spills at 64 keys, that of offsets even at 32.
+            tile_tokens, stages = (32, 3) if has_window or has_offsets else (64, 2)
+            return cls(
+                tile_rows=128,
+                tile_tokens=tile_tokens,
+                num_warps=8,
+                num_stages=stages,
+                max_registers=None if has_offsets else 128,
+            )
         if capability in _BIG_SHARED_MEMORY:
-            return cls(tile_rows=128, tile_tokens=64, num_warps=8, num_stages=3)
+            tile_tokens = 32 if has_offsets else 64  # 64 spills on sm_100
+            return cls(tile_rows=128, tile_tokens=tile_tokens, num_warps=8, num_stages=3)
         tile_tokens = 32 if head_dim > 64 else 64  # 64 spills on sm_89
         return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
+
+    def launch_options(self) -> dict[str, int]:
+        """Return what the compiler is told beside the constexprs."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
     def fit_rows(self, group: int, max_query_len: int) -> PrefillAttentionConfig:
         """Return the same choice with room for one query, and for no more than there can be."""
         one = max(MIN_DOT_ROWS, triton.next_power_of_2(group))
         needed = max(one, triton.next_power_of_2(group * max_query_len))
         if needed < self.tile_rows:
-            return replace(self, tile_rows=needed, num_warps=min(self.num_warps, 4))
+            return replace(
+                self, tile_rows=needed, num_warps=min(self.num_warps, 4), max_registers=None
+            )
         return replace(self, tile_rows=max(one, self.tile_rows))
 
 
 @triton.jit
 def _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: tl.constexpr):
-    """Return the last request whose first tile is not behind ``tile``, and that first tile."""
-    low = tl.zeros([], dtype=tl.int32)
-    high = low + num_reqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        first_tile = tl.load(query_start_loc_ptr + middle) // TILE_QUERIES + middle
-        low = tl.where(first_tile <= tile, middle, low)
-        high = tl.where(first_tile <= tile, high, middle)
-    return low, tl.load(query_start_loc_ptr + low) // TILE_QUERIES + low
+    """Return the last request whose first tile is not behind ``tile``."""
+    req = -1
+    for first in range(0, num_reqs, SCAN_REQS):
+        other = first + tl.arange(0, SCAN_REQS)
+        in_batch = other < num_reqs
+        query_start = tl.load(query_start_loc_ptr + other, mask=in_batch, other=0)
+        not_behind = in_batch & (query_start // TILE_QUERIES + other <= tile)
+        req += tl.sum(not_behind.to(tl.int32), axis=0)
+    return req
+
+
+@triton.jit
+def _load_tile(query_start_loc_ptr, req, tile, TILE_QUERIES: tl.constexpr):
+    """Return (query_start, query_len) of a request, and [first_query, end_query) of its tile."""
+    query_start = tl.load(query_start_loc_ptr + req)
+    query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
+    first_query = (tile - (query_start // TILE_QUERIES + req)) * TILE_QUERIES
+    return query_start, query_len, first_query, tl.minimum(first_query + TILE_QUERIES, query_len)
+
+
+@triton.jit
+def _tile_rows(
+    query_start, first_query, end_query, head, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr
+):
+    """Return what the rows are: (query, whether the tile has it, its token, query head)."""
+    row = tl.arange(0, TILE_ROWS)
+    query = first_query + row // GROUP
+    token = (query_start + query).to(tl.int64)
+    return query, query < end_query, token, (head * GROUP + row % GROUP).to(tl.int64)
+
+
+@triton.jit
+def _visible(
+    position,  # [TILE_TOKENS] int32
+    query_position,  # [TILE_ROWS] int32
+    first_key,  # [TILE_ROWS] int32
+    end_key,  # [TILE_ROWS] int32
+    window,
+    sink,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return which keys each row sees, pages aside."""
+    behind = query_position[:, None] - position[None, :]
+    if HAS_OFFSETS:
+        visible = position[None, :] >= first_key[:, None]
+        visible &= position[None, :] < end_key[:, None]
+    else:
+        visible = behind >= 0
+    if HAS_WINDOW:
+        visible &= (behind < window) | (position[None, :] < sink)
+    return visible
+
+
+@triton.jit
+def _holds_every_page(
+    table_row_ptr,  # [row_width] int32
+    first_block,
+    end_block,
+    sink,
+    ring_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_RING: tl.constexpr,
+):
+    """Return whether none of the logical blocks [first_block, end_block) lacks a page."""
+    lowest = tl.zeros([SCAN_BLOCKS], dtype=tl.int32)
+    for first in range(first_block, end_block, SCAN_BLOCKS):
+        logical = first + tl.arange(0, SCAN_BLOCKS)
+        column = table_column(logical, 0, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
+        block = tl.load(table_row_ptr + column, mask=logical < end_block, other=0)
+        lowest = tl.minimum(lowest, block)
+    return tl.min(lowest, axis=0) >= 0
+
+
+@triton.jit
+def _load_blocks(
+    table_row_ptr,  # [row_width] int32
+    visited_row_ptr,  # [row_width] uint8, or None
+    tile,
+    start,
+    end,
+    sink_end,
+    query_position,  # [TILE_ROWS] int32
+    first_key,  # [TILE_ROWS] int32
+    end_key,  # [TILE_ROWS] int32
+    window,
+    sink,
+    ring_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Return the block of each key of ``tile``, -1 where there is none or no row sees the key."""
+    lane = tl.arange(0, TILE_TOKENS)
+    position = tile * TILE_TOKENS + lane
+    logical = tile * TILE_TOKENS // BLOCK_SIZE + lane // BLOCK_SIZE
+    column = table_column(logical, 0, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
+    seen = position < end
+    if HAS_OFFSETS:
+        visible = _visible(
+            position, query_position, first_key, end_key, window, sink, HAS_OFFSETS, HAS_WINDOW
+        )
+        seen &= tl.max(visible.to(tl.int32), axis=0) > 0
+    elif HAS_WINDOW:
+        seen &= (position >= start) | (position < sink_end)
+    block = tl.load(table_row_ptr + column, mask=seen, other=-1)
+    if visited_row_ptr is not None:
+        tl.store(visited_row_ptr + column, 1, mask=block >= 0)
+    return block
 
 
 @triton.jit
@@ -113,6 +266,7 @@ def _paged_prefill_attention_kernel(
     lse_ptr,  # [num_tokens, q_heads] fp32, or None
     stride_lse_token,
     stride_lse_head,
+    visited_ptr,  # [num_reqs, kv_heads, row_width] uint8, contiguous, or None
     q_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
     stride_q_token,
     stride_q_head,
@@ -124,9 +278,12 @@ def _paged_prefill_attention_kernel(
     scale_block_stride_ptr,  # [kv_heads] int64, elements, or None
     block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
     stride_table_row,
+    row_width,
     query_start_loc_ptr,  # [num_reqs + 1] int32
     seq_lens_ptr,  # [num_reqs] int32
+    mask_offsets_ptr,  # [num_tokens, 2] int32, contiguous, or None
     num_reqs,
+    num_kv_heads,
     head_base_ptr,  # [kv_heads] int64, elements
     block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
@@ -146,79 +303,232 @@ def _paged_prefill_attention_kernel(
     TILE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
-    TOKEN_SCALES: tl.constexpr,
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head; 0 = one for all blocks
 ):
-    """Grid (num_tokens // TILE_QUERIES + num_reqs, kv_heads): one query tile of one KV head."""
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    req, first_tile = _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES)
-    query_start = tl.load(query_start_loc_ptr + req)
-    query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
-    first_query = (tile - first_tile) * TILE_QUERIES
+    """Grid ((num_tokens // TILE_QUERIES + num_reqs) * kv_heads): one query tile of one KV head.
+
+    A step takes TILE_TOKENS keys from an absolute multiple of it. A token's K scale is a factor of
+    its logit, its V scale one of its weight. Weights are rounded to 16 bits in units of the
+    largest V scale so far, lest small scales underflow.
+    """
+    # The last tiles of a chunk have the most keys: they go first. Heads side by side.
+    pair = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = pair % num_kv_heads
+    tile_of_batch = pair // num_kv_heads
+    req = _find_request(query_start_loc_ptr, tile_of_batch, num_reqs, TILE_QUERIES)
+    query_start, query_len, first_query, end_query = _load_tile(
+        query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES
+    )
     if first_query >= query_len:
         return
-    end_query = tl.minimum(first_query + TILE_QUERIES, query_len)
-    context_len = tl.load(seq_lens_ptr + req) - query_len
-    first_position = context_len + first_query
-    end_position = context_len + end_query  # <= 0 in a padding row: nothing visible, no step
+    seq_len = tl.load(seq_lens_ptr + req)
+    context_len = seq_len - query_len
     table_offset, window, sink, ring_blocks = load_head_role(
         head, table_offset_ptr, window_ptr, sink_ptr, ring_blocks_ptr, HAS_WINDOW, HAS_RING
     )
-    sink_end, start, num_visible = visible_range(
-        first_position, end_position, window, sink, HAS_WINDOW
+    HAS_OFFSETS: tl.constexpr = mask_offsets_ptr is not None
+
+    query, in_tile, token, q_head = _tile_rows(
+        query_start, first_query, end_query, head, GROUP, TILE_ROWS
     )
-
-    row = tl.arange(0, TILE_ROWS)
-    query = first_query + row // GROUP
-    in_tile = query < end_query
-    query_position = tl.where(in_tile, context_len + query, -1)
-    token = (query_start + query).to(tl.int64)
-    q_head = (head * GROUP + row % GROUP).to(tl.int64)
     dims = tl.arange(0, TILE_DIM)
-    mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+    in_head = dims < HEAD_DIM
     q_offsets = (token * stride_q_token + q_head * stride_q_head)[:, None] + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
+    q = tl.load(q_ptr + q_offsets, mask=in_tile[:, None] & in_head[None, :], other=0.0)
 
-    acc, top, total = attend_keys(
-        q,
-        query_position,
-        k_cache_ptr,
-        v_cache_ptr,
-        k_scale_ptr,
-        v_scale_ptr,
-        scale_base_ptr,
-        scale_block_stride_ptr,
-        head,
-        head_base_ptr,
-        block_stride_ptr,
-        block_table_ptr + req.to(tl.int64) * stride_table_row,
-        0,
-        num_visible,
-        sink_end,
+    # What each row may see, and the tile: [start, end) somebody, [inner_start, inner_end) all.
+    first_position = context_len + first_query
+    end_position = tl.maximum(context_len + end_query, 0)  # 0 in a padding row: no step
+    query_position = tl.where(in_tile, context_len + query, -1)
+    first_key = tl.zeros([TILE_ROWS], dtype=tl.int32)
+    end_key = first_key
+    start = 0
+    end = end_position
+    inner_start = 0
+    inner_end = first_position + 1
+    if HAS_OFFSETS:
+        range_ptr = mask_offsets_ptr + 2 * token
+        first_key = tl.maximum(tl.load(range_ptr, mask=in_tile, other=0), 0)
+        end_key = tl.minimum(tl.load(range_ptr + 1, mask=in_tile, other=0), seq_len)
+        end = tl.maximum(tl.max(end_key, axis=0), 0)
+        start = tl.min(tl.where(first_key < end_key, first_key, end), axis=0)
+        inner_start = tl.max(first_key, axis=0)
+        inner_end = tl.min(tl.where(in_tile, end_key, end), axis=0)
+    sink_end = 0
+    if HAS_WINDOW:
+        window = tl.where(window < 0, NO_WINDOW, window)
+        sink_end = tl.minimum(sink, end)
+        start = tl.maximum(start, first_position + 1 - window)
+        start = tl.minimum(tl.maximum(start, sink_end), end)
+        inner_start = tl.maximum(inner_start, end_position - window)
+    sink_tiles = tl.cdiv(sink_end, TILE_TOKENS)
+    gap = tl.maximum(start // TILE_TOKENS, sink_tiles) - sink_tiles
+    inner_start = tl.cdiv(tl.maximum(inner_start, 0), TILE_TOKENS)  # in tiles from here on
+    inner_end = tl.maximum(inner_end, 0) // TILE_TOKENS
+
+    # The head's segment of the request's row, whose columns count from 0.
+    table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_table_row + table_offset
+    visited_row_ptr = None
+    if visited_ptr is not None:
+        visited_row = req.to(tl.int64) * num_kv_heads + head
+        visited_row_ptr = visited_ptr + visited_row * row_width + table_offset
+    if not _holds_every_page(
+        table_row_ptr,
+        inner_start * TILE_TOKENS // BLOCK_SIZE,
+        tl.cdiv(inner_end * TILE_TOKENS, BLOCK_SIZE),
+        sink,
+        ring_blocks,
+        BLOCK_SIZE,
+        HAS_RING,
+    ):
+        inner_end = 0
+
+    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
+    head_base = tl.multiple_of(tl.load(head_base_ptr + head), ALIGNED)
+    block_stride = tl.load(block_stride_ptr + head)
+    score_scale = tl.full([TILE_ROWS], softmax_scale * LOG2_E, tl.float32)
+    if FP8_PATH is not None:
+        scale_base = tl.load(scale_base_ptr + head)
+        scale_block_stride = tl.load(scale_block_stride_ptr + head)
+        q, q_unit = product_query(q)
+        score_scale *= q_unit
+        v_unit = tl.full([], SMALLEST_UNIT, tl.float32)
+        if SCALES_PER_BLOCK == 0:
+            score_scale *= tl.load(k_scale_ptr + scale_base)
+            v_unit = tl.load(v_scale_ptr + scale_base)
+        score_scale = tl.maximum(score_scale, SMALLEST_UNIT)  # -inf * 0 is NaN
+
+    acc = tl.zeros([TILE_ROWS, TILE_DIM], dtype=tl.float32)
+    top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    lane = tl.arange(0, TILE_TOKENS)
+    # Blocks are looked up a step ahead, so that no load of pages waits for one of the table.
+    next_tile = tl.where(sink_tiles > 0, 0, gap)
+    next_block = _load_blocks(
+        table_row_ptr,
+        visited_row_ptr,
+        next_tile,
         start,
-        table_offset,
+        end,
+        sink_end,
+        query_position,
+        first_key,
+        end_key,
         window,
         sink,
         ring_blocks,
-        token_stride,
-        softmax_scale * LOG2_E,
-        HEAD_DIM,
         BLOCK_SIZE,
+        HAS_OFFSETS,
         HAS_WINDOW,
         HAS_RING,
-        TILE_ROWS,
         TILE_TOKENS,
-        TILE_DIM,
-        PRECISION,
-        FP8_PATH,
-        TOKEN_SCALES,
+    )
+    for step in range(tl.cdiv(end, TILE_TOKENS) - gap):
+        tile = tl.where(step < sink_tiles, step, step + gap)
+        block = next_block.to(tl.int64)
+        next_tile = tl.where(step + 1 < sink_tiles, step + 1, step + 1 + gap)
+        next_block = _load_blocks(
+            table_row_ptr,
+            visited_row_ptr,
+            next_tile,
+            start,
+            end,
+            sink_end,
+            query_position,
+            first_key,
+            end_key,
+            window,
+            sink,
+            ring_blocks,
+            BLOCK_SIZE,
+            HAS_OFFSETS,
+            HAS_WINDOW,
+            HAS_RING,
+            TILE_TOKENS,
+        )
+        token_of_page = (tile * TILE_TOKENS % BLOCK_SIZE + lane % BLOCK_SIZE).to(tl.int64)
+        address = head_base + token_of_page * token_stride + block * block_stride
+        offsets = tl.multiple_of(address, ALIGNED)[:, None] + dims[None, :]
+        present = block >= 0
+        loaded = present[:, None] & in_head[None, :]  # NaN of a dead page must not come in
+
+        k = load_page_rows(k_cache_ptr + offsets, loaded, q.dtype, FP8_PATH)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SCALES_PER_BLOCK > 0:
+            scale_address = scale_base + block * scale_block_stride
+            scale_address += scale_index(token_of_page, BLOCK_SIZE, SCALES_PER_BLOCK)
+            k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
+            scores *= k_scale[None, :]
+        at_edge = (tile < inner_start) | (tile >= inner_end)
+        if q.dtype == tl.float32:  # a branch makes these products, outside tensor cores, spill
+            at_edge = True
+        if at_edge:
+            visible = _visible(
+                tile * TILE_TOKENS + lane,
+                query_position,
+                first_key,
+                end_key,
+                window,
+                sink,
+                HAS_OFFSETS,
+                HAS_WINDOW,
+            )
+            # Looked up again: the layout of the scores is not the one of the loads.
+            again = _load_blocks(
+                table_row_ptr,
+                None,
+                tile,
+                start,
+                end,
+                sink_end,
+                query_position,
+                first_key,
+                end_key,
+                window,
+                sink,
+                ring_blocks,
+                BLOCK_SIZE,
+                HAS_OFFSETS,
+                HAS_WINDOW,
+                HAS_RING,
+                TILE_TOKENS,
+            )
+            scores = tl.where((again >= 0)[None, :] & visible, scores, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top * score_scale)
+        rescale = tl.exp2(top * score_scale - shift)
+        weights = tl.exp2(scores * score_scale[:, None] - shift[:, None])
+        total = total * rescale + tl.sum(weights, axis=1)
+        if SCALES_PER_BLOCK > 0:
+            v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
+            new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
+            weights *= (v_scale / new_unit)[None, :]
+            rescale *= v_unit / new_unit
+            v_unit = new_unit
+        v = load_page_rows(v_cache_ptr + offsets, loaded, q.dtype, FP8_PATH)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+    if FP8_PATH is not None:
+        acc *= v_unit
+
+    # Found anew: through the loop the rows' addresses would take the registers it lives on.
+    query_start, query_len, first_query, end_query = _load_tile(
+        query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES
+    )
+    query, in_tile, token, q_head = _tile_rows(
+        query_start, first_query, end_query, head, GROUP, TILE_ROWS
     )
     out_offsets = token * stride_out_token + q_head * stride_out_head
     out = normalized(acc, total).to(out_ptr.dtype.element_ty)
+    mask = in_tile[:, None] & in_head[None, :]
     tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=mask)
     if lse_ptr is not None:
         lse_offsets = token * stride_lse_token + q_head * stride_lse_head
-        tl.store(lse_ptr + lse_offsets, natural_lse(top, total), mask=in_tile)
+        lse = natural_lse(top * score_scale, total)
+        tl.store(lse_ptr + lse_offsets, lse, mask=in_tile)
 
 
 def paged_prefill_attention(
@@ -232,9 +542,11 @@ def paged_prefill_attention(
     *,
     softmax_scale: float,
     max_query_len: int,
+    attn_mask_offsets: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scales: KVScales | None = None,
+    visited: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from a ragged batch of chunks, decodes among them, to their paged caches.
 
@@ -255,21 +567,29 @@ def paged_prefill_attention(
             called ``cu_seqlens_q``). A request without queries is fine.
         seq_lens: ``[num_reqs]`` int32, tokens including the queries (also ``context_lens``).
         layout: where the pages lie and what each head may see.
-        softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
+        softmax_scale: factor of the scores, positive, usually ``head_dim ** -0.5``.
         max_query_len: upper bound on a request's queries; bounds the tile, not the result. 0 says
             that there are none (``q`` may still have rows of padding).
+        attn_mask_offsets: ``[num_tokens, 2]`` int32, contiguous: the range ``[lo, hi)`` of key
+            positions in its request that each query sees in place of ``[0, its own]``. ``hi`` may
+            lie beyond the query, as inside of an image; keys from ``seq_lens`` on are never seen,
+            nor any if ``lo >= hi``. A window hides keys before its start that are no sink's, as
+            ever. None = causal.
         out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched behind. None =
             a new tensor, whose rows behind are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
             log-sum-exp of the scaled scores.
         scales: of an fp8 cache, else None. Pages no query may see may have NaN for scales too.
+        visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
+            where a head reads the page in a column, untouched elsewhere.
 
     Returns:
         ``out``. A row that sees no key is zero, its ``lse`` -inf.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, or a head dimension without a kernel.
+        ValueError: a wrong shape, device or stride, a scale that is not positive, or a head
+            dimension without a kernel.
         UnsupportedDeviceError: the tensors are where this process cannot launch.
 
     Numerics:
@@ -297,6 +617,9 @@ def paged_prefill_attention(
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     check_query_start_loc(query_start_loc, num_reqs, max_query_len, q.device)
+    check_attn_mask_offsets(attn_mask_offsets, q)
+    check_softmax_scale(softmax_scale)
+    check_visited(visited, table, layout)
     group = num_q_heads // layout.num_kv_heads
     check_head_dim(layout)
     check_launchable("q", q)
@@ -305,26 +628,34 @@ def paged_prefill_attention(
         return out
     capability = device_info(q.device).capability
     config = PrefillAttentionConfig.default_for(
-        layout.head_dim, product_dtype(q, scales), capability
+        layout.head_dim,
+        product_dtype(q, scales),
+        capability,
+        layout.has_window,
+        attn_mask_offsets is not None,
     )
     config = config.fit_rows(group, max_query_len)
     tile_queries = config.tile_rows // group
     num_tiles = num_tokens // tile_queries + num_reqs
-    _paged_prefill_attention_kernel[(num_tiles, layout.num_kv_heads)](
+    _paged_prefill_attention_kernel[(num_tiles * layout.num_kv_heads,)](
         out,
         out.stride(0),
         out.stride(1),
         lse,
         *((0, 0) if lse is None else lse.stride()),
+        visited,
         q,
         q.stride(0),
         q.stride(1),
         *cache_arguments(k_cache, v_cache, scales),
         table,
         table.stride(0),
+        table.shape[1],
         query_start_loc,
         seq_lens,
+        attn_mask_offsets,
         num_reqs,
+        layout.num_kv_heads,
         layout.head_base,
         layout.block_stride,
         layout.table_offset,
@@ -343,8 +674,7 @@ def paged_prefill_attention(
         TILE_TOKENS=config.tile_tokens,
         TILE_DIM=triton.next_power_of_2(layout.head_dim),
         PRECISION=dot_precision(q.dtype),
-        **fp8_constexprs(scales, q.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **fp8_constexprs(scales, layout, q.device),
+        **config.launch_options(),
     )
     return out

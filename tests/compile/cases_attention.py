@@ -1,19 +1,14 @@
-"""What of the paged KV cache and attention is compiled ahead of time, as launched."""
+"""What of the paged KV cache and prefill attention is compiled ahead of time, as launched."""
 
 from __future__ import annotations
 
 import torch
 
 from mrv1.device import DeviceInfo, choose_fp8_path
-from mrv1.kernels._paged import MIN_DOT_ROWS, dot_precision
+from mrv1.kernels._paged import dot_precision
 from mrv1.kernels._triton import triton
-from mrv1.kernels.decode_attention import (
-    MERGE_TILE_SPLITS,
-    DecodeAttentionConfig,
-    _merge_splits_kernel,
-    _paged_decode_attention_kernel,
-)
 from mrv1.kernels.kv_cache_write import KVCacheWriteConfig, _kv_cache_write_kernel
+from mrv1.kernels.kv_scales import ScaleGranularity, scales_per_block
 from mrv1.kernels.prefill_attention import (
     PrefillAttentionConfig,
     _paged_prefill_attention_kernel,
@@ -32,7 +27,7 @@ FP8_SHAPES = (
     (torch.float32, 128),
 )
 """Dtype of q, key and value, and head_dim, beside a cache of e4m3 codes."""
-NO_FP8: dict[str, object] = {"FP8_PATH": None, "TOKEN_SCALES": False}
+NO_FP8: dict[str, object] = {"FP8_PATH": None, "SCALES_PER_BLOCK": 0}
 NUM_KV_HEADS = 8
 BLOCK_SIZE = 16
 
@@ -42,52 +37,54 @@ def cases(target: Target) -> list[AotCase]:
     streaming = [(dtype, dim, True) for dtype, dim in STREAMING_SHAPES]
     return [
         *(_write(dtype, dim) for dtype, dim, _ in full),
-        *(_decode(target, dtype, dim, ring) for dtype, dim, ring in full + streaming),
-        _decode(target, torch.bfloat16, 128, False, group=8, query_len=8),
-        _decode(target, torch.bfloat16, 256, True, group=8, query_len=4),
-        *(_merge(dim, splits) for dim in (64, 256) for splits in (2, 64, 256)),
         *(
             _prefill(target, dtype, dim, ring, max_query_len)
             for dtype, dim, ring in full + streaming
             for max_query_len in (1, 4096)
+        ),
+        *(
+            _prefill(target, torch.bfloat16, 128, ring, 4096, offsets=True)
+            for ring in (False, True)
         ),
         *_fp8_cases(target),
     ]
 
 
 def _fp8_cases(target: Target) -> list[AotCase]:
-    decode: dict[str, int] = {"group": 8, "query_len": 8}
     found = []
     for scales in ("token", "head"):
         for dtype, dim in FP8_SHAPES:
             found.append(_write(dtype, dim, _fp8(target, scales)))
-            found.append(_decode(target, dtype, dim, False, fp8=_fp8(target, scales)))
             found += (
                 _prefill(target, dtype, dim, False, max_query_len, fp8=_fp8(target, scales))
                 for max_query_len in (1, 4096)
             )
-        found.append(
-            _decode(target, torch.bfloat16, 128, True, fp8=_fp8(target, scales), **decode)
-        )
         found.append(_prefill(target, torch.bfloat16, 128, True, 4096, fp8=_fp8(target, scales)))
+    quarter = _fp8(target, "quarter")
+    found += (
+        _prefill(target, torch.bfloat16, dim, False, 4096, fp8=quarter) for dim in (128, 256)
+    )
     return found
 
 
-def _fp8(target: Target, granularity: str) -> dict[str, object]:
+def _fp8(target: Target, granularity: ScaleGranularity) -> dict[str, object]:
     """The constexprs of an fp8 cache, converted as on the target."""
-    info = DeviceInfo(
+    path = choose_fp8_path(_device(target), is_amd=target.backend == "hip").path
+    return {"FP8_PATH": path, "SCALES_PER_BLOCK": scales_per_block(granularity, BLOCK_SIZE)}
+
+
+def _device(target: Target) -> DeviceInfo:
+    return DeviceInfo(
         device=torch.device("cuda"),
         name=target.name,
         capability=target.capability,
-        num_sms=1,
+        num_sms=132,
         total_memory_bytes=0,
     )
-    path = choose_fp8_path(info, is_amd=target.backend == "hip").path
-    return {"FP8_PATH": path, "TOKEN_SCALES": granularity == "token"}
 
 
 def _fp8_name(fp8: dict[str, object]) -> list[str]:
-    return [] if fp8 is NO_FP8 else ["fp8", "token" if fp8["TOKEN_SCALES"] else "head"]
+    return [] if fp8 is NO_FP8 else ["fp8", f"scales{fp8['SCALES_PER_BLOCK']}"]
 
 
 def _caches(dtype: torch.dtype, fp8: dict[str, object]) -> tuple[object, ...]:
@@ -107,7 +104,7 @@ def _name(op: str, dtype: torch.dtype, *details: object) -> str:
 
 
 def _write(dtype: torch.dtype, head_dim: int, fp8: dict[str, object] = NO_FP8) -> AotCase:
-    config = KVCacheWriteConfig.default_for(head_dim, dtype)
+    config = KVCacheWriteConfig.default_for(head_dim, dtype, fp8=fp8 is not NO_FP8)
     data, int32, int64 = pointer(dtype), pointer(torch.int32), pointer(torch.int64)
     qkv_row = 4 * NUM_KV_HEADS * head_dim
     return AotCase(
@@ -124,6 +121,7 @@ def _write(dtype: torch.dtype, head_dim: int, fp8: dict[str, object] = NO_FP8) -
         constexprs={
             "NUM_KV_HEADS": NUM_KV_HEADS,
             "HEAD_DIM": head_dim,
+            "GROUPS": head_dim == 256,
             "BLOCK_SIZE": BLOCK_SIZE,
             "TILE_ROWS": config.tile_rows,
             "TILE_DIM": triton.next_power_of_2(head_dim),
@@ -144,81 +142,6 @@ def _roles(head_dim: int) -> tuple[object, ...]:
     return int64, int64, int32, int32, int32, int32, head_dim, head_dim**-0.5
 
 
-def _decode(
-    target: Target,
-    dtype: torch.dtype,
-    head_dim: int,
-    streaming: bool,
-    *,
-    group: int = 2,
-    query_len: int = 1,
-    fp8: dict[str, object] = NO_FP8,
-) -> AotCase:
-    row = group * NUM_KV_HEADS * head_dim
-    float32 = pointer(torch.float32)
-    rows = query_len * group
-    tile_rows = max(MIN_DOT_ROWS, triton.next_power_of_2(rows))
-    config = DecodeAttentionConfig.default_for(
-        head_dim, _config_dtype(dtype, fp8), tile_rows, target.capability
-    )
-    return AotCase(
-        name=_name(
-            "decode",
-            dtype,
-            head_dim,
-            f"rows{rows}",
-            *(["ring"] if streaming else []),
-            *_fp8_name(fp8),
-        ),
-        kernel=_paged_decode_attention_kernel,
-        args=(
-            *(float32, row, 4 * head_dim, head_dim),
-            *(float32, 4 * group * NUM_KV_HEADS, 4, 1),
-            *(pointer(dtype), 2 * row, head_dim),
-            *_pages(dtype, fp8),
-            pointer(torch.int32),
-            *_roles(head_dim),
-        ),
-        constexprs={
-            "QUERY_LEN": query_len,
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "BLOCK_SIZE": BLOCK_SIZE,
-            "HAS_WINDOW": streaming,
-            "HAS_RING": streaming,
-            "IS_PARTIAL": True,
-            "TILE_ROWS": tile_rows,
-            "TILE_TOKENS": config.tile_tokens,
-            "TILE_DIM": triton.next_power_of_2(head_dim),
-            "PRECISION": dot_precision(dtype),
-            **fp8,
-        },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-
-
-def _merge(head_dim: int, num_splits: int) -> AotCase:
-    float32 = pointer(torch.float32)
-    all_splits = triton.next_power_of_2(num_splits)
-    return AotCase(
-        name=_name("merge_splits", torch.bfloat16, head_dim, num_splits),
-        kernel=_merge_splits_kernel,
-        args=(
-            *(pointer(torch.bfloat16), 16 * head_dim, head_dim),
-            *(None, 0, 0),
-            *(float32, float32),
-        ),
-        constexprs={
-            "NUM_SPLITS": num_splits,
-            "HEAD_DIM": head_dim,
-            "TILE_ALL_SPLITS": all_splits,
-            "TILE_SPLITS": min(MERGE_TILE_SPLITS, all_splits),
-            "TILE_DIM": triton.next_power_of_2(head_dim),
-        },
-    )
-
-
 def _prefill(
     target: Target,
     dtype: torch.dtype,
@@ -227,10 +150,11 @@ def _prefill(
     max_query_len: int,
     *,
     fp8: dict[str, object] = NO_FP8,
+    offsets: bool = False,
 ) -> AotCase:
     group = 2
     config = PrefillAttentionConfig.default_for(
-        head_dim, _config_dtype(dtype, fp8), target.capability
+        head_dim, _config_dtype(dtype, fp8), target.capability, streaming, offsets
     )
     config = config.fit_rows(group, max_query_len)
     row = group * NUM_KV_HEADS * head_dim
@@ -242,15 +166,18 @@ def _prefill(
             head_dim,
             f"q{max_query_len}",
             *(["ring"] if streaming else []),
+            *(["offsets"] if offsets else []),
             *_fp8_name(fp8),
         ),
         kernel=_paged_prefill_attention_kernel,
         args=(
             *(pointer(dtype), row, head_dim),
             *(pointer(torch.float32), group * NUM_KV_HEADS, 1),
+            None,
             *(pointer(dtype), 2 * row, head_dim),
             *_pages(dtype, fp8),
-            *(int32, int32, 33),
+            512,
+            *(int32, int32, int32 if offsets else None, 33, NUM_KV_HEADS),
             *_roles(head_dim),
         ),
         constexprs={
@@ -265,6 +192,7 @@ def _prefill(
             "TILE_DIM": triton.next_power_of_2(head_dim),
             "PRECISION": dot_precision(dtype),
             **fp8,
+            **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -173,6 +173,89 @@ def test_outputs_are_optional(device):
     assert out.is_contiguous()
 
 
+# --- ranges of keys, pages that are read -------------------------------------------------------
+
+
+def _draw_offsets(draw, case):
+    """Return a range per row of q: causal, up to the end (as in an image), or any, even empty."""
+    rows = []
+    for queries, seq_len in zip(case.batch.query_lens, case.batch.seq_lens, strict=True):
+        kind = draw(st.sampled_from(["causal", "image", "any"]))
+        edge = st.integers(-1, seq_len + 20)
+        for position in range(seq_len - queries, seq_len):
+            ranges = {"causal": (0, position + 1), "image": (0, seq_len)}
+            rows.append(ranges.get(kind) or (draw(edge), draw(edge)))
+    return torch.tensor(rows, dtype=torch.int32).view(-1, 2).to(case.key.device)
+
+
+def _limited(case, offsets):
+    """Return the case whose queries see these ranges."""
+    layout = case.layout
+    window, sink = (x.cpu()[:, None, None] for x in (layout.window, layout.sink))
+    visible = []
+    ranges = offsets.cpu().split(list(case.batch.query_lens))
+    for mask, limits, seq_len in zip(case.visible, ranges, case.batch.seq_lens, strict=True):
+        key = torch.arange(mask.shape[2])
+        query = (torch.arange(mask.shape[1]) + seq_len - mask.shape[1])[:, None]
+        seen = (key >= limits[:, :1]) & (key < limits[:, 1:])
+        seen = seen & ((window < 0) | (key > query - window) | (key < sink))
+        visible.append(seen.to(mask.device) & mask.any(1, keepdim=True))
+    return replace(case, visible=tuple(visible))
+
+
+@given(case=paged_caches(layouts=SMALL, dtypes=DTYPES), data=st.data())
+def test_ranges_of_keys(device, case, data):
+    case = case.to(device)
+    q = make_queries(case, 2)
+    offsets = _draw_offsets(data.draw, case)
+    got, oracle = (
+        run_prefill(ops, case, q, attn_mask_offsets=offsets) for ops in (kernels, reference)
+    )
+    assert_in_budget(got, oracle, exact(_limited(case, offsets), q), case)
+
+
+def test_pages_between_ranges_are_not_read(device):
+    """Two queries of a tile see pages 0 and 3; NaN in pages 1 and 2 stays there."""
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=64)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(2,), seq_lens=(64,))).to(device)
+    q = make_queries(case, 1)
+    offsets = torch.tensor([[0, 16], [48, 99]], dtype=torch.int32, device=device)
+    want = exact(_limited(case, offsets), q)
+    dead = case.block_table[0, 1:3].long()
+    for cache in (case.k_cache, case.v_cache):
+        cache.view(-1, layout.block_size * layout.head_dim)[dead] = torch.nan
+    for ops in (kernels, reference):
+        visited = torch.zeros(1, 1, 4, dtype=torch.uint8, device=device)
+        got = run_prefill(ops, case, q, attn_mask_offsets=offsets, visited=visited)
+        assert_in_budget(got, got, want, case)
+        assert visited.flatten().tolist() == [1, 0, 0, 1]
+
+
+@given(data=st.data())
+def test_no_page_is_read_that_no_query_sees(device, data):
+    """The pages a debug build marks are those of the oracle: sink and window, nothing between."""
+    case = data.draw(paged_caches(layouts=SMALL)).to(device)
+    q = make_queries(case, 1)
+    offsets = _draw_offsets(data.draw, case) if data.draw(st.booleans()) else None
+    shape = (case.seq_lens.shape[0], case.layout.num_kv_heads, case.layout_case.row_width)
+    marks = []
+    for ops in (kernels, reference):
+        visited = torch.zeros(shape, dtype=torch.uint8, device=device)
+        run_prefill(ops, case, q, attn_mask_offsets=offsets, visited=visited)
+        marks.append(visited)
+    assert torch.equal(*marks)
+
+
+@pytest.mark.parametrize("hole", [0, 5, 6])
+def test_a_hole_among_pages_all_see(device, hole):
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=200)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(40,), seq_lens=(200,))).to(device)
+    case.block_table[0, hole] = -1
+    keys = torch.arange(200, device=device) // 16 != hole
+    case = replace(case, visible=tuple(mask & keys for mask in case.visible))
+    _check(case, 2)
+
+
 # --- properties --------------------------------------------------------------------------------
 
 
@@ -246,8 +329,10 @@ def _arguments(device):
         "layout": case.layout,
         "softmax_scale": 1.0,
         "max_query_len": 3,
+        "attn_mask_offsets": torch.zeros(5, 2, dtype=torch.int32, device=device),
         "out": out,
         "lse": lse,
+        "visited": torch.zeros(2, 2, 2, dtype=torch.uint8, device=device),
     }
 
 
@@ -270,6 +355,12 @@ WRONG = [
     ("seq_lens", lambda x: x.to("meta"), ValueError, "seq_lens: expected device"),
     ("layout", lambda _: KVLayout.hnd(2, 16, 32), ValueError, "q: expected shape .any, any, 32"),
     ("max_query_len", lambda _: -1, ValueError, "max_query_len: expected >= 0, got -1"),
+    ("softmax_scale", lambda _: 0.0, ValueError, "softmax_scale: expected > 0 and finite, got 0"),
+    ("attn_mask_offsets", lambda x: x.long(), TypeError, "attn_mask_offsets: expected dtype"),
+    ("attn_mask_offsets", lambda x: x[1:], ValueError, "attn_mask_offsets: expected shape"),
+    ("attn_mask_offsets", lambda x: x.mT.contiguous().mT, ValueError, "attn_mask_offsets: .*cont"),
+    ("visited", lambda x: x.int(), TypeError, "visited: expected dtype torch.uint8"),
+    ("visited", lambda x: x[:, :1], ValueError, r"visited: expected shape \[2, 2, 2\]"),
     ("out", lambda x: x.half(), TypeError, "out: expected dtype torch.float32"),
     ("out", lambda x: x[:1], ValueError, r"out: expected shape \[5, 4, 16\]"),
     ("lse", lambda x: x.half(), TypeError, "lse: expected dtype torch.float32"),
