@@ -13,17 +13,20 @@ from mrv1.kernels import reference
 from mrv1.kernels.activation import silu_and_mul
 from mrv1.kernels.copy_pages import copy_pages
 from mrv1.kernels.decode_attention import paged_decode_attention
+from mrv1.kernels.decode_plan import DecodePlan, plan_decode_attention
 from mrv1.kernels.kv_cache_write import kv_cache_write
 from mrv1.kernels.kv_layout import HeadRole, KVLayout
 from mrv1.kernels.kv_scales import KVScales
 from mrv1.kernels.merge_states import merge_states
 from mrv1.kernels.prefill_attention import paged_prefill_attention
+from mrv1.kernels.qkv_cache_write import qkv_cache_write
 from mrv1.kernels.rms_norm import rms_norm
 from mrv1.kernels.rope import apply_rope
 from mrv1.kernels.sampling import sample_tokens
 from mrv1.kernels.token_gather import gather_tokens
 
 __all__ = [
+    "DecodePlan",
     "HeadRole",
     "KVLayout",
     "KVScales",
@@ -34,6 +37,8 @@ __all__ = [
     "merge_states",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "plan_decode_attention",
+    "qkv_cache_write",
     "reference",
     "rms_norm",
     "sample_tokens",

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from mrv1.kernels._fp8 import decode_e4m3, product_query
+from mrv1.kernels._fp8 import decode_e4m3
 from mrv1.kernels._triton import tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -92,6 +92,13 @@ def table_column(
 
 
 @triton.jit
+def split_slot(slot, BLOCK_SIZE: tl.constexpr):
+    """Return block and offset of int64 slots >= 0: unsigned, so that each is one instruction."""
+    slot = slot.to(tl.uint64)
+    return (slot // BLOCK_SIZE).to(tl.int64), (slot % BLOCK_SIZE).to(tl.int64)
+
+
+@triton.jit
 def load_page_rows(pointers, mask, dtype: tl.constexpr, FP8_PATH: tl.constexpr):
     """Load keys or values as the products take them; codes become ``dtype``, scales aside."""
     if FP8_PATH is None:
@@ -99,122 +106,6 @@ def load_page_rows(pointers, mask, dtype: tl.constexpr, FP8_PATH: tl.constexpr):
     else:
         rows = decode_e4m3(tl.load(pointers, mask=mask, other=0), FP8_PATH).to(dtype)
     return rows
-
-
-@triton.jit
-def attend_keys(
-    q,  # [TILE_ROWS, TILE_DIM], zero in padding rows and dims
-    query_position,  # [TILE_ROWS] int32, negative in padding rows
-    k_cache_ptr,  # one layer's keys, flat
-    v_cache_ptr,  # one layer's values, flat
-    k_scale_ptr,  # float32, flat; None = not an fp8 cache
-    v_scale_ptr,
-    scale_base_ptr,  # [kv_heads] int64, elements, or None
-    scale_block_stride_ptr,  # [kv_heads] int64, elements, or None
-    head,  # int32
-    head_base_ptr,  # [kv_heads] int64, elements
-    block_stride_ptr,  # [kv_heads] int64, elements
-    table_row_ptr,  # [row_width] int32, this request's row
-    first_work,  # int32, first work index
-    end_work,  # int32, end of the work indices
-    sink_end,  # int32
-    start,  # int32
-    table_offset,  # int32
-    window,  # int32, -1 = full
-    sink,  # int32
-    ring_blocks,  # int32, 0 = none
-    token_stride,  # elements
-    scale_log2,  # softmax_scale * log2(e)
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_RING: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
-    TOKEN_SCALES: tl.constexpr,  # a scale per (token, head), else per head
-):
-    """Run the online softmax over work indices [first_work, end_work).
-
-    A token's K scale is a factor of its logit, its V scale one of its weight. Weights are rounded
-    to 16 bits in units of the largest V scale so far, lest small scales underflow.
-
-    Returns:
-        (acc, top, total): ``[TILE_ROWS, TILE_DIM]`` sum of weights * v, and per row the largest
-        scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
-    """
-    dims = tl.arange(0, TILE_DIM)
-    in_head = dims < HEAD_DIM
-    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
-    head_base = tl.multiple_of(tl.load(head_base_ptr + head), ALIGNED)
-    block_stride = tl.load(block_stride_ptr + head)
-    k_ptr = k_cache_ptr + head_base
-    v_ptr = v_cache_ptr + head_base
-    score_scale = scale_log2
-    if FP8_PATH is not None:
-        scale_base = tl.load(scale_base_ptr + head)
-        scale_block_stride = tl.load(scale_block_stride_ptr + head)
-        q, q_unit = product_query(q)
-        score_scale = (q_unit * scale_log2)[:, None]
-        v_unit = tl.full([], SMALLEST_UNIT, tl.float32)
-        if not TOKEN_SCALES:
-            score_scale *= tl.load(k_scale_ptr + scale_base)
-            v_unit = tl.load(v_scale_ptr + scale_base)
-    acc = tl.zeros([TILE_ROWS, TILE_DIM], dtype=tl.float32)
-    top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([TILE_ROWS], dtype=tl.float32)
-    for tile_start in range(first_work, end_work, TILE_TOKENS):
-        work = tile_start + tl.arange(0, TILE_TOKENS)
-        in_work = work < end_work
-        position = work
-        if HAS_WINDOW:
-            position = tl.where(work < sink_end, work, work - sink_end + start)
-        logical = position // BLOCK_SIZE
-        column = table_column(logical, table_offset, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
-        block = tl.load(table_row_ptr + column, mask=in_work, other=-1).to(tl.int64)
-        present = block >= 0
-        token = (position % BLOCK_SIZE).to(tl.int64)
-        address = block * block_stride + token * token_stride
-        address = tl.multiple_of(address, ALIGNED)
-        offsets = address[:, None] + dims[None, :]
-        loaded = present[:, None] & in_head[None, :]  # NaN of a dead page must not come in
-
-        k = load_page_rows(k_ptr + offsets, loaded, q.dtype, FP8_PATH)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
-        if TOKEN_SCALES:
-            scale_address = scale_base + block * scale_block_stride + token
-            k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
-            scores *= k_scale[None, :]
-        visible = present[None, :] & (position[None, :] <= query_position[:, None])
-        if HAS_WINDOW:
-            visible &= (
-                (window < 0)
-                | (position[None, :] > query_position[:, None] - window)
-                | (position[None, :] < sink)
-            )
-        scores = tl.where(visible, scores, float("-inf"))
-
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        rescale = tl.exp2(top - shift)
-        weights = tl.exp2(scores - shift[:, None])
-        total = total * rescale + tl.sum(weights, axis=1)
-        if TOKEN_SCALES:
-            v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
-            new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
-            weights *= (v_scale / new_unit)[None, :]
-            rescale *= v_unit / new_unit
-            v_unit = new_unit
-        v = load_page_rows(v_ptr + offsets, loaded, q.dtype, FP8_PATH)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
-    if FP8_PATH is not None:
-        acc *= v_unit
-    return acc, top, total
 
 
 @triton.jit

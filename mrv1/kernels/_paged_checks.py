@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mrv1.kernels._checks import check_tensor
 from mrv1.kernels.kv_layout import ALIGNMENT_BYTES, KVLayout
-from mrv1.kernels.kv_scales import KVScales
+from mrv1.kernels.kv_scales import KVScales, scales_per_block
 
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
@@ -53,11 +55,23 @@ def _check_caches(
         )
     if layout.head_base.device != like.device:
         raise ValueError(f"layout: expected device {like.device}, got {layout.head_base.device}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        shape = tuple(cache.shape)
+        if len(shape) == 4 and layout.page_shapes and shape[1:] not in layout.page_shapes:
+            expected = " or ".join(
+                f"[blocks, {', '.join(map(str, page))}]" for page in layout.page_shapes
+            )
+            raise ValueError(f"{name}: expected shape {expected} by the layout, got {list(shape)}")
+    if 0 < k_cache.numel() < layout.page_end:
+        raise ValueError(
+            f"layout: expected pages within the {k_cache.numel()} elements of k_cache, got one of "
+            f"block 0 that ends at {layout.page_end}"
+        )
     if scales is not None:
-        _check_scales(scales, layout, like.device)
+        _check_scales(scales, layout, k_cache)
 
 
-def _check_scales(scales: KVScales, layout: KVLayout, device: torch.device) -> None:
+def _check_scales(scales: KVScales, layout: KVLayout, k_cache: torch.Tensor) -> None:
     if not isinstance(scales, KVScales):
         raise TypeError(f"scales: expected KVScales or None, got {type(scales).__name__}")
     if layout.address_unit % ALIGNMENT_BYTES:
@@ -65,12 +79,13 @@ def _check_scales(scales: KVScales, layout: KVLayout, device: torch.device) -> N
             f"layout: expected bases and strides that are multiples of {ALIGNMENT_BYTES} "
             f"elements for an fp8 cache, got a multiple of {layout.address_unit}"
         )
-    heads = layout.num_kv_heads
+    heads, device = layout.num_kv_heads, k_cache.device
     shape: tuple[int | None, ...] = (None,)  # flat
     if scales.granularity == "head":
         shape = (heads,)
     elif scales.k_scale.dim() > 1:
-        shape = (None, heads, layout.block_size)
+        num_blocks = k_cache.shape[0] if k_cache.dim() == 4 else None
+        shape = (num_blocks, heads, scales_per_block(scales.granularity, layout.block_size))
     check_tensor(
         "scales.k_scale",
         scales.k_scale,
@@ -87,6 +102,12 @@ def _check_scales(scales: KVScales, layout: KVLayout, device: torch.device) -> N
         device=device,
         contiguous=True,
     )
+    end = scales.last_base + max(1, scales_per_block(scales.granularity, layout.block_size))
+    if 0 < scales.k_scale.numel() < end:
+        raise ValueError(
+            f"scales: expected those of block 0 within the {scales.k_scale.numel()} elements of "
+            f"k_scale, got one that ends at {end}"
+        )
     for name, column in (
         ("scales.base", scales.base),
         ("scales.block_stride", scales.block_stride),
@@ -134,6 +155,114 @@ def check_cache_write(
         shape=(layout.num_groups, key.shape[0]),
         dtype=torch.int64,
         device=key.device,
+    )
+
+
+def check_qkv_cache_write(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    num_q_heads: int,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    mrope_section: tuple[int, ...] | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    q_out: torch.Tensor | None,
+    k_out: torch.Tensor | None,
+    scales: KVScales | None,
+) -> torch.Tensor:
+    """Return qkv as [tokens, heads, head_dim], or raise where arguments do not fit together.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride, or arguments that contradict each other.
+    """
+    if num_q_heads < 1:
+        raise ValueError(f"num_q_heads: expected >= 1, got {num_q_heads}")
+    heads, dim = num_q_heads + 2 * layout.num_kv_heads, layout.head_dim
+    check_tensor("qkv", qkv, dtype=dtypes, unit_last_stride=True)
+    if tuple(qkv.shape[1:]) not in ((heads * dim,), (heads, dim)):
+        raise ValueError(
+            f"qkv: expected shape [any, {heads * dim}] or [any, {heads}, {dim}], "
+            f"got {list(qkv.shape)}"
+        )
+    qkv = qkv if qkv.dim() == 3 else qkv.unflatten(1, (heads, dim))
+    key, value = qkv[:, num_q_heads:].chunk(2, dim=1)
+    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, dtypes, scales)
+    for name, out, like in (("q_out", q_out, qkv[:, :num_q_heads]), ("k_out", k_out, key)):
+        if out is not None:
+            check_tensor(
+                name,
+                out,
+                shape=tuple(like.shape),
+                dtype=qkv.dtype,
+                device=qkv.device,
+                unit_last_stride=True,
+            )
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm, k_norm: expected both or neither, got one")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check_tensor(
+                name, weight, shape=(dim,), dtype=qkv.dtype, device=qkv.device, contiguous=True
+            )
+    _check_rope(qkv, cos_sin, positions, mrope_section)
+    return qkv
+
+
+def _check_rope(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    mrope_section: tuple[int, ...] | None,
+) -> None:
+    num_tokens, _, head_dim = qkv.shape
+    if cos_sin is None:
+        for name, given in (("positions", positions), ("mrope_section", mrope_section)):
+            if given is not None:
+                raise ValueError(
+                    f"{name}: expected None without cos_sin, got {type(given).__name__}"
+                )
+        return
+    check_tensor(
+        "cos_sin",
+        cos_sin,
+        shape=(num_tokens if positions is None else None, None),
+        dtype=torch.float32,
+        device=qkv.device,
+        contiguous=True,
+    )
+    rotary_dim = cos_sin.shape[1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"cos_sin: expected an even rotary_dim in [2, {head_dim}] as its last size, "
+            f"got {rotary_dim}"
+        )
+    if positions is None:  # a row for each token
+        if mrope_section is not None:
+            raise ValueError(
+                f"mrope_section: expected None without positions, got {mrope_section}"
+            )
+        return
+    if mrope_section is not None and (
+        len(mrope_section) != 3 or min(mrope_section) < 0 or sum(mrope_section) != rotary_dim // 2
+    ):
+        raise ValueError(
+            f"mrope_section: expected three sizes >= 0 of {rotary_dim // 2} pairs together, "
+            f"got {mrope_section}"
+        )
+    check_tensor(
+        "positions",
+        positions,
+        shape=(num_tokens,) if mrope_section is None else (3, num_tokens),
+        dtype=torch.int64,
+        device=qkv.device,
+        unit_last_stride=True,
     )
 
 
@@ -186,6 +315,52 @@ def check_paged_attention(
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=lse_dtype, device=q.device)
     return layout.table_rows(block_table, seq_lens.shape[0])
+
+
+def check_visited(visited: torch.Tensor | None, table: torch.Tensor, layout: KVLayout) -> None:
+    """Raise unless ``visited`` has a byte for every column of every head of every request.
+
+    Raises:
+        TypeError: not uint8.
+        ValueError: another shape or device, or not contiguous.
+    """
+    if visited is not None:
+        check_tensor(
+            "visited",
+            visited,
+            shape=(table.shape[0], layout.num_kv_heads, table.shape[1]),
+            dtype=torch.uint8,
+            device=table.device,
+            contiguous=True,
+        )
+
+
+def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Raise unless ``attn_mask_offsets`` has a range of keys for every row of ``q``.
+
+    Raises:
+        TypeError: not int32.
+        ValueError: another shape or device, or not contiguous.
+    """
+    if attn_mask_offsets is not None:
+        check_tensor(
+            "attn_mask_offsets",
+            attn_mask_offsets,
+            shape=(q.shape[0], 2),
+            dtype=torch.int32,
+            device=q.device,
+            contiguous=True,
+        )
+
+
+def check_softmax_scale(softmax_scale: float) -> None:
+    """Raise unless ``softmax_scale`` keeps the order of the scores.
+
+    Raises:
+        ValueError: zero, negative or not finite.
+    """
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: expected > 0 and finite, got {softmax_scale}")
 
 
 def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:

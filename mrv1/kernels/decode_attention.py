@@ -2,14 +2,15 @@
 
     out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
 
-over the keys ``k`` that ``kv_layout`` lets the query see. Two launches::
+over the keys ``k`` that ``kv_layout`` lets the query see. Two launches (and one that makes the
+plan, see ``decode_plan``, unless the caller has it already)::
 
-    split   grid (requests, kv_heads, splits): an equal share of the *visible* keys each, found on
-            the device; the queries of a request times the query heads of a KV head fill one tile
-    merge   grid (rows, q_heads): weighs the splits by their log-sum-exp
+    items   a program per item of the plan: a range of the keys one KV head of one request sees
+    merge   a program per row of each segment of several items: weighs them by log-sum-exp
 
-The grids follow from shapes alone, so a captured graph serves any lengths. With one split there is
-no second launch.
+Scores are computed transposed, keys times queries: the tensor core's 16-row side holds keys and
+its 8-column side the few queries (a request's queries times the query heads of a KV head), half
+the padding and half the softmax of the other way round.
 
 Source: FlashAttention (arXiv:2205.14135) for the online softmax, Flash-Decoding (Dao et al., 2023,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys.
@@ -17,188 +18,303 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-
 import torch
 
-from mrv1.device import device_info
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable
+from mrv1.kernels._fp8 import decode_pairs, product_query_pairs, scale_index
 from mrv1.kernels._paged import (
-    LN_2,
+    ALIGNED_ELEMENTS,
     LOG2_E,
-    MIN_DOT_ROWS,
-    attend_keys,
+    SMALLEST_UNIT,
     dot_precision,
-    load_head_role,
     natural_lse,
     normalized,
-    visible_range,
+    table_column,
 )
 from mrv1.kernels._paged_checks import (
     check_head_dim,
     check_num_kv_splits,
     check_paged_attention,
     check_query_len,
+    check_softmax_scale,
+    check_visited,
 )
-from mrv1.kernels._scales import cache_arguments, fp8_constexprs, product_dtype
-from mrv1.kernels._triton import INTERPRET, tl, triton
+from mrv1.kernels._scales import cache_arguments, fp8_constexprs
+from mrv1.kernels._triton import tl, triton
+from mrv1.kernels.decode_plan import (
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    DecodePlan,
+    check_plan,
+    check_plan_options,
+    padded_rows,
+    plan_decode_attention,
+)
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales
 
-MERGE_TILE_SPLITS = 16
-"""Splits the merge kernel reads at once: 16 x 256 fp32 partials are 32 registers a thread."""
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_MERGE_FIELDS = tl.constexpr(MERGE_FIELDS)
 
+MIN_PAIRED_DIM = 32
+"""Smallest padded head dimension of an fp8 cache: of its halves each fills a tensor core's 16."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeAttentionConfig:
-    """Launch choices of one decode attention."""
-
-    tile_tokens: int
-    """Keys per step of a program."""
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    """Programs the split count aims at, per streaming multiprocessor."""
-    max_splits: int
-    """Bound on the split count the launcher chooses."""
-
-    @classmethod
-    def default_for(
-        cls,
-        head_dim: int,
-        dtype: torch.dtype,
-        tile_rows: int,
-        capability: tuple[int, int] | None = None,
-    ) -> DecodeAttentionConfig:
-        """Return the choice for a head dimension, cache dtype and number of rows in a tile.
-
-        The CUDA compute capability counts beside an fp8 cache; None = unknown, or AMD's.
-
-        Shared memory stays within 80 KiB (NVIDIA) and 64 KiB (gfx942); no target of the compile
-        lane spills. H200, bf16, 64 requests x 8192 keys x 8 heads of 128: 98% of the measured copy
-        bandwidth with 2 splits (what 4 programs per SM come to), 88% with 1; a third stage costs
-        up to 10% at 4 splits, because fewer programs fit an SM.
-        """
-        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
-            return cls(tile_tokens=128, num_warps=1, num_stages=1, programs_per_sm=0, max_splits=1)
-        if dtype == torch.float32:
-            # Exact products have no tensor core: a thread holds whole rows of K in registers.
-            tile_tokens, num_warps, num_stages = (16 if head_dim > 128 else 32), 8, 1
-        elif dtype == torch.float8_e4m3fn:
-            # Codes widen to fp16 in registers: 64 tokens spill before sm_90, 2 warps on it too.
-            small = capability is None or capability < (9, 0)
-            small = small or head_dim > 128 or tile_rows > MIN_DOT_ROWS
-            tile_tokens, num_warps, num_stages = (32 if small else 64), 4, 2
-        else:
-            # Block ids are prefetched only if a tile has one for each of 128 threads; more rows
-            # need their registers for scores.
-            tile_tokens, num_warps, num_stages = (64 if head_dim > 128 else 128), 4, 2
-            if tile_rows > MIN_DOT_ROWS:
-                tile_tokens //= 2
-        return cls(
-            tile_tokens=tile_tokens,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            programs_per_sm=4,
-            max_splits=64,
-        )
-
-    def choose_splits(self, num_programs: int, max_keys: int, num_sms: int) -> int:
-        """Return how many splits fill the device, from shapes alone.
-
-        Args:
-            num_programs: requests times KV heads.
-            max_keys: tokens a block-table row can name.
-            num_sms: streaming multiprocessors.
-        """
-        wanted = -(-self.programs_per_sm * num_sms // max(num_programs, 1))
-        useful = -(-max_keys // self.tile_tokens)
-        return max(1, min(wanted, useful, self.max_splits))
+MAX_PROGRAMS = 4096
+"""A grid of more items than this goes through them in rounds."""
 
 
 @triton.jit
-def _paged_decode_attention_kernel(
-    out_ptr,  # [num_reqs * QUERY_LEN, q_heads, (splits,) HEAD_DIM], unit last stride
-    stride_out_row,
-    stride_out_head,
-    stride_out_split,
-    lse_ptr,  # [num_reqs * QUERY_LEN, q_heads, (splits)] fp32, or None
-    stride_lse_row,
-    stride_lse_head,
-    stride_lse_split,
-    q_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
-    stride_q_row,
-    stride_q_head,
-    k_cache_ptr,  # one layer's keys, flat
-    v_cache_ptr,  # one layer's values, flat
-    k_scale_ptr,  # float32, flat, or None
+def _attend_item(
+    q_row_ptr,  # [1, TILE_ROWS] pointers to the queries' first elements
+    in_tile,  # [TILE_ROWS], False in padding rows
+    query_position,  # [TILE_ROWS] int32, negative in padding rows
+    k_ptr,  # the head's keys, flat; of an fp8 cache two codes in each int16
+    v_ptr,  # the head's values, likewise
+    block_stride,  # elements of k_ptr, int32
+    token_stride,  # elements of k_ptr
+    k_scale_ptr,  # the head's scales, float32; None = not an fp8 cache
     v_scale_ptr,
-    scale_base_ptr,  # [kv_heads] int64, elements, or None
-    scale_block_stride_ptr,  # [kv_heads] int64, elements, or None
-    block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
-    stride_table_row,
-    seq_lens_ptr,  # [num_reqs] int32
-    head_base_ptr,  # [kv_heads] int64, elements
-    block_stride_ptr,  # [kv_heads] int64, elements
-    table_offset_ptr,  # [kv_heads] int32
-    window_ptr,  # [kv_heads] int32
-    sink_ptr,  # [kv_heads] int32
-    ring_blocks_ptr,  # [kv_heads] int32
-    token_stride,  # elements
-    softmax_scale,
+    scale_block_stride,  # elements, int32
+    visited_ptr,  # [row_width] uint8 of this request and head, or None
+    table_row_ptr,  # [row_width] int32, this request's row
+    first_work,  # int32, first work index
+    end_work,  # int32, end of the work indices
+    sink_end,  # int32
+    start,  # int32
+    table_offset,  # int32
+    window,  # int32, -1 = full
+    sink,  # int32
+    ring_blocks,  # int32, 0 = none
+    scale_log2,  # softmax_scale * log2(e)
     QUERY_LEN: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_RING: tl.constexpr,
-    IS_PARTIAL: tl.constexpr,  # a merge follows: rows that saw no key need no output
-    TILE_ROWS: tl.constexpr,  # power of two >= max(16, QUERY_LEN * GROUP)
+    TILE_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
-    TOKEN_SCALES: tl.constexpr,
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head; 0 = one for all blocks
 ):
-    """Grid (num_reqs, kv_heads, splits): one split of one KV head of one request."""
-    req = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    split = tl.program_id(2).to(tl.int64)
-    seq_len = tl.load(seq_lens_ptr + req)
-    table_offset, window, sink, ring_blocks = load_head_role(
-        head, table_offset_ptr, window_ptr, sink_ptr, ring_blocks_ptr, HAS_WINDOW, HAS_RING
-    )
-    first_position = seq_len - QUERY_LEN
-    sink_end, start, num_visible = visible_range(first_position, seq_len, window, sink, HAS_WINDOW)
-    num_tiles = tl.cdiv(num_visible, TILE_TOKENS)
-    share = tl.cdiv(num_tiles, tl.num_programs(2)) * TILE_TOKENS
-    first_work = split.to(tl.int32) * share
-    end_work = tl.minimum(first_work + share, num_visible)
+    """Run the online softmax over work indices [first_work, end_work) (``_paged`` defines them).
 
+    A token's K scale is a factor of its logit, its V scale one of its weight. Weights are rounded
+    to 16 bits in units of the largest V scale so far, lest small scales underflow. An fp8 cache is
+    read two codes at a time: even and odd dimensions are products and sums of their own.
+
+    Returns:
+        (acc, top, total): ``[TILE_DIM, TILE_ROWS]`` sum of weights * v, and per row the largest
+        scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
+    """
+    IS_FP8: tl.constexpr = FP8_PATH is not None
+    WIDTH: tl.constexpr = TILE_DIM // 2 if IS_FP8 else TILE_DIM  # elements of k_ptr in a row
+    column_of = tl.arange(0, WIDTH)
+    in_head = column_of < (HEAD_DIM // 2 if IS_FP8 else HEAD_DIM)
+    query_mask = in_head[:, None] & in_tile[None, :]
+    score_scale = scale_log2
+    if IS_FP8:
+        pair_ptr = q_row_ptr + 2 * column_of[:, None]
+        q = tl.load(pair_ptr, mask=query_mask, other=0.0)
+        q_odd = tl.load(pair_ptr + 1, mask=query_mask, other=0.0)
+        q, q_odd, q_unit = product_query_pairs(q, q_odd)
+        score_scale = (q_unit * scale_log2)[None, :]
+        acc_odd = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
+        v_unit = tl.full([], SMALLEST_UNIT, tl.float32)
+        if SCALES_PER_BLOCK == 0:
+            score_scale *= tl.load(k_scale_ptr)
+            v_unit = tl.load(v_scale_ptr)
+    else:
+        q = tl.load(q_row_ptr + column_of[:, None], mask=query_mask, other=0.0)
+    acc = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
+    top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    for tile_start in range(first_work, end_work, TILE_TOKENS):
+        work = tile_start + tl.arange(0, TILE_TOKENS)
+        position = work
+        if HAS_WINDOW:
+            position = tl.where(work < sink_end, work, work - sink_end + start)
+        logical = position // BLOCK_SIZE
+        column = table_column(logical, table_offset, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
+        block = tl.load(table_row_ptr + column, mask=work < end_work, other=-1)
+        present = block >= 0
+        if visited_ptr is not None:
+            tl.store(visited_ptr + column, 1, mask=present)
+        token = position % BLOCK_SIZE
+        address = block.to(tl.int64) * block_stride + token * token_stride
+        address = tl.multiple_of(address, ALIGNED_ELEMENTS)
+        # NaN of a dead page must not come in. V is read as columns, as its product takes it.
+        k_mask, v_mask = present[:, None], present[None, :]
+        if HEAD_DIM != TILE_DIM:
+            k_mask, v_mask = k_mask & in_head[None, :], v_mask & in_head[:, None]
+
+        k_row_ptr = k_ptr + (address[:, None] + column_of[None, :])
+        k = tl.load(k_row_ptr, mask=k_mask, other=0)
+        if IS_FP8:
+            k, k_odd = decode_pairs(k, FP8_PATH)
+            scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
+            scores = tl.dot(k_odd.to(q.dtype), q_odd, scores, input_precision=PRECISION)
+        else:
+            scores = tl.dot(k, q, input_precision=PRECISION)
+        scores *= score_scale
+        if SCALES_PER_BLOCK > 0:
+            scale_address = block.to(tl.int64) * scale_block_stride
+            scale_address += scale_index(token, BLOCK_SIZE, SCALES_PER_BLOCK)
+            k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
+            scores *= k_scale[:, None]
+        visible = present[:, None]
+        if QUERY_LEN > 1:  # one query sees the whole range: it was made for it
+            visible = visible & (position[:, None] <= query_position[None, :])
+            if HAS_WINDOW:
+                visible &= (
+                    (window < 0)
+                    | (position[:, None] > query_position[None, :] - window)
+                    | (position[:, None] < sink)
+                )
+        scores = tl.where(visible, scores, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, axis=0))
+        # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = tl.exp2(top - shift)
+        weights = tl.exp2(scores - shift[None, :])
+        total = total * rescale + tl.sum(weights, axis=0)
+        if SCALES_PER_BLOCK > 0:
+            v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
+            new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
+            weights *= (v_scale / new_unit)[:, None]
+            rescale *= v_unit / new_unit
+            v_unit = new_unit
+        v_column_ptr = v_ptr + (address[None, :] + column_of[:, None])
+        v = tl.load(v_column_ptr, mask=v_mask, other=0)
+        weights = weights.to(q.dtype)
+        acc *= rescale[None, :]
+        if IS_FP8:
+            v, v_odd = decode_pairs(v, FP8_PATH)
+            acc = tl.dot(v.to(q.dtype), weights, acc, input_precision=PRECISION)
+            acc_odd *= rescale[None, :]
+            acc_odd = tl.dot(v_odd.to(q.dtype), weights, acc_odd, input_precision=PRECISION)
+        else:
+            acc = tl.dot(v, weights, acc, input_precision=PRECISION)
+        top = new_top
+    if IS_FP8:
+        both = tl.permute(tl.join(acc, acc_odd), (0, 2, 1))  # [pair, its two dims, row]
+        acc = tl.reshape(both, [TILE_DIM, TILE_ROWS]) * v_unit
+    return acc, top, total
+
+
+@triton.jit
+def _write_item(
+    item,  # int32
+    out_ptr,
+    stride_out_row,
+    stride_out_head,
+    lse_ptr,
+    stride_lse_row,
+    stride_lse_head,
+    states_ptr,
+    states_lse_ptr,
+    visited_ptr,
+    items_ptr,
+    q_ptr,
+    stride_q_row,
+    stride_q_head,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale_base_ptr,
+    scale_block_stride_ptr,
+    block_table_ptr,
+    stride_table_row,
+    row_width,
+    head_base_ptr,
+    block_stride_ptr,
+    token_stride,
+    softmax_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8_PATH: tl.constexpr,
+    SCALES_PER_BLOCK: tl.constexpr,
+):
+    """Attend for one item; write its rows of the output, or their states if a merge follows.
+
+    The arguments are those of the kernel below.
+    """
+    ROWS: tl.constexpr = QUERY_LEN * GROUP
     row = tl.arange(0, TILE_ROWS)
-    in_tile = row < QUERY_LEN * GROUP
+    in_tile = row < ROWS
     query = row // GROUP
-    query_position = tl.where(in_tile, first_position + query, -1)
+    dims = tl.arange(0, TILE_DIM)
+    item_ptr = items_ptr + item.to(tl.int64) * _ITEM_FIELDS
+    req = tl.load(item_ptr).to(tl.int64)
+    head = tl.load(item_ptr + 1)
+    first_work = tl.load(item_ptr + 2)
+    end_work = tl.load(item_ptr + 3)
+    pieces = tl.load(item_ptr + 4)
+    table_offset = tl.load(item_ptr + 8)
+    sink_end = 0
+    start = 0
+    window = -1
+    sink = 0
+    ring_blocks = 0
+    if HAS_WINDOW:
+        sink_end = tl.load(item_ptr + 5)
+        start = tl.load(item_ptr + 6)
+        window = tl.load(item_ptr + 9)
+        sink = tl.load(item_ptr + 10)
+    if HAS_RING:
+        ring_blocks = tl.load(item_ptr + 11)
+    query_position = query
+    if QUERY_LEN > 1:
+        query_position = tl.where(in_tile, tl.load(item_ptr + 7) - QUERY_LEN + query, -1)
+
     out_row = req * QUERY_LEN + query
     q_head = (head * GROUP + row % GROUP).to(tl.int64)
-    dims = tl.arange(0, TILE_DIM)
-    mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
-    q_offsets = (out_row * stride_q_row + q_head * stride_q_head)[:, None] + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
-
-    acc, top, total = attend_keys(
-        q,
+    q_row_ptr = q_ptr + (out_row * stride_q_row + q_head * stride_q_head)[None, :]
+    head_base = tl.load(head_base_ptr + head)
+    # Below 2^31, so that an address takes one 32 by 32 bit product (``KVLayout`` checks).
+    block_stride = tl.load(block_stride_ptr + head).to(tl.int32)
+    element_stride = token_stride
+    scale_block_stride = 0
+    if FP8_PATH is not None:  # two codes in an element
+        head_base = head_base // 2
+        block_stride = block_stride // 2
+        element_stride = token_stride // 2
+        scale_base = tl.load(scale_base_ptr + head)
+        scale_block_stride = tl.load(scale_block_stride_ptr + head).to(tl.int32)
+        k_head_scale_ptr = k_scale_ptr + scale_base
+        v_head_scale_ptr = v_scale_ptr + scale_base
+    else:
+        k_head_scale_ptr = None
+        v_head_scale_ptr = None
+    head_base = tl.multiple_of(head_base, ALIGNED_ELEMENTS)
+    if visited_ptr is not None:
+        visited_row_ptr = visited_ptr + (req * NUM_KV_HEADS + head) * row_width
+    else:
+        visited_row_ptr = None
+    acc, top, total = _attend_item(
+        q_row_ptr,
+        in_tile,
         query_position,
-        k_cache_ptr,
-        v_cache_ptr,
-        k_scale_ptr,
-        v_scale_ptr,
-        scale_base_ptr,
-        scale_block_stride_ptr,
-        head,
-        head_base_ptr,
-        block_stride_ptr,
+        k_cache_ptr + head_base,
+        v_cache_ptr + head_base,
+        block_stride,
+        element_stride,
+        k_head_scale_ptr,
+        v_head_scale_ptr,
+        scale_block_stride,
+        visited_row_ptr,
         block_table_ptr + req * stride_table_row,
         first_work,
         end_work,
@@ -208,8 +324,8 @@ def _paged_decode_attention_kernel(
         window,
         sink,
         ring_blocks,
-        token_stride,
         softmax_scale * LOG2_E,
+        QUERY_LEN,
         HEAD_DIM,
         BLOCK_SIZE,
         HAS_WINDOW,
@@ -219,153 +335,303 @@ def _paged_decode_attention_kernel(
         TILE_DIM,
         PRECISION,
         FP8_PATH,
-        TOKEN_SCALES,
+        SCALES_PER_BLOCK,
     )
-    out_offsets = out_row * stride_out_row + q_head * stride_out_head + split * stride_out_split
-    out = normalized(acc, total).to(out_ptr.dtype.element_ty)
-    if IS_PARTIAL:
-        mask &= (total != 0.0)[:, None]
-    tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=mask)
-    if lse_ptr is not None:
-        lse_offsets = (
-            out_row * stride_lse_row + q_head * stride_lse_head + split * stride_lse_split
-        )
-        tl.store(lse_ptr + lse_offsets, natural_lse(top, total), mask=in_tile)
+    out = normalized(tl.trans(acc), total)
+    row_lse = natural_lse(top, total)
+    mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+    if pieces == 1:
+        offsets = out_row * stride_out_row + q_head * stride_out_head
+        target = out_ptr + offsets[:, None] + dims[None, :]
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
+        if lse_ptr is not None:
+            offsets = out_row * stride_lse_row + q_head * stride_lse_head
+            tl.store(lse_ptr + offsets, row_lse, mask=in_tile)
+    elif states_ptr is not None:
+        state = item.to(tl.int64) * ROWS + row
+        tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
+        tl.store(states_lse_ptr + state, row_lse, mask=in_tile)
 
 
 @triton.jit
-def _merge_splits_kernel(
-    out_ptr,  # [num_rows, q_heads, HEAD_DIM], unit last stride
+def _paged_decode_attention_kernel(
+    out_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
     stride_out_row,
     stride_out_head,
-    lse_ptr,  # [num_rows, q_heads] fp32, or None
+    lse_ptr,  # [num_reqs * QUERY_LEN, q_heads] fp32, or None
     stride_lse_row,
     stride_lse_head,
-    partial_ptr,  # [num_rows, q_heads, NUM_SPLITS, HEAD_DIM] fp32, contiguous
-    partial_lse_ptr,  # [num_rows, q_heads, NUM_SPLITS] fp32, contiguous; -inf = nothing seen
-    NUM_SPLITS: tl.constexpr,
+    states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32, or None: no segment is split
+    states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32, or None
+    visited_ptr,  # [num_reqs, NUM_KV_HEADS, row_width] uint8, contiguous, or None
+    items_ptr,  # [max_items, ITEM_FIELDS] int32
+    counts_ptr,  # [2] int32, items first
+    q_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
+    stride_q_row,
+    stride_q_head,
+    k_cache_ptr,  # one layer's keys, flat; of an fp8 cache two codes in each int16
+    v_cache_ptr,  # one layer's values, likewise
+    k_scale_ptr,  # float32, flat, or None
+    v_scale_ptr,
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
+    stride_table_row,
+    row_width,
+    head_base_ptr,  # [NUM_KV_HEADS] int64, elements of the cache
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements of the cache
+    token_stride,  # elements of the cache
+    softmax_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
-    TILE_ALL_SPLITS: tl.constexpr,  # power of two >= NUM_SPLITS
-    TILE_SPLITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    IN_ROUNDS: tl.constexpr,  # whether there may be more items than programs
+    TILE_ROWS: tl.constexpr,  # power of two >= max(8, QUERY_LEN * GROUP)
+    TILE_TOKENS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    SCALES_PER_BLOCK: tl.constexpr,
+):
+    """Grid (min(max_items, MAX_PROGRAMS),): one item of the plan, or every so many-th."""
+    num_items = tl.load(counts_ptr)
+    if IN_ROUNDS:
+        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+            _write_item(
+                item,
+                out_ptr,
+                stride_out_row,
+                stride_out_head,
+                lse_ptr,
+                stride_lse_row,
+                stride_lse_head,
+                states_ptr,
+                states_lse_ptr,
+                visited_ptr,
+                items_ptr,
+                q_ptr,
+                stride_q_row,
+                stride_q_head,
+                k_cache_ptr,
+                v_cache_ptr,
+                k_scale_ptr,
+                v_scale_ptr,
+                scale_base_ptr,
+                scale_block_stride_ptr,
+                block_table_ptr,
+                stride_table_row,
+                row_width,
+                head_base_ptr,
+                block_stride_ptr,
+                token_stride,
+                softmax_scale,
+                NUM_KV_HEADS,
+                QUERY_LEN,
+                GROUP,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                HAS_WINDOW,
+                HAS_RING,
+                TILE_ROWS,
+                TILE_TOKENS,
+                TILE_DIM,
+                PRECISION,
+                FP8_PATH,
+                SCALES_PER_BLOCK,
+            )
+    else:
+        item = tl.program_id(0)
+        if item < num_items:
+            _write_item(
+                item,
+                out_ptr,
+                stride_out_row,
+                stride_out_head,
+                lse_ptr,
+                stride_lse_row,
+                stride_lse_head,
+                states_ptr,
+                states_lse_ptr,
+                visited_ptr,
+                items_ptr,
+                q_ptr,
+                stride_q_row,
+                stride_q_head,
+                k_cache_ptr,
+                v_cache_ptr,
+                k_scale_ptr,
+                v_scale_ptr,
+                scale_base_ptr,
+                scale_block_stride_ptr,
+                block_table_ptr,
+                stride_table_row,
+                row_width,
+                head_base_ptr,
+                block_stride_ptr,
+                token_stride,
+                softmax_scale,
+                NUM_KV_HEADS,
+                QUERY_LEN,
+                GROUP,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                HAS_WINDOW,
+                HAS_RING,
+                TILE_ROWS,
+                TILE_TOKENS,
+                TILE_DIM,
+                PRECISION,
+                FP8_PATH,
+                SCALES_PER_BLOCK,
+            )
+
+
+@triton.jit
+def _merge_items_kernel(
+    out_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
+    stride_out_row,
+    stride_out_head,
+    lse_ptr,  # [num_reqs * QUERY_LEN, q_heads] fp32, or None
+    stride_lse_row,
+    stride_lse_head,
+    states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32
+    states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32; -inf = nothing seen
+    merges_ptr,  # [max_merges, MERGE_FIELDS] int32
+    counts_ptr,  # [2] int32, merges second
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_PIECES: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Grid (num_rows, q_heads): out = sum_s exp(lse_s - lse) partial_s over the splits s."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    first_split = (row * tl.num_programs(1) + head) * NUM_SPLITS
-    all_splits = tl.arange(0, TILE_ALL_SPLITS)
-    all_lse = tl.load(
-        partial_lse_ptr + first_split + all_splits,
-        mask=all_splits < NUM_SPLITS,
-        other=float("-inf"),
-    )
-    top = tl.max(all_lse, axis=0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2((all_lse - shift) * LOG2_E), axis=0)
-    total = tl.where(total == 0.0, 1.0, total)  # nothing seen: zeros, and lse = top = -inf
-
+    """Grid (max_merges, QUERY_LEN * GROUP): out = sum_p exp(lse_p - lse) state_p over pieces."""
+    merge = tl.program_id(0)
+    row = tl.program_id(1)
+    merge_ptr = merges_ptr + merge * _MERGE_FIELDS
+    num_merges = tl.load(counts_ptr + 1)
+    req = tl.load(merge_ptr).to(tl.int64)
+    head = tl.load(merge_ptr + 1)
+    first_item = tl.load(merge_ptr + 2)
+    pieces = tl.load(merge_ptr + 3)
+    if merge >= num_merges:
+        return
     dims = tl.arange(0, TILE_DIM)
     in_head = dims < HEAD_DIM
-    acc = tl.zeros([TILE_DIM], dtype=tl.float32)
-    for tile_start in range(0, NUM_SPLITS, TILE_SPLITS):
-        split = tile_start + tl.arange(0, TILE_SPLITS)
-        lse = tl.load(
-            partial_lse_ptr + first_split + split, mask=split < NUM_SPLITS, other=float("-inf")
-        )
-        seen = lse != float("-inf")  # a split without keys has written no partial
-        weight = tl.exp2((lse - shift) * LOG2_E) / total
-        partial = tl.load(
-            partial_ptr + (first_split + split)[:, None] * HEAD_DIM + dims[None, :],
-            mask=seen[:, None] & in_head[None, :],
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([TILE_DIM], tl.float32)
+    for first_piece in range(0, pieces, TILE_PIECES):
+        piece = first_piece + tl.arange(0, TILE_PIECES)
+        is_piece = piece < pieces
+        state = (first_item + piece).to(tl.int64) * (QUERY_LEN * GROUP) + row
+        lse = tl.load(states_lse_ptr + state, mask=is_piece, other=float("-inf"))
+        out = tl.load(
+            states_ptr + state[:, None] * HEAD_DIM + dims[None, :],
+            mask=is_piece[:, None] & in_head[None, :],
             other=0.0,
         )
-        acc += tl.sum(weight[:, None] * partial, axis=0)
-    out_offset = row * stride_out_row + head * stride_out_head
-    tl.store(out_ptr + out_offset + dims, acc.to(out_ptr.dtype.element_ty), mask=in_head)
+        new_top = tl.maximum(top, tl.max(lse * LOG2_E, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(lse * LOG2_E - shift)
+        rescale = tl.exp2(top - shift)
+        total = total * rescale + tl.sum(weight, axis=0)
+        acc = acc * rescale + tl.sum(weight[:, None] * out, axis=0)
+        top = new_top
+    acc = acc / tl.where(total == 0.0, 1.0, total)  # nothing seen: zeros, and lse = -inf
+    out_row = req * QUERY_LEN + row // GROUP
+    q_head = (head * GROUP + row % GROUP).to(tl.int64)
+    target = out_ptr + (out_row * stride_out_row + q_head * stride_out_head) + dims
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_head)
     if lse_ptr is not None:
-        lse_offset = row * stride_lse_row + head * stride_lse_head
-        tl.store(lse_ptr + lse_offset, top + tl.log2(total) * LN_2)
+        lse_offset = out_row * stride_lse_row + q_head * stride_lse_head
+        tl.store(lse_ptr + lse_offset, natural_lse(top, total))
 
 
-def _split_launch(
+def _launch_items(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     table: torch.Tensor,
-    seq_lens: torch.Tensor,
     layout: KVLayout,
-    config: DecodeAttentionConfig,
-    tile_rows: int,
+    plan: DecodePlan,
     *,
     softmax_scale: float,
-    query_len: int,
-    num_kv_splits: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scales: KVScales | None,
+    visited: torch.Tensor | None,
 ) -> None:
-    """Launch the split kernel; ``out, lse [rows, q_heads, splits, ...]``."""
-    _paged_decode_attention_kernel[(seq_lens.shape[0], layout.num_kv_heads, num_kv_splits)](
-        out,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
-        lse,
-        *((0, 0, 0) if lse is None else lse.stride()),
-        q,
-        q.stride(0),
-        q.stride(1),
-        *cache_arguments(k_cache, v_cache, scales),
-        table,
-        table.stride(0),
-        seq_lens,
-        layout.head_base,
-        layout.block_stride,
-        layout.table_offset,
-        layout.window,
-        layout.sink,
-        layout.ring_blocks,
-        layout.token_stride,
-        softmax_scale,
-        QUERY_LEN=query_len,
-        GROUP=q.shape[1] // layout.num_kv_heads,
-        HEAD_DIM=layout.head_dim,
-        BLOCK_SIZE=layout.block_size,
-        HAS_WINDOW=layout.has_window,
-        HAS_RING=layout.has_ring,
-        IS_PARTIAL=num_kv_splits > 1,
-        TILE_ROWS=tile_rows,
-        TILE_TOKENS=config.tile_tokens,
-        TILE_DIM=triton.next_power_of_2(layout.head_dim),
-        PRECISION=dot_precision(q.dtype),
-        **fp8_constexprs(scales, q.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-
-
-def _merge_launch(
-    states: torch.Tensor,
-    states_lse: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Launch the merge of ``states [rows, q_heads, splits, dim]`` and their log-sum-exps."""
-    num_rows, num_q_heads, num_splits, head_dim = states.shape
-    _merge_splits_kernel[(num_rows, num_q_heads)](
+    group = q.shape[1] // layout.num_kv_heads
+    tile_dim = triton.next_power_of_2(layout.head_dim)
+    if scales is not None:
+        tile_dim = max(tile_dim, MIN_PAIRED_DIM)
+    config = plan.config
+    _paged_decode_attention_kernel[(min(plan.max_items, MAX_PROGRAMS),)](
         out,
         out.stride(0),
         out.stride(1),
         lse,
         *((0, 0) if lse is None else lse.stride()),
-        states,
-        states_lse,
-        NUM_SPLITS=num_splits,
-        HEAD_DIM=head_dim,
-        TILE_ALL_SPLITS=triton.next_power_of_2(num_splits),
-        TILE_SPLITS=min(MERGE_TILE_SPLITS, triton.next_power_of_2(num_splits)),
-        TILE_DIM=triton.next_power_of_2(head_dim),
-        num_warps=4,
+        plan.states if plan.max_merges else None,
+        plan.states_lse if plan.max_merges else None,
+        visited,
+        plan.items,
+        plan.counts,
+        q,
+        q.stride(0),
+        q.stride(1),
+        *cache_arguments(k_cache, v_cache, scales, codes=torch.int16),
+        table,
+        table.stride(0),
+        table.shape[1],
+        layout.head_base,
+        layout.block_stride,
+        layout.token_stride,
+        softmax_scale,
+        NUM_KV_HEADS=layout.num_kv_heads,
+        QUERY_LEN=plan.query_len,
+        GROUP=group,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_SIZE=layout.block_size,
+        HAS_WINDOW=layout.has_window,
+        HAS_RING=layout.has_ring,
+        IN_ROUNDS=plan.max_items > MAX_PROGRAMS,
+        TILE_ROWS=padded_rows(plan.query_len * group),
+        TILE_TOKENS=config.tile_tokens,
+        TILE_DIM=tile_dim,
+        PRECISION=dot_precision(q.dtype),
+        **fp8_constexprs(scales, layout, q.device),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _launch_merge(
+    plan: DecodePlan, layout: KVLayout, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    # Up to 16 pieces a tile of two warps: the others' lanes would only start and stop. A
+    # deterministic plan has one tile size, whatever the width of the table.
+    few = plan.max_pieces <= 16 and not plan.deterministic
+    _merge_items_kernel[(plan.max_merges, plan.states.shape[1])](
+        out,
+        out.stride(0),
+        out.stride(1),
+        lse,
+        *((0, 0) if lse is None else lse.stride()),
+        plan.states,
+        plan.states_lse,
+        plan.merges,
+        plan.counts,
+        QUERY_LEN=plan.query_len,
+        GROUP=out.shape[1] // layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        TILE_PIECES=16 if few else 64,
+        TILE_DIM=triton.next_power_of_2(layout.head_dim),
+        num_warps=2 if few else 4,
     )
 
 
@@ -380,9 +646,12 @@ def paged_decode_attention(
     softmax_scale: float,
     query_len: int = 1,
     num_kv_splits: int | None = None,
+    deterministic: bool = False,
+    plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scales: KVScales | None = None,
+    visited: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from the last ``query_len`` tokens of each request to its paged cache.
 
@@ -403,19 +672,27 @@ def paged_decode_attention(
         layout: where the pages lie and what each head may see.
         softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
         query_len: queries per request, 1 to 8.
-        num_kv_splits: programs that share one request's keys, 1 to 256; None = as many as fill the
-            device, chosen from shapes alone. Changes the result by rounding only.
+        num_kv_splits: pieces that the longest visible range is cut into, 1 to 256, each a program;
+            None = as many as give every program of the device an equal share. Changes the result
+            by rounding only.
+        deterministic: cut by each request's own length instead (every 512 visible keys, fewer cuts
+            beyond 32,768): a row is bitwise the same in any batch, however wide the table.
+        plan: what ``plan_decode_attention`` wrote for these ``seq_lens``: saves a launch in every
+            layer. None = made here. It has options of its own in place of the two above.
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
             of the scaled scores.
         scales: of an fp8 cache, else None. Pages that are not read may have NaN for scales too.
+        visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
+            where a head reads the page in a column, untouched elsewhere.
 
     Returns:
         ``out``. A row that sees no key is zero, its ``lse`` -inf.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape, device, stride or count, or a head dimension without a kernel.
+        ValueError: a wrong shape, device, stride or count, a head dimension without a kernel, or
+            options that contradict each other.
         UnsupportedDeviceError: the tensors are where this process cannot launch.
 
     Numerics:
@@ -424,8 +701,8 @@ def paged_decode_attention(
         in fp16 (fp32 if ``q`` is), its scales go into scores and weights in fp32.
 
     Stream:
-        One or two launches on the current stream, grids from shapes alone: CUDA-graph safe. With
-        more than one split a fp32 scratch ``[rows, q_heads, splits, head_dim]`` is allocated.
+        With a plan one or two launches on the current stream, without one more and the plan's
+        buffers allocated; grids from shapes alone: CUDA-graph safe.
 
     Source:
         arXiv:2205.14135 and Flash-Decoding, as in the module docstring.
@@ -444,45 +721,43 @@ def paged_decode_attention(
     )
     num_reqs = seq_lens.shape[0]
     check_query_len(q, query_len, num_reqs)
-    check_num_kv_splits(num_kv_splits)
+    check_softmax_scale(softmax_scale)
+    check_visited(visited, table, layout)
     check_head_dim(layout)
+    check_num_kv_splits(num_kv_splits)
+    check_plan_options(plan, num_kv_splits, deterministic)
     check_launchable("q", q)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if num_reqs == 0:
         return out
-    tile_rows = triton.next_power_of_2(query_len * (q.shape[1] // layout.num_kv_heads))
-    tile_rows = max(MIN_DOT_ROWS, tile_rows)
-    info = device_info(q.device)
-    config = DecodeAttentionConfig.default_for(
-        layout.head_dim, product_dtype(q, scales), tile_rows, info.capability
-    )
-    if num_kv_splits is None:
-        num_kv_splits = config.choose_splits(
-            num_reqs * layout.num_kv_heads,
-            block_table.shape[1] * layout.block_size,
-            info.num_sms,
+    if plan is None:
+        plan = DecodePlan.allocate(
+            max_reqs=num_reqs,
+            max_keys=block_table.shape[1] * layout.block_size,
+            layout=layout,
+            num_q_heads=q.shape[1],
+            dtype=q.dtype,
+            query_len=query_len,
+            is_fp8=scales is not None,
+            num_kv_splits=num_kv_splits,
+            deterministic=deterministic,
         )
-    launch = partial(
-        _split_launch,
+        plan_decode_attention(seq_lens, layout, plan)
+    else:
+        check_plan(plan, seq_lens, layout, num_q_heads=q.shape[1], query_len=query_len)
+    _launch_items(
         q,
         k_cache,
         v_cache,
         table,
-        seq_lens,
         layout,
-        config,
-        tile_rows,
+        plan,
         softmax_scale=softmax_scale,
-        query_len=query_len,
-        num_kv_splits=num_kv_splits,
+        out=out,
+        lse=lse,
         scales=scales,
+        visited=visited,
     )
-    if num_kv_splits == 1:
-        launch(out=out.unsqueeze(2), lse=None if lse is None else lse.unsqueeze(2))
-        return out
-    shape = (*q.shape[:2], num_kv_splits, q.shape[2])
-    states = torch.empty(shape, dtype=torch.float32, device=q.device)
-    states_lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
-    launch(out=states, lse=states_lse)
-    _merge_launch(states, states_lse, out, lse)
+    if plan.max_merges:
+        _launch_merge(plan, layout, out, lse)
     return out

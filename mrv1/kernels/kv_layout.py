@@ -18,7 +18,7 @@ A query at position ``p`` of head ``h`` sees key position ``k`` when ``k <= p`` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,15 @@ class KVLayout:
     """Whether any head has a window (host fact, so that kernels for full heads skip its code)."""
     has_ring: bool
     """Whether any head keeps a ring of blocks (host fact)."""
+    roles: tuple[HeadRole, ...]
+    """Of each KV head (host fact)."""
+    least_row_width: int
+    """Columns of a block-table row that the roles take up, whatever its length (host fact)."""
+    page_end: int
+    """Elements up to the end of the farthest page of block 0 (host fact)."""
+    page_shapes: tuple[tuple[int, int, int], ...]
+    """What a four-dimensional cache may be behind its blocks: ``(kv_heads, block_size, head_dim)``
+    for HND, ``(block_size, kv_heads, head_dim)`` for NHD, nothing for others (host fact)."""
 
     @classmethod
     def build(
@@ -121,6 +130,12 @@ class KVLayout:
                     f"{name}: expected a multiple of {ALIGNMENT_BYTES} bytes "
                     f"({multiple} elements), got {value} elements"
                 )
+        for name, value in (
+            ("token_stride", token_stride * block_size),
+            *(("block_stride", v) for v in block_stride),
+        ):
+            if value >= 2**31:  # factors and products of 32 bits: only block times stride is wider
+                raise ValueError(f"{name}: expected a block within 2**31 elements, got {value}")
         for head, role in enumerate(roles):
             if role.window == 0 or role.window < -1:
                 raise ValueError(f"window of head {head}: expected -1 or >= 1, got {role.window}")
@@ -160,6 +175,15 @@ class KVLayout:
             address_unit=math.gcd(head_dim, token_stride, *head_base, *block_stride),
             has_window=any(r.window >= 0 for r in roles),
             has_ring=any(r.ring_blocks > 0 for r in roles),
+            roles=tuple(roles),
+            page_end=max(head_base) + (block_size - 1) * token_stride + head_dim,
+            page_shapes=tuple(
+                _shapes_of(block_size, head_dim, token_stride, head_base, block_stride)
+            ),
+            least_row_width=max(
+                r.table_offset + bool(r.ring_blocks) * (-(-r.sink // block_size) + r.ring_blocks)
+                for r in roles
+            ),
         )
 
     @classmethod
@@ -284,19 +308,50 @@ class KVLayout:
 
         Raises:
             TypeError: not int32.
-            ValueError: another shape, or a per-head table that is not contiguous.
+            ValueError: another shape, a per-head table that is not contiguous, or one in which the
+                layout's ``table_offset`` means another place.
         """
         if block_table.dtype != torch.int32:
             raise TypeError(f"block_table: expected dtype torch.int32, got {block_table.dtype}")
         if block_table.dim() == 2 and block_table.shape[0] == num_reqs:
+            if num_reqs and block_table.shape[1] < self.least_row_width:
+                raise ValueError(
+                    f"block_table: expected rows of at least {self.least_row_width} columns, the "
+                    f"layout's segments, got {list(block_table.shape)}"
+                )
             return block_table
         if (
             block_table.dim() == 2
             and block_table.shape[0] == num_reqs * self.num_kv_heads
             and block_table.is_contiguous()
         ):
+            offsets = [role.table_offset for role in self.roles]
+            max_blocks = block_table.shape[1]
+            if offsets != [head * max_blocks for head in range(self.num_kv_heads)]:
+                raise ValueError(
+                    "block_table: expected a row per request and KV head as wide as the layout's "
+                    f"table_offset {offsets} says, got {list(block_table.shape)}"
+                )
             return block_table.view(num_reqs, -1)
         raise ValueError(
             f"block_table: expected [{num_reqs}, row_width] or contiguous "
             f"[{num_reqs * self.num_kv_heads}, max_blocks], got {list(block_table.shape)}"
         )
+
+
+def _shapes_of(
+    block_size: int,
+    head_dim: int,
+    token_stride: int,
+    head_base: Sequence[int],
+    block_stride: Sequence[int],
+) -> Iterator[tuple[int, int, int]]:
+    """Yield what may stand behind the blocks in the shape of a cache with these addresses."""
+    num_kv_heads = len(head_base)
+    if list(block_stride) != [num_kv_heads * block_size * head_dim] * num_kv_heads:
+        return
+    addresses = list(head_base), token_stride
+    if addresses == ([h * block_size * head_dim for h in range(num_kv_heads)], head_dim):
+        yield num_kv_heads, block_size, head_dim
+    if addresses == ([h * head_dim for h in range(num_kv_heads)], num_kv_heads * head_dim):
+        yield block_size, num_kv_heads, head_dim

@@ -9,6 +9,7 @@ import torch
 from mrv1 import kernels
 from mrv1.device import KernelPath
 from mrv1.kernels import reference
+from mrv1.kernels.decode_plan import DecodePlan
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales
 
@@ -83,6 +84,35 @@ class Ops(Protocol):
         """Store this step's keys and values in their pages."""
         ...
 
+    def qkv_cache_write(
+        self,
+        qkv: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        layout: KVLayout,
+        *,
+        num_q_heads: int,
+        cos_sin: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        interleaved: bool = False,
+        mrope_section: tuple[int, int, int] | None = None,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        q_out: torch.Tensor | None = None,
+        k_out: torch.Tensor | None = None,
+        scales: KVScales | None = None,
+    ) -> torch.Tensor:
+        """Norm and rotate a fused projection's q and k, store k and v, return q."""
+        ...
+
+    def plan_decode_attention(
+        self, seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan
+    ) -> None:
+        """Settle which program attends to which keys, for all layers of a step."""
+        ...
+
     def paged_decode_attention(
         self,
         q: torch.Tensor,
@@ -95,9 +125,12 @@ class Ops(Protocol):
         softmax_scale: float,
         query_len: int = 1,
         num_kv_splits: int | None = None,
+        deterministic: bool = False,
+        plan: DecodePlan | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         scales: KVScales | None = None,
+        visited: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with the same 1 to 8 queries in every row."""
         ...
@@ -114,9 +147,11 @@ class Ops(Protocol):
         *,
         softmax_scale: float,
         max_query_len: int,
+        attn_mask_offsets: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         scales: KVScales | None = None,
+        visited: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with ragged queries."""
         ...

@@ -16,16 +16,33 @@ import torch
 
 from mrv1.kernels._paged_checks import (
     PAGE_DTYPES,
+    check_attn_mask_offsets,
     check_cache_write,
     check_copy_pages,
     check_merge_states,
     check_num_kv_splits,
     check_paged_attention,
+    check_qkv_cache_write,
     check_query_len,
     check_query_start_loc,
+    check_softmax_scale,
+    check_visited,
+)
+from mrv1.kernels.decode_plan import (
+    MAX_PIECES,
+    SPLIT_TOKENS,
+    DecodePlan,
+    check_plan,
+    check_plan_options,
 )
 from mrv1.kernels.kv_layout import KVLayout
-from mrv1.kernels.kv_scales import LARGEST_E4M3, SMALLEST_SCALE, KVScales
+from mrv1.kernels.kv_scales import (
+    LARGEST_E4M3,
+    QUARTERS,
+    SMALLEST_SCALE,
+    KVScales,
+    scales_per_block,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -263,11 +280,14 @@ def _page_rows(layout: KVLayout, block: torch.Tensor, token: torch.Tensor) -> to
     return (address // layout.address_unit)[..., None] + pieces
 
 
-def _scale_rows(scales: KVScales, block: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+def _scale_rows(
+    scales: KVScales, layout: KVLayout, block: torch.Tensor, token: torch.Tensor
+) -> torch.Tensor:
     """Return the scales' flat addresses of tokens ``[kv_heads, ...]`` of blocks, broadcast."""
     per_head = (-1, *[1] * (block.dim() - 1))
     address = scales.base.view(per_head) + block * scales.block_stride.view(per_head)
-    return address + (token if scales.granularity == "token" else torch.zeros_like(token))
+    per_block = scales_per_block(scales.granularity, layout.block_size)
+    return address + token * per_block // layout.block_size
 
 
 def token_scale(x: torch.Tensor) -> torch.Tensor:
@@ -282,6 +302,36 @@ def quantize_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     scaled = (_wide(x) / scale[..., None]).clamp(-LARGEST_E4M3, LARGEST_E4M3).float()
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.masked_fill(scaled.isnan(), 0x7F)
+
+
+def _grow_scales(
+    pages: torch.Tensor,
+    all_scales: torch.Tensor,
+    quarter_rows: torch.Tensor,
+    scale_rows: torch.Tensor,
+    is_first: torch.Tensor,
+    needed: torch.Tensor,
+) -> None:
+    """Raise the scales of quarters to what their new vectors need; requantise what they hold.
+
+    Args:
+        pages: the cache's codes as rows, *written* in quarters whose scale grows.
+        all_scales: flat, *written*.
+        quarter_rows: ``[vectors, tokens, rows of a token]``, of each vector's whole quarter.
+        scale_rows: ``[vectors]``, its quarter's scale.
+        is_first: ``[vectors]``, whether it is the first of its quarter, which starts anew.
+        needed: ``[vectors]``, the scale that it needs.
+    """
+    old = all_scales.where(all_scales > 0, 0.0)  # NaN: nothing was stored
+    old[scale_rows[is_first]] = 0.0
+    new = old.scatter_reduce(0, scale_rows, needed, "amax")
+    old, new = old[scale_rows], new[scale_rows]
+    all_scales[scale_rows] = new
+    grown = (new > old) & (old > 0)
+    rows, old, new = quarter_rows[grown], old[grown, None], new[grown, None]
+    codes = pages[rows].flatten(-2)  # [grown vectors, tokens, head_dim]
+    held = codes.view(torch.float8_e4m3fn).float() * old[..., None]
+    pages[rows] = quantize_e4m3(held, new).unflatten(-1, (-1, pages.shape[1]))
 
 
 @_counted
@@ -303,17 +353,90 @@ def kv_cache_write(
     rows = _page_rows(layout, block, token)[keep]
     vectors = [x.transpose(0, 1)[keep] for x in (key, value)]
     if scales is not None:
-        scale_rows = _scale_rows(scales, block, token)[keep]
-        for i, all_scales in enumerate((scales.k_scale, scales.v_scale)):
-            if scales.granularity == "token":
-                all_scales.view(-1)[scale_rows] = token_scale(vectors[i])
-            vectors[i] = quantize_e4m3(vectors[i], all_scales.view(-1)[scale_rows])
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        scale_rows = _scale_rows(scales, layout, block, token)[keep]
+        for i, all_scales in enumerate((scales.k_scale.view(-1), scales.v_scale.view(-1))):
+            if scales.granularity == "token":
+                all_scales[scale_rows] = token_scale(vectors[i])
+            elif scales.granularity == "quarter":
+                size = layout.block_size // QUARTERS
+                position = token % size  # in its quarter
+                first = (token - position)[:, :, None]
+                quarter = _page_rows(
+                    layout, block[:, :, None], first + torch.arange(size, device=key.device)
+                )
+                _grow_scales(
+                    _pages((k_cache, v_cache)[i], layout),
+                    all_scales,
+                    quarter[keep],
+                    scale_rows,
+                    position[keep] == 0,
+                    token_scale(vectors[i]),
+                )
+            vectors[i] = quantize_e4m3(vectors[i], all_scales[scale_rows])
     for cache, new in zip((k_cache, v_cache), vectors, strict=True):
         _pages(cache, layout)[rows] = new.unflatten(-1, (-1, layout.address_unit))
 
 
-def _table_columns(layout: KVLayout, num_blocks: int) -> torch.Tensor:
+@_counted
+def qkv_cache_write(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    *,
+    num_q_heads: int,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    mrope_section: tuple[int, int, int] | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    q_out: torch.Tensor | None = None,
+    k_out: torch.Tensor | None = None,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
+    """Norm and rotate, store, return q; see :func:`mrv1.kernels.qkv_cache_write`."""
+    heads = check_qkv_cache_write(
+        qkv,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        layout,
+        _ORACLE_DTYPES,
+        num_q_heads=num_q_heads,
+        cos_sin=cos_sin,
+        positions=positions,
+        mrope_section=mrope_section,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        q_out=q_out,
+        k_out=k_out,
+        scales=scales,
+    )
+    q, k = heads[:, :num_q_heads].clone(), heads[:, num_q_heads : -layout.num_kv_heads].clone()
+    value = heads[:, -layout.num_kv_heads :]
+    if q_norm is not None and k_norm is not None:
+        rms_norm(q, q_norm, eps, out=q)
+        rms_norm(k, k_norm, eps, out=k)
+    if cos_sin is not None:
+        if positions is None:  # a row for each token
+            positions = torch.arange(qkv.shape[0], device=qkv.device)
+        if mrope_section is not None:  # a table of this call's tokens, each pair from its section
+            axis = torch.arange(3, device=qkv.device)
+            axis = axis.repeat_interleave(torch.tensor(mrope_section, device=qkv.device)).repeat(2)
+            cos_sin = cos_sin[positions.T[:, axis], torch.arange(axis.numel(), device=qkv.device)]
+            positions = torch.arange(qkv.shape[0], device=qkv.device)
+        apply_rope(q, k, cos_sin, positions, interleaved=interleaved)
+    kv_cache_write(k, value, k_cache, v_cache, slot_mapping, layout, scales=scales)
+    if k_out is not None:
+        k_out.copy_(k)
+    return q if q_out is None else q_out.copy_(q)
+
+
+def table_columns(layout: KVLayout, num_blocks: int) -> torch.Tensor:
     """Return the block-table column of each logical block, ``[kv_heads, num_blocks]``."""
     logical = torch.arange(num_blocks, device=layout.sink.device)
     sink_blocks = ((layout.sink + layout.block_size - 1) // layout.block_size)[:, None]
@@ -335,7 +458,7 @@ def _gather_kv(
     """Return one request's K and V ``[kv_heads, keys, head_dim]`` and which keys have a page."""
     if scales is not None:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    block = table_row[_table_columns(layout, num_blocks)].long()
+    block = table_row[table_columns(layout, num_blocks)].long()
     present = (block >= 0).repeat_interleave(layout.block_size, dim=1)
     token = torch.arange(layout.block_size, device=block.device)
     rows = _page_rows(layout, block.clamp_min(0)[:, :, None], token)  # -1: any page, masked later
@@ -346,7 +469,7 @@ def _gather_kv(
     )
     if scales is None:
         return k.to(dtype), v.to(dtype), present
-    scale_rows = _scale_rows(scales, block.clamp_min(0)[:, :, None], token[None, None])
+    scale_rows = _scale_rows(scales, layout, block.clamp_min(0)[:, :, None], token[None, None])
     k, v = (
         codes.view(torch.float8_e4m3fn).to(dtype)
         * all_scales.view(-1)[scale_rows.expand(*block.shape, -1).flatten(1)][..., None]
@@ -388,11 +511,23 @@ def _attend(
     )
 
 
-def _visible(positions: torch.Tensor, present: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """Return which keys each query may see, ``[kv_heads, queries, keys]``."""
+def _visible(
+    positions: torch.Tensor,
+    present: torch.Tensor,
+    layout: KVLayout,
+    ranges: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return which keys each query may see, ``[kv_heads, queries, keys]``.
+
+    ``ranges`` [queries, 2] takes the place of the causal rule.
+    """
     query = positions[None, :, None]
     key = torch.arange(present.shape[1], device=present.device)
-    visible = (key <= query) & present[:, None]
+    if ranges is None:
+        allowed = key <= query
+    else:
+        allowed = ((key >= ranges[:, :1]) & (key < ranges[:, 1:]))[None]
+    visible = allowed & present[:, None]
     if layout.has_window:
         window, sink = layout.window[:, None, None], layout.sink[:, None, None]
         visible &= (window < 0) | (key > query - window) | (key < sink)
@@ -411,6 +546,7 @@ def _attend_requests(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scales: KVScales | None,
+    attn_mask_offsets: torch.Tensor | None = None,
 ) -> None:
     """Run attention request by request, so that no row can depend on another's length or pages."""
     for row, seq_len in enumerate(seq_lens):
@@ -422,17 +558,87 @@ def _attend_requests(
         for first in range(begin, end, _QUERY_TILE):
             last = min(first + _QUERY_TILE, end)
             positions = torch.arange(first, last, device=q.device) + (seq_len - end)
-            keys = slice(-(-max(seq_len - end + last, 0) // layout.block_size) * layout.block_size)
+            ranges, end_key = None, seq_len - end + last
+            if attn_mask_offsets is not None:
+                ranges, end_key = attn_mask_offsets[first:last].clamp(max=seq_len), seq_len
+            keys = slice(-(-max(end_key, 0) // layout.block_size) * layout.block_size)
             if keys.stop == 0:
                 out[first:last] = 0
                 if lse is not None:
                     lse[first:last] = -torch.inf
                 continue
-            visible = _visible(positions, present[:, keys], layout)
+            visible = _visible(positions, present[:, keys], layout, ranges)
             tile, tile_lse = _attend(q[first:last], k[:, keys], v[:, keys], visible, softmax_scale)
             out[first:last] = tile
             if lse is not None:
                 lse[first:last] = tile_lse
+
+
+def _mark_visited(
+    visited: torch.Tensor,
+    table_row: torch.Tensor,
+    positions: range,
+    layout: KVLayout,
+    ranges: torch.Tensor | None = None,
+) -> None:
+    """Set ``visited [kv_heads, row_width]`` where some query sees a key of the column's page."""
+    if not positions:
+        return
+    num_blocks = -(-positions.stop // layout.block_size)
+    columns = table_columns(layout, num_blocks)
+    present = (table_row[columns] >= 0).repeat_interleave(layout.block_size, dim=1)
+    queries = torch.tensor(positions, dtype=torch.int64, device=visited.device)
+    visible = _visible(queries, present, layout, ranges).any(1)
+    head, block = visible.unflatten(1, (num_blocks, -1)).any(2).nonzero(as_tuple=True)
+    visited[head, columns[head, block]] = 1
+
+
+@_counted
+def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan) -> None:
+    """Cut the keys into items; see :func:`mrv1.kernels.plan_decode_attention`."""
+    check_plan(plan, seq_lens, layout)
+    tile = plan.config.tile_tokens
+    segments = []
+    for req, seq_len in enumerate(seq_lens.tolist()):
+        for head in range(layout.num_kv_heads):
+            window, sink = int(layout.window[head]), int(layout.sink[head])
+            sink_end = min(sink, seq_len) if window >= 0 else 0
+            first = max(seq_len - plan.query_len - window + 1, sink_end)
+            start = min(first, seq_len) if window >= 0 else 0
+            visible = sink_end + seq_len - start
+            role = (int(layout.table_offset[head]), window, sink, int(layout.ring_blocks[head]))
+            segments.append((req, head, visible, (sink_end, start, seq_len, *role)))
+    tiles = [max(1, -(-visible // tile)) for _, _, visible, _ in segments]
+    longest = max(tiles, default=1)
+    if plan.num_kv_splits is not None:
+        size = -(-longest // plan.num_kv_splits)
+    elif not plan.deterministic:
+        sizes = range(1, longest + 1)
+        size = next(s for s in sizes if sum(-(-t // s) for t in tiles) <= plan.max_items)
+    items: list[tuple[int, ...]] = []
+    merges: list[tuple[int, ...]] = []
+    for (req, head, visible, rest), num_tiles in zip(segments, tiles, strict=True):
+        if plan.deterministic:
+            size = SPLIT_TOKENS // tile
+            while num_tiles > size * MAX_PIECES:
+                size *= 2
+        pieces = -(-num_tiles // size)
+        if pieces > 1:
+            merges.append((req, head, len(items), pieces))
+        for piece in range(pieces):
+            if plan.deterministic:
+                begin, end = piece * size, min((piece + 1) * size, num_tiles)
+            else:  # the first ones have one tile more
+                share, longer = divmod(num_tiles, pieces)
+                begin = piece * share + min(piece, longer)
+                end = begin + share + (piece < longer)
+            keys = (begin * tile, min(end * tile, visible))
+            items.append((req, head, *keys, pieces, *rest))
+    for rows, values in ((plan.items, items), (plan.merges, merges)):
+        if values:
+            found = torch.tensor(values, dtype=torch.int32, device=rows.device)
+            rows[: len(values), : found.shape[1]] = found
+    plan.counts.copy_(torch.tensor([len(items), len(merges)], dtype=torch.int32))
 
 
 @_counted
@@ -447,13 +653,16 @@ def paged_decode_attention(
     softmax_scale: float,
     query_len: int = 1,
     num_kv_splits: int | None = None,
+    deterministic: bool = False,
+    plan: DecodePlan | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scales: KVScales | None = None,
+    visited: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from the last tokens; see :func:`mrv1.kernels.paged_decode_attention`.
 
-    ``num_kv_splits`` is checked and has no effect here.
+    How the keys are cut is checked and has no effect here.
     """
     table = check_paged_attention(
         q,
@@ -470,6 +679,11 @@ def paged_decode_attention(
     num_reqs = seq_lens.shape[0]
     check_query_len(q, query_len, num_reqs)
     check_num_kv_splits(num_kv_splits)
+    check_softmax_scale(softmax_scale)
+    check_visited(visited, table, layout)
+    check_plan_options(plan, num_kv_splits, deterministic)
+    if plan is not None:
+        check_plan(plan, seq_lens, layout, num_q_heads=q.shape[1], query_len=query_len)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     starts = list(range(0, (num_reqs + 1) * query_len, query_len))
     _attend_requests(
@@ -485,6 +699,10 @@ def paged_decode_attention(
         lse,
         scales,
     )
+    if visited is not None:
+        for row, seq_len in enumerate(seq_lens.tolist()):
+            positions = range(max(seq_len - query_len, 0), seq_len)
+            _mark_visited(visited[row], table[row], positions, layout)
     return out
 
 
@@ -500,9 +718,11 @@ def paged_prefill_attention(
     *,
     softmax_scale: float,
     max_query_len: int,
+    attn_mask_offsets: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scales: KVScales | None = None,
+    visited: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from a ragged batch of chunks; see :func:`mrv1.kernels.paged_prefill_attention`.
 
@@ -523,6 +743,9 @@ def paged_prefill_attention(
         scales=scales,
     )
     check_query_start_loc(query_start_loc, seq_lens.shape[0], max_query_len, q.device)
+    check_attn_mask_offsets(attn_mask_offsets, q)
+    check_softmax_scale(softmax_scale)
+    check_visited(visited, table, layout)
     starts = query_start_loc.tolist()
     lengths = [end - begin for begin, end in pairwise(starts)]
     if starts[0] != 0 or starts[-1] > q.shape[0] or min(lengths, default=0) < 0:
@@ -544,7 +767,17 @@ def paged_prefill_attention(
         out,
         lse,
         scales,
+        attn_mask_offsets,
     )
+    if visited is not None:
+        for row, seq_len in enumerate(seq_lens.tolist()):
+            if seq_len == 0:
+                continue
+            ranges = None
+            if attn_mask_offsets is not None:
+                ranges = attn_mask_offsets[starts[row] : starts[row + 1]].clamp(max=seq_len)
+            positions = range(seq_len - lengths[row], seq_len)
+            _mark_visited(visited[row], table[row], positions, layout, ranges)
     return out
 
 
@@ -575,8 +808,8 @@ def copy_pages(
     for cache in (k_cache, v_cache):
         pages = _pages(cache.view(_INTEGER_OF_SIZE[cache.itemsize]), layout)
         pages[target] = pages[source]
-    if scales is not None and scales.granularity == "token":
-        source, target = (_scale_rows(scales, ids, token)[heads] for ids in (src, dst))
+    if scales is not None and scales.granularity != "head":
+        source, target = (_scale_rows(scales, layout, ids, token)[heads] for ids in (src, dst))
         for scale in (scales.k_scale, scales.v_scale):
             bits = scale.view(torch.int32).view(-1)
             bits[target] = bits[source]

@@ -48,6 +48,23 @@ def _narrowed(handle: Handle) -> Handle:
     return encode_as(handle.data, tl.bfloat16)
 
 
+def _fused(x: Array, y: Array, z: Array) -> Array:
+    """Return float32 ``x * y + z``, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd there (to whichever neighbour has
+    an odd last bit, if inexact), after which rounding to float32 is that of the exact sum.
+    """
+    with np.errstate(all="ignore"):
+        product = x.astype(np.float64) * y
+        total = np.asarray(product + z)
+        added = total - product
+        error = (product - (total - added)) + (z - added)
+        bits = total.view(np.int64)
+        away = np.where((error > 0) == (total > 0), 1, -1)
+        inexact = np.isfinite(total) & (error != 0) & (bits % 2 == 0)
+        return np.where(inexact, bits + away, bits).view(np.float64).astype(np.float32)
+
+
 class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
     """Computes bfloat16 in float32 and rounds once, as the compiled kernels do."""
 
@@ -92,10 +109,12 @@ class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
             return _narrowed(super().unary_op(_widened(arg), op))
 
     def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
-        """Multiply and add."""
-        if not _is_bf16(z):
+        """Multiply and add, rounding once where stock rounds twice."""
+        if _is_bf16(z):
+            return _narrowed(self.create_fma(*map(_widened, (x, y, z))))
+        if z.data.dtype != np.float32:
             return super().create_fma(x, y, z)
-        return _narrowed(super().create_fma(*map(_widened, (x, y, z))))
+        return ti.TensorHandle(_fused(x.data, y.data, z.data), tl.float32)
 
     def create_dot(
         self,

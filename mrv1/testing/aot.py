@@ -91,6 +91,9 @@ class AotCase:
     constexprs: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 3
+    parked_bytes: int = 0
+    """Local memory of one thread that is fine: what the compiler parks over a loop, not in it, so
+    that more programs fit a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,8 @@ class AotReport:
     """Local memory of one thread."""
     shared_bytes: int = 0
     """Shared memory of one program."""
+    parked_bytes: int = 0
+    """Of ``spill_bytes``, what the case allows."""
     problem: str = field(init=False)
     """Why this must not ship: an error, a spill, too much shared memory. Empty if it may."""
 
@@ -116,7 +121,7 @@ class AotReport:
         """Judge."""
         limit = TARGETS[self.target].shared_memory_bytes
         reasons = [self.error] if self.error else []
-        if self.spill_bytes:
+        if self.spill_bytes > self.parked_bytes:
             reasons.append(
                 f"spills {self.spill_bytes} bytes a thread ({self.registers} registers)"
             )
@@ -243,6 +248,7 @@ def _compile_case(target: Target, case: AotCase) -> AotReport:
         registers=registers,
         spill_bytes=spill_bytes,
         shared_bytes=int(compiled.metadata.shared),
+        parked_bytes=case.parked_bytes,
     )
 
 

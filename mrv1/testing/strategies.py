@@ -58,6 +58,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 _Scales = torch.Tensor | Literal["token"] | None
 """Given per head, one per token, or not an fp8 cache."""
 
+LARGEST_CODE, SMALLEST_SCALE = np.float32(448), np.float32(1e-12)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutCase:
@@ -147,13 +149,13 @@ class LayoutCase:
             for head, role in enumerate(self.roles)
         )
 
-    def scale_addresses(self) -> tuple[list[int], list[int], int]:
-        """Return base and block stride of each head's token scales, and how many there are.
+    def scale_addresses(self, per_block: int | None = None) -> tuple[list[int], list[int], int]:
+        """Return base and block stride of each head's scales, and how many there are.
 
         Head groups lie one behind the other, like their pages; other kinds are ``[blocks,
-        kv_heads, block_size]``.
+        kv_heads, per_block]``. A block has ``per_block`` scales, None = one per token.
         """
-        size, heads = self.block_size, self.num_kv_heads
+        size, heads = per_block or self.block_size, self.num_kv_heads
         if self.kind != "head_groups":
             count = max(self.num_blocks) * heads * size
             return [head * size for head in range(heads)], [heads * size] * heads, count
@@ -576,8 +578,43 @@ class _Vectors:
         if isinstance(scales, torch.Tensor):
             scale = np.broadcast_to(scales.numpy(), x.shape[:2])
         else:
-            scale = np.maximum(np.abs(x).max(axis=-1) / np.float32(448), np.float32(1e-12))
-        codes = _number_formats.encode(x / scale[..., None], "fp8e4nv")
+            scale = np.maximum(np.abs(x).max(axis=-1) / LARGEST_CODE, SMALLEST_SCALE)
+        return cls._of_codes(raw, _encode(x, scale), scale)
+
+    @classmethod
+    def of_quarters(
+        cls, raw: torch.Tensor, held: Bools, num_new: int, tokens: int
+    ) -> tuple[_Vectors, _Vectors]:
+        """Return ``raw`` before and after its last ``num_new`` tokens join, a scale per quarter.
+
+        The others in ``held`` ``[tokens, kv_heads]`` were stored together; the rest never was.
+        """
+        x = raw.float().numpy()
+        quarter = np.arange(len(x)) // tokens
+        is_new = (np.arange(len(x)) >= len(x) - num_new)[:, None]
+
+        def needed(members: Bools) -> npt.NDArray[np.float32]:
+            """The scale that the members of each token's quarter need; 0 if there is none."""
+            largest = np.abs(x).max(axis=-1, initial=0) / LARGEST_CODE
+            found = np.zeros((len(x), x.shape[1]), dtype=np.float32)
+            scale = np.where(members, np.maximum(largest, SMALLEST_SCALE), np.float32(0))
+            np.maximum.at(found, quarter, scale)
+            return found[quarter]
+
+        old = needed(held & ~is_new)
+        new = np.maximum(old, needed(held & is_new))
+        new = np.where(new > 0, new, SMALLEST_SCALE)  # of what nobody reads
+        was_held = held & ~is_new
+        before = _encode(x, np.where(old > 0, old, new))
+        kept = _number_formats.decode(before, "fp8e4nv") * old[..., None]
+        after = np.where((new > old)[..., None], _encode(kept, new), before)
+        after = np.where(was_held[..., None], after, _encode(x, new))
+        return cls._of_codes(raw, before, old), cls._of_codes(raw, after, new)
+
+    @classmethod
+    def _of_codes(
+        cls, raw: torch.Tensor, codes: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32]
+    ) -> _Vectors:
         values = _number_formats.decode(codes, "fp8e4nv").astype(np.float64)
         return cls(
             raw=raw,
@@ -585,6 +622,11 @@ class _Vectors:
             dense=torch.from_numpy(values * scale[..., None]),
             scale=torch.from_numpy(np.array(scale)),
         )
+
+
+def _encode(x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Return the codes of vectors by the scale of each."""
+    return _number_formats.encode(x / scale[..., None], "fp8e4nv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -602,18 +644,20 @@ class _Caches:
         return cls(layout=layout, k=k, v=v)
 
     @classmethod
-    def empty_fp8(cls, layout: LayoutCase, static: _Pair | None) -> _Caches:
+    def empty_fp8(
+        cls, layout: LayoutCase, granularity: ScaleGranularity, static: _Pair | None
+    ) -> _Caches:
         """Codes and, unless given per head, scales that are all NaN."""
         k, v = (torch.full((layout.num_elements,), 0x7F, dtype=torch.uint8) for _ in range(2))
         if static is not None:
             return cls(
                 layout=layout, k=k, v=v, scales=KVScales.per_head(*map(torch.clone, static))
             )
-        base, block_stride, count = layout.scale_addresses()
+        base, block_stride, count = layout.scale_addresses(4 if granularity == "quarter" else None)
         scales = KVScales.build(
             torch.full((count,), math.nan),
             torch.full((count,), math.nan),
-            granularity="token",
+            granularity=granularity,
             base=base,
             block_stride=block_stride,
         )
@@ -635,8 +679,10 @@ class _Caches:
         self.v[index] = values.stored[tokens, head]
         if self.scales is None or self.scales.granularity == "head":
             return
-        base, block_stride, _ = self.layout.scale_addresses()
-        place = torch.from_numpy(base[head] + block * block_stride[head] + offset)
+        is_quarter = self.scales.granularity == "quarter"
+        base, block_stride, _ = self.layout.scale_addresses(4 if is_quarter else None)
+        scale = offset * 4 // self.layout.block_size if is_quarter else offset
+        place = torch.from_numpy(base[head] + block * block_stride[head] + scale)
         self.scales.k_scale[place] = keys.scale[tokens, head]
         self.scales.v_scale[place] = values.scale[tokens, head]
 
@@ -692,24 +738,33 @@ def build_paged_cache(
     if granularity is None:
         full, before = _Caches.empty(layout, dtype), _Caches.empty(layout, dtype)
     else:
-        full, before = (_Caches.empty_fp8(layout, static) for _ in range(2))
+        full, before = (_Caches.empty_fp8(layout, granularity, static) for _ in range(2))
     group_roles = {role.group: role for role in layout.roles}
     all_keys, all_values, all_visible = [], [], []
     new_keys, new_values = [normal(0)], [normal(0)]
     new_slots = [np.empty((len(layout.num_blocks), 0), dtype=np.int64)]
     for row, (n, query_len) in enumerate(zip(batch.seq_lens, batch.query_lens, strict=True)):
-        keys, values = _Vectors.of(normal(n), k_scales), _Vectors.of(normal(n), v_scales)
+        raw_keys, raw_values = normal(n), normal(n)
         positions, queries = np.arange(n), np.arange(n - query_len, n)
         blocks = [
             pager.place(row, group_roles[group], n, query_len) for group in sorted(group_roles)
         ]
         visible = np.zeros((layout.num_kv_heads, query_len, n), dtype=bool)
+        slots = [_token_slots(blocks[r.group], positions, layout.block_size) for r in layout.roles]
         for head, role in enumerate(layout.roles):
-            slots = _token_slots(blocks[role.group], positions, layout.block_size)
-            visible[head] = (slots >= 0) & _sees(role, queries[:, None], positions)
-            seen = visible[head].any(axis=0)
-            for caches, kept in ((full, seen), (before, seen & (positions < n - query_len))):
-                caches.fill(head, slots, kept, keys, values)
+            visible[head] = (slots[head] >= 0) & _sees(role, queries[:, None], positions)
+        seen = np.logical_or.reduce(visible, axis=1)
+        if granularity == "quarter":
+            size = layout.block_size // 4
+            old_keys, keys = _Vectors.of_quarters(raw_keys, seen.T, query_len, size)
+            old_values, values = _Vectors.of_quarters(raw_values, seen.T, query_len, size)
+        else:
+            old_keys = keys = _Vectors.of(raw_keys, k_scales)
+            old_values = values = _Vectors.of(raw_values, v_scales)
+        for head in range(layout.num_kv_heads):
+            was_seen = seen[head] & (positions < n - query_len)
+            full.fill(head, slots[head], seen[head], keys, values)
+            before.fill(head, slots[head], was_seen, old_keys, old_values)
         new_slots.append(np.stack([_token_slots(b, queries, layout.block_size) for b in blocks]))
         unheld = normal(query_len)[: max(query_len - n, 0)]  # rows at negative positions
         new_keys += [unheld, keys.raw[max(n - query_len, 0) :]]

@@ -51,6 +51,8 @@ def test_a_report_judges_itself():
     assert AotReport(**fine, shared_bytes=99 * 1024).problem == ""
     assert "needs 101377 bytes" in AotReport(**fine, shared_bytes=99 * 1024 + 1).problem
     assert "spills 8 bytes a thread (40 reg" in AotReport(**fine, spill_bytes=8).problem
+    assert AotReport(**fine, spill_bytes=8, parked_bytes=8).problem == ""
+    assert "spills 12" in AotReport(**fine, spill_bytes=12, parked_bytes=8).problem
     assert AotReport(**fine, error="no").problem == "sm_89 op: no"
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from mrv1.kernels import decode_attention, prefill_attention
+from mrv1.kernels import DecodePlan, decode_plan, prefill_attention
 from mrv1.testing.strategies import PagedCase
 
 SENTINEL = 7.0
@@ -63,6 +63,20 @@ def run_decode(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) -> 
     returned = ops.paged_decode_attention(q, case.k_cache, case.v_cache, **arguments)
     assert returned is arguments["out"]
     return Result(out, lse)
+
+
+def make_plan(case: PagedCase, q: torch.Tensor, **options) -> DecodePlan:
+    """Return unwritten buffers of a plan for the case."""
+    return DecodePlan.allocate(
+        max_reqs=case.seq_lens.shape[0],
+        max_keys=case.block_table.shape[1] * case.layout.block_size,
+        layout=case.layout,
+        num_q_heads=q.shape[1],
+        dtype=q.dtype,
+        query_len=case.batch.query_lens[0] if case.batch.query_lens else 1,
+        is_fp8=case.scales is not None,
+        **options,
+    )
 
 
 def run_prefill(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) -> Result:
@@ -144,7 +158,7 @@ def small_tiles(tile_tokens: int, tile_rows: int = 16) -> Iterator[None]:
     """Launch with these tiles, so that short contexts too take several steps and programs."""
     with pytest.MonkeyPatch.context() as patch:
         for config, changes in (
-            (decode_attention.DecodeAttentionConfig, {"tile_tokens": tile_tokens}),
+            (decode_plan.DecodeAttentionConfig, {"tile_tokens": tile_tokens}),
             (
                 prefill_attention.PrefillAttentionConfig,
                 {"tile_tokens": tile_tokens, "tile_rows": tile_rows},

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
 
 from mrv1 import kernels
-from mrv1.kernels import HeadRole, reference
-from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
+from mrv1.kernels import HeadRole, KVLayout, KVScales, reference
+from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
+    Result,
     assert_equal,
     assert_in_budget,
     empty_outputs,
     exact,
     make_queries,
+    permuted,
     run_decode,
     run_prefill,
     softmax_scale,
@@ -59,42 +62,217 @@ def test_prefill_of_long_chunks(device, head_dim, dtype):
     assert_in_budget(got, oracle, exact(case, q), case)
 
 
-def test_a_captured_decode_serves_other_lengths_and_pages(device):
-    layout = _streaming(128, 2048, 8)
-    first, second = (
-        build_paged_cache(
-            layout,
-            RaggedBatch(query_lens=(1, 1, 1), seq_lens=seq_lens),
-            dtype=torch.bfloat16,
-            seed=seed,
-            block_seed=seed,
-        ).to(device)
-        for seed, seq_lens in enumerate([(5, 0, 30), (2048, 700, 0)])
+# --- CUDA graphs -------------------------------------------------------------------------------
+
+FORMATS = pytest.mark.parametrize("granularity", [None, "token", "quarter", "head"])
+"""bf16, fp8 with a scale per (token, head), per (quarter of a block, head), per head."""
+OPERATIONS = pytest.mark.parametrize("op", ["decode", "prefill"])
+
+
+def _graph_case(op: str, granularity: str | None, *, second: bool) -> PagedCase:
+    """Two full heads and two streaming ones in a ring, which trade places in the second case.
+
+    Rows of q and sizes of tensors are the same in both; lengths, pages, roles, scales are not.
+    """
+    full = HeadRole(group=0)
+    window, sink = (250, 50) if second else (512, 64)
+    stream = HeadRole(window=window, sink=sink, ring_blocks=71, group=1)
+    roles = [stream, full, full, stream] if second else [full, stream, full, stream]
+    layout = LayoutCase.head_groups(roles=roles, head_dim=128, max_seq_len=2048, max_query_len=600)
+    if op == "decode":
+        lens = (2048, 700, 0) if second else (5, 0, 30)
+        batch = RaggedBatch(query_lens=(1, 1, 1), seq_lens=lens)
+    elif second:
+        batch = RaggedBatch(query_lens=(2, 600, 0), seq_lens=(1999, 700, 3))
+    else:
+        batch = RaggedBatch(query_lens=(300, 1, 301), seq_lens=(301, 0, 301))
+    seed = 1 + second
+    return build_paged_cache(
+        layout, batch, dtype=torch.bfloat16, seed=seed, block_seed=seed, granularity=granularity
     )
-    q = make_queries(first, 2)
-    out, lse = empty_outputs(q)
-    table, lens = first.block_table.clone(), first.seq_lens
-    case = replace(first, k_cache=first.k_cache.clone(), v_cache=first.v_cache.clone())
-    static = {
-        "block_table": table,
-        "seq_lens": lens,
+
+
+def _arguments(case: PagedCase, op: str, q: torch.Tensor) -> dict[str, object]:
+    """Return what a launch takes, every tensor allocated."""
+    arguments = {
+        "q": q,
+        "k_cache": case.k_cache,
+        "v_cache": case.v_cache,
+        "block_table": case.block_table,
+        "seq_lens": case.seq_lens,
         "layout": case.layout,
         "softmax_scale": softmax_scale(case),
-        "num_kv_splits": 4,
-        "out": out,
-        "lse": lse,
+        "scales": case.scales,
     }
-    kernels.paged_decode_attention(q, case.k_cache, case.v_cache, **static)  # compiles
+    if op == "prefill":
+        starts = {"query_start_loc": case.query_start_loc, "max_query_len": q.shape[0]}
+        return arguments | starts
+    return arguments
+
+
+def _tensors(arguments: dict[str, object]) -> list[torch.Tensor]:
+    """Return all tensors among arguments, those of layout and scales too, in one order."""
+    found = []
+    for value in arguments.values():
+        parts = [value]
+        if isinstance(value, KVLayout | KVScales):
+            parts = [getattr(value, field.name) for field in fields(value)]
+        found += [part for part in parts if isinstance(part, torch.Tensor)]
+    return found
+
+
+@FORMATS
+@OPERATIONS
+@pytest.mark.parametrize(
+    "cut",
+    [{}, {"num_kv_splits": 1}, {"num_kv_splits": 4}, {"deterministic": True}],
+    ids=["equal", "whole", "four", "deterministic"],
+)
+def test_a_captured_launch_serves_other_lengths_pages_and_roles(device, op, cut, granularity):
+    if op == "prefill" and cut:
+        pytest.skip("prefill cuts nothing")
+    cases = [_graph_case(op, granularity, second=second).to(device) for second in (False, True)]
+    q = make_queries(cases[0], 4)
+    live, other = (_arguments(case, op, q) for case in cases)
+    launch = partial(getattr(kernels, f"paged_{op}_attention"), **cut)
+    eager = []
+    for arguments in (live, other):
+        out, lse = empty_outputs(q)
+        launch(**arguments, out=out, lse=lse)  # compiles too
+        eager.append(Result(out, lse))
+    assert_in_budget(eager[1], _oracle(cases[1], op, q), exact(cases[1], q), cases[1])
+    out, lse = empty_outputs(q)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.paged_decode_attention(q, case.k_cache, case.v_cache, **static)
-    table.copy_(second.block_table)
-    lens.copy_(second.seq_lens)
-    case.k_cache.copy_(second.k_cache)
-    case.v_cache.copy_(second.v_cache)
+        launch(**live, out=out, lse=lse)
     graph.replay()
-    eager = run_decode(kernels, second, q, num_kv_splits=4)
-    assert_equal(replace(eager, out=out, lse=lse), eager)
+    assert_equal(Result(out, lse), eager[0])
+    for mine, theirs in zip(_tensors(live), _tensors(other), strict=True):
+        mine.copy_(theirs)
+    graph.replay()
+    assert_equal(Result(out, lse), eager[1])
+
+
+def _oracle(case: PagedCase, op: str, q: torch.Tensor) -> Result:
+    return (run_decode if op == "decode" else run_prefill)(reference, case, q)
+
+
+# --- tables ------------------------------------------------------------------------------------
+
+
+@FORMATS
+@OPERATIONS
+def test_an_all_full_head_wise_table_gives_bitwise_the_uniform_tables_output(
+    device, op, granularity
+):
+    """Each head has a list of its own, [batch * kv_heads, max_blocks], all lists equal."""
+    layout = LayoutCase.hnd(num_kv_heads=4, head_dim=128, max_seq_len=2048)
+    lens = (1, 1, 1) if op == "decode" else (5, 700, 1)
+    batch = RaggedBatch(query_lens=lens, seq_lens=(2048, 1023, 17))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity=granularity)
+    case = case.to(device)
+    q = make_queries(case, 4)
+    uniform = _arguments(case, op, q)
+    head_wise = uniform | {
+        "block_table": case.block_table.repeat_interleave(4, dim=0),
+        "layout": KVLayout.per_head_ids(4, 16, 128, layout.row_width, device=device),
+    }
+    results = []
+    for arguments in (uniform, head_wise):
+        out, lse = empty_outputs(q)
+        getattr(kernels, f"paged_{op}_attention")(**arguments, out=out, lse=lse)
+        results.append(Result(out, lse))
+    assert_equal(results[1], results[0])
+
+
+@FORMATS
+def test_a_batch_of_256_rows_with_permuted_blocks(device, granularity):
+    roles = [HeadRole(group=0), HeadRole(window=100, sink=20, ring_blocks=9, group=1)] * 2
+    layout = LayoutCase.head_groups(roles=roles, head_dim=64, max_seq_len=300, max_reqs=256)
+    lens = tuple(0 if row % 17 == 5 else 1 + 37 * row % 300 for row in range(256))
+    batch = RaggedBatch(query_lens=(1,) * 256, seq_lens=lens)
+    case, moved = (
+        build_paged_cache(
+            layout, batch, dtype=torch.bfloat16, block_seed=seed, granularity=granularity
+        ).to(device)
+        for seed in (1, 2)
+    )
+    assert not torch.equal(case.block_table, moved.block_table)
+    q = make_queries(case, 4)
+    got = run_decode(kernels, case, q)
+    assert_in_budget(got, run_decode(reference, case, q), exact(case, q), case)
+    assert_equal(run_decode(kernels, moved, q), got)
+    order = list(reversed(range(256)))
+    assert_equal(run_decode(kernels, permuted(case, order), q.flip(0)), got.rows(order))
+
+
+@FORMATS
+def test_deterministic_rows_are_bitwise_the_same_alone_and_among_256(device, granularity):
+    """Lengths around the cuts, every 512 keys."""
+    roles = [HeadRole(group=0), HeadRole(window=700, sink=20, ring_blocks=45, group=1)]
+    layout = LayoutCase.head_groups(roles=roles, head_dim=64, max_seq_len=2100, max_reqs=256)
+    lens = tuple([511, 512, 513, 2100, 0, 1] + [1 + 37 * row % 300 for row in range(250)])
+    batch = RaggedBatch(query_lens=(1,) * 256, seq_lens=lens)
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity=granularity)
+    case = case.to(device)
+    q = make_queries(case, 4)
+    whole = run_decode(kernels, case, q, deterministic=True)
+    assert_in_budget(whole, run_decode(reference, case, q), exact(case, q), case)
+    for row in (0, 1, 2, 3, 100):
+        alone = permuted(case, [row])
+        rows = slice(row, row + 1)
+        got = run_decode(kernels, alone, q[rows], deterministic=True)
+        assert_equal(got, whole.rows(rows))
+    pair = run_decode(kernels, permuted(case, [3, 255]), q[[3, 255]], deterministic=True)
+    assert_equal(pair, whole.rows([3, 255]))
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("fp8", [False, True])
+@OPERATIONS
+def test_pages_and_scales_beyond_two_to_the_31_elements(device, op, fp8):
+    """Block 2 starts at element 2**31 of codes and of scales: 64-bit products with the strides."""
+    stride, dim, tokens = 2**30, 128, 16
+    generator = torch.Generator(device).manual_seed(0)
+    page = torch.randn(tokens, dim, generator=generator, device=device).to(torch.bfloat16)
+    layout = KVLayout.build(
+        block_size=tokens, head_dim=dim, token_stride=dim, head_base=[0], block_stride=[stride],
+        roles=[HeadRole()], device=device,
+    )  # fmt: skip
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    cache = torch.empty(2 * stride + page.numel(), dtype=dtype, device=device)
+    scales, dense = None, page.double()
+    if fp8:
+        scale = torch.empty(2 * stride + tokens, device=device)
+        scales = KVScales.build(scale, scale, granularity="token", base=[0], block_stride=[stride])
+    slots = torch.arange(2 * tokens, 3 * tokens, device=device)[None]
+    kernels.kv_cache_write(
+        page[:, None], page[:, None], cache, cache, slots, layout, scales=scales
+    )
+    if fp8:
+        codes = cache[2 * stride :].view(tokens, dim)
+        dense = codes.double() * scale[2 * stride :, None].double()
+        torch.testing.assert_close(dense, page.double(), rtol=0.07, atol=0.01)
+    lens = torch.tensor([tokens], dtype=torch.int32, device=device)
+    arguments = {
+        "q": page[:1, None].contiguous(),
+        "k_cache": cache,
+        "v_cache": cache,
+        "block_table": torch.tensor([[2]], dtype=torch.int32, device=device),
+        "seq_lens": lens,
+        "layout": layout,
+        "softmax_scale": 0.05,
+        "scales": scales,
+    }
+    if op == "prefill":
+        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        arguments |= {"query_start_loc": starts, "max_query_len": 1}
+    out = getattr(kernels, f"paged_{op}_attention")(**arguments)
+    want = torch.softmax(0.05 * dense @ page[0].double(), 0) @ dense
+    torch.testing.assert_close(out[0, 0].double(), want, rtol=1e-2, atol=1e-2)
+
+
+# --- the stream --------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import kernels
-from mrv1.kernels import HeadRole, KVLayout, reference
-from mrv1.kernels.decode_attention import DecodeAttentionConfig
+from mrv1.kernels import HeadRole, KVLayout, decode_plan, reference
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,
@@ -25,6 +24,7 @@ from tests.kernels.paged_attention import (
     assert_in_budget,
     empty_outputs,
     exact,
+    make_plan,
     make_queries,
     permuted,
     query_rows,
@@ -240,27 +240,52 @@ def test_splits_change_rounding_only(device, case, splits):
     _check(case.to(device), 2, num_kv_splits=splits)
 
 
+@given(case=paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=1), data=st.data())
+def test_a_plan_made_before_changes_nothing(device, case, data):
+    case = case.to(device)
+    q = make_queries(case, 2)
+    options = data.draw(
+        st.sampled_from([{}, {"num_kv_splits": 2}, {"deterministic": True}]), label="options"
+    )
+    plan = make_plan(case, q, **options)
+    kernels.plan_decode_attention(case.seq_lens, case.layout, plan)
+    assert_equal(run_decode(kernels, case, q, plan=plan), run_decode(kernels, case, q, **options))
+
+
+@given(case=paged_caches(layouts=SMALL, uniform_query_len=1, min_reqs=1), data=st.data())
+def test_deterministic_rows_do_not_depend_on_the_batch(device, case, data):
+    """Cut every 32 keys: alone and beside others, some of them longer."""
+    case = case.to(device)
+    q = make_queries(case, 2)
+    row = data.draw(st.integers(0, len(case.batch.seq_lens) - 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_plan, "SPLIT_TOKENS", 32)
+        whole = run_decode(kernels, case, q, deterministic=True)
+        alone = run_decode(kernels, permuted(case, [row]), q[row : row + 1], deterministic=True)
+    assert_equal(alone, whole.rows(slice(row, row + 1)))
+
+
+@given(data=st.data())
+def test_no_page_is_read_that_no_query_sees(device, data):
+    """The pages a debug build marks are those of the oracle: sink and window, nothing between."""
+    query_len = data.draw(st.sampled_from([1, 3]))
+    case = data.draw(paged_caches(layouts=SMALL, uniform_query_len=query_len)).to(device)
+    q = make_queries(case, 1)
+    shape = (case.seq_lens.shape[0], case.layout.num_kv_heads, case.layout_case.row_width)
+    marks = []
+    for ops in (kernels, reference):
+        visited = torch.zeros(shape, dtype=torch.uint8, device=device)
+        run_decode(ops, case, q, query_len=query_len, num_kv_splits=2, visited=visited)
+        marks.append(visited)
+    assert torch.equal(*marks)
+
+
 @given(case=paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=1))
 def test_decode_is_prefill_of_one_token(device, case):
     case = case.to(device)
     q = make_queries(case, 2)
     got = run_decode(kernels, case, q, num_kv_splits=1)
     assert_in_budget(got, run_prefill(kernels, case, q), exact(case, q), case)
-
-
-# --- configuration -----------------------------------------------------------------------------
-
-
-def test_choose_splits():
-    config = DecodeAttentionConfig(
-        tile_tokens=128, num_warps=4, num_stages=2, programs_per_sm=4, max_splits=64
-    )
-    choose = config.choose_splits
-    assert choose(num_programs=8, max_keys=8192, num_sms=132) == 64  # 66 wanted, 64 tiles
-    assert choose(num_programs=512, max_keys=8192, num_sms=132) == 2
-    assert choose(num_programs=10_000, max_keys=8192, num_sms=132) == 1
-    assert choose(num_programs=1, max_keys=100, num_sms=132) == 1
-    assert choose(num_programs=1, max_keys=10**6, num_sms=132) == 64
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -281,8 +306,11 @@ def _arguments(device):
         "softmax_scale": 1.0,
         "query_len": 1,
         "num_kv_splits": 2,
+        "deterministic": False,
+        "plan": None,
         "out": out,
         "lse": lse,
+        "visited": torch.zeros(2, 2, 2, dtype=torch.uint8, device=device),
     }
 
 
@@ -317,10 +345,13 @@ WRONG = [
         ValueError,
         "layout: expected device .*, got meta",
     ),
+    ("softmax_scale", lambda _: 0.0, ValueError, "softmax_scale: expected > 0 and finite, got 0"),
     ("query_len", lambda _: 0, ValueError, "query_len: expected 1 to 8, got 0"),
     ("query_len", lambda _: 9, ValueError, "query_len: expected 1 to 8, got 9"),
     ("num_kv_splits", lambda _: 0, ValueError, "num_kv_splits: expected None or 1 to 256, got 0"),
     ("num_kv_splits", lambda _: 257, ValueError, "num_kv_splits: .* 1 to 256, got 257"),
+    ("deterministic", lambda _: True, ValueError, "num_kv_splits: expected None beside determ"),
+    ("plan", lambda _: 3, TypeError, "plan: expected a DecodePlan or None, got int"),
     ("out", lambda x: x.half(), TypeError, "out: expected dtype torch.float32"),
     ("out", lambda x: x[:1], ValueError, r"out: expected shape \[2, 4, 16\]"),
     ("out", lambda x: x.mT.contiguous().mT, ValueError, "out: expected unit last stride"),
@@ -328,6 +359,8 @@ WRONG = [
     ("lse", lambda x: x.half(), TypeError, "lse: expected dtype torch.float32"),
     ("lse", lambda x: x[:, :1], ValueError, r"lse: expected shape \[2, 4\]"),
     ("lse", lambda x: x.to("meta"), ValueError, "lse: expected device"),
+    ("visited", lambda x: x.int(), TypeError, "visited: expected dtype torch.uint8"),
+    ("visited", lambda x: x[:, :1], ValueError, r"visited: expected shape \[2, 2, 2\]"),
 ]
 
 

@@ -36,7 +36,7 @@ from tests.kernels.paged_attention import (
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-GRANULARITIES = ("token", "head")
+GRANULARITIES = ("token", "quarter", "head")
 LAYOUTS = kv_layouts(head_dims=(16, 80), max_blocks=3, max_query_len=40, gap_elements=16)
 DECODE_LAYOUTS = kv_layouts(head_dims=(16, 80), max_blocks=3, gap_elements=16)
 OPS = pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracle"])
@@ -176,14 +176,15 @@ def _write_vectors(ops, device, vectors: torch.Tensor, scales=None, as_bytes=Fal
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_zeros_infinities_and_nan(device, path, ops, as_bytes):
     inf, nan = torch.inf, torch.nan
-    vectors = torch.zeros(5, 16)
+    vectors = torch.zeros(6, 16)
     vectors[1, :4] = torch.tensor([7.0, inf, -inf, nan])  # 7 / 448 = 2^-6, exact
     vectors[2, :3] = torch.tensor([inf, nan, -inf])
     vectors[3, 0] = 1e-40
     vectors[4, :2] = torch.tensor([448e-12, 1e-12])
+    vectors[5] = torch.tensor([inf, nan, -inf, -nan] * 4)
     (k, v), (k_scale, v_scale) = _write_vectors(ops, device, vectors, as_bytes=as_bytes)
     floor = torch.tensor(1e-12)
-    assert k_scale.tolist() == [floor, 2**-6, floor, floor, k_scale[4]]
+    assert k_scale.tolist() == [floor, 2**-6, floor, floor, k_scale[4], floor]
     assert k_scale[4].item() == pytest.approx(1e-12, rel=1e-6)
     assert torch.equal(v_scale, k_scale)
     assert k[0].tolist() == [0] * 16
@@ -192,6 +193,7 @@ def test_zeros_infinities_and_nan(device, path, ops, as_bytes):
     assert k[2].tolist() == [0x7E, 0x7F, 0xFE] + [0] * 13
     assert k[3].tolist() == [0] * 16
     assert k[4, :2].tolist() == [0x7E, 0x38]
+    assert k[5].tolist() == [0x7E, 0x7F, 0xFE, 0x7F] * 4
 
 
 @OPS

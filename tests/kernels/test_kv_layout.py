@@ -128,6 +128,8 @@ def test_dtypes_and_device():
         ({"head_dim": 0}, "expected at least 1, got 2 heads of 0"),
         ({"head_base": [0]}, "head_base: expected 2 values, got 1"),
         ({"block_stride": [512] * 3}, "block_stride: expected 2 values, got 3"),
+        ({"block_stride": [512, 2**31]}, r"block_stride: expected .* 2\*\*31 elements, got 2147"),
+        ({"token_stride": 2**27}, r"token_stride: expected a block within .*, got 2147483648"),
         ({"token_stride": 20}, r"token_stride: expected a multiple of 16 bytes .*, got 20 elem"),
         ({"head_base": [0, 4]}, r"head_base: expected a multiple of 16 bytes .*, got 4 elements"),
         ({"block_stride": [512, -8]}, r"block_stride: expected a multiple of 16 bytes .*, got -8"),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -91,6 +93,30 @@ def _arithmetic_kernel(out_ptr, x_ptr, y_ptr, TILE: tl.constexpr):
     tl.store(out_ptr + 5 * TILE + index, tl.clamp(x, -y.abs(), y.abs()))
     tl.store(out_ptr + 6 * TILE + index, tl.fma(x, y, x))
     tl.store(out_ptr + 7 * TILE + index, tl.zeros_like(x) + tl.sum(x, axis=0))
+
+
+@triton.jit
+def _fma_kernel(out_ptr, x_ptr, y_ptr, z_ptr, TILE: tl.constexpr):
+    index = tl.arange(0, TILE)
+    x, y, z = tl.load(x_ptr + index), tl.load(y_ptr + index), tl.load(z_ptr + index)
+    tl.store(out_ptr + index, tl.fma(x, y, z))
+
+
+def test_float32_multiply_add_rounds_once():
+    """Not even by way of float64: 1 + 2^-23 + 2^-24 - 2^-70 is below a tie that float64 sees."""
+    x, y, z = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    z[128:] = -(x * y)[128:]  # what is left is the product's own rounding
+    x[0], y[0], z[0] = 2.0**-24 * (1 + 2.0**-23), 1 - 2.0**-23, 1 + 2.0**-23
+    x[1], y[1], z[1] = 3e38, 3e38, -torch.inf
+    out = torch.empty(256)
+    _fma_kernel[(1,)](out, x, y, z, TILE=256)
+    assert out[0] == 1 + 2.0**-23
+    assert out[1] == -torch.inf
+    for factor, other, term, got in zip(*(t[2:].tolist() for t in (x, y, z, out)), strict=True):
+        exact = Fraction(factor) * Fraction(other) + Fraction(term)
+        near = np.nextafter(np.float32(got), np.array([-np.inf, np.inf], np.float32))
+        error = abs(exact - Fraction(got))
+        assert all(error <= abs(exact - Fraction(float(n))) for n in near)
 
 
 @given(seed=st.integers(0, 1000))
@@ -359,6 +385,7 @@ def test_small_kernels_pass_with_every_check_on():
 def test_attention_passes_with_every_check_on():
     _run_checked(
         "tests/kernels/test_kv_cache_write.py",
+        "tests/kernels/test_qkv_cache_write.py",
         "tests/kernels/test_decode_attention.py",
         "tests/kernels/test_prefill_attention.py",
         "tests/kernels/test_fp8_cache.py",

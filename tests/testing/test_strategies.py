@@ -193,6 +193,50 @@ def test_blocks_have_one_owner(case):
         assert ids.unique().numel() == ids.numel()
 
 
+def _scale(scales, case, head, slot):
+    """A quarter's K scale, through its address formula."""
+    block, offset = divmod(slot, case.layout_case.block_size)
+    quarter = offset * 4 // case.layout_case.block_size
+    return scales.k_scale[scales.base[head] + block * scales.block_stride[head] + quarter].item()
+
+
+@given(
+    case=paged_caches(
+        layouts=kv_layouts(head_dims=(16,), num_kv_heads=(1, 2), gap_elements=16),
+        granularities=["quarter"],
+    )
+)
+def test_a_quarter_has_the_scale_of_the_largest_of_what_is_seen_of_it(case):
+    layout, row = case.layout_case, 0
+    for r, (n, queries) in enumerate(zip(case.batch.seq_lens, case.batch.query_lens, strict=True)):
+        row += queries
+        for head in range(layout.num_kv_heads):
+            seen = case.visible[r][head].any(0).tolist()
+            for token in range(n - 1, max(n - queries, 0) - 1, -1):
+                slot = case.slot_mapping[layout.roles[head].group, row - n + token].item()
+                if slot < 0:
+                    continue
+                first = token // (layout.block_size // 4) * (layout.block_size // 4)
+                members = [
+                    t for t in range(first, min(first + layout.block_size // 4, n)) if seen[t]
+                ]
+                scale = _scale(case.scales, case, head, slot)
+                largest = max(case.keys[r][t, head].abs().max().item() for t in members)
+                assert largest <= 448 * scale
+                assert largest >= 448 * scale * (1 - 1 / 16)  # as it was rounded
+                before = _scale(case.scales_before, case, head, slot)
+                assert math.isnan(before) == all(t >= n - queries for t in members)
+                assert not before > scale
+
+
+def test_quarters_that_grow_are_drawn():
+    find(
+        paged_caches(granularities=["quarter"], layouts=kv_layouts(gap_elements=16)),
+        lambda case: (case.scales.k_scale > case.scales_before.k_scale).any(),
+        settings=SEARCH,
+    )
+
+
 def test_block_seed_moves_pages_only():
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=64)
     batch = RaggedBatch(query_lens=(1, 2), seq_lens=(50, 64))

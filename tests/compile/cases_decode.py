@@ -1,0 +1,181 @@
+"""What of paged decode attention is compiled ahead of time, as launched."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._paged import dot_precision
+from mrv1.kernels._triton import triton
+from mrv1.kernels.decode_attention import (
+    MIN_PAIRED_DIM,
+    _merge_items_kernel,
+    _paged_decode_attention_kernel,
+)
+from mrv1.kernels.decode_plan import (
+    DecodeAttentionConfig,
+    _plan_decode_kernel,
+    items_per_program,
+    padded_rows,
+    plan_warps,
+)
+from mrv1.testing.aot import AotCase, Target, pointer
+from tests.compile.cases_attention import (
+    BLOCK_SIZE,
+    FP8_SHAPES,
+    NO_FP8,
+    NUM_KV_HEADS,
+    SHAPES,
+    STREAMING_SHAPES,
+    _caches,
+    _config_dtype,
+    _device,
+    _fp8,
+    _fp8_name,
+    _name,
+)
+
+FEW, SOME = 8, 32 * NUM_KV_HEADS
+"""Segments: of one request, and so many that a launch choice of its own serves them."""
+
+
+def cases(target: Target) -> list[AotCase]:
+    full = [(dtype, dim, False) for dtype, dim in SHAPES]
+    streaming = [(dtype, dim, True) for dtype, dim in STREAMING_SHAPES]
+    return [
+        *(_decode(target, dtype, dim, ring) for dtype, dim, ring in full + streaming),
+        _decode(target, torch.bfloat16, 128, False, segments=SOME),
+        _decode(target, torch.bfloat16, 128, False, group=8, query_len=8),
+        _decode(target, torch.bfloat16, 128, False, group=4, query_len=4, in_rounds=True),
+        _decode(target, torch.bfloat16, 256, True, group=8, query_len=4),
+        *_fp8_cases(target),
+        *(_merge(dim, pieces) for dim in (64, 256) for pieces in (16, 64)),
+        *(_plan(*shape) for shape in ((16, 8, False), (256, 8, True), (1024, 8, True))),
+    ]
+
+
+def _fp8_cases(target: Target) -> list[AotCase]:
+    found = []
+    for scales in ("token", "head"):
+        fp8 = _fp8(target, scales)
+        found += [_decode(target, dtype, dim, False, fp8=fp8) for dtype, dim in FP8_SHAPES]
+        found += [
+            _decode(target, torch.bfloat16, 128, True, fp8=fp8),
+            _decode(target, torch.bfloat16, 128, True, group=8, query_len=8, fp8=fp8),
+        ]
+    quarter = _fp8(target, "quarter")
+    found += [_decode(target, torch.bfloat16, dim, False, fp8=quarter) for dim in (128, 256)]
+    return found
+
+
+def _decode(
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    streaming: bool,
+    *,
+    group: int = 2,
+    query_len: int = 1,
+    segments: int = FEW,
+    in_rounds: bool = False,
+    fp8: dict[str, object] = NO_FP8,
+) -> AotCase:
+    row = group * NUM_KV_HEADS * head_dim
+    float32, int32, int64 = map(pointer, (torch.float32, torch.int32, torch.int64))
+    rows = query_len * group
+    config = DecodeAttentionConfig.default_for(
+        head_dim,
+        _config_dtype(dtype, fp8),
+        padded_rows(rows),
+        segments,
+        streaming,
+        _device(target),
+    )
+    caches = _caches(dtype, fp8)
+    tile_dim = triton.next_power_of_2(head_dim)
+    if fp8 is not NO_FP8:
+        caches = (pointer(torch.int16), pointer(torch.int16), *caches[2:])
+        tile_dim = max(tile_dim, MIN_PAIRED_DIM)
+    return AotCase(
+        name=_name(
+            "decode",
+            dtype,
+            head_dim,
+            f"rows{rows}",
+            f"segments{segments}",
+            *(["ring"] if streaming else []),
+            *(["rounds"] if in_rounds else []),
+            *_fp8_name(fp8),
+        ),
+        kernel=_paged_decode_attention_kernel,
+        args=(
+            *(pointer(dtype), row, head_dim),
+            *(float32, group * NUM_KV_HEADS, 1),
+            *(float32, float32, None),
+            *(int32, int32),
+            *(pointer(dtype), 2 * row, head_dim),
+            *caches,
+            *(int32, 512, 512),
+            *(int64, int64, head_dim, head_dim**-0.5),
+        ),
+        constexprs={
+            "NUM_KV_HEADS": NUM_KV_HEADS,
+            "QUERY_LEN": query_len,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": BLOCK_SIZE,
+            "HAS_WINDOW": streaming,
+            "HAS_RING": streaming,
+            "IN_ROUNDS": in_rounds,
+            "TILE_ROWS": padded_rows(rows),
+            "TILE_TOKENS": config.tile_tokens,
+            "TILE_DIM": tile_dim,
+            "PRECISION": dot_precision(dtype),
+            **fp8,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        parked_bytes=0 if fp8 is NO_FP8 else 16,  # for four programs on an SM, not three
+    )
+
+
+def _merge(head_dim: int, tile_pieces: int) -> AotCase:
+    float32, int32 = pointer(torch.float32), pointer(torch.int32)
+    return AotCase(
+        name=_name("merge_items", torch.bfloat16, head_dim, tile_pieces),
+        kernel=_merge_items_kernel,
+        args=(
+            *(pointer(torch.bfloat16), 16 * head_dim, head_dim),
+            *(float32, 16, 1),
+            *(float32, float32),
+            *(int32, int32),
+        ),
+        constexprs={
+            "QUERY_LEN": 1,
+            "GROUP": 4,
+            "HEAD_DIM": head_dim,
+            "TILE_PIECES": tile_pieces,
+            "TILE_DIM": triton.next_power_of_2(head_dim),
+        },
+        num_warps=2 if tile_pieces == 16 else 4,
+    )
+
+
+def _plan(num_reqs: int, num_kv_heads: int, streaming: bool) -> AotCase:
+    int32 = pointer(torch.int32)
+    return AotCase(
+        name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, streaming),
+        kernel=_plan_decode_kernel,
+        args=(*(int32,) * 4, num_reqs, *(int32,) * 4, 528),
+        constexprs={
+            "NUM_KV_HEADS": num_kv_heads,
+            "QUERY_LEN": 1,
+            "TILE_TOKENS": 64,
+            "HAS_WINDOW": streaming,
+            "NUM_SPLITS": 0,
+            "SPLIT_TILES": 0,
+            "TILE_REQS": num_reqs,
+            "TILE_HEADS": num_kv_heads,
+            "TILE_ITEMS": items_per_program(num_reqs),
+        },
+        num_warps=plan_warps(num_reqs * num_kv_heads),
+    )

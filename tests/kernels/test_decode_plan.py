@@ -1,0 +1,202 @@
+"""The plan of decode attention: the kernel equals its oracle, and no key is lost or doubled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import kernels
+from mrv1.kernels import DecodePlan, HeadRole, KVLayout, decode_plan, reference
+from mrv1.kernels.decode_plan import DecodeAttentionConfig
+
+pytestmark = [pytest.mark.interp, pytest.mark.gpu]
+
+MAX_KEYS = 400
+ROLES = (
+    HeadRole(),
+    HeadRole(window=40, sink=4, ring_blocks=5, table_offset=25, group=1),
+    HeadRole(window=1, table_offset=3),
+)
+
+
+def _layout(roles, device) -> KVLayout:
+    page = 16 * 16
+    return KVLayout.build(
+        block_size=16,
+        head_dim=16,
+        token_stride=16,
+        head_base=[h * page for h in range(len(roles))],
+        block_stride=[len(roles) * page] * len(roles),
+        roles=roles,
+        device=device,
+    )
+
+
+def _allocate(
+    num_reqs, layout, *, programs=6, tile_tokens=32, query_len=1, max_keys=MAX_KEYS, **options
+):
+    """A plan for a device that runs so many programs at the same time."""
+    with pytest.MonkeyPatch.context() as patch:
+        config = DecodeAttentionConfig(
+            tile_tokens=tile_tokens, num_warps=1, num_stages=1, programs_per_sm=programs
+        )
+        patch.setattr(DecodeAttentionConfig, "default_for", lambda *_: config)
+        patch.setattr(decode_plan, "device_info", lambda _: type("Info", (), {"num_sms": 1})())
+        return DecodePlan.allocate(
+            max_reqs=num_reqs,
+            max_keys=max_keys,
+            layout=layout,
+            num_q_heads=2 * layout.num_kv_heads,
+            dtype=torch.float32,
+            query_len=query_len,
+            **options,
+        )
+
+
+@st.composite
+def plans(draw):
+    """Lengths, roles and a way of cutting."""
+    lens = draw(st.lists(st.integers(0, MAX_KEYS), max_size=6))
+    roles = draw(st.lists(st.sampled_from(ROLES), min_size=1, max_size=4))
+    options = draw(
+        st.sampled_from([{}, {"num_kv_splits": 1}, {"num_kv_splits": 3}, {"deterministic": True}])
+    )
+    programs = draw(st.sampled_from([1, 6, 40]))
+    query_len = draw(st.sampled_from([1, 4]))
+    return lens, roles, programs, query_len, options
+
+
+def _made(ops, device, lens, roles, programs, query_len, options):
+    layout = _layout(roles, device)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (decode_plan, reference):
+            patch.setattr(module, "SPLIT_TOKENS", 64)
+        plan = _allocate(len(lens), layout, programs=programs, query_len=query_len, **options)
+        seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        for buffer in (plan.items, plan.merges, plan.counts):
+            buffer.fill_(-7)
+        ops.plan_decode_attention(seq_lens, layout, plan)
+    return plan
+
+
+def _lists(plan):
+    num_items, num_merges = plan.counts.tolist()
+    return plan.items[:num_items, :12].tolist(), plan.merges[:num_merges].tolist()
+
+
+# --- oracle ------------------------------------------------------------------------------------
+
+
+@given(plans())
+def test_kernel_is_the_oracle(device, drawn):
+    if not drawn[0]:
+        return  # no launch, nothing written
+    assert _lists(_made(kernels, device, *drawn)) == _lists(_made(reference, device, *drawn))
+
+
+@given(plans())
+def test_items_cover_what_is_visible_once(device, drawn):
+    """Against the definition of what a query sees, without the kernels' arithmetic."""
+    lens, roles, _, query_len, _ = drawn
+    if not lens:
+        return
+    plan = _made(kernels, device, *drawn)
+    items, merges = _lists(plan)
+    assert len(items) <= plan.max_items
+    assert len(merges) <= plan.max_merges
+    whole = {}
+    for index, (req, head, first, end, pieces, *_) in enumerate(items):
+        whole.setdefault((req, head), []).append((first, end, pieces, index))
+    assert sorted(whole) == [(r, h) for r in range(len(lens)) for h in range(len(roles))]
+    split = {}
+    for (req, head), pieces in whole.items():
+        seen = 0
+        for position in range(max(lens[req] - query_len, 0), lens[req]):
+            role = roles[head]
+            keys = {
+                k
+                for k in range(position + 1)
+                if role.window < 0 or k > position - role.window or k < role.sink
+            }
+            seen = keys if not seen else seen | keys
+        bounds = [piece[:2] for piece in pieces]
+        assert [first for first, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == len(seen or ())
+        assert {piece[2] for piece in pieces} == {len(pieces)}
+        indices = [piece[3] for piece in pieces]
+        assert indices == list(range(indices[0], indices[0] + len(pieces)))
+        if len(pieces) > 1:
+            split[req, head] = (indices[0], len(pieces))
+    assert {(r, h): (first, n) for r, h, first, n in merges} == split
+
+
+# --- properties --------------------------------------------------------------------------------
+
+
+def test_equal_shares_fill_the_programs(device):
+    """One long request on eight programs; as many short ones as programs stay whole."""
+    plan = _made(kernels, device, [MAX_KEYS], [HeadRole()], 8, 1, {})
+    items, merges = _lists(plan)
+    # 13 tiles of 32, the last one half full: shares of two tiles.
+    assert [end - first for _, _, first, end, *_ in items] == [64] * 6 + [16]
+    assert merges == [[0, 0, 0, 7]]
+    items, merges = _lists(_made(kernels, device, [300] * 8, [HeadRole()], 8, 1, {}))
+    assert len(items) == 8
+    assert merges == []
+
+
+def test_a_long_request_among_many_short_ones_is_cut(device):
+    items, merges = _lists(_made(kernels, device, [32] * 5 + [MAX_KEYS], [HeadRole()], 4, 1, {}))
+    assert [merge[:2] for merge in merges] == [[5, 0]]
+    assert len(items) == 5 + 3  # half as many items more than segments as programs: two
+
+
+def test_deterministic_pieces_follow_from_the_length_alone(device):
+    """At most 64: 2,048 keys in 64 pieces of a tile, one more key and they are twice as long."""
+    layout = _layout([HeadRole()], device)
+    lens = torch.tensor([2048, 2049, 70, 9000], dtype=torch.int32, device=device)
+    found = []
+    for ops in (kernels, reference):
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (decode_plan, reference):
+                patch.setattr(module, "SPLIT_TOKENS", 32)
+            plan = _allocate(4, layout, deterministic=True, max_keys=9000)
+            ops.plan_decode_attention(lens, layout, plan)
+        found.append(_lists(plan))
+    assert found[0] == found[1]
+    assert [pieces for *_, pieces in found[0][1]] == [64, 33, 3, 36]
+
+
+def test_no_merge_where_no_segment_can_be_split(device):
+    layout = _layout([HeadRole()], device)
+    assert _allocate(3, layout, num_kv_splits=1).max_merges == 0
+    assert _allocate(3, layout, num_kv_splits=1).states.numel() == 0
+    assert _allocate(3, layout, tile_tokens=512).max_merges == 0
+    assert _allocate(3, layout, programs=3).max_merges == 0
+    assert _allocate(3, layout, programs=4).max_merges > 0
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracle"])
+def test_errors_name_the_argument(device, ops):
+    layout = _layout([HeadRole()], device)
+    plan = _allocate(2, layout)
+    lens = torch.ones(2, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="plan: expected one for 3 requests, got one for 2"):
+        ops.plan_decode_attention(lens.new_ones(3), layout, plan)
+    with pytest.raises(TypeError, match="seq_lens: expected dtype"):
+        ops.plan_decode_attention(lens.long(), layout, plan)
+    with pytest.raises(ValueError, match="plan: expected one for 2 KV heads, got one for 1"):
+        ops.plan_decode_attention(lens, _layout([HeadRole()] * 2, device), plan)
+
+
+def test_more_segments_than_a_plan_holds(device):
+    with pytest.raises(ValueError, match="seq_lens: expected fewer requests with 1 KV heads"):
+        _allocate(100_000, _layout([HeadRole()], device))
+    with pytest.raises(ValueError, match="num_kv_splits: expected None beside deterministic"):
+        _allocate(1, _layout([HeadRole()], device), num_kv_splits=2, deterministic=True)
