@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
+from mrv1.device import env_flag
 from mrv1.errors import ConfigError
+
+DEBUG_VARIABLE = "MRV1_DEBUG"
+"""``EngineConfig.debug`` where that is not given: 1, or 0 and unset."""
 
 INT32_MAX = 2**31 - 1
 """Counts, slots and block ids are int32 on the device."""
 
 DtypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
+KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
+KVScaleName = Literal["token", "quarter", "head"]
+"""The granularities of ``mrv1.kernels.KVScales``."""
+AttentionBackendName = Literal["triton", "flashinfer"]
+
+BYTES_BY_CONTENT = ("deterministic", "enable_prefix_caching")
+"""Options, where an engine has them, for which a page's bytes must follow from its tokens alone:
+with ``kv_scale="quarter"`` they do not."""
 
 EMBEDDED_MODEL = "tiny"
 """The name under which the checkpoint shipped in the package is found."""
@@ -60,9 +72,14 @@ class EngineConfig:
     model: str
     """Checkpoint directory, or ``"tiny"``."""
     dtype: DtypeName = "auto"
-    """Weights, activations and KV cache; ``auto``: the checkpoint's on a GPU, float32 on a CPU."""
+    """Weights and activations; ``auto``: the checkpoint's on a GPU, float32 on a CPU."""
     device: str = "auto"
     """``auto`` takes the GPU if there is one, else the CPU."""
+    kv_cache_dtype: KVCacheDtypeName = "auto"
+    """``auto``: ``dtype``."""
+    kv_scale: KVScaleName = "token"
+    """What has a scale of its own in an fp8 cache; ``head`` reads them from the checkpoint, and
+    with ``quarter`` a token's bytes depend on when its neighbours were written."""
     block_size: int = 16
     """Tokens per KV block."""
     max_model_len: int | None = None
@@ -75,13 +92,36 @@ class EngineConfig:
     """Share of the GPU's memory for weights, activations and KV cache together."""
     num_kv_blocks: int | None = None
     """KV blocks to allocate; None = what memory allows, at most what can be used."""
+    attention_backend: AttentionBackendName = "triton"
+    """Who attends: mrv1's kernels, or FlashInfer if it is installed."""
     seed: int = 0
     """Seed from which requests without their own draw theirs."""
+    debug: bool = field(default_factory=lambda: env_flag(DEBUG_VARIABLE))
+    """Check every block id before a step reads or writes it; waits for the device each step."""
 
     def __post_init__(self) -> None:
         """Check every field's range."""
-        if self.dtype not in get_args(DtypeName):
-            raise ConfigError(f"dtype: expected one of {get_args(DtypeName)}, got {self.dtype!r}")
+        for name, choices in (
+            ("dtype", get_args(DtypeName)),
+            ("kv_cache_dtype", get_args(KVCacheDtypeName)),
+            ("kv_scale", get_args(KVScaleName)),
+            ("attention_backend", get_args(AttentionBackendName)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name}: expected one of {choices}, got {getattr(self, name)!r}"
+                )
+        if self.kv_cache_dtype == "auto" and self.kv_scale != "token":
+            raise ConfigError(
+                f"kv_scale: expected kv_cache_dtype='fp8_e4m3' beside {self.kv_scale!r}, "
+                "got 'auto', a cache without scales"
+            )
+        for name in BYTES_BY_CONTENT if self.kv_scale == "quarter" else ():
+            if getattr(self, name, False):
+                raise ConfigError(
+                    f"kv_scale, {name}: expected not both, got {self.kv_scale!r}, whose bytes "
+                    f"depend on the order of writes, beside {name}=True"
+                )
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size}")
         for name, least in (
@@ -100,6 +140,8 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed: expected an integer, got {self.seed!r}")
+        if not isinstance(self.debug, bool):
+            raise ConfigError(f"debug: expected True or False, got {self.debug!r}")
 
 
 def resolve_dtype(

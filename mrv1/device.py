@@ -20,7 +20,12 @@ MIN_CAPABILITY = (8, 0)
 """Oldest NVIDIA compute capability the Triton kernels are compiled and checked for."""
 
 
-def _env_flag(name: str) -> bool:
+def env_flag(name: str) -> bool:
+    """Return whether an environment variable is set to a yes; unset is a no.
+
+    Raises:
+        ConfigError: its value is neither a yes nor a no.
+    """
     value = os.environ.get(name, "0").lower()
     if value in ("1", "true", "on", "yes", "y"):
         return True
@@ -29,7 +34,7 @@ def _env_flag(name: str) -> bool:
     raise ConfigError(f"{name}: expected 0 or 1, got {value!r}")
 
 
-INTERPRET = _env_flag("TRITON_INTERPRET")
+INTERPRET = env_flag("TRITON_INTERPRET")
 """Whether this process interprets Triton kernels on the CPU (Triton's own variable, read once)."""
 
 
@@ -155,7 +160,8 @@ def choose_fp8_path(
     if capability < MIN_CAPABILITY:
         raise UnsupportedDeviceError(
             f"{info.name} has compute capability {capability[0]}.{capability[1]}; an fp8 KV cache "
-            "needs 8.0 (Ampere) or newer: choose such a GPU, or a cache without scales"
+            "needs 8.0 (Ampere) or newer: choose such a GPU, or kv_cache_dtype='auto' (a cache "
+            "without scales)"
         )
     if capability < (8, 9):
         return Fp8Choice(path="integer", reason=f"{info.name} has no e4m3 (8.9 and newer have)")
@@ -194,6 +200,7 @@ def driver_version() -> str | None:
 
 
 RELEVANT_VARIABLES = (
+    "MRV1_DEBUG",
     "TRITON_INTERPRET",
     "TRITON_CACHE_DIR",
     "CUDA_VISIBLE_DEVICES",
@@ -201,7 +208,7 @@ RELEVANT_VARIABLES = (
     "OMP_NUM_THREADS",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-"""Variables of others (Triton, CUDA, OpenMP, torch) that change what mrv1 does."""
+"""Variables that change what mrv1 does: its own (``mrv1.config``), and those of others."""
 
 
 def environment() -> dict[str, str]:

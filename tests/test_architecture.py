@@ -205,6 +205,7 @@ WAITING_FILES = {
     "models.loading": "loading ends before the first step",
 }
 WAITING_FUNCTIONS = {
+    "runner.attention_backends:FlashInferBackend.plan": "FlashInfer's page-locked buffers",
     "runner.block_table:BlockTables.stage": "a numpy array of the plan",
     "runner.input_batch:stage": "a numpy array of the plan",
     "runner.profile:run_profile_step": "start-up, before the first step",

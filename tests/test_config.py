@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,36 @@ def test_errors_are_the_builtins_they_resemble():
     assert issubclass(ConfigError, ValueError)
     error = StepError("boom", step_id=3, req_ids=("a",))
     assert (str(error), error.step_id, error.req_ids) == ("step 3 (1 requests): boom", 3, ("a",))
+
+
+def test_debug_is_the_environments_unless_it_is_given(monkeypatch):
+    monkeypatch.delenv("MRV1_DEBUG", raising=False)
+    assert not EngineConfig(model="tiny").debug
+    monkeypatch.setenv("MRV1_DEBUG", "1")
+    assert EngineConfig(model="tiny").debug
+    assert not EngineConfig(model="tiny", debug=False).debug
+    monkeypatch.setenv("MRV1_DEBUG", "perhaps")
+    with pytest.raises(ConfigError, match="MRV1_DEBUG: expected 0 or 1, got 'perhaps'"):
+        EngineConfig(model="tiny")
+    with pytest.raises(ConfigError, match="debug: expected True or False, got 1"):
+        EngineConfig(model="tiny", debug=1)
+
+
+@pytest.mark.parametrize("option", ["deterministic", "enable_prefix_caching"])
+def test_bytes_that_depend_on_the_order_of_writes_are_refused(option):
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Config(EngineConfig):
+        deterministic: bool = False
+        enable_prefix_caching: bool = False
+
+    quarters = {"model": "tiny", "kv_cache_dtype": "fp8_e4m3", "kv_scale": "quarter"}
+    assert Config(**quarters).kv_scale == "quarter"
+    with pytest.raises(
+        ConfigError,
+        match=rf"kv_scale, {option}: expected not both, got 'quarter', .*{option}=True",
+    ):
+        Config(**quarters, **{option: True})
+    assert getattr(Config(model="tiny", **{option: True}), option)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

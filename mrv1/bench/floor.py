@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 import torch
 
 from mrv1.models import ModelConfig
 from mrv1.models.weights import checkpoint_tensors, empty_weights
+from mrv1.runner.kv_cache import CacheSpec
 
 COPY_BYTES = 1 << 30
 """Bytes of each of the two copied buffers: many times any GPU's L2 cache."""
@@ -27,9 +29,14 @@ def step_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def step_kv_bytes(
-    config: ModelConfig, dtype: torch.dtype, *, batch: int, prompt_tokens: int, output_tokens: int
+    spec: CacheSpec,
+    layer_windows: Sequence[int],
+    *,
+    batch: int,
+    prompt_tokens: int,
+    output_tokens: int,
 ) -> float:
-    """Return the bytes of K and V that a decode step reads, the mean over a request's steps.
+    """Return the bytes of K and V, and their scales, that a decode step reads on average.
 
     Step k of ``output_tokens - 1`` (the first output comes from the prefill) sees
     ``prompt_tokens + k`` tokens, its own included, or the layer's window if that is less.
@@ -37,10 +44,9 @@ def step_kv_bytes(
     contexts = range(prompt_tokens + 1, prompt_tokens + output_tokens)
     visible_tokens = sum(
         statistics.mean(contexts if window < 0 else [min(c, window) for c in contexts])
-        for window in config.layer_windows
+        for window in layer_windows
     )
-    token_bytes = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return batch * visible_tokens * token_bytes
+    return batch * visible_tokens * spec.token_bytes / spec.num_layers
 
 
 def copy_bandwidth(device: torch.device) -> float | None:

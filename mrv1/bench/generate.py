@@ -13,7 +13,14 @@ from mrv1.bench.floor import copy_bandwidth, step_kv_bytes, step_weight_bytes
 from mrv1.bench.provenance import provenance
 from mrv1.bench.sample import Sample, run_once
 from mrv1.bench.shapes import shape_config
-from mrv1.config import DtypeName, EngineConfig, resolve_dtype
+from mrv1.config import (
+    AttentionBackendName,
+    DtypeName,
+    EngineConfig,
+    KVCacheDtypeName,
+    KVScaleName,
+    resolve_dtype,
+)
 from mrv1.device import kernel_path, resolve_device
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError
@@ -46,8 +53,11 @@ class GenerateBench:
     """Measured runs a batch, after one that is not counted."""
     dtype: DtypeName = "auto"
     device: str = "auto"
+    kv_cache_dtype: KVCacheDtypeName = "auto"
+    kv_scale: KVScaleName = "token"
     block_size: int = 16
     max_num_batched_tokens: int = 8192
+    attention_backend: AttentionBackendName = "triton"
     seed: int = 0
     """Of weights and prompts."""
     commit: str | None = None
@@ -109,6 +119,9 @@ def _new_core(bench: GenerateBench, device: torch.device) -> EngineCore:
         model=bench.model or str(bench.shape),
         dtype=bench.dtype,
         device=str(device),
+        kv_cache_dtype=bench.kv_cache_dtype,
+        kv_scale=bench.kv_scale,
+        attention_backend=bench.attention_backend,
         block_size=bench.block_size,
         max_model_len=bench.prompt_tokens + bench.output_tokens,
         max_num_seqs=max(bench.batches),
@@ -132,6 +145,9 @@ def _conditions(bench: GenerateBench, device: torch.device) -> dict[str, object]
         "warm_up_runs": 1,
         "sampling": "greedy, end-of-sequence ignored",
         "prompts": "random token ids",
+        "kv_cache_dtype": bench.kv_cache_dtype,
+        "kv_scale": None if bench.kv_cache_dtype == "auto" else bench.kv_scale,
+        "attention_backend": bench.attention_backend,
         "block_size": bench.block_size,
         "max_num_seqs": max(bench.batches),
         "max_num_batched_tokens": bench.max_num_batched_tokens,
@@ -179,7 +195,7 @@ def _summary(
     config, dtype = core.runner.model_config, core.runner.model.dtype
     weight_bytes = step_weight_bytes(config, dtype)
     kv_bytes = step_kv_bytes(
-        config, dtype, batch=batch,
+        core.runner.spec, config.layer_windows, batch=batch,
         prompt_tokens=bench.prompt_tokens, output_tokens=bench.output_tokens,
     )  # fmt: skip
     floor_ms = None if bandwidth is None else (weight_bytes + kv_bytes) / bandwidth * 1e3

@@ -19,6 +19,7 @@ from mrv1.device import (
     KernelPath,
     driver_version,
     environment,
+    fp8_path,
     kernel_path,
     resolve_device,
     visible_gpus,
@@ -82,7 +83,7 @@ def collect() -> Facts:
     gpus = visible_gpus()
     warnings = version_warnings(versions) + gpu_warnings(gpus)
     path: KernelPath | None = None
-    device = None
+    device = resolved = None
     try:
         resolved = resolve_device("auto")
     except UnsupportedDeviceError as error:
@@ -99,7 +100,7 @@ def collect() -> Facts:
         cuda=f"hip {torch.version.hip}" if torch.version.hip else torch.version.cuda,
         device=device,
         path=PATHS[path] if path else "none",
-        used_for=used_for(path),
+        used_for=used_for(path) | fp8_use(resolved),
         embedded_model=embedded,
         environment=environment(),
         warnings=warnings,
@@ -123,8 +124,18 @@ def used_for(path: KernelPath | None) -> dict[str, str]:
     return dict.fromkeys(_BY_TRITON, _IMPLEMENTATION[path]) | {
         "top-k and top-p": "torch",
         "matrix products": "torch" + (" (cuBLAS)" if path == "triton" else ""),
-        "FP8 conversion": "not built yet",
     }
+
+
+def fp8_use(device: torch.device | None) -> dict[str, str]:
+    """Return what converts an fp8 KV cache on ``device``."""
+    if device is None:
+        return {}
+    if kernel_path(device) == "reference":
+        return {"FP8 conversion": _IMPLEMENTATION["reference"]}
+    choice = fp8_path(device)
+    how = "integer arithmetic" if choice.path == "integer" else "hardware"
+    return {"FP8 conversion": f"{how}: {choice.reason}"}
 
 
 def _embedded_model() -> EmbeddedModel:

@@ -10,7 +10,7 @@ import typer
 from mrv1.cli.batch import read_lines, run_batch
 from mrv1.cli.console import one_line_errors, say
 from mrv1.cli.report import Usage, path_name
-from mrv1.config import DtypeName
+from mrv1.config import AttentionBackendName, DtypeName, KVCacheDtypeName, KVScaleName
 from mrv1.engine import LLM
 from mrv1.errors import ConfigError
 from mrv1.sampler import SamplingParams
@@ -73,6 +73,16 @@ def generate(
         str,
         typer.Option(help="auto, float32, float16, bfloat16, float64.", rich_help_panel=ENGINE),
     ] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto (the dtype) or fp8_e4m3.", rich_help_panel=ENGINE)
+    ] = "auto",
+    kv_scale: Annotated[
+        str,
+        typer.Option(
+            help="Scales of an fp8 cache: token, quarter, or head (from the checkpoint).",
+            rich_help_panel=ENGINE,
+        ),
+    ] = "token",
     block_size: Annotated[
         int, typer.Option(help="Tokens per KV block.", rich_help_panel=ENGINE)
     ] = 16,
@@ -95,6 +105,9 @@ def generate(
         int | None,
         typer.Option(help="KV blocks; unset: what memory allows.", rich_help_panel=ENGINE),
     ] = None,
+    attention_backend: Annotated[
+        str, typer.Option(help="triton or flashinfer.", rich_help_panel=ENGINE)
+    ] = "triton",
 ) -> None:
     """Continue a prompt, or every prompt of a JSONL file.
 
@@ -113,12 +126,15 @@ def generate(
     engine = {
         "device": device,
         "dtype": cast("DtypeName", dtype),
+        "kv_cache_dtype": cast("KVCacheDtypeName", kv_cache_dtype),
+        "kv_scale": cast("KVScaleName", kv_scale),
         "block_size": block_size,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "gpu_memory_utilization": gpu_memory_utilization,
         "num_kv_blocks": num_kv_blocks,
+        "attention_backend": cast("AttentionBackendName", attention_backend),
     }
     with one_line_errors():
         _check_mode(prompt, input_file, output_file)

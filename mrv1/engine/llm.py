@@ -9,7 +9,14 @@ from typing import Self, cast
 
 from rich.progress import Progress
 
-from mrv1.config import DtypeName, EngineConfig, checkpoint_dir
+from mrv1.config import (
+    AttentionBackendName,
+    DtypeName,
+    EngineConfig,
+    KVCacheDtypeName,
+    KVScaleName,
+    checkpoint_dir,
+)
 from mrv1.engine.core import EngineCore, Metrics
 from mrv1.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from mrv1.engine.request import Request
@@ -43,22 +50,32 @@ class LLM:
         *,
         dtype: DtypeName = "auto",
         device: str = "auto",
+        kv_cache_dtype: KVCacheDtypeName = "auto",
+        kv_scale: KVScaleName = "token",
         block_size: int = 16,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.9,
         num_kv_blocks: int | None = None,
+        attention_backend: AttentionBackendName = "triton",
         seed: int = 0,
     ) -> None:
         """Load ``model`` and allocate its KV cache.
 
         Args:
             model: a checkpoint directory, or ``"tiny"`` for the embedded model.
-            dtype: of weights, activations and KV cache; ``auto`` is the checkpoint's own on a GPU
-                and float32 on a CPU. float64 runs on a CPU only.
+            dtype: of weights and activations; ``auto`` is the checkpoint's own on a GPU and
+                float32 on a CPU. float64 runs on a CPU only.
             device: ``auto`` takes the GPU if there is one, else the CPU; or ``cpu``, ``cuda``,
                 ``cuda:N``.
+            kv_cache_dtype: ``auto`` is ``dtype``; ``fp8_e4m3`` holds codes of 8 bits beside
+                scales, whatever ``dtype`` is.
+            kv_scale: what has a scale of its own in an fp8 cache: ``token``, each head's vector of
+                each token, scaled as it is written; ``quarter``, a quarter of each block and head,
+                requantised as its largest value grows, so that a token's bytes depend on when its
+                neighbours were written; or ``head``, each KV head of each layer, by the static
+                ``k_scale`` and ``v_scale`` of the checkpoint.
             block_size: tokens per KV block: 16, 32, 64 or 128.
             max_model_len: longest prompt + output in tokens; None = the model's context.
             max_num_seqs: requests that run at the same time.
@@ -66,23 +83,28 @@ class LLM:
             gpu_memory_utilization: share of the GPU's memory for weights, activations and cache.
             num_kv_blocks: KV blocks to allocate; None = what memory allows, at most what can be
                 used.
+            attention_backend: ``triton``, mrv1's own kernels, or ``flashinfer``, where that is
+                installed: on a GPU, float16 or bfloat16, without fp8.
             seed: from which requests without a seed of their own draw theirs.
 
         Raises:
             ConfigError: an argument or the checkpoint is wrong.
-            UnsupportedDeviceError: the device is not there or cannot run mrv1.
+            UnsupportedDeviceError: the device is not there or cannot do what was asked.
             CapacityError: the KV cache does not fit.
         """
         config = EngineConfig(
             model=str(model),
             dtype=dtype,
             device=device,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_scale=kv_scale,
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
             num_kv_blocks=num_kv_blocks,
+            attention_backend=attention_backend,
             seed=seed,
         )
         self._core: EngineCore | None = EngineCore(config)

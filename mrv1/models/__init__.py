@@ -3,6 +3,7 @@
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
 from mrv1.models.decoder import DecoderModel
+from mrv1.models.kv_scales import load_kv_scales
 from mrv1.models.loading import load_model
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import RopeConfig
@@ -16,6 +17,7 @@ __all__ = [
     "ModelWeights",
     "ParallelContext",
     "RopeConfig",
+    "load_kv_scales",
     "load_model",
     "random_weights",
 ]

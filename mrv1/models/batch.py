@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mrv1.kernels.kv_layout import KVLayout
+from mrv1.kernels.kv_scales import KVScales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,10 @@ class LayerCache:
     """One layer's K and V buffers and where its pages lie in them."""
 
     k: torch.Tensor
-    """Contiguous, the model's dtype, addressed flat by ``layout``."""
+    """Contiguous, addressed flat by ``layout``; the model's dtype, or e4m3 beside ``scales``."""
     v: torch.Tensor
     """As ``k``."""
     layout: KVLayout
     """Addresses, and each KV head's window and sink."""
+    scales: KVScales | None = None
+    """Of an fp8 cache."""

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from mrv1.kernels.ops import Ops
+from mrv1.models.attention import AttentionBackend, KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
@@ -42,7 +43,8 @@ class DecoderModel:
         self.weights = weights
         self._ops = ops
         self._parallel = parallel or ParallelContext()
-        self._softmax_scale = config.head_dim**-0.5
+        self.softmax_scale = config.head_dim**-0.5
+        self._unplanned = self.kernel_backend()
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
 
     @property
@@ -55,13 +57,28 @@ class DecoderModel:
         """Dtype of weights and activations."""
         return self.weights.embed.dtype
 
-    def forward(self, batch: AttentionBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+    def kernel_backend(self) -> KernelBackend:
+        """Return a backend that attends with the kernels of ``ops``."""
+        return KernelBackend(
+            self._ops,
+            num_q_heads=self.config.num_q_heads,
+            dtype=self.dtype,
+            softmax_scale=self.softmax_scale,
+        )
+
+    def forward(
+        self,
+        batch: AttentionBatch,
+        caches: Sequence[LayerCache],
+        backend: AttentionBackend | None = None,
+    ) -> torch.Tensor:
         """Run one step's tokens through all layers, writing their keys and values into ``caches``.
 
         Args:
             batch: the tokens and where their pages are.
             caches: one entry a layer, *written* at ``batch.slot_mapping``; each layer's layout
                 holds its window (``config.layer_windows``).
+            backend: who attends, planned for this batch; None = ``kernel_backend()``, unplanned.
 
         Returns:
             ``[num_tokens, hidden]`` hidden states after the final norm; undefined for padding.
@@ -70,11 +87,13 @@ class DecoderModel:
             Current stream, no synchronisation; CUDA-graph safe.
         """
         eps = self.config.rms_norm_eps
+        backend = backend or self._unplanned
         residual = embedding(batch.input_ids, self.weights.embed)
+        cos_sin = self._cos_sin.index_select(0, batch.positions)  # once for all layers
         hidden = None  # what the last block adds to the residual; nothing before the first
         for layer, cache in zip(self.weights.layers, caches, strict=True):
             hidden = self._add_norm(hidden, residual, layer.input_norm, eps)
-            hidden = self._attention(hidden, layer, batch, cache)
+            hidden = self._attention(hidden, layer, batch, cos_sin, cache, backend)
             hidden = self._add_norm(hidden, residual, layer.mlp_norm, eps)
             hidden = self._mlp(hidden, layer)
         return self._add_norm(hidden, residual, self.weights.final_norm, eps)
@@ -101,45 +120,31 @@ class DecoderModel:
         hidden: torch.Tensor,
         layer: LayerWeights,
         batch: AttentionBatch,
+        cos_sin: torch.Tensor,
         cache: LayerCache,
+        backend: AttentionBackend,
     ) -> torch.Tensor:
-        config, ops = self.config, self._ops
-        num_q_heads, num_kv_heads = config.num_q_heads, config.num_kv_heads
+        config = self.config
         qkv = linear(hidden, layer.qkv, layer.qkv_bias)
-        heads = qkv.view(-1, num_q_heads + 2 * num_kv_heads, config.head_dim)
-        q, k, v = heads.split_with_sizes([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            ops.rms_norm(q, layer.q_norm, config.rms_norm_eps, out=q)
-            ops.rms_norm(k, layer.k_norm, config.rms_norm_eps, out=k)
-        ops.apply_rope(q, k, self._cos_sin, batch.positions, interleaved=config.rope_interleaved)
-        ops.kv_cache_write(k, v, cache.k, cache.v, batch.slot_mapping, cache.layout)
-        attended = self._attend(q, batch, cache)
-        projected = linear(attended.view(attended.shape[0], -1), layer.o, layer.o_bias)
-        return self._parallel.all_reduce(projected)
-
-    def _attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
-        if batch.query_len is not None:
-            return self._ops.paged_decode_attention(
-                q,
-                cache.k,
-                cache.v,
-                batch.block_table,
-                batch.seq_lens,
-                cache.layout,
-                softmax_scale=self._softmax_scale,
-                query_len=batch.query_len,
-            )
-        return self._ops.paged_prefill_attention(
-            q,
+        q = qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_q_heads]
+        self._ops.qkv_cache_write(
+            qkv,
             cache.k,
             cache.v,
-            batch.block_table,
-            batch.query_start_loc,
-            batch.seq_lens,
+            batch.slot_mapping,
             cache.layout,
-            softmax_scale=self._softmax_scale,
-            max_query_len=batch.max_query_len,
+            num_q_heads=config.num_q_heads,
+            cos_sin=cos_sin,
+            interleaved=config.rope_interleaved,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=config.rms_norm_eps,
+            q_out=q,
+            scales=cache.scales,
         )
+        attended = backend.attend(q, batch, cache)
+        projected = linear(attended.view(attended.shape[0], -1), layer.o, layer.o_bias)
+        return self._parallel.all_reduce(projected)
 
     def _mlp(self, hidden: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         gate_up = linear(hidden, layer.gate_up, layer.gate_up_bias)

@@ -27,13 +27,25 @@ def support_problems(raw: Mapping[str, Any]) -> list[str]:
     except ConfigError as error:
         problems.append(str(error))
     quantization = raw.get("quantization_config")
-    if quantization is not None:
+    if quantization is not None and not _only_kv_cache(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         problems.append(
             f"quantization_config: expected none, got quant_method {method!r}; quantized "
             "checkpoints are not supported: use the unquantized one"
         )
     return problems
+
+
+def _only_kv_cache(quantization: object) -> bool:
+    """Whether compressed-tensors left every weight alone and calibrated an fp8 KV cache."""
+    if not isinstance(quantization, Mapping) or quantization.get("config_groups"):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and isinstance(scheme, Mapping)
+        and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    )
 
 
 def architecture_name(raw: Mapping[str, Any]) -> str:

@@ -32,7 +32,11 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 """What a weight may be stored in, as safetensors names it."""
 
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
-_NON_WEIGHT_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry along
+_NON_WEIGHT_SUFFIXES = (
+    "rotary_emb.inv_freq",  # a buffer that old checkpoints carry along
+    ".k_scale",  # of an fp8 KV cache, read by kv_scales where they are wanted
+    ".v_scale",
+)
 
 
 def load_model(

@@ -12,7 +12,7 @@ from mrv1.kernels.ops import Ops
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import BlockTables
 from mrv1.runner.request_state import RequestState
-from mrv1.runner.step import HostArrays, StepPlan
+from mrv1.runner.step import HostArrays, Int32Array, StepPlan
 
 MAX_DECODE_QUERY_LEN = 8
 """Longest query per row that the decode kernel takes."""
@@ -28,6 +28,8 @@ class InputBatch:
     """[rows] int64."""
     num_scheduled_tokens: torch.Tensor
     """[rows] int32."""
+    seq_lens_np: Int32Array
+    """[rows], the host's copy of ``attention.seq_lens``."""
     sampled_rows: list[int]
     """Rows whose last known token is computed in this step; others are unfinished prefills."""
     sampled_slots: torch.Tensor
@@ -106,6 +108,7 @@ def gather(
         attention=attention,
         slots=staged["slots"],
         num_scheduled_tokens=staged["num_scheduled_tokens"],
+        seq_lens_np=state.num_computed_tokens_np[plan.slots] + plan.num_scheduled_tokens,
         sampled_rows=sampled_rows,
         sampled_slots=staged["sampled_slots"],
         logits_rows=logits_rows.index_select(0, staged["sampled_rows"]),

@@ -8,16 +8,24 @@ from typing import TypedDict
 
 import torch
 
-from mrv1.config import EngineConfig, checkpoint_dir, resolve_dtype, resolve_max_model_len
-from mrv1.device import device_info, kernel_path, memory_bytes, resolve_device
+from mrv1.config import (
+    EngineConfig,
+    KVScaleName,
+    checkpoint_dir,
+    resolve_dtype,
+    resolve_max_model_len,
+)
+from mrv1.device import device_info, fp8_path, kernel_path, memory_bytes, resolve_device
 from mrv1.errors import StepError
+from mrv1.kernels.debug import find_bad_block_ids
 from mrv1.kernels.ops import select_ops
-from mrv1.models import DecoderModel, ModelConfig, load_model
+from mrv1.models import DecoderModel, ModelConfig, load_kv_scales, load_model
 from mrv1.runner import input_batch
 from mrv1.runner.async_output import AsyncOutput
+from mrv1.runner.attention_backends import select_backend
 from mrv1.runner.block_table import BlockTables, GroupColumns
 from mrv1.runner.input_batch import InputBatch
-from mrv1.runner.kv_cache import CPU_KV_BYTES, CacheSpec, KVCache
+from mrv1.runner.kv_cache import CPU_KV_BYTES, CacheSpec, KVCache, layer_layouts
 from mrv1.runner.profile import run_profile_step
 from mrv1.runner.request_state import RequestState
 from mrv1.runner.staging import Staging
@@ -26,15 +34,27 @@ from mrv1.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
+_SCALED: dict[KVScaleName, str] = {
+    "token": "token and head",
+    "quarter": "quarter of a block and head",
+    "head": "head",
+}
+
 
 class KVReport(TypedDict):
     """Where the KV cache's bytes are."""
 
     dtype: str
+    kv_scale: str | None
+    """What has a scale of its own; None = a cache without scales."""
     block_size: int
     num_blocks: int
     token_bytes: int
+    """Of a token and its scales over all layers."""
     block_bytes: int
+    """Of a block and its scales over all layers."""
+    scale_bytes: int
+    """Of all scales, counted in ``total_bytes`` too."""
     total_bytes: int
 
 
@@ -64,6 +84,8 @@ class ModelRunner:
         self._closed = False
         self.device = resolve_device(config.device)
         self.path = kernel_path(self.device)
+        is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        self._fp8 = fp8_path(self.device) if is_fp8 else None  # refused before anything loads
         self._ops = select_ops(self.path)
         self.model = model or self._load_model(progress)
         self.model_config = self.model.config
@@ -75,7 +97,17 @@ class ModelRunner:
             num_kv_heads=self.model_config.num_kv_heads,
             block_size=config.block_size,
             head_dim=self.model_config.head_dim,
-            dtype=self.model.dtype,
+            dtype=torch.float8_e4m3fn if is_fp8 else self.model.dtype,
+            granularity=config.kv_scale if is_fp8 else None,
+        )
+        self._layouts = layer_layouts(self.spec, self.model_config.layer_windows, self.device)
+        self._head_scales = (
+            load_kv_scales(checkpoint_dir(config.model), self.model_config)
+            if self.spec.granularity == "head"
+            else None
+        )
+        self.attention = select_backend(
+            config.attention_backend, self.model, self.spec, self._layouts
         )
         full_group = GroupColumns(offset=0, width=self.spec.blocks_for(self.max_model_len))
         self.state = RequestState(config.max_num_seqs, self.max_model_len, self.device)
@@ -91,9 +123,13 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step and return before the device is done.
 
+        With ``config.debug`` every block id that the step needs is checked first, and the host
+        waits for the device to do so.
+
         Raises:
-            StepError: the plan contradicts the runner's state, or the launch failed; what fails
-                on the device comes from ``AsyncOutput.result``.
+            StepError: the plan contradicts the runner's state, a block id that the step needs is
+                not of the pool (``config.debug``), or the launch failed; what fails on the device
+                comes from ``AsyncOutput.result``.
             RuntimeError: the runner was closed.
         """
         if self._closed:
@@ -101,7 +137,13 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 batch = self._prepare(plan)
-                hidden = self.model.forward(batch.attention, self.kv_cache.layers)
+                if self.config.debug:
+                    self._check_block_ids(plan, batch)
+                layers = self.kv_cache.layers
+                self.attention.plan(
+                    batch.attention, layers, plan.num_scheduled_tokens, batch.seq_lens_np
+                )
+                hidden = self.model.forward(batch.attention, layers, self.attention)
                 tokens = self._sample(plan, batch, hidden)
                 self._post_update(plan, batch, tokens)
                 return AsyncOutput(plan, batch.sampled_rows, tokens, self._copy_stream)
@@ -126,6 +168,24 @@ class ModelRunner:
             plan, staged, sampled_rows, self.state, self.block_tables, self._ops,
             self.spec.block_size,
         )  # fmt: skip
+
+    def _check_block_ids(self, plan: StepPlan, batch: InputBatch) -> None:
+        """Raise if the step would follow a block id out of the pool; waits for the device."""
+        for layout in {id(layout): layout for layout in self._layouts}.values():
+            bad = find_bad_block_ids(
+                batch.attention.block_table,
+                batch.attention.seq_lens,
+                batch.num_scheduled_tokens,
+                layout,
+                [self.kv_cache.num_blocks] * layout.num_groups,
+            )
+            if bad:
+                first = bad[0]
+                raise ValueError(
+                    f"block table of request {plan.req_ids[first.row]!r}, KV head {first.head}: "
+                    f"expected a block id in [0, {self.kv_cache.num_blocks}) in column "
+                    f"{first.column}, got {first.block_id} ({len(bad)} such entries in the step)"
+                )
 
     def _sample(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Return the token of each row that samples, ``[sampled rows]`` int64."""
@@ -158,17 +218,17 @@ class ModelRunner:
         return load_model(path, device=self.device, dtype=dtype, ops=self._ops, progress=progress)
 
     def _new_kv_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(self.spec, num_blocks, self.model_config.layer_windows, self.device)
+        return KVCache(self.spec, num_blocks, self._layouts, self.device, self._head_scales)
 
     def _num_kv_blocks(self) -> int:
         """Return the blocks asked for, else what memory allows, at most what can be used."""
         if self.config.num_kv_blocks is not None:
             return self.config.num_kv_blocks
         usable = self.config.max_num_seqs * self.spec.blocks_for(self.max_model_len)
-        return min(usable, self._kv_bytes() // self.spec.block_bytes)
+        return min(usable, self.spec.blocks_in(self._kv_bytes()))
 
     def _kv_bytes(self) -> int:
-        """Return the bytes left for KV pages once a full step's activations have been measured."""
+        """Return the bytes left for the KV cache beside the activations of a full step."""
         if not self._on_gpu:
             return CPU_KV_BYTES
         torch.cuda.empty_cache()
@@ -194,28 +254,45 @@ class ModelRunner:
             "interpreter": "Triton kernels in the CPU interpreter",
             "reference": "CPU reference (torch)",
         }[self.path]
+        if self.config.attention_backend == "flashinfer":
+            how += ", attention by FlashInfer"
         return (
             f"{self.model_config.architecture} on {device_info(self.device).name}: {how}, "
-            f"{dtype}, KV {dtype}, all heads full, {self.kv_cache.num_blocks} blocks of "
-            f"{self.spec.block_size} tokens ({self.kv_cache.nbytes / 2**20:.1f} MiB), "
-            "no CUDA graphs"
+            f"{dtype}, KV {self._describe_kv()}, all heads full, "
+            f"{self.kv_cache.num_blocks} blocks of {self.spec.block_size} tokens "
+            f"({self.kv_cache.nbytes / 2**20:.1f} MiB), no CUDA graphs"
         )
+
+    def _describe_kv(self) -> str:
+        """Return the cache's dtype, its scales, and who converts e4m3 if not the hardware."""
+        dtype = str(self.spec.dtype).removeprefix("torch.")
+        if self._fp8 is None:
+            return dtype
+        converted = ""
+        if self._fp8.path == "integer":
+            converted = f", converted in integer arithmetic ({self._fp8.reason})"
+        return f"{dtype} with a scale per {_SCALED[self.config.kv_scale]}{converted}"
 
     def kv_report(self) -> KVReport:
         """Return the KV cache's sizes in bytes."""
         return KVReport(
             dtype=str(self.spec.dtype).removeprefix("torch."),
+            kv_scale=self.spec.granularity,
             block_size=self.spec.block_size,
             num_blocks=self.kv_cache.num_blocks,
             token_bytes=self.spec.token_bytes,
             block_bytes=self.spec.block_bytes,
+            scale_bytes=self.spec.scale_bytes(self.kv_cache.num_blocks),
             total_bytes=self.kv_cache.nbytes,
         )
 
     def close(self) -> None:
         """Give the device memory back; the runner cannot be used afterwards."""
         self._closed = True
-        for name in ("model", "kv_cache", "state", "block_tables", "sampler", "_staging"):
+        for name in (
+            "model", "attention", "kv_cache", "_layouts", "_head_scales",
+            "state", "block_tables", "sampler", "_staging",
+        ):  # fmt: skip
             self.__dict__.pop(name, None)
         gc.collect()
         if self._on_gpu:

@@ -11,6 +11,7 @@ from mrv1.bench import shape_config
 from mrv1.bench.floor import copy_bandwidth, step_kv_bytes, step_weight_bytes
 from mrv1.errors import ConfigError
 from mrv1.models import random_weights
+from mrv1.runner.kv_cache import CacheSpec
 
 QWEN3 = shape_config("qwen3-0.6b")
 TINY = shape_config("tiny-random")
@@ -50,15 +51,29 @@ def test_weights_are_those_that_are_made():
     assert step_weight_bytes(TINY, torch.float32) == sum(t.nbytes for t in tensors)
 
 
-def test_kv_of_qwen3_by_hand():
-    """The mean of 129 .. 383 visible tokens is 256; a token is 28 * 2 * 8 * 128 elements."""
-    found = step_kv_bytes(QWEN3, torch.bfloat16, batch=256, prompt_tokens=128, output_tokens=256)
-    assert found == 256 * 256 * 28 * 2 * 8 * 128 * 2
+def qwen3_cache(dtype: torch.dtype, **scales: str) -> CacheSpec:
+    return CacheSpec(
+        num_layers=28, num_kv_heads=8, block_size=16, head_dim=128, dtype=dtype, **scales
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "vector_bytes"),
+    [
+        (qwen3_cache(torch.bfloat16), 256),
+        (qwen3_cache(torch.float8_e4m3fn, granularity="token"), 128 + 4),
+        (qwen3_cache(torch.float8_e4m3fn, granularity="head"), 128),
+    ],
+)
+def test_kv_of_qwen3_by_hand(spec: CacheSpec, vector_bytes: int):
+    """The mean of 129 .. 383 visible tokens is 256; a token is 28 * 2 * 8 vectors."""
+    found = step_kv_bytes(spec, [-1] * 28, batch=256, prompt_tokens=128, output_tokens=256)
+    assert found == 256 * 256 * 28 * 2 * 8 * vector_bytes
 
 
 def test_windows_bound_what_is_read():
-    config = replace(TINY, layer_windows=(-1, 10))
-    found = step_kv_bytes(config, torch.float32, batch=3, prompt_tokens=8, output_tokens=5)
+    spec = CacheSpec(num_layers=2, num_kv_heads=2, block_size=16, head_dim=32, dtype=torch.float32)
+    found = step_kv_bytes(spec, [-1, 10], batch=3, prompt_tokens=8, output_tokens=5)
     steps = [9, 10, 11, 12]
     visible = sum(steps) / 4 + sum(min(step, 10) for step in steps) / 4
     assert found == 3 * visible * 2 * 2 * 32 * 4

@@ -19,6 +19,7 @@ from mrv1.errors import ConfigError, StepError
 from mrv1.kernels import reference
 from mrv1.models import DecoderModel, random_weights
 from mrv1.runner import ModelRunner
+from mrv1.runner.kv_cache import CacheSpec
 from mrv1.sampler import SamplingParams
 
 SMALL = {
@@ -69,8 +70,15 @@ def test_every_batch_has_its_figures():
             assert run["decode_step_p20_ms"] <= run["decode_step_ms"] <= run["decode_step_p80_ms"]
             assert run["prefill_ms"] + run["decode_step_ms"] < run["wall_s"] * 1e3
         assert entry["weight_bytes"] == step_weight_bytes(config, torch.float32)
+        spec = CacheSpec(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            block_size=16,
+            head_dim=config.head_dim,
+            dtype=torch.float32,
+        )
         assert entry["kv_bytes"] == step_kv_bytes(
-            config, torch.float32, batch=entry["batch"], prompt_tokens=8, output_tokens=5
+            spec, config.layer_windows, batch=entry["batch"], prompt_tokens=8, output_tokens=5
         )
         assert entry["floor_ms"] is entry["share_of_floor"] is entry["launch_ms"] is None
         assert entry["num_preemptions"] == 0

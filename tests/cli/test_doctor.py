@@ -14,7 +14,7 @@ import torch
 
 from mrv1 import UnsupportedDeviceError, __version__, device
 from mrv1.cli import facts
-from mrv1.device import DeviceInfo, kernel_path, resolve_device
+from mrv1.device import DeviceInfo, choose_fp8_path, kernel_path, resolve_device
 from tests.cli.conftest import Mrv1
 
 REPO = Path(__file__).resolve().parents[2]
@@ -41,10 +41,24 @@ def test_json_holds_what_is_installed_here(mrv1: Mrv1):
     resolved = resolve_device("auto")
     assert found["device"] == str(resolved)
     assert found["path"] == facts.PATHS[kernel_path(resolved)]
-    assert found["used_for"]["FP8 conversion"] == "not built yet"
+    assert found["used_for"] == facts.used_for(kernel_path(resolved)) | facts.fp8_use(resolved)
     assert found["embedded_model"]["present"]
     assert found["embedded_model"]["weights_bytes"] > 2**20
     assert len(found["gpus"]) == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        ((9, 0), "hardware: GPU X converts e4m3"),
+        ((8, 0), "integer arithmetic: GPU X has no e4m3 (8.9 and newer have)"),
+    ],
+)
+def test_who_converts_fp8_is_said(monkeypatch: pytest.MonkeyPatch, capability, said):
+    choice = choose_fp8_path(_gpu(capability))
+    monkeypatch.setattr(facts, "fp8_path", lambda _: choice)
+    assert facts.fp8_use(torch.device("cuda", 0)) == {"FP8 conversion": said}
+    assert facts.fp8_use(None) == {}
 
 
 def test_screen_shows_everything_on_one_screen(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):

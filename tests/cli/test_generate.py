@@ -90,6 +90,12 @@ def test_peak_blocks_are_those_the_tokens_needed():
             assert usage.num_tokens == num_output
 
 
+def test_cache_options_reach_the_engine(mrv1: Mrv1):
+    result = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--kv-cache-dtype", "fp8_e4m3")
+    assert result.exit_code == 0
+    assert "KV float8_e4m3fn with a scale per token and head" in result.stderr
+
+
 # --- mistakes ------------------------------------------------------------------------------------
 
 
@@ -110,6 +116,13 @@ def test_peak_blocks_are_those_the_tokens_needed():
         (["--stop-token-id", "99999"], "stop_token_ids: expected ids in [0, "),
         (["--block-size", "20"], "block_size: expected one of (16, 32, 64, 128), got 20"),
         (["--dtype", "int8"], "dtype: expected one of"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of ('auto', 'fp8_e4m3'), got"),
+        (["--kv-scale", "head"], "kv_scale: expected kv_cache_dtype='fp8_e4m3' beside 'head'"),
+        (
+            ["--kv-cache-dtype", "fp8_e4m3", "--kv-scale", "head"],
+            "k_scale: missing (and 7 more)",
+        ),
+        (["--attention-backend", "fa3"], "attention_backend: expected one of ('triton', "),
         (["--device", "tpu"], "device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
         (["--max-model-len", "999999"], "max_model_len: expected <= 2048"),
         (["--prompt", ""], "prompt: expected at least one token, got none"),

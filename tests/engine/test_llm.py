@@ -478,6 +478,26 @@ def test_a_closed_engine_says_so(checkpoint):
         ({"num_kv_blocks": 0}, "num_kv_blocks: expected an integer >= 1 that fits int32, got 0"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization: expected \(0, 1\], got 1.5"),
         ({"seed": "x"}, "seed: expected an integer, got 'x'"),
+        (
+            {"kv_cache_dtype": "fp8"},
+            r"kv_cache_dtype: expected one of \('auto', 'fp8_e4m3'\), got 'fp8'",
+        ),
+        (
+            {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "block"},
+            r"kv_scale: expected one of \('token', 'quarter', 'head'\), got 'block'",
+        ),
+        (
+            {"kv_scale": "head"},
+            "kv_scale: expected kv_cache_dtype='fp8_e4m3' beside 'head', got 'auto'",
+        ),
+        (
+            {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"},
+            r"kv_scale: checkpoint .*self_attn\.k_scale: missing .*choose kv_scale='token'",
+        ),
+        (
+            {"attention_backend": "auto"},
+            r"attention_backend: expected one of \('triton', 'flashinfer'\), got 'auto'",
+        ),
     ],
 )
 def test_a_bad_option_is_refused_by_name(checkpoint, options, message):

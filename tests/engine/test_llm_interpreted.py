@@ -6,8 +6,10 @@ import pytest
 
 from mrv1 import LLM, SamplingParams
 from mrv1.kernels import reference
+from tests.engine.test_fp8_generation import greedy_over_a_rounded_cache
 from tests.engine.test_llm import greedy_by_transformers, random_prompts
 from tests.models.families import SLIDING, tiny_checkpoint
+from tests.models.test_fp8_cache import HEAD_SCALES, add_tensors, scale_tensors
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -30,6 +32,37 @@ def test_greedy_tokens_equal_transformers_and_no_oracle_ran(tmp_path, device, fa
         str(tmp_path), dtype="float32", max_num_seqs=4, max_num_batched_tokens=20, num_kv_blocks=16
     ) as llm:
         outputs = llm.generate(prompts, params)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert not reference.calls
+
+
+@pytest.mark.parametrize(("kv_scale", "budget"), [("token", 20), ("head", 20), ("quarter", 40)])
+def test_an_fp8_cache_gives_the_tokens_of_a_rounded_one(tmp_path, device, kv_scale, budget):
+    """A prefill beside decodes over e4m3 pages, through the kernels alone.
+
+    In chunks, but for a scale per quarter: its bytes depend on them.
+    """
+    model = tiny_checkpoint(tmp_path, "qwen3").to(device)
+    add_tensors(tmp_path, scale_tensors(0))
+    scales = HEAD_SCALES if kv_scale == "head" else None
+    prompts = random_prompts((3, 30))
+    quarter = 4 if kv_scale == "quarter" else None
+    expected = [
+        greedy_over_a_rounded_cache(model, prompt, scales, 4, quarter) for prompt in prompts
+    ]
+    reference.calls.clear()
+    with LLM(
+        str(tmp_path),
+        dtype="float32",
+        kv_cache_dtype="fp8_e4m3",
+        kv_scale=kv_scale,
+        max_num_seqs=4,
+        max_num_batched_tokens=budget,
+        num_kv_blocks=16,
+    ) as llm:
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        )
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert not reference.calls
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mrv1.kernels.kv_layout import KVLayout
+from mrv1.kernels.kv_scales import KVScales, ScaleGranularity
 from mrv1.models import AttentionBatch, DecoderModel, LayerCache
 
 MAX_DECODE_QUERY_LEN = 8
@@ -37,6 +38,8 @@ class PagedDriver:
         num_blocks: blocks in every layer's cache.
         seed: of the order in which blocks are handed out.
         num_padding_rows: padding rows in every batch.
+        granularity: of an fp8 cache's scales; None = a cache of the model's dtype.
+        head_scales: ``[layers, 2, kv_heads]``, static scales for ``head``.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class PagedDriver:
         num_blocks: int,
         seed: int = 0,
         num_padding_rows: int = 1,
+        granularity: ScaleGranularity | None = None,
+        head_scales: torch.Tensor | None = None,
     ) -> None:
         self.model = model
         self.block_size = block_size
@@ -55,10 +60,25 @@ class PagedDriver:
         random.Random(seed).shuffle(self.free_blocks)
         config = model.config
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        dtype = model.dtype if granularity is None else torch.float8_e4m3fn
+
+        def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full(shape, torch.nan, device=model.device).to(dtype)
+
+        def scales(layer: int) -> KVScales | None:
+            if granularity == "token":
+                k, v = (poisoned(*shape[:-1], dtype=torch.float32) for _ in "kv")
+                return KVScales.per_token(k, v)
+            if granularity == "quarter":
+                k, v = (poisoned(*shape[:-2], 4, dtype=torch.float32) for _ in "kv")
+                return KVScales.per_quarter(k, v)
+            return None if head_scales is None else KVScales.per_head(*head_scales[layer])
+
         self.caches = [
             LayerCache(
-                k=torch.full(shape, torch.nan, dtype=model.dtype, device=model.device),
-                v=torch.full(shape, torch.nan, dtype=model.dtype, device=model.device),
+                k=poisoned(*shape, dtype=dtype),
+                v=poisoned(*shape, dtype=dtype),
+                scales=scales(layer),
                 layout=KVLayout.hnd(
                     config.num_kv_heads,
                     block_size,
@@ -67,7 +87,7 @@ class PagedDriver:
                     device=model.device,
                 ),
             )
-            for window in config.layer_windows
+            for layer, window in enumerate(config.layer_windows)
         ]
 
     def logits(self, prompts: Sequence[list[int]], chunk: int | None) -> list[torch.Tensor]:

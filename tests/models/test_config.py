@@ -24,6 +24,13 @@ ARCHITECTURES = {
 }
 
 
+KV_CACHE_ONLY = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False},
+}
+
+
 def write_config(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
     """Write a tiny config.json, with settings changed as text would be."""
     content = tiny_config(family).to_dict() | {"architectures": [ARCHITECTURES[family]]} | changes
@@ -155,6 +162,11 @@ def test_no_heads() -> None:
         ModelConfig.from_hf(config)
 
 
+def test_a_calibrated_kv_cache_beside_plain_weights_is_no_quantization(tmp_path: Path) -> None:
+    quantized = write_config(tmp_path, quantization_config=KV_CACHE_ONLY)
+    assert ModelConfig.from_pretrained(quantized) == ModelConfig.from_hf(tiny_config("qwen3"))
+
+
 def test_not_a_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a checkpoint directory"):
         ModelConfig.from_pretrained(tmp_path / "nowhere")
@@ -191,6 +203,14 @@ def test_corrupt_json(tmp_path: Path, name: str, content: bytes, message: str) -
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config: expected none, got quant_method 'fp8'",
+        ),
+        (
+            {"quantization_config": KV_CACHE_ONLY | {"config_groups": {"group_0": {}}}},
+            "quantization_config: expected none, got quant_method 'compressed-tensors'",
+        ),
+        (
+            {"quantization_config": KV_CACHE_ONLY | {"kv_cache_scheme": None}},
+            "quantization_config: expected none, got quant_method 'compressed-tensors'",
         ),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
         ({"dtype": "int8"}, "dtype: expected one of .*, got torch.int8"),

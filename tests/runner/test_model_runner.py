@@ -197,6 +197,47 @@ def test_a_plan_that_contradicts_the_slots_is_a_step_error(runner, plan, message
         runner.execute(plan)
 
 
+def spoil(runner: ModelRunner, slot: int, column: int, block_id: int) -> None:
+    runner.block_tables.table[slot, column] = block_id
+
+
+PREFILL = make_plan(0, {"b": (1, 18, (3, 4))}, new=(enter("b", 1, PROMPTS[1]),))
+NEXT = make_plan(1, {"b": (1, 2, ())})
+
+
+@pytest.mark.parametrize("block_id", [-1, -5, 16, 2**31 - 1])
+def test_debug_names_a_block_id_out_of_the_pool(checkpoint, block_id):
+    runner = make_runner(checkpoint, debug=True, device="cpu")
+    runner.execute(PREFILL).result()
+    spoil(runner, 1, 0, block_id)
+    before = runner.kv_cache.layers[0].k.clone()
+    with pytest.raises(
+        StepError,
+        match=r"step 1 \(1 requests\): block table of request 'b', KV head 0: expected a block id "
+        rf"in \[0, 16\) in column 0, got {block_id} \(2 such entries in the step\)",
+    ):
+        runner.execute(NEXT)
+    assert torch.equal(runner.kv_cache.layers[0].k.view(torch.uint8), before.view(torch.uint8))
+    runner.close()
+
+
+def test_debug_does_not_mind_what_no_query_sees(tmp_path):
+    """A window of 3: block 0 holds nothing that positions 18 and 19 see."""
+    tiny_checkpoint(tmp_path, "mistral", sliding_window=3)
+    runner = make_runner(tmp_path, debug=True, device="cpu")
+    runner.execute(PREFILL).result()
+    for column in (0, 2, 31):
+        spoil(runner, 1, column, -1)
+    assert len(runner.execute(NEXT).result().token_ids[0]) == 1
+    runner.close()
+
+
+def test_debug_changes_no_token(checkpoint, expected):
+    runner = make_runner(checkpoint, debug=True, device="cpu")
+    assert run_by_hand(runner, (3, 2), (15, 3, 9)) == expected
+    runner.close()
+
+
 def test_a_closed_runner_says_so(checkpoint):
     runner = make_runner(checkpoint, device="cpu")
     runner.close()

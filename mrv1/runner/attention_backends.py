@@ -1,0 +1,178 @@
+"""Who attends in a runner: mrv1's kernels, or FlashInfer where it was asked for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mrv1.config import AttentionBackendName
+from mrv1.errors import ConfigError, UnsupportedDeviceError
+from mrv1.kernels.kv_layout import HeadRole, KVLayout
+from mrv1.models import DecoderModel
+from mrv1.models.attention import AttentionBackend
+from mrv1.models.batch import AttentionBatch, LayerCache
+from mrv1.runner.kv_cache import CacheSpec
+from mrv1.runner.step import Int32Array
+
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
+FLASHINFER_WORKSPACE_BYTES = 394 << 20
+"""For the partial results of split rows; the size vLLM gives it."""
+
+_INSTEAD = "choose attention_backend='triton'"
+
+
+def select_backend(
+    name: AttentionBackendName,
+    model: DecoderModel,
+    spec: CacheSpec,
+    layouts: Sequence[KVLayout],
+) -> AttentionBackend:
+    """Return the backend that was asked for; nothing else ever stands in for it.
+
+    Raises:
+        ConfigError: FlashInfer cannot do what the model or the cache needs, or is not installed.
+        UnsupportedDeviceError: FlashInfer was asked for on a CPU.
+    """
+    if name == "triton":
+        return model.kernel_backend()
+    check_flashinfer(model, spec, layouts)
+    return FlashInferBackend(model, spec, layouts)
+
+
+def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]) -> None:
+    """Raise unless FlashInfer attends to such a cache.
+
+    Raises:
+        ConfigError: another dtype, head size or head role than FlashInfer's.
+        UnsupportedDeviceError: not on a GPU.
+    """
+    if model.device.type != "cuda":
+        raise UnsupportedDeviceError(
+            f"attention_backend: flashinfer runs on a GPU, got {model.device}; {_INSTEAD}"
+        )
+
+    def require(fits: bool, expected: str, got: object) -> None:
+        if not fits:
+            raise ConfigError(
+                f"attention_backend: flashinfer expects {expected}, got {got}; {_INSTEAD}"
+            )
+
+    require(spec.granularity is None, "kv_cache_dtype='auto', no scales", spec.dtype)
+    require(model.dtype in FLASHINFER_DTYPES, "dtype float16 or bfloat16", model.dtype)
+    require(
+        spec.head_dim in FLASHINFER_HEAD_DIMS, f"head_dim of {FLASHINFER_HEAD_DIMS}", spec.head_dim
+    )
+    page = (spec.num_kv_heads, spec.block_size, spec.head_dim)
+    for layout in layouts:
+        role = HeadRole(window=layout.roles[0].window)  # a window is all that a plan takes
+        require(
+            set(layout.roles) == {role}, "heads with one window and no other role", layout.roles
+        )
+        require(page in layout.page_shapes, f"pages {page} (HND)", layout.page_shapes)
+
+
+class FlashInferBackend:
+    """FlashInfer's paged wrappers over HND pages, a pair for each window among the layers.
+
+    A step is planned from what the host knows of its lengths, so that planning reads nothing back
+    from the device; page ids are picked on the device. One thread calls it.
+
+    Source:
+        FlashInfer 0.6: ``BatchDecodeWithPagedKVCacheWrapper``,
+        ``BatchPrefillWithPagedKVCacheWrapper``.
+    """
+
+    def __init__(self, model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]) -> None:
+        """Import FlashInfer and take its workspace.
+
+        Raises:
+            ConfigError: it is not installed.
+        """
+        try:
+            flashinfer = import_module("flashinfer")
+        except ImportError as error:
+            raise ConfigError(
+                "attention_backend: expected the package flashinfer-python to be installed, "
+                f"got {error}; {_INSTEAD}"
+            ) from error
+        workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=model.device)
+        windows = {layout.roles[0].window for layout in layouts}
+        self._decode: dict[int, Any] = {
+            window: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "HND", use_tensor_cores=True
+            )
+            for window in windows
+        }
+        self._prefill: dict[int, Any] = {
+            window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+            for window in windows
+        }
+        self._block_size = spec.block_size
+        self._sizes = (
+            model.config.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
+        )  # fmt: skip
+        self._options = {
+            "sm_scale": model.softmax_scale,
+            "q_data_type": model.dtype,
+            "kv_data_type": spec.dtype,
+        }
+        self._planned: torch.cuda.Event | None = None
+
+    def plan(
+        self,
+        batch: AttentionBatch,
+        caches: Sequence[LayerCache],
+        query_lens: Int32Array,
+        seq_lens: Int32Array,
+    ) -> None:
+        """Plan every window's wrapper for the step."""
+        if self._planned is not None:
+            self._planned.synchronize()  # the last plan must have left its page-locked buffers
+        num_pages = -(-seq_lens // self._block_size)
+        pages = (
+            _starts(num_pages),
+            self._page_ids(batch, int(num_pages.sum())),
+            torch.from_numpy((seq_lens - 1) % self._block_size + 1),
+        )
+        is_decode = _is_decode(batch)
+        for window, wrapper in (self._decode if is_decode else self._prefill).items():
+            options = {"window_left": max(window - 1, -1), **self._options}
+            if is_decode:
+                wrapper.plan(*pages, *self._sizes, **options)
+            else:
+                wrapper.plan(_starts(query_lens), *pages, *self._sizes, causal=True, **options)
+        if batch.seq_lens.device.type == "cuda":
+            self._planned = torch.cuda.Event()
+            self._planned.record()
+
+    def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
+        """Run the wrapper that was planned for this layer's window."""
+        wrappers = self._decode if _is_decode(batch) else self._prefill
+        out: torch.Tensor = wrappers[cache.layout.roles[0].window].run(q, (cache.k, cache.v))
+        return out
+
+    def _page_ids(self, batch: AttentionBatch, num_pages: int) -> torch.Tensor:
+        """Return the ids of all rows' pages, ``[num_pages]`` int32, row by row."""
+        counts = (batch.seq_lens + self._block_size - 1) // self._block_size
+        rows = torch.repeat_interleave(counts, output_size=num_pages).long()
+        firsts = counts.cumsum(0) - counts
+        columns = torch.arange(num_pages, device=counts.device) - firsts[rows]
+        return batch.block_table[rows, columns]
+
+
+def _is_decode(batch: AttentionBatch) -> bool:
+    """Whether FlashInfer's decode wrapper takes the batch: one query in every row."""
+    return batch.query_len == 1
+
+
+def _starts(lengths: npt.NDArray[np.int32]) -> torch.Tensor:
+    """Return where each of consecutive runs starts, and where the last ends; int32, on the CPU."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return torch.from_numpy(starts)

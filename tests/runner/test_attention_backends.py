@@ -1,0 +1,350 @@
+"""FlashInfer behind the interface: what it is planned with, and what it is refused for.
+
+Without a GPU a stand-in takes FlashInfer's place: wrappers with its signatures that check what
+they are given and attend with the oracle, from nothing but their plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from mrv1 import LLM, ConfigError, SamplingParams, UnsupportedDeviceError
+from mrv1.config import checkpoint_dir
+from mrv1.device import kernel_path
+from mrv1.kernels import HeadRole, KVLayout, reference
+from mrv1.kernels.ops import select_ops
+from mrv1.models import load_model
+from mrv1.runner.attention_backends import FlashInferBackend, check_flashinfer, select_backend
+from mrv1.runner.kv_cache import CacheSpec, layer_layouts
+from tests.engine.test_llm import random_prompts
+from tests.models.driver import PagedDriver, Request
+from tests.models.families import SLIDING, tiny_checkpoint
+from tests.models.test_decoder import no_waiting
+
+NOT_INSTALLED = "not run: flashinfer is not installed"
+
+
+# --- mrv1's kernels ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "layers_of_a_plan"),
+    [("llama", {}, 2), ("qwen3", SLIDING["qwen3"], 1)],
+    ids=["one layout", "a window of its own"],
+)
+def test_a_decode_step_is_planned_once_for_all_layers_of_a_layout(
+    tmp_path, family, overrides, layers_of_a_plan
+):
+    tiny_checkpoint(tmp_path, family, **overrides)
+    with LLM(str(tmp_path), device="cpu", num_kv_blocks=8) as llm:
+        reference.calls.clear()
+        llm.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=5, ignore_eos=True))
+    attended, planned = (reference.calls[f"{name}_decode_attention"] for name in ("paged", "plan"))
+    assert attended == 4 * 2  # the first token comes from the prefill
+    assert attended == layers_of_a_plan * planned
+
+
+# --- a stand-in ----------------------------------------------------------------------------------
+
+
+def on_host(tensor: torch.Tensor) -> list[int]:
+    """Return the values of what FlashInfer would otherwise fetch from the device."""
+    assert (tensor.device.type, tensor.dtype) == ("cpu", torch.int32)
+    return tensor.tolist()
+
+
+class Wrapper:
+    """What both of FlashInfer's paged wrappers share; ``calls`` counts plans and runs."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str) -> None:
+        assert (workspace.dtype, workspace.dim()) == (torch.uint8, 1)
+        assert not workspace[:1024].any()
+        assert kv_layout == "HND"
+
+    def _plan(
+        self,
+        query_starts: list[int],
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        sizes: tuple[int, int, int, int],
+        window_left: int,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        starts, last = on_host(indptr), on_host(last_page_len)
+        assert indices.dtype == torch.int32
+        assert starts[0] == 0
+        assert len(indices) == starts[-1]
+        assert (indices >= 0).all()
+        num_pages = np.diff(starts)
+        self.query_starts, self.sizes, self.sm_scale = query_starts, sizes, sm_scale
+        self.dtypes, self.window = (q_data_type, kv_data_type), window_left + 1 or -1
+        self.seq_lens = (num_pages - 1) * sizes[3] + np.array(last)
+        self.table = torch.full((len(last), max(num_pages)), -1, dtype=torch.int32)
+        for row, (first, n) in enumerate(zip(starts, num_pages, strict=False)):
+            self.table[row, :n] = indices[first : first + n]
+        self.calls[f"{type(self).__name__}.plan"] += 1
+
+    def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]):
+        num_q_heads, num_kv_heads, head_dim, page_size = self.sizes
+        k, v = paged_kv_cache
+        assert q.shape == (self.query_starts[-1], num_q_heads, head_dim)
+        assert k.shape[1:] == v.shape[1:] == (num_kv_heads, page_size, head_dim)
+        assert (q.dtype, k.dtype) == self.dtypes
+        self.calls[f"{type(self).__name__}.run"] += 1
+        return reference.paged_prefill_attention(
+            q,
+            k,
+            v,
+            self.table,
+            torch.tensor(self.query_starts, dtype=torch.int32),
+            torch.tensor(self.seq_lens, dtype=torch.int32),
+            KVLayout.hnd(num_kv_heads, page_size, head_dim, window=self.window),
+            softmax_scale=self.sm_scale,
+            max_query_len=q.shape[0],
+        )
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
+    def __init__(self, workspace, kv_layout="NHD", *, use_tensor_cores=False) -> None:
+        super().__init__(workspace, kv_layout)
+        assert use_tensor_cores
+
+    def plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        *, window_left=-1, sm_scale=None, q_data_type="float16", kv_data_type=None,
+    ) -> None:  # fmt: skip
+        self._plan(
+            list(range(len(last_page_len) + 1)), indptr, indices, last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim, page_size),
+            window_left, sm_scale, q_data_type, kv_data_type,
+        )  # fmt: skip
+
+
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
+    def __init__(self, workspace, kv_layout="NHD") -> None:
+        super().__init__(workspace, kv_layout)
+
+    def plan(
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+        num_qo_heads, num_kv_heads, head_dim_qk, page_size,
+        *, causal=False, window_left=-1, sm_scale=None, q_data_type="float16", kv_data_type=None,
+    ) -> None:  # fmt: skip
+        assert causal
+        self._plan(
+            on_host(qo_indptr), paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim_qk, page_size),
+            window_left, sm_scale, q_data_type, kv_data_type,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Put the stand-in where FlashInfer would be, on a CPU too; return its counts."""
+    module = ModuleType("flashinfer")
+    for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
+        setattr(module, wrapper.__name__, wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr("mrv1.runner.attention_backends.check_flashinfer", lambda *_: None)
+    monkeypatch.setattr("mrv1.runner.attention_backends.FLASHINFER_WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr(Wrapper, "calls", Counter())
+    return Wrapper.calls
+
+
+def generate(path: Path, backend: str, *, block_size: int, chunk: int) -> list[list[int]]:
+    """Five prompts around the edges of blocks, in float64, where no near-tie can flip."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(
+        str(path),
+        device="cpu",
+        dtype="float64",
+        attention_backend=backend,
+        block_size=block_size,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=4,
+        num_kv_blocks=256 // block_size,
+    ) as llm:
+        outputs = llm.generate(random_prompts((1, 15, 16, 17, 70)), params)
+        assert ("attention by FlashInfer" in llm.describe()) == (backend == "flashinfer")
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(("block_size", "chunk"), [(16, 7), (32, 64)])
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("llama", {}), ("mistral", SLIDING["mistral"]), ("qwen3", SLIDING["qwen3"])],
+    ids=["full", "window", "full and window"],
+)
+def test_a_plan_holds_all_that_attention_needs(
+    tmp_path, stand_in, family, overrides, block_size, chunk
+):
+    tiny_checkpoint(tmp_path, family, **overrides)
+    expected = generate(tmp_path, "triton", block_size=block_size, chunk=chunk)
+    assert not stand_in
+    assert generate(tmp_path, "flashinfer", block_size=block_size, chunk=chunk) == expected
+    num_windows = 2 if family == "qwen3" else 1
+    for kind in ("Decode", "Prefill"):
+        name = f"Batch{kind}WithPagedKVCacheWrapper"
+        plans, runs = stand_in[f"{name}.plan"], stand_in[f"{name}.run"]
+        assert plans > 0
+        assert runs == 2 * plans / num_windows  # each of the two layers once a step
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def some_model(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """What the check looks at; no such GPU need be here."""
+    return SimpleNamespace(device=torch.device(device), dtype=dtype)
+
+
+def some_cache(head_dim: int = 64, **options: Any) -> tuple[CacheSpec, list[KVLayout]]:
+    fields = {"dtype": torch.bfloat16} | options
+    spec = CacheSpec(num_layers=2, num_kv_heads=2, block_size=16, head_dim=head_dim, **fields)
+    return spec, layer_layouts(spec, [-1, 20], torch.device("cpu"))
+
+
+def test_what_flashinfer_does_passes():
+    check_flashinfer(some_model(), *some_cache())
+    check_flashinfer(some_model(dtype=torch.float16), *some_cache(256, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "message"),
+    [
+        (
+            some_model(),
+            some_cache(dtype=torch.float8_e4m3fn, granularity="token"),
+            r"expects kv_cache_dtype='auto', no scales, got torch\.float8_e4m3fn",
+        ),
+        (
+            some_model(dtype=torch.float32),
+            some_cache(dtype=torch.float32),
+            r"expects dtype float16 or bfloat16, got torch\.float32",
+        ),
+        (some_model(), some_cache(32), r"expects head_dim of \(64, 128, 256\), got 32"),
+    ],
+)
+def test_what_flashinfer_cannot_do_is_refused_by_name(model, cache, message):
+    with pytest.raises(ConfigError, match=message + "; choose attention_backend='triton'"):
+        check_flashinfer(model, *cache)
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        [HeadRole(), HeadRole(window=20)],
+        [HeadRole(window=20, sink=4)] * 2,
+        [HeadRole(), HeadRole(table_offset=3, group=1)],
+        [HeadRole(window=20, ring_blocks=3)] * 2,
+    ],
+)
+def test_head_roles_are_refused(roles):
+    spec, _ = some_cache()
+    layout = KVLayout.head_groups(roles, [0, 0], 16, 64)
+    with pytest.raises(ConfigError, match="expects heads with one window and no other role, got"):
+        check_flashinfer(some_model(), spec, [layout])
+
+
+def test_other_pages_are_refused():
+    spec, _ = some_cache()
+    with pytest.raises(ConfigError, match=r"expects pages \(2, 16, 64\) \(HND\), got"):
+        check_flashinfer(some_model(), spec, [KVLayout.nhd(2, 16, 64)])
+
+
+def test_a_cpu_is_refused():
+    with pytest.raises(
+        UnsupportedDeviceError, match="runs on a GPU, got cpu; choose attention_backend='triton'"
+    ):
+        LLM("tiny", device="cpu", attention_backend="flashinfer")
+
+
+def test_a_package_that_is_not_installed_is_said_by_name(tmp_path, stand_in, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    tiny_checkpoint(tmp_path, "llama")
+    with pytest.raises(ConfigError, match=r"expected the package flashinfer-python .*'triton'"):
+        LLM(str(tmp_path), device="cpu", attention_backend="flashinfer")
+    with LLM(str(tmp_path), device="cpu", num_kv_blocks=8) as llm:  # nobody else imports it
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+
+
+# --- the real one --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason=NOT_INSTALLED)
+def test_planning_waits_for_nothing(device):
+    """What FlashInfer needs on the host comes from the host."""
+    ops = select_ops(kernel_path(device))
+    model = load_model(
+        checkpoint_dir("tiny"), device=device, dtype=torch.bfloat16, ops=ops, progress=False
+    )
+    driver = PagedDriver(model, block_size=16, num_blocks=12, num_padding_rows=0)
+    spec = CacheSpec(
+        num_layers=4, num_kv_heads=4, block_size=16, head_dim=64, dtype=torch.bfloat16
+    )
+    layouts = [cache.layout for cache in driver.caches]
+    backend = select_backend("flashinfer", model, spec, layouts)
+    for lens in ([1, 1], [1, 40]):
+        batch = driver.batch([Request([5] * n) for n in lens], lens)
+        counts = np.array(lens, dtype=np.int32)
+        backend.plan(batch, driver.caches, counts, counts)  # compiles FlashInfer's kernels
+        with no_waiting():
+            backend.plan(batch, driver.caches, counts, counts)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason=NOT_INSTALLED)
+@torch.inference_mode()
+def test_both_backends_err_alike(device):
+    """The embedded model in bfloat16: chunks and decodes, against float32 on mrv1's kernels."""
+    prompts = [[7 + i % 900 for i in range(0, 11 * n, 11)] for n in (1, 16, 33, 70)]
+    ops, logits = select_ops(kernel_path(device)), {}
+    for name, dtype in (
+        ("exact", torch.float32),
+        ("triton", torch.bfloat16),
+        ("flashinfer", torch.bfloat16),
+    ):
+        model = load_model(
+            checkpoint_dir("tiny"), device=device, dtype=dtype, ops=ops, progress=False
+        )
+        driver = PagedDriver(model, block_size=16, num_blocks=12, num_padding_rows=0)
+        for cache in driver.caches:  # not promised: FlashInfer beside NaN in dead pages
+            cache.k.zero_()
+            cache.v.zero_()
+        spec = CacheSpec(num_layers=4, num_kv_heads=4, block_size=16, head_dim=64, dtype=dtype)
+        backend = model.kernel_backend()
+        if name == "flashinfer":
+            layouts = [cache.layout for cache in driver.caches]
+            backend = select_backend("flashinfer", model, spec, layouts)
+            assert isinstance(backend, FlashInferBackend)
+        requests, rows = [Request(list(prompt)) for prompt in prompts], []
+        while pending := [r for r in requests if r.num_computed < len(r.token_ids)]:
+            left = [len(r.token_ids) - r.num_computed for r in pending]
+            query_lens = [min(n, 30) if n > 3 else 1 for n in left]
+            batch = driver.batch(pending, query_lens)
+            lens = np.array(query_lens, dtype=np.int32)
+            computed = np.array([r.num_computed for r in pending], dtype=np.int32)
+            backend.plan(batch, driver.caches, lens, computed + lens)
+            rows.append(model.compute_logits(model.forward(batch, driver.caches, backend)))
+            for request, query_len in zip(pending, query_lens, strict=True):
+                request.num_computed += query_len
+        logits[name] = torch.cat(rows)
+    error = {name: (x - logits["exact"]).abs().mean().item() for name, x in logits.items()}
+    assert error["flashinfer"] <= 1.5 * error["triton"]
+    assert error["triton"] <= 1.5 * error["flashinfer"]
