@@ -127,6 +127,36 @@ def _result() -> dict[str, Any]:
 def test_measured_figures_are_those_of_the_results_files():
     table = readme_table.generate_table(readme_table.load_results())
     assert readme_table.with_table(README, table) == README, "run benchmarks/readme_table.py"
+    assert readme_table.main(["--check"]) == 0, "run benchmarks/readme_table.py"
+
+
+def test_kernel_tables_show_our_time_and_how_many_times_it_others_take(tmp_path: Path):
+    def variant(us: float) -> dict[str, object]:
+        return {"median_us": us, "share_of_copy_bandwidth": 0.956, "flops_per_s": 4.5e14}
+
+    cell = {"batch": 8, "context": 4096, "query_len": 1, "peer_time_over_ours": {"peer": 1.238}}
+    alone = cell | {"batch": 1, "peer_time_over_ours": {}, "variants": {"mrv1": variant(9)}}
+    result = {
+        "dtype": "bfloat16", "kv_dtype": "auto", "path": "triton", "commit": "0123456789abcdef",
+        "date": "2026-11-21", "device": {"name": "GPU X"}, "copy_bandwidth_bytes_per_s": 4.25e12,
+        "versions": {"triton": "3.6.0"}, "peers": {"peer": "1.2", "other": "not installed"},
+        "geometric_mean_over_ours": {"peer": 1.238},
+        "results": [cell | {"variants": {"mrv1": variant(1234.56), "peer": variant(1528)}}, alone],
+    }  # fmt: skip
+    (tmp_path / "attention-x.json").write_text(json.dumps(result))
+    table = readme_table.kernel_tables(tmp_path)
+    for said in (
+        "| batch x context | us | of copy bandwidth | peer |",
+        "| 8 x 4096 | 1,234.6 | 96% | 1.24x |",
+        "| 1 x 4096 | 9.0 | 96% | - |",
+        "| geometric mean |  |  | 1.24x |",
+        "`attention-x.json`: bfloat16, cache auto, triton path on one GPU X; copy bandwidth "
+        "4.25e+12 bytes/s; triton 3.6.0, peer 1.2; commit 0123456789ab, 2026-11-21.",
+    ):
+        assert said in table
+    result["results"][0]["query_len"] = 4096
+    (tmp_path / "attention-x.json").write_text(json.dumps(result))
+    assert "| 8 x 4096 | 1,234.6 | 450 | 1.24x |" in readme_table.kernel_tables(tmp_path)
 
 
 def test_table_shows_the_figures_and_their_conditions(tmp_path: Path):
@@ -148,6 +178,7 @@ def test_table_shows_the_figures_and_their_conditions(tmp_path: Path):
 
 def test_no_results_are_no_figures(tmp_path: Path):
     assert readme_table.load_results(tmp_path) == []
+    assert readme_table.kernel_tables(tmp_path) == readme_table.NONE_YET
     assert readme_table.generate_table([]) == readme_table.NONE_YET
 
 
@@ -164,6 +195,9 @@ def test_check_says_whether_the_readme_would_change(tmp_path: Path, monkeypatch,
     readme = tmp_path / "README.md"
     readme.write_text(f"{readme_table.BEGIN}\n{readme_table.END}\n")
     monkeypatch.setattr(readme_table, "README", readme)
+    kernels = tmp_path / "KERNELS.md"
+    kernels.write_text(f"{readme_table.KERNELS_BEGIN}\n{readme_table.KERNELS_END}\n")
+    monkeypatch.setattr(readme_table, "KERNELS_README", kernels)
     assert readme_table.main(["--check"]) == 1
     assert readme_table.main([]) == 0
     assert readme_table.main(["--check"]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from mrv1.bench.attention_data import (
     make_data,
     relative_error,
 )
-from mrv1.bench.attention_options import DTYPES, AttentionBench
+from mrv1.bench.attention_options import AttentionBench
 from mrv1.bench.floor import copy_bandwidth
 from mrv1.bench.peers import NOT_INSTALLED, PEERS, peer_versions
 from mrv1.bench.provenance import provenance
@@ -36,12 +36,16 @@ from mrv1.device import kernel_path, memory_bytes, resolve_device
 from mrv1.errors import CapacityError
 from mrv1.kernels.ops import Ops, select_ops
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning."""
 
 OURS = "mrv1"
 UNIFORM = "mrv1-uniform"
 """Our kernel with every head full, beside a mix of roles."""
+AUTO = "mrv1-auto"
+"""Our kernel on a cache of q's dtype, beside an fp8 one."""
+DETERMINISTIC = "mrv1-deterministic"
+"""Our kernel with results that do not depend on the batch, on the same cache."""
 
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative error that is still rounding; a skipped or doubled tile of keys is well above it."""
@@ -79,13 +83,14 @@ def run_attention(
         "schema": SCHEMA,
         "mode": bench.mode,
         "dtype": bench.dtype,
+        "kv_dtype": bench.kv_dtype,
         "path": kernel_path(device),
         **provenance(device, bench.commit),
         "peers": versions,
         "copy_bandwidth_bytes_per_s": bandwidth,
         "conditions": _conditions(bench, device),
         "results": results,
-        "geometric_mean_over_ours": _geometric_means(results),
+        "geometric_mean_over_ours": geometric_means(results),
     }
 
 
@@ -99,11 +104,12 @@ def _conditions(bench: AttentionBench, device: torch.device) -> dict[str, object
         "block_size": bench.block_size,
         "head_roles": "uniform" if bench.full_heads == 1.0 else roles,
         "repeats": bench.repeats,
+        "kv_scales": "none" if bench.kv_dtype == "auto" else "one per token and head",
         "data": "normal, pages in random order",
         "timer": "CUDA graph of launches on rotated buffers, events around a replay, variants "
         "in turns" if on_gpu else "host clock, one launch; no measurement",
-        "max_relative_error": MAX_ERROR[DTYPES[bench.dtype]],
         "seed": bench.seed,
+        "plan": "made before, once for all layers, as the peers' are; not timed",
         "clocks": "as found, not locked",
     }  # fmt: skip
 
@@ -116,28 +122,10 @@ def _measure_case(
     bandwidth: float | None,
 ) -> dict[str, Any]:
     """Check and time all variants of one cell."""
-    ops = select_ops(kernel_path(device))
     data = _new_data(case, device, bench.seed)
-    errors: dict[str, float] = {}
-    replays = {OURS: _checked(OURS, _ours(ops, data), data, bandwidth, errors)}
-    bytes_of = {OURS: case.bytes_moved}
-    failures: dict[str, str] = {}
-    if case.is_uniform:
-        for name, version in versions.items():
-            if version == NOT_INSTALLED:
-                continue
-            try:
-                launches = PEERS[name][1](data)
-                replays[name] = _checked(name, launches, data, bandwidth, errors)
-                bytes_of[name] = case.bytes_moved
-            except Exception as error:  # a peer that fails must not cost the other rows
-                failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    else:
-        failures = dict.fromkeys(versions, "has no head roles")
-        uniform = replace(case, num_full_heads=case.num_kv_heads)
-        twin = _new_data(uniform, device, bench.seed)
-        replays[UNIFORM] = _checked(UNIFORM, _ours(ops, twin), twin, bandwidth, errors)
-        bytes_of[UNIFORM] = uniform.bytes_moved
+    variants = _our_variants(bench, data, bandwidth)
+    failures = _add_peers(variants, versions, data, bandwidth)
+    replays = {name: variant.replay for name, variant in variants.items()}
     timings = measure(replays, bench.repeats, device)
     return {
         "batch": case.cell.batch,
@@ -148,8 +136,7 @@ def _measure_case(
         "flops": case.flops,
         "buffer_sets": len(data.layers),
         "variants": {
-            name: _figures(case, timing, bytes_of[name], errors[name], bandwidth)
-            for name, timing in timings.items()
+            name: _figures(variants[name], timing, bandwidth) for name, timing in timings.items()
         },
         "peer_time_over_ours": {
             name: timing.median_us / timings[OURS].median_us
@@ -160,6 +147,53 @@ def _measure_case(
     }
 
 
+def _our_variants(
+    bench: AttentionBench, data: AttentionData, bandwidth: float | None
+) -> dict[str, _Variant]:
+    """Return our kernel on the cell, and beside it on what the cell is to be compared with."""
+    case, device = data.case, data.seq_lens.device
+    ops = select_ops(kernel_path(device))
+    variants = {OURS: _checked(OURS, _ours(ops, data), data, bandwidth)}
+    if bench.deterministic:
+        launches = _ours(ops, data, deterministic=True)
+        variants[DETERMINISTIC] = _checked(DETERMINISTIC, launches, data, bandwidth)
+    for name, other in (
+        (AUTO, replace(case, kv_dtype="auto")),
+        (UNIFORM, replace(case, num_full_heads=case.num_kv_heads)),
+    ):
+        if other != case:
+            twin = _new_data(other, device, bench.seed)
+            variants[name] = _checked(name, _ours(ops, twin), twin, bandwidth)
+    return variants
+
+
+def _add_peers(
+    variants: dict[str, _Variant],
+    versions: dict[str, str],
+    data: AttentionData,
+    bandwidth: float | None,
+) -> dict[str, str]:
+    """Add every installed peer that computes the cell; return why the others do not."""
+    case = data.case
+    failures: dict[str, str] = {}
+    for name, version in versions.items():
+        if version == NOT_INSTALLED:
+            continue
+        peer = PEERS[name]
+        adapter = peer.on_fp8 if case.is_fp8 else peer.on_auto
+        if not case.is_uniform:
+            failures[name] = "has no head roles"
+        elif adapter is None:
+            failures[name] = f"has no {case.kv_dtype} cache"
+        else:
+            own_scale = peer.static_scale_error if case.is_fp8 else None
+            try:
+                variants[name] = _checked(name, adapter(data), data, bandwidth, own_scale)
+            except Exception as error:  # a peer that fails must not cost the other rows
+                failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return failures
+
+
 def _new_data(case: AttentionCase, device: torch.device, seed: int) -> AttentionData:
     """Return the cell's buffers, if they fit.
 
@@ -168,7 +202,8 @@ def _new_data(case: AttentionCase, device: torch.device, seed: int) -> Attention
     """
     num_layers = rotation(case.bytes_moved, device)
     if device.type == "cuda":
-        wanted = num_layers * 2 * buffer_elements(case) * case.dtype.itemsize
+        vectors = 2 * buffer_elements(case) // case.head_dim
+        wanted = num_layers * vectors * case.vector_bytes
         torch.cuda.empty_cache()  # the last cell's buffers
         free, _ = memory_bytes(device)
         if wanted > free:
@@ -179,21 +214,39 @@ def _new_data(case: AttentionCase, device: torch.device, seed: int) -> Attention
     return make_data(case, num_layers, device, seed)
 
 
-def _ours(ops: Ops, data: AttentionData) -> list[Launch]:
-    """Return our kernel's launch on every layer."""
+def _ours(ops: Ops, data: AttentionData, *, deterministic: bool = False) -> list[Launch]:
+    """Return our kernel's launch on every layer; a decode's plan is made before, for all."""
     case = data.case
-    launches: list[Launch] = []
-    for layer in data.layers:
-        cache = (layer.q, layer.k, layer.v, data.block_table)
-        if case.query_len == 1:
-            launch = partial(ops.paged_decode_attention, *cache, data.seq_lens, data.layout)
-        else:
-            launch = partial(
-                ops.paged_prefill_attention, *cache, data.query_start_loc, data.seq_lens,
-                data.layout, max_query_len=case.query_len,
-            )  # fmt: skip
-        launches.append(partial(launch, softmax_scale=data.softmax_scale, out=layer.out))
-    return launches
+    if case.query_len > 1:
+        return [
+            partial(
+                ops.paged_prefill_attention, layer.q, layer.k, layer.v, data.block_table,
+                data.query_start_loc, data.seq_lens, data.layout, max_query_len=case.query_len,
+                softmax_scale=data.softmax_scale, out=layer.out, scales=layer.scales,
+            )
+            for layer in data.layers
+        ]  # fmt: skip
+    plan = data.new_plan(deterministic)
+    ops.plan_decode_attention(data.seq_lens, data.layout, plan)
+    return [
+        partial(
+            ops.paged_decode_attention, layer.q, layer.k, layer.v, data.block_table,
+            data.seq_lens, data.layout, plan=plan,
+            softmax_scale=data.softmax_scale, out=layer.out, scales=layer.scales,
+        )
+        for layer in data.layers
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Variant:
+    """One way to compute a cell, found to be right."""
+
+    case: AttentionCase
+    replay: Replay
+    bytes_moved: int
+    error: float
+    max_error: float
 
 
 def _checked(
@@ -201,9 +254,16 @@ def _checked(
     launches: list[Launch],
     data: AttentionData,
     bandwidth: float | None,
-    errors: dict[str, float],
-) -> Replay:
+    static_scale_error: float | None = None,
+) -> _Variant:
     """Return what will be timed, after one run of exactly that whose result is right.
+
+    Args:
+        name: of the variant.
+        launches: one per layer.
+        data: what they read.
+        bandwidth: bytes per second.
+        static_scale_error: a peer's, see there.
 
     Raises:
         WrongResultError: it is not; of our own kernel this ends the benchmark.
@@ -216,18 +276,20 @@ def _checked(
     replay.run()
     ends = {0, len(data.layers) - 1}
     found = [relative_error(data, data.layers[index]) for index in ends]
-    limit = MAX_ERROR[case.dtype]
+    limit, bytes_moved = MAX_ERROR[case.dtype], case.bytes_moved
+    if static_scale_error is not None:
+        limit, bytes_moved = static_scale_error, bytes_moved - case.scale_bytes
     if not all(error <= limit for error in found):  # so that NaN is wrong
         raise WrongResultError(
             f"{name} at {case.cell}: expected a relative error <= {limit}, got {found}"
         )
-    errors[name] = max(found)
-    return replay
+    return _Variant(
+        case=case, replay=replay, bytes_moved=bytes_moved, error=max(found), max_error=limit
+    )
 
 
-def _figures(
-    case: AttentionCase, timing: Timing, bytes_moved: int, error: float, bandwidth: float | None
-) -> dict[str, object]:
+def _figures(variant: _Variant, timing: Timing, bandwidth: float | None) -> dict[str, object]:
+    case, bytes_moved = variant.case, variant.bytes_moved
     seconds = timing.median_us * 1e-6
     on_gpu = bandwidth is not None
     return {
@@ -235,11 +297,12 @@ def _figures(
         "bytes_moved": bytes_moved,
         "share_of_copy_bandwidth": bytes_moved / seconds / bandwidth if bandwidth else None,
         "flops_per_s": case.flops / seconds if on_gpu and case.query_len > 1 else None,
-        "relative_error": error,
+        "relative_error": variant.error,
+        "max_relative_error": variant.max_error,
     }
 
 
-def _geometric_means(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+def geometric_means(results: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return each other variant's time over ours, over the cells in which it ran."""
     ratios: dict[str, list[float]] = {}
     for entry in results:

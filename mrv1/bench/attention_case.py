@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -10,6 +11,10 @@ from mrv1.errors import ConfigError
 from mrv1.kernels import HeadRole
 
 INT32_BYTES = 4
+SCALE_BYTES = torch.float32.itemsize
+
+KVDtype = Literal["auto", "fp8_e4m3"]
+"""K and V as q, or e4m3 codes with a scale per (token, head)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCase:
-    """One attention over a paged cache. K and V have ``dtype``, as have q and out."""
+    """One attention over a paged cache."""
 
     cell: Cell
     query_len: int
@@ -51,6 +56,8 @@ class AttentionCase:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    """Of q and out."""
+    kv_dtype: KVDtype = "auto"
     num_full_heads: int
     """KV heads that see everything; the others see ``sink`` and ``window``."""
     window: int = -1
@@ -60,6 +67,21 @@ class AttentionCase:
     def num_tokens(self) -> int:
         """Queries of all requests together."""
         return self.cell.batch * self.query_len
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether K and V are codes with scales."""
+        return self.kv_dtype != "auto"
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of K and V."""
+        return torch.float8_e4m3fn if self.is_fp8 else self.dtype
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of one head's K, or V, of one token; of a code's vector with its scale."""
+        return self.head_dim * self.cache_dtype.itemsize + SCALE_BYTES * self.is_fp8
 
     @property
     def is_uniform(self) -> bool:
@@ -94,9 +116,14 @@ class AttentionCase:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that are seen, each once."""
+        """Bytes of K and V that are seen, each once, with their scales."""
         tokens = sum(self.read_tokens(head) for head in range(self.num_kv_heads))
-        return 2 * self.cell.batch * tokens * self.head_dim * self.dtype.itemsize
+        return 2 * self.cell.batch * tokens * self.vector_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales among ``kv_bytes``."""
+        return self.kv_bytes // self.vector_bytes * SCALE_BYTES * self.is_fp8
 
     @property
     def bytes_moved(self) -> int:

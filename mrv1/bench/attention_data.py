@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from mrv1.bench.attention_case import AttentionCase
-from mrv1.kernels import HeadRole, KVLayout
+from mrv1.kernels import DecodePlan, HeadRole, KVLayout, KVScales
+from mrv1.kernels.reference import quantize_e4m3, token_scale
 
+QUANTIZED_ROWS = 1 << 18
+"""Vectors quantised at once: the float32 they come from is 128 MiB for heads of 128."""
 NUM_CHECKED_REQUESTS = 4
 NUM_CHECKED_QUERIES = 8
 """Of each checked request."""
@@ -50,6 +53,8 @@ class Layer:
     v: torch.Tensor
     out: torch.Tensor
     """Like ``q``."""
+    scales: KVScales | None
+    """Of an fp8 case; flat, a scale for each vector of ``k`` and ``v`` in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,19 @@ class AttentionData:
     def softmax_scale(self) -> float:
         """Factor of the scores."""
         return float(self.case.head_dim**-0.5)
+
+    def new_plan(self, deterministic: bool) -> DecodePlan:
+        """Return the buffers of a plan for one query per request."""
+        case = self.case
+        return DecodePlan.allocate(
+            max_reqs=case.cell.batch,
+            max_keys=self.block_table.shape[1] * case.block_size,
+            layout=self.layout,
+            num_q_heads=case.num_q_heads,
+            dtype=case.dtype,
+            is_fp8=case.is_fp8,
+            deterministic=deterministic,
+        )
 
 
 def buffer_elements(case: AttentionCase) -> int:
@@ -126,7 +144,12 @@ def make_data(
     for _ in range(num_layers):
         q = normal(*q_shape)
         out = torch.full_like(q, torch.nan)
-        layers.append(Layer(q=q, k=normal(size), v=normal(size), out=out))
+        if case.is_fp8:
+            (k, k_scale), (v, v_scale) = (_codes(size, case.head_dim, generator) for _ in "kv")
+            scales = _scales(case, pools, k_scale, v_scale)
+        else:
+            k, v, scales = normal(size), normal(size), None
+        layers.append(Layer(q=q, k=k, v=v, out=out, scales=scales))
     return AttentionData(
         case=case,
         layout=_layout(case, pools, device),
@@ -138,26 +161,56 @@ def make_data(
     )
 
 
+def _codes(
+    size: int, head_dim: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return normal vectors as flat e4m3 codes, and the scale of each vector."""
+    device = generator.device
+    codes = torch.empty((size // head_dim, head_dim), dtype=torch.uint8, device=device)
+    scales = torch.empty(len(codes), dtype=torch.float32, device=device)
+    parts = zip(codes.split(QUANTIZED_ROWS), scales.split(QUANTIZED_ROWS), strict=True)
+    for part, scale in parts:
+        x = torch.empty(part.shape, device=device).normal_(generator=generator)
+        scale.copy_(token_scale(x))
+        part.copy_(quantize_e4m3(x, scale))
+    return codes.view(torch.float8_e4m3fn).flatten(), scales
+
+
 def _layout(case: AttentionCase, pools: Sequence[Pool], device: torch.device) -> KVLayout:
     if case.is_uniform:
         return KVLayout.hnd(case.num_kv_heads, case.block_size, case.head_dim, device=device)
-    roles: list[HeadRole] = [case.role_of(head) for head in range(case.num_kv_heads)]
+    bases = [pool.base for pool in pools]
+    return KVLayout.head_groups(
+        _roles(case, pools), bases, case.block_size, case.head_dim, device=device
+    )
+
+
+def _scales(
+    case: AttentionCase, pools: Sequence[Pool], k_scale: torch.Tensor, v_scale: torch.Tensor
+) -> KVScales:
+    bases = [pool.base // case.head_dim for pool in pools]
+    return KVScales.head_groups(k_scale, v_scale, _roles(case, pools), bases, case.block_size)
+
+
+def _roles(case: AttentionCase, pools: Sequence[Pool]) -> list[HeadRole]:
+    """Return each KV head's role with its place in a block-table row."""
+    roles = [case.role_of(head) for head in range(case.num_kv_heads)]
     for group, pool in enumerate(pools):
         for head in pool.heads:
             roles[head] = replace(
                 roles[head], ring_blocks=pool.ring_blocks, table_offset=pool.first_column,
                 group=group,
             )  # fmt: skip
-    bases = [pool.base for pool in pools]
-    return KVLayout.head_groups(roles, bases, case.block_size, case.head_dim, device=device)
+    return roles
 
 
 def relative_error(data: AttentionData, layer: Layer) -> float:
     """Return the largest ``|out - exact| / |exact|`` of a head's vector in some rows of ``out``.
 
-    The exact rows are a dense softmax in float64 over keys gathered page by page, without the
-    address formula that the kernels share. Rows: the first and last query and some between them,
-    of the first and last request and some between them. A NaN in ``out`` makes the result NaN.
+    The exact rows are a dense softmax in float64 over keys (of an fp8 case code times scale)
+    gathered page by page, without the address formula that the kernels share. Rows: the first and
+    last query and some between them, of the first and last request and some between them. A NaN
+    in ``out`` makes the result NaN.
     """
     case = data.case
     errors = []
@@ -203,13 +256,18 @@ def _exact_rows(
     keys, visible = keys[seen], visible[:, seen]
     blocks = data.block_table[req, pool.column(keys, case.block_size)].long()
 
-    def gather(buffer: torch.Tensor) -> torch.Tensor:
-        shape = (pool.num_blocks, len(pool.heads), case.block_size, case.head_dim)
-        pages = buffer[pool.base : pool.base + math.prod(shape)].view(shape)
-        return pages[blocks, index, keys % case.block_size].double()
+    def gather(vectors: torch.Tensor) -> torch.Tensor:
+        shape = (pool.num_blocks, len(pool.heads), case.block_size)
+        start = pool.base // case.head_dim
+        pages = vectors[start : start + math.prod(shape)].view(*shape, *vectors.shape[1:])
+        return pages[blocks, index, keys % case.block_size]
 
+    k, v = (gather(x.view(-1, case.head_dim)).double() for x in (layer.k, layer.v))
+    if layer.scales is not None:
+        k *= gather(layer.scales.k_scale)[:, None]
+        v *= gather(layer.scales.v_scale)[:, None]
     group = case.num_q_heads // case.num_kv_heads
     q = layer.q[rows, head * group : (head + 1) * group].double()
-    scores = (q @ gather(layer.k).T) * data.softmax_scale
+    scores = (q @ k.T) * data.softmax_scale
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    return scores.softmax(dim=-1) @ gather(layer.v)
+    return scores.softmax(dim=-1) @ v

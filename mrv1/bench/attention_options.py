@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from mrv1.bench.attention_case import AttentionCase, Cell
+from mrv1.bench.attention_case import AttentionCase, Cell, KVDtype
 from mrv1.bench.peers import PEERS
 from mrv1.errors import ConfigError
 from mrv1.kernels.kv_layout import BLOCK_SIZES
@@ -37,7 +37,9 @@ class AttentionBench:
     cells: tuple[Cell, ...] = ()
     """Empty = ``DECODE_CELLS`` or ``PREFILL_CELLS``."""
     dtype: str = "bfloat16"
-    """Of K, V, q and out: a key of ``DTYPES``."""
+    """Of q and out: a key of ``DTYPES``."""
+    kv_dtype: KVDtype = "auto"
+    """Of K and V: ``auto`` = like q, ``fp8_e4m3`` = codes with a scale per (token, head)."""
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -48,6 +50,8 @@ class AttentionBench:
     """Tokens that the other heads see, the current one included."""
     sink: int = 64
     """Leading tokens that they see as well."""
+    deterministic: bool = False
+    """Measure a decode whose rows do not depend on their batch as well."""
     peers: tuple[str, ...] = tuple(PEERS)
     repeats: int = 50
     """Samples of each variant, after one that is not counted."""
@@ -62,6 +66,12 @@ class AttentionBench:
             raise ConfigError(f"mode: expected decode or prefill, got {self.mode!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.kv_dtype not in get_args(KVDtype):
+            raise ConfigError(
+                f"kv_dtype: expected one of {', '.join(get_args(KVDtype))}, got {self.kv_dtype!r}"
+            )
+        if self.deterministic and self.mode != "decode":
+            raise ConfigError(f"deterministic: expected mode decode, got {self.mode}")
         if len(set(self.cells)) < len(self.cells):
             raise ConfigError(f"cells: expected different ones, got {self.cell_names}")
         if self.block_size not in BLOCK_SIZES:
@@ -100,6 +110,7 @@ class AttentionBench:
                 head_dim=self.head_dim,
                 block_size=self.block_size,
                 dtype=DTYPES[self.dtype],
+                kv_dtype=self.kv_dtype,
                 num_full_heads=round(self.full_heads * self.num_kv_heads),
                 window=self.window,
                 sink=self.sink,

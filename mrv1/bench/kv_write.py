@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, get_args
 
 import torch
 
+from mrv1.bench.attention import MAX_ERROR, OURS, geometric_means
+from mrv1.bench.attention_case import KVDtype
 from mrv1.bench.attention_options import DTYPES
 from mrv1.bench.floor import copy_bandwidth
+from mrv1.bench.kv_write_data import (
+    EPS,
+    WriteCase,
+    WriteData,
+    make_write_data,
+    wrong_elements,
+)
+from mrv1.bench.kv_write_peers import WRITE_PEERS, CountWrong
+from mrv1.bench.peers import NOT_INSTALLED, peer_versions
 from mrv1.bench.provenance import provenance
 from mrv1.bench.timing import (
     Launch,
+    Replay,
     Timing,
     WrongResultError,
     capture,
@@ -23,16 +36,15 @@ from mrv1.bench.timing import (
 )
 from mrv1.device import kernel_path, resolve_device
 from mrv1.errors import ConfigError
-from mrv1.kernels import KVLayout
+from mrv1.kernels import reference
 from mrv1.kernels.kv_layout import BLOCK_SIZES
 from mrv1.kernels.ops import Ops, select_ops
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning."""
 
-SLOT_BYTES = 8
-BYTE_DTYPE = {2: torch.int16, 4: torch.int32}
-"""Integer type of an element's size: bytes are compared, and NaN is a byte pattern like others."""
+FUSED = "mrv1-fused"
+"""Norm and rotation of q and k before the same write, in one launch; q in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +58,17 @@ class KVWriteBench:
     tokens: tuple[int, ...] = (1, 32, 256, 2048, 16384)
     """Of one launch; measured one after the other."""
     dtype: str = "bfloat16"
-    """Of qkv and cache: a key of ``DTYPES``."""
+    """Of qkv: a key of ``DTYPES``."""
+    kv_dtype: KVDtype = "auto"
+    """Of the cache: ``auto`` = like qkv, ``fp8_e4m3`` = codes with a scale per (token, head)."""
     num_q_heads: int = 32
-    """Only how far apart the rows of K and V lie in the qkv."""
+    """The fused variant's; otherwise only how far apart the rows of K and V lie in the qkv."""
     num_kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    peers: tuple[str, ...] = tuple(WRITE_PEERS)
     repeats: int = 50
-    """Samples of each size, after one that is not counted."""
+    """Samples of each variant, after one that is not counted."""
     device: str = "auto"
     seed: int = 0
     commit: str | None = None
@@ -65,6 +80,10 @@ class KVWriteBench:
             raise ConfigError(f"tokens: expected different counts >= 1, got {list(self.tokens)}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.kv_dtype not in get_args(KVDtype):
+            raise ConfigError(
+                f"kv_dtype: expected one of {', '.join(get_args(KVDtype))}, got {self.kv_dtype!r}"
+            )
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size}")
         for name, least in (
@@ -74,25 +93,20 @@ class KVWriteBench:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: expected >= {least}, got {getattr(self, name)}")
 
-    def bytes_moved(self, num_tokens: int) -> int:
-        """Return the bytes of one write: K and V read and written, and the slots read."""
-        row_bytes = self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
-        return num_tokens * (2 * 2 * row_bytes + SLOT_BYTES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteData:
-    """Rotated inputs, all written into slots of their own of one cache."""
-
-    keys: list[torch.Tensor]
-    """[tokens, kv_heads, head_dim], a view of a fused qkv."""
-    values: list[torch.Tensor]
-    slots: list[torch.Tensor]
-    """[1, tokens] int64, in random order over the whole cache."""
-    k_cache: torch.Tensor
-    """[blocks, kv_heads, block_size, head_dim], NaN where nothing was written."""
-    v_cache: torch.Tensor
-    layout: KVLayout
+    def cases(self) -> list[WriteCase]:
+        """Return the sizes with everything that belongs to their shape."""
+        return [
+            WriteCase(
+                num_tokens=num_tokens,
+                num_q_heads=self.num_q_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                block_size=self.block_size,
+                dtype=DTYPES[self.dtype],
+                kv_dtype=self.kv_dtype,
+            )
+            for num_tokens in self.tokens
+        ]
 
 
 def run_kv_write(
@@ -110,120 +124,191 @@ def run_kv_write(
         WrongResultError: the cache is not what it must be, bit for bit.
     """
     device = resolve_device(bench.device)
+    versions = peer_versions(bench.peers, WRITE_PEERS)
     bandwidth = copy_bandwidth(device)
     results = []
     with on_device(device):
-        for num_tokens in bench.tokens:
-            timing = _measure_size(bench, num_tokens, device, bandwidth)
-            say(f"{num_tokens} tokens: {timing.median_us:.2f} us")
-            results.append(_figures(bench, num_tokens, timing, bandwidth))
+        for case in bench.cases():
+            entry = _measure_case(bench, case, versions, device, bandwidth)
+            times = [f"{name} {v['median_us']:.2f} us" for name, v in entry["variants"].items()]
+            say(f"{case.num_tokens} tokens: {', '.join(times)}")
+            results.append(entry)
     return {
         "op": "kv_cache_write",
         "schema": SCHEMA,
         "dtype": bench.dtype,
+        "kv_dtype": bench.kv_dtype,
         "path": kernel_path(device),
         **provenance(device, bench.commit),
+        "peers": versions,
         "copy_bandwidth_bytes_per_s": bandwidth,
         "conditions": _conditions(bench, device),
         "results": results,
+        "geometric_mean_over_ours": geometric_means(results),
     }
 
 
 def _conditions(bench: KVWriteBench, device: torch.device) -> dict[str, object]:
-    graph = "CUDA graph of launches on rotated buffers, events around a replay"
+    graph = "CUDA graph of launches on rotated buffers, events around a replay, variants in turns"
     return {
         "num_q_heads": bench.num_q_heads,
         "num_kv_heads": bench.num_kv_heads,
         "head_dim": bench.head_dim,
         "block_size": bench.block_size,
         "repeats": bench.repeats,
+        "kv_scales": "none" if bench.kv_dtype == "auto" else "one per token and head",
         "data": "normal, K and V strided views of a fused qkv, slots in random order",
+        "fused": "q and k norm, neox rope of the whole head by rows of angles that were "
+        "picked before, as layers share them; q in place",
         "timer": graph if device.type == "cuda" else "host clock, one launch; no measurement",
-        "check": "whole cache, bit for bit",
+        "check": "whole cache, bit for bit; a peer's fp8 cache within e4m3's rounding",
         "seed": bench.seed,
         "clocks": "as found, not locked",
     }
 
 
-def make_write_data(
-    bench: KVWriteBench, num_tokens: int, num_sets: int, device: torch.device
-) -> WriteData:
-    """Return random inputs and a cache with a slot for each of their tokens."""
-    generator = torch.Generator(device).manual_seed(bench.seed)
-    heads, dim, dtype = bench.num_kv_heads, bench.head_dim, DTYPES[bench.dtype]
-    keys, values = [], []
-    for _ in range(num_sets):
-        qkv = torch.empty(
-            (num_tokens, bench.num_q_heads + 2 * heads, dim), dtype=dtype, device=device
-        ).normal_(generator=generator)
-        keys.append(qkv[:, bench.num_q_heads : -heads])
-        values.append(qkv[:, -heads:])
-    num_blocks = -(-num_tokens * num_sets // bench.block_size)
-    order = torch.randperm(num_blocks * bench.block_size, generator=generator, device=device)
-    shape = (num_blocks, heads, bench.block_size, dim)
-    k_cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
-    return WriteData(
-        keys=keys,
-        values=values,
-        slots=[order[None, i * num_tokens : (i + 1) * num_tokens] for i in range(num_sets)],
-        k_cache=k_cache,
-        v_cache=k_cache.clone(),
-        layout=KVLayout.hnd(heads, bench.block_size, dim, device=device),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Variant:
+    """One way to write, found to be right."""
+
+    replay: Replay
+    bytes_moved: int
+    relative_error: float | None = None
+    """Of the fused op's q and k against float64; the others only move what they are given."""
 
 
-def wrong_elements(data: WriteData) -> int:
-    """Return how many elements of both caches are not what the writes leave, bit for bit."""
-    return _wrong(data, data.k_cache, data.keys) + _wrong(data, data.v_cache, data.values)
+def _measure_case(
+    bench: KVWriteBench,
+    case: WriteCase,
+    versions: dict[str, str],
+    device: torch.device,
+    bandwidth: float | None,
+) -> dict[str, Any]:
+    """Check and time all variants of one size."""
+    num_sets = rotation(case.bytes_moved, device)
+    data = make_write_data(case, num_sets, device, bench.seed)
+    ops = select_ops(kernel_path(device))
+    check = partial(_checked, data, bandwidth)
+    replay = check(OURS, _plain(ops, data), partial(wrong_elements, data))
+    variants = {OURS: _Variant(replay=replay, bytes_moved=case.bytes_moved)}
+    failures = {}
+    for name, version in versions.items():  # before q changes in place, and K and V never do
+        peer = WRITE_PEERS[name]
+        adapter = peer.on_fp8 if case.is_fp8 else peer.on_auto
+        if version == NOT_INSTALLED:
+            continue
+        if adapter is None:
+            failures[name] = f"has no write to a {case.kv_dtype} cache"
+            continue
+        try:
+            replay = check(name, *adapter(data))
+            variants[name] = _Variant(replay=replay, bytes_moved=case.bytes_moved)
+        except Exception as error:  # a peer that fails must not cost the other rows
+            failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    variants[FUSED] = _fused_variant(ops, data, check)
+    timings = measure({n: v.replay for n, v in variants.items()}, bench.repeats, device)
+    return {
+        "tokens": case.num_tokens,
+        "bytes_moved": case.bytes_moved,
+        "buffer_sets": num_sets,
+        "variants": {n: _figures(variants[n], t, bandwidth) for n, t in timings.items()},
+        "peer_time_over_ours": {
+            name: timing.median_us / timings[OURS].median_us
+            for name, timing in timings.items()
+            if name != OURS
+        },
+        "failed_peers": failures,
+    }
 
 
-def _wrong(data: WriteData, cache: torch.Tensor, inputs: list[torch.Tensor]) -> int:
-    expected = torch.full_like(cache, torch.nan)
-    for rows, slots in zip(inputs, data.slots, strict=True):
-        blocks, tokens = slots[0] // data.layout.block_size, slots[0] % data.layout.block_size
-        expected[blocks, :, tokens] = rows
-    bits = BYTE_DTYPE[cache.dtype.itemsize]
-    return int((cache.view(bits) != expected.view(bits)).sum())
+def _checked(
+    data: WriteData,
+    bandwidth: float | None,
+    name: str,
+    launches: list[Launch],
+    count_wrong: CountWrong,
+) -> Replay:
+    """Return what will be timed, after one run of exactly that which left the cache right.
 
-
-def _launches(ops: Ops, data: WriteData) -> list[Launch]:
-    return [
-        partial(ops.kv_cache_write, key, value, data.k_cache, data.v_cache, slots, data.layout)
-        for key, value, slots in zip(data.keys, data.values, data.slots, strict=True)
-    ]
-
-
-def _measure_size(
-    bench: KVWriteBench, num_tokens: int, device: torch.device, bandwidth: float | None
-) -> Timing:
-    """Check and time the write of so many tokens."""
-    bytes_moved = bench.bytes_moved(num_tokens)
-    num_sets = rotation(bytes_moved, device)
-    data = make_write_data(bench, num_tokens, num_sets, device)
-    launches = _launches(select_ops(kernel_path(device)), data)
-    count = num_launches(num_sets, bytes_moved / (bandwidth or 1e12) * 1e6)
-    replay = capture(launches, count, device)
-    for cache in (data.k_cache, data.v_cache):
-        cache.fill_(torch.nan)
+    Raises:
+        WrongResultError: it did not; of our own kernels this ends the benchmark.
+    """
+    floor_us = data.case.bytes_moved / (bandwidth or 1e12) * 1e6
+    replay = capture(launches, num_launches(len(launches), floor_us), data.k_cache.device)
+    data.clear()
     replay.run()
-    wrong = wrong_elements(data)
+    wrong = count_wrong()
     if wrong:
         raise WrongResultError(
-            f"kv_cache_write of {num_tokens} tokens: expected every element bit for bit, "
-            f"got {wrong} wrong ones"
+            f"{name} at {data.case.num_tokens} tokens: expected no wrong element, got {wrong}"
         )
-    return measure({"mrv1": replay}, bench.repeats, device)["mrv1"]
+    return replay
 
 
-def _figures(
-    bench: KVWriteBench, num_tokens: int, timing: Timing, bandwidth: float | None
-) -> dict[str, object]:
-    bytes_moved = bench.bytes_moved(num_tokens)
-    rate = bytes_moved / (timing.median_us * 1e-6)
+def _plain(ops: Ops, data: WriteData) -> list[Launch]:
+    return [
+        partial(
+            ops.kv_cache_write, key, value, data.k_cache, data.v_cache, slots, data.layout,
+            scales=data.scales,
+        )
+        for key, value, slots in zip(data.keys, data.values, data.slots, strict=True)
+    ]  # fmt: skip
+
+
+def _fused(ops: Ops, data: WriteData) -> list[Callable[..., torch.Tensor]]:
+    """Return the fused op on every buffer set; where q goes is still open."""
+    return [
+        partial(
+            ops.qkv_cache_write, qkv, data.k_cache, data.v_cache, slots, data.layout,
+            num_q_heads=data.case.num_q_heads, cos_sin=data.cos_sin, q_norm=data.q_norm,
+            k_norm=data.k_norm, eps=EPS, scales=data.scales,
+        )
+        for qkv, slots in zip(data.qkv, data.slots, strict=True)
+    ]  # fmt: skip
+
+
+def _fused_variant(ops: Ops, data: WriteData, check: Callable[..., Replay]) -> _Variant:
+    """Return the fused op on q in place; it may store only what it says that it stores.
+
+    Raises:
+        WrongResultError: q or k is not the exact one within rounding, or the cache not k.
+    """
+    keys = [torch.empty_like(key) for key in data.keys]
+    queries = [fused(k_out=key) for fused, key in zip(_fused(ops, data), keys, strict=True)]
+    error = _relative_error(data, queries[0], keys[0])
+    limit = MAX_ERROR[data.case.dtype]
+    if not error <= limit:  # so that NaN is wrong
+        raise WrongResultError(
+            f"{FUSED} at {data.case.num_tokens} tokens: expected a relative error <= {limit}, "
+            f"got {error}"
+        )
+    launches = [
+        partial(fused, q_out=q) for fused, q in zip(_fused(ops, data), data.queries, strict=True)
+    ]
+    replay = check(FUSED, launches, partial(wrong_elements, data, keys))
+    return _Variant(replay=replay, bytes_moved=data.case.fused_bytes_moved, relative_error=error)
+
+
+def _relative_error(data: WriteData, q: torch.Tensor, k: torch.Tensor) -> float:
+    """Return the largest error of a head's vector in the first set, against float64."""
+    exact = [x[0].double() for x in (data.queries, data.keys)]
+    for x, weight in zip(exact, (data.q_norm, data.k_norm), strict=True):
+        reference.rms_norm(x, weight.double(), EPS, out=x)
+    rows = torch.arange(data.case.num_tokens, device=q.device)
+    reference.apply_rope(exact[0], exact[1], data.cos_sin, rows)
+    errors = [
+        ((got.double() - want).norm(dim=-1) / want.norm(dim=-1)).max()
+        for got, want in zip((q, k), exact, strict=True)
+    ]
+    return float(torch.stack(errors).max())
+
+
+def _figures(variant: _Variant, timing: Timing, bandwidth: float | None) -> dict[str, object]:
+    rate = variant.bytes_moved / (timing.median_us * 1e-6)
     return {
-        "tokens": num_tokens,
-        "bytes_moved": bytes_moved,
-        "wrong_elements": 0,
         **asdict(timing),
+        "bytes_moved": variant.bytes_moved,
         "share_of_copy_bandwidth": rate / bandwidth if bandwidth else None,
+        "wrong_elements": 0,
+        "relative_error": variant.relative_error,
     }

@@ -43,7 +43,11 @@ def plot_attention(result: dict[str, Any], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("bytes moved")
     axes.set_ylabel(label)
-    axes.set_title(f"{result['mode']} attention, {result['dtype']}, {result['device']['name']}")
+    axes.set_title(
+        f"{result['mode']} attention, {result['dtype']}, KV cache {result['kv_dtype']}, "
+        f"{result['device']['name']}",
+        fontsize="medium",
+    )
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path, format="png", dpi=150)

@@ -13,7 +13,7 @@ from rich.table import Table
 from mrv1.bench import SHAPES, GenerateBench, run_generate
 from mrv1.cli import bench_kernels
 from mrv1.cli.console import one_line_errors, say
-from mrv1.config import DtypeName
+from mrv1.config import AttentionBackendName, DtypeName, KVCacheDtypeName, KVScaleName
 from mrv1.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
@@ -48,8 +48,13 @@ def generate(
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, float16, bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the dtype) or fp8_e4m3.")] = "auto",
+    kv_scale: Annotated[
+        str, typer.Option(help="Scales of an fp8 cache: token, quarter, or head (from --model).")
+    ] = "token",
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192,
+    attention_backend: Annotated[str, typer.Option(help="triton or flashinfer.")] = "triton",
     seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
     commit: Annotated[
         str | None, typer.Option(help="Commit to record; unset: what git says.")
@@ -66,6 +71,9 @@ def generate(
             repeats=repeats,
             dtype=cast("DtypeName", dtype),
             device=device,
+            kv_cache_dtype=cast("KVCacheDtypeName", kv_cache_dtype),
+            kv_scale=cast("KVScaleName", kv_scale),
+            attention_backend=cast("AttentionBackendName", attention_backend),
             block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
             seed=seed,
@@ -86,7 +94,8 @@ def _table(result: dict[str, Any]) -> Table:
         title=f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
         f"{result['device']['name']}, {result['path']} path",
         caption=f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output "
-        f"tokens, {conditions['sampling']}; medians of {conditions['repeats']} runs",
+        f"tokens, {conditions['sampling']}; medians of {conditions['repeats']} runs; "
+        f"KV cache {conditions['kv_cache_dtype']}, attention by {conditions['attention_backend']}",
     )
     for heading in ("batch", "tokens/s", "ms/decode step", "floor ms", "share", "prefill ms"):
         table.add_column(heading, justify="right")

@@ -20,6 +20,8 @@ from mrv1.bench import (
     run_attention,
     run_kv_write,
 )
+from mrv1.bench.attention_case import KVDtype
+from mrv1.bench.kv_write_peers import WRITE_PEERS
 from mrv1.cli.console import one_line_errors, say
 from mrv1.errors import ConfigError
 
@@ -41,6 +43,9 @@ def attention(
         str, typer.Option(help="BATCHxCONTEXT,...; unset: the mode's own grid.")
     ] = "",
     dtype: Dtype = "bfloat16",
+    kv_dtype: Annotated[
+        str, typer.Option(help="auto = like q, or fp8_e4m3 with a scale per token and head.")
+    ] = "auto",
     q_heads: QHeads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
@@ -50,6 +55,9 @@ def attention(
     ] = 1.0,
     window: Annotated[int, typer.Option(help="Tokens that the other heads see.")] = 256,
     sink: Annotated[int, typer.Option(help="Leading tokens that they see as well.")] = 64,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Measure our deterministic decode as well.")
+    ] = False,
     peers: Annotated[
         str, typer.Option(help="Others to measure beside, comma-separated; '' = none.")
     ] = ",".join(PEERS),
@@ -68,6 +76,7 @@ def attention(
             mode=cast("Literal['decode', 'prefill']", mode),
             cells=tuple(Cell.parse(cell) for cell in cells.split(",") if cells),
             dtype=dtype,
+            kv_dtype=cast("KVDtype", kv_dtype),
             num_q_heads=q_heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -75,6 +84,7 @@ def attention(
             full_heads=full_heads,
             window=window,
             sink=sink,
+            deterministic=deterministic,
             peers=tuple(peer.strip() for peer in peers.split(",") if peers),
             repeats=repeats,
             device=device,
@@ -92,9 +102,8 @@ def attention(
             say(f"plotted to {plot}")
     for name, version in result["peers"].items():
         say(f"peer {name}: {version}")
-    for entry in result["results"]:
-        for name, why in entry["failed_peers"].items():
-            say(f"peer {name} at {entry['batch']} x {entry['context']}: {why}")
+    for name, why, where in _failures(result):
+        say(f"peer {name} {where}: {why}")
     for name, mean in result["geometric_mean_over_ours"].items():
         say(f"{name}: {mean:.2f} times our time, geometric mean over its cells")
     Console().print(_attention_table(result))
@@ -105,10 +114,16 @@ def kv_write(
         str, typer.Option(help="Tokens of a write, comma-separated.")
     ] = "1,32,256,2048,16384",
     dtype: Dtype = "bfloat16",
+    kv_dtype: Annotated[
+        str, typer.Option(help="auto = like qkv, or fp8_e4m3 with a scale per token and head.")
+    ] = "auto",
     q_heads: QHeads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
     block_size: BlockSize = 16,
+    peers: Annotated[
+        str, typer.Option(help="Others to measure beside, comma-separated; '' = none.")
+    ] = ",".join(WRITE_PEERS),
     repeats: Repeats = 50,
     output: Output = None,
     device: Device = "auto",
@@ -120,18 +135,24 @@ def kv_write(
         bench = KVWriteBench(
             tokens=_counts(tokens),
             dtype=dtype,
+            kv_dtype=cast("KVDtype", kv_dtype),
             num_q_heads=q_heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             block_size=block_size,
+            peers=tuple(peer.strip() for peer in peers.split(",") if peers),
             repeats=repeats,
             device=device,
             seed=seed,
             commit=commit,
         )
         _check_target("--output", output)
-        result = run_kv_write(bench, say)
+        result: dict[str, Any] = run_kv_write(bench, say)
         _write(result, output)
+    for name, version in result["peers"].items():
+        say(f"peer {name}: {version}")
+    for name, why, where in _failures(result, "{tokens} tokens"):
+        say(f"peer {name} {where}: {why}")
     Console().print(_kv_write_table(result))
 
 
@@ -153,19 +174,37 @@ def _write(result: dict[str, Any], output: Path | None) -> None:
         say(f"written to {output}")
 
 
+def _failures(
+    result: dict[str, Any], entry_name: str = "{batch} x {context}"
+) -> list[tuple[str, str, str]]:
+    """Return (peer, reason, where), the cells of one reason together."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for entry in result["results"]:
+        for failure in entry["failed_peers"].items():
+            cells.setdefault(failure, []).append(entry_name.format(**entry))
+
+    def where(names: list[str]) -> str:
+        return "everywhere" if len(names) == len(result["results"]) else f"at {', '.join(names)}"
+
+    return [(name, why, where(names)) for (name, why), names in cells.items()]
+
+
 def _attention_table(result: dict[str, Any]) -> Table:
     conditions = result["conditions"]
     prefill = result["mode"] == "prefill"
     table = Table(
-        title=f"{result['mode']} attention, {result['dtype']}, {_where(result)}",
+        title=f"{result['mode']} attention, {result['dtype']}, KV cache {result['kv_dtype']}, "
+        f"{_where(result)}",
         caption=f"{conditions['num_q_heads']} query heads, {conditions['num_kv_heads']} KV heads "
         f"of {conditions['head_dim']}, blocks of {conditions['block_size']}; medians of "
-        f"{conditions['repeats']} samples; ratio = its time over ours",
+        f"{conditions['repeats']} samples; ratio = its time over mrv1's",
     )
     last = "TFLOP/s" if prefill else "share"
     for heading in ("batch x context", "kernel", "median us", "MB moved", last, "ratio", "error"):
-        table.add_column(heading, justify="left" if heading == "kernel" else "right")
+        name = heading == "kernel"
+        table.add_column(heading, justify="left" if name else "right", no_wrap=name)
     for entry in result["results"]:
+        table.add_section()
         for number, (name, variant) in enumerate(entry["variants"].items()):
             ratio = entry["peer_time_over_ours"].get(name)
             table.add_row(
@@ -192,23 +231,29 @@ def _rate(variant: dict[str, Any], *, prefill: bool) -> str:
 def _kv_write_table(result: dict[str, Any]) -> Table:
     conditions = result["conditions"]
     table = Table(
-        title=f"KV cache write, {result['dtype']}, {_where(result)}",
+        title=f"KV cache write, {result['dtype']}, KV cache {result['kv_dtype']}, "
+        f"{_where(result)}",
         caption=f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}, blocks of "
-        f"{conditions['block_size']}; medians of {conditions['repeats']} samples; checked: "
-        f"{conditions['check']}",
+        f"{conditions['block_size']}; medians of {conditions['repeats']} samples; ratio = its "
+        f"time over mrv1's; checked: {conditions['check']}",
     )
-    for heading in ("tokens", "median us", "p20", "p80", "MB moved", "share"):
-        table.add_column(heading, justify="right")
+    for heading in ("tokens", "kernel", "median us", "p20", "p80", "MB moved", "share", "ratio"):
+        name = heading == "kernel"
+        table.add_column(heading, justify="left" if name else "right", no_wrap=name)
     for entry in result["results"]:
-        share = entry["share_of_copy_bandwidth"]
-        table.add_row(
-            str(entry["tokens"]),
-            f"{entry['median_us']:.2f}",
-            f"{entry['p20_us']:.2f}",
-            f"{entry['p80_us']:.2f}",
-            f"{entry['bytes_moved'] / 1e6:.3f}",
-            "-" if share is None else f"{share:.0%}",
-        )
+        table.add_section()
+        for number, (name, variant) in enumerate(entry["variants"].items()):
+            ratio = entry["peer_time_over_ours"].get(name)
+            table.add_row(
+                "" if number else str(entry["tokens"]),
+                name,
+                f"{variant['median_us']:.2f}",
+                f"{variant['p20_us']:.2f}",
+                f"{variant['p80_us']:.2f}",
+                f"{variant['bytes_moved'] / 1e6:.3f}",
+                _rate(variant, prefill=False),
+                "-" if ratio is None else f"{ratio:.2f}",
+            )
     return table
 
 

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-def flash_attention() -> Callable[..., Any]:
-    """Return vLLM's ``flash_attn_varlen_func``.
+def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return vLLM's ``flash_attn_varlen_func`` and the ``get_scheduler_metadata`` before it.
 
     Raises:
         ImportError: vLLM is not installed, or not with FlashAttention.
     """
     # Not a dependency of mrv1, so there is nothing to check its types against.
-    from vllm.vllm_flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    from vllm.vllm_flash_attn import (  # type: ignore[import-not-found]
+        flash_attn_varlen_func,
+        get_scheduler_metadata,
+    )
 
-    function: Callable[..., Any] = flash_attn_varlen_func
-    return function
+    return flash_attn_varlen_func, get_scheduler_metadata

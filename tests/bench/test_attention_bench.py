@@ -10,10 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrv1.bench import AttentionBench, Cell, peers, plot, plot_attention, run_attention
+from mrv1.bench import (
+    AttentionBench,
+    Cell,
+    attention_data,
+    peers,
+    plot,
+    plot_attention,
+    run_attention,
+)
 from mrv1.bench import attention as bench_module
-from mrv1.bench.attention_case import AttentionCase
+from mrv1.bench.attention_case import AttentionCase, KVDtype
 from mrv1.bench.attention_data import make_data, relative_error
+from mrv1.bench.peers import Peer
 from mrv1.errors import CapacityError, ConfigError
 from mrv1.kernels import reference
 
@@ -26,8 +35,9 @@ SMALL = {
     "device": "cpu",
 }
 KEYS = {
-    "op", "schema", "mode", "dtype", "path", "device", "driver", "versions", "commit", "date",
-    "peers", "copy_bandwidth_bytes_per_s", "conditions", "results", "geometric_mean_over_ours",
+    "op", "schema", "mode", "dtype", "kv_dtype", "path", "device", "driver", "versions", "commit",
+    "date", "peers", "copy_bandwidth_bytes_per_s", "conditions", "results",
+    "geometric_mean_over_ours",
 }  # fmt: skip
 ENTRY_KEYS = {
     "batch", "context", "query_len", "bytes_moved", "kv_bytes", "flops", "buffer_sets",
@@ -35,7 +45,7 @@ ENTRY_KEYS = {
 }  # fmt: skip
 VARIANT_KEYS = {
     "median_us", "p20_us", "p80_us", "launches_per_sample", "samples_us", "bytes_moved",
-    "share_of_copy_bandwidth", "flops_per_s", "relative_error",
+    "share_of_copy_bandwidth", "flops_per_s", "relative_error", "max_relative_error",
 }  # fmt: skip
 
 FULL = AttentionCase(
@@ -59,6 +69,16 @@ def test_bytes_of_mixed_heads_by_hand():
     assert MIXED.kv_bytes == 8 * (2 * 131072 + 6 * 320) * 128 * 2 * 2
     table_bytes = 8 * (131072 // 16 + 4 + 16) * 4
     assert MIXED.bytes_moved == MIXED.kv_bytes + table_bytes + 2 * 8 * 32 * 128 * 2
+
+
+def test_an_fp8_vector_is_its_codes_and_a_scale():
+    fp8 = replace(FULL, kv_dtype="fp8_e4m3")
+    assert fp8.kv_bytes == 8 * 4096 * 8 * (128 + 4) * 2
+    assert fp8.scale_bytes == 8 * 4096 * 8 * 4 * 2
+    assert FULL.scale_bytes == 0
+    assert fp8.bytes_moved - fp8.kv_bytes == FULL.bytes_moved - FULL.kv_bytes
+    mixed = replace(MIXED, kv_dtype="fp8_e4m3")
+    assert mixed.kv_bytes == 8 * (2 * 131072 + 6 * 320) * (128 + 4) * 2
 
 
 def test_operations_of_a_causal_prefill_by_hand():
@@ -105,10 +125,13 @@ CHECKED = replace(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("num_full", [4, 1, 0])
 @pytest.mark.parametrize("query_len", [1, 200])
-def test_check_accepts_the_oracle_and_finds_one_wrong_head(num_full: int, query_len: int):
-    case = replace(CHECKED, num_full_heads=num_full, query_len=query_len)
+def test_check_accepts_the_oracle_and_finds_one_wrong_head(
+    num_full: int, query_len: int, kv_dtype: KVDtype
+):
+    case = replace(CHECKED, num_full_heads=num_full, query_len=query_len, kv_dtype=kv_dtype)
     data = make_data(case, 1, torch.device("cpu"), seed=1)
     (layer,) = data.layers
     assert math.isnan(relative_error(data, layer))  # nothing is written yet
@@ -128,6 +151,26 @@ def test_check_finds_a_head_that_ignores_its_window():
     assert relative_error(data, data.layers[0]) > 0.1
 
 
+def test_fp8_data_is_normal_vectors_each_with_its_own_scale(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention_data, "QUANTIZED_ROWS", 100)  # several parts, the last short
+    case = replace(CHECKED, kv_dtype="fp8_e4m3")
+    (layer,) = make_data(case, 1, torch.device("cpu"), seed=1).layers
+    for codes, scale in ((layer.k, layer.scales.k_scale), (layer.v, layer.scales.v_scale)):
+        vectors = codes.view(-1, 16).float()
+        assert (vectors.abs().amax(dim=1) == 448).all()
+        assert (vectors * scale[:, None]).std() == pytest.approx(1.0, abs=0.02)
+        assert len(scale.unique()) > 0.9 * len(scale)
+
+
+def test_check_finds_a_scale_that_is_ignored():
+    data = make_data(replace(CHECKED, kv_dtype="fp8_e4m3"), 1, torch.device("cpu"), seed=1)
+    (layer,) = data.layers
+    v_scale = layer.scales.v_scale.mean().expand_as(layer.scales.v_scale).contiguous()
+    blind = replace(layer, scales=replace(layer.scales, v_scale=v_scale))
+    bench_module._ours(reference, replace(data, layers=[blind]))[0]()
+    assert relative_error(data, layer) > 0.1
+
+
 def test_a_wrong_kernel_of_ours_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch):
     right = reference.paged_decode_attention
 
@@ -143,8 +186,11 @@ def test_a_wrong_kernel_of_ours_ends_the_benchmark(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wrong_or_failing_peer_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(peers.PEERS, "torch-sdpa", ("torch", lambda data: [lambda: None]))
-    monkeypatch.setitem(peers.PEERS, "flashinfer", ("torch", lambda data: 1 / 0))
+    idle = Peer(module="torch", on_auto=lambda data: [lambda: None])
+    monkeypatch.setitem(peers.PEERS, "torch-sdpa", idle)
+    monkeypatch.setitem(
+        peers.PEERS, "flashinfer", Peer(module="torch", on_auto=lambda data: 1 / 0)
+    )
     (entry,) = run_attention(AttentionBench(**SMALL | {"cells": (Cell(1, 40),)}))["results"]
     assert entry["variants"].keys() == {"mrv1"}
     assert entry["peer_time_over_ours"] == {}
@@ -155,10 +201,11 @@ def test_a_wrong_or_failing_peer_is_named_and_not_timed(monkeypatch: pytest.Monk
 # --- the whole -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("mode", ["decode", "prefill"])
-def test_result_has_the_schema_and_survives_json(mode: str):
+def test_result_has_the_schema_and_survives_json(mode: str, kv_dtype: KVDtype):
     said: list[str] = []
-    result = run_attention(AttentionBench(**SMALL, mode=mode), said.append)
+    result = run_attention(AttentionBench(**SMALL, mode=mode, kv_dtype=kv_dtype), said.append)
     assert json.loads(json.dumps(result)) == result
     assert result.keys() == KEYS
     assert (result["op"], result["mode"], result["path"]) == ("attention", mode, "reference")
@@ -169,13 +216,14 @@ def test_result_has_the_schema_and_survives_json(mode: str):
         assert entry.keys() == ENTRY_KEYS
         assert (entry["batch"], entry["context"]) == (cell.batch, cell.context)
         assert entry["query_len"] == (1 if mode == "decode" else cell.context)
-        assert entry["variants"].keys() == {"mrv1", "torch-sdpa"}
+        beside = "torch-sdpa" if kv_dtype == "auto" else "mrv1-auto"
+        assert entry["variants"].keys() == {"mrv1", beside}
         for variant in entry["variants"].values():
             assert variant.keys() == VARIANT_KEYS
             assert len(variant["samples_us"]) == 2
             assert variant["p20_us"] <= variant["median_us"] <= variant["p80_us"]
             assert variant["share_of_copy_bandwidth"] is variant["flops_per_s"] is None
-            assert variant["relative_error"] < 1e-2
+            assert variant["relative_error"] < variant["max_relative_error"] == 1e-2
 
 
 def test_share_and_ratios_follow_from_bytes_and_times(monkeypatch: pytest.MonkeyPatch):
@@ -208,12 +256,45 @@ def test_mixed_heads_stand_beside_the_uniform_run():
     assert result["conditions"]["head_roles"] == {"full_heads": 0.5, "window": 40, "sink": 20}
 
 
+def test_an_fp8_mix_stands_beside_our_own_other_caches():
+    options = SMALL | {"cells": (Cell(2, 200),), "full_heads": 0.5, "window": 40, "sink": 20}
+    result = run_attention(AttentionBench(**options, kv_dtype="fp8_e4m3"))
+    assert result["kv_dtype"] == "fp8_e4m3"
+    (entry,) = result["results"]
+    moved = {name: v["bytes_moved"] for name, v in entry["variants"].items()}
+    visible = 2 * (200 + 60) * 2  # requests, tokens of both heads, K and V
+    rest = 2 * 2 * 4 * 16 * 2 + 2 * (13 + 5) * 4  # q and out, 13 and 2 + 3 pages
+    assert moved == {
+        "mrv1": visible * (16 + 4) + rest,
+        "mrv1-auto": visible * 16 * 2 + rest,
+        "mrv1-uniform": 2 * 400 * 2 * (16 + 4) + 2 * 2 * 4 * 16 * 2 + 2 * 13 * 4,
+    }
+
+
+def test_deterministic_is_asked_for_and_stands_beside(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    plain = reference.paged_decode_attention
+
+    def decode(*arguments, plan, **options):
+        asked.append(plan.deterministic)
+        return plain(*arguments, plan=plan, **options)
+
+    monkeypatch.setattr(reference, "paged_decode_attention", decode)
+    bench = AttentionBench(**SMALL | {"cells": (Cell(1, 40),)}, peers=(), deterministic=True)
+    (entry,) = run_attention(bench)["results"]
+    assert entry["variants"].keys() == {"mrv1", "mrv1-deterministic"}
+    assert entry["peer_time_over_ours"].keys() == {"mrv1-deterministic"}
+    assert {True, False} == set(asked)
+
+
 @pytest.mark.interp
 @pytest.mark.gpu
-def test_the_kernels_themselves_pass_the_check(device: torch.device):
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_the_kernels_themselves_pass_the_check(device: torch.device, kv_dtype: KVDtype):
     options = SMALL | {"cells": (Cell(2, 100),), "full_heads": 0.5, "window": 40, "sink": 20}
+    options |= {"device": str(device), "kv_dtype": kv_dtype}
     for mode in ("decode", "prefill"):
-        result = run_attention(AttentionBench(**options | {"device": str(device), "mode": mode}))
+        result = run_attention(AttentionBench(**options, mode=mode))
         assert result["path"] == ("triton" if device.type == "cuda" else "interpreter")
         (entry,) = result["results"]
         assert entry["variants"]["mrv1"]["relative_error"] < 1e-2
@@ -221,15 +302,18 @@ def test_the_kernels_themselves_pass_the_check(device: torch.device):
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-def test_on_a_gpu_launches_rotate_in_a_graph_and_there_is_a_share():
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_on_a_gpu_launches_rotate_in_a_graph_and_there_is_a_share(kv_dtype: KVDtype):
     cells = (Cell(1, 2048), Cell(4, 4096))
     options = {"cells": cells, "device": "cuda", "num_q_heads": 8, "num_kv_heads": 2}
-    result = run_attention(AttentionBench(**options, repeats=5))
+    result = run_attention(AttentionBench(**options, kv_dtype=kv_dtype, repeats=5))
     for entry in result["results"]:
         assert entry["buffer_sets"] >= 2
-        assert entry["failed_peers"].get("torch-sdpa") is None
-        for variant in entry["variants"].values():
-            assert variant["launches_per_sample"] % entry["buffer_sets"] == 0
+        if kv_dtype == "auto":
+            assert entry["failed_peers"].get("torch-sdpa") is None
+        for name, variant in entry["variants"].items():
+            if name != "mrv1-auto":  # its caches are larger, its sets fewer
+                assert variant["launches_per_sample"] % entry["buffer_sets"] == 0
             assert 0 < variant["share_of_copy_bandwidth"] < 1.2
 
 
@@ -243,11 +327,17 @@ def test_a_cell_that_does_not_fit_is_refused_before_it_is_built():
 # --- the picture ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("bandwidth", [None, 1e9])
-def test_plot_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bandwidth: float | None):
+def test_plot_is_a_png(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bandwidth: float | None,
+    kv_dtype: KVDtype,
+):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(bench_module, "copy_bandwidth", lambda _: bandwidth)
-    result = run_attention(AttentionBench(**SMALL))
+    result = run_attention(AttentionBench(**SMALL, kv_dtype=kv_dtype))
     plot_attention(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -274,6 +364,11 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     [
         ({"mode": "both"}, "mode: expected decode or prefill, got 'both'"),
         ({"dtype": "int8"}, "dtype: expected one of float32, float16, bfloat16, got 'int8'"),
+        ({"kv_dtype": "fp8"}, "kv_dtype: expected one of auto, fp8_e4m3, got 'fp8'"),
+        (
+            {"mode": "prefill", "deterministic": True},
+            "deterministic: expected mode decode, got prefill",
+        ),
         ({"cells": (Cell(1, 2),) * 2}, r"cells: expected different ones, got \['1x2', '1x2'\]"),
         ({"repeats": 0}, "repeats: expected >= 1, got 0"),
         ({"window": 0}, "window: expected >= 1, got 0"),

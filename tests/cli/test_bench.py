@@ -39,9 +39,28 @@ def test_a_checkpoint_takes_the_place_of_a_shape(mrv1: Mrv1, checkpoint: str, tm
     assert (written["shape"], written["weights"]) == (checkpoint, "checkpoint")
 
 
+def test_cache_options_reach_the_engine(mrv1: Mrv1, tmp_path: Path):
+    """A scale of 4 bytes beside 32 codes, instead of 32 floats of 4 bytes."""
+    results = {}
+    for dtype in ("auto", "fp8_e4m3"):
+        target = tmp_path / f"{dtype}.json"
+        result = mrv1(
+            "bench", "generate", "--shape", "tiny-random", *SMALL, "--batch", "1",
+            "--output", target, "--kv-cache-dtype", dtype,
+        )  # fmt: skip
+        assert result.exit_code == 0
+        assert f"KV cache {dtype}, attention by" in " ".join(result.stdout.split())
+        results[dtype] = json.loads(target.read_text("utf-8"))
+    plain, fp8 = (results[dtype]["results"][0]["kv_bytes"] for dtype in ("auto", "fp8_e4m3"))
+    assert fp8 / plain == (32 + 4) / (32 * 4)
+    assert results["fp8_e4m3"]["conditions"]["kv_scale"] == "token"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--attention-backend", "fa3"], "attention_backend: expected one of"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of"),
         (["--shape", "gpt-5"], "shape: expected one of qwen3-0.6b, tiny-random, got 'gpt-5'"),
         (["--shape", "tiny-random", "--model", "x"], "shape, model: expected one of the two"),
         (["--model", "/nowhere"], "model: expected a checkpoint directory"),

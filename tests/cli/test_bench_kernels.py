@@ -46,6 +46,18 @@ def test_prefill_and_roles_are_options(mrv1: Mrv1):
     assert "mrv1-uniform" in result.stdout
 
 
+def test_an_fp8_cache_stands_beside_ours_of_qs_dtype(mrv1: Mrv1):
+    """A reason that holds for all cells is said once."""
+    result = mrv1(
+        "bench", "attention", "--cells", "1x40,2x17", "--kv-dtype", "fp8_e4m3",
+        "--peers", "torch-sdpa", *ON_CPU,
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert "KV cache fp8_e4m3" in result.stdout
+    assert result.stdout.count("mrv1-auto") == 2
+    assert "peer torch-sdpa everywhere: has no fp8_e4m3 cache\n" in result.stderr
+
+
 def test_kv_write_file_and_table_say_the_same(mrv1: Mrv1, tmp_path: Path):
     target = tmp_path / "result.json"
     result = mrv1("bench", "kv-write", "--tokens", "1,5", *ON_CPU, "--output", target)
@@ -53,7 +65,17 @@ def test_kv_write_file_and_table_say_the_same(mrv1: Mrv1, tmp_path: Path):
     written = json.loads(target.read_text("utf-8"))
     assert [entry["tokens"] for entry in written["results"]] == [1, 5]
     for entry in written["results"]:
-        assert f"{entry['median_us']:.2f}" in result.stdout
+        for name, variant in entry["variants"].items():
+            assert name in result.stdout
+            assert f"{variant['median_us']:.2f}" in result.stdout
+    assert "peer vllm-triton: not installed" in result.stderr
+
+
+def test_kv_write_to_an_fp8_cache(mrv1: Mrv1):
+    result = mrv1("bench", "kv-write", "--tokens", "5", "--kv-dtype", "fp8_e4m3", *ON_CPU)
+    assert result.exit_code == 0
+    assert "KV cache fp8_e4m3" in result.stdout
+    assert "mrv1-fused" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -61,11 +83,15 @@ def test_kv_write_file_and_table_say_the_same(mrv1: Mrv1, tmp_path: Path):
     [
         ("attention", ["--cells", "8"], "cells: expected BATCHxCONTEXT such as 8x4096, got '8'"),
         ("attention", ["--mode", "x"], "mode: expected decode or prefill, got 'x'"),
+        ("attention", ["--kv-dtype", "fp8"], "kv_dtype: expected one of auto, fp8_e4m3"),
+        ("attention", ["--deterministic", "--mode", "prefill"], "deterministic: expected mode"),
         ("attention", ["--peers", "x"], "peers: expected some of flash-attn-3"),
         ("attention", ["--block-size", "24"], "block_size: expected one of (16, 32, 64, 128)"),
         ("attention", ["--plot", "/no/x.png"], "--plot: expected an existing directory, got /no"),
         ("attention", ["--output", "/no/x"], "--output: expected an existing directory, got /no"),
         ("kv-write", ["--tokens", "1,x"], "tokens: expected counts such as 1,256, got '1,x'"),
+        ("kv-write", ["--kv-dtype", "fp8"], "kv_dtype: expected one of auto, fp8_e4m3"),
+        ("kv-write", ["--peers", "x"], "peers: expected some of flashinfer, vllm-triton"),
         ("kv-write", ["--tokens", "0"], "tokens: expected different counts >= 1, got [0]"),
         ("kv-write", ["--block-size", "24"], "block_size: expected one of (16, 32, 64, 128)"),
         ("kv-write", ["--output", "/no/x"], "--output: expected an existing directory, got /no"),

@@ -1,0 +1,257 @@
+"""Run every kernel under compute-sanitizer, on small random inputs, and keep what it said.
+
+python benchmarks/sanitize.py OUTPUT.json   memcheck and racecheck; exit 1 unless both are clean
+python benchmarks/sanitize.py --run         the kernels alone, compared with their oracles
+python benchmarks/sanitize.py --planted     a launch that writes outside its cache
+
+The planted launch shows that memcheck sees what Triton compiles: were it silent about that one,
+its silence about the others would mean nothing. Needs a GPU, CUDA's compute-sanitizer, hypothesis.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from mrv1 import kernels
+from mrv1.bench.provenance import provenance
+from mrv1.kernels import HeadRole, KVScales, reference
+from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
+
+TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"SUMMARY: (\d+) hazard"}
+"""What each tool ends with; the number must be 0."""
+CLOSE = {"rtol": 2e-2, "atol": 2e-2}
+"""Results are looked at only so that the launches are known to be real ones."""
+
+Outputs = Iterator[torch.Tensor]
+Op = Callable[[ModuleType, torch.device], Outputs]
+
+
+def _paged(query_lens: tuple[int, ...], device: torch.device) -> Iterator[PagedCase]:
+    """Yield a full and a streaming head group in a ring: bf16, fp8 of every granularity."""
+    stream = HeadRole(window=48, sink=20, ring_blocks=7, group=1)
+    layout = LayoutCase.head_groups(
+        roles=[HeadRole(), stream] * 2, head_dim=128, max_seq_len=300, max_query_len=40
+    )
+    batch = RaggedBatch(query_lens=query_lens, seq_lens=(300, 49, 0))
+    for granularity in (None, "token", "quarter", "head"):
+        case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity=granularity)
+        yield case.to(device)
+
+
+def _normal(*shape: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+
+def _written(case: PagedCase) -> tuple[torch.Tensor, torch.Tensor, KVScales | None, Outputs]:
+    """Return a case's caches before its step, and what there will be to see of them."""
+    k, v, scales = case.k_cache_before.clone(), case.v_cache_before.clone(), case.scales_before
+    tensors = [k, v, *((scales.k_scale, scales.v_scale) if scales else ())]
+    return k, v, scales, (tensor.view(torch.uint8) for tensor in tensors)
+
+
+def _kv_cache_write(ops: ModuleType, device: torch.device) -> Outputs:
+    for case in _paged((40, 1, 1), device):
+        k, v, scales, written = _written(case)
+        ops.kv_cache_write(
+            case.key, case.value, k, v, case.slot_mapping, case.layout, scales=scales
+        )
+        yield from written
+
+
+def _qkv_cache_write(ops: ModuleType, device: torch.device) -> Outputs:
+    """Its q only: K's last bit may differ from the oracle's, and an fp8 code with it."""
+    weight, cos_sin = _normal(128, device=device), _normal(512, 128, device=device).float()
+    for case in _paged((40, 1, 1), device):
+        k, v, scales, _ = _written(case)
+        positions = torch.arange(case.key.shape[0], device=device)
+        yield ops.qkv_cache_write(
+            _normal(case.key.shape[0], (8 + 2 * 4) * 128, device=device), k, v,
+            case.slot_mapping, case.layout, num_q_heads=8, cos_sin=cos_sin, positions=positions,
+            q_norm=weight, k_norm=weight, scales=scales,
+        )  # fmt: skip
+
+
+def _paged_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
+    for query_len in (1, 3):
+        for case in _paged((query_len,) * 3, device):
+            q = _normal(3 * query_len, 16, 128, device=device)
+            for cut in ({}, {"num_kv_splits": 1}, {"num_kv_splits": 5}, {"deterministic": True}):
+                yield ops.paged_decode_attention(
+                    q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, case.layout,
+                    softmax_scale=0.1, query_len=query_len, scales=case.scales, **cut,
+                )  # fmt: skip
+
+
+def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
+    for case in _paged((1, 1, 1), device):
+        plan = kernels.DecodePlan.allocate(  # deterministic: the same on every device
+            max_reqs=3, max_keys=512, layout=case.layout, num_q_heads=16, dtype=torch.bfloat16,
+            deterministic=True,
+        )  # fmt: skip
+        ops.plan_decode_attention(case.seq_lens, case.layout, plan)
+        num_items, num_merges = plan.counts.tolist()
+        yield plan.items[:num_items, :12]
+        yield plan.merges[:num_merges]
+
+
+def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
+    for case in _paged((40, 33, 1), device):
+        q = _normal(74, 16, 128, device=device)
+        yield ops.paged_prefill_attention(
+            q, case.k_cache, case.v_cache, case.block_table, case.query_start_loc, case.seq_lens,
+            case.layout, softmax_scale=0.1, max_query_len=40, scales=case.scales,
+        )  # fmt: skip
+
+
+def _copy_pages(ops: ModuleType, device: torch.device) -> Outputs:
+    for case in _paged((1, 1, 1), device):
+        ids = torch.arange(6, device=device)
+        ops.copy_pages(
+            case.k_cache, case.v_cache, ids[:3], ids[3:], case.layout, group=1, scales=case.scales
+        )
+        yield case.k_cache.view(torch.uint8)
+        yield case.v_cache.view(torch.uint8)
+
+
+def _merge_states(ops: ModuleType, device: torch.device) -> Outputs:
+    out, lse = _normal(2, 33, 16, 80, device=device), _normal(2, 33, 16, device=device).float()
+    yield ops.merge_states(out[0], lse[0], out[1], lse[1])
+
+
+def _rms_norm(ops: ModuleType, device: torch.device) -> Outputs:
+    for dim in (80, 1024):
+        x, weight = _normal(33, dim, device=device), _normal(dim, device=device)
+        yield ops.rms_norm(x, weight, 1e-6)
+        yield ops.rms_norm(x, weight, 1e-6, residual=x.clone())
+
+
+def _apply_rope(ops: ModuleType, device: torch.device) -> Outputs:
+    qk, cos_sin = _normal(33, 12, 80, device=device), _normal(64, 80, device=device).float()
+    q, k, positions = qk[:, :8], qk[:, 8:], torch.arange(33, device=device)
+    for interleaved in (False, True):
+        ops.apply_rope(q, k, cos_sin, positions, interleaved=interleaved)
+        yield qk
+
+
+def _silu_and_mul(ops: ModuleType, device: torch.device) -> Outputs:
+    yield ops.silu_and_mul(_normal(33, 2 * 1000, device=device))
+
+
+def _sample_tokens(ops: ModuleType, device: torch.device) -> Outputs:
+    for vocab_size in (320, 10_000):
+        logits, rows = _normal(5, vocab_size, device=device), torch.arange(5, device=device)
+        yield ops.sample_tokens(logits, rows / 4, rows, rows)
+
+
+def _gather_tokens(ops: ModuleType, device: torch.device) -> Outputs:
+    def row(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    int64 = torch.int64
+    slot_mapping = torch.empty((2, 24), dtype=int64, device=device)
+    outputs = {
+        "input_ids": torch.empty(24, dtype=int64, device=device),
+        "positions": torch.empty(24, dtype=int64, device=device),
+        "seq_lens": row(0, 0, 0),
+        "slot_mapping": slot_mapping,
+        "logits_rows": row(0, 0, 0, dtype=int64),
+    }
+    ops.gather_tokens(
+        row(2, 0, -1), row(0, 20, 21, 22),
+        torch.arange(4 * 64, dtype=torch.int32, device=device).view(4, 64),
+        row(40, 0, 30, 0), row(39, 0, 10, 0),
+        torch.arange(4 * 9, dtype=torch.int32, device=device).view(4, 9),
+        block_size=16, group_table_offset=row(0, 4), group_sink=row(0, 20),
+        group_ring_blocks=row(0, 3), **outputs,
+    )  # fmt: skip
+    yield from outputs.values()
+
+
+OPS: dict[str, Op] = {
+    op.__name__.removeprefix("_"): op
+    for op in (
+        _apply_rope, _copy_pages, _gather_tokens, _kv_cache_write, _merge_states,
+        _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
+        _qkv_cache_write, _rms_norm, _sample_tokens, _silu_and_mul,
+    )
+}  # fmt: skip
+
+
+def run(device: torch.device) -> None:
+    """Run every kernel and its oracle; raise where they differ."""
+    for name, op in OPS.items():
+        results = op(kernels, device), op(reference, torch.device("cpu"))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got.cpu(), want, **CLOSE)
+        print(f"ran {name}", flush=True)
+
+
+def run_planted(device: torch.device) -> None:
+    """Write a token to a block far outside the cache, which no launcher can see."""
+    case = next(_paged((1, 1, 1), device))
+    slots = case.slot_mapping + (1 << 30)
+    kernels.kv_cache_write(case.key, case.value, case.k_cache, case.v_cache, slots, case.layout)
+    torch.cuda.synchronize()
+
+
+def sanitize(tool: str, mode: str) -> dict[str, object]:
+    """Return what a tool says of ``mode`` in a process of its own: findings, summary, time."""
+    # Every tensor gets an allocation of its own, with nothing allowed behind it.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = ["compute-sanitizer", "--tool", tool, sys.executable, str(Path(__file__)), mode]
+    start = time.monotonic()
+    done = subprocess.run(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    found = re.search(TOOLS[tool], done.stdout)
+    if found is None:
+        raise RuntimeError(f"{' '.join(command)}: expected a summary, got\n{done.stdout}")
+    lines = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+    return {
+        "findings": int(found[1]),
+        "summary": lines[-1].strip("= "),
+        "kernels": re.findall(r"^ran (\w+)$", done.stdout, re.MULTILINE),
+        "exit_code": done.returncode,
+        "seconds": round(time.monotonic() - start, 1),
+        "output": "" if found[1] == "0" else done.stdout[:2_000],
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Do what the module's docstring says."""
+    device = torch.device("cuda", 0)
+    if arguments == ["--run"]:
+        run(device)
+        return 0
+    if arguments == ["--planted"]:
+        run_planted(device)
+        return 0
+    if len(arguments) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    planted = sanitize("memcheck", "--planted")
+    tools = {tool: sanitize(tool, "--run") for tool in TOOLS}
+    result = {"op": "sanitize", **provenance(device, None), "planted": planted, "tools": tools}
+    Path(arguments[0]).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for name, said in {"planted": planted, **tools}.items():
+        print(f"{name}: {said['summary']}, {said['seconds']} s, {len(said['kernels'])} kernels")
+    clean = all(
+        said["findings"] == 0 and said["exit_code"] == 0 and said["kernels"] == list(OPS)
+        for said in tools.values()
+    )
+    return 0 if clean and planted["findings"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

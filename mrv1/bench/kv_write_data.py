@@ -1,0 +1,168 @@
+"""One KV cache write to measure: its shape, its bytes, random inputs, and what it must leave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.bench.attention_case import KVDtype
+from mrv1.kernels import KVLayout, KVScales, reference
+
+SLOT_BYTES = 8
+FLOAT32_BYTES = 4
+EPS = 1e-6
+BYTE_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integer type of an element's size: bytes are compared, and NaN is a byte pattern like others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteCase:
+    """One layer's write of so many tokens, out of a fused qkv."""
+
+    num_tokens: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    """Of qkv."""
+    kv_dtype: KVDtype
+    """Of the cache: ``auto`` = like qkv, ``fp8_e4m3`` = codes with a scale per (token, head)."""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache holds codes and scales."""
+        return self.kv_dtype != "auto"
+
+    @property
+    def bytes_moved(self) -> int:
+        """K and V read and stored, with their scales, and the slots read: each byte once."""
+        head_bytes = self.head_dim * self.dtype.itemsize
+        stored_bytes = self.head_dim + FLOAT32_BYTES if self.is_fp8 else head_bytes
+        token_bytes = 2 * self.num_kv_heads * (head_bytes + stored_bytes) + SLOT_BYTES
+        return self.num_tokens * token_bytes
+
+    @property
+    def fused_bytes_moved(self) -> int:
+        """The same, q read and written, and each token's row of angles read."""
+        q_bytes = 2 * self.num_q_heads * self.head_dim * self.dtype.itemsize
+        angle_bytes = self.head_dim * FLOAT32_BYTES
+        return self.bytes_moved + self.num_tokens * (q_bytes + angle_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteData:
+    """Rotated inputs, all written into slots of their own of one cache."""
+
+    case: WriteCase
+    qkv: list[torch.Tensor]
+    """[tokens, q_heads + 2 * kv_heads, head_dim]."""
+    slots: list[torch.Tensor]
+    """[1, tokens] int64, in random order over the whole cache."""
+    cos_sin: torch.Tensor
+    """[tokens, head_dim] float32, each token's own row: all of a head turns."""
+    q_norm: torch.Tensor
+    """[head_dim]."""
+    k_norm: torch.Tensor
+    k_cache: torch.Tensor
+    """[blocks, kv_heads, block_size, head_dim], NaN where nothing was written; or e4m3 codes."""
+    v_cache: torch.Tensor
+    scales: KVScales | None
+    """Of an fp8 cache, NaN where nothing was written."""
+    layout: KVLayout
+
+    @property
+    def queries(self) -> list[torch.Tensor]:
+        """Views [tokens, q_heads, head_dim]."""
+        return [qkv[:, : self.case.num_q_heads] for qkv in self.qkv]
+
+    @property
+    def keys(self) -> list[torch.Tensor]:
+        """Views [tokens, kv_heads, head_dim]."""
+        return [qkv[:, self.case.num_q_heads : -self.case.num_kv_heads] for qkv in self.qkv]
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """Views [tokens, kv_heads, head_dim]."""
+        return [qkv[:, -self.case.num_kv_heads :] for qkv in self.qkv]
+
+    def clear(self) -> None:
+        """Forget what was written."""
+        scales = () if self.scales is None else (self.scales.k_scale, self.scales.v_scale)
+        for buffer in (self.k_cache, self.v_cache, *scales):
+            buffer.fill_(torch.nan)
+
+
+def make_write_data(
+    case: WriteCase, num_sets: int, device: torch.device, seed: int = 0
+) -> WriteData:
+    """Return random inputs and a cache with a slot for each of their tokens."""
+    generator = torch.Generator(device).manual_seed(seed)
+    num_tokens, num_kv_heads, dim = case.num_tokens, case.num_kv_heads, case.head_dim
+    num_heads = case.num_q_heads + 2 * num_kv_heads
+
+    def normal(*shape: int) -> torch.Tensor:
+        empty = torch.empty(shape, dtype=case.dtype, device=device)
+        return empty.normal_(generator=generator)
+
+    num_blocks = -(-num_tokens * num_sets // case.block_size)
+    order = torch.randperm(num_blocks * case.block_size, generator=generator, device=device)
+    shape = (num_blocks, num_kv_heads, case.block_size, dim)
+    cache_dtype = torch.float8_e4m3fn if case.is_fp8 else case.dtype
+    k_cache, v_cache = (torch.empty(shape, dtype=cache_dtype, device=device) for _ in range(2))
+    scales = None
+    if case.is_fp8:
+        scales = KVScales.per_token(*(torch.empty(shape[:3], device=device) for _ in range(2)))
+    angles = torch.rand((num_tokens, dim // 2), generator=generator, device=device) * torch.pi
+    data = WriteData(
+        case=case,
+        qkv=[normal(num_tokens, num_heads, dim) for _ in range(num_sets)],
+        slots=[order[None, i * num_tokens : (i + 1) * num_tokens] for i in range(num_sets)],
+        cos_sin=torch.cat([angles.cos(), angles.sin()], dim=1),
+        q_norm=normal(dim),
+        k_norm=normal(dim),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        scales=scales,
+        layout=KVLayout.hnd(num_kv_heads, case.block_size, dim, device=device),
+    )
+    data.clear()
+    return data
+
+
+def wrong_elements(data: WriteData, keys: list[torch.Tensor] | None = None) -> int:
+    """Return how many elements of caches and scales are not what the writes leave, bit for bit.
+
+    Args:
+        data: after the writes.
+        keys: what was written as K, if that is not ``data.keys``.
+    """
+    scales = data.scales
+    k_scale, v_scale = (None, None) if scales is None else (scales.k_scale, scales.v_scale)
+    wrong_in_k = _wrong(data, data.k_cache, k_scale, keys or data.keys)
+    return wrong_in_k + _wrong(data, data.v_cache, v_scale, data.values)
+
+
+def _wrong(
+    data: WriteData,
+    cache: torch.Tensor,
+    scale: torch.Tensor | None,
+    inputs: list[torch.Tensor],
+) -> int:
+    bits = cache.view(BYTE_DTYPE[cache.dtype.itemsize])
+    nan = torch.full((1,), torch.nan, dtype=cache.dtype, device=cache.device)
+    expected = nan.view(bits.dtype).expand_as(bits).clone()
+    expected_scale = None if scale is None else torch.full_like(scale, torch.nan)
+    for rows, slots in zip(inputs, data.slots, strict=True):
+        blocks, tokens = slots[0] // data.case.block_size, slots[0] % data.case.block_size
+        if expected_scale is None:
+            expected[blocks, :, tokens] = rows.contiguous().view(bits.dtype)
+        else:
+            row_scale = reference.token_scale(rows)
+            expected_scale[blocks, :, tokens] = row_scale
+            expected[blocks, :, tokens] = reference.quantize_e4m3(rows, row_scale)
+    wrong = int((bits != expected).sum())
+    if scale is not None and expected_scale is not None:
+        wrong += int((scale.view(torch.int32) != expected_scale.view(torch.int32)).sum())
+    return wrong

@@ -1,0 +1,74 @@
+"""The compute-sanitizer script: it runs every kernel, and reads what the tool says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import sanitize
+from mrv1 import kernels
+from mrv1.kernels import reference
+
+
+def test_every_launcher_is_run():
+    assert set(sanitize.OPS) == {
+        name for name in kernels.__all__ if name.islower() and name != "reference"
+    }
+
+
+@pytest.mark.gpu
+def test_what_it_runs_is_right(device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys):
+    if device.type == "cpu":  # the arguments at least
+        monkeypatch.setattr(sanitize, "kernels", reference)
+    sanitize.run(device)
+    assert capsys.readouterr().out.splitlines() == [f"ran {name}" for name in sanitize.OPS]
+
+
+def _said(tool: str, found: int) -> str:
+    ran = "".join(f"ran {name}\n" for name in sanitize.OPS)
+    if tool == "memcheck":
+        return f"========= COMPUTE-SANITIZER\n{ran}========= ERROR SUMMARY: {found} errors\n"
+    return f"{ran}========= RACECHECK SUMMARY: {found} hazards displayed (0 errors, 0 warnings)\n"
+
+
+@pytest.mark.parametrize(
+    ("memcheck", "racecheck", "planted", "exit_code"),
+    [(0, 0, 3, 0), (1, 0, 3, 1), (0, 2, 3, 1), (0, 0, 0, 1)],
+)
+def test_it_passes_only_if_clean_and_the_planted_launch_is_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    memcheck: int,
+    racecheck: int,
+    planted: int,
+    exit_code: int,
+):
+    found = {"memcheck": memcheck, "racecheck": racecheck}
+
+    def tool(command, *, env, **options):
+        name = command[2]
+        assert command[:2] == ["compute-sanitizer", "--tool"]
+        assert command[3] == sys.executable
+        assert env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+        output = _said(name, planted if command[-1] == "--planted" else found[name])
+        return subprocess.CompletedProcess(command, 0, stdout=output)
+
+    monkeypatch.setattr(sanitize.subprocess, "run", tool)
+    monkeypatch.setattr(sanitize, "provenance", lambda *_: {})
+    target = tmp_path / "sanitize.json"
+    assert sanitize.main([str(target)]) == exit_code
+    tools = json.loads(target.read_text("utf-8"))["tools"]
+    assert {name: said["findings"] for name, said in tools.items()} == found
+    assert tools["racecheck"]["summary"].startswith("RACECHECK SUMMARY:")
+
+
+def test_a_tool_without_a_summary_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    done = subprocess.CompletedProcess([], 1, stdout="Device not supported")
+    monkeypatch.setattr(sanitize.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(RuntimeError, match=r"expected a summary, got\nDevice not supported"):
+        sanitize.sanitize("memcheck", "--run")
