@@ -426,7 +426,8 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     check_launchable("seq_lens", seq_lens)
     if plan.max_items == 0:
         return
-    tile_reqs, tile_heads = _tile_reqs(plan.max_reqs), triton.next_power_of_2(plan.num_kv_heads)
+    tile_reqs = _tile_reqs(plan.max_reqs)
+    tile_heads = max(2, triton.next_power_of_2(plan.num_kv_heads))  # triton 3.6 fails to compile 1
     if INTERPRET:  # the interpreter pays by program
         tile_items = triton.next_power_of_2(plan.max_items)
     else:

@@ -48,7 +48,12 @@ def assert_gaps_untouched(view: torch.Tensor) -> None:
     assert bool((whole[outside] == SENTINEL).all())
 
 
-def assert_in_budget(got: torch.Tensor, torch_result: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_in_budget(
+    got: torch.Tensor,
+    torch_result: torch.Tensor,
+    exact: torch.Tensor,
+    exponent: torch.Tensor | float = 0.0,
+) -> None:
     """Fail unless ``got`` is at most twice as far from ``exact`` as torch, plus the floor.
 
     The floor is one rounding to the result's dtype and four to float32 on the way there: torch may
@@ -58,6 +63,8 @@ def assert_in_budget(got: torch.Tensor, torch_result: torch.Tensor, exact: torch
         got: the kernel's result.
         torch_result: torch's, computed in the same dtype.
         exact: the result in float64.
+        exponent: magnitudes whose exponential is a factor: an argument's rounding to float32 is
+            a relative error of the result, as many times as the argument is large.
     """
     assert got.dtype == torch_result.dtype
     assert exact.dtype == torch.float64
@@ -67,8 +74,8 @@ def assert_in_budget(got: torch.Tensor, torch_result: torch.Tensor, exact: torch
     torch_error = (torch_result.double() - exact).abs()[keep]
     if not error.numel():
         return
-    roundings = torch.finfo(got.dtype).eps + 4 * torch.finfo(torch.float32).eps
-    floor = roundings * exact.abs()[keep] + torch.finfo(got.dtype).tiny
+    roundings = torch.finfo(got.dtype).eps + (4 + exponent) * torch.finfo(torch.float32).eps
+    floor = (roundings * exact.abs())[keep] + torch.finfo(got.dtype).tiny
     excess = error - 2 * torch_error.max() - floor
     worst = excess.argmax()
     assert excess[worst] <= 0, (

@@ -65,7 +65,7 @@ def test_it_is_as_exact_as_torch(device, num_tokens, num_cols, dtype, scale, gap
     out = in_a_wider_row(torch.zeros_like(x[:, :num_cols]), gap, gap)
     with tiles("activation", as_on_gpu=as_on_gpu):
         assert kernels.silu_and_mul(x, out=out) is out
-    assert_in_budget(out, _torch(x), _exact(x))
+    assert_in_budget(out, _torch(x), _exact(x), exponent=x[:, :num_cols].double().abs())
     assert_gaps_untouched(out)
     assert torch.equal(kernels.silu_and_mul(x), out)
 

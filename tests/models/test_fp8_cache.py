@@ -35,7 +35,8 @@ def test_logits_over_an_fp8_cache(
 ) -> None:
     """Every model dtype; the error against float64 is no larger than transformers'.
 
-    Rope in float32 differs between the two by its last bit, which may turn a code: the floor.
+    Rope in float32 differs between the two by its last bit, on a GPU every sum does, and either
+    may turn a code: the floor.
     """
     if dtype == torch.float64 and device.type == "cuda":
         pytest.skip("float64 runs on the CPU reference path only")
@@ -53,7 +54,8 @@ def test_logits_over_an_fp8_cache(
         error = torch.cat(driver.logits(PROMPTS, chunk)).double() - expected
         theirs = exact.to(dtype)
         their_error = torch.cat([fp8_logits(theirs, p, *how) for p in PROMPTS]) - expected
-        assert error.abs().mean() <= 1.5 * their_error.abs().mean() + 1e-4 * expected.std(), chunk
+        turned = (1e-4 if device.type == "cpu" else 3e-4) * expected.std()
+        assert error.abs().mean() <= 1.5 * their_error.abs().mean() + turned, chunk
         exact.to(torch.float64)
 
 
