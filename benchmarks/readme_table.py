@@ -1,7 +1,7 @@
-"""Write the measured figures into README.md from the results files; never by hand.
+"""Write the measured figures into the READMEs from the results files; never by hand.
 
-python benchmarks/readme_table.py           rewrite the table in README.md
-python benchmarks/readme_table.py --check   exit 1 if README.md is not what the files say
+python benchmarks/readme_table.py           rewrite the tables
+python benchmarks/readme_table.py --check   exit 1 if one is not what the files say
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 README = REPO / "README.md"
+KERNELS_README = REPO / "benchmarks" / "README.md"
 RESULTS = REPO / "benchmarks" / "results"
 BEGIN, END = "<!-- results:generate -->", "<!-- /results:generate -->"
+KERNELS_BEGIN, KERNELS_END = "<!-- results:kernels -->", "<!-- /results:kernels -->"
+OURS = "mrv1"
 NONE_YET = "Nothing has been measured yet."
 
 
@@ -49,8 +52,13 @@ def _one(result: dict[str, Any]) -> str:
 def _conditions(result: dict[str, Any]) -> str:
     conditions, versions = result["conditions"], result["versions"]
     bandwidth = result["copy_bandwidth_bytes_per_s"]
+    chosen = ""  # what is not the default, and not in files of before there was a choice
+    if conditions.get("kv_cache_dtype", "auto") != "auto":
+        chosen += f"KV {conditions['kv_cache_dtype']} with a scale per {conditions['kv_scale']}, "
+    if conditions.get("attention_backend", "triton") != "triton":
+        chosen += f"attention by {conditions['attention_backend']}, "
     parts = [
-        f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, "
+        f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, {chosen}"
         f"{result['path']} path on one {result['device']['name']}",
         f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output tokens, "
         f"{conditions['sampling']}",
@@ -67,30 +75,76 @@ def _optional(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def with_table(readme: str, table: str) -> str:
-    """Return the README's text with what stands between the markers replaced.
+def kernel_tables(folder: Path = RESULTS) -> str:
+    """Return the Markdown for the kernels' results: a table for each file, by its name."""
+    paths = [*folder.glob("attention-*.json"), *folder.glob("kv-write-*.json")]
+    return (
+        "\n\n".join(
+            _kernel_table(path.stem, json.loads(path.read_text("utf-8"))) for path in sorted(paths)
+        )
+        or NONE_YET
+    )
+
+
+def _kernel_table(name: str, result: dict[str, Any]) -> str:
+    """Ours in microseconds, and how many times that each other variant takes."""
+    rows = result["results"]
+    others = list(dict.fromkeys(n for row in rows for n in row["variants"] if n != OURS))
+    head = ["tokens" if "tokens" in rows[0] else "batch x context", "us", "of copy bandwidth"]
+    if rows[0].get("query_len", 1) > 1:
+        head[-1] = "TFLOP/s"
+    lines = [f"| {' | '.join([*head, *others])} |", f"|{'---:|' * (len(head) + len(others))}"]
+    for row in rows:
+        ours = row["variants"][OURS]
+        share = _optional(ours["share_of_copy_bandwidth"], "{:.0%}")
+        if head[-1] == "TFLOP/s":
+            share = _optional(ours["flops_per_s"] and ours["flops_per_s"] / 1e12, "{:.0f}")
+        cell = f"{row['tokens']:,}" if "tokens" in row else f"{row['batch']} x {row['context']}"
+        ratios = [_optional(row["peer_time_over_ours"].get(o), "{:.2f}x") for o in others]
+        median = f"{ours['median_us']:,.1f}"
+        lines.append(f"| {' | '.join([cell, median, share, *ratios])} |")
+    means = [_optional(result["geometric_mean_over_ours"].get(o), "{:.2f}x") for o in others]
+    lines.append(f"| {' | '.join(['geometric mean', '', '', *means])} |")
+    versions = result["versions"] | {n: v for n, v in result["peers"].items() if v[0].isdigit()}
+    conditions = [
+        f"`{name}.json`: {result['dtype']}, cache {result['kv_dtype']}, {result['path']} path on "
+        f"one {result['device']['name']}",
+        f"copy bandwidth {_optional(result['copy_bandwidth_bytes_per_s'], '{:.3g}')} bytes/s",
+        ", ".join(f"{n} {v}" for n, v in versions.items() if isinstance(v, str)),
+        f"commit {result['commit'][:12]}, {result['date']}",
+    ]
+    return "\n".join([*lines, "", "; ".join(conditions) + "."])
+
+
+def with_table(readme: str, table: str, begin: str = BEGIN, end: str = END) -> str:
+    """Return a README's text with what stands between the markers replaced.
 
     Raises:
         ValueError: the markers are not there exactly once, in order.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"README.md: expected {BEGIN} and then {END}, each once")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    before, found_begin, rest = readme.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end or begin in rest or end in after:
+        raise ValueError(f"README.md: expected {begin} and then {end}, each once")
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite README.md, or with ``--check`` only say whether it would change."""
-    current = README.read_text("utf-8")
-    wanted = with_table(current, generate_table(load_results()))
-    if arguments == ["--check"]:
-        return int(current != wanted)
-    if arguments:
+    """Rewrite the READMEs, or with ``--check`` only say whether one would change."""
+    if arguments not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
-    README.write_text(wanted, encoding="utf-8")
-    return 0
+    is_current = True
+    for path, table, *markers in (
+        (README, generate_table(load_results()), BEGIN, END),
+        (KERNELS_README, kernel_tables(), KERNELS_BEGIN, KERNELS_END),
+    ):
+        current = path.read_text("utf-8")
+        wanted = with_table(current, table, *markers)
+        is_current &= current == wanted
+        if not arguments:
+            path.write_text(wanted, encoding="utf-8")
+    return int(bool(arguments) and not is_current)
 
 
 if __name__ == "__main__":
