@@ -662,9 +662,9 @@ def paged_decode_attention(
     Args:
         q: ``[num_reqs * query_len, q_heads, head_dim]`` fp16, bf16 or fp32; any row and head
             stride, unit last stride. ``q_heads`` is a multiple of the layout's KV heads.
-        k_cache: one layer's key buffer, any shape, contiguous, dtype of ``q``, or with ``scales``
-            float8_e4m3fn or its uint8 view; addressed flat by ``layout``. Pages that no query may
-            see are not read, and may hold NaN.
+        k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, dtype of ``q``,
+            or with ``scales`` float8_e4m3fn or its uint8 view; addressed flat by ``layout``. Pages
+            that no query may see are not read, and may hold NaN.
         v_cache: one layer's value buffer, likewise.
         block_table: ``[num_reqs, row_width]`` int32 in batch-row order, or contiguous per-head
             ``[num_reqs * kv_heads, max_blocks]``; -1 = no page, its keys are skipped.

@@ -36,9 +36,8 @@ ITEM_FIELDS = 16
 segment, sink_end, start, seq_len, table_offset, window, sink, ring_blocks; the rest is unused."""
 MERGE_FIELDS = 4
 """int32 per merge: request, head, first item, pieces."""
-MAX_SEGMENTS = 1 << 13
-"""Requests times KV heads, each rounded up to a power of two (and requests to 16 at least)."""
-
+MAX_SEGMENTS = 1 << 16
+"""Requests times KV heads, heads rounded up to a power of two, requests to one of four."""
 
 MIN_TILE_ROWS = 8
 """Columns of the tensor core's smallest product."""
@@ -47,7 +46,6 @@ SPLIT_TOKENS = 512
 MAX_PIECES = 64
 """A deterministic plan cuts a segment every SPLIT_TOKENS keys, or twice as many and so on until
 there are no more than MAX_PIECES pieces: by the segment's own length alone."""
-
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _MERGE_FIELDS = tl.constexpr(MERGE_FIELDS)
@@ -462,8 +460,10 @@ def items_per_program(tile_reqs: int) -> int:
 
 
 def plan_warps(num_segments: int) -> int:
-    """Return warps that hold so many segments in registers."""
-    return 4 if num_segments <= 2048 else 8
+    """Return warps that hold so many segments in registers; beyond 8,192 some of them spill."""
+    if num_segments <= 2048:
+        return 4
+    return 8 if num_segments <= 8192 else 16
 
 
 def check_plan_options(

@@ -154,9 +154,9 @@ def kv_cache_write(
         key: ``[num_tokens, kv_heads, head_dim]`` fp16, bf16 or fp32; any token and head stride
             (a view of a fused qkv is fine), unit last stride.
         value: like ``key``, with strides of its own.
-        k_cache: one layer's key buffer, any shape, contiguous, dtype of ``key`` or, for
-            ``scales``, float8_e4m3fn or its uint8 view; addressed flat by ``layout``. *Written*
-            at the slots, untouched elsewhere.
+        k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, dtype of
+            ``key`` or, for ``scales``, float8_e4m3fn or its uint8 view; addressed flat by
+            ``layout``. *Written* at the slots, untouched elsewhere.
         v_cache: one layer's value buffer, likewise. *Written*.
         slot_mapping: ``[groups, num_tokens]`` int64, ``block * block_size + position %
             block_size``; negative = skip the token for that group's heads. Slots of one group are

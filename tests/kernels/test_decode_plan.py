@@ -170,6 +170,19 @@ def test_deterministic_pieces_follow_from_the_length_alone(device):
     assert [pieces for *_, pieces in found[0][1]] == [64, 33, 3, 36]
 
 
+def test_forty_heads_of_eighty_requests(device):
+    """A tile of 256 x 64 segments, most of which are not there."""
+    layout = _layout([HeadRole(), HeadRole(window=70)] * 20, device)
+    lens = torch.arange(80, dtype=torch.int32, device=device) * 5
+    found = []
+    for ops in (kernels, reference):
+        plan = _allocate(80, layout, programs=3300)
+        ops.plan_decode_attention(lens, layout, plan)
+        found.append(_lists(plan))
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 40
+
+
 def test_no_merge_where_no_segment_can_be_split(device):
     layout = _layout([HeadRole()], device)
     assert _allocate(3, layout, num_kv_splits=1).max_merges == 0
