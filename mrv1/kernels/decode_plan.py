@@ -460,7 +460,7 @@ def items_per_program(tile_reqs: int) -> int:
 
 
 def plan_warps(num_segments: int) -> int:
-    """Return warps that hold so many segments in registers; beyond 8,192 some of them spill."""
+    """Return warps that hold so many segments in registers; from 8,192 on some of them spill."""
     if num_segments <= 2048:
         return 4
     return 8 if num_segments <= 8192 else 16
