@@ -63,7 +63,8 @@ def find_bad_block_ids(
     seen_from = (seq_lens - query_lens)[:, None] - layout.window + 1  # [rows, heads]
     in_window = (layout.window < 0)[:, None] | (end > seen_from[..., None])
     in_sink = first < layout.sink[:, None]
-    needed = (first < seq_lens[:, None])[:, None] & (in_window | in_sink)  # [rows, heads, blocks]
+    in_row = (first < seq_lens[:, None]) & (query_lens > 0)[:, None]
+    needed = in_row[:, None] & (in_window | in_sink)  # [rows, heads, blocks]
     limits = torch.tensor(num_blocks, device=table.device)[layout.group_of_head.long()]
     bad = needed & ((ids < 0) | (ids >= limits[:, None]))
     rows, heads, blocks = bad.nonzero(as_tuple=True)

@@ -6,9 +6,10 @@ written to be read, not to be fast. Arithmetic is float32, or float64 where the 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from typing import ParamSpec, TypeVar
 
@@ -593,6 +594,11 @@ def _mark_visited(
     visited[head, columns[head, block]] = 1
 
 
+def _fits(tiles: list[int], most_items: int, size: int) -> bool:
+    """Whether pieces of so many tiles are no more than ``most_items``."""
+    return sum(-(-t // size) for t in tiles) <= most_items
+
+
 @_counted
 def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan) -> None:
     """Cut the keys into items; see :func:`mrv1.kernels.plan_decode_attention`."""
@@ -600,21 +606,22 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     tile = plan.config.tile_tokens
     segments = []
     for req, seq_len in enumerate(seq_lens.tolist()):
-        for head in range(layout.num_kv_heads):
-            window, sink = int(layout.window[head]), int(layout.sink[head])
+        for head, role in enumerate(layout.roles):
+            window, sink = role.window, role.sink
             sink_end = min(sink, seq_len) if window >= 0 else 0
             first = max(seq_len - plan.query_len - window + 1, sink_end)
             start = min(first, seq_len) if window >= 0 else 0
             visible = sink_end + seq_len - start
-            role = (int(layout.table_offset[head]), window, sink, int(layout.ring_blocks[head]))
-            segments.append((req, head, visible, (sink_end, start, seq_len, *role)))
+            rest = (sink_end, start, seq_len, role.table_offset, window, sink, role.ring_blocks)
+            segments.append((req, head, visible, rest))
     tiles = [max(1, -(-visible // tile)) for _, _, visible, _ in segments]
     longest = max(tiles, default=1)
     if plan.num_kv_splits is not None:
         size = -(-longest // plan.num_kv_splits)
     elif not plan.deterministic:
         sizes = range(1, longest + 1)
-        size = next(s for s in sizes if sum(-(-t // s) for t in tiles) <= plan.max_items)
+        fits = partial(_fits, tiles, plan.max_items)
+        size = sizes[bisect_left(sizes, True, key=fits)]
     items: list[tuple[int, ...]] = []
     merges: list[tuple[int, ...]] = []
     for (req, head, visible, rest), num_tiles in zip(segments, tiles, strict=True):

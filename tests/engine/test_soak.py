@@ -46,7 +46,9 @@ def test_a_long_run_in_a_small_pool(tmp_path):
 
     with LLM(str(tmp_path), max_num_seqs=6, max_num_batched_tokens=48, **options) as llm:
         kinds: dict[str, int] = {}
-        num_finished = num_aborted = tensors_after_warm_up = 0
+        llm.generate(prompts[0], params[0])
+        tensors_after_warm_up = num_live_tensors()  # idle after a decode, as at the end
+        num_finished = num_aborted = 0
         while len(kinds) < NUM_REQUESTS or llm.has_unfinished_requests():
             while len(kinds) < NUM_REQUESTS and source.random() < 0.5:
                 kind = source.randrange(NUM_KINDS)
