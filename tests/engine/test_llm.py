@@ -122,6 +122,7 @@ def requests(checkpoint) -> list[tuple[list[int], SamplingParams, list[int]]]:
     return list(zip(prompts, params, alone, strict=True))
 
 
+@pytest.mark.timeout(1200)  # 300 examples of whole engines in the full profile
 @given(
     order=st.permutations(range(7)),
     arrivals=st.lists(st.integers(0, 3), max_size=8),
