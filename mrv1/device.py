@@ -176,6 +176,13 @@ def choose_fp8_path(
     return Fp8Choice(path="hardware", reason=f"{info.name} converts e4m3")
 
 
+def has_dependent_launch(device: torch.device) -> bool:
+    """Return whether a kernel on ``device`` may start while the one before it ends (sm_90 on)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return (device_info(device).capability or (0, 0)) >= (9, 0)
+
+
 def memory_bytes(device: torch.device) -> tuple[int, int]:
     """Return (free, total) bytes of a CUDA device, as the driver sees them."""
     free, total = torch.cuda.mem_get_info(device)

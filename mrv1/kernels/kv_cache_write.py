@@ -58,9 +58,8 @@ def _quantized(
     TOKEN_SCALES: tl.constexpr,
 ):
     """Return the codes of the rows of ``x``, by the scale of each row or by the given ones."""
-    x = x.to(tl.float32)
     if TOKEN_SCALES:
-        scale = scale_of(finite_absmax(x))
+        scale = scale_of(finite_absmax(x.to(tl.float32)))
         tl.store(scale_ptr, scale, mask=kept)
     else:
         scale = tl.load(scale_ptr, mask=kept, other=1.0)

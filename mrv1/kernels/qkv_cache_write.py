@@ -26,6 +26,7 @@ import torch
 
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._fp8 import finite_absmax, quantize, scale_of
+from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._paged import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
 from mrv1.kernels._paged_checks import check_head_dim, check_qkv_cache_write
 from mrv1.kernels._quarter_write import write_quarters
@@ -33,6 +34,11 @@ from mrv1.kernels._scales import cache_arguments, fp8_constexprs
 from mrv1.kernels._triton import INTERPRET, tl, triton
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales
+
+
+OVERLAPPED_PROGRAMS = 4096
+"""Most programs of a launch that starts early: on an H200 at 256 tokens (1,536 programs) it saves
+0.5 us of 3.7, at 2,048 it costs 0.8 us of 14.8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +194,7 @@ def _qkv_cache_write_kernel(
     TILE_REST: tl.constexpr,  # power of two >= HEAD_DIM - 2 * NUM_PAIRS
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
     SCALES_PER_BLOCK: tl.constexpr,  # of each head: BLOCK_SIZE, 0 = one, else not stored here
+    OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (cdiv(num_tokens, TILE_TOKENS), NUM_Q_TILES + 2 * NUM_KV_TILES): a tile of q, k or v.
 
@@ -200,6 +207,8 @@ def _qkv_cache_write_kernel(
     NUM_REST: tl.constexpr = HEAD_DIM - 2 * NUM_PAIRS
     ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
     TOKEN_SCALES: tl.constexpr = SCALES_PER_BLOCK == BLOCK_SIZE
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None, None]
     tile = tl.program_id(1)
     is_token = token < num_tokens
@@ -257,6 +266,7 @@ def _qkv_cache_write_kernel(
         cos = tl.load(angle_ptr, mask=has_angle, other=0.0)
         sin = tl.load(angle_ptr + NUM_PAIRS, mask=has_angle, other=0.0)
 
+    tl.debug_barrier()  # loads stay above, and what needs only some of them below in its branch
     if not is_v:
         if q_norm_ptr is not None:
             squares = tl.sum(_square(a) + _square(b), axis=2, keep_dims=True)
@@ -311,18 +321,18 @@ def _qkv_cache_write_kernel(
     if FP8_PATH is not None and (TOKEN_SCALES or SCALES_PER_BLOCK == 0):
         scale_ptr = tl.where(is_v, v_scale_ptr, k_scale_ptr) + scale_base
         if not is_q:
-            wide_a, wide_b, wide_rest = a.to(tl.float32), b.to(tl.float32), rest.to(tl.float32)
             if TOKEN_SCALES:
-                largest = tl.maximum(finite_absmax(wide_a), finite_absmax(wide_b))
-                scale = scale_of(tl.maximum(largest, finite_absmax(wide_rest)))
+                largest = finite_absmax(a.to(tl.float32))
+                largest = tl.maximum(largest, finite_absmax(b.to(tl.float32)))
+                scale = scale_of(tl.maximum(largest, finite_absmax(rest.to(tl.float32))))
                 tl.store(scale_ptr + block * scale_block_stride + offset, scale, mask=kept)
             else:
                 scale = tl.load(scale_ptr, mask=is_cached, other=1.0)
             _store_head(
                 cache_ptr + address,
-                quantize(wide_a, scale, TOKEN_SCALES, FP8_PATH),
-                quantize(wide_b, scale, TOKEN_SCALES, FP8_PATH),
-                quantize(wide_rest, scale, TOKEN_SCALES, FP8_PATH),
+                quantize(a, scale, TOKEN_SCALES, FP8_PATH),
+                quantize(b, scale, TOKEN_SCALES, FP8_PATH),
+                quantize(rest, scale, TOKEN_SCALES, FP8_PATH),
                 kept,
                 NUM_PAIRS,
                 NUM_REST,
@@ -479,6 +489,7 @@ def qkv_cache_write(
         TILE_PAIRS=triton.next_power_of_2(num_pairs),
         TILE_REST=triton.next_power_of_2(head_dim - 2 * num_pairs),
         **fp8_constexprs(scales, layout, qkv.device),
+        **overlap_options(qkv.device, worthwhile=token_tiles * num_tiles <= OVERLAPPED_PROGRAMS),
         num_warps=config.num_warps,
     )
     if quarters is not None and k_out is not None:

@@ -17,21 +17,22 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def cases(target: Target) -> list[AotCase]:
     fp8 = [_fp8(target, granularity) for granularity in ("token", "head", "quarter")]
     return [
-        *(_write(dtype, 128, norm=True) for dtype in DTYPES),
-        *(_write(torch.bfloat16, dim) for dim in (64, 80, 256)),
-        *(_write(torch.bfloat16, 128, norm=True, fp8=scales) for scales in fp8),
-        _write(torch.bfloat16, 128, rotary_dim=None),
-        _write(torch.bfloat16, 128, rotary_dim=None, norm=True, k_out=True),
-        _write(torch.bfloat16, 128, rotary_dim=32, norm=True, fp8=fp8[0], k_out=True),
-        _write(torch.bfloat16, 96, rotary_dim=40, interleaved=True, fp8=fp8[0]),
-        _write(torch.float32, 256, norm=True, fp8=fp8[0], k_out=True),
-        _write(torch.bfloat16, 128, interleaved=True, norm=True),
-        _write(torch.bfloat16, 128, interleaved=True, mrope=True, norm=True, fp8=fp8[1]),
-        _write(torch.bfloat16, 128, mrope=True),
+        *(_write(target, dtype, 128, norm=True) for dtype in DTYPES),
+        *(_write(target, torch.bfloat16, dim) for dim in (64, 80, 256)),
+        *(_write(target, torch.bfloat16, 128, norm=True, fp8=scales) for scales in fp8),
+        _write(target, torch.bfloat16, 128, rotary_dim=None),
+        _write(target, torch.bfloat16, 128, rotary_dim=None, norm=True, k_out=True),
+        _write(target, torch.bfloat16, 128, rotary_dim=32, norm=True, fp8=fp8[0], k_out=True),
+        _write(target, torch.bfloat16, 96, rotary_dim=40, interleaved=True, fp8=fp8[0]),
+        _write(target, torch.float32, 256, norm=True, fp8=fp8[0], k_out=True),
+        _write(target, torch.bfloat16, 128, interleaved=True, norm=True),
+        _write(target, torch.bfloat16, 128, interleaved=True, mrope=True, norm=True, fp8=fp8[1]),
+        _write(target, torch.bfloat16, 128, mrope=True),
     ]
 
 
 def _write(
+    target: Target,
     dtype: torch.dtype,
     head_dim: int,
     *,
@@ -80,6 +81,7 @@ def _write(
             "TILE_PAIRS": triton.next_power_of_2(num_pairs),
             "TILE_REST": triton.next_power_of_2(head_dim - 2 * num_pairs),
             **fp8,
+            "OVERLAP": target.backend == "cuda" and target.arch >= 90,
         },
         num_warps=config.num_warps,
     )

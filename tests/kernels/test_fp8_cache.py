@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.device import Fp8Choice
 from mrv1.kernels import HeadRole, KVLayout, KVScales, _scales, reference
-from mrv1.kernels._fp8 import decode_e4m3, encode_e4m3
+from mrv1.kernels._fp8 import decode_e4m3, encode_e4m3, quantize
 from mrv1.kernels._triton import tl, triton
 from mrv1.testing import _number_formats
 from mrv1.testing.strategies import (
@@ -103,6 +103,36 @@ def test_encode_is_exact(device, path):
     grid = (triton.cdiv(len(x), 1024),)
     _encode_kernel[grid](torch.from_numpy(x).to(device), codes, len(x), TILE=1024, PATH=path)
     np.testing.assert_array_equal(codes.cpu().numpy(), _number_formats.encode(x, "fp8e4nv"))
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, scale_ptr, out_ptr, TILE: tl.constexpr, PATH: tl.constexpr):
+    row = tl.program_id(0) + tl.arange(0, 1)[:, None]
+    at = tl.arange(0, TILE)[None, :]
+    codes = quantize(tl.load(x_ptr + at), tl.load(scale_ptr + row), True, PATH)
+    tl.store(out_ptr + row * TILE + at, codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_quantize_of_every_significand_by_every_scale(device, path, dtype):
+    """One correction of the quotient is enough for 16-bit inputs: all ratios are tried.
+
+    A quotient's rounding depends on the two significands alone, its code also on how far the
+    exponents are apart.
+    """
+    count = 128 if dtype == torch.bfloat16 else 1024
+    significands = 1 + torch.arange(count, dtype=torch.float64) / count
+    apart = torch.arange(19 if dtype == torch.bfloat16 else 13, dtype=torch.float64)
+    x = (significands[None, :] * 2.0 ** -apart[:, None]).flatten().to(dtype)
+    x = torch.cat([x, x.new_zeros(triton.next_power_of_2(len(x)) - len(x))])
+    assert torch.equal(x[:count].double(), significands)
+    absmax = significands[:: 1 if device.type == "cuda" else count // 128]  # by every on a GPU
+    scale = reference.token_scale(absmax.to(dtype)[:, None])
+    codes = torch.empty(len(scale), len(x), dtype=torch.uint8, device=device)
+    _quantize_kernel[(len(scale),)](
+        x.to(device), scale.to(device), codes, TILE=len(x), PATH=path, num_warps=8
+    )
+    assert torch.equal(codes.cpu(), reference.quantize_e4m3(x.expand(len(scale), -1), scale))
 
 
 def test_decode_is_exact(device, path):
