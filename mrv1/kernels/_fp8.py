@@ -94,7 +94,7 @@ def scale_of(largest):
 
 @triton.jit
 def quantize(x, scale, OWN_SCALE: tl.constexpr, PATH: tl.constexpr):
-    """Return the codes of ``x / scale`` in float32; ``scale`` has an axis of 1 in place of the last.
+    """Return the codes of ``x / scale`` in float32; ``scale`` has 1 in place of the last axis.
 
     OWN_SCALE says that it is ``scale_of`` the vector itself: then nothing overflows, what
     underflows is far below the smallest code, and for the few significands of a 16-bit type one

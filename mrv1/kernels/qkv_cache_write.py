@@ -35,7 +35,6 @@ from mrv1.kernels._triton import INTERPRET, tl, triton
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales
 
-
 OVERLAPPED_PROGRAMS = 4096
 """Most programs of a launch that starts early: on an H200 at 256 tokens (1,536 programs) it saves
 0.5 us of 3.7, at 2,048 it costs 0.8 us of 14.8."""
