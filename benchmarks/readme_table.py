@@ -106,8 +106,10 @@ def _kernel_table(name: str, result: dict[str, Any]) -> str:
     means = [_optional(result["geometric_mean_over_ours"].get(o), "{:.2f}x") for o in others]
     lines.append(f"| {' | '.join(['geometric mean', '', '', *means])} |")
     versions = result["versions"] | {n: v for n, v in result["peers"].items() if v[0].isdigit()}
+    order = result["conditions"].get("slot_order", "tokens")
     conditions = [
-        f"`{name}.json`: {result['dtype']}, cache {result['kv_dtype']}, {result['path']} path on "
+        f"`{name}.json`: {result['dtype']}, cache {result['kv_dtype']}, "
+        f"{'' if order == 'tokens' else f'{order} in random order, '}{result['path']} path on "
         f"one {result['device']['name']}",
         f"copy bandwidth {_optional(result['copy_bandwidth_bytes_per_s'], '{:.3g}')} bytes/s",
         ", ".join(f"{n} {v}" for n, v in versions.items() if isinstance(v, str)),

@@ -15,6 +15,7 @@ from mrv1.bench.attention_options import DTYPES
 from mrv1.bench.floor import copy_bandwidth
 from mrv1.bench.kv_write_data import (
     EPS,
+    SlotOrder,
     WriteCase,
     WriteData,
     make_write_data,
@@ -66,6 +67,8 @@ class KVWriteBench:
     num_kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    slot_order: SlotOrder = "tokens"
+    """What is in random order: all slots, or the blocks alone."""
     peers: tuple[str, ...] = tuple(WRITE_PEERS)
     repeats: int = 50
     """Samples of each variant, after one that is not counted."""
@@ -83,6 +86,11 @@ class KVWriteBench:
         if self.kv_dtype not in get_args(KVDtype):
             raise ConfigError(
                 f"kv_dtype: expected one of {', '.join(get_args(KVDtype))}, got {self.kv_dtype!r}"
+            )
+        if self.slot_order not in get_args(SlotOrder):
+            raise ConfigError(
+                f"slot_order: expected one of {', '.join(get_args(SlotOrder))}, "
+                f"got {self.slot_order!r}"
             )
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size}")
@@ -104,6 +112,7 @@ class KVWriteBench:
                 block_size=self.block_size,
                 dtype=DTYPES[self.dtype],
                 kv_dtype=self.kv_dtype,
+                slot_order=self.slot_order,
             )
             for num_tokens in self.tokens
         ]
@@ -157,7 +166,9 @@ def _conditions(bench: KVWriteBench, device: torch.device) -> dict[str, object]:
         "block_size": bench.block_size,
         "repeats": bench.repeats,
         "kv_scales": "none" if bench.kv_dtype == "auto" else "one per token and head",
-        "data": "normal, K and V strided views of a fused qkv, slots in random order",
+        "slot_order": bench.slot_order,
+        "data": "normal, K and V strided views of a fused qkv, "
+        f"{'slots' if bench.slot_order == 'tokens' else 'blocks'} in random order",
         "fused": "q and k norm, neox rope of the whole head by rows of angles that were "
         "picked before, as layers share them; q in place",
         "timer": graph if device.type == "cuda" else "host clock, one launch; no measurement",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from mrv1.bench.attention_case import KVDtype
 from mrv1.kernels import KVLayout, KVScales, reference
+
+SlotOrder = Literal["tokens", "blocks"]
+"""What is in random order: every slot, as no step writes them, or the blocks alone, as prefills
+fill them one token after the other."""
 
 SLOT_BYTES = 8
 FLOAT32_BYTES = 4
@@ -29,6 +34,7 @@ class WriteCase:
     """Of qkv."""
     kv_dtype: KVDtype
     """Of the cache: ``auto`` = like qkv, ``fp8_e4m3`` = codes with a scale per (token, head)."""
+    slot_order: SlotOrder
 
     @property
     def is_fp8(self) -> bool:
@@ -59,7 +65,7 @@ class WriteData:
     qkv: list[torch.Tensor]
     """[tokens, q_heads + 2 * kv_heads, head_dim]."""
     slots: list[torch.Tensor]
-    """[1, tokens] int64, in random order over the whole cache."""
+    """[1, tokens] int64, over the whole cache in the case's order."""
     cos_sin: torch.Tensor
     """[tokens, head_dim] float32, each token's own row: all of a head turns."""
     q_norm: torch.Tensor
@@ -107,7 +113,11 @@ def make_write_data(
         return empty.normal_(generator=generator)
 
     num_blocks = -(-num_tokens * num_sets // case.block_size)
-    order = torch.randperm(num_blocks * case.block_size, generator=generator, device=device)
+    in_order = num_blocks if case.slot_order == "blocks" else num_blocks * case.block_size
+    order = torch.randperm(in_order, generator=generator, device=device)
+    if case.slot_order == "blocks":
+        offsets = torch.arange(case.block_size, device=device)
+        order = (order[:, None] * case.block_size + offsets).flatten()
     shape = (num_blocks, num_kv_heads, case.block_size, dim)
     cache_dtype = torch.float8_e4m3fn if case.is_fp8 else case.dtype
     k_cache, v_cache = (torch.empty(shape, dtype=cache_dtype, device=device) for _ in range(2))

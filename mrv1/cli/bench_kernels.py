@@ -21,6 +21,7 @@ from mrv1.bench import (
     run_kv_write,
 )
 from mrv1.bench.attention_case import KVDtype
+from mrv1.bench.kv_write_data import SlotOrder
 from mrv1.bench.kv_write_peers import WRITE_PEERS
 from mrv1.cli.console import one_line_errors, say
 from mrv1.errors import ConfigError
@@ -121,6 +122,9 @@ def kv_write(
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
     block_size: BlockSize = 16,
+    slot_order: Annotated[
+        str, typer.Option(help="What is in random order: tokens, or blocks, as in a prefill.")
+    ] = "tokens",
     peers: Annotated[
         str, typer.Option(help="Others to measure beside, comma-separated; '' = none.")
     ] = ",".join(WRITE_PEERS),
@@ -140,6 +144,7 @@ def kv_write(
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             block_size=block_size,
+            slot_order=cast("SlotOrder", slot_order),
             peers=tuple(peer.strip() for peer in peers.split(",") if peers),
             repeats=repeats,
             device=device,

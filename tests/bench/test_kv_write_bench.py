@@ -76,6 +76,14 @@ def test_inputs_are_views_of_a_fused_qkv_and_slots_are_distinct(kv_dtype: KVDtyp
     torch.testing.assert_close(data.cos_sin.square().view(-1, 2, 8).sum(1).mean().item(), 1.0)
 
 
+def test_blocks_in_random_order_are_filled_token_by_token():
+    data = make_write_data(_case(48, slot_order="blocks"), 2, CPU)
+    blocks = torch.cat(data.slots, dim=1)[0].view(6, 16)
+    assert torch.equal(blocks % 16, torch.arange(16).expand(6, 16))
+    assert sorted((blocks[:, 0] // 16).tolist()) == list(range(6))
+    assert blocks[:, 0].tolist() != sorted(blocks[:, 0].tolist())
+
+
 # --- checks ------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,7 @@ def test_kv_write_to_an_fp8_cache(mrv1: Mrv1):
         ("kv-write", ["--tokens", "1,x"], "tokens: expected counts such as 1,256, got '1,x'"),
         ("kv-write", ["--kv-dtype", "fp8"], "kv_dtype: expected one of auto, fp8_e4m3"),
         ("kv-write", ["--peers", "x"], "peers: expected some of flashinfer, vllm-triton"),
+        ("kv-write", ["--slot-order", "x"], "slot_order: expected one of tokens, blocks, got 'x'"),
         ("kv-write", ["--tokens", "0"], "tokens: expected different counts >= 1, got [0]"),
         ("kv-write", ["--block-size", "24"], "block_size: expected one of (16, 32, 64, 128)"),
         ("kv-write", ["--output", "/no/x"], "--output: expected an existing directory, got /no"),
