@@ -208,6 +208,7 @@ def driver_version() -> str | None:
 
 RELEVANT_VARIABLES = (
     "MRV1_DEBUG",
+    "MRV1_DEBUG_SYNC",
     "TRITON_INTERPRET",
     "TRITON_CACHE_DIR",
     "CUDA_VISIBLE_DEVICES",

@@ -17,12 +17,15 @@ from mrv1.kernels.decode_plan import DecodePlan, plan_decode_attention
 from mrv1.kernels.kv_cache_write import kv_cache_write
 from mrv1.kernels.kv_layout import HeadRole, KVLayout
 from mrv1.kernels.kv_scales import KVScales
+from mrv1.kernels.linear import linear
 from mrv1.kernels.merge_states import merge_states
+from mrv1.kernels.post_update import post_update
 from mrv1.kernels.prefill_attention import paged_prefill_attention
 from mrv1.kernels.qkv_cache_write import qkv_cache_write
 from mrv1.kernels.rms_norm import rms_norm
 from mrv1.kernels.rope import apply_rope
 from mrv1.kernels.sampling import sample_tokens
+from mrv1.kernels.scatter_segments import scatter_segments
 from mrv1.kernels.token_gather import gather_tokens
 
 __all__ = [
@@ -34,13 +37,16 @@ __all__ = [
     "copy_pages",
     "gather_tokens",
     "kv_cache_write",
+    "linear",
     "merge_states",
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_decode_attention",
+    "post_update",
     "qkv_cache_write",
     "reference",
     "rms_norm",
     "sample_tokens",
+    "scatter_segments",
     "silu_and_mul",
 ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._triton import INTERPRET, tl, triton
 
 
@@ -25,8 +26,11 @@ def _silu_and_mul_kernel(
     num_cols,
     TILE_TOKENS: tl.constexpr,
     TILE_COLS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (cdiv(num_tokens, TILE_TOKENS), cdiv(num_cols, TILE_COLS)): one output tile each."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
     col = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
     inside = (token < num_tokens) & (col < num_cols)
@@ -112,5 +116,6 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
         TILE_TOKENS=config.tile_tokens,
         TILE_COLS=config.tile_cols,
         num_warps=config.num_warps,
+        **overlap_options(x.device),
     )
     return out

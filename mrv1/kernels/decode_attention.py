@@ -22,6 +22,7 @@ import torch
 
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._fp8 import decode_pairs, product_query_pairs, scale_index
+from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._paged import (
     ALIGNED_ELEMENTS,
     LOG2_E,
@@ -396,8 +397,11 @@ def _paged_decode_attention_kernel(
     PRECISION: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
     SCALES_PER_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (min(max_items, MAX_PROGRAMS),): one item of the plan, or every so many-th."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     num_items = tl.load(counts_ptr)
     if IN_ROUNDS:
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -507,8 +511,11 @@ def _merge_items_kernel(
     HEAD_DIM: tl.constexpr,
     TILE_PIECES: tl.constexpr,
     TILE_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (max_merges, QUERY_LEN * GROUP): out = sum_p exp(lse_p - lse) state_p over pieces."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     merge = tl.program_id(0)
     row = tl.program_id(1)
     merge_ptr = merges_ptr + merge * _MERGE_FIELDS
@@ -607,6 +614,7 @@ def _launch_items(
         **fp8_constexprs(scales, layout, q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **overlap_options(q.device),
     )
 
 
@@ -632,6 +640,7 @@ def _launch_merge(
         TILE_PIECES=16 if few else 64,
         TILE_DIM=triton.next_power_of_2(layout.head_dim),
         num_warps=2 if few else 4,
+        **overlap_options(out.device),
     )
 
 

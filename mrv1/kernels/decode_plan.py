@@ -26,6 +26,7 @@ import torch
 
 from mrv1.device import DeviceInfo, device_info
 from mrv1.kernels._checks import check_launchable, check_tensor
+from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._paged import visible_range
 from mrv1.kernels._paged_checks import check_num_kv_splits
 from mrv1.kernels._triton import INTERPRET, tl, triton
@@ -300,12 +301,15 @@ def _plan_decode_kernel(
     TILE_REQS: tl.constexpr,  # power of two >= num_reqs
     TILE_HEADS: tl.constexpr,  # power of two >= NUM_KV_HEADS
     TILE_ITEMS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (cdiv(max_items, TILE_ITEMS),): one program lists TILE_ITEMS items.
 
     Each of them settles on the same size first; program 0 lists the merges too. Items are ordered
     by request, head and piece.
     """
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     first_item = tl.program_id(0) * TILE_ITEMS
     req = tl.arange(0, TILE_REQS)
     head = tl.arange(0, TILE_HEADS)
@@ -451,6 +455,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         TILE_HEADS=tile_heads,
         TILE_ITEMS=tile_items,
         num_warps=plan_warps(tile_reqs * tile_heads),
+        **overlap_options(seq_lens.device),
     )
 
 

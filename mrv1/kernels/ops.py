@@ -12,6 +12,7 @@ from mrv1.kernels import reference
 from mrv1.kernels.decode_plan import DecodePlan
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales
+from mrv1.kernels.linear import Activation
 
 
 class Ops(Protocol):
@@ -20,10 +21,20 @@ class Ops(Protocol):
     Their docstrings say what shapes and dtypes they take.
     """
 
+    def scatter_segments(
+        self,
+        state: torch.Tensor,
+        staged: torch.Tensor,
+        segments: torch.Tensor,
+        num_segments: torch.Tensor,
+    ) -> None:
+        """Copy a step's changes to where they belong in the state."""
+        ...
+
     def gather_tokens(
         self,
         idx_mapping: torch.Tensor,
-        query_start_loc: torch.Tensor,
+        query_start_loc: torch.Tensor | None,
         token_ids: torch.Tensor,
         num_tokens: torch.Tensor,
         num_computed_tokens: torch.Tensor,
@@ -38,8 +49,39 @@ class Ops(Protocol):
         seq_lens: torch.Tensor,
         slot_mapping: torch.Tensor,
         logits_rows: torch.Tensor,
+        query_len: int | None = None,
+        stopped: torch.Tensor | None = None,
+        draft_token_ids: torch.Tensor | None = None,
+        num_draft_tokens: torch.Tensor | None = None,
+        mrope_positions: torch.Tensor | None = None,
+        mrope_delta: torch.Tensor | None = None,
+        prompt_len: torch.Tensor | None = None,
+        block_table: torch.Tensor | None = None,
     ) -> None:
-        """Collect a step's tokens, their positions and their slots."""
+        """Collect a step's tokens, their positions, their slots and the rows' block tables."""
+        ...
+
+    def post_update(
+        self,
+        idx_mapping: torch.Tensor,
+        query_start_loc: torch.Tensor | None,
+        logits_rows: torch.Tensor,
+        tokens: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        max_total_tokens: torch.Tensor,
+        stop_token_ids: torch.Tensor,
+        stopped: torch.Tensor,
+        *,
+        output: torch.Tensor,
+        num_output: torch.Tensor,
+        ring_slot: torch.Tensor | None = None,
+        query_len: int | None = None,
+        num_sampled: torch.Tensor | None = None,
+        output_counts: torch.Tensor | None = None,
+    ) -> None:
+        """Append a step's tokens, advance the lengths, mark the requests that stop."""
         ...
 
     def rms_norm(
@@ -68,6 +110,23 @@ class Ops(Protocol):
 
     def silu_and_mul(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``silu(gate) * up`` of ``x = [gate, up]``."""
+        ...
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        residual: torch.Tensor | None = None,
+        activation: Activation | None = None,
+        out: torch.Tensor | None = None,
+        deterministic: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Return ``residual + activation(rms_norm(x) @ weight.T + bias)``."""
         ...
 
     def kv_cache_write(
@@ -163,6 +222,8 @@ class Ops(Protocol):
         seeds: torch.Tensor,
         positions: torch.Tensor,
         *,
+        idx_mapping: torch.Tensor | None = None,
+        prompt_len: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draw one token a row."""

@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._triton import INTERPRET, tl, triton
 
 
@@ -37,8 +38,11 @@ def _rms_norm_kernel(
     eps,
     TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,  # power of two >= dim
+    OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (cdiv(num_rows, TILE_ROWS),): one program normalises TILE_ROWS whole rows."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     col = tl.arange(0, TILE_DIM)[None, :]
     in_row = (row < num_rows) & (col < dim)
@@ -148,6 +152,7 @@ def rms_norm(
         TILE_ROWS=config.tile_rows,
         TILE_DIM=triton.next_power_of_2(dim),
         num_warps=config.num_warps,
+        **overlap_options(x.device),
     )
     return out
 

@@ -26,6 +26,7 @@ from functools import lru_cache
 import torch
 
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._triton import INTERPRET, tl, triton
 
 MAX_VOCAB_SIZE = 1 << 24
@@ -84,28 +85,39 @@ def _sample_tiles_kernel(
     best_token_ptr,  # [num_rows, num_tiles] int64
     logits_ptr,  # [num_rows, vocab_size], unit last stride
     stride_logits_row,
-    temperature_ptr,  # [num_rows] float32, 0 = greedy
-    seed_ptr,  # [num_rows] int64
-    position_ptr,  # [num_rows] int64
+    idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: what follows is in row order
+    temperature_ptr,  # [num_rows or slots] float32, 0 = greedy
+    seed_ptr,  # [num_rows or slots] int64
+    position_ptr,  # [num_rows or slots] int64 or int32
+    prompt_len_ptr,  # like position_ptr, subtracted from it; or None
     vocab_size,
     num_tiles,
     FINAL: tl.constexpr,  # num_tiles is 1: the tile's best is the row's
     TILE_VOCAB: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (num_rows * num_tiles,): one program finds the best token of one tile of one row."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     program = tl.program_id(0)
     row = (program // num_tiles).to(tl.int64)
     token = (program % num_tiles) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
     in_vocab = token < vocab_size
     logits_row_ptr = logits_ptr + row * stride_logits_row
     score = tl.load(logits_row_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(temperature_ptr + row)
+    slot = row
+    if idx_mapping_ptr is not None:
+        slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    is_row = slot >= 0
+    temperature = tl.load(temperature_ptr + slot, mask=is_row, other=0.0)
     if temperature != 0.0:  # uniform over the program: greedy rows cost no noise
-        seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
+        seed, position = tl.load(seed_ptr + slot), tl.load(position_ptr + slot).to(tl.int64)
+        if prompt_len_ptr is not None:
+            position -= tl.load(prompt_len_ptr + slot)
         noise = _gumbel(_philox_word(seed, position, token))
         score = score * tl.div_rn(1.0, temperature) + noise
     # NaN never wins, nor does padding, which a negative temperature would turn to +inf
-    score = tl.where(in_vocab & (score == score), score, float("-inf"))
+    score = tl.where(in_vocab & is_row & (score == score), score, float("-inf"))
     best, index = tl.max(score, axis=0, return_indices=True)
     best_token = ((program % num_tiles) * TILE_VOCAB + index).to(tl.int64)
     if FINAL:
@@ -123,8 +135,11 @@ def _reduce_tiles_kernel(
     best_token_ptr,  # [num_rows, num_tiles] int64
     num_tiles,
     TILE_TILES: tl.constexpr,  # power of two >= num_tiles
+    OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (num_rows,): tiles ascend in token id, so the leftmost maximum is the lowest id."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILE_TILES)
     score = tl.load(
@@ -166,6 +181,8 @@ def sample_tokens(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    idx_mapping: torch.Tensor | None = None,
+    prompt_len: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return one token id per row: a draw from softmax(logits / temperature), or the argmax.
@@ -175,11 +192,16 @@ def sample_tokens(
             token; so does NaN.
         temperature: [rows] float32 >= 0, contiguous; 0 = greedy, the exact argmax.
         seeds: [rows] int64, contiguous: the request's seed, all 64 bits.
-        positions: [rows] int64, contiguous: the output position, its low 32 bits.
+        positions: [rows] int64 or int32, contiguous: the output position, its low 32 bits.
+        idx_mapping: [rows] int32, contiguous: temperature, seeds, positions and prompt_len are
+            then in slot order, [slots], and this is the slot of each row; -1 = padding row. None =
+            they are in row order.
+        prompt_len: like ``positions``, which are then tokens known, prompt and output: it is
+            subtracted from them. None = 0.
         out: [rows] int64, contiguous, *written*. Allocated if omitted.
 
     Returns:
-        ``out``: ties go to the lowest id; -1 where a row has no token above -inf.
+        ``out``: ties go to the lowest id; -1 where a row has no token above -inf, and for padding.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -190,7 +212,9 @@ def sample_tokens(
     Stream: current stream, no synchronisation, CUDA-graph safe. Allocates 12 bytes per row and
         vocabulary tile when the vocabulary has more than one.
     """
-    num_rows, vocab_size = _check(logits, temperature, seeds, positions, out)
+    num_rows, vocab_size = _check(
+        logits, temperature, seeds, positions, idx_mapping, prompt_len, out
+    )
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
@@ -209,14 +233,17 @@ def sample_tokens(
         best_token,
         logits,
         logits.stride(0),
+        idx_mapping,
         temperature,
         seeds,
         positions,
+        prompt_len,
         vocab_size,
         num_tiles,
         FINAL=final,
         TILE_VOCAB=config.tile_vocab,
         num_warps=config.num_warps,
+        **overlap_options(logits.device),
     )
     if not final:
         _reduce_tiles_kernel[(num_rows,)](
@@ -226,6 +253,7 @@ def sample_tokens(
             num_tiles,
             TILE_TILES=triton.next_power_of_2(num_tiles),
             num_warps=1,
+            **overlap_options(logits.device),
         )
     return out
 
@@ -235,6 +263,8 @@ def _check(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    idx_mapping: torch.Tensor | None,
+    prompt_len: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> tuple[int, int]:
     check_tensor("logits", logits, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
@@ -244,17 +274,21 @@ def _check(
         raise ValueError(
             f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE} tokens, got {vocab_size}"
         )
-    for name, tensor, dtype in (
-        ("temperature", temperature, torch.float32),
-        ("seeds", seeds, torch.int64),
-        ("positions", positions, torch.int64),
-        ("out", out, torch.int64),
+    size = num_rows if idx_mapping is None else temperature.shape[0] if temperature.dim() else 0
+    counts = (torch.int64, torch.int32)
+    for name, tensor, length, dtype in (
+        ("idx_mapping", idx_mapping, num_rows, torch.int32),
+        ("temperature", temperature, size, torch.float32),
+        ("seeds", seeds, size, torch.int64),
+        ("positions", positions, size, counts),
+        ("prompt_len", prompt_len, size, positions.dtype),
+        ("out", out, num_rows, torch.int64),
     ):
-        if tensor is not None or name != "out":
+        if tensor is not None:
             check_tensor(
                 name,
                 tensor,
-                shape=(num_rows,),
+                shape=(length,),
                 dtype=dtype,
                 device=logits.device,
                 contiguous=True,

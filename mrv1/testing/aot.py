@@ -49,6 +49,11 @@ class Target:
         """CUDA compute capability; None on AMD."""
         return divmod(self.arch, 10) if isinstance(self.arch, int) else None
 
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether kernels are launched there as ``mrv1.kernels._overlap`` does."""
+        return self.capability is not None and self.capability >= (9, 0)
+
 
 def _cuda(arch: int, shared_memory_kib: int) -> Target:
     return Target(

@@ -48,8 +48,8 @@ def cases(target: Target) -> list[AotCase]:
         _decode(target, torch.bfloat16, 128, False, group=4, query_len=4, in_rounds=True),
         _decode(target, torch.bfloat16, 256, True, group=8, query_len=4),
         *_fp8_cases(target),
-        *(_merge(dim, pieces) for dim in (64, 256) for pieces in (16, 64)),
-        *(_plan(*shape) for shape in ((16, 8, False), (256, 8, True), (1024, 8, True))),
+        *(_merge(target, dim, pieces) for dim in (64, 256) for pieces in (16, 64)),
+        *(_plan(target, *shape) for shape in ((16, 8, False), (256, 8, True), (1024, 8, True))),
     ]
 
 
@@ -130,6 +130,7 @@ def _decode(
             "TILE_TOKENS": config.tile_tokens,
             "TILE_DIM": tile_dim,
             "PRECISION": dot_precision(dtype),
+            "OVERLAP": target.has_dependent_launch,
             **fp8,
         },
         num_warps=config.num_warps,
@@ -138,7 +139,7 @@ def _decode(
     )
 
 
-def _merge(head_dim: int, tile_pieces: int) -> AotCase:
+def _merge(target: Target, head_dim: int, tile_pieces: int) -> AotCase:
     float32, int32 = pointer(torch.float32), pointer(torch.int32)
     return AotCase(
         name=_name("merge_items", torch.bfloat16, head_dim, tile_pieces),
@@ -155,12 +156,13 @@ def _merge(head_dim: int, tile_pieces: int) -> AotCase:
             "HEAD_DIM": head_dim,
             "TILE_PIECES": tile_pieces,
             "TILE_DIM": triton.next_power_of_2(head_dim),
+            "OVERLAP": target.has_dependent_launch,
         },
         num_warps=2 if tile_pieces == 16 else 4,
     )
 
 
-def _plan(num_reqs: int, num_kv_heads: int, streaming: bool) -> AotCase:
+def _plan(target: Target, num_reqs: int, num_kv_heads: int, streaming: bool) -> AotCase:
     int32 = pointer(torch.int32)
     return AotCase(
         name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, streaming),
@@ -176,6 +178,7 @@ def _plan(num_reqs: int, num_kv_heads: int, streaming: bool) -> AotCase:
             "TILE_REQS": num_reqs,
             "TILE_HEADS": num_kv_heads,
             "TILE_ITEMS": items_per_program(num_reqs),
+            "OVERLAP": target.has_dependent_launch,
         },
         num_warps=plan_warps(num_reqs * num_kv_heads),
         parked_bytes=32,  # one launch a step

@@ -1,4 +1,4 @@
-"""What of norms, rope, activation, gather and sampling is compiled ahead of time, as launched."""
+"""What of norms, rope, activation and sampling is compiled ahead of time, as launched."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from mrv1.kernels.sampling import (
     _reduce_tiles_kernel,
     _sample_tiles_kernel,
 )
-from mrv1.kernels.token_gather import GatherTokensConfig, _gather_tokens_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def cases(_target: Target) -> list[AotCase]:
+def cases(target: Target) -> list[AotCase]:
     return [
-        *(_rms_norm(dtype, dim) for dtype in DTYPES for dim in (128, 1024, 2880, 8192)),
-        *(_rms_norm(torch.bfloat16, dim, residual=True) for dim in (1024, 8192)),
+        *(_rms_norm(target, dtype, dim) for dtype in DTYPES for dim in (128, 1024, 2880, 8192)),
+        *(_rms_norm(target, torch.bfloat16, dim, residual=True) for dim in (1024, 8192)),
         *(_rope(dtype, interleaved) for dtype in DTYPES for interleaved in (False, True)),
         _rope(torch.bfloat16, False, num_q_heads=64, head_dim=256),
-        *(_silu_and_mul(dtype) for dtype in DTYPES),
-        _gather_tokens(),
-        *(_sample_tiles(dtype, 151_936) for dtype in DTYPES),
-        _sample_tiles(torch.float32, 2048),
-        _reduce_tiles(262_144),
+        *(_silu_and_mul(target, dtype) for dtype in DTYPES),
+        *(_sample_tiles(target, dtype, 151_936) for dtype in DTYPES),
+        _sample_tiles(target, torch.float32, 2048),
+        _reduce_tiles(target, 262_144),
     ]
 
 
@@ -37,14 +35,18 @@ def _name(op: str, *details: object) -> str:
     return "-".join([op, *(str(d).removeprefix("torch.") for d in details)])
 
 
-def _rms_norm(dtype: torch.dtype, dim: int, *, residual: bool = False) -> AotCase:
+def _rms_norm(target: Target, dtype: torch.dtype, dim: int, *, residual: bool = False) -> AotCase:
     config = RmsNormConfig.default_for(dim)
     x = pointer(dtype)
     return AotCase(
         name=_name("rms_norm", dtype, dim, *(["residual"] if residual else [])),
         kernel=_rms_norm_kernel,
         args=(x, dim, dim, x if residual else None, dim, x, dim, dim, x, 33, 1, dim, 1e-6),
-        constexprs={"TILE_ROWS": config.tile_rows, "TILE_DIM": triton.next_power_of_2(dim)},
+        constexprs={
+            "TILE_ROWS": config.tile_rows,
+            "TILE_DIM": triton.next_power_of_2(dim),
+            "OVERLAP": target.has_dependent_launch,
+        },
         num_warps=config.num_warps,
     )
 
@@ -76,57 +78,52 @@ def _rope(
     )
 
 
-def _silu_and_mul(dtype: torch.dtype) -> AotCase:
+def _silu_and_mul(target: Target, dtype: torch.dtype) -> AotCase:
     config = SiluAndMulConfig.default_for()
     return AotCase(
         name=_name("silu_and_mul", dtype),
         kernel=_silu_and_mul_kernel,
         args=(pointer(dtype), 3072, pointer(dtype), 6144, 33, 3072),
-        constexprs={"TILE_TOKENS": config.tile_tokens, "TILE_COLS": config.tile_cols},
+        constexprs={
+            "TILE_TOKENS": config.tile_tokens,
+            "TILE_COLS": config.tile_cols,
+            "OVERLAP": target.has_dependent_launch,
+        },
         num_warps=config.num_warps,
     )
 
 
-def _gather_tokens() -> AotCase:
-    config = GatherTokensConfig.default_for()
-    int32, int64 = pointer(torch.int32), pointer(torch.int64)
-    return AotCase(
-        name="gather_tokens",
-        kernel=_gather_tokens_kernel,
-        args=(
-            *(int64, int64, int64, 8192, int32, int64),
-            *(int32, int32, int32, 40_960, int32, int32, int32, 2560),
-            *(int32, int32, int32),
-            *(33, 257, 6, 40_960, 2),
-        ),
-        constexprs={"BLOCK_SIZE": 16, "TILE_TOKENS": config.tile_tokens},
-        num_warps=config.num_warps,
-    )
-
-
-def _sample_tiles(dtype: torch.dtype, vocab_size: int) -> AotCase:
+def _sample_tiles(target: Target, dtype: torch.dtype, vocab_size: int) -> AotCase:
     config = SampleTokensConfig.default_for(vocab_size)
     num_tiles = triton.cdiv(vocab_size, config.tile_vocab)
     float32, int64 = pointer(torch.float32), pointer(torch.int64)
+    int32 = pointer(torch.int32)
     return AotCase(
         name=_name("sample_tiles", dtype, vocab_size),
         kernel=_sample_tiles_kernel,
         args=(
             *(float32 if num_tiles > 1 else None, int64, pointer(dtype), vocab_size),
-            *(float32, int64, int64, vocab_size, num_tiles),
+            *(int32, float32, int64, int32, int32, vocab_size, num_tiles),
         ),
-        constexprs={"FINAL": num_tiles == 1, "TILE_VOCAB": config.tile_vocab},
+        constexprs={
+            "FINAL": num_tiles == 1,
+            "TILE_VOCAB": config.tile_vocab,
+            "OVERLAP": target.has_dependent_launch,
+        },
         num_warps=config.num_warps,
     )
 
 
-def _reduce_tiles(vocab_size: int) -> AotCase:
+def _reduce_tiles(target: Target, vocab_size: int) -> AotCase:
     num_tiles = triton.cdiv(vocab_size, SampleTokensConfig.default_for(vocab_size).tile_vocab)
     int64 = pointer(torch.int64)
     return AotCase(
         name=_name("reduce_tiles", vocab_size),
         kernel=_reduce_tiles_kernel,
         args=(int64, pointer(torch.float32), int64, num_tiles),
-        constexprs={"TILE_TILES": triton.next_power_of_2(num_tiles)},
+        constexprs={
+            "TILE_TILES": triton.next_power_of_2(num_tiles),
+            "OVERLAP": target.has_dependent_launch,
+        },
         num_warps=1,
     )

@@ -81,7 +81,7 @@ def _write(
             "TILE_PAIRS": triton.next_power_of_2(num_pairs),
             "TILE_REST": triton.next_power_of_2(head_dim - 2 * num_pairs),
             **fp8,
-            "OVERLAP": target.backend == "cuda" and target.arch >= 90,
+            "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,
     )

@@ -213,6 +213,27 @@ def test_tiles_do_not_enter(device, sizes, seed):
         assert torch.equal(kernels.sample_tokens(*arguments), want)
 
 
+@given(data=st.data(), seed=small_seeds, num_slots=st.integers(1, 9))
+def test_parameters_in_slot_order_are_those_of_the_rows_slots(device, data, seed, num_slots):
+    slots = data.draw(st.permutations([*range(num_slots), -1, -1]))
+    logits, temperature, seeds, positions = _arguments(
+        len(slots), 300, torch.float32, device, seed
+    )
+    idx_mapping = torch.tensor(slots, dtype=torch.int32, device=device)
+    of_slot = [x[:num_slots] for x in (temperature, seeds, positions)]
+    prompt_len = torch.arange(num_slots, dtype=torch.int32, device=device)
+    known = of_slot[2].int() + prompt_len
+    in_order = (of_slot[0].contiguous(), of_slot[1].contiguous(), known)
+    for ops in (kernels, reference):
+        tokens = ops.sample_tokens(
+            logits, *in_order, idx_mapping=idx_mapping, prompt_len=prompt_len
+        )
+        rows = [row for row, slot in enumerate(slots) if slot >= 0]
+        of_rows = [x[[slots[row] for row in rows]] for x in of_slot]
+        assert torch.equal(tokens[rows], ops.sample_tokens(logits[rows], *of_rows))
+        assert (tokens[idx_mapping < 0] == -1).all()
+
+
 @given(keep=st.integers(1, 60), seed=small_seeds)
 def test_masking_the_others_does_not_change_a_draw(device, keep, seed):
     """Noise belongs to a token id: what survives top-k keeps its score."""

@@ -1,0 +1,440 @@
+"""The linear layer of some tokens, in tiles: weights are the left operand of the tensor cores.
+
+Theirs is the side that wants 64 rows; the tokens' side may be as narrow as 16. Few rows of weights
+are split along the inputs as well, so that enough programs ask for them; the splits' sums go
+through a float32 buffer and are added in order by a second kernel.
+
+An output's bits are those of its chain of products, in the order of the inputs, one chain a split.
+They depend on no tile but on the splits, which the shape of the weights settles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from mrv1.kernels._linear_call import LinearCall, normed, silu_and_mul, warp_columns
+from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._triton import tl, triton
+
+NORM_TILE_TOKENS = 4
+"""Tokens of a program of the norm: one a warp."""
+NORM_STEPS_TOGETHER = 8
+REDUCE_TILE_OUT = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """How weights and tokens are cut into programs, and a program's inputs into steps."""
+
+    tile_tokens: int
+    """Tokens of one program."""
+    tile_rows: int
+    """Rows of weights of one program: results of one token, or as many gates as ups."""
+    tile_in: int
+    """Inputs of one step."""
+    splits: int
+    """Programs that share a tile's inputs."""
+    early_steps: int
+    """Steps whose weights are loaded before the kernel in front has ended."""
+    fuse_norm: bool
+    """Whether a norm is this kernel's: all steps are early, so that x is there as a whole."""
+    num_warps: int
+    num_stages: int
+    """Depth of the pipeline of the other steps."""
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def default_for(
+        cls,
+        num_tokens: int,
+        num_in: int,
+        num_rows: int,
+        dtype: torch.dtype,
+        *,
+        is_gated: bool,
+        has_norm: bool,
+        deterministic: bool,
+        large_shared_memory: bool,
+    ) -> TileConfig:
+        """Return the GPU's choice; if deterministic, its splits are those of any other tokens.
+
+        Measured on an H200 in bfloat16, shapes of Qwen3-0.6B and Llama-3-8B:
+
+        - Splits make about 256 programs of 64 rows, at most eight of at least 256 inputs: at 16
+          tokens, 2048 -> 1024 takes 2.9 us in eight, 3.6 in two; at 256 tokens, which only
+          deterministic calls bring here, four are up to 30% faster. Gates and ups are many anyway,
+          and a norm needs whole rows.
+        - Up to 32 tokens and 1,024 inputs all weights of a program are early and the norm is
+          fused. A norm of its own runs beside the early weights of this launch and is slowed by
+          them: 7.5 us at 32 tokens for 1024 -> 4096, fused 5.1.
+        - Long rows, and weights for more than two programs a multiprocessor, go through a deep
+          pipeline of short steps.
+        """
+        widest = max(16, triton.next_power_of_2(num_in))
+        row_tiles = triton.cdiv(num_rows, 64)
+        splits = 1
+        if not is_gated and not has_norm:
+            wanted = min(4 if deterministic else 8, 256 // row_tiles, num_in // 256)
+            splits = 1 << max(0, wanted.bit_length() - 1)
+        tile_tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+        common = {"tile_rows": 64, "splits": splits, "num_warps": 4}
+        if dtype.itemsize == 4 or not large_shared_memory:
+            tile_in = min(widest, 256 // dtype.itemsize)
+            return cls(
+                tile_tokens=16 if dtype.itemsize == 4 else min(tile_tokens, 32),
+                tile_in=tile_in,
+                early_steps=1,
+                fuse_norm=num_in <= tile_in,
+                num_stages=2,
+                **common,
+            )
+        if num_tokens > 64:
+            return cls(
+                tile_tokens=64,
+                tile_in=min(widest, 128),
+                early_steps=0,
+                fuse_norm=False,
+                num_stages=3,
+                **common,
+            )
+        if num_in >= 4096 or row_tiles > 256:
+            return cls(
+                tile_tokens=tile_tokens,
+                tile_in=min(widest, 64),
+                early_steps=1,
+                fuse_norm=False,
+                num_stages=5,
+                **common,
+            )
+        if has_norm and num_tokens <= 32 and num_in <= 1024:
+            tile_in = norm_tile_in(num_in, dtype)
+            return cls(
+                tile_tokens=tile_tokens,
+                tile_in=tile_in,
+                early_steps=triton.cdiv(num_in, tile_in),
+                fuse_norm=True,
+                num_stages=1,
+                **common,
+            )
+        return cls(
+            tile_tokens=tile_tokens,
+            tile_in=min(widest, 128),
+            early_steps=2 if splits == 1 else 6 if tile_tokens == 16 else 3,
+            fuse_norm=False,
+            num_stages=4,
+            **common,
+        )
+
+    @classmethod
+    def for_interpreter(cls, num_tokens: int, num_in: int, num_rows: int) -> TileConfig:
+        """Return few large programs, with one early step, one late and two splits if they fit."""
+        tile_in = min(1024, triton.next_power_of_2(triton.cdiv(num_in, 4)))
+        return cls(
+            tile_tokens=min(256, triton.next_power_of_2(num_tokens)),
+            tile_rows=min(1024, max(2, triton.next_power_of_2(num_rows))),
+            tile_in=tile_in,
+            splits=1,
+            early_steps=1,
+            fuse_norm=tile_in >= num_in,
+            num_warps=1,
+            num_stages=1,
+        )
+
+
+@triton.jit
+def _load_step(
+    row_ptr,  # [rows, 1] pointers to rows of IN elements
+    in_row,  # [rows, 1]
+    first,  # column
+    IN: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    IS_RAGGED: tl.constexpr,  # whether there are columns past the end
+):
+    """Return [rows, TILE_IN] of the rows."""
+    col = first + tl.arange(0, TILE_IN)[None, :]
+    mask = in_row & (col < IN) if IS_RAGGED else in_row
+    return tl.load(row_ptr + col, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_early(
+    row_ptr,  # as in _load_step, as are the others
+    in_row,
+    first,
+    STEPS: tl.constexpr,
+    IN: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+):
+    """Return STEPS steps, all of them asked for before any is there."""
+    steps = ()
+    for step in tl.static_range(STEPS):
+        first_in = first + step * TILE_IN
+        steps += (_load_step(row_ptr, in_row, first_in, IN, TILE_IN, IS_RAGGED),)
+    return steps
+
+
+@triton.jit
+def _norm_scale(
+    row_ptr,  # as in _load_step, as are the others
+    in_row,
+    eps,
+    IN: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    TOGETHER: tl.constexpr,  # steps whose loads do not wait for each other
+):
+    """Return [rows, 1]: what a norm multiplies each row with.
+
+    A step is what one warp loads at once (``warp_columns``): a thread adds up its elements step by
+    step, then the threads of a warp theirs. So the bits are the same whatever the tile's rows.
+    """
+    squares = tl.zeros([row_ptr.shape[0], TILE_IN], tl.float32)
+    for first in range(0, IN, TOGETHER * TILE_IN):
+        xs = _load_early(row_ptr, in_row, first, TOGETHER, IN, TILE_IN, True)
+        for step in tl.static_range(TOGETHER):
+            wide = xs[step].to(tl.float32)
+            squares += wide * wide
+    return tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / IN + eps)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_out"])
+def _linear_tile_kernel(
+    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
+    stride_out_token,
+    sums_ptr,  # [SPLITS, num_tokens, num_out] float32: written instead of out; None = one split
+    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
+    stride_residual_token,
+    x_ptr,  # [num_tokens, IN], unit last stride
+    stride_x_token,
+    weight_ptr,  # [num_out, IN]; with GATED [2 * num_out, IN], gates then ups
+    bias_ptr,  # [num_out] or [2 * num_out], or None
+    norm_weight_ptr,  # [IN], or None
+    eps,
+    num_tokens,
+    num_out,
+    IN: tl.constexpr,
+    GATED: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY_STEPS: tl.constexpr,  # at most all; all with a norm
+    NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see _overlap
+):
+    """Grid (token tiles * splits * row tiles,), token tiles first, so that weights are shared."""
+    NUM_STEPS: tl.constexpr = (IN + SPLITS * TILE_IN - 1) // (SPLITS * TILE_IN)
+    IS_RAGGED: tl.constexpr = IN % (SPLITS * TILE_IN) != 0
+    TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
+    let_next_start(OVERLAP)
+    num_token_tiles = tl.cdiv(num_tokens, TILE_TOKENS)
+    token_tile = tl.program_id(0) % num_token_tiles
+    split = (tl.program_id(0) // num_token_tiles) % SPLITS
+    first_token = token_tile.to(tl.int64) * TILE_TOKENS
+    first_out = (tl.program_id(0) // (num_token_tiles * SPLITS)).to(tl.int64) * TILE_OUT
+    first_in = split * (NUM_STEPS * TILE_IN)
+
+    tile_row = tl.arange(0, TILE_ROWS)[:, None]
+    row = first_out + tile_row % TILE_OUT
+    is_row = row < num_out
+    row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
+    row_ptr = weight_ptr + row * IN
+    weights = _load_early(row_ptr, is_row, first_in, EARLY_STEPS, IN, TILE_IN, IS_RAGGED)
+    if norm_weight_ptr is not None:
+        norm_ptr = norm_weight_ptr + tl.zeros([1, 1], tl.int32)
+        always = tl.full([1, 1], True, tl.int1)
+    wait_for_previous(OVERLAP)
+
+    token = first_token + tl.arange(0, TILE_TOKENS)[:, None]
+    is_token = token < num_tokens
+    token_ptr = x_ptr + token * stride_x_token
+    if norm_weight_ptr is not None:
+        scale = _norm_scale(token_ptr, is_token, eps, IN, TILE_IN, EARLY_STEPS)
+    xs = _load_early(token_ptr, is_token, first_in, EARLY_STEPS, IN, TILE_IN, IS_RAGGED)
+    y = tl.zeros([TILE_ROWS, TILE_TOKENS], tl.float32)
+    for step in tl.static_range(EARLY_STEPS):
+        x = xs[step]
+        if norm_weight_ptr is not None:
+            col = step * TILE_IN
+            x = normed(x, scale, _load_step(norm_ptr, always, col, IN, TILE_IN, IS_RAGGED))
+        y = tl.dot(weights[step], tl.trans(x), y, input_precision="ieee")
+    for late in tl.range(EARLY_STEPS, NUM_STEPS, num_stages=NUM_STAGES):
+        col = first_in + late * TILE_IN
+        x = _load_step(token_ptr, is_token, col, IN, TILE_IN, IS_RAGGED)
+        weight = _load_step(row_ptr, is_row, col, IN, TILE_IN, IS_RAGGED)
+        y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+
+    y = tl.trans(y)
+    col = first_out + tl.arange(0, TILE_OUT)[None, :]
+    inside = (col < num_out) & is_token
+    if sums_ptr is not None:
+        sums_ptr += (split * num_tokens + token) * num_out + col
+        tl.store(sums_ptr, y, mask=inside)
+    else:
+        if GATED:
+            halves = tl.permute(tl.reshape(y, [TILE_TOKENS, 2, TILE_OUT]), (0, 2, 1))
+            y, up_y = tl.split(halves)
+            if bias_ptr is not None:
+                up_bias = tl.load(bias_ptr + num_out + col, mask=col < num_out, other=0.0)
+                up_y += up_bias.to(tl.float32)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + col, mask=col < num_out, other=0.0).to(tl.float32)
+        if GATED:
+            y = silu_and_mul(y, up_y)
+        if residual_ptr is not None:
+            residual_ptr += token * stride_residual_token + col
+            y += tl.load(residual_ptr, mask=inside, other=0.0).to(tl.float32)
+        out_ptr += token * stride_out_token + col
+        tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_out"])
+def _add_splits_kernel(
+    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
+    stride_out_token,
+    sums_ptr,  # [SPLITS, num_tokens, num_out] float32
+    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
+    stride_residual_token,
+    bias_ptr,  # [num_out], or None
+    num_tokens,
+    num_out,
+    SPLITS: tl.constexpr,
+    TILE_OUT: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see _overlap
+):
+    """Grid (num_tokens * cdiv(num_out, TILE_OUT),): results of one token, in order of splits."""
+    let_next_start(OVERLAP)
+    num_tiles = tl.cdiv(num_out, TILE_OUT)
+    token = (tl.program_id(0) // num_tiles).to(tl.int64)
+    col = (tl.program_id(0) % num_tiles) * TILE_OUT + tl.arange(0, TILE_OUT)
+    inside = col < num_out
+    y = tl.zeros([TILE_OUT], tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAP)
+    for split in tl.static_range(SPLITS):
+        sum_ptr = sums_ptr + (split * num_tokens + token) * num_out + col
+        y += tl.load(sum_ptr, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        residual_ptr += token * stride_residual_token + col
+        y += tl.load(residual_ptr, mask=inside, other=0.0).to(tl.float32)
+    out_ptr += token * stride_out_token + col
+    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _norm_tile_kernel(
+    out_ptr,  # [num_tokens, IN], contiguous
+    x_ptr,  # [num_tokens, IN], unit last stride
+    stride_x_token,
+    norm_weight_ptr,  # [IN]
+    eps,
+    num_tokens,
+    IN: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    TOGETHER: tl.constexpr,  # steps
+    OVERLAP: tl.constexpr,  # see _overlap
+):
+    """Grid (cdiv(num_tokens, TILE_TOKENS),): what _linear_tile_kernel would norm, bit by bit."""
+    let_next_start(OVERLAP)
+    token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
+    is_token = token < num_tokens
+    norm_ptr = norm_weight_ptr + tl.zeros([1, 1], tl.int32)
+    always = tl.full([1, 1], True, tl.int1)
+    wait_for_previous(OVERLAP)
+    token_ptr = x_ptr + token * stride_x_token
+    scale = _norm_scale(token_ptr, is_token, eps, IN, TILE_IN, TOGETHER)
+    for first in range(0, IN, TOGETHER * TILE_IN):
+        xs = _load_early(token_ptr, is_token, first, TOGETHER, IN, TILE_IN, True)
+        norm_weights = _load_early(norm_ptr, always, first, TOGETHER, IN, TILE_IN, True)
+        for step in tl.static_range(TOGETHER):
+            col = first + step * TILE_IN + tl.arange(0, TILE_IN)[None, :]
+            x = normed(xs[step], scale, norm_weights[step])
+            tl.store(out_ptr + token * IN + col, x, mask=is_token & (col < IN))
+
+
+def norm_tile_in(num_in: int, dtype: torch.dtype) -> int:
+    """Return the columns that a warp norms at once."""
+    return min(warp_columns(dtype), max(16, triton.next_power_of_2(num_in)))
+
+
+def multiply_tiles(call: LinearCall, config: TileConfig) -> None:
+    """Compute ``call.out``; a norm of its own or splits take another launch and a buffer each."""
+    overlap = overlap_options(call.x.device)
+    num_steps = triton.cdiv(call.num_in, config.tile_in * config.splits)
+    early_steps = min(config.early_steps, num_steps)
+    x, norm_weight = call.x, call.norm_weight
+    if norm_weight is not None and not config.fuse_norm:
+        x, norm_weight = _normed_rows(call, overlap), None
+    sums = None
+    if config.splits > 1:
+        shape = (config.splits, call.num_tokens, call.num_out)
+        sums = x.new_empty(shape, dtype=torch.float32)
+    residual_stride = 0 if call.residual is None else call.residual.stride(0)
+    row_tiles = triton.cdiv(call.num_out, config.tile_rows // (2 if call.is_gated else 1))
+    token_tiles = triton.cdiv(call.num_tokens, config.tile_tokens)
+    _linear_tile_kernel[(token_tiles * config.splits * row_tiles,)](
+        call.out,
+        call.out.stride(0),
+        sums,
+        call.residual,
+        residual_stride,
+        x,
+        x.stride(0),
+        call.weight,
+        call.bias,
+        norm_weight,
+        call.eps,
+        call.num_tokens,
+        call.num_out,
+        IN=call.num_in,
+        GATED=call.is_gated,
+        TILE_TOKENS=config.tile_tokens,
+        TILE_ROWS=config.tile_rows,
+        TILE_IN=config.tile_in,
+        SPLITS=config.splits,
+        EARLY_STEPS=early_steps,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        **overlap,
+    )
+    if sums is not None:
+        tiles = call.num_tokens * triton.cdiv(call.num_out, REDUCE_TILE_OUT)
+        _add_splits_kernel[(tiles,)](
+            call.out,
+            call.out.stride(0),
+            sums,
+            call.residual,
+            residual_stride,
+            call.bias,
+            call.num_tokens,
+            call.num_out,
+            SPLITS=config.splits,
+            TILE_OUT=REDUCE_TILE_OUT,
+            num_warps=4,
+            **overlap,
+        )
+
+
+def _normed_rows(call: LinearCall, overlap: dict[str, bool]) -> torch.Tensor:
+    out = call.x.new_empty(call.x.shape)
+    tile_in = norm_tile_in(call.num_in, call.x.dtype)
+    _norm_tile_kernel[(triton.cdiv(call.num_tokens, NORM_TILE_TOKENS),)](
+        out,
+        call.x,
+        call.x.stride(0),
+        call.norm_weight,
+        call.eps,
+        call.num_tokens,
+        IN=call.num_in,
+        TILE_TOKENS=NORM_TILE_TOKENS,
+        TILE_IN=tile_in,
+        TOGETHER=min(NORM_STEPS_TOGETHER, triton.cdiv(call.num_in, tile_in)),
+        num_warps=NORM_TILE_TOKENS,
+        **overlap,
+    )
+    return out

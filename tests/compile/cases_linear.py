@@ -1,0 +1,162 @@
+"""The linear layer: dtypes, what is fused with it, and the shapes that models have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels._linear_tiles import (
+    NORM_STEPS_TOGETHER,
+    NORM_TILE_TOKENS,
+    REDUCE_TILE_OUT,
+    TileConfig,
+    _add_splits_kernel,
+    _linear_tile_kernel,
+    _norm_tile_kernel,
+    norm_tile_in,
+)
+from mrv1.kernels._linear_vector import VectorConfig, _linear_vector_kernel
+from mrv1.kernels._triton import triton
+from mrv1.kernels.linear import LARGE_SHARED_MEMORY, MOST_TOKENS
+from mrv1.testing.aot import AotCase, Target, pointer
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights, and what is fused with them."""
+
+    num_in: int
+    num_out: int
+    fused: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_out * (2 if "gated" in self.fused else 1)
+
+    def name(self, kernel: str, num_tokens: int) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        shape = f"{num_tokens}x{self.num_in}x{self.num_out}"
+        return "-".join((kernel, dtype, shape, *self.fused))
+
+    def if_fused(self, name: str) -> torch.Tensor | None:
+        return pointer(self.dtype) if name in self.fused else None
+
+
+QKV = Layer(1024, 4096, ("norm",))
+O_PROJ = Layer(2048, 1024, ("residual",))
+GATE_UP = Layer(1024, 3072, ("norm", "gated"))
+DOWN = Layer(3072, 1024, ("residual",))
+LARGE = (
+    Layer(4096, 6144, ("norm",)),
+    Layer(4096, 14336, ("norm", "gated")),
+    Layer(14336, 4096, ("residual",)),
+)
+EVERYTHING = tuple(Layer(100, 48, ("norm", "bias", "gated", "residual"), d) for d in DTYPES)
+
+
+def cases(target: Target) -> list[AotCase]:
+    layers = (QKV, O_PROJ, GATE_UP, DOWN, *LARGE, *EVERYTHING)
+    return [
+        *(_vector(target, layer) for layer in layers),
+        *(_tile(target, layer, tokens) for layer in layers for tokens in (16, 32, 64, 256)),
+        *(_norm(target, layer) for layer in (*LARGE[:2], *EVERYTHING)),
+        _add_splits(target),
+    ]
+
+
+def _vector(target: Target, layer: Layer) -> AotCase:
+    config = VectorConfig.default_for(layer.num_in, layer.dtype, has_norm="norm" in layer.fused)
+    data = pointer(layer.dtype)
+    num_chunks = triton.cdiv(layer.num_in, config.tile_in)
+    return AotCase(
+        name=layer.name("linear_vector", 1),
+        kernel=_linear_vector_kernel,
+        args=(
+            *(data, layer.if_fused("residual"), data, data),
+            *(layer.if_fused("bias"), layer.if_fused("norm"), 1e-6, layer.num_out),
+        ),
+        constexprs={
+            "IN": layer.num_in,
+            "GATED": "gated" in layer.fused,
+            "TILE_ROWS": config.tile_rows,
+            "TILE_IN": config.tile_in,
+            "EARLY_CHUNKS": min(config.early_chunks, num_chunks),
+            "LATE_CHUNKS": config.late_chunks,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=config.num_warps,
+    )
+
+
+def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
+    config = TileConfig.default_for(
+        num_tokens,
+        layer.num_in,
+        layer.num_rows,
+        layer.dtype,
+        is_gated="gated" in layer.fused,
+        has_norm="norm" in layer.fused,
+        deterministic=num_tokens > MOST_TOKENS,
+        large_shared_memory=target.capability in LARGE_SHARED_MEMORY,
+    )
+    data = pointer(layer.dtype)
+    sums = pointer(torch.float32) if config.splits > 1 else None
+    num_steps = triton.cdiv(layer.num_in, config.tile_in * config.splits)
+    return AotCase(
+        name=layer.name("linear_tile", num_tokens),
+        kernel=_linear_tile_kernel,
+        args=(
+            *(data, layer.num_out, sums, layer.if_fused("residual"), layer.num_out),
+            *(data, layer.num_in, data, layer.if_fused("bias")),
+            *(layer.if_fused("norm") if config.fuse_norm else None, 1e-6, 33, layer.num_out),
+        ),
+        constexprs={
+            "IN": layer.num_in,
+            "GATED": "gated" in layer.fused,
+            "TILE_TOKENS": config.tile_tokens,
+            "TILE_ROWS": config.tile_rows,
+            "TILE_IN": config.tile_in,
+            "SPLITS": config.splits,
+            "EARLY_STEPS": min(config.early_steps, num_steps),
+            "NUM_STAGES": config.num_stages,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=config.num_warps,
+    )
+
+
+def _norm(target: Target, layer: Layer) -> AotCase:
+    data = pointer(layer.dtype)
+    tile_in = norm_tile_in(layer.num_in, layer.dtype)
+    return AotCase(
+        name=layer.name("linear_norm", NORM_TILE_TOKENS),
+        kernel=_norm_tile_kernel,
+        args=(data, data, layer.num_in, data, 1e-6, 33),
+        constexprs={
+            "IN": layer.num_in,
+            "TILE_TOKENS": NORM_TILE_TOKENS,
+            "TILE_IN": tile_in,
+            "TOGETHER": min(NORM_STEPS_TOGETHER, triton.cdiv(layer.num_in, tile_in)),
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=4,
+    )
+
+
+def _add_splits(target: Target) -> AotCase:
+    data, sums = pointer(torch.bfloat16), pointer(torch.float32)
+    return AotCase(
+        name="linear_add_splits",
+        kernel=_add_splits_kernel,
+        args=(data, 1024, sums, data, 1024, data, 33, 1024),
+        constexprs={
+            "SPLITS": 8,
+            "TILE_OUT": REDUCE_TILE_OUT,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=4,
+    )

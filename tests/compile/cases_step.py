@@ -1,0 +1,88 @@
+"""What of a step's head and tail (scatter, gather, post-update) is compiled ahead of time."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._triton import triton
+from mrv1.kernels.post_update import PostUpdateConfig, _post_update_kernel
+from mrv1.kernels.scatter_segments import ScatterSegmentsConfig, _scatter_segments_kernel
+from mrv1.kernels.token_gather import GatherTokensConfig, _gather_tokens_kernel
+from mrv1.testing.aot import AotCase, Target, pointer
+
+INT32, INT64 = torch.int32, torch.int64
+
+
+def cases(target: Target) -> list[AotCase]:
+    overlap = target.backend == "cuda" and isinstance(target.arch, int) and target.arch >= 90
+    return [
+        _scatter_segments(overlap),
+        _gather_tokens("ragged", overlap),
+        _gather_tokens("uniform", overlap, uniform=True),
+        _gather_tokens("drafts-mrope", overlap, drafts=True, mrope=True),
+        _gather_tokens("uniform-drafts-mrope", overlap, uniform=True, drafts=True, mrope=True),
+        *(_post_update(num_columns, overlap) for num_columns in (1, 4, 8)),
+        _post_update(1, overlap, uniform=True),
+    ]
+
+
+def _scatter_segments(overlap: bool) -> AotCase:
+    config = ScatterSegmentsConfig.default_for()
+    return AotCase(
+        name="scatter_segments",
+        kernel=_scatter_segments_kernel,
+        args=(pointer(INT32), pointer(INT32), pointer(INT32), pointer(INT32)),
+        constexprs={"OVERLAP": overlap, "TILE_WORDS": config.tile_words},
+        num_warps=config.num_warps,
+    )
+
+
+def _gather_tokens(
+    name: str, overlap: bool, *, uniform: bool = False, drafts: bool = False, mrope: bool = False
+) -> AotCase:
+    config = GatherTokensConfig.default_for()
+    int32, int64 = pointer(INT32), pointer(INT64)
+    draft_arguments = (int32, 7, int32) if drafts else (None, 0, None)
+    mrope_arguments = (int32, 3 * 4096, 4096, int32, int32) if mrope else (None, 0, 0, None, None)
+    return AotCase(
+        name=f"gather_tokens-{name}",
+        kernel=_gather_tokens_kernel,
+        args=(
+            *(int64, int64, 8192, int64, 8192, int32, int64, int32, 2560),
+            *(int32, None if uniform else int32, 2),
+            *(int32, 40_960, int32, int32, int32),
+            *draft_arguments,
+            *mrope_arguments,
+            *(int32, 2560, int32, int32, int32),
+            *(33, 257, 6, 40_960),
+        ),
+        constexprs={
+            "BLOCK_SIZE": 16,
+            "OVERLAP": overlap,
+            "TILE_TOKENS": config.tile_tokens,
+            "TILE_ROWS": config.tile_rows,
+            "TILE_COLUMNS": config.tile_columns,
+        },
+        num_warps=config.num_warps,
+    )
+
+
+def _post_update(num_columns: int, overlap: bool, *, uniform: bool = False) -> AotCase:
+    config = PostUpdateConfig.default_for(num_columns)
+    int32, int64 = pointer(INT32), pointer(INT64)
+    return AotCase(
+        name=f"post_update-{num_columns}{'-uniform' if uniform else ''}",
+        kernel=_post_update_kernel,
+        args=(
+            *(int64, num_columns, int32, int32, 40_960, int32, int32, int32, int32, 151_936),
+            *(int32, None if uniform else int32, int64, int32 if num_columns > 1 else None),
+            *(int64, num_columns, int32, int32, 16, 33, 1, num_columns),
+        ),
+        constexprs={
+            "MAX_STOP_TOKENS": 16,
+            "OVERLAP": overlap,
+            "TILE_ROWS": config.tile_rows,
+            "TILE_COLUMNS": triton.next_power_of_2(num_columns),
+        },
+        num_warps=config.num_warps,
+    )

@@ -1,0 +1,370 @@
+"""Post-update: the whole state and both outputs, against a loop over rows and tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import kernels
+from mrv1.kernels import reference
+from mrv1.kernels.post_update import FAILED, LENGTH, RUNNING, STOP_TOKEN, PostUpdateConfig
+from tests.kernels.elementwise import tiles
+
+pytestmark = [pytest.mark.interp, pytest.mark.gpu]
+
+POISON = -999
+"""What outputs, and state that nobody may touch, hold before a launch."""
+VOCAB = 12
+"""So few that stop tokens, and a token twice in a row's tokens, are common."""
+MAX_MODEL_LEN = 40
+
+
+@dataclass(frozen=True)
+class Row:
+    """One batch row: a slot (-1 = padding), how its request stands, and what it sampled."""
+
+    slot: int
+    tokens: tuple[int, ...] = ()
+    """Sampled tokens; () = the row does not sample."""
+    query_len: int = 1
+    known: int = 5
+    max_total: int = MAX_MODEL_LEN
+    stop_tokens: tuple[int, ...] = ()
+    stopped: int = RUNNING
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: tuple[Row, ...]
+    num_columns: int = 1
+    max_num_reqs: int = 5
+    max_stop_tokens: int = 3
+    uniform: bool = False
+    """Rows are told by query_len alone."""
+    has_num_sampled: bool = True
+    has_output_counts: bool = False
+
+    def rows_by_slot(self) -> list[Row | None]:
+        by_slot = {row.slot: row for row in self.rows}
+        return [by_slot.get(slot) for slot in range(self.max_num_reqs)]
+
+    def computed(self, row: Row) -> int:
+        """The row's query ends with its newest known token and its drafts, or before it."""
+        return max(row.known - row.query_len, 0)
+
+
+Arguments = dict[str, torch.Tensor | int | None]
+STATE = ("token_ids", "num_tokens", "num_computed_tokens", "stopped", "output_counts")
+WRITTEN = (*STATE, "output", "num_output")
+
+
+def _padded(values: tuple[int, ...], size: int, padding: int) -> list[int]:
+    return [*values, *[padding] * (size - len(values))]
+
+
+def _arguments(case: Case, device="cpu") -> Arguments:
+    """Inputs of a launch, matrices as views of wider rows, outputs full of poison."""
+
+    def tensor(values: list, dtype=torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    def matrix(rows: list[list[int]], num_columns: int, dtype=torch.int32) -> torch.Tensor:
+        wide = torch.full((len(rows), num_columns + 3), POISON, dtype=dtype, device=device)
+        view = wide[:, 1 : 1 + num_columns]
+        return view.copy_(tensor(rows, dtype).view(len(rows), num_columns))
+
+    slots, num_columns = case.rows_by_slot(), case.num_columns
+    # spare tokens lie behind those that count: valid ids that must not be appended
+    sampled = [_padded(row.tokens, num_columns, 7) for row in case.rows]
+    stop_tokens = [
+        _padded(row.stop_tokens if row else (7, 8), case.max_stop_tokens, -1) for row in slots
+    ]
+    history = [[100 * slot + i for i in range(MAX_MODEL_LEN)] for slot in range(len(slots))]
+    starts = [sum(row.query_len for row in case.rows[:i]) for i in range(len(case.rows) + 1)]
+    counts = matrix([[slot] * VOCAB for slot in range(len(slots))], VOCAB)
+    return {
+        "idx_mapping": tensor([row.slot for row in case.rows]),
+        "query_start_loc": None if case.uniform else tensor(starts),
+        "logits_rows": tensor([3 if row.tokens else -1 for row in case.rows], torch.int64),
+        "tokens": matrix(sampled, num_columns, torch.int64),
+        "token_ids": matrix(history, MAX_MODEL_LEN),
+        "num_tokens": tensor([row.known if row else POISON for row in slots]),
+        "num_computed_tokens": tensor([case.computed(row) if row else POISON for row in slots]),
+        "max_total_tokens": tensor([row.max_total if row else POISON for row in slots]),
+        "stop_token_ids": matrix(stop_tokens, case.max_stop_tokens),
+        "stopped": tensor([row.stopped if row else RUNNING for row in slots]),
+        "output": matrix([[POISON] * num_columns for _ in case.rows], num_columns, torch.int64),
+        "num_output": tensor([POISON] * len(case.rows)),
+        "query_len": case.rows[0].query_len if case.uniform else None,
+        "num_sampled": tensor([len(row.tokens) for row in case.rows])
+        if case.has_num_sampled
+        else None,
+        "output_counts": counts if case.has_output_counts else None,
+    }
+
+
+def _whole(arguments: Arguments) -> dict[str, list[int]]:
+    """Every buffer that is written, what lies between its rows included."""
+    tensors = {name: arguments[name] for name in WRITTEN if arguments[name] is not None}
+    return {
+        name: tensor.new_empty(0).set_(tensor.untyped_storage()).tolist()
+        for name, tensor in tensors.items()
+    }
+
+
+def _run(ops, case: Case, device="cpu") -> dict[str, list[int]]:
+    arguments = _arguments(case, device)
+    ops.post_update(**arguments)
+    return _whole(arguments)
+
+
+def _by_hand(case: Case) -> dict[str, list[int]]:
+    """Follow the contract, token by token."""
+    arguments = _arguments(case)
+    state = {name: arguments[name] for name in WRITTEN}
+    for index, row in enumerate(case.rows):
+        appended, code = [], RUNNING
+        if row.slot >= 0 and row.stopped == RUNNING:
+            for token in row.tokens:
+                if code != RUNNING:
+                    break
+                if token < 0:
+                    code = FAILED
+                    continue
+                appended.append(token)
+                if token in row.stop_tokens:
+                    code = STOP_TOKEN
+                elif row.known + len(appended) >= row.max_total:
+                    code = LENGTH
+            num_tokens = row.known + len(appended)
+            advanced = case.computed(row) + row.query_len
+            state["num_tokens"][row.slot] = num_tokens
+            state["num_computed_tokens"][row.slot] = num_tokens - 1 if row.tokens else advanced
+            state["stopped"][row.slot] = code
+            for i, token in enumerate(appended):
+                state["token_ids"][row.slot, row.known + i] = token
+                if case.has_output_counts:
+                    state["output_counts"][row.slot, token] += 1
+        state["num_output"][index] = -1 if code == FAILED else len(appended)
+        state["output"][index] = torch.tensor(_padded(tuple(appended), case.num_columns, -1))
+    return _whole(arguments)
+
+
+@st.composite
+def _cases(draw) -> Case:
+    num_columns = draw(st.sampled_from([1, 1, 2, 3, 5, 8]))
+    max_num_reqs = draw(st.integers(1, 8))
+    query_len = draw(st.sampled_from([None, 1, num_columns]))
+    slots = draw(st.permutations(range(max_num_reqs)))[: draw(st.integers(0, max_num_reqs))]
+    rows = [_draw_row(draw, slot, num_columns, query_len) for slot in slots]
+    for _ in range(draw(st.integers(0, 3))):
+        # a padding row may carry tokens: what sampling does there is nobody's business
+        padding = _draw_row(draw, -1, num_columns, query_len)
+        rows.insert(draw(st.integers(0, len(rows))), padding)
+    return Case(
+        rows=tuple(rows),
+        num_columns=num_columns,
+        max_num_reqs=max_num_reqs,
+        max_stop_tokens=draw(st.sampled_from([2, 5])),
+        uniform=query_len is not None and bool(rows),
+        has_num_sampled=any(len(row.tokens) > 1 for row in rows) or draw(st.booleans()),
+        has_output_counts=draw(st.booleans()),
+    )
+
+
+def _draw_row(draw, slot: int, num_columns: int, query_len: int | None) -> Row:
+    token = st.sampled_from([0, 1, 2, 3, 4, 5, 9, 11, -1])
+    known = draw(st.sampled_from([1, 2, 20, MAX_MODEL_LEN - 8, MAX_MODEL_LEN - 1]))
+    left = draw(st.sampled_from([n for n in (1, 2, 5, 8) if known + n <= MAX_MODEL_LEN]))
+    return Row(
+        slot,
+        tokens=tuple(draw(st.lists(token, max_size=num_columns))),
+        query_len=draw(st.sampled_from([0, 1, 2, 17])) if query_len is None else query_len,
+        known=known,
+        max_total=known + left,
+        stop_tokens=draw(st.sampled_from([(), (), (2,), (11, 0)])),
+        stopped=draw(st.sampled_from([RUNNING, RUNNING, RUNNING, STOP_TOKEN, LENGTH, FAILED])),
+    )
+
+
+# --- oracle ------------------------------------------------------------------------------------
+
+
+@given(case=_cases())
+def test_the_oracle_is_the_loop(case):
+    assert _run(reference, case) == _by_hand(case)
+
+
+# --- properties --------------------------------------------------------------------------------
+
+
+@given(case=_cases(), as_on_gpu=st.booleans())
+def test_state_and_outputs_equal_the_oracles(device, case, as_on_gpu):
+    with tiles("post_update", as_on_gpu=as_on_gpu):
+        assert _run(kernels, case, device) == _run(reference, case)
+
+
+# --- edges -------------------------------------------------------------------------------------
+
+
+def _state_of(row: Row, device, num_columns: int = 8) -> tuple[list[int], int, dict[str, int]]:
+    """Run one row in slot 2; return its output, num_output and per-slot state."""
+    arguments = _arguments(Case(rows=(row,), num_columns=num_columns), device)
+    kernels.post_update(**arguments)
+    state = {
+        name: int(arguments[name][2]) for name in ("num_tokens", "num_computed_tokens", "stopped")
+    }
+    return arguments["output"][0].tolist(), int(arguments["num_output"]), state
+
+
+def test_accepted_drafts_are_appended(device):
+    """One known token and four drafts in the query, of which two are accepted."""
+    row = Row(2, tokens=(4, 5, 6), query_len=5, known=10)
+    output, num_output, state = _state_of(row, device)
+    assert output == [4, 5, 6, -1, -1, -1, -1, -1]
+    assert num_output == 3
+    assert state == {"num_tokens": 13, "num_computed_tokens": 12, "stopped": RUNNING}
+
+
+def test_nothing_is_appended_behind_a_stop_token(device):
+    row = Row(2, tokens=(4, 5, 5, 6), query_len=4, known=10, stop_tokens=(9, 5))
+    output, num_output, state = _state_of(row, device)
+    assert output[:4] == [4, 5, -1, -1]
+    assert num_output == 2
+    assert state == {"num_tokens": 12, "num_computed_tokens": 11, "stopped": STOP_TOKEN}
+
+
+def test_a_stop_token_at_the_length_is_a_stop_token(device):
+    row = Row(2, tokens=(4, 5, 6), query_len=3, known=10, max_total=12, stop_tokens=(5,))
+    assert _state_of(row, device)[2]["stopped"] == STOP_TOKEN
+
+
+def test_nothing_is_appended_behind_the_length(device):
+    row = Row(2, tokens=(4, 5, 6), query_len=3, known=38, max_total=MAX_MODEL_LEN)
+    output, num_output, state = _state_of(row, device)
+    assert output[:3] == [4, 5, -1]
+    assert num_output == 2
+    assert state == {"num_tokens": 40, "num_computed_tokens": 39, "stopped": LENGTH}
+
+
+@pytest.mark.parametrize("behind", [(), (3,)])
+def test_a_row_without_a_token_fails(device, behind):
+    output, num_output, state = _state_of(Row(2, tokens=(-1, *behind), known=10), device)
+    assert output == [-1] * 8
+    assert num_output == -1
+    assert state == {"num_tokens": 10, "num_computed_tokens": 9, "stopped": FAILED}
+
+
+def test_a_row_may_fail_behind_accepted_tokens(device):
+    row = Row(2, tokens=(4, -1, 5), query_len=3, known=10)
+    output, num_output, state = _state_of(row, device)
+    assert output[:3] == [4, -1, -1]
+    assert num_output == -1
+    assert state == {"num_tokens": 11, "num_computed_tokens": 10, "stopped": FAILED}
+
+
+def test_an_unfinished_prefill_advances_by_its_query(device):
+    output, num_output, state = _state_of(Row(2, query_len=7, known=30), device)
+    assert output == [-1] * 8
+    assert num_output == 0
+    assert state == {"num_tokens": 30, "num_computed_tokens": 30, "stopped": RUNNING}
+
+
+def test_a_token_counts_as_often_as_it_is_appended(device):
+    case = Case(rows=(Row(1, tokens=(3, 3, 3, 4)),), num_columns=4, has_output_counts=True)
+    arguments = _arguments(case, device)
+    kernels.post_update(**arguments)
+    counts = arguments["output_counts"]
+    assert counts[1].tolist() == [1, 1, 1, 4, 2, *[1] * 7]
+    assert counts[2].tolist() == [2] * VOCAB
+
+
+@pytest.mark.parametrize("num_columns", [1, 8])
+def test_hundreds_of_rows(device, num_columns):
+    def row(slot: int) -> Row:
+        return Row(
+            slot,
+            tokens=tuple((slot + i * i) % 13 - (slot % 11 == 0) for i in range(slot % 9))[
+                :num_columns
+            ],
+            query_len=1 + slot % 4,
+            known=20 + slot % 8,
+            max_total=30,
+            stop_tokens=(slot % VOCAB, 3),
+            stopped=(slot % 10 == 4) * LENGTH,
+        )
+
+    rows = [row(slot) for slot in range(299, -1, -1)]
+    rows.insert(77, Row(-1, tokens=(3,)))
+    case = Case(rows=tuple(rows), num_columns=num_columns, max_num_reqs=300, max_stop_tokens=16)
+    for as_on_gpu in (False, True):
+        with tiles("post_update", as_on_gpu=as_on_gpu):
+            assert _run(kernels, case, device) == _by_hand(case)
+
+
+@pytest.mark.parametrize("max_stop_tokens", [0, 2])
+def test_without_stop_tokens(device, max_stop_tokens):
+    case = Case(rows=(Row(0, tokens=(2,)), Row(1, tokens=(-1,))), max_stop_tokens=max_stop_tokens)
+    assert _run(kernels, case, device)["stopped"][:2] == [RUNNING, FAILED]
+
+
+def test_no_rows(device):
+    case = Case(rows=())
+    assert _run(kernels, case, device) == _whole(_arguments(case))
+
+
+def test_configurations():
+    assert PostUpdateConfig.default_for(1).tile_rows == 32
+    assert PostUpdateConfig.default_for(8).tile_rows == 4
+    assert PostUpdateConfig.for_interpreter(300).tile_rows == 512
+    assert PostUpdateConfig.for_interpreter(2**14).tile_rows == 2**12
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+INT32 = torch.zeros(3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"idx_mapping": INT32.long()}, TypeError, r"idx_mapping: expected dtype torch\.int32"),
+        ({"query_start_loc": None}, ValueError, r"query_start_loc: expected a tensor where quer"),
+        ({"query_len": -1}, ValueError, r"query_len: expected None or at least 1, got -1"),
+        ({"logits_rows": INT32}, TypeError, r"logits_rows: expected dtype torch\.int64"),
+        ({"logits_rows": None}, TypeError, r"logits_rows: expected a torch\.Tensor, got None"),
+        ({"tokens": INT32[:2].long()}, ValueError, r"tokens: expected shape \[2, any\], got \[2"),
+        (
+            {"tokens": torch.zeros(2, 9, dtype=torch.int64)},
+            ValueError,
+            r"tokens: expected 1 to 8 columns, got 9",
+        ),
+        (
+            {"tokens": torch.zeros(2, 0, dtype=torch.int64)},
+            ValueError,
+            r"tokens: expected 1 to 8 columns, got 0",
+        ),
+        ({"token_ids": INT32}, ValueError, r"token_ids: expected shape \[any, any\], got \[3\]"),
+        ({"num_tokens": INT32}, ValueError, r"num_tokens: expected shape \[5\], got \[3\]"),
+        ({"num_computed_tokens": INT32}, ValueError, r"num_computed_tokens: expected shape \[5\]"),
+        ({"max_total_tokens": INT32}, ValueError, r"max_total_tokens: expected shape \[5\], got"),
+        ({"stop_token_ids": INT32[None]}, ValueError, r"stop_token_ids: expected shape \[5, any"),
+        ({"stopped": INT32}, ValueError, r"stopped: expected shape \[5\], got \[3\]"),
+        ({"output": INT32[:2, None].long()}, ValueError, r"output: expected shape \[2, 4\], got"),
+        ({"num_output": INT32}, ValueError, r"num_output: expected shape \[2\], got \[3\]"),
+        ({"num_sampled": INT32}, ValueError, r"num_sampled: expected shape \[2\], got \[3\]"),
+        ({"output_counts": INT32[None]}, ValueError, r"output_counts: expected shape \[5, any\]"),
+    ],
+)
+def test_wrong_arguments_are_named(device, change, error, message):
+    case = Case(rows=(Row(0), Row(1)), num_columns=4)
+    change = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in change.items()
+    }
+    with pytest.raises(error, match=message):
+        kernels.post_update(**(_arguments(case, device) | change))
