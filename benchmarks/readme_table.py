@@ -106,7 +106,7 @@ def _kernel_table(name: str, result: dict[str, Any]) -> str:
     means = [_optional(result["geometric_mean_over_ours"].get(o), "{:.2f}x") for o in others]
     lines.append(f"| {' | '.join(['geometric mean', '', '', *means])} |")
     versions = result["versions"] | {n: v for n, v in result["peers"].items() if v[0].isdigit()}
-    order = result["conditions"].get("slot_order", "tokens")
+    order = result.get("conditions", {}).get("slot_order", "tokens")
     conditions = [
         f"`{name}.json`: {result['dtype']}, cache {result['kv_dtype']}, "
         f"{'' if order == 'tokens' else f'{order} in random order, '}{result['path']} path on "

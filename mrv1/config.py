@@ -15,6 +15,9 @@ from mrv1.errors import ConfigError
 DEBUG_VARIABLE = "MRV1_DEBUG"
 """``EngineConfig.debug`` where that is not given: 1, or 0 and unset."""
 
+DEBUG_SYNC_VARIABLE = "MRV1_DEBUG_SYNC"
+"""``EngineConfig.debug_sync`` where that is not given."""
+
 INT32_MAX = 2**31 - 1
 """Counts, slots and block ids are int32 on the device."""
 
@@ -25,7 +28,7 @@ KVScaleName = Literal["token", "quarter", "head"]
 AttentionBackendName = Literal["triton", "flashinfer"]
 
 BYTES_BY_CONTENT = ("deterministic", "enable_prefix_caching")
-"""Options, where an engine has them, for which a page's bytes must follow from its tokens alone:
+"""Options for which a page's bytes must follow from its tokens alone:
 with ``kv_scale="quarter"`` they do not."""
 
 EMBEDDED_MODEL = "tiny"
@@ -94,10 +97,21 @@ class EngineConfig:
     """KV blocks to allocate; None = what memory allows, at most what can be used."""
     attention_backend: AttentionBackendName = "triton"
     """Who attends: mrv1's kernels, or FlashInfer if it is installed."""
+    enable_prefix_caching: bool = True
+    """Keep the blocks of prompts and outputs for requests that begin alike."""
+    overlap: bool = True
+    """Launch a step before the result of the one before it is known."""
+    cuda_graphs: bool = True
+    """Capture decode steps as CUDA graphs, on a GPU."""
+    deterministic: bool = False
+    """Compute every row by itself alone: the bits of its result do not depend on the batch."""
     seed: int = 0
     """Seed from which requests without their own draw theirs."""
     debug: bool = field(default_factory=lambda: env_flag(DEBUG_VARIABLE))
     """Check every block id before a step reads or writes it; waits for the device each step."""
+
+    debug_sync: bool = field(default_factory=lambda: env_flag(DEBUG_SYNC_VARIABLE))
+    """Wait behind every kernel, so that one that fails is named; no CUDA graphs then."""
 
     def __post_init__(self) -> None:
         """Check every field's range."""
@@ -117,7 +131,7 @@ class EngineConfig:
                 "got 'auto', a cache without scales"
             )
         for name in BYTES_BY_CONTENT if self.kv_scale == "quarter" else ():
-            if getattr(self, name, False):
+            if getattr(self, name):
                 raise ConfigError(
                     f"kv_scale, {name}: expected not both, got {self.kv_scale!r}, whose bytes "
                     f"depend on the order of writes, beside {name}=True"
@@ -140,8 +154,17 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed: expected an integer, got {self.seed!r}")
-        if not isinstance(self.debug, bool):
-            raise ConfigError(f"debug: expected True or False, got {self.debug!r}")
+        for name in (
+            "enable_prefix_caching", "overlap", "cuda_graphs", "deterministic", "debug",
+            "debug_sync",
+        ):  # fmt: skip
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that are launched before the first one's result is taken."""
+        return 2 if self.overlap else 1
 
 
 def resolve_dtype(

@@ -207,9 +207,12 @@ WAITING_FILES = {
 WAITING_FUNCTIONS = {
     "runner.attention_backends:FlashInferBackend.plan": "FlashInfer's page-locked buffers",
     "runner.block_table:BlockTables.stage": "a numpy array of the plan",
-    "runner.input_batch:stage": "a numpy array of the plan",
+    "runner.debug_sync:_SyncedOps.__getattr__.awaited": "what debug_sync is for",
     "runner.profile:run_profile_step": "start-up, before the first step",
-    "runner.staging:Staging.upload": "a view of page-locked host memory",
+    "runner.request_state:RequestState.stage": "a numpy array of the plan",
+    "runner.request_state:RequestState._check_rows": "a numpy array of the plan",
+    "runner.request_state:RequestState.take_drafts": "numpy arrays of a result",
+    "runner.staging:Staging._new_buffer": "a view of page-locked host memory",
     "runner.staging:Staging._acquire": "the ring's guard: its last copy must be over",
 }
 

@@ -105,6 +105,28 @@ def generate(
         int | None,
         typer.Option(help="KV blocks; unset: what memory allows.", rich_help_panel=ENGINE),
     ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            help="Keep blocks for requests that begin alike; not with --kv-scale quarter.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = True,
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Launch a step before the last one's result.", rich_help_panel=ENGINE),
+    ] = True,
+    cuda_graphs: Annotated[
+        bool, typer.Option(help="Capture decode steps, on a GPU.", rich_help_panel=ENGINE)
+    ] = True,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Bits that do not depend on the batch.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = False,
     attention_backend: Annotated[
         str, typer.Option(help="triton or flashinfer.", rich_help_panel=ENGINE)
     ] = "triton",
@@ -134,6 +156,10 @@ def generate(
         "max_num_batched_tokens": max_num_batched_tokens,
         "gpu_memory_utilization": gpu_memory_utilization,
         "num_kv_blocks": num_kv_blocks,
+        "enable_prefix_caching": enable_prefix_caching,
+        "overlap": overlap,
+        "cuda_graphs": cuda_graphs,
+        "deterministic": deterministic,
         "attention_backend": cast("AttentionBackendName", attention_backend),
     }
     with one_line_errors():

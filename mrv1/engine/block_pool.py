@@ -1,55 +1,166 @@
-"""Which KV blocks are free. Plain Python; knows nothing of the device."""
+"""Which KV blocks are free, held, cached or in use by a step. Knows nothing of the device."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 
 from mrv1.errors import CapacityError
 
 
 class BlockPool:
-    """Blocks ``0 .. num_blocks - 1``, each free or held; what was freed first is reused first."""
+    """Blocks ``0 .. num_blocks - 1`` with reference counts, a quarantine and a prefix cache.
+
+    A block is *held* while requests refer to it; otherwise it is
+
+    - *free*: its content means nothing; what was freed first is reused first;
+    - *evictable*: the prefix cache knows its content, so that a request may share it again; it is
+      as good as free, and the least recently used is evicted when no free block is left;
+    - *quarantined*: a launched step may still read or write it; it can be shared if the prefix
+      cache knows it, but not be allocated before ``release``.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self._num_refs = [0] * num_blocks
         self._free = deque(range(num_blocks))
-        self._held: set[int] = set()
+        self._evictable: OrderedDict[int, bytes] = OrderedDict()
+        """Block -> its digest; least recently used first."""
+        self._quarantine: OrderedDict[int, int] = OrderedDict()
+        """Block -> the step after which it may be allocated; steps ascend."""
+        self._cached: dict[bytes, int] = {}
+        """Digest of a prefix -> the block that ends it."""
+        self._digests: list[bytes | None] = [None] * num_blocks
+        """The inverse of ``_cached``."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` can give now."""
-        return len(self._free)
+        """Blocks that ``allocate`` can give now: free and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks that nobody holds and that become free once launched steps are over."""
+        return len(self._quarantine)
 
     @property
     def num_held(self) -> int:
         """Blocks that requests hold."""
-        return len(self._held)
+        return self.num_blocks - self.num_free - self.num_quarantined
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that the prefix cache knows, held ones among them."""
+        return len(self._cached)
+
+    # --- holding --------------------------------------------------------------------------
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Take ``count`` free blocks, all or none.
+        """Take ``count`` free or evictable blocks, all or none.
 
         Raises:
-            CapacityError: fewer are free.
+            CapacityError: fewer can be had.
         """
-        if count > len(self._free):
+        if count > self.num_free:
             raise CapacityError(
-                f"block pool: expected {count} free blocks, got {len(self._free)} of "
+                f"block pool: expected {count} free blocks, got {self.num_free} of "
                 f"{self.num_blocks}; raise num_kv_blocks"
             )
-        blocks = tuple(self._free.popleft() for _ in range(count))
-        self._held.update(blocks)
+        blocks = tuple([self._take() for _ in range(count)])
+        for block in blocks:
+            self._num_refs[block] = 1
         return blocks
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Give back ``blocks``, all or none.
+    def free(self, blocks: Sequence[int], *, last_step: int | None = None) -> None:
+        """Give back one reference to each of ``blocks``, all or none.
+
+        Args:
+            blocks: in the order in which they should be reused or evicted.
+            last_step: the newest step that may use them; what nobody holds any more stays in
+                quarantine until it is released. None = no step does. Steps never descend.
 
         Raises:
             ValueError: a block is not held (freed twice, or never this pool's) or named twice.
         """
-        given = tuple(blocks)
-        foreign = sorted(set(given) - self._held)
-        if foreign or len(set(given)) != len(given):
-            raise ValueError(f"blocks: expected blocks held once, got {foreign or list(given)}")
-        self._held.difference_update(given)
-        self._free.extend(given)
+        foreign = [b for b in blocks if not 0 <= b < self.num_blocks or not self._num_refs[b]]
+        if foreign or len(set(blocks)) != len(blocks):
+            raise ValueError(f"blocks: expected blocks held once, got {foreign or list(blocks)}")
+        for block in blocks:
+            self._num_refs[block] -= 1
+            if self._num_refs[block]:
+                continue
+            if last_step is None:
+                self._settle(block)
+            else:
+                self._quarantine[block] = last_step
+
+    def release(self, step: int) -> None:
+        """End the quarantine of blocks whose last step is ``step`` or before."""
+        while self._quarantine:
+            block, last_step = next(iter(self._quarantine.items()))
+            if last_step > step:
+                return
+            del self._quarantine[block]
+            self._settle(block)
+
+    def num_sole(self, blocks: Iterable[int]) -> int:
+        """Return how many of ``blocks`` have one holder, hence are given up when it ends."""
+        return sum(self._num_refs[block] == 1 for block in blocks)
+
+    # --- prefix cache ---------------------------------------------------------------------
+
+    def cache(self, block: int, digest: bytes) -> None:
+        """Let a held block be found by ``digest``; of blocks with the same one the first stays."""
+        if digest not in self._cached:
+            self._cached[digest] = block
+            self._digests[block] = digest
+
+    def find(self, digests: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest cached prefix of ``digests``."""
+        blocks = []
+        for digest in digests:
+            block = self._cached.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_evictable(self, blocks: Iterable[int]) -> int:
+        """Return how many of ``blocks`` count as free, and no more once they are shared."""
+        return sum(block in self._evictable for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Take one more reference to each of ``blocks``, which ``find`` returned."""
+        for block in blocks:
+            if not self._num_refs[block]:
+                if block in self._evictable:
+                    del self._evictable[block]
+                else:
+                    del self._quarantine[block]
+            self._num_refs[block] += 1
+
+    def reset_cache(self) -> None:
+        """Forget all content: evictable blocks are free, held ones stay with their holders."""
+        for block in self._cached.values():
+            self._digests[block] = None
+        self._cached.clear()
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.popleft()
+        block, digest = self._evictable.popitem(last=False)
+        del self._cached[digest]
+        self._digests[block] = None
+        return block
+
+    def _settle(self, block: int) -> None:
+        """Put a block that nobody holds and no step uses where ``allocate`` finds it."""
+        digest = self._digests[block]
+        if digest is None:
+            self._free.append(block)
+        else:
+            self._evictable[block] = digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
@@ -14,7 +15,7 @@ from mrv1.engine.request import Request
 from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import RequestError, StepError
 from mrv1.models import DecoderModel
-from mrv1.runner import ModelRunner
+from mrv1.runner import AsyncOutput, ModelRunner, StepPlan
 from mrv1.sampler import SamplingParams
 
 
@@ -30,8 +31,24 @@ class Metrics(TypedDict):
     num_waiting_requests: int
     num_preemptions: int
     num_free_blocks: int
-    step_seconds: float
-    """Time spent in steps, waiting for the device included."""
+    """Blocks that a request could have now."""
+    num_kv_blocks: int
+    num_prefix_queries: int
+    """Tokens of admitted requests that the prefix cache was asked for."""
+    prefix_hit_tokens: int
+    """Of those, tokens that it had."""
+    wasted_tokens: int
+    """Tokens of steps whose request had ended, or was preempted, by the time they were known."""
+    staging_waits: int
+    """How often the host waited for a pinned buffer before it could launch."""
+    num_graph_steps: int
+    """Steps that were one CUDA graph."""
+    host_seconds: float
+    """Time the host spent on planning, launching and taking in, waits for results excepted."""
+    wait_seconds: float
+    """Time the host waited for results."""
+    gpu_seconds: float
+    """Time between the start and the end of steps on the GPU; 0 on a CPU."""
 
 
 def derive_seed(engine_seed: int, admission: int) -> int:
@@ -41,7 +58,11 @@ def derive_seed(engine_seed: int, admission: int) -> int:
 
 
 class EngineCore:
-    """Takes requests as token ids and steps until they are done; one step in flight."""
+    """Takes requests as token ids and steps until they are done.
+
+    With ``config.overlap`` a step is launched before the result of the one before it is taken:
+    what it needs of that one is on the device. Without, the same code has one step in flight.
+    """
 
     def __init__(
         self, config: EngineConfig, *, model: DecoderModel | None = None, progress: bool = True
@@ -55,12 +76,18 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             eos_token_ids=self.runner.model_config.eos_token_ids,
+            max_steps_in_flight=config.steps_in_flight,
+            enable_prefix_caching=config.enable_prefix_caching,
         )
+        self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
+        self._lost: StepError | None = None
+        """What made the device useless: the driver refuses all that comes after."""
         self._num_added = 0
         self._num_steps = 0
         self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
-        self._step_seconds = 0.0
+        self._host_seconds = 0.0
+        self._wait_seconds = 0.0
+        self._gpu_seconds = 0.0
 
     @property
     def max_model_len(self) -> int:
@@ -75,7 +102,14 @@ class EngineCore:
         Raises:
             RequestError: the prompt is empty, too long or out of the vocabulary, the id is in use,
                 or the request can never fit; nothing is queued.
+            StepError: a kernel failed in an earlier step, and with it the GPU for this process.
         """
+        if self._lost is not None:
+            raise StepError(
+                f"the GPU failed and serves this process no more ({self._lost}): make a new "
+                "engine in a new process",
+                step_id=self._lost.step_id,
+            ) from self._lost
         prompt = self._checked_prompt(prompt_token_ids)
         self._check_stop_token_ids(params)
         longest = self.max_model_len
@@ -122,35 +156,107 @@ class EngineCore:
             raise RequestError(f"stop_token_ids: expected ids in [0, {vocab_size}), got {outside}")
 
     def step(self) -> list[Request]:
-        """Run one step; return the requests that got a token or ended in it."""
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return []
+        """Launch what may be in flight and take in the oldest step's result.
+
+        Returns:
+            The requests that got a token or ended in it.
+        """
         start = time.perf_counter()
+        waited = self._wait_seconds
         try:
-            changed = self.scheduler.update(self.runner.execute(plan).result())
-        except StepError as error:
-            changed = self.scheduler.fail_step(plan.req_ids, error)
+            self._launch()
+            changed = self._take_oldest() if self._in_flight else []
+            changed += self._drain()
         except BaseException as error:
-            # An interrupt, say: the scheduler has counted a step whose output never came.
-            interrupted = StepError(repr(error), step_id=plan.step_id, req_ids=plan.req_ids)
-            self.scheduler.fail_step(plan.req_ids, interrupted)
+            # An interrupt, say: what was launched will have no result that anyone takes.
+            self._abandon(error)
             raise
-        self._num_steps += 1
-        self._step_seconds += time.perf_counter() - start
-        self._num_generated_tokens += sum(request.error is None for request in changed)
+        finally:
+            elapsed = time.perf_counter() - start
+            self._host_seconds += elapsed - (self._wait_seconds - waited)
         return changed
+
+    def abort(self, req_id: str) -> Request | None:
+        """End a request now and return it; None if no unfinished request has this id."""
+        request = self.scheduler.abort(req_id)
+        self._drain()
+        return request
+
+    def _drain(self) -> list[Request]:
+        """Take in what is in flight once nobody waits for it, so that its blocks come back."""
+        changed = []
+        while self._in_flight and not self.scheduler.has_unfinished_requests:
+            changed += self._take_oldest()
+        return changed
+
+    def _launch(self) -> None:
+        """Launch steps until as many are in flight as may be."""
+        while len(self._in_flight) < self.config.steps_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return
+            output: AsyncOutput | StepError
+            try:
+                output = self.runner.execute(plan)
+            except StepError as error:
+                output = error  # in the order of launches, like any other result
+            except BaseException as error:
+                interrupted = StepError(repr(error), step_id=plan.step_id, req_ids=plan.req_ids)
+                self._in_flight.append((plan, interrupted))
+                raise
+            self._in_flight.append((plan, output))
+
+    def _take_oldest(self) -> list[Request]:
+        plan, output = self._in_flight[0]
+        start = time.perf_counter()
+        outcome = output if isinstance(output, StepError) else output.take()
+        self._wait_seconds += time.perf_counter() - start
+        self._in_flight.popleft()
+        self._num_steps += 1
+        if isinstance(outcome, StepError):
+            failed = self.scheduler.fail_step(plan, outcome)
+            if outcome is output:
+                return failed  # the launch failed; what was launched before and after goes on
+            self._lost = outcome
+            return failed + self._fail_all(outcome)
+        self._gpu_seconds += outcome.gpu_seconds or 0.0
+        return self.scheduler.update(outcome)
+
+    def _fail_all(self, error: StepError) -> list[Request]:
+        """End every request there is."""
+        self._abandon(error)
+        requests = [*self.scheduler.running.values(), *self.scheduler.waiting.values()]
+        for request in requests:
+            self.scheduler.fail(request, error)
+        return requests
+
+    def _abandon(self, error: BaseException) -> None:
+        """End every request of the steps in flight."""
+        while self._in_flight:
+            plan, output = self._in_flight.popleft()
+            if not isinstance(output, StepError):
+                output = StepError(repr(error), step_id=plan.step_id, req_ids=plan.req_ids)
+            self.scheduler.fail_step(plan, output)
 
     def metrics(self) -> Metrics:
         """Return the counters as a plain dict."""
+        scheduler, runner = self.scheduler, self.runner
         return Metrics(
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            num_finished_requests=self.scheduler.num_finished,
-            num_running_requests=len(self.scheduler.running),
-            num_waiting_requests=len(self.scheduler.waiting),
-            num_preemptions=self.scheduler.num_preemptions,
-            num_free_blocks=self.scheduler.pool.num_free,
-            step_seconds=self._step_seconds,
+            num_generated_tokens=scheduler.num_generated_tokens,
+            num_finished_requests=scheduler.num_finished,
+            num_running_requests=len(scheduler.running),
+            num_waiting_requests=len(scheduler.waiting),
+            num_preemptions=scheduler.num_preemptions,
+            num_free_blocks=scheduler.pool.num_free,
+            num_kv_blocks=scheduler.pool.num_blocks,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            wasted_tokens=scheduler.wasted_tokens,
+            staging_waits=runner.num_staging_waits,
+            num_graph_steps=runner.num_graph_steps,
+            host_seconds=self._host_seconds,
+            wait_seconds=self._wait_seconds,
+            gpu_seconds=self._gpu_seconds,
         )

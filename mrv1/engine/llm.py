@@ -58,6 +58,10 @@ class LLM:
         max_num_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.9,
         num_kv_blocks: int | None = None,
+        enable_prefix_caching: bool = True,
+        overlap: bool = True,
+        cuda_graphs: bool = True,
+        deterministic: bool = False,
         attention_backend: AttentionBackendName = "triton",
         seed: int = 0,
     ) -> None:
@@ -83,6 +87,13 @@ class LLM:
             gpu_memory_utilization: share of the GPU's memory for weights, activations and cache.
             num_kv_blocks: KV blocks to allocate; None = what memory allows, at most what can be
                 used.
+            enable_prefix_caching: keep the blocks of prompts and outputs for requests that begin
+                alike; not with ``kv_scale="quarter"``, nor is ``deterministic``.
+            overlap: launch a step before the result of the one before it is known; the tokens are
+                the same without, only later.
+            cuda_graphs: capture decode steps as CUDA graphs at the start, on a GPU.
+            deterministic: compute every row by itself alone, so that the bits of its logits do not
+                depend on the batch; slower.
             attention_backend: ``triton``, mrv1's own kernels, or ``flashinfer``, where that is
                 installed: on a GPU, float16 or bfloat16, without fp8.
             seed: from which requests without a seed of their own draw theirs.
@@ -104,6 +115,10 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
             num_kv_blocks=num_kv_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
+            deterministic=deterministic,
             attention_backend=attention_backend,
             seed=seed,
         )
@@ -216,7 +231,7 @@ class LLM:
 
         An id that is unknown or finished is ignored: the request may just have ended.
         """
-        request = self._engine.scheduler.abort(request_id)
+        request = self._engine.abort(request_id)
         if request is not None:
             self._undelivered[request_id] = request
 
@@ -312,7 +327,7 @@ class LLM:
         if self._core is None:
             return  # closed in the middle of a stream: nothing is left to abort
         for req_id in rows:
-            self._core.scheduler.abort(req_id)
+            self._core.abort(req_id)
             self._detokenizers.pop(req_id, None)
 
     def _output(self, request: Request) -> RequestOutput:

@@ -35,6 +35,10 @@ class Request:
     """64-bit key of its noise."""
     max_total_tokens: int
     """Prompt and output tokens at which it ends with ``"length"``."""
+    unsplittable: tuple[tuple[int, int], ...] = ()
+    """Spans ``[start, end)`` of the prompt, ascending, each computed within one step."""
+    cache_key: bytes = b""
+    """What else its K and V depend on: only requests with the same key share prefixes."""
     arrival_time: float = field(default_factory=time.perf_counter)
     """Seconds on the ``time.perf_counter`` clock."""
     first_token_time: float | None = None
@@ -45,18 +49,31 @@ class Request:
     stop_reason: int | None = None
     """The stop token id that ended it, if the caller named it."""
     error: Mrv1Error | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """Every token that ends it, end-of-sequence tokens among them unless ignored."""
     slot: int = -1
     """Row in the runner's state while running."""
     epoch: int = -1
     block_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    """Tokens whose K and V are in the cache."""
+    block_digests: list[bytes] = field(default_factory=list)
+    """Digests of its leading full blocks, as far as they are worked out."""
+    num_cached_tokens: int = 0
+    """Tokens that came from the prefix cache when it was last admitted."""
     num_preemptions: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int = 0, end: int | None = None) -> list[int]:
+        """Return prompt and output tokens of positions ``[start, end)``; None = all from start."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        end = self.num_tokens if end is None else end
+        if start >= num_prompt_tokens:
+            return self.output_token_ids[start - num_prompt_tokens : end - num_prompt_tokens]
+        output = self.output_token_ids[: max(end - num_prompt_tokens, 0)]
+        return [*self.prompt_token_ids[start:end], *output]
 
     @property
     def finished(self) -> bool:

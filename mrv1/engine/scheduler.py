@@ -3,27 +3,76 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from mrv1.engine.block_pool import BlockPool
+from mrv1.engine.prefix_cache import extend_chain
 from mrv1.engine.request import FinishReason, Request, Status
 from mrv1.errors import Mrv1Error, RequestError
-from mrv1.runner.step import SlotRequest, StepOutput, StepPlan
+from mrv1.runner.request_state import MAX_STOP_TOKENS
+from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan
+
+BoolArray = npt.NDArray[np.bool_]
+
+Int64Array = npt.NDArray[np.int64]
+
+NEVER = np.iinfo(np.int64).max
+"""Full blocks at which a request's next one would enter the prefix cache, if none may."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Requests as the rows of a step; made once and used until another request joins or leaves."""
+
+    requests: tuple[Request, ...]
+    req_ids: tuple[str, ...]
+    index: Int64Array
+    """[rows] slots, as numpy indexes fastest."""
+    slots: Int32Array
+    epochs: Int32Array
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> _Rows:
+        requests = tuple(requests)
+        index = np.array([request.slot for request in requests], dtype=np.int64)
+        rows = cls(
+            requests=requests,
+            req_ids=tuple([request.req_id for request in requests]),
+            index=index,
+            slots=index.astype(np.int32),
+            epochs=np.array([request.epoch for request in requests], dtype=np.int32),
+        )
+        rows.slots.flags.writeable = rows.epochs.flags.writeable = False  # plans share them
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose output has yet to come."""
+
+    step_id: int
+    rows: _Rows
+    num_scheduled_tokens: Int32Array
+    ends: Int64Array
+    """[rows] tokens that are computed after the step."""
+    num_sampled: list[int]
+    """Per row: 1 if it computes its last token, known or pending, and yields the next; else 0."""
+    last_rows: list[int]
+    """Rows whose token of this step is their last by length."""
 
 
 @dataclass(slots=True)
-class _Step:
-    """A step being put together, row by row."""
+class _Entering:
+    """What a step being planned tells of the requests that take a slot in it."""
 
     new: list[SlotRequest] = field(default_factory=list)
     resumed: list[SlotRequest] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    block_ids: list[tuple[int, ...]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -32,7 +81,19 @@ class Scheduler:
     Running requests go before waiting ones, in order of arrival. When blocks run out, the running
     request that arrived last gives up its slot and blocks and is computed again later
     (preemption by recompute). A waiting request is admitted when the blocks of all its known
-    tokens are free. At most one step is in flight.
+    tokens can be had.
+
+    **Steps in flight.** ``schedule`` may be called again before the output of up to
+    ``max_steps_in_flight - 1`` plans has come. A row that computes its last known token then has a
+    *pending* token: it is scheduled on without the token being known, up to its length. Outputs
+    come in the order of launches. A row of a request that ended or was preempted since its launch
+    is told by its slot's epoch and dropped.
+
+    **Blocks.** A block that is given up while steps are in flight is in quarantine until the
+    newest of them is over; rather than preempt a request for blocks that steps in flight will
+    give back, it is left out of the plan. With ``enable_prefix_caching`` full blocks whose step
+    succeeded stay known by their content, and an admitted request starts behind the longest
+    prefix found, its last token excepted.
     """
 
     def __init__(
@@ -43,25 +104,56 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         eos_token_ids: Iterable[int] = (),
+        max_steps_in_flight: int = 2,
+        enable_prefix_caching: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        """In order of arrival."""
+        self.max_steps_in_flight = max_steps_in_flight
+        self.enable_prefix_caching = enable_prefix_caching
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        """By request id, in order of admission."""
+        self.running: dict[str, Request] = {}
+        """By request id, in order of arrival."""
         self.num_preemptions = 0
         self.num_stale_outputs = 0
+        """Rows that were dropped because their request had ended or been preempted."""
+        self.wasted_tokens = 0
+        """Tokens scheduled in those rows."""
         self.num_finished = 0
+        self.num_generated_tokens = 0
+        """Tokens that were appended to a request."""
+        self.num_prefix_queries = 0
+        """Tokens of admitted requests, looked up in the prefix cache."""
+        self.prefix_hit_tokens = 0
+        """Of those, tokens that it had."""
         self._requests: dict[str, Request] = {}
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self._rows: _Rows | None = None
+        """Of ``running``; None = it has changed since."""
+        self._in_flight: OrderedDict[int, _Launched] = OrderedDict()
+        self._next_step_id = 0
         self._free_slots = deque(range(max_num_seqs))
-        self._epochs = [0] * max_num_seqs
         self._vacated: list[int] = []
         """Slots of requests that ended since the last plan."""
         self._preempted: list[int] = []
         """Slots given up by preemption since the last plan."""
-        self._next_step_id = 0
+
+        def per_slot() -> Int64Array:
+            return np.zeros(max_num_seqs, dtype=np.int64)
+
+        self._epochs = np.zeros(max_num_seqs, dtype=np.int32)
+        self._num_tokens = per_slot()
+        """Known and pending tokens."""
+        self._num_computed = per_slot()
+        """Tokens whose K and V are in the cache once the launched steps are over."""
+        self._max_computed = per_slot()
+        """One less than the tokens at which it ends: its last token is never computed."""
+        self._capacity = per_slot()
+        """Tokens that its blocks hold."""
+        self._num_cached_blocks = per_slot()
+        """Leading blocks that were offered to the prefix cache."""
 
     # --- requests -------------------------------------------------------------------------
 
@@ -69,6 +161,11 @@ class Scheduler:
     def num_free_slots(self) -> int:
         """Slots that no request holds."""
         return len(self._free_slots)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Plans whose output has yet to come."""
+        return len(self._in_flight)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -79,11 +176,18 @@ class Scheduler:
         """Return an unfinished request, or None."""
         return self._requests.get(req_id)
 
+    def num_pending(self, request: Request) -> int:
+        """Return how many tokens of ``request`` are being computed by steps in flight."""
+        if request.status is not Status.RUNNING:
+            return 0
+        return int(self._num_tokens[request.slot]) - request.num_tokens
+
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: its id is in use, or it could never get the blocks it may need.
+            RequestError: its id is in use, it could never get the blocks it may need, or a span
+                that must not be split is out of order or longer than a step.
         """
         if request.req_id in self._requests:
             raise RequestError(
@@ -96,8 +200,27 @@ class Scheduler:
                 f" tokens (num_kv_blocks = {self.pool.num_blocks} of {self.block_size}), got up "
                 f"to {request.max_total_tokens}; raise num_kv_blocks or lower max_tokens"
             )
+        self._check_spans(request)
+        eos = () if request.params.ignore_eos else self._eos_token_ids
+        request.stop_token_ids = tuple(dict.fromkeys((*request.params.stop_token_ids, *eos)))
         self._requests[request.req_id] = request
-        self.waiting.append(request)
+        self.waiting[request.req_id] = request
+
+    def _check_spans(self, request: Request) -> None:
+        previous_end = 0
+        for start, end in request.unsplittable:
+            if not previous_end <= start < end <= len(request.prompt_token_ids):
+                raise RequestError(
+                    "unsplittable: expected ascending spans [start, end) within the prompt's "
+                    f"{len(request.prompt_token_ids)} tokens, got {list(request.unsplittable)}"
+                )
+            if end - start > self.max_num_batched_tokens:
+                raise RequestError(
+                    f"unsplittable: expected spans of at most {self.max_num_batched_tokens} tokens"
+                    f" (max_num_batched_tokens), got {end - start} from {start} to {end}; raise "
+                    "max_num_batched_tokens"
+                )
+            previous_end = end
 
     def abort(self, req_id: str) -> Request | None:
         """End a request now and return it; None if no unfinished request has this id."""
@@ -107,153 +230,386 @@ class Scheduler:
         return request
 
     def fail(self, request: Request, error: Mrv1Error) -> None:
-        """End a request with an error."""
+        """End an unfinished request with an error."""
         request.error = error
         self._finish(request, "error")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; nothing that was computed until now is shared again."""
+        self.pool.reset_cache()
+        self._num_cached_blocks.fill(NEVER)
 
     # --- one step -------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step, or None when there is nothing to compute."""
-        step = _Step()
-        budget = self.max_num_batched_tokens
-        preemptions_before = self.num_preemptions
-        for request in tuple(self.running):
-            if budget == 0:
-                break
-            budget -= self._schedule_running(request, step, budget)
-        if self.num_preemptions == preemptions_before:
-            while self.waiting and budget and self._can_admit(self.waiting[0]):
-                budget -= self._admit(self.waiting.popleft(), step, budget)
-        if not step.requests:
-            return None
-        return self._plan(step)
+        """Return the next step, or None.
 
-    def _schedule_running(self, request: Request, step: _Step, budget: int) -> int:
-        """Give a running request its tokens of this step; return how many (0: preempted)."""
-        if request.status is not Status.RUNNING:
-            return 0  # preempted above, for a request that arrived before it
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-        needed = self._blocks_for(request.num_computed_tokens + num_tokens) - len(
-            request.block_ids
-        )
-        while needed > self.pool.num_free:
-            # The last of the running has no row in this step yet: rows are filled in order.
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is request:
-                return 0
-        self._append_row(request, step, num_tokens, needed)
-        return num_tokens
+        None means that there is nothing to compute, or nothing before the output of a step in
+        flight comes.
 
-    def _can_admit(self, request: Request) -> bool:
-        return bool(self._free_slots) and (
-            self._blocks_for(request.num_tokens) <= self.pool.num_free
-        )
-
-    def _admit(self, request: Request, step: _Step, budget: int) -> int:
-        """Give a waiting request a slot and the tokens of its first chunk; return how many."""
-        request.slot = self._free_slots.popleft()
-        request.epoch = self._epochs[request.slot]
-        request.status = Status.RUNNING
-        self.running.append(request)
-        entering = step.resumed if request.num_preemptions else step.new
-        entering.append(
-            SlotRequest(
-                req_id=request.req_id,
-                slot=request.slot,
-                epoch=request.epoch,
-                token_ids=np.array(
-                    [*request.prompt_token_ids, *request.output_token_ids], dtype=np.int32
-                ),
-                prompt_len=len(request.prompt_token_ids),
-                sampling_params=request.params,
-                seed=request.seed,
+        Raises:
+            RuntimeError: ``max_steps_in_flight`` plans await their output.
+        """
+        if len(self._in_flight) >= self.max_steps_in_flight:
+            raise RuntimeError(
+                f"schedule: expected fewer than {self.max_steps_in_flight} steps in flight "
+                f"(max_steps_in_flight), got {len(self._in_flight)}; call update first"
             )
-        )
-        num_tokens = min(request.num_tokens, budget)
-        self._append_row(request, step, num_tokens, self._blocks_for(num_tokens))
-        return num_tokens
+        ends, starved = self._running_ends()
+        counts = ends - self._num_computed[self._running_rows().index]
+        new_blocks = self._grow_running(ends)
+        entering = _Entering()
+        if self.waiting and not starved:
+            self._admit_waiting(
+                entering, new_blocks, self.max_num_batched_tokens - int(counts.sum())
+            )
+            counts = np.concatenate([counts, np.array(entering.counts, dtype=np.int64)])
+        rows = self._running_rows()
+        if np.count_nonzero(counts) < len(counts):
+            (scheduled,) = counts.nonzero()
+            counts = counts[scheduled]
+            rows = _Rows.of([rows.requests[row] for row in scheduled.tolist()])
+        if not rows.requests:
+            return None
+        return self._launch(rows, counts, new_blocks, entering)
 
-    def _append_row(self, request: Request, step: _Step, num_tokens: int, num_blocks: int) -> None:
-        block_ids = self.pool.allocate(num_blocks)
-        request.block_ids.extend(block_ids)
-        request.num_computed_tokens += num_tokens
-        step.requests.append(request)
-        step.num_tokens.append(num_tokens)
-        step.block_ids.append(block_ids)
+    def _running_ends(self) -> tuple[Int64Array, bool]:
+        """Return up to which token each running request is computed, and whether blocks ran out.
 
-    def _plan(self, step: _Step) -> StepPlan:
+        May preempt; what is returned is of those that still run. A row that has no room in this
+        step, or nothing to compute, ends where it began.
+        """
+        index = self._running_rows().index
+        ends = np.minimum(self._num_tokens[index], self._max_computed[index])
+        num_tokens = ends.sum() - self._num_computed[index].sum()
+        if num_tokens <= self.max_num_batched_tokens:
+            # A row can lack blocks only for what it computes: no more than that many in all.
+            if self.pool.num_free >= num_tokens:
+                return ends, False
+            short = -(-(ends - self._capacity[index]) // self.block_size)
+            if self.pool.num_free >= np.maximum(short, 0).sum():
+                return ends, False
+        return self._ends_one_by_one()
+
+    def _ends_one_by_one(self) -> tuple[Int64Array, bool]:
+        """Do what ``_running_ends`` promises where tokens or blocks do not suffice for all."""
+        budget, claimed, starved = self.max_num_batched_tokens, 0, False
+        ends: dict[str, int] = {}
+        for request in tuple(self.running.values()):
+            if request.req_id not in self.running:
+                continue  # preempted below, for a request that arrived before it
+            slot = request.slot
+            computed = int(self._num_computed[slot])
+            known = min(int(self._num_tokens[slot]), int(self._max_computed[slot]))
+            count = self._uncut(request, computed, min(known - computed, budget))
+            needed = self._blocks_for(computed + count) - len(request.block_ids)
+            while needed > 0 and claimed + needed > self.pool.num_free:
+                starved = True
+                if claimed + needed <= self.pool.num_free + self._num_soon_free():
+                    count = 0  # its blocks stay claimed, so that later rows do not take them
+                    break
+                # The last of the running has no row in this step yet: rows are filled in order.
+                self._preempt(self._victim())
+                if request.req_id not in self.running:
+                    break
+            if request.req_id in self.running:
+                ends[request.req_id] = computed + count
+                budget -= count
+                claimed += max(needed, 0)
+        return np.array([ends[req_id] for req_id in self.running], dtype=np.int64), starved
+
+    def _grow_running(self, ends: Int64Array) -> dict[int, tuple[int, ...]]:
+        """Give the running requests the blocks of this step's tokens; return them by slot."""
+        rows = self._running_rows()
+        short = ends - self._capacity[rows.index]
+        return {
+            rows.requests[row].slot: self._grow(
+                rows.requests[row], self._blocks_for(int(short[row]))
+            )
+            for row in (short > 0).nonzero()[0].tolist()
+        }
+
+    def _admit_waiting(
+        self, entering: _Entering, new_blocks: dict[int, tuple[int, ...]], budget: int
+    ) -> None:
+        """Admit waiting requests, in order, as long as slots, blocks and tokens suffice."""
+        while budget and self.waiting and self._free_slots:
+            request = next(iter(self.waiting.values()))
+            hit = self._find_prefix(request)
+            needed = self._blocks_for(request.num_tokens) - len(hit)
+            if needed > self.pool.num_free - self.pool.num_evictable(hit):
+                return
+            num_cached = len(hit) * self.block_size
+            count = self._uncut(request, num_cached, min(request.num_tokens - num_cached, budget))
+            if not count:
+                return
+            self._enter(request, hit)
+            fresh = self._grow(request, self._blocks_for(num_cached + count) - len(hit))
+            new_blocks[request.slot] = (*hit, *fresh)
+            (entering.resumed if request.num_preemptions else entering.new).append(
+                SlotRequest(
+                    req_id=request.req_id,
+                    slot=request.slot,
+                    epoch=request.epoch,
+                    token_ids=np.array(request.token_ids(), dtype=np.int32),
+                    prompt_len=len(request.prompt_token_ids),
+                    sampling_params=request.params,
+                    seed=request.seed,
+                    num_computed_tokens=num_cached,
+                    max_total_tokens=request.max_total_tokens,
+                    stop_token_ids=request.stop_token_ids[:MAX_STOP_TOKENS],
+                )
+            )
+            entering.counts.append(count)
+            budget -= count
+
+    def _launch(
+        self,
+        rows: _Rows,
+        counts: Int64Array,
+        new_blocks: dict[int, tuple[int, ...]],
+        entering: _Entering,
+    ) -> StepPlan:
+        """Count the step's tokens, note what its output will mean, and return its plan."""
+        index = rows.index
+        ends = self._num_computed[index] + counts
+        self._num_computed[index] = ends
+        num_tokens = self._num_tokens[index]
+        sampled = ends == num_tokens
+        self._num_tokens[index] = num_tokens + sampled
+        scheduled = counts.astype(np.int32)
         plan = StepPlan(
             step_id=self._next_step_id,
-            new=tuple(step.new),
-            resumed=tuple(step.resumed),
+            new=tuple(entering.new),
+            resumed=tuple(entering.resumed),
             preempted=tuple(self._preempted),
             finished=tuple(self._vacated),
-            req_ids=tuple(request.req_id for request in step.requests),
-            slots=np.array([request.slot for request in step.requests], dtype=np.int32),
-            epochs=np.array([request.epoch for request in step.requests], dtype=np.int32),
-            num_scheduled_tokens=np.array(step.num_tokens, dtype=np.int32),
-            new_block_ids=tuple((ids,) for ids in step.block_ids),
+            req_ids=rows.req_ids,
+            slots=rows.slots,
+            epochs=rows.epochs,
+            num_scheduled_tokens=scheduled,
+            new_block_ids={slot: (ids,) for slot, ids in new_blocks.items()},
+        )
+        self._in_flight[plan.step_id] = _Launched(
+            step_id=plan.step_id,
+            rows=rows,
+            num_scheduled_tokens=scheduled,
+            ends=ends,
+            num_sampled=sampled.view(np.int8).tolist(),
+            last_rows=(ends == self._max_computed[index]).nonzero()[0].tolist(),
         )
         self._next_step_id += 1
         self._preempted, self._vacated = [], []
         return plan
 
     def update(self, output: StepOutput) -> list[Request]:
-        """Take in what a step produced; return the requests that got a token or ended."""
-        changed = []
-        for row, req_id in enumerate(output.req_ids):
-            request = self._requests.get(req_id)
-            if (
-                request is None
-                or request.slot != output.slots[row]
-                or request.epoch != output.epochs[row]
-            ):
-                self.num_stale_outputs += 1  # ended or preempted since the launch: dropped
-                continue
-            if row in output.errors:
-                self.fail(request, RequestError(f"request {req_id!r}: {output.errors[row]}"))
-            elif output.token_ids[row]:
-                self._append_tokens(request, output.token_ids[row])
-            else:
-                continue
+        """Take in what the oldest step in flight produced.
+
+        Returns:
+            The requests that got a token or ended.
+
+        Raises:
+            RuntimeError: the output is of another step, or has another number of rows.
+        """
+        step = next(iter(self._in_flight.values()), None)
+        if step is None or step.step_id != output.step_id:
+            raise RuntimeError(
+                f"update: expected the output of step {step and step.step_id}, the oldest in "
+                f"flight, got step {output.step_id}"
+            )
+        if len(output.token_ids) != len(step.rows.requests):
+            raise RuntimeError(
+                f"update: expected {len(step.rows.requests)} rows, as in the plan of step "
+                f"{step.step_id}, got {len(output.token_ids)}"
+            )
+        self._retire(step)
+        live = self._live_rows(step)
+        requests: Sequence[Request] = step.rows.requests
+        token_ids: Sequence[tuple[int, ...]] = output.token_ids
+        ended: dict[Request, FinishReason] = {}
+        in_order = not output.errors and list(map(len, token_ids)) == step.num_sampled
+        if not in_order or not live.all():
+            for row in live.nonzero()[0].tolist():
+                if row in output.errors or len(token_ids[row]) != step.num_sampled[row]:
+                    ended[requests[row]] = "error"
+                    requests[row].error = self._row_error(step, output, row)
+                    live[row] = False  # what it computed is not to be shared
+            rows = live.nonzero()[0].tolist()
+            requests = [requests[row] for row in rows]
+            token_ids = [token_ids[row] for row in rows]
+        changed = [*ended]
+        num_failed = len(changed)
+        now = time.perf_counter()
+        for request, tokens in zip(requests, token_ids, strict=True):
+            if not tokens:
+                continue  # an unfinished prefill
+            (token,) = tokens
+            request.output_token_ids.append(token)
             changed.append(request)
+            if request.first_token_time is None:
+                request.first_token_time = now
+            if token in request.stop_token_ids:
+                ended[request] = "stop"
+        self.num_generated_tokens += len(changed) - num_failed
+        for row in step.last_rows:
+            if live[row]:
+                ended.setdefault(step.rows.requests[row], "length")
+        if self.enable_prefix_caching:
+            self._cache_blocks(step, live)
+        for request, reason in ended.items():
+            self._finish(request, reason)
         return changed
 
-    def fail_step(self, req_ids: Sequence[str], error: Mrv1Error) -> list[Request]:
-        """End every request of a failed step; return them."""
-        failed = [r for r in map(self._requests.get, req_ids) if r is not None]
+    def _row_error(self, step: _Launched, output: StepOutput, row: int) -> RequestError:
+        reason = output.errors.get(row)
+        if reason is None:
+            reason = (
+                f"expected {step.num_sampled[row]} tokens of step {step.step_id}, "
+                f"got {output.token_ids[row]}"
+            )
+        return RequestError(f"request {step.rows.req_ids[row]!r}: {reason}")
+
+    def fail_step(self, plan: StepPlan, error: Mrv1Error) -> list[Request]:
+        """End every request of a failed step that is still in it; return them.
+
+        Raises:
+            RuntimeError: the step is not in flight.
+        """
+        step = self._in_flight.get(plan.step_id)
+        if step is None:
+            raise RuntimeError(
+                f"fail_step: expected one of the steps in flight, {list(self._in_flight)}, "
+                f"got step {plan.step_id}"
+            )
+        self._retire(step)
+        live = self._live_rows(step).nonzero()[0].tolist()
+        failed = [step.rows.requests[row] for row in live]
         for request in failed:
             self.fail(request, error)
         return failed
 
-    # --- inside ---------------------------------------------------------------------------
+    # --- steps in flight ------------------------------------------------------------------
+
+    def _retire(self, step: _Launched) -> None:
+        """Take a step out of flight; blocks that only it and steps before it used are free."""
+        del self._in_flight[step.step_id]
+        oldest = next(iter(self._in_flight), self._next_step_id)
+        self.pool.release(oldest - 1)
+
+    def _live_rows(self, step: _Launched) -> BoolArray:
+        """Return ``[rows]`` whether each request is still in its slot; count the others."""
+        live: BoolArray = self._epochs[step.rows.index] == step.rows.epochs
+        if not live.all():
+            self.num_stale_outputs += int((~live).sum())
+            self.wasted_tokens += int(step.num_scheduled_tokens[~live].sum())
+        return live
+
+    # --- blocks ---------------------------------------------------------------------------
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _append_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
-        if request.first_token_time is None:
-            request.first_token_time = time.perf_counter()
-        for token in token_ids:
-            request.output_token_ids.append(token)
-            if token in request.params.stop_token_ids:
-                request.stop_reason = token
-                self._finish(request, "stop")
-            elif token in self._eos_token_ids and not request.params.ignore_eos:
-                self._finish(request, "stop")
-            elif request.num_tokens >= request.max_total_tokens:
-                self._finish(request, "length")
-            if request.finished:
-                return
+    def _grow(self, request: Request, num_blocks: int) -> tuple[int, ...]:
+        blocks = self.pool.allocate(num_blocks)
+        request.block_ids.extend(blocks)
+        self._capacity[request.slot] = len(request.block_ids) * self.block_size
+        return blocks
+
+    def _uncut(self, request: Request, start: int, count: int) -> int:
+        """Return ``count`` tokens from ``start``, or fewer to end before a span, not inside it."""
+        for span_start, span_end in request.unsplittable:
+            if span_start < start + count < span_end:
+                return span_start - start
+        return count
+
+    def _num_soon_free(self) -> int:
+        """Blocks that come free when the steps in flight are over, whatever these produce."""
+        ending = (r for r in self.running.values() if self._is_ending(r))
+        return self.pool.num_quarantined + sum(self.pool.num_sole(r.block_ids) for r in ending)
+
+    def _is_ending(self, request: Request) -> bool:
+        """Whether the last token of a running request is pending."""
+        return bool(self._num_tokens[request.slot] > self._max_computed[request.slot])
+
+    def _victim(self) -> Request:
+        """The last arrival that gains by waiting: one that ends soon gives its blocks anyway."""
+        return next(r for r in reversed(self.running.values()) if not self._is_ending(r))
+
+    def _find_prefix(self, request: Request) -> list[int]:
+        """Return cached blocks of the request's first tokens: full ones, not its last token's."""
+        if not self.enable_prefix_caching:
+            return []
+        self._extend_digests(request, request.num_tokens)
+        num_tokens = request.num_tokens - 1
+        blocks = self.pool.find(request.block_digests[: num_tokens // self.block_size])
+        # The start of a span that would be cut may be within a block, hence within another span.
+        while (uncut := self._uncut(request, 0, len(blocks) * self.block_size)) < (
+            len(blocks) * self.block_size
+        ):
+            blocks = blocks[: uncut // self.block_size]
+        return blocks
+
+    def _cache_blocks(self, step: _Launched, live: BoolArray) -> None:
+        """Let the blocks that a successful step filled be found by their content."""
+        num_full = step.ends // self.block_size
+        num_cached = self._num_cached_blocks[step.rows.index]
+        (filled,) = ((num_full > num_cached) & live).nonzero()
+        self._num_cached_blocks[step.rows.index[filled]] = num_full[filled]
+        for row, start, end in zip(
+            filled.tolist(), num_cached[filled].tolist(), num_full[filled].tolist(), strict=True
+        ):
+            request = step.rows.requests[row]
+            self._extend_digests(request, end * self.block_size)
+            for index in range(start, end):
+                self.pool.cache(request.block_ids[index], request.block_digests[index])
+
+    def _extend_digests(self, request: Request, num_tokens: int) -> None:
+        """Work out the digests of the full blocks of the first ``num_tokens`` tokens."""
+        start = len(request.block_digests) * self.block_size
+        if start + self.block_size <= num_tokens:
+            extend_chain(
+                request.block_digests,
+                request.token_ids(start, num_tokens),
+                self.block_size,
+                request.cache_key,
+            )
+
+    # --- slots ----------------------------------------------------------------------------
+
+    def _running_rows(self) -> _Rows:
+        if self._rows is None:
+            self._rows = _Rows.of(self.running.values())
+        return self._rows
+
+    def _enter(self, request: Request, hit: list[int]) -> None:
+        """Take a waiting request into a slot, behind the cached blocks of its prefix."""
+        num_cached = len(hit) * self.block_size
+        if self.enable_prefix_caching:
+            self.num_prefix_queries += request.num_tokens
+            self.prefix_hit_tokens += num_cached
+        self.pool.share(hit)
+        del self.waiting[request.req_id]
+        self.running[request.req_id] = request
+        self._rows = None
+        slot = self._free_slots.popleft()
+        request.slot, request.epoch = slot, int(self._epochs[slot])
+        request.status = Status.RUNNING
+        request.block_ids.extend(hit)
+        request.num_cached_tokens = num_cached
+        self._num_tokens[slot] = request.num_tokens
+        self._num_computed[slot] = num_cached
+        self._max_computed[slot] = request.max_total_tokens - 1
+        self._capacity[slot] = num_cached
+        self._num_cached_blocks[slot] = len(hit)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is Status.RUNNING:
             self._vacated.append(request.slot)
             self._release(request)
         else:
-            self.waiting.remove(request)
+            del self.waiting[request.req_id]
+        if reason == "stop" and request.output_token_ids[-1] in request.params.stop_token_ids:
+            request.stop_reason = request.output_token_ids[-1]
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.finish_time = time.perf_counter()
@@ -266,13 +622,16 @@ class Scheduler:
         self._preempted.append(request.slot)
         self._release(request)
         request.status = Status.WAITING
-        request.num_computed_tokens = 0
-        self.waiting.appendleft(request)
+        self.waiting[request.req_id] = request
+        self.waiting.move_to_end(request.req_id, last=False)
 
     def _release(self, request: Request) -> None:
         """Take back slot and blocks; the slot's next request has another epoch."""
-        self.running.remove(request)
-        self.pool.free(request.block_ids)
+        del self.running[request.req_id]
+        self._rows = None
+        last_step = self._next_step_id - 1 if self._in_flight else None
+        # The end of a prefix goes first: without its beginning it could not be found.
+        self.pool.free(request.block_ids[::-1], last_step=last_step)
         request.block_ids.clear()
         self._epochs[request.slot] += 1
         self._free_slots.append(request.slot)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from mrv1.device import kernel_path
 from mrv1.kernels.decode_plan import DecodePlan
 from mrv1.kernels.ops import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
@@ -21,16 +23,17 @@ class AttentionBackend(Protocol):
         self,
         batch: AttentionBatch,
         caches: Sequence[LayerCache],
-        query_lens: npt.NDArray[np.int32],
-        seq_lens: npt.NDArray[np.int32],
+        query_lens: npt.NDArray[np.int32] | None,
+        seq_lens: npt.NDArray[np.int32] | None,
     ) -> None:
         """Prepare for the layers of one step.
 
         Args:
             batch: what every layer of the step will be given.
             caches: of the layers.
-            query_lens: ``[num_reqs]``, tokens of each row, as the host knows them.
-            seq_lens: ``[num_reqs]``, the host's copy of ``batch.seq_lens``.
+            query_lens: ``[num_reqs]``, tokens of each row, as the host knows them; None while a
+                graph is captured.
+            seq_lens: ``[num_reqs]``, the host's copy of ``batch.seq_lens``; None likewise.
         """
         ...
 
@@ -42,77 +45,143 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What a backend settled for the layers of one step."""
+
+    batch: AttentionBatch
+    num_decodes: int
+    """Leading rows that the decode kernel takes."""
+    plans: Mapping[int, DecodePlan]
+    """Of the decode rows, by the identity of the layout that layers share; none on a CPU."""
+    prefill_start_loc: torch.Tensor | None
+    """``query_start_loc`` of the rows behind them; None if there are none."""
+
+
 class KernelBackend:
     """``ops.paged_decode_attention`` and ``ops.paged_prefill_attention``.
 
-    They read lengths and tables on the device. Without a plan every layer of a decode step makes
-    its own.
+    They read lengths and tables on the device. Rows of one token are decoded and the others
+    prefilled, also where a step has both. Without a plan every layer of a decode step makes its
+    own, and a step of both kinds is prefilled.
 
     Args:
         ops: what ``select_ops`` returned for the device.
         num_q_heads: query heads of every layer.
         dtype: of the queries.
         softmax_scale: factor of the scores.
+        deterministic: whether a row's result is to depend on that row alone.
     """
 
     def __init__(
-        self, ops: Ops, *, num_q_heads: int, dtype: torch.dtype, softmax_scale: float
+        self,
+        ops: Ops,
+        *,
+        num_q_heads: int,
+        dtype: torch.dtype,
+        softmax_scale: float,
+        deterministic: bool = False,
     ) -> None:
         self._ops = ops
         self._num_q_heads = num_q_heads
         self._dtype = dtype
         self._softmax_scale = softmax_scale
-        self._plans: dict[int, DecodePlan] = {}
-        """Of a decode step, by the identity of the layout that layers share."""
+        self._deterministic = deterministic
+        self._planned: _Planned | None = None
 
     def plan(
         self,
         batch: AttentionBatch,
         caches: Sequence[LayerCache],
-        query_lens: npt.NDArray[np.int32],
-        seq_lens: npt.NDArray[np.int32],
+        query_lens: npt.NDArray[np.int32] | None,
+        seq_lens: npt.NDArray[np.int32] | None,
     ) -> None:
-        """Plan a decode step, once for all layers of a layout; a prefill needs no plan."""
-        self._plans = {}
-        if batch.query_len is None:
-            return
-        for cache in {id(cache.layout): cache for cache in caches}.values():
-            plan = DecodePlan.allocate(
-                max_reqs=batch.num_reqs,
-                max_keys=batch.block_table.shape[1] * cache.layout.block_size,
-                layout=cache.layout,
-                num_q_heads=self._num_q_heads,
-                dtype=self._dtype,
-                query_len=batch.query_len,
-                is_fp8=cache.scales is not None,
-            )
-            self._ops.plan_decode_attention(batch.seq_lens, cache.layout, plan)
-            self._plans[id(cache.layout)] = plan
+        """Plan the decode rows, once for all layers of a layout; a prefill needs no plan."""
+        num_decodes = batch.num_decodes if batch.query_len is None else batch.num_reqs
+        is_mixed = 0 < num_decodes < batch.num_reqs
+        plans = {}
+        if num_decodes and kernel_path(batch.seq_lens.device) != "reference":
+            for cache in {id(cache.layout): cache for cache in caches}.values():
+                plans[id(cache.layout)] = plan = DecodePlan.allocate(
+                    max_reqs=num_decodes,
+                    max_keys=batch.block_table.shape[1] * cache.layout.block_size,
+                    layout=cache.layout,
+                    num_q_heads=self._num_q_heads,
+                    dtype=self._dtype,
+                    query_len=batch.query_len or 1,
+                    is_fp8=cache.scales is not None,
+                    deterministic=self._deterministic,
+                )
+                self._ops.plan_decode_attention(batch.seq_lens[:num_decodes], cache.layout, plan)
+        self._planned = _Planned(
+            batch=batch,
+            num_decodes=num_decodes,
+            plans=plans,
+            prefill_start_loc=batch.query_start_loc[num_decodes:] - num_decodes
+            if is_mixed
+            else None,
+        )
 
     def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
-        """Decode if all rows have the same 1 to 8 queries, else prefill."""
-        if batch.query_len is not None:
-            return self._ops.paged_decode_attention(
-                q,
-                cache.k,
-                cache.v,
-                batch.block_table,
-                batch.seq_lens,
-                cache.layout,
-                softmax_scale=self._softmax_scale,
-                query_len=batch.query_len,
-                plan=self._plans.get(id(cache.layout)),
-                scales=cache.scales,
-            )
+        """Decode the rows of one token, or all if they have 2 to 8 alike, and prefill others."""
+        planned = self._planned
+        if planned is None or planned.batch is not batch:
+            if batch.query_len is None:
+                return self._prefill(q, batch, cache, 0, batch.query_start_loc)
+            return self._decode(q, batch, cache, batch.num_reqs)
+        if planned.prefill_start_loc is not None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            count = planned.num_decodes
+            self._decode(q[:count], batch, cache, count, out[:count])
+            self._prefill(q[count:], batch, cache, count, planned.prefill_start_loc, out[count:])
+            return out
+        if planned.num_decodes:
+            return self._decode(q, batch, cache, batch.num_reqs)
+        return self._prefill(q, batch, cache, 0, batch.query_start_loc)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        batch: AttentionBatch,
+        cache: LayerCache,
+        num_rows: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        plans = {} if self._planned is None else self._planned.plans
+        return self._ops.paged_decode_attention(
+            q,
+            cache.k,
+            cache.v,
+            batch.block_table[:num_rows],
+            batch.seq_lens[:num_rows],
+            cache.layout,
+            softmax_scale=self._softmax_scale,
+            query_len=batch.query_len or 1,
+            deterministic=self._deterministic,
+            plan=plans.get(id(cache.layout)),
+            out=out,
+            scales=cache.scales,
+        )
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        batch: AttentionBatch,
+        cache: LayerCache,
+        first_row: int,
+        query_start_loc: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         return self._ops.paged_prefill_attention(
             q,
             cache.k,
             cache.v,
-            batch.block_table,
-            batch.query_start_loc,
-            batch.seq_lens,
+            batch.block_table[first_row:],
+            query_start_loc,
+            batch.seq_lens[first_row:],
             cache.layout,
             softmax_scale=self._softmax_scale,
             max_query_len=batch.max_query_len,
+            out=out,
             scales=cache.scales,
         )

@@ -34,6 +34,8 @@ class AttentionBatch:
     """Longest row of this batch in tokens (an upper bound will do)."""
     query_len: int | None
     """Tokens of every row if all have the same 1 to 8 (decode kernel); None = prefill kernel."""
+    num_decodes: int = 0
+    """Leading rows of one token each, which need not be all that have one."""
     num_tokens: int
     """Length of ``input_ids``, padding included."""
     num_reqs: int

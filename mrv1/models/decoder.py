@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
+from mrv1.kernels.linear import Activation
 from mrv1.kernels.ops import Ops
 from mrv1.models.attention import AttentionBackend, KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
@@ -29,6 +30,7 @@ class DecoderModel:
             their dtype the model runs.
         ops: what ``select_ops`` returned for that device.
         parallel: this rank among others; None = alone.
+        deterministic: whether a token's results are to depend on its own request alone.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class DecoderModel:
         ops: Ops,
         *,
         parallel: ParallelContext | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.config = config
         self.weights = weights
         self._ops = ops
         self._parallel = parallel or ParallelContext()
+        self.deterministic = deterministic
         self.softmax_scale = config.head_dim**-0.5
         self._unplanned = self.kernel_backend()
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
@@ -64,6 +68,7 @@ class DecoderModel:
             num_q_heads=self.config.num_q_heads,
             dtype=self.dtype,
             softmax_scale=self.softmax_scale,
+            deterministic=self.deterministic,
         )
 
     def forward(
@@ -71,6 +76,7 @@ class DecoderModel:
         batch: AttentionBatch,
         caches: Sequence[LayerCache],
         backend: AttentionBackend | None = None,
+        on_kv_written: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Run one step's tokens through all layers, writing their keys and values into ``caches``.
 
@@ -79,6 +85,8 @@ class DecoderModel:
             caches: one entry a layer, *written* at ``batch.slot_mapping``; each layer's layout
                 holds its window (``config.layer_windows``).
             backend: who attends, planned for this batch; None = ``kernel_backend()``, unplanned.
+            on_kv_written: is called with each layer's index once its keys and values are written,
+                as far as the stream goes: before the layer attends.
 
         Returns:
             ``[num_tokens, hidden]`` hidden states after the final norm; undefined for padding.
@@ -86,48 +94,80 @@ class DecoderModel:
         Stream:
             Current stream, no synchronisation; CUDA-graph safe.
         """
-        eps = self.config.rms_norm_eps
         backend = backend or self._unplanned
-        residual = embedding(batch.input_ids, self.weights.embed)
+        hidden = embedding(batch.input_ids, self.weights.embed)
         cos_sin = self._cos_sin.index_select(0, batch.positions)  # once for all layers
-        hidden = None  # what the last block adds to the residual; nothing before the first
-        for layer, cache in zip(self.weights.layers, caches, strict=True):
-            hidden = self._add_norm(hidden, residual, layer.input_norm, eps)
-            hidden = self._attention(hidden, layer, batch, cos_sin, cache, backend)
-            hidden = self._add_norm(hidden, residual, layer.mlp_norm, eps)
-            hidden = self._mlp(hidden, layer)
-        return self._add_norm(hidden, residual, self.weights.final_norm, eps)
+        for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
+            q = self._write_kv(hidden, layer, batch, cos_sin, cache)
+            if on_kv_written is not None:
+                on_kv_written(index)
+            attended = backend.attend(q, batch, cache).flatten(1)
+            self._add_projection(hidden, attended, layer.o, layer.o_bias)
+            activated = self._linear(
+                hidden, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, "silu_and_mul"
+            )
+            self._add_projection(hidden, activated, layer.down, layer.down_bias)
+        return self._ops.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocab]`` float32 logits (float64 stays so) of ``[rows, hidden]``."""
-        logits = self._parallel.all_gather(linear(hidden_rows, self.weights.lm_head))
-        return logits if logits.dtype == torch.float64 else logits.float()
+        wide = None if hidden_rows.dtype == torch.float64 else torch.float32
+        logits = self._ops.linear(
+            hidden_rows,
+            self.weights.lm_head,
+            deterministic=self.deterministic,
+            out_dtype=wide,
+        )
+        return self._parallel.all_gather(logits)
 
-    def _add_norm(
+    def _linear(
         self,
-        hidden: torch.Tensor | None,
-        residual: torch.Tensor,
+        hidden: torch.Tensor,
         weight: torch.Tensor,
-        eps: float,
+        bias: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        activation: Activation | None = None,
     ) -> torch.Tensor:
-        """Return norm(residual + hidden), written over ``hidden``; ``residual`` keeps the sum."""
-        if hidden is None:
-            return self._ops.rms_norm(residual, weight, eps)
-        return self._ops.rms_norm(hidden, weight, eps, residual=residual, out=hidden)
+        """Return ``activation(norm(hidden) @ weight.T + bias)``."""
+        return self._ops.linear(
+            hidden,
+            weight,
+            bias,
+            norm_weight=norm_weight,
+            eps=self.config.rms_norm_eps,
+            activation=activation,
+            deterministic=self.deterministic,
+        )
 
-    def _attention(
+    def _add_projection(
+        self,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> None:
+        """Add ``x @ weight.T + bias``, summed over the ranks, to ``hidden`` in place."""
+        if self._parallel.sums_partials:
+            partial = self._ops.linear(x, weight, bias, deterministic=self.deterministic)
+            hidden += self._parallel.all_reduce(partial)
+        else:
+            self._ops.linear(
+                x, weight, bias, residual=hidden, out=hidden, deterministic=self.deterministic
+            )
+
+    def _write_kv(
         self,
         hidden: torch.Tensor,
         layer: LayerWeights,
         batch: AttentionBatch,
         cos_sin: torch.Tensor,
         cache: LayerCache,
-        backend: AttentionBackend,
     ) -> torch.Tensor:
+        """Project, norm and rotate; store keys and values; return the queries."""
         config = self.config
-        qkv = linear(hidden, layer.qkv, layer.qkv_bias)
+        qkv = self._linear(hidden, layer.qkv, layer.qkv_bias, layer.input_norm)
         q = qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_q_heads]
-        self._ops.qkv_cache_write(
+        return self._ops.qkv_cache_write(
             qkv,
             cache.k,
             cache.v,
@@ -142,11 +182,3 @@ class DecoderModel:
             q_out=q,
             scales=cache.scales,
         )
-        attended = backend.attend(q, batch, cache)
-        projected = linear(attended.view(attended.shape[0], -1), layer.o, layer.o_bias)
-        return self._parallel.all_reduce(projected)
-
-    def _mlp(self, hidden: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
-        gate_up = linear(hidden, layer.gate_up, layer.gate_up_bias)
-        activated = self._ops.silu_and_mul(gate_up)
-        return self._parallel.all_reduce(linear(activated, layer.down, layer.down_bias))

@@ -47,6 +47,7 @@ def load_model(
     ops: Ops,
     progress: bool = True,
     parallel: ParallelContext | None = None,
+    deterministic: bool = False,
 ) -> DecoderModel:
     """Return the decoder of a checkpoint directory, its weights on ``device`` in ``dtype``.
 
@@ -60,6 +61,7 @@ def load_model(
         ops: what ``select_ops`` returned for the device.
         progress: whether to show a progress bar on stderr.
         parallel: this rank among others; None = alone.
+        deterministic: as the model takes it.
 
     Raises:
         ConfigError: the configuration is not supported, or weights are missing, surplus,
@@ -68,7 +70,7 @@ def load_model(
     directory = checkpoint_dir(path)
     config = ModelConfig.from_pretrained(directory)
     weights = load_weights(directory, config, device=device, dtype=dtype, progress=progress)
-    return DecoderModel(config, weights, ops, parallel=parallel)
+    return DecoderModel(config, weights, ops, parallel=parallel, deterministic=deterministic)
 
 
 def load_weights(

@@ -34,6 +34,11 @@ class ParallelContext:
     all_gather: Collective = _identity
     """Concatenation over ranks along the last dimension; follows the vocabulary-parallel head."""
 
+    @property
+    def sums_partials(self) -> bool:
+        """Whether a projection's output is a part of a sum; without ranks to meet it is all."""
+        return self.all_reduce is not _identity
+
     def __post_init__(self) -> None:
         """Reject what the model cannot do yet."""
         if self.size > 1:

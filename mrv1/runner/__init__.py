@@ -1,7 +1,16 @@
 """One step: request state, input batch, block tables, KV cache, forward, sampling, output."""
 
 from mrv1.runner.async_output import AsyncOutput
-from mrv1.runner.model_runner import KVReport, ModelRunner
+from mrv1.runner.model_runner import KVListener, KVReady, KVReport, ModelRunner
 from mrv1.runner.step import SlotRequest, StepOutput, StepPlan
 
-__all__ = ["AsyncOutput", "KVReport", "ModelRunner", "SlotRequest", "StepOutput", "StepPlan"]
+__all__ = [
+    "AsyncOutput",
+    "KVListener",
+    "KVReady",
+    "KVReport",
+    "ModelRunner",
+    "SlotRequest",
+    "StepOutput",
+    "StepPlan",
+]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mrv1.errors import StepError
-from mrv1.runner.step import StepOutput, StepPlan
+from mrv1.runner.step import Int32Array, StepOutput, StepPlan
+
+Int64Array = npt.NDArray[np.int64]
 
 POLL_SECONDS = 50e-6
 """How often a wait with a timeout looks at the event."""
@@ -15,42 +21,150 @@ POLL_SECONDS = 50e-6
 NO_TOKEN_MESSAGE = "the logits hold no selectable token (all -inf or NaN)"
 
 
+class OutputRing:
+    """Where steps leave their tokens on the device, and where the host finds them, in turns.
+
+    A slot of the device's ring is written by the step that has it and read by one copy on the copy
+    stream; before the next step that has it writes, the compute stream waits for that copy (a wait
+    on the device, not of the host). A slot of the pinned ring is read by one ``AsyncOutput``; if
+    that has not been asked for its result by the time the slot's next step is launched, it takes
+    what it holds, and waits if it must.
+
+    Args:
+        max_num_reqs: rows of a step.
+        max_tokens: tokens of a row, at most.
+        depth: steps in flight, at most; there is one slot more.
+        device: the runner's.
+    """
+
+    def __init__(
+        self, max_num_reqs: int, max_tokens: int, depth: int, device: torch.device
+    ) -> None:
+        on_gpu = device.type == "cuda"
+        num_slots = depth + 1
+        count_words = -(-max_num_reqs // 4) * 4
+        words = (num_slots, count_words + 2 * max_num_reqs * max_tokens)
+        self._device = torch.zeros(words, dtype=torch.int32, device=device)
+        self._host = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
+
+        def views(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            tokens = buffer.view(torch.int64)[:, count_words // 2 :]
+            return buffer[:, :max_num_reqs], tokens.unflatten(1, (max_num_reqs, max_tokens))
+
+        self.num_output, self.tokens = views(self._device)
+        """[slots, max_num_reqs] int32 and [slots, max_num_reqs, max_tokens] int64: of one buffer,
+        so that one copy takes both."""
+        self._host_num_output, self._host_tokens = (view.numpy() for view in views(self._host))
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._copied: list[torch.cuda.Event | None] = [None] * num_slots
+        self._readers: list[AsyncOutput | None] = [None] * num_slots
+        self._next = 0
+
+    def acquire(self) -> int:
+        """Return the slot of the next step; its last reader has what it wanted."""
+        slot = self._next
+        self._next = (slot + 1) % len(self._copied)
+        reader, self._readers[slot] = self._readers[slot], None
+        if reader is not None:
+            reader.take()
+        copied = self._copied[slot]
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+        return slot
+
+    def deliver(
+        self,
+        slot: int,
+        plan: StepPlan,
+        started: torch.cuda.Event | None,
+        order: Int64Array | None = None,
+        on_output: Callable[[StepOutput], None] | None = None,
+    ) -> AsyncOutput:
+        """Start the copy of a slot to the host, behind what the current stream holds.
+
+        Args:
+            slot: as ``acquire`` returned it.
+            plan: of the step.
+            started: recorded before the step's work; None = it is not timed.
+            order: ``[rows]``, the plan's row of each row on the device; None = the same.
+            on_output: is given the result once it is there.
+        """
+        num_rows = len(plan.req_ids)
+        done = copied = None
+        if self._stream is not None:
+            done = torch.cuda.Event(enable_timing=started is not None)
+            done.record()
+            self._stream.wait_event(done)
+        with torch.cuda.stream(self._stream):  # None: no stream to choose
+            self._host[slot].copy_(self._device[slot], non_blocking=True)
+            if self._stream is not None:
+                copied = self._copied[slot] = torch.cuda.Event()
+                copied.record()
+        timing = None if started is None or done is None else Timing(started=started, done=done)
+        output = AsyncOutput(
+            plan,
+            self._host_num_output[slot, :num_rows],
+            self._host_tokens[slot, :num_rows],
+            copied,
+            timing=timing,
+            order=order,
+            on_output=on_output,
+        )
+        self._readers[slot] = output
+        return output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Events around a step's work on the compute stream."""
+
+    started: torch.cuda.Event
+    done: torch.cuda.Event
+
+    @property
+    def seconds(self) -> float:
+        """Time between the two, which have passed."""
+        milliseconds: float = self.started.elapsed_time(self.done)
+        return milliseconds * 1e-3
+
+
 class AsyncOutput:
     """Tokens of a launched step on their way to the host.
 
-    Carries the request ids and epochs as they were at launch. Holds the device tensors until the
-    copy's event has passed, so that their memory is not reused under the copy.
+    Carries the request ids and epochs as they were at launch.
     """
 
     def __init__(
         self,
         plan: StepPlan,
-        sampled_rows: list[int],
-        tokens: torch.Tensor,
-        copy_stream: torch.cuda.Stream | None,
+        num_output: Int32Array,
+        tokens: Int64Array,
+        event: torch.cuda.Event | None,
+        *,
+        timing: Timing | None = None,
+        order: Int64Array | None = None,
+        on_output: Callable[[StepOutput], None] | None = None,
     ) -> None:
-        """Start the copy to the host.
+        """Wait for nothing yet.
 
         Args:
             plan: the step that was launched.
-            sampled_rows: the rows that sampled a token, in the order of ``tokens``.
-            tokens: ``[len(sampled_rows)]`` int64 on the runner's device, on its current stream.
-            copy_stream: the stream that carries outputs; None on a CPU.
+            num_output: ``[rows]``, tokens of each row, -1 = the row failed; valid once ``event``
+                has passed.
+            tokens: ``[rows, most tokens]``, likewise.
+            event: of the copy to the host; None on a CPU.
+            timing: of the step's work on the device; None = not measured.
+            order: ``[rows]``, the plan's row of each row; None = the same.
+            on_output: is given the result once it is there.
         """
         self._plan = plan
-        self._sampled_rows = sampled_rows
-        self._device_tokens: torch.Tensor | None = tokens
-        self._event: torch.cuda.Event | None = None
-        self._output: StepOutput | None = None
-        if copy_stream is None:
-            self._host_tokens = tokens
-            return
-        self._host_tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(copy_stream):
-            self._host_tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._num_output = num_output
+        self._tokens = tokens
+        self._event = event
+        self._timing = timing
+        self._order = order
+        self._on_output = on_output
+        self._outcome: StepOutput | StepError | None = None
 
     @property
     def step_id(self) -> int:
@@ -59,7 +173,7 @@ class AsyncOutput:
 
     def ready(self) -> bool:
         """Whether ``result`` would return without waiting."""
-        return self._output is not None or self._event is None or self._event.query()
+        return self._outcome is not None or self._event is None or self._event.query()
 
     def result(self, timeout: float | None = None) -> StepOutput:
         """Wait for the step's event and return its output; later calls return the same object.
@@ -71,16 +185,30 @@ class AsyncOutput:
             TimeoutError: the step was not over in time; call again.
             StepError: a kernel of this step, or of one before it, failed.
         """
-        if self._output is None:
+        outcome = self.take(timeout)
+        if isinstance(outcome, StepError):
+            raise outcome
+        return outcome
+
+    def take(self, timeout: float | None = None) -> StepOutput | StepError:
+        """Wait, and return what ``result`` returns or raises; the step's buffers are free then.
+
+        Raises:
+            TimeoutError: the step was not over in time.
+        """
+        if self._outcome is None:
             try:
                 self._wait(timeout)
-            except RuntimeError as error:
-                raise StepError(
+                output = self._outcome = self._collect()
+                if self._on_output is not None:
+                    self._on_output(output)
+            except RuntimeError as error:  # what the driver reports of any kernel so far
+                self._outcome = StepError(
                     str(error), step_id=self._plan.step_id, req_ids=self._plan.req_ids
-                ) from error
-            self._output = self._collect()
-            self._device_tokens = None
-        return self._output
+                )
+                self._outcome.__cause__ = error
+            self._event = self._timing = None
+        return self._outcome
 
     def _wait(self, timeout: float | None) -> None:
         if self._event is None:
@@ -95,19 +223,26 @@ class AsyncOutput:
             time.sleep(POLL_SECONDS)
 
     def _collect(self) -> StepOutput:
-        plan = self._plan
-        token_ids: list[tuple[int, ...]] = [()] * len(plan.req_ids)
+        plan, timing = self._plan, self._timing
+        num_output, tokens = self._num_output, self._tokens
+        if self._order is not None:
+            position = np.argsort(self._order)
+            num_output, tokens = num_output[position], tokens[position]
         errors = {}
-        for row, token in zip(self._sampled_rows, self._host_tokens.tolist(), strict=True):
-            if token < 0:
-                errors[row] = NO_TOKEN_MESSAGE
-            else:
-                token_ids[row] = (token,)
+        token_ids: tuple[tuple[int, ...], ...]
+        if (num_output == 1).all():  # a decode step: the one that must not cost time
+            token_ids = tuple(zip(tokens[:, 0].tolist(), strict=True))
+        else:
+            counts = num_output.tolist()
+            rows = zip(tokens.tolist(), counts, strict=True)
+            token_ids = tuple([tuple(row[: max(count, 0)]) for row, count in rows])
+            errors = {row: NO_TOKEN_MESSAGE for row, count in enumerate(counts) if count < 0}
         return StepOutput(
             step_id=plan.step_id,
             req_ids=plan.req_ids,
             slots=plan.slots,
             epochs=plan.epochs,
-            token_ids=tuple(token_ids),
+            token_ids=token_ids,
             errors=errors,
+            gpu_seconds=None if timing is None else timing.seconds,
         )

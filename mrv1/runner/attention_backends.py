@@ -128,10 +128,16 @@ class FlashInferBackend:
         self,
         batch: AttentionBatch,
         caches: Sequence[LayerCache],
-        query_lens: Int32Array,
-        seq_lens: Int32Array,
+        query_lens: Int32Array | None,
+        seq_lens: Int32Array | None,
     ) -> None:
-        """Plan every window's wrapper for the step."""
+        """Plan every window's wrapper for the step.
+
+        Raises:
+            ValueError: the lengths are not given.
+        """
+        if query_lens is None or seq_lens is None:
+            raise ValueError("query_lens, seq_lens: expected arrays, as FlashInfer plans by them")
         if self._planned is not None:
             self._planned.synchronize()  # the last plan must have left its page-locked buffers
         num_pages = -(-seq_lens // self._block_size)

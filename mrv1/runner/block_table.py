@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mrv1.runner.step import HostArrays, StepPlan
+from mrv1.runner.slot_state import Field, SlotState
+from mrv1.runner.staging import StepUpload
+from mrv1.runner.step import StepPlan
 
 NO_PAGE = -1
 """Entry of a block table that names no page; kernels skip it."""
@@ -31,20 +33,31 @@ class GroupColumns:
 class BlockTables:
     """Rows of concatenated segments, one per head group, in slot order.
 
-    The device table is written on the runner's stream; ``num_blocks_np`` is the host's count of
-    each segment's valid columns.
+    Args:
+        slots: holds the device's table.
+        max_num_reqs: its rows.
+        groups: columns of each head group.
+        device: where the columns' description lives.
     """
 
+    @staticmethod
+    def fields(groups: Sequence[GroupColumns]) -> Mapping[str, Field]:
+        """Return what a slot holds on the device."""
+        return {"block_table": Field(width=sum(group.width for group in groups))}
+
     def __init__(
-        self, max_num_reqs: int, groups: Sequence[GroupColumns], device: torch.device
+        self,
+        slots: SlotState,
+        max_num_reqs: int,
+        groups: Sequence[GroupColumns],
+        device: torch.device,
     ) -> None:
+        self._slots = slots
         self.groups = tuple(groups)
-        self.row_width = sum(group.width for group in groups)
-        self.table = torch.full(
-            (max_num_reqs, self.row_width), NO_PAGE, dtype=torch.int32, device=device
-        )
+        self.table = slots["block_table"]
         """[max_num_reqs, row_width] int32, -1 = no page."""
         self.num_blocks_np = np.zeros((max_num_reqs, len(self.groups)), dtype=np.int32)
+        """[max_num_reqs, groups], the host's count of each segment's valid columns."""
 
         def per_group(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
@@ -53,47 +66,47 @@ class BlockTables:
         self.group_sink = per_group([g.sink for g in groups])
         self.group_ring_blocks = per_group([g.ring_blocks for g in groups])
 
-    def stage(self, plan: StepPlan, num_pool_blocks: int) -> HostArrays:
-        """Count the plan's new blocks on the host; return where their ids go.
+    @property
+    def row_width(self) -> int:
+        """Columns of all groups."""
+        return self.table.shape[1]
+
+    def stage(self, plan: StepPlan, num_pool_blocks: int, upload: StepUpload) -> None:
+        """Count the plan's new blocks on the host; add their ids, and -1 behind a new row's.
 
         Raises:
             ValueError: an id outside the pool, or more blocks in a row than its segment has
                 columns.
         """
-        for request in plan.entering:
-            self.num_blocks_np[request.slot] = 0
-        indices: list[int] = []
-        block_ids: list[int] = []
-        for slot, per_group in zip(plan.slots.tolist(), plan.new_block_ids, strict=True):
+        entering = {request.slot for request in plan.entering}
+        for slot in entering:
+            self.num_blocks_np[slot] = 0
+        for slot, per_group in plan.new_block_ids.items():
             for index, (group, ids) in enumerate(zip(self.groups, per_group, strict=True)):
-                if not ids:
-                    continue
-                start = int(self.num_blocks_np[slot, index])
-                if start + len(ids) > group.width:
-                    raise ValueError(
-                        f"new_block_ids: expected at most {group.width} blocks in slot {slot}, "
-                        f"got {start + len(ids)}"
-                    )
-                if not 0 <= min(ids) <= max(ids) < num_pool_blocks:
-                    raise ValueError(
-                        f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {ids}"
-                    )
-                first = slot * self.row_width + group.offset + start
-                indices.extend(range(first, first + len(ids)))
-                block_ids.extend(ids)
-                self.num_blocks_np[slot, index] = start + len(ids)
-        return {
-            "table_indices": np.array(indices, dtype=np.int64),
-            "table_block_ids": np.array(block_ids, dtype=np.int32),
-        }
+                if ids:
+                    self._append(slot, index, group, ids, num_pool_blocks, upload)
+        for slot in entering:
+            for group, count in zip(self.groups, self.num_blocks_np[slot].tolist(), strict=True):
+                first = self._slots.first_word("block_table", slot) + group.offset + count
+                upload.fill(first, group.width - count)
 
-    def apply(self, staged: Mapping[str, torch.Tensor]) -> None:
-        """Forget the pages of slots that were taken, then write the new block ids."""
-        if staged["entering_slots"].numel():
-            self.table.index_fill_(0, staged["entering_slots"], NO_PAGE)
-        if staged["table_indices"].numel():
-            self.table.view(-1).index_copy_(0, staged["table_indices"], staged["table_block_ids"])
-
-    def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the table in batch-row order, ``[rows, row_width]`` int32."""
-        return self.table.index_select(0, slots)
+    def _append(
+        self,
+        slot: int,
+        index: int,
+        group: GroupColumns,
+        ids: Sequence[int],
+        num_pool_blocks: int,
+        upload: StepUpload,
+    ) -> None:
+        start = int(self.num_blocks_np[slot, index])
+        if start + len(ids) > group.width:
+            raise ValueError(
+                f"new_block_ids: expected at most {group.width} blocks in slot {slot}, "
+                f"got {start + len(ids)}"
+            )
+        if not 0 <= min(ids) <= max(ids) < num_pool_blocks:
+            raise ValueError(f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {ids}")
+        first = self._slots.first_word("block_table", slot) + group.offset + start
+        upload.write(first, np.asarray(ids, dtype=np.int32))
+        self.num_blocks_np[slot, index] = start + len(ids)

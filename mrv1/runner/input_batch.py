@@ -1,21 +1,69 @@
-"""The rows of one step, from slots to what the model reads."""
+"""The rows of one step: their shape, known on the host, and what the gather makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
-import numpy as np
 import torch
 
 from mrv1.kernels.ops import Ops
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import BlockTables
 from mrv1.runner.request_state import RequestState
-from mrv1.runner.step import HostArrays, Int32Array, StepPlan
+from mrv1.runner.staging import Staged
+from mrv1.runner.step import Int32Array
 
 MAX_DECODE_QUERY_LEN = 8
 """Longest query per row that the decode kernel takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What the host knows of a step and launches depend on."""
+
+    num_rows: int
+    """Padding included."""
+    num_tokens: int
+    """Padding included."""
+    max_query_len: int
+    query_len: int | None
+    """Tokens of every row if all have the same 1 to 8."""
+    num_decodes: int
+    """Leading rows of one token each."""
+    filtered: bool
+    """Whether any row uses top-k or top-p."""
+    has_drafts: bool = False
+
+    @classmethod
+    def of(cls, query_lens: Int32Array, *, filtered: bool, has_drafts: bool = False) -> Self:
+        """Return the shape of rows with so many tokens, those of one token first."""
+        longest = int(query_lens.max())
+        if longest == 1 and not (filtered or has_drafts):
+            return cls.decode(len(query_lens))
+        shortest = int(query_lens.min())
+        uniform = longest == shortest and longest <= MAX_DECODE_QUERY_LEN
+        return cls(
+            num_rows=len(query_lens),
+            num_tokens=int(query_lens.sum()),
+            max_query_len=longest,
+            query_len=longest if uniform else None,
+            num_decodes=int((query_lens == 1).sum()),
+            filtered=filtered,
+            has_drafts=has_drafts,
+        )
+
+    @classmethod
+    def decode(cls, num_rows: int) -> Self:
+        """Return the shape of a decode of so many rows that draw from all their logits."""
+        return cls(
+            num_rows=num_rows,
+            num_tokens=num_rows,
+            max_query_len=1,
+            query_len=1,
+            num_decodes=num_rows,
+            filtered=False,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,42 +72,15 @@ class InputBatch:
 
     attention: AttentionBatch
     """What the model reads."""
-    slots: torch.Tensor
-    """[rows] int64."""
-    num_scheduled_tokens: torch.Tensor
-    """[rows] int32."""
-    seq_lens_np: Int32Array
-    """[rows], the host's copy of ``attention.seq_lens``."""
-    sampled_rows: list[int]
-    """Rows whose last known token is computed in this step; others are unfinished prefills."""
-    sampled_slots: torch.Tensor
-    """[sampled rows] int64."""
+    idx_mapping: torch.Tensor
+    """[rows] int32, slot of each row; -1 = padding."""
     logits_rows: torch.Tensor
-    """[sampled rows] int64, index of each sampled row's last token."""
-
-
-def stage(plan: StepPlan, state: RequestState) -> tuple[HostArrays, list[int]]:
-    """Return the arrays that describe the step's rows, and the rows that sample."""
-    slots, query_lens = plan.slots, plan.num_scheduled_tokens
-    query_start_loc = np.zeros(len(slots) + 1, dtype=np.int32)
-    np.cumsum(query_lens, out=query_start_loc[1:])
-    computed = state.num_computed_tokens_np[slots] + query_lens
-    sampled = np.flatnonzero(computed == state.num_tokens_np[slots])
-    arrays: HostArrays = {
-        "idx_mapping": slots.astype(np.int32),
-        "slots": slots.astype(np.int64),
-        "query_start_loc": query_start_loc,
-        "num_scheduled_tokens": query_lens.astype(np.int32),
-        "sampled_rows": sampled.astype(np.int64),
-        "sampled_slots": slots[sampled].astype(np.int64),
-    }
-    return arrays, sampled.tolist()
+    """[rows] int64, index of the token that samples; -1 = padding, stopped or unfinished."""
 
 
 def gather(
-    plan: StepPlan,
-    staged: Mapping[str, torch.Tensor],
-    sampled_rows: list[int],
+    shape: StepShape,
+    staged: Staged,
     state: RequestState,
     tables: BlockTables,
     ops: Ops,
@@ -67,15 +88,16 @@ def gather(
 ) -> InputBatch:
     """Build the step's batch on the device from slots and state, in one kernel."""
     device = state.token_ids.device
-    num_reqs, num_tokens = len(plan.slots), int(plan.num_scheduled_tokens.sum())
+    num_rows, num_tokens = shape.num_rows, shape.num_tokens
     input_ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
     positions = torch.empty(num_tokens, dtype=torch.int64, device=device)
-    seq_lens = torch.empty(num_reqs, dtype=torch.int32, device=device)
-    logits_rows = torch.empty(num_reqs, dtype=torch.int64, device=device)
+    seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
+    logits_rows = torch.empty(num_rows, dtype=torch.int64, device=device)
     slot_mapping = torch.empty(len(tables.groups), num_tokens, dtype=torch.int64, device=device)
+    block_table = torch.empty(num_rows, tables.row_width, dtype=torch.int32, device=device)
     ops.gather_tokens(
-        staged["idx_mapping"],
-        staged["query_start_loc"],
+        staged.idx_mapping,
+        None if shape.query_len is not None else staged.query_start_loc,
         state.token_ids,
         state.num_tokens,
         state.num_computed_tokens,
@@ -84,32 +106,28 @@ def gather(
         group_table_offset=tables.group_table_offset,
         group_sink=tables.group_sink,
         group_ring_blocks=tables.group_ring_blocks,
+        query_len=shape.query_len,
+        stopped=state.stopped,
+        draft_token_ids=staged.draft_token_ids,
+        num_draft_tokens=staged.num_draft_tokens,
         input_ids=input_ids,
         positions=positions,
         seq_lens=seq_lens,
         slot_mapping=slot_mapping,
         logits_rows=logits_rows,
+        block_table=block_table,
     )
-    longest, shortest = int(plan.num_scheduled_tokens.max()), int(plan.num_scheduled_tokens.min())
-    uniform = longest == shortest and longest <= MAX_DECODE_QUERY_LEN
     attention = AttentionBatch(
         input_ids=input_ids,
         positions=positions,
         slot_mapping=slot_mapping,
-        block_table=tables.rows(staged["slots"]),
+        block_table=block_table,
         seq_lens=seq_lens,
-        query_start_loc=staged["query_start_loc"],
-        max_query_len=longest,
-        query_len=longest if uniform else None,
+        query_start_loc=staged.query_start_loc,
+        max_query_len=shape.max_query_len,
+        query_len=shape.query_len,
+        num_decodes=shape.num_decodes,
         num_tokens=num_tokens,
-        num_reqs=num_reqs,
+        num_reqs=num_rows,
     )
-    return InputBatch(
-        attention=attention,
-        slots=staged["slots"],
-        num_scheduled_tokens=staged["num_scheduled_tokens"],
-        seq_lens_np=state.num_computed_tokens_np[plan.slots] + plan.num_scheduled_tokens,
-        sampled_rows=sampled_rows,
-        sampled_slots=staged["sampled_slots"],
-        logits_rows=logits_rows.index_select(0, staged["sampled_rows"]),
-    )
+    return InputBatch(attention=attention, idx_mapping=staged.idx_mapping, logits_rows=logits_rows)

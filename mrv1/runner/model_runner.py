@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypedDict
 
+import numpy as np
 import torch
 
 from mrv1.config import (
@@ -16,19 +20,23 @@ from mrv1.config import (
     resolve_max_model_len,
 )
 from mrv1.device import device_info, fp8_path, kernel_path, memory_bytes, resolve_device
-from mrv1.errors import StepError
+from mrv1.errors import ConfigError, StepError
 from mrv1.kernels.debug import find_bad_block_ids
 from mrv1.kernels.ops import select_ops
+from mrv1.kernels.post_update import MAX_SAMPLED_TOKENS
 from mrv1.models import DecoderModel, ModelConfig, load_kv_scales, load_model
 from mrv1.runner import input_batch
-from mrv1.runner.async_output import AsyncOutput
+from mrv1.runner.async_output import AsyncOutput, Int64Array, OutputRing
 from mrv1.runner.attention_backends import select_backend
 from mrv1.runner.block_table import BlockTables, GroupColumns
-from mrv1.runner.input_batch import InputBatch
+from mrv1.runner.cuda_graph import DecodeGraphs, decode_buckets
+from mrv1.runner.debug_sync import synced
+from mrv1.runner.input_batch import InputBatch, StepShape
 from mrv1.runner.kv_cache import CPU_KV_BYTES, CacheSpec, KVCache, layer_layouts
 from mrv1.runner.profile import run_profile_step
 from mrv1.runner.request_state import RequestState
-from mrv1.runner.staging import Staging
+from mrv1.runner.slot_state import Field, SlotState
+from mrv1.runner.staging import Staged, Staging, StepUpload
 from mrv1.runner.step import StepPlan
 from mrv1.sampler import Sampler
 
@@ -39,6 +47,53 @@ _SCALED: dict[KVScaleName, str] = {
     "quarter": "quarter of a block and head",
     "head": "head",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVReady:
+    """One layer's keys and values of a step are written, as soon as the event has passed."""
+
+    plan: StepPlan
+    """The step, its rows in the order they are computed."""
+    layer: int
+    event: torch.cuda.Event | None
+    """Recorded behind the write; None on a CPU, where it is done."""
+
+
+KVListener = Callable[[KVReady], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A step whose upload is on its way."""
+
+    shape: StepShape
+    staged: Staged
+    ring_slot: int
+    bucket: int | None
+    """Of the graph that runs it; None = launched kernel by kernel."""
+    started: torch.cuda.Event | None
+
+
+def _decodes_first(plan: StepPlan) -> tuple[StepPlan, Int64Array | None]:
+    """Return the plan with its rows of one token in front, and where they were; None = there."""
+    query_lens = plan.num_scheduled_tokens
+    if query_lens.max() == 1:
+        return plan, None
+    order = np.argsort(query_lens != 1, kind="stable")
+    if (order[1:] > order[:-1]).all():
+        return plan, None
+    ordered = replace(
+        plan,
+        req_ids=tuple(plan.req_ids[row] for row in order),
+        slots=plan.slots[order],
+        epochs=plan.epochs[order],
+        num_scheduled_tokens=query_lens[order],
+        draft_token_ids=tuple(plan.draft_token_ids[row] for row in order)
+        if plan.draft_token_ids
+        else (),
+    )
+    return ordered, order
 
 
 class KVReport(TypedDict):
@@ -82,12 +137,21 @@ class ModelRunner:
         """
         self.config = config
         self._closed = False
+        self._kv_listener: KVListener | None = None
+        self.num_graph_steps = 0
+        """Steps that were one CUDA graph."""
         self.device = resolve_device(config.device)
         self.path = kernel_path(self.device)
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._fp8 = fp8_path(self.device) if is_fp8 else None  # refused before anything loads
         self._ops = select_ops(self.path)
+        if config.debug_sync:
+            self._ops = synced(self._ops, self.device)
         self.model = model or self._load_model(progress)
+        if self.model.deterministic != config.deterministic:
+            raise ConfigError(
+                f"model: expected one with deterministic={config.deterministic}, as configured"
+            )
         self.model_config = self.model.config
         self.max_model_len = resolve_max_model_len(
             config.max_model_len, self.model_config.max_model_len
@@ -109,19 +173,39 @@ class ModelRunner:
         self.attention = select_backend(
             config.attention_backend, self.model, self.spec, self._layouts
         )
-        full_group = GroupColumns(offset=0, width=self.spec.blocks_for(self.max_model_len))
-        self.state = RequestState(config.max_num_seqs, self.max_model_len, self.device)
-        self.block_tables = BlockTables(config.max_num_seqs, [full_group], self.device)
-        self.sampler = Sampler(config.max_num_seqs, self.device, self._ops)
-        self._staging = Staging(self.device)
-        self._copy_stream = torch.cuda.Stream(self.device) if self._on_gpu else None
+        groups = [GroupColumns(offset=0, width=self.spec.blocks_for(self.max_model_len))]
+        num_slots, depth = config.max_num_seqs, config.steps_in_flight
+        sampling = {name: Field(dtype=dtype) for name, dtype in Sampler.FIELDS.items()}
+        self._slots = SlotState(
+            num_slots,
+            {
+                **RequestState.fields(self.max_model_len),
+                **BlockTables.fields(groups),
+                **sampling,
+            },
+            self.device,
+        )
+        self.state = RequestState(self._slots, num_slots, self.max_model_len)
+        self.block_tables = BlockTables(self._slots, num_slots, groups, self.device)
+        self.sampler = Sampler(
+            num_slots, {name: self._slots[name] for name in sampling}, self._ops
+        )
+        self._staging = Staging(num_slots, num_slots * len(groups), depth + 1, self.device)
+        self._outputs = OutputRing(num_slots, MAX_SAMPLED_TOKENS, depth, self.device)
+        self._graphs = DecodeGraphs(decode_buckets(num_slots) if self._captures else [])
         self.kv_cache = self._new_kv_cache(self._num_kv_blocks())
+        if self._captures:
+            with torch.inference_mode():
+                self._graphs.capture(self._run_padding, progress=progress)
         logger.info("%s", self.describe())
 
     # --- one step -------------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step and return before the device is done.
+
+        Up to ``config.steps_in_flight`` steps may be launched before the first one's result is
+        taken; a row whose request has stopped by then, on the device, does nothing.
 
         With ``config.debug`` every block id that the step needs is checked first, and the host
         waits for the device to do so.
@@ -136,46 +220,181 @@ class ModelRunner:
             raise RuntimeError("ModelRunner: expected an open runner, got one that was closed")
         try:
             with torch.inference_mode():
-                batch = self._prepare(plan)
-                if self.config.debug:
-                    self._check_block_ids(plan, batch)
-                layers = self.kv_cache.layers
-                self.attention.plan(
-                    batch.attention, layers, plan.num_scheduled_tokens, batch.seq_lens_np
-                )
-                hidden = self.model.forward(batch.attention, layers, self.attention)
-                tokens = self._sample(plan, batch, hidden)
-                self._post_update(plan, batch, tokens)
-                return AsyncOutput(plan, batch.sampled_rows, tokens, self._copy_stream)
+                ordered, order = _decodes_first(plan)
+                step = self._prepare(ordered)
+                if step.bucket is not None:
+                    self._graphs.replay(step.bucket)
+                    self.num_graph_steps += 1
+                else:
+                    batch, hidden = self._forward(step.shape, step.staged, ordered)
+                    self._post_process(step.shape, step.staged, batch, hidden)
+                on_output = self.state.take_drafts if step.shape.has_drafts else None
+                return self._outputs.deliver(step.ring_slot, plan, step.started, order, on_output)
         except Exception as error:  # whatever it is, it ends this step and no other
             raise StepError(str(error), step_id=plan.step_id, req_ids=plan.req_ids) from error
 
-    def _prepare(self, plan: StepPlan) -> InputBatch:
-        """Bring the plan to the device in one copy, apply it, and gather the step's tokens."""
-        arrays = self.state.stage(plan)
-        arrays |= self.block_tables.stage(plan, self.kv_cache.num_blocks)
-        arrays |= self.sampler.stage(
-            [request.slot for request in plan.entering],
-            [request.sampling_params for request in plan.entering],
-            [request.seed for request in plan.entering],
+    def _prepare(self, plan: StepPlan) -> _Step:
+        """Check the plan and bring what it changes to the device, in one copy."""
+        upload = StepUpload()
+        self.state.stage(plan, upload)
+        self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
+        for request in plan.entering:
+            fields = self.sampler.enter(request.slot, request.sampling_params, request.seed)
+            for name, values in fields.items():
+                upload.write(self._slots.first_word(name, request.slot), values)
+        self.state.advance_on_host(plan)
+        shape = StepShape.of(
+            plan.num_scheduled_tokens,
+            filtered=self.sampler.any_filters(plan.slots),
+            has_drafts=any(plan.draft_token_ids),
         )
-        rows, sampled_rows = input_batch.stage(plan, self.state)
-        staged = self._staging.upload(arrays | rows)
-        self.state.apply(staged)
-        self.block_tables.apply(staged)
-        self.sampler.apply(staged["entering_slots"], staged)
-        return input_batch.gather(
-            plan, staged, sampled_rows, self.state, self.block_tables, self._ops,
-            self.spec.block_size,
-        )  # fmt: skip
+        bucket = self._bucket(shape, upload)
+        if bucket is not None:
+            shape = StepShape.decode(bucket)
+        started = self._started()
+        ring_slot = self._outputs.acquire()
+        staged = self._staging.send(
+            upload,
+            plan.slots,
+            plan.num_scheduled_tokens,
+            ring_slot,
+            num_padded_rows=shape.num_rows,
+            drafts=plan.draft_token_ids,
+        )
+        return _Step(
+            shape=shape, staged=staged, ring_slot=ring_slot, bucket=bucket, started=started
+        )
+
+    def _forward(
+        self, shape: StepShape, staged: Staged, plan: StepPlan | None
+    ) -> tuple[InputBatch, torch.Tensor]:
+        """Apply the upload, gather the step's tokens and run the layers; return hidden states."""
+        self._ops.scatter_segments(
+            self._slots.buffer, staged.words, staged.segments, staged.num_segments
+        )
+        batch = input_batch.gather(
+            shape, staged, self.state, self.block_tables, self._ops, self.spec.block_size
+        )
+        layers = self.kv_cache.layers
+        if plan is not None:
+            if self.config.debug:
+                self._check_block_ids(plan, batch)
+            seq_lens = self.state.num_computed_tokens_np[plan.slots]
+            self.attention.plan(batch.attention, layers, plan.num_scheduled_tokens, seq_lens)
+        else:
+            self.attention.plan(batch.attention, layers, None, None)
+        on_kv_written = None
+        if plan is not None and self._kv_listener is not None:
+            on_kv_written = partial(self._tell_kv_ready, self._kv_listener, plan)
+        return batch, self.model.forward(batch.attention, layers, self.attention, on_kv_written)
+
+    def _post_process(
+        self, shape: StepShape, staged: Staged, batch: InputBatch, hidden: torch.Tensor
+    ) -> None:
+        """Sample a token for each row that is to have one, append it, see who stops."""
+        tokens, num_sampled = (
+            self._sample_drafts(staged, batch, hidden)
+            if shape.has_drafts
+            else (self._sample(shape, batch, hidden), None)
+        )
+        self._ops.post_update(
+            batch.idx_mapping,
+            None if shape.query_len is not None else staged.query_start_loc,
+            batch.logits_rows,
+            tokens,
+            self.state.token_ids,
+            self.state.num_tokens,
+            self.state.num_computed_tokens,
+            self.state.max_total_tokens,
+            self.state.stop_token_ids,
+            self.state.stopped,
+            query_len=shape.query_len,
+            num_sampled=num_sampled,
+            output=self._outputs.tokens[:, : shape.num_rows, : tokens.shape[1]],
+            num_output=self._outputs.num_output[:, : shape.num_rows],
+            ring_slot=staged.ring_slot,
+        )
+
+    def _sample(self, shape: StepShape, batch: InputBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a token of each row, ``[rows, 1]`` int64."""
+        if shape.query_len != 1:  # else a row is a token
+            hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
+        return self.sampler.sample(
+            self.model.compute_logits(hidden),
+            batch.idx_mapping,
+            self.state.num_tokens,
+            self.state.prompt_len,
+            filtered=shape.filtered,
+        )[:, None]
+
+    def _sample_drafts(
+        self, staged: Staged, batch: InputBatch, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each row's tokens behind its known one and its drafts, and how many count.
+
+        A draft is accepted where it is what would have been drawn: noise belongs to a position,
+        so that the tokens are those of a run without drafts.
+        """
+        drafts, num_drafts = staged.draft_token_ids, staged.num_draft_tokens
+        if drafts is None or num_drafts is None:
+            raise ValueError("draft_token_ids: expected some, got none")
+        ahead = torch.arange(drafts.shape[1] + 1, device=self.device)
+        is_drawn = (ahead <= num_drafts[:, None]) & (batch.logits_rows >= 0)[:, None]
+        rows = torch.where(is_drawn, batch.logits_rows[:, None] + ahead, 0)
+        tokens = self.sampler.sample(
+            self.model.compute_logits(hidden.index_select(0, rows.flatten())),
+            batch.idx_mapping.repeat_interleave(len(ahead)),
+            self.state.num_tokens,
+            self.state.prompt_len,
+            filtered=True,
+            ahead=ahead.repeat(len(rows)),
+        ).view(rows.shape)
+        is_accepted = (tokens[:, :-1] == drafts) & (ahead[:-1] < num_drafts[:, None])
+        num_accepted = is_accepted.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+        return tokens, num_accepted + 1
+
+    def set_kv_listener(self, listener: KVListener | None) -> None:
+        """Have ``listener`` told of each layer's keys and values, layer by layer, as they come.
+
+        It is called on the launching thread during ``execute`` of steps that are not one CUDA
+        graph, prefills above all, and must not wait. Once ``KVReady.event`` has passed, another
+        stream may read the pages and scales that the step wrote in that layer, until the request's
+        blocks are given back. None = nobody listens, which costs nothing.
+        """
+        self._kv_listener = listener
+
+    def _tell_kv_ready(self, listener: KVListener, plan: StepPlan, layer: int) -> None:
+        event = torch.cuda.Event() if self._on_gpu else None
+        if event is not None:
+            event.record()
+        listener(KVReady(plan=plan, layer=layer, event=event))
+
+    def _bucket(self, shape: StepShape, upload: StepUpload) -> int | None:
+        """Return the graph that runs the step, if one does."""
+        if (
+            shape.query_len != 1
+            or shape.filtered
+            or shape.has_drafts
+            or not self._staging.fits_static(upload)
+        ):
+            return None
+        return self._graphs.bucket(shape.num_rows)
+
+    def _started(self) -> torch.cuda.Event | None:
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _check_block_ids(self, plan: StepPlan, batch: InputBatch) -> None:
         """Raise if the step would follow a block id out of the pool; waits for the device."""
+        query_lens = torch.from_numpy(plan.num_scheduled_tokens).to(self.device)
         for layout in {id(layout): layout for layout in self._layouts}.values():
             bad = find_bad_block_ids(
                 batch.attention.block_table,
                 batch.attention.seq_lens,
-                batch.num_scheduled_tokens,
+                query_lens,
                 layout,
                 [self.kv_cache.num_blocks] * layout.num_groups,
             )
@@ -187,35 +406,41 @@ class ModelRunner:
                     f"{first.column}, got {first.block_id} ({len(bad)} such entries in the step)"
                 )
 
-    def _sample(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the token of each row that samples, ``[sampled rows]`` int64."""
-        if not batch.sampled_rows:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
-        logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
-        return self.sampler.sample(
-            logits,
-            batch.sampled_slots,
-            self.state.output_positions(batch.sampled_slots),
-            filtered=self.sampler.any_filters(plan.slots[batch.sampled_rows]),
-        )
-
-    def _post_update(self, plan: StepPlan, batch: InputBatch, tokens: torch.Tensor) -> None:
-        """Advance lengths and append the sampled tokens, on the device and in the mirrors."""
-        self.state.advance(batch.slots, batch.num_scheduled_tokens)
-        self.state.append(batch.sampled_slots, tokens)
-        self.state.advance_on_host(plan, batch.sampled_rows)
-
     # --- construction ---------------------------------------------------------------------
 
     @property
     def _on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def _captures(self) -> bool:
+        """Whether decode steps run as CUDA graphs; FlashInfer plans on the host."""
+        return (
+            self._on_gpu
+            and self.config.cuda_graphs
+            and not (self.config.debug or self.config.debug_sync)
+            and self.config.attention_backend == "triton"
+        )
+
+    def _run_padding(self, num_rows: int) -> object:
+        """Launch a decode step of padding, as the graphs have it; return what it allocated."""
+        shape, staged = StepShape.decode(num_rows), self._staging.static_view(num_rows)
+        batch, hidden = self._forward(shape, staged, None)
+        self._post_process(shape, staged, batch, hidden)
+        return batch, hidden
+
     def _load_model(self, progress: bool) -> DecoderModel:
         path = checkpoint_dir(self.config.model)
         model_config = ModelConfig.from_pretrained(path)
         dtype = resolve_dtype(self.config.dtype, model_config.torch_dtype, self.device)
-        return load_model(path, device=self.device, dtype=dtype, ops=self._ops, progress=progress)
+        return load_model(
+            path,
+            device=self.device,
+            dtype=dtype,
+            ops=self._ops,
+            progress=progress,
+            deterministic=self.config.deterministic,
+        )
 
     def _new_kv_cache(self, num_blocks: int) -> KVCache:
         return KVCache(self.spec, num_blocks, self._layouts, self.device, self._head_scales)
@@ -235,6 +460,7 @@ class ModelRunner:
         run_profile_step(
             self.model,
             self.sampler,
+            self.state,
             self._new_kv_cache(1),
             num_tokens=self.config.max_num_batched_tokens,
             max_query_len=self.max_model_len,
@@ -245,6 +471,11 @@ class ModelRunner:
         return free_bytes - int(total_bytes * (1 - self.config.gpu_memory_utilization))
 
     # --- reports --------------------------------------------------------------------------
+
+    @property
+    def num_staging_waits(self) -> int:
+        """How often a launch waited for the copy out of a pinned buffer."""
+        return self._staging.num_waits
 
     def describe(self) -> str:
         """Return one line: device, path, dtypes, blocks and their bytes."""
@@ -260,8 +491,13 @@ class ModelRunner:
             f"{self.model_config.architecture} on {device_info(self.device).name}: {how}, "
             f"{dtype}, KV {self._describe_kv()}, all heads full, "
             f"{self.kv_cache.num_blocks} blocks of {self.spec.block_size} tokens "
-            f"({self.kv_cache.nbytes / 2**20:.1f} MiB), no CUDA graphs"
+            f"({self.kv_cache.nbytes / 2**20:.1f} MiB), {self._describe_graphs()}"
         )
+
+    def _describe_graphs(self) -> str:
+        if not self._captures:
+            return "no CUDA graphs"
+        return f"CUDA graphs of {len(self._graphs.buckets)} decode sizes"
 
     def _describe_kv(self) -> str:
         """Return the cache's dtype, its scales, and who converts e4m3 if not the hardware."""
@@ -291,7 +527,7 @@ class ModelRunner:
         self._closed = True
         for name in (
             "model", "attention", "kv_cache", "_layouts", "_head_scales",
-            "state", "block_tables", "sampler", "_staging",
+            "state", "block_tables", "sampler", "_slots", "_staging", "_outputs", "_graphs",
         ):  # fmt: skip
             self.__dict__.pop(name, None)
         gc.collect()

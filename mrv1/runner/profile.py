@@ -8,6 +8,7 @@ from mrv1.models import DecoderModel
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import NO_PAGE
 from mrv1.runner.kv_cache import KVCache
+from mrv1.runner.request_state import RequestState
 from mrv1.sampler import Sampler
 
 
@@ -34,6 +35,7 @@ def _empty_batch(query_lens: list[int], row_width: int, device: torch.device) ->
 def run_profile_step(
     model: DecoderModel,
     sampler: Sampler,
+    state: RequestState,
     kv_cache: KVCache,
     *,
     num_tokens: int,
@@ -48,11 +50,11 @@ def run_profile_step(
     row_width = kv_cache.spec.blocks_for(max_query_len)  # kernels read a column for every token
     full, rest = divmod(num_tokens, max_query_len)
     query_lens = [max_query_len] * full + ([rest] if rest else [])
-    slots = torch.zeros(num_sampled, dtype=torch.int64, device=device)
+    rows = torch.zeros(num_sampled, dtype=torch.int64, device=device)
+    idx_mapping = torch.zeros(num_sampled, dtype=torch.int32, device=device)
     for lens in (query_lens, [1] * num_sampled):
         hidden = model.forward(_empty_batch(lens, row_width, device), kv_cache.layers)
-        rows = torch.zeros_like(slots)
         logits = model.compute_logits(hidden.index_select(0, rows))
-        sampler.sample(logits, slots, slots, filtered=True)
+        sampler.sample(logits, idx_mapping, state.num_tokens, state.prompt_len, filtered=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,67 +1,81 @@
-"""Per-request state on the device, one slot (row) per running request."""
+"""Which request holds each slot, how far it is, and what the device is told of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 
-from mrv1.runner.step import HostArrays, StepPlan
+from mrv1.kernels.post_update import MAX_SAMPLED_TOKENS
+from mrv1.runner.slot_state import Field, SlotState
+from mrv1.runner.staging import StepUpload
+from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan
 
 FREE = -1
 """Epoch of a slot that no request holds."""
 
+MAX_STOP_TOKENS = 16
+"""Stop tokens of a request that the device looks for, the model's own among them."""
+
+
+MAX_DRAFTS = MAX_SAMPLED_TOKENS - 1
+"""Draft tokens of a row."""
+
 
 class RequestState:
-    """Token history and lengths of every slot, and the host's mirror of the lengths.
+    """Token history, lengths and stop conditions of every slot, and the host's mirror of lengths.
 
     A request owns its slot from admission to finish and never moves; a step's batch is an index
-    into these rows. Device tensors are read and written on the runner's stream only; the numpy
-    mirrors (``_np``) are what the host knows without asking the device.
+    into these rows. The numpy mirrors (``_np``) are what the host knows without asking the device:
+    they count every token that a launched step will append, unless the request stops first.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
-        def counts() -> torch.Tensor:
-            return torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+    @staticmethod
+    def fields(max_model_len: int) -> Mapping[str, Field]:
+        """Return what a slot holds on the device."""
+        return {
+            "token_ids": Field(width=max_model_len),  # prompt, then output
+            "num_tokens": Field(),  # prompt and output so far
+            "num_computed_tokens": Field(),  # whose K and V are in the cache
+            "prompt_len": Field(),
+            "max_total_tokens": Field(),  # where it stops
+            "stop_token_ids": Field(width=MAX_STOP_TOKENS),  # -1 = none
+            "stopped": Field(),  # a stop code of mrv1.kernels.post_update
+        }
 
+    def __init__(self, slots: SlotState, max_num_reqs: int, max_model_len: int) -> None:
+        self._slots = slots
         self.max_model_len = max_model_len
-        self.token_ids = torch.zeros(max_num_reqs, max_model_len, dtype=torch.int32, device=device)
-        """[max_num_reqs, max_model_len] int32: prompt, then output."""
-        self.num_tokens = counts()
-        """[max_num_reqs] int32: prompt and output tokens so far."""
-        self.num_computed_tokens = counts()
-        """[max_num_reqs] int32: tokens whose K and V are in the cache."""
-        self.prompt_len = counts()
-        """[max_num_reqs] int32."""
+        self.token_ids = slots["token_ids"]
+        self.num_tokens = slots["num_tokens"]
+        self.num_computed_tokens = slots["num_computed_tokens"]
+        self.prompt_len = slots["prompt_len"]
+        self.max_total_tokens = slots["max_total_tokens"]
+        self.stop_token_ids = slots["stop_token_ids"]
+        self.stopped = slots["stopped"]
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
+        self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
 
-    def stage(self, plan: StepPlan) -> HostArrays:
-        """Bring the mirrors to the start of the step; return what the device needs for it.
+    def stage(self, plan: StepPlan, upload: StepUpload) -> None:
+        """Bring the mirrors to the start of the step; add what the device needs for it.
 
         Raises:
             ValueError: the plan contradicts what the slots hold.
         """
-        self._check_slots((*plan.preempted, *plan.finished, *plan.slots))
+        self._check_slots((*plan.preempted, *plan.finished))
+        if plan.slots.min() < 0 or plan.slots.max() >= len(self._epochs_np):
+            self._check_slots(plan.slots.tolist())
         for slot in (*plan.preempted, *plan.finished):
             self._epochs_np[slot] = FREE
-        entering = plan.entering
-        for request in entering:
-            self._check_slots((request.slot,))
-            if not 1 <= len(request.token_ids) <= self.max_model_len:
-                raise ValueError(
-                    f"token_ids of {request.req_id!r}: expected 1 to {self.max_model_len} tokens, "
-                    f"got {len(request.token_ids)}"
-                )
-            if self._epochs_np[request.slot] != FREE:
-                raise ValueError(
-                    f"plan: expected slot {request.slot} free, {request.req_id!r} got it"
-                )
+        for request in plan.entering:
+            self._check_entering(request)
             self._epochs_np[request.slot] = request.epoch
+            self._is_drafting_np[request.slot] = False
             self.num_tokens_np[request.slot] = len(request.token_ids)
-            self.num_computed_tokens_np[request.slot] = 0
+            self.num_computed_tokens_np[request.slot] = request.num_computed_tokens
+            self._stage_entering(request, upload)
         held = self._epochs_np[plan.slots]
         if not np.array_equal(held, plan.epochs) or (held == FREE).any():
             raise ValueError(
@@ -69,18 +83,21 @@ class RequestState:
                 f"got {plan.epochs}"
             )
         self._check_rows(plan)
-        lengths = [len(request.token_ids) for request in entering]
-        starts = [request.slot * self.max_model_len for request in entering]
-        history = [np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
-        return {
-            "entering_slots": np.array([r.slot for r in entering], dtype=np.int64),
-            "entering_num_tokens": np.array(lengths, dtype=np.int32),
-            "entering_prompt_len": np.array([r.prompt_len for r in entering], dtype=np.int32),
-            "history_indices": np.concatenate([*history, np.empty(0, dtype=np.int64)]),
-            "history_token_ids": np.concatenate(
-                [*(r.token_ids for r in entering), np.empty(0, dtype=np.int32)], dtype=np.int32
-            ),
-        }
+
+    def _stage_entering(self, request: SlotRequest, upload: StepUpload) -> None:
+        stop_token_ids = np.full(MAX_STOP_TOKENS, -1, dtype=np.int32)
+        stop_token_ids[: len(request.stop_token_ids)] = request.stop_token_ids
+        for name, values in (
+            ("token_ids", request.token_ids),
+            ("num_tokens", len(request.token_ids)),
+            ("num_computed_tokens", request.num_computed_tokens),
+            ("prompt_len", request.prompt_len),
+            ("max_total_tokens", request.max_total_tokens),
+            ("stop_token_ids", stop_token_ids),
+            ("stopped", 0),
+        ):
+            first = self._slots.first_word(name, request.slot)
+            upload.write(first, np.asarray(values, dtype=np.int32))
 
     def _check_slots(self, slots: Sequence[int]) -> None:
         outside = [slot for slot in slots if not 0 <= slot < len(self._epochs_np)]
@@ -89,42 +106,88 @@ class RequestState:
                 f"slots: expected 0 to {len(self._epochs_np) - 1}, got {list(map(int, outside))}"
             )
 
+    def _check_entering(self, request: SlotRequest) -> None:
+        self._check_slots((request.slot,))
+        name, num_tokens = f"of {request.req_id!r}", len(request.token_ids)
+        if not 1 <= num_tokens <= self.max_model_len:
+            raise ValueError(
+                f"token_ids {name}: expected 1 to {self.max_model_len} tokens, got {num_tokens}"
+            )
+        if not num_tokens < request.max_total_tokens <= self.max_model_len:
+            raise ValueError(
+                f"max_total_tokens {name}: expected {num_tokens + 1} to {self.max_model_len}, "
+                f"got {request.max_total_tokens}"
+            )
+        if not 0 <= request.num_computed_tokens < num_tokens:
+            raise ValueError(
+                f"num_computed_tokens {name}: expected 0 to {num_tokens - 1}, "
+                f"got {request.num_computed_tokens}"
+            )
+        if len(request.stop_token_ids) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids {name}: expected at most {MAX_STOP_TOKENS}, "
+                f"got {len(request.stop_token_ids)}"
+            )
+        if self._epochs_np[request.slot] != FREE:
+            raise ValueError(f"plan: expected slot {request.slot} free, {request.req_id!r} got it")
+
     def _check_rows(self, plan: StepPlan) -> None:
         """Check that each slot has one row, with tokens that are known and not computed yet."""
-        if len(np.unique(plan.slots)) != len(plan.slots):
-            raise ValueError(f"slots: expected one row per slot, got {plan.slots}")
-        left = self.num_tokens_np[plan.slots] - self.num_computed_tokens_np[plan.slots]
-        counts = plan.num_scheduled_tokens
+        slots, counts = plan.slots, plan.num_scheduled_tokens
+        if len(set(slots.tolist())) != len(slots):
+            raise ValueError(f"slots: expected one row per slot, got {slots}")
+        left = self.num_tokens_np[slots] - self.num_computed_tokens_np[slots]
+        if plan.draft_token_ids:
+            self._check_drafts(plan, left)
+            left = left + np.array([len(drafts) for drafts in plan.draft_token_ids])
+        if self._is_drafting_np[slots].any():
+            raise ValueError(
+                "slots: expected none whose drafts are being verified, got "
+                f"{slots[self._is_drafting_np[slots]]}: take that step's result first"
+            )
         if ((counts < 1) | (counts > left)).any():
             raise ValueError(f"num_scheduled_tokens: expected 1 to {left}, got {counts}")
 
-    def apply(self, staged: Mapping[str, torch.Tensor]) -> None:
-        """Write what ``stage`` returned, now on the device, into the slots that were taken."""
-        slots = staged["entering_slots"]
-        if not slots.numel():
-            return
-        self.num_tokens.index_copy_(0, slots, staged["entering_num_tokens"])
-        self.prompt_len.index_copy_(0, slots, staged["entering_prompt_len"])
-        self.num_computed_tokens.index_fill_(0, slots, 0)
-        self.token_ids.view(-1).index_copy_(
-            0, staged["history_indices"], staged["history_token_ids"]
-        )
+    def _check_drafts(self, plan: StepPlan, left: Int32Array) -> None:
+        """Check that drafts follow known tokens that are all computed in the step."""
+        if len(plan.draft_token_ids) != len(plan.slots):
+            raise ValueError(
+                f"draft_token_ids: expected one entry a row ({len(plan.slots)}), "
+                f"got {len(plan.draft_token_ids)}"
+            )
+        for row, drafts in enumerate(plan.draft_token_ids):
+            expected = int(left[row]) + len(drafts)
+            slot = plan.slots[row]
+            if len(drafts) > MAX_DRAFTS or (drafts and plan.num_scheduled_tokens[row] != expected):
+                raise ValueError(
+                    f"draft_token_ids of {plan.req_ids[row]!r}: expected at most {MAX_DRAFTS}, "
+                    f"behind all known tokens ({expected} scheduled), got {len(drafts)} and "
+                    f"{plan.num_scheduled_tokens[row]} scheduled"
+                )
+            if drafts and self.num_tokens_np[slot] + len(drafts) > self.max_model_len:
+                raise ValueError(
+                    f"draft_token_ids of {plan.req_ids[row]!r}: expected to end within "
+                    f"{self.max_model_len} tokens, got {len(drafts)} behind "
+                    f"{self.num_tokens_np[slot]}"
+                )
 
-    def output_positions(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the tokens each of ``slots`` (``[n]`` int64) has generated, ``[n]`` int64."""
-        return (self.num_tokens[slots] - self.prompt_len[slots]).long()
+    def take_drafts(self, output: StepOutput) -> None:
+        """Bring the mirrors of rows with drafts to what was accepted."""
+        for slot, epoch, tokens in zip(
+            output.slots.tolist(), output.epochs.tolist(), output.token_ids, strict=True
+        ):
+            if self._epochs_np[slot] == epoch and self._is_drafting_np[slot]:
+                self.num_tokens_np[slot] += len(tokens)
+                self.num_computed_tokens_np[slot] = self.num_tokens_np[slot] - 1
+                self._is_drafting_np[slot] = False
 
-    def advance(self, slots: torch.Tensor, num_scheduled_tokens: torch.Tensor) -> None:
-        """Count ``[rows]`` int32 more tokens of ``slots`` (``[rows]`` int64) as computed."""
-        self.num_computed_tokens.index_add_(0, slots, num_scheduled_tokens)
-
-    def append(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Append one sampled token (``[n]`` int64) to each of ``slots`` (``[n]`` int64)."""
-        lengths = self.num_tokens[slots]
-        self.token_ids.index_put_((slots, lengths.long()), token_ids.int())
-        self.num_tokens.index_add_(0, slots, torch.ones_like(lengths))
-
-    def advance_on_host(self, plan: StepPlan, sampled_rows: list[int]) -> None:
-        """Bring the mirrors to the end of the step."""
-        self.num_computed_tokens_np[plan.slots] += plan.num_scheduled_tokens
-        self.num_tokens_np[plan.slots[sampled_rows]] += 1
+    def advance_on_host(self, plan: StepPlan) -> None:
+        """Bring the mirrors to the end of the step: who reaches its newest token samples."""
+        slots = plan.slots
+        self.num_computed_tokens_np[slots] += plan.num_scheduled_tokens
+        samples = self.num_computed_tokens_np[slots] >= self.num_tokens_np[slots]
+        if plan.draft_token_ids:  # how many are accepted is known with the result
+            drafts = np.array([len(drafts) > 0 for drafts in plan.draft_token_ids])
+            self._is_drafting_np[slots] = drafts
+            samples &= ~drafts
+        self.num_tokens_np[slots] += samples

@@ -1,83 +1,227 @@
-"""All of a step's host data in one pinned buffer and one host-to-device copy."""
+"""All of a step's host data in one pinned buffer, one host-to-device copy and one scatter.
+
+An upload is a run of int32 words: what the step's kernels read in place, at fixed offsets, so that
+a captured graph finds it; then the changes of the slots' state as segments (see
+``scatter_segments``), and their words. What did not change is not sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-ALIGNMENT_BYTES = 16
-"""Each array starts at a multiple of this, so that its view has any dtype."""
+from mrv1.kernels.scatter_segments import FILL
+from mrv1.runner.step import Int32Array
 
-RING_DEPTH = 2
-"""Pinned buffers in turn: one being filled while the copy out of the other may still run."""
+NUM_SEGMENTS, RING_SLOT, HEADER_WORDS = 0, 1, 8
+"""Header: how many segments count, and where in the ring of outputs the step's go."""
 
-_TORCH_DTYPES = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-}
+STATIC_WORDS = 1 << 16
+"""Words of the buffer that graphs read; a longer upload (prompts) gets one of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """An upload on the device. All are views of it, int32."""
+
+    words: torch.Tensor
+    """[words]."""
+    num_segments: torch.Tensor
+    """[1]."""
+    segments: torch.Tensor
+    """[at least those that count, 3]."""
+    ring_slot: torch.Tensor
+    """[1]."""
+    idx_mapping: torch.Tensor
+    """[rows], -1 = padding."""
+    query_start_loc: torch.Tensor
+    """[rows + 1]."""
+    draft_token_ids: torch.Tensor | None
+    """[rows, most drafts]; None = no row has any."""
+    num_draft_tokens: torch.Tensor | None
+    """[rows]; None likewise."""
+
+
+class StepUpload:
+    """Collects one step's data on the host."""
+
+    def __init__(self) -> None:
+        self._segments: list[int] = []
+        self._payload: list[Int32Array] = []
+        self.payload_words = 0
+        """int32 words to write so far."""
+
+    @property
+    def num_segments(self) -> int:
+        """Segments so far."""
+        return len(self._segments) // 3
+
+    def write(self, dst: int, values: npt.NDArray[np.generic]) -> None:
+        """Set the state's words from ``dst`` on; elements of 8 bytes are two words."""
+        words = np.ascontiguousarray(values).reshape(-1).view(np.int32)
+        if len(words):
+            self._segments += (dst, self.payload_words, len(words))
+            self._payload.append(words)
+            self.payload_words += len(words)
+
+    def fill(self, dst: int, length: int) -> None:
+        """Set ``length`` of the state's words to -1."""
+        if length:
+            self._segments += (dst, FILL, length)
+
+    def laid_out(
+        self, segments_start: int, payload_start: int
+    ) -> tuple[Int32Array, list[Int32Array]]:
+        """Return the segments, ``[n, 3]``, sources counting from the start, and words."""
+        segments = np.array(self._segments, dtype=np.int32).reshape(-1, 3)
+        segments[segments[:, 1] != FILL, 1] += payload_start
+        return segments, self._payload
+
+
+def _draft_words(drafts: Sequence[Sequence[int]], most: int) -> list[Int32Array]:
+    """Return how many drafts each row has, and the rows, padded."""
+    token_ids = np.full((len(drafts), most), -1, dtype=np.int32)
+    for row, tokens in enumerate(drafts):
+        token_ids[row, : len(tokens)] = tokens
+    return [np.array(list(map(len, drafts)), dtype=np.int32), token_ids.reshape(-1)]
 
 
 class Staging:
     """A ring of pinned buffers, each guarded by the event of its last reader.
 
-    Owned by the runner, used from the host thread that launches steps. ``upload`` waits only when
+    Owned by the runner, used from the host thread that launches steps. ``send`` waits only when
     the copy that last read the ring's next buffer has not run yet; ``num_waits`` counts that.
+
+    Args:
+        max_num_reqs: most rows of a step.
+        max_static_segments: most segments of a step that a graph runs.
+        depth: pinned buffers: one being filled while copies out of the others may still run.
+        device: the runner's.
     """
 
-    def __init__(self, device: torch.device, capacity_bytes: int = 1 << 16) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_static_segments: int, depth: int, device: torch.device
+    ) -> None:
+        def padded(words: int) -> int:
+            return -(-words // 4) * 4
+
         self._device = device
-        self._pinned = [self._new_buffer(capacity_bytes) for _ in range(RING_DEPTH)]
-        self._copied: list[torch.cuda.Event | None] = [None] * RING_DEPTH
+        self._rows_start = HEADER_WORDS
+        self._query_start = self._rows_start + padded(max_num_reqs)
+        self._segments_start = self._query_start + padded(max_num_reqs + 1)
+        self.max_static_segments = max_static_segments
+        words = max(STATIC_WORDS, self._payload_start(max_static_segments) + STATIC_WORDS // 2)
+        self._static = torch.zeros(words, dtype=torch.int32, device=device)
+        self._pinned = [self._new_buffer(words) for _ in range(depth)]
+        """Each with its numpy view."""
+        self._copied: list[torch.cuda.Event | None] = [None] * depth
         self._next = 0
         self.num_waits = 0
 
-    def _new_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+    def _payload_start(self, num_segments: int) -> int:
+        return self._segments_start + -(-3 * num_segments // 4) * 4
 
-    def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
-        """Copy ``arrays`` to the device in one transfer on the current stream.
+    def _new_buffer(self, num_words: int) -> tuple[torch.Tensor, Int32Array]:
+        pin = self._device.type == "cuda"
+        buffer = torch.empty(num_words, dtype=torch.int32, pin_memory=pin)
+        return buffer, buffer.numpy()
+
+    def fits_static(self, upload: StepUpload) -> bool:
+        """Whether an upload fits where graphs look for it."""
+        words = self._payload_start(self.max_static_segments) + upload.payload_words
+        return upload.num_segments <= self.max_static_segments and words <= self._static.numel()
+
+    def static_view(self, num_rows: int) -> Staged:
+        """Return where a graph of so many rows finds every upload that fits."""
+        return self._view(self._static, num_rows, self.max_static_segments)
+
+    def _view(self, words: torch.Tensor, num_rows: int, num_segments: int) -> Staged:
+        segments = words[self._segments_start : self._segments_start + 3 * num_segments]
+        return Staged(
+            words=words,
+            num_segments=words[NUM_SEGMENTS : NUM_SEGMENTS + 1],
+            segments=segments.view(-1, 3),
+            ring_slot=words[RING_SLOT : RING_SLOT + 1],
+            idx_mapping=words[self._rows_start : self._rows_start + num_rows],
+            query_start_loc=words[self._query_start : self._query_start + num_rows + 1],
+            draft_token_ids=None,
+            num_draft_tokens=None,
+        )
+
+    def send(
+        self,
+        upload: StepUpload,
+        slots: Int32Array,
+        query_lens: Int32Array,
+        ring_slot: int,
+        *,
+        num_padded_rows: int,
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> Staged:
+        """Copy an upload to the device in one transfer on the current stream.
 
         Args:
-            arrays: int32, int64 or float32 arrays of any shape.
+            upload: changes of the state.
+            slots: ``[rows]``.
+            query_lens: ``[rows]``.
+            ring_slot: where the step's outputs go.
+            num_padded_rows: rows of the batch, at least those of ``slots``.
+            drafts: of each row; () = none.
 
         Returns:
-            Tensors of the same names, shapes and dtypes; views of one new device buffer.
+            The upload on the device; where graphs look for it, if it fits there.
         """
-        offsets, total = {}, 0
-        for name, array in arrays.items():
-            offsets[name] = total
-            total += -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        pinned = self._acquire(total)
-        host = pinned.numpy()
-        for name, array in arrays.items():
-            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            host[offsets[name] : offsets[name] + array.nbytes] = flat
-        device_buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
-        device_buffer.copy_(pinned[:total], non_blocking=True)
+        num_segments = max(upload.num_segments, self.max_static_segments)
+        payload_start = self._payload_start(num_segments)
+        segments, payload = upload.laid_out(self._segments_start, payload_start)
+        most_drafts = max(map(len, drafts), default=0)
+        if most_drafts:
+            payload = [*payload, *_draft_words(drafts, most_drafts)]
+        num_words = payload_start + sum(map(len, payload))
+        pinned, words = self._acquire(num_words)
+        words[NUM_SEGMENTS], words[RING_SLOT] = len(segments), ring_slot
+        rows = words[self._rows_start : self._rows_start + num_padded_rows]
+        rows[: len(slots)], rows[len(slots) :] = slots, -1
+        starts = words[self._query_start : self._query_start + num_padded_rows + 1]
+        starts[0] = 0
+        np.cumsum(query_lens, out=starts[1 : len(slots) + 1])
+        starts[len(slots) + 1 :] = starts[len(slots)]
+        at = self._segments_start
+        words[at : at + segments.size] = segments.reshape(-1)
+        at = payload_start
+        for piece in payload:
+            words[at : at + len(piece)] = piece
+            at += len(piece)
+        target = self._static
+        if num_words > target.numel() or not self.fits_static(upload):
+            target = torch.empty(num_words, dtype=torch.int32, device=self._device)
+        target[:num_words].copy_(pinned[:num_words], non_blocking=True)
         self._release()
-        return {
-            name: device_buffer[offsets[name] : offsets[name] + array.nbytes]
-            .view(_TORCH_DTYPES[array.dtype])
-            .view(array.shape)
-            for name, array in arrays.items()
-        }
+        staged = self._view(target, num_padded_rows, num_segments)
+        if not most_drafts:
+            return staged
+        tail = target[num_words - len(drafts) * (most_drafts + 1) : num_words]
+        counts, token_ids = tail[: len(drafts)], tail[len(drafts) :]
+        return replace(
+            staged, num_draft_tokens=counts, draft_token_ids=token_ids.view(-1, most_drafts)
+        )
 
-    def _acquire(self, num_bytes: int) -> torch.Tensor:
+    def _acquire(self, num_words: int) -> tuple[torch.Tensor, Int32Array]:
         event = self._copied[self._next]
         if event is not None and not event.query():
             self.num_waits += 1
             event.synchronize()  # the guard of the ring: the copy out of this buffer must be over
-        if self._pinned[self._next].numel() < num_bytes:
-            self._pinned[self._next] = self._new_buffer(2 * num_bytes)
+        if self._pinned[self._next][0].numel() < num_words:
+            self._pinned[self._next] = self._new_buffer(2 * num_words)
         return self._pinned[self._next]
 
     def _release(self) -> None:
         if self._device.type == "cuda":
-            event = torch.cuda.Event()
+            event = self._copied[self._next] or torch.cuda.Event()
             event.record()
             self._copied[self._next] = event
-        self._next = (self._next + 1) % RING_DEPTH
+        self._next = (self._next + 1) % len(self._pinned)

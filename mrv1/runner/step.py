@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,8 +11,6 @@ import numpy.typing as npt
 from mrv1.sampler import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
-HostArrays = dict[str, npt.NDArray[np.generic]]
-"""Named arrays of a step on their way to the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +30,13 @@ class SlotRequest:
     sampling_params: SamplingParams
     seed: int
     """64-bit key of the request's noise."""
+    num_computed_tokens: int = 0
+    """Leading tokens whose K and V are in its first blocks already (a prefix-cache hit)."""
+    max_total_tokens: int
+    """Prompt and output tokens at which it ends, at most the runner's ``max_model_len``."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Up to 16 tokens that end it on the device, before the host knows; the engine looks for
+    these and all others itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +61,10 @@ class StepPlan:
     """[rows] epoch of each row's slot."""
     num_scheduled_tokens: Int32Array
     """[rows] tokens to compute, >= 1."""
-    new_block_ids: tuple[tuple[tuple[int, ...], ...], ...]
-    """Per row and head group: block ids to append to the row's table, in order."""
+    new_block_ids: Mapping[int, tuple[tuple[int, ...], ...]]
+    """Slot -> per head group, block ids to append to its table, in order; slots that get any."""
+    draft_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
 
     @property
     def entering(self) -> tuple[SlotRequest, ...]:
@@ -78,3 +86,5 @@ class StepOutput:
     """Per row: the sampled tokens; empty for an unfinished prefill or a failed row."""
     errors: dict[int, str] = field(default_factory=dict)
     """Row -> why it failed; the other rows are not affected."""
+    gpu_seconds: float | None = None
+    """Time of the step's work on the GPU; None = not measured."""

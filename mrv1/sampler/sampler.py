@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -51,36 +51,40 @@ def filter_logits(
 class Sampler:
     """Sampling parameters of every slot, and the draw.
 
-    Owned by the runner; all tensors live on its device and work on the current stream. Rows are
-    written when a request takes the slot, so nothing of a former request can show.
+    Owned by the runner, which keeps the parameters on its device and writes a slot's when a
+    request takes it, so that nothing of a former request can show.
+
+    Args:
+        max_num_reqs: slots.
+        slots: the fields of ``FIELDS`` by name, ``[max_num_reqs]`` each.
+        ops: for the device the fields are on.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device, ops: Ops) -> None:
+    FIELDS: Mapping[str, torch.dtype] = {
+        "temperature": torch.float32,
+        "top_k": torch.int32,
+        "top_p": torch.float32,
+        "seed": torch.int64,
+    }
+    """What a slot holds on the device."""
+
+    def __init__(self, max_num_reqs: int, slots: Mapping[str, torch.Tensor], ops: Ops) -> None:
         self._ops = ops
         self._filters_np = np.zeros(max_num_reqs, dtype=np.bool_)
-        self.temperature = torch.zeros(max_num_reqs, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        self.top_p = torch.ones(max_num_reqs, dtype=torch.float32, device=device)
-        self.seeds = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
+        self.temperature, self.top_k = slots["temperature"], slots["top_k"]
+        self.top_p, self.seed = slots["top_p"], slots["seed"]
 
-    def stage(
-        self, slots: Sequence[int], params: Sequence[SamplingParams], seeds: Sequence[int]
+    def enter(
+        self, slot: int, params: SamplingParams, seed: int
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """Note on the host what requests that take ``slots`` ask for; return it for the upload."""
-        self._filters_np[list(slots)] = [p.filters for p in params]
+        """Note on the host what the request that takes ``slot`` asks for; return its fields."""
+        self._filters_np[slot] = params.filters
         return {
-            "temperature": np.array([p.temperature for p in params], dtype=np.float32),
-            "top_k": np.array([p.top_k for p in params], dtype=np.int32),
-            "top_p": np.array([p.top_p for p in params], dtype=np.float32),
-            "seeds": np.array(seeds, dtype=np.int64),
+            "temperature": np.array([params.temperature], dtype=np.float32),
+            "top_k": np.array([params.top_k], dtype=np.int32),
+            "top_p": np.array([params.top_p], dtype=np.float32),
+            "seed": np.array([seed], dtype=np.int64),
         }
-
-    def apply(self, slots: torch.Tensor, staged: Mapping[str, torch.Tensor]) -> None:
-        """Store what ``stage`` returned, now on the device, for ``slots`` (``[n]`` int64)."""
-        if not slots.numel():
-            return
-        for name in ("temperature", "top_k", "top_p", "seeds"):
-            getattr(self, name).index_copy_(0, slots, staged[name])
 
     def any_filters(self, slots: npt.NDArray[np.integer]) -> bool:
         """Whether any of ``slots`` uses top-k or top-p."""
@@ -89,23 +93,44 @@ class Sampler:
     def sample(
         self,
         logits: torch.Tensor,
-        slots: torch.Tensor,
-        output_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        num_tokens: torch.Tensor,
+        prompt_len: torch.Tensor,
         *,
         filtered: bool,
+        ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draw one token a row.
 
         Args:
             logits: ``[rows, vocab]``.
-            slots: ``[rows]`` int64, the slot of each row.
-            output_positions: ``[rows]`` int64, 0 for a request's first generated token.
+            idx_mapping: ``[rows]`` int32, the slot of each row; -1 = padding.
+            num_tokens: ``[max_num_reqs]`` int32, prompt and output so far of each slot.
+            prompt_len: ``[max_num_reqs]`` int32.
             filtered: whether any row uses top-k or top-p (known on the host).
+            ahead: ``[rows]`` int64, how far behind the request's newest token a row's draw is;
+                None = it is the next.
 
         Returns:
-            ``[rows]`` int64; -1 for a row without a selectable token (all -inf or NaN).
+            ``[rows]`` int64; -1 for padding and for a row without a selectable token (all -inf or
+            NaN).
         """
-        temperature = self.temperature[slots]
         if filtered:
-            logits = filter_logits(logits, temperature, self.top_k[slots], self.top_p[slots])
-        return self._ops.sample_tokens(logits, temperature, self.seeds[slots], output_positions)
+            slots = idx_mapping.clamp(min=0)
+            logits = filter_logits(
+                logits, self.temperature[slots], self.top_k[slots], self.top_p[slots]
+            )
+        if ahead is not None:
+            slots = idx_mapping.clamp(min=0)
+            positions = (num_tokens - prompt_len)[slots] + ahead
+            return self._ops.sample_tokens(
+                logits, self.temperature[slots], self.seed[slots], positions
+            )
+        return self._ops.sample_tokens(
+            logits,
+            self.temperature,
+            self.seed,
+            num_tokens,
+            idx_mapping=idx_mapping,
+            prompt_len=prompt_len,
+        )

@@ -1,6 +1,8 @@
-"""BlockPool against a set."""
+"""BlockPool against plain sets and counts."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 from hypothesis import strategies as st
@@ -13,49 +15,111 @@ NUM_BLOCKS = 12
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Allocates and frees at random; a set says what is held."""
+    """Allocates, shares, caches, frees and ends steps at random."""
 
-    allocations = Bundle("allocations")
+    holdings = Bundle("holdings")
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
-        self.held: set[int] = set()
+        self.held: Counter[int] = Counter()
+        self.quarantine: dict[int, int] = {}
+        self.cached: dict[bytes, int] = {}
+        self.newest_step = 0
 
-    @rule(target=allocations, count=st.integers(0, NUM_BLOCKS + 1))
+    @property
+    def num_free(self) -> int:
+        return NUM_BLOCKS - len(+self.held) - len(self.quarantine)
+
+    @rule(target=holdings, count=st.integers(0, NUM_BLOCKS + 1))
     def allocate(self, count):
-        if count > NUM_BLOCKS - len(self.held):
+        if count > self.num_free:
             with pytest.raises(CapacityError, match=f"expected {count} free blocks"):
                 self.pool.allocate(count)
             return ()
         blocks = self.pool.allocate(count)
         assert len(blocks) == len(set(blocks)) == count
-        assert self.held.isdisjoint(blocks)
+        assert not any(self.held[block] or block in self.quarantine for block in blocks)
         assert set(blocks) <= set(range(NUM_BLOCKS))
-        self.held |= set(blocks)
+        self.cached = {d: b for d, b in self.cached.items() if b not in blocks}
+        self.held.update(blocks)
         return blocks
 
-    @rule(blocks=consumes(allocations))
-    def free(self, blocks):
-        self.pool.free(blocks)
-        self.held -= set(blocks)
-        if blocks:
+    @rule(blocks=holdings, digest=st.integers(0, 5).map(lambda n: b"%d" % n))
+    def cache(self, blocks, digest):
+        if blocks and self.held[blocks[0]] and blocks[0] not in self.cached.values():
+            self.pool.cache(blocks[0], digest)
+            self.cached.setdefault(digest, blocks[0])
+
+    @rule(target=holdings, digests=st.lists(st.integers(0, 5), unique=True, max_size=3))
+    def share(self, digests):
+        names = [b"%d" % n for n in digests]
+        blocks = self.pool.find(names)
+        expected = [self.cached.get(name) for name in names]
+        assert blocks == expected[: len(blocks)]
+        assert len(blocks) == len(expected) or expected[len(blocks)] is None
+        evictable = [b for b in blocks if not self.held[b] and b not in self.quarantine]
+        assert self.pool.num_evictable(blocks) == len(evictable)
+        self.pool.share(blocks)
+        self.held.update(blocks)
+        for block in blocks:
+            self.quarantine.pop(block, None)
+        return tuple(blocks)
+
+    @rule(blocks=consumes(holdings), in_flight=st.booleans())
+    def free(self, blocks, in_flight):
+        self.newest_step += in_flight
+        assert self.pool.num_sole(blocks) == sum(self.held[block] == 1 for block in blocks)
+        self.pool.free(blocks, last_step=self.newest_step if in_flight else None)
+        self.held.subtract(blocks)
+        gone = [block for block in blocks if not self.held[block]]
+        if in_flight:
+            self.quarantine |= dict.fromkeys(gone, self.newest_step)
+        if gone:
             with pytest.raises(ValueError, match="expected blocks held once"):
                 self.pool.free(blocks)
 
+    @rule(lag=st.integers(0, 3))
+    def release(self, lag):
+        self.pool.release(self.newest_step - lag)
+        self.quarantine = {b: s for b, s in self.quarantine.items() if s > self.newest_step - lag}
+
+    @rule(chance=st.integers(0, 3))
+    def reset_cache(self, chance):
+        if chance == 0:
+            self.pool.reset_cache()
+            self.cached.clear()
+
     @invariant()
     def counts_agree(self):
-        assert self.pool.num_held == len(self.held)
-        assert self.pool.num_free == NUM_BLOCKS - len(self.held)
+        assert self.pool.num_held == len(+self.held)
+        assert self.pool.num_quarantined == len(self.quarantine)
+        assert self.pool.num_free == self.num_free
+        assert self.pool.num_cached == len(self.cached)
+        for digest, block in self.cached.items():
+            assert self.pool.find([digest]) == [block]
 
 
 TestPool = PoolMachine.TestCase
 
 
-@pytest.mark.parametrize("blocks", [(7,), (-1,), (0, 0)])
+@pytest.mark.parametrize("blocks", [(7,), (3,), (-4,), (0, 0)])
 def test_freeing_what_is_not_held_changes_nothing(blocks):
     pool = BlockPool(4)
     pool.allocate(1)
     with pytest.raises(ValueError, match="expected blocks held once"):
         pool.free(blocks)
     assert (pool.num_held, pool.num_free) == (1, 3)
+
+
+def test_free_blocks_go_first_then_the_least_recently_used():
+    pool = BlockPool(4)
+    a, b, c = pool.allocate(3)
+    pool.cache(a, b"a")
+    pool.cache(b, b"b")
+    pool.free([a, b])
+    pool.share(pool.find([b"a"]))
+    pool.free([a, c])  # a was used after b
+    assert pool.allocate(2) == (3, c)
+    assert pool.allocate(1) == (b,)
+    assert (pool.find([b"a"]), pool.find([b"b"])) == ([a], [])

@@ -92,6 +92,7 @@ def test_greedy_tokens_over_quarters_that_grow(checkpoint, device, block_size):
         dtype="float32",
         kv_cache_dtype="fp8_e4m3",
         kv_scale="quarter",
+        enable_prefix_caching=False,
         block_size=block_size,
         max_num_batched_tokens=128,
         max_num_seqs=8,

@@ -304,7 +304,7 @@ def test_an_interrupt_fails_its_step_and_leaves_the_engine_usable(llm, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("mrv1.runner.async_output.AsyncOutput.result", interrupted)
+        patch.setattr("mrv1.runner.async_output.AsyncOutput.take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.step()
     assert not llm.has_unfinished_requests()

@@ -56,6 +56,7 @@ def test_an_fp8_cache_gives_the_tokens_of_a_rounded_one(tmp_path, device, kv_sca
         dtype="float32",
         kv_cache_dtype="fp8_e4m3",
         kv_scale=kv_scale,
+        enable_prefix_caching=kv_scale != "quarter",
         max_num_seqs=4,
         max_num_batched_tokens=budget,
         num_kv_blocks=16,

@@ -1,169 +1,165 @@
-"""Scheduler against a runner that computes nothing, and its promises step by step."""
+"""Scheduler against a device in plain Python, and its promises step by step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
+from collections import Counter
+from itertools import pairwise
 
-import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mrv1 import RequestError, SamplingParams, StepError
+from mrv1 import RequestError, StepError
+from mrv1.engine.block_pool import BlockPool
 from mrv1.engine.request import Request, Status
 from mrv1.engine.scheduler import Scheduler
-from mrv1.runner import StepOutput, StepPlan
-
-VOCAB = 50
-EOS = 0
-
-
-def next_token(prompt: tuple[int, ...], index: int) -> int:
-    """The token a pretend model generates: a function of the request alone."""
-    return (sum(prompt) * 31 + index * 7 + len(prompt)) % VOCAB
-
-
-def expected_output(prompt: tuple[int, ...], params: SamplingParams, max_total: int) -> list[int]:
-    """What a request must yield, from its definition."""
-    output: list[int] = []
-    while len(prompt) + len(output) < max_total:
-        output.append(next_token(prompt, len(output)))
-        if output[-1] in params.stop_token_ids or (output[-1] == EOS and not params.ignore_eos):
-            break
-    return output
+from mrv1.runner import StepPlan
+from tests.engine.scheduler_model import (
+    BLOCK_SIZE,
+    EOS,
+    VOCAB,
+    DeviceError,
+    FakeRunner,
+    drain,
+    expected_output,
+    make_request,
+    make_runner,
+    make_scheduler,
+    output_of,
+    prompt_of,
+    scheduled,
+)
 
 
-@dataclass
-class PretendRunner:
-    """Follows plans with plain dicts and checks that each makes sense."""
-
-    block_size: int
-    num_blocks: int
-    max_tokens: int
-    slots: dict[int, dict] = field(default_factory=dict)
-
-    def execute(self, plan: StepPlan, fail_rows: frozenset[int] = frozenset()) -> StepOutput:
-        for slot in (*plan.preempted, *plan.finished):
-            del self.slots[slot]
-        for request in (*plan.new, *plan.resumed):
-            assert request.slot not in self.slots, "a slot is given once"
-            self.slots[request.slot] = {
-                "req_id": request.req_id,
-                "epoch": request.epoch,
-                "prompt": tuple(request.token_ids[: request.prompt_len].tolist()),
-                "num_tokens": len(request.token_ids),
-                "computed": 0,
-                "blocks": [],
-            }
-        assert 0 < plan.num_scheduled_tokens.sum() <= self.max_tokens
-        assert len(set(plan.slots.tolist())) == len(plan.slots)
-        tokens: list[tuple[int, ...]] = []
-        for row, slot in enumerate(plan.slots.tolist()):
-            state = self.slots[slot]
-            assert (state["req_id"], state["epoch"]) == (plan.req_ids[row], plan.epochs[row])
-            state["blocks"] += plan.new_block_ids[row][0]
-            state["computed"] += int(plan.num_scheduled_tokens[row])
-            assert plan.num_scheduled_tokens[row] >= 1
-            assert state["computed"] <= state["num_tokens"]
-            assert len(state["blocks"]) == -(-state["computed"] // self.block_size)
-            if state["computed"] == state["num_tokens"]:
-                index = state["num_tokens"] - len(state["prompt"])
-                tokens.append((next_token(state["prompt"], index),))
-                state["num_tokens"] += 1
-            else:
-                tokens.append(())
-        held = [b for state in self.slots.values() for b in state["blocks"]]
-        assert len(held) == len(set(held)), "no block belongs to two requests"
-        assert all(0 <= b < self.num_blocks for b in held)
-        return StepOutput(
-            step_id=plan.step_id,
-            req_ids=plan.req_ids,
-            slots=plan.slots,
-            epochs=plan.epochs,
-            token_ids=tuple(tokens),
-            errors={row: "no token" for row in fail_rows if row < len(tokens) and tokens[row]},
-        )
-
-
-def make_request(req_id: str, prompt: tuple[int, ...], **kwargs: object) -> Request:
-    params = SamplingParams(**kwargs)
-    assert params.max_tokens is not None
-    return Request(
-        req_id=req_id,
-        prompt_token_ids=prompt,
-        params=params,
-        seed=0,
-        max_total_tokens=len(prompt) + params.max_tokens,
-    )
-
-
-prompts = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=40).map(tuple)
+def check_pool(scheduler: Scheduler) -> None:
+    """Every block is held as often as it is referred to, or free, cached or in quarantine once."""
+    pool = scheduler.pool
+    held = Counter(b for r in scheduler.running.values() for b in r.block_ids)
+    assert pool._num_refs == [held[b] for b in range(pool.num_blocks)]
+    unheld = [*pool._free, *pool._evictable, *pool._quarantine]
+    assert sorted([*held, *unheld]) == list(range(pool.num_blocks))
+    assert pool.num_held == len(held)
+    assert {b: d for d, b in pool._cached.items()} == {
+        b: d for b, d in enumerate(pool._digests) if d is not None
+    }
+    assert all(pool._digests[b] is None for b in pool._free)
+    assert all(pool._digests[b] == d for b, d in pool._evictable.items())
+    if not scheduler.num_steps_in_flight:
+        assert pool.num_quarantined == 0
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests arrive, run, abort and fail in any order, in a pool that is often too small."""
 
     @initialize(
-        num_blocks=st.integers(4, 20),
+        num_blocks=st.integers(4, 24),
         max_num_seqs=st.integers(1, 5),
-        budget=st.integers(1, 48),
+        budget=st.integers(1, 32),
+        depth=st.integers(1, 3),
+        caching=st.booleans(),
+        stops_on_device=st.booleans(),
     )
-    def start(self, num_blocks, max_num_seqs, budget):
-        self.block_size = 16
+    def start(self, num_blocks, max_num_seqs, budget, depth, caching, stops_on_device):
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
-            block_size=self.block_size,
+            block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             eos_token_ids=[EOS],
+            max_steps_in_flight=depth,
+            enable_prefix_caching=caching,
         )
-        self.max_num_seqs, self.num_blocks = max_num_seqs, num_blocks
-        self.runner = PretendRunner(self.block_size, num_blocks, budget)
+        self.max_num_seqs, self.num_blocks, self.budget = max_num_seqs, num_blocks, budget
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE, budget, stops_on_device=stops_on_device)
         self.requests: dict[str, Request] = {}
         self.ended_by_hand: set[str] = set()
+        self.plans: list[StepPlan] = []
 
     @rule(
-        prompt=prompts,
-        max_tokens=st.integers(1, 40),
+        family=st.integers(0, 2),
+        num_shared=st.integers(0, 40),
+        own=st.lists(st.integers(1, VOCAB - 1), max_size=12),
+        max_tokens=st.integers(1, 24),
         ignore_eos=st.booleans(),
         stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        span=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 12)),
+        cache_key=st.sampled_from([b"", b"image"]),
     )
-    def add(self, prompt, max_tokens, ignore_eos, stops):
+    def add(self, family, num_shared, own, max_tokens, ignore_eos, stops, span, cache_key):
+        shared = [1 + (family + 7 * i) % (VOCAB - 1) for i in range(num_shared)]
+        prompt = (*shared, *own) or (1,)
+        spans = ()
+        if span is not None and sum(span) <= len(prompt):
+            cuts = sorted({span[0], span[0] + span[1] // 2, sum(span)})
+            spans = tuple(pairwise(cuts))
         request = make_request(
             str(len(self.requests)),
             prompt,
+            unsplittable=spans,
+            cache_key=cache_key,
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
             stop_token_ids=stops,
         )
-        if -(-request.max_total_tokens // self.block_size) > self.num_blocks:
-            with pytest.raises(RequestError, match="raise num_kv_blocks"):
+        message = None
+        if -(-request.max_total_tokens // BLOCK_SIZE) > self.num_blocks:
+            message = "raise num_kv_blocks"
+        elif any(end - start > self.budget for start, end in spans):
+            message = "unsplittable: expected spans of at most"
+        if message is not None:
+            with pytest.raises(RequestError, match=message):
                 self.scheduler.add(request)
             return
         self.scheduler.add(request)
         self.requests[request.req_id] = request
+        self.runner.cache_keys[request.req_id] = cache_key
 
-    @rule(fail_row=st.none() | st.integers(0, 4))
-    def step(self, fail_row):
+    @precondition(
+        lambda self: self.scheduler.num_steps_in_flight < self.scheduler.max_steps_in_flight
+    )
+    @rule(fails=st.integers(0, 12).map(lambda n: n == 0))
+    def launch(self, fails):
         plan = self.scheduler.schedule()
-        assert (plan is not None) == self.scheduler.has_unfinished_requests
         if plan is None:
+            assert self.scheduler.num_steps_in_flight or not self.scheduler.has_unfinished_requests
             return
-        fails = frozenset() if fail_row is None else frozenset([fail_row])
-        output = self.runner.execute(plan, fails)
-        self.ended_by_hand |= {plan.req_ids[row] for row in output.errors}
-        self.scheduler.update(output)
+        self.check_spans(plan)
+        self.runner.execute(plan, fails=fails)
+        if fails:
+            self.fail_step(plan)
+        else:
+            self.plans.append(plan)
 
-    @rule()
-    def step_fails(self):
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.runner.execute(plan)
-            error = StepError("boom", step_id=plan.step_id, req_ids=plan.req_ids)
-            failed = self.scheduler.fail_step(plan.req_ids, error)
-            assert {r.req_id for r in failed} == set(plan.req_ids)
-            self.ended_by_hand |= set(plan.req_ids)
+    def check_spans(self, plan):
+        for req_id, slot, count in zip(
+            plan.req_ids, plan.slots.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
+        ):
+            end = int(self.scheduler._num_computed[slot])
+            for span_start, span_end in self.requests[req_id].unsplittable:
+                assert not span_start < end < span_end
+                assert not span_start < end - count < span_end
+
+    def fail_step(self, plan):
+        error = StepError("boom", step_id=plan.step_id, req_ids=plan.req_ids)
+        failed = self.scheduler.fail_step(plan, error)
+        assert {r.req_id for r in failed} <= set(plan.req_ids)
+        assert all(r.finish_reason == "error" and r.error is error for r in failed)
+        self.ended_by_hand |= {r.req_id for r in failed}
+
+    @precondition(lambda self: self.plans)
+    @rule(fail_row=st.integers(0, 30), fails=st.integers(0, 12).map(lambda n: n == 0))
+    def deliver(self, fail_row, fails):
+        plan = self.plans.pop(0)
+        output = self.runner.result(fail_rows=frozenset([fail_row]), fails=fails)
+        if output is None:
+            self.fail_step(plan)
+            return
+        before = {r: len(request.output_token_ids) for r, request in self.requests.items()}
+        for request in self.scheduler.update(output):
+            assert len(request.output_token_ids) - before[request.req_id] in (0, 1)
+            if request.finish_reason == "error":
+                self.ended_by_hand.add(request.req_id)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -177,129 +173,126 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.ended_by_hand.add(req_id)
             assert self.requests[req_id].finish_reason == "abort"
 
+    @rule(chance=st.integers(0, 5))
+    def reset_prefix_cache(self, chance):
+        if chance == 0:
+            self.scheduler.reset_prefix_cache()
+            assert self.scheduler.pool.num_cached == 0
+
     @invariant()
     def nothing_leaks(self):
         if not hasattr(self, "scheduler"):
             return
-        running = self.scheduler.running
-        held = [b for r in running for b in r.block_ids]
-        assert len(held) == len(set(held)) == self.scheduler.pool.num_held
-        assert self.scheduler.num_free_slots + len(running) == self.max_num_seqs
+        scheduler = self.scheduler
+        running = scheduler.running.values()
+        check_pool(scheduler)
+        assert scheduler.num_free_slots + len(running) == self.max_num_seqs
         assert len({r.slot for r in running}) == len(running)
         assert all(r.status is Status.RUNNING for r in running)
-        assert all(r.status is Status.WAITING for r in self.scheduler.waiting)
+        assert all(r.status is Status.WAITING for r in scheduler.waiting.values())
+        for request in self.requests.values():
+            pending = scheduler.num_pending(request)
+            assert 0 <= pending <= scheduler.num_steps_in_flight
+            assert request.num_tokens + pending <= request.max_total_tokens
+            expected, reason = expected_output(request)
+            if request.finished and request.req_id not in self.ended_by_hand:
+                assert request.output_token_ids == expected
+                assert request.finish_reason == reason
+            else:
+                assert request.output_token_ids == expected[: len(request.output_token_ids)]
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        num_steps = 0
-        while (plan := self.scheduler.schedule()) is not None:
-            self.scheduler.update(self.runner.execute(plan))
-            num_steps += 1
-            assert num_steps < 20_000, "the scheduler makes progress"
+        while self.plans:
+            self.scheduler.update(self.runner.result())
+            self.plans.pop(0)
+        drain(self.scheduler, self.runner)
+        self.nothing_leaks()
+        assert all(request.finished for request in self.requests.values())
         assert self.scheduler.pool.num_free == self.num_blocks
         assert self.scheduler.num_free_slots == self.max_num_seqs
-        for req_id, request in self.requests.items():
-            expected = expected_output(
-                request.prompt_token_ids, request.params, request.max_total_tokens
-            )
-            if req_id in self.ended_by_hand:
-                assert request.output_token_ids == expected[: len(request.output_token_ids)]
-            else:
-                assert request.output_token_ids == expected
+        if not self.scheduler.enable_prefix_caching:
+            assert self.scheduler.pool.num_cached == 0
 
 
 TestScheduler = SchedulerMachine.TestCase
 
 
-def make_scheduler(**overrides: int) -> Scheduler:
-    options = {
-        "num_blocks": 64,
-        "block_size": 16,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
-    } | overrides
-    return Scheduler(**options, eos_token_ids=[EOS])
-
-
-def run(scheduler: Scheduler, runner: PretendRunner) -> list[StepPlan]:
-    plans = []
-    while (plan := scheduler.schedule()) is not None:
-        plans.append(plan)
-        scheduler.update(runner.execute(plan))
-    return plans
+# --- order, chunks, ends -------------------------------------------------------------------------
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_beside_running_decodes():
-    scheduler = make_scheduler(max_num_batched_tokens=10)
+    scheduler = make_scheduler(max_num_batched_tokens=10, max_steps_in_flight=1)
     scheduler.add(make_request("short", (5, 5), max_tokens=8, ignore_eos=True))
-    scheduler.add(make_request("long", tuple(range(1, 26)), max_tokens=1))
-    plans = run(scheduler, PretendRunner(16, 64, 10))
-    rows = [dict(zip(p.req_ids, p.num_scheduled_tokens.tolist(), strict=True)) for p in plans]
+    scheduler.add(make_request("long", prompt_of(25), max_tokens=1))
+    rows = [scheduled(plan) for plan in drain(scheduler, make_runner(scheduler))]
     assert rows[0] == {"short": 2, "long": 8}
     assert rows[1] == {"short": 1, "long": 9}
     assert rows[2] == {"short": 1, "long": 8}
-    assert all(row == {"short": 1} for row in rows[3:])
+    assert rows[3:] == [{"short": 1}] * 5
 
 
 def test_first_come_first_served():
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abcd":
         scheduler.add(make_request(name, (1,), max_tokens=3, ignore_eos=True))
-    plans = run(scheduler, PretendRunner(16, 64, 32))
-    entered = [r.req_id for p in plans for r in p.new]
-    assert entered == list("abcd")
+    plans = drain(scheduler, make_runner(scheduler))
+    assert [r.req_id for p in plans for r in p.new] == list("abcd")
 
 
-def test_preemption_takes_the_last_arrival_and_resumes_it_first():
-    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=64)
-    for name in "abc":
-        scheduler.add(make_request(name, tuple([1] * 16), max_tokens=20, ignore_eos=True))
-    requests = {name: scheduler.get(name) for name in "abc"}
-    plans = run(scheduler, PretendRunner(16, 4, 64))
-    preempting = [p for p in plans if p.preempted]
-    assert preempting[0].req_ids == ("a", "b"), "c gave its block to the older ones"
-    assert [r.req_id for p in plans for r in p.resumed][-1] == "c"
-    assert scheduler.num_preemptions == sum(r.num_preemptions for r in requests.values()) > 0
-    for request in requests.values():
-        assert request.output_token_ids == expected_output(
-            request.prompt_token_ids, request.params, 36
-        )
+def stop_in_output(count: int) -> tuple[tuple[int, ...], list[int]]:
+    """A prompt and its output, whose last of ``count`` tokens is new and not EOS."""
+    for first in range(VOCAB):
+        request = make_request("r", prompt_of(3, first), max_tokens=count, ignore_eos=True)
+        output, _ = expected_output(request)
+        if output[-1] not in output[:-1] and EOS not in output:
+            return request.prompt_token_ids, output
+    raise AssertionError("no such prompt")
 
 
-@pytest.mark.parametrize(
-    ("params", "reason", "stop_reason", "num_tokens"),
-    [
-        ({"max_tokens": 3, "ignore_eos": True}, "length", None, 3),
-        (
-            {"max_tokens": 99, "stop_token_ids": [next_token((4,), 2)]},
-            "stop",
-            next_token((4,), 2),
-            3,
-        ),
-    ],
-)
-def test_why_a_request_ends(params, reason, stop_reason, num_tokens):
-    scheduler = make_scheduler()
-    request = make_request("r", (4,), **params)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stop_token_wins_over_the_length_it_coincides_with(depth):
+    prompt, output = stop_in_output(3)
+    scheduler = make_scheduler(max_steps_in_flight=depth)
+    request = make_request("r", prompt, max_tokens=3, stop_token_ids=[output[-1]])
     scheduler.add(request)
-    run(scheduler, PretendRunner(16, 64, 32))
-    assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
-    assert len(request.output_token_ids) == num_tokens
+    drain(scheduler, make_runner(scheduler))
+    assert (request.finish_reason, request.stop_reason) == ("stop", output[-1])
+    assert request.output_token_ids == output, "the stop token is kept"
     assert request.finish_time >= request.first_token_time >= request.arrival_time
 
 
-@given(ignore_eos=st.booleans())
+@pytest.mark.parametrize("ignore_eos", [False, True])
 def test_eos_ends_a_request_unless_told_otherwise(ignore_eos):
-    prompt = next(  # a prompt whose pretend continuation has EOS in the first 20 tokens
-        (n,) for n in range(1, VOCAB) if EOS in [next_token((n,), i) for i in range(20)]
-    )
     scheduler = make_scheduler()
-    request = make_request("r", prompt, max_tokens=20, ignore_eos=ignore_eos)
+    request = make_request("r", (3,), max_tokens=2, ignore_eos=ignore_eos)
     scheduler.add(request)
-    run(scheduler, PretendRunner(16, 64, 32))
+    first = scheduler.schedule()
+    scheduler.update(output_of(first, (EOS,)))
+    if ignore_eos:
+        scheduler.update(output_of(scheduler.schedule(), (EOS,)))
     assert request.finish_reason == ("length" if ignore_eos else "stop")
-    assert (request.output_token_ids[-1] == EOS) or ignore_eos
+    assert request.stop_reason is None
+    assert request.output_token_ids == [EOS] * (1 + ignore_eos)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, (EOS,)),
+        ({"ignore_eos": True}, ()),
+        ({"stop_token_ids": [7, EOS, 7, 9]}, (7, EOS, 9)),
+        ({"stop_token_ids": [7, 9], "ignore_eos": True}, (7, 9)),
+    ],
+)
+def test_the_plan_says_which_tokens_end_a_request_and_where(params, expected):
+    scheduler = make_scheduler()
+    scheduler.add(make_request("r", (1, 2), max_tokens=5, **params))
+    (entering,) = scheduler.schedule().new
+    assert entering.stop_token_ids == expected
+    assert entering.max_total_tokens == 7
+    assert entering.num_computed_tokens == 0
 
 
 def test_an_id_in_use_is_refused():
@@ -309,25 +302,354 @@ def test_an_id_in_use_is_refused():
         scheduler.add(make_request("r", (1,), max_tokens=1))
 
 
+# --- steps in flight -----------------------------------------------------------------------------
+
+
+def test_a_pending_token_is_scheduled_on_before_it_is_known():
+    scheduler = make_scheduler(max_steps_in_flight=3)
+    request = make_request("r", (1, 2, 3), max_tokens=9, ignore_eos=True)
+    scheduler.add(request)
+    plans = [scheduler.schedule() for _ in range(3)]
+    assert [scheduled(plan) for plan in plans] == [{"r": 3}, {"r": 1}, {"r": 1}]
+    assert (scheduler.num_pending(request), request.num_tokens) == (3, 3)
+    assert [plan.new_block_ids for plan in plans] == [{0: ((0,),)}, {}, {0: ((1,),)}]
+    for step, plan in enumerate(plans):
+        scheduler.update(output_of(plan, (5 + step,)))
+    assert request.output_token_ids == [5, 6, 7]
+    assert scheduler.num_pending(request) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_a_length_stop_costs_no_extra_step(depth, max_tokens):
+    scheduler = make_scheduler(max_steps_in_flight=depth)
+    scheduler.add(make_request("r", (1, 2, 3), max_tokens=max_tokens, ignore_eos=True))
+    plans = drain(scheduler, make_runner(scheduler))
+    assert [scheduled(plan)["r"] for plan in plans] == [3] + [1] * (max_tokens - 1)
+    assert scheduler.wasted_tokens == scheduler.num_stale_outputs == 0
+
+
+@pytest.mark.parametrize("stops_on_device", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_stop_token_costs_at_most_the_steps_in_flight(depth, stops_on_device):
+    prompt, output = stop_in_output(3)
+    scheduler = make_scheduler(max_steps_in_flight=depth)
+    request = make_request("r", prompt, max_tokens=20, stop_token_ids=[output[-1]])
+    scheduler.add(request)
+    plans = drain(scheduler, make_runner(scheduler, stops_on_device=stops_on_device))
+    assert request.output_token_ids == output, "the late rows' tokens are not delivered"
+    assert len(plans) == 3 + (depth - 1)
+    assert scheduler.wasted_tokens == scheduler.num_stale_outputs == depth - 1
+
+
+def test_outputs_come_in_the_order_of_launches_and_once():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("r", (1,), max_tokens=9, ignore_eos=True))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    with pytest.raises(RuntimeError, match="expected fewer than 2 steps in flight"):
+        scheduler.schedule()
+    with pytest.raises(RuntimeError, match=r"expected the output of step 0, .* got step 1"):
+        scheduler.update(output_of(second, (5,)))
+    with pytest.raises(RuntimeError, match=r"expected 1 rows, .* got 2"):
+        scheduler.update(output_of(first, (5,), (5,)))
+    scheduler.update(output_of(first, (5,)))
+    with pytest.raises(RuntimeError, match=r"expected the output of step 1, .* got step 0"):
+        scheduler.update(output_of(first, (5,)))
+    scheduler.update(output_of(second, (6,)))
+    with pytest.raises(RuntimeError, match="expected the output of step None"):
+        scheduler.update(output_of(second, (6,)))
+    assert scheduler.get("r").output_token_ids == [5, 6]
+
+
 def test_output_of_an_aborted_request_is_dropped():
     scheduler = make_scheduler()
     request = make_request("r", (1,), max_tokens=5)
     scheduler.add(request)
     plan = scheduler.schedule()
     scheduler.abort("r")
-    assert scheduler.update(PretendRunner(16, 64, 32).execute(plan)) == []
+    assert scheduler.update(output_of(plan, (5,))) == []
     assert request.output_token_ids == []
-    assert scheduler.num_stale_outputs == 1
+    assert (scheduler.num_stale_outputs, scheduler.wasted_tokens) == (1, 1)
 
 
 def test_output_of_a_slots_former_request_is_dropped():
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(make_request("r", (1,), max_tokens=5))
-    late = PretendRunner(16, 64, 32).execute(scheduler.schedule())
+    late = scheduler.schedule()
     scheduler.abort("r")
     again = make_request("r", (2,), max_tokens=5)  # the same id in the same slot, another epoch
     scheduler.add(again)
-    assert scheduler.schedule() is not None
-    assert scheduler.update(late) == []
-    assert again.output_token_ids == []
-    assert np.array_equal(late.slots, [again.slot])
+    plan = scheduler.schedule()
+    assert plan.finished == (0,)
+    assert late.slots.tolist() == plan.slots.tolist() == [again.slot]
+    assert scheduler.update(output_of(late, (5,))) == []
+    assert scheduler.update(output_of(plan, (6,))) == [again]
+    assert again.output_token_ids == [6]
+
+
+def test_a_failed_step_ends_the_requests_still_in_it():
+    scheduler = make_scheduler(max_steps_in_flight=3)
+    requests = {name: make_request(name, (1,), max_tokens=9) for name in "abc"}
+    scheduler.add(requests["a"])
+    scheduler.add(requests["b"])
+    first = scheduler.schedule()
+    scheduler.abort("b")
+    scheduler.add(requests["c"])
+    second = scheduler.schedule()
+    error = StepError("boom", step_id=0, req_ids=first.req_ids)
+    assert scheduler.fail_step(first, error) == [requests["a"]]
+    assert requests["a"].error is error
+    assert requests["b"].finish_reason == "abort"
+    with pytest.raises(RuntimeError, match=r"expected one of the steps in flight, \[1\], got"):
+        scheduler.fail_step(first, error)
+    assert scheduler.update(output_of(second, (5,), (6,))) == [requests["c"]]
+    assert requests["c"].output_token_ids == [6]
+    assert requests["a"].output_token_ids == []
+
+
+@pytest.mark.parametrize("tokens", [(), (1, 2)])
+def test_a_row_with_the_wrong_number_of_tokens_fails_alone(tokens):
+    scheduler = make_scheduler()
+    good, bad = make_request("good", (1,), max_tokens=9), make_request("bad", (1,), max_tokens=9)
+    scheduler.add(good)
+    scheduler.add(bad)
+    changed = scheduler.update(output_of(scheduler.schedule(), (5,), tokens))
+    assert set(changed) == {good, bad}
+    assert (good.finish_reason, bad.finish_reason) == (None, "error")
+    with pytest.raises(RequestError, match="request 'bad': expected 1 tokens of step 0, got"):
+        raise bad.error
+
+
+def test_steps_in_flight_change_no_request():
+    """The same arrivals, with 1, 2 and 3 steps in flight, with and without prefix caching."""
+    outputs = []
+    for depth, caching in [(1, False), (2, False), (2, True), (3, True)]:
+        source = random.Random(3)
+        scheduler = make_scheduler(
+            num_blocks=14, max_steps_in_flight=depth, enable_prefix_caching=caching
+        )
+        runner = make_runner(scheduler)
+        requests = [
+            make_request(
+                str(i),
+                prompt_of(source.randint(1, 30), source.randint(1, 2)),
+                max_tokens=source.randint(1, 20),
+                stop_token_ids=[source.randrange(VOCAB)],
+            )
+            for i in range(60)
+        ]
+        for request in requests:
+            scheduler.add(request)
+        drain(scheduler, runner)
+        assert scheduler.num_preemptions > 0
+        assert (scheduler.prefix_hit_tokens > 0) == caching
+        outputs.append(
+            [(r.output_token_ids, r.finish_reason, r.stop_reason, r.error) for r in requests]
+        )
+    assert all(output == outputs[0] for output in outputs)
+
+
+# --- blocks: quarantine, waiting, preemption -----------------------------------------------------
+
+
+class UnguardedPool(BlockPool):
+    """Gives blocks away while steps in flight still use them."""
+
+    def free(self, blocks, *, last_step=None):
+        super().free(blocks)
+
+
+def reuse_blocks_of_an_aborted_request(scheduler: Scheduler) -> StepPlan | None:
+    """Abort a request whose step is in flight, and plan a step that needs its blocks."""
+    runner = make_runner(scheduler)
+    scheduler.add(make_request("a", prompt_of(12), max_tokens=4, ignore_eos=True))
+    runner.execute(scheduler.schedule())
+    scheduler.update(runner.result())
+    runner.execute(scheduler.schedule())  # reads all of a's blocks
+    scheduler.abort("a")
+    scheduler.add(make_request("b", prompt_of(12, 5), max_tokens=4, ignore_eos=True))
+    plan = scheduler.schedule()
+    if plan is not None:
+        runner.execute(plan)
+    scheduler.update(runner.result())
+    return plan
+
+
+def test_a_freed_block_waits_for_the_steps_that_use_it():
+    scheduler = make_scheduler(num_blocks=4)
+    assert reuse_blocks_of_an_aborted_request(scheduler) is None
+    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (4, 0)
+    assert scheduled(scheduler.schedule()) == {"b": 12}
+
+
+def test_without_quarantine_a_step_in_flight_reads_another_requests_pages():
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.pool = UnguardedPool(4)
+    with pytest.raises(DeviceError, match=r"a: position . was overwritten"):
+        reuse_blocks_of_an_aborted_request(scheduler)
+
+
+def test_a_freed_block_waits_for_the_newest_of_the_steps_in_flight():
+    scheduler = make_scheduler(num_blocks=2, max_steps_in_flight=2)
+    scheduler.add(make_request("a", (1,), max_tokens=7, ignore_eos=True))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.abort("a")
+    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (1, 1)
+    scheduler.update(output_of(first, (5,)))
+    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (1, 1)
+    scheduler.update(output_of(second, (5,)))
+    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (2, 0)
+
+
+def test_a_step_that_fails_before_an_older_one_frees_nothing_the_older_one_uses():
+    scheduler = make_scheduler(num_blocks=2)
+    scheduler.add(make_request("a", (1,), max_tokens=7, ignore_eos=True))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.fail_step(second, StepError("launch", step_id=1, req_ids=("a",)))
+    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (1, 1)
+    scheduler.update(output_of(first, (5,)))
+    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (2, 0)
+
+
+def test_preemption_takes_the_last_arrival_and_resumes_it_first():
+    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=64, max_steps_in_flight=1)
+    requests = {
+        name: make_request(name, prompt_of(16, i), max_tokens=20, ignore_eos=True)
+        for i, name in enumerate("abc")
+    }
+    for request in requests.values():
+        scheduler.add(request)
+    plans = drain(scheduler, make_runner(scheduler))
+    preempting = [p for p in plans if p.preempted]
+    assert preempting[0].req_ids == ("a", "b"), "c gave its blocks to the older ones"
+    assert [r.req_id for p in plans for r in p.resumed][-1] == "c"
+    assert scheduler.num_preemptions == sum(r.num_preemptions for r in requests.values()) > 0
+    for request in requests.values():
+        assert request.output_token_ids == expected_output(request)[0]
+
+
+def test_a_preempted_requests_pending_token_is_dropped_and_computed_again():
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=64)
+    a, b = (make_request(n, prompt_of(7), max_tokens=9, ignore_eos=True) for n in "ab")
+    scheduler.add(a)
+    scheduler.add(b)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    scheduler.update(output_of(first, (1,), (2,)))
+    assert (scheduler.num_pending(a), scheduler.num_pending(b)) == (1, 1)
+    assert scheduler.schedule() is None, "a waits for the blocks that b has just given up"
+    assert (scheduler.num_preemptions, scheduler.num_pending(b)) == (1, 0)
+    assert b.status is Status.WAITING
+    scheduler.update(output_of(second, (3,), (4,)))
+    assert (a.output_token_ids, b.output_token_ids) == ([1, 3], [2])
+    assert (scheduler.num_stale_outputs, scheduler.wasted_tokens) == (1, 1)
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"a": 1}
+    assert plan.preempted == (1,)
+    scheduler.abort("a")
+    assert scheduler.schedule() is None, "b waits for the blocks of the aborted a"
+    scheduler.update(output_of(plan, (5,)))
+    (resumed,) = scheduler.schedule().resumed
+    assert resumed.token_ids.tolist() == [*prompt_of(7), 2]
+    assert resumed.prompt_len == 7
+
+
+def test_nobody_is_preempted_for_blocks_that_are_about_to_come_free():
+    """c ends with the step in flight: its blocks are awaited, and it is not computed again."""
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=64)
+    a = make_request("a", prompt_of(11), max_tokens=5, ignore_eos=True)
+    c = make_request("c", prompt_of(3), max_tokens=1, ignore_eos=True)
+    scheduler.add(a)
+    scheduler.add(c)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert scheduled(second) == {"a": 1}, "a's twelfth token is its third block's last"
+    scheduler.update(output_of(first, (5,), (6,)))
+    assert c.output_token_ids == [6]
+    assert scheduler.pool.num_quarantined == 1, "until the second step is over"
+    assert scheduler.schedule() is None
+    scheduler.update(output_of(second, (7,)))
+    assert scheduled(scheduler.schedule()) == {"a": 1}
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_request_whose_last_token_is_pending_is_not_preempted():
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=64)
+    a = make_request("a", prompt_of(12), max_tokens=3, ignore_eos=True)
+    c = make_request("c", prompt_of(3), max_tokens=1, ignore_eos=True)
+    scheduler.add(a)
+    scheduler.add(c)
+    first = scheduler.schedule()  # c's last token is pending; a needs a fourth block next
+    assert scheduler.schedule() is None
+    assert (scheduler.num_preemptions, c.status) == (0, Status.RUNNING)
+    scheduler.update(output_of(first, (5,), (6,)))
+    assert scheduled(scheduler.schedule()) == {"a": 1}
+
+
+def test_the_last_arrival_is_spared_if_its_last_token_is_pending():
+    scheduler = make_scheduler(num_blocks=4)
+    requests = {
+        name: make_request(name, prompt_of(num_tokens), max_tokens=max_tokens, ignore_eos=True)
+        for name, num_tokens, max_tokens in [("a", 4, 5), ("x", 4, 5), ("b", 3, 5), ("c", 4, 1)]
+    }
+    for request in requests.values():
+        scheduler.add(request)
+    first = scheduler.schedule()
+    assert scheduled(first) == {"a": 4, "x": 4, "b": 3, "c": 4}
+    assert scheduler.schedule() is None, "a awaits c's block, and x the block that b gives up"
+    assert [name for name, r in requests.items() if r.num_preemptions] == ["b"]
+    scheduler.update(output_of(first, (5,), (5,), (5,), (5,)))
+    assert requests["c"].finish_reason == "length"
+    assert scheduled(scheduler.schedule()) == {"a": 1, "x": 1}
+
+
+# --- admission -----------------------------------------------------------------------------------
+
+
+def test_a_request_is_admitted_when_all_its_known_tokens_have_blocks():
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=64)
+    scheduler.add(make_request("a", prompt_of(9), max_tokens=2, ignore_eos=True))
+    scheduler.add(make_request("b", prompt_of(13), max_tokens=2, ignore_eos=True))
+    scheduler.add(make_request("c", (1,), max_tokens=2, ignore_eos=True))
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"a": 9}, "b lacks a block, and c does not overtake it"
+    assert scheduler.pool.num_free == 3
+
+
+def test_a_request_that_can_never_fit_is_refused():
+    scheduler = make_scheduler(num_blocks=2)
+    with pytest.raises(RequestError, match=r"expected at most 8 tokens .* got up to 9"):
+        scheduler.add(make_request("r", (1,) * 5, max_tokens=4))
+    scheduler.add(make_request("r", (1,) * 5, max_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        (((0, 33),), "spans of at most 32 tokens .*, got 33 from 0 to 33; raise max_num_batched"),
+        (((30, 41),), r"within the prompt's 40 tokens, got \[\(30, 41\)\]"),
+        (((5, 5),), "ascending spans"),
+        (((4, 8), (6, 9)), "ascending spans"),
+    ],
+)
+def test_spans_that_cannot_be_kept_whole_are_refused(spans, message):
+    scheduler = make_scheduler()
+    with pytest.raises(RequestError, match=message):
+        scheduler.add(make_request("r", prompt_of(40), max_tokens=1, unsplittable=spans))
+    assert not scheduler.has_unfinished_requests
+
+
+def test_a_chunk_ends_before_a_span_that_it_would_cut():
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    spans = ((4, 12), (12, 22), (30, 31))
+    scheduler.add(make_request("r", prompt_of(35), max_tokens=1, unsplittable=spans))
+    plans = drain(scheduler, make_runner(scheduler))
+    assert [scheduled(plan)["r"] for plan in plans] == [4, 8, 10, 10, 3]
+
+
+def test_a_span_waits_for_a_step_with_room():
+    scheduler = make_scheduler(max_num_batched_tokens=10, max_steps_in_flight=1)
+    scheduler.add(make_request("a", prompt_of(4), max_tokens=2, ignore_eos=True))
+    scheduler.add(make_request("b", prompt_of(9), max_tokens=1, unsplittable=((0, 9),)))
+    rows = [scheduled(plan) for plan in drain(scheduler, make_runner(scheduler))]
+    assert rows == [{"a": 4}, {"a": 1, "b": 9}]

@@ -1,4 +1,4 @@
-"""AsyncOutput: its own batch, one result, failed rows, time-outs."""
+"""AsyncOutput and its ring: its own batch, one result, failed rows, time-outs, guards."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ import pytest
 import torch
 
 from mrv1 import AsyncOutput, StepError, StepPlan
+from mrv1.runner.async_output import OutputRing
+
+DEPTH, MAX_REQS = 2, 4
 
 
-def make_plan(num_rows: int) -> StepPlan:
+def make_plan(num_rows: int, step_id: int = 7) -> StepPlan:
     return StepPlan(
-        step_id=7,
+        step_id=step_id,
         req_ids=tuple("abcd"[:num_rows]),
         slots=np.arange(num_rows, dtype=np.int32),
         epochs=np.full(num_rows, 3, dtype=np.int32),
         num_scheduled_tokens=np.ones(num_rows, dtype=np.int32),
-        new_block_ids=(((),),) * num_rows,
+        new_block_ids={},
     )
 
 
-def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream() if device.type == "cuda" else None
+def fill(ring: OutputRing, slot: int, tokens: list[int], counts: list[int] | None = None) -> None:
+    device = ring.tokens.device
+    ring.tokens[slot, : len(tokens), 0] = torch.tensor(tokens, device=device)
+    counts = counts or [1] * len(tokens)
+    ring.num_output[slot, : len(tokens)] = torch.tensor(counts, dtype=torch.int32, device=device)
 
 
 @pytest.mark.gpu
 def test_rows_that_sampled_have_their_token_and_the_others_none(device):
-    tokens = torch.tensor([11, -1, 13], device=device)
-    output = AsyncOutput(make_plan(4), [0, 1, 3], tokens, copy_stream(device))
+    ring = OutputRing(MAX_REQS, 1, DEPTH, device)
+    slot = ring.acquire()
+    fill(ring, slot, [11, 12, 99, 13], [1, -1, 0, 1])
+    output = ring.deliver(slot, make_plan(4), None)
     result = output.result()
     assert result.token_ids == ((11,), (), (), (13,))
     assert list(result.errors) == [1]
@@ -36,6 +44,16 @@ def test_rows_that_sampled_have_their_token_and_the_others_none(device):
     assert result.epochs.tolist() == [3] * 4
     assert output.result() is result
     assert output.ready()
+
+
+def test_rows_come_back_in_the_plans_order():
+    ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cpu"))
+    slot = ring.acquire()
+    fill(ring, slot, [12, 10, 11], [-1, 1, 1])
+    order = np.array([2, 0, 1])  # the device's rows are the plan's rows 2, 0 and 1
+    result = ring.deliver(slot, make_plan(3), None, order).result()
+    assert result.token_ids == ((10,), (11,), ())
+    assert list(result.errors) == [2]
 
 
 class StuckEvent:
@@ -52,9 +70,13 @@ class StuckEvent:
             raise self.error
 
 
+def output_of(tokens: list[int], event: StuckEvent | None) -> AsyncOutput:
+    counts = np.ones(len(tokens), dtype=np.int32)
+    return AsyncOutput(make_plan(len(tokens)), counts, np.array(tokens)[:, None], event)
+
+
 def test_a_time_out_is_no_result_and_may_be_tried_again():
-    output = AsyncOutput(make_plan(1), [0], torch.tensor([5]), None)
-    output._event = StuckEvent()
+    output = output_of([5], StuckEvent())
     assert not output.ready()
     with pytest.raises(TimeoutError, match=r"step 7: not finished within 0.01 s"):
         output.result(timeout=0.01)
@@ -63,22 +85,41 @@ def test_a_time_out_is_no_result_and_may_be_tried_again():
 
 
 def test_an_error_on_the_device_names_the_step_and_its_requests():
-    output = AsyncOutput(make_plan(2), [0, 1], torch.tensor([5, 6]), None)
-    output._event = StuckEvent(RuntimeError("CUDA error: an illegal memory access"))
-    with pytest.raises(StepError, match=r"step 7 \(2 requests\): CUDA error") as caught:
-        output.result()
-    assert (caught.value.step_id, caught.value.req_ids) == (7, ("a", "b"))
+    output = output_of([5, 6], StuckEvent(RuntimeError("CUDA error: an illegal memory access")))
+    for _ in range(2):  # it stays an error
+        with pytest.raises(StepError, match=r"step 7 \(2 requests\): CUDA error") as caught:
+            output.result()
+        assert (caught.value.step_id, caught.value.req_ids) == (7, ("a", "b"))
+
+
+@pytest.mark.gpu
+def test_a_late_reader_finds_its_own_tokens(device):
+    """More steps than the ring has slots, no result taken: each takes its own in time."""
+    ring = OutputRing(MAX_REQS, 1, DEPTH, device)
+    outputs = []
+    for step in range(3 * DEPTH):
+        slot = ring.acquire()
+        fill(ring, slot, [step, step + 100])
+        outputs.append(ring.deliver(slot, make_plan(2, step), None))
+    for step, output in enumerate(outputs):
+        assert output.result().token_ids == ((step,), (step + 100,))
 
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-def test_the_copy_waits_for_the_step_and_the_tokens_outlive_it():
-    """With the copy stream held up, new allocations do not get the tokens' memory."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+def test_a_slot_is_not_rewritten_before_its_copy_has_run():
+    """The copy stream is held up: without the wait on the device the next step overtakes it."""
+    ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cuda"))
+    with torch.cuda.stream(ring._stream):
         torch.cuda._sleep(200_000_000)
-    output = AsyncOutput(make_plan(2), [0, 1], torch.tensor([5, 6], device="cuda"), stream)
-    assert not output.ready()
+    outputs = []
+    for step in range(DEPTH + 1):
+        slot = ring.acquire()
+        fill(ring, slot, [step])
+        outputs.append(ring.deliver(slot, make_plan(1, step), None))
+    assert not outputs[0].ready()
+    torch.cuda.current_stream().wait_event(ring._copied[ring._next])  # what acquire() does
+    ring.tokens[ring._next].fill_(99)
     for _ in range(100):
         torch.full((2,), 99, device="cuda")
-    assert output.result().token_ids == ((5,), (6,))
+    assert [output.result().token_ids for output in outputs] == [((s,),) for s in range(DEPTH + 1)]

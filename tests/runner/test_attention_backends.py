@@ -22,7 +22,7 @@ from mrv1.config import checkpoint_dir
 from mrv1.device import kernel_path
 from mrv1.kernels import HeadRole, KVLayout, reference
 from mrv1.kernels.ops import select_ops
-from mrv1.models import load_model
+from mrv1.models import attention, load_model
 from mrv1.runner.attention_backends import FlashInferBackend, check_flashinfer, select_backend
 from mrv1.runner.kv_cache import CacheSpec, layer_layouts
 from tests.engine.test_llm import random_prompts
@@ -42,12 +42,13 @@ NOT_INSTALLED = "not run: flashinfer is not installed"
     ids=["one layout", "a window of its own"],
 )
 def test_a_decode_step_is_planned_once_for_all_layers_of_a_layout(
-    tmp_path, family, overrides, layers_of_a_plan
+    tmp_path, monkeypatch, family, overrides, layers_of_a_plan
 ):
+    monkeypatch.setattr(attention, "kernel_path", lambda _: "triton")  # the oracles need no plan
     tiny_checkpoint(tmp_path, family, **overrides)
     with LLM(str(tmp_path), device="cpu", num_kv_blocks=8) as llm:
         reference.calls.clear()
-        llm.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=5, ignore_eos=True))
+        llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=5, ignore_eos=True))
     attended, planned = (reference.calls[f"{name}_decode_attention"] for name in ("paged", "plan"))
     assert attended == 4 * 2  # the first token comes from the prefill
     assert attended == layers_of_a_plan * planned

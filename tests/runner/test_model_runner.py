@@ -43,7 +43,13 @@ def runner(checkpoint):
 
 
 def enter(
-    req_id: str, slot: int, prompt: list[int], *, epoch: int = 0, num_prompt: int | None = None
+    req_id: str,
+    slot: int,
+    prompt: list[int],
+    *,
+    epoch: int = 0,
+    num_prompt: int | None = None,
+    **fields: object,
 ):
     return SlotRequest(
         req_id=req_id,
@@ -51,8 +57,10 @@ def enter(
         epoch=epoch,
         token_ids=np.array(prompt, dtype=np.int32),
         prompt_len=len(prompt) if num_prompt is None else num_prompt,
-        sampling_params=SamplingParams(temperature=0),
-        seed=0,
+        **(
+            {"max_total_tokens": 512, "sampling_params": SamplingParams(temperature=0), "seed": 0}
+            | fields
+        ),
     )
 
 
@@ -70,7 +78,7 @@ def make_plan(
         slots=np.array([slot for slot, _, _ in rows.values()], dtype=np.int32),
         epochs=np.full(len(rows), epoch, dtype=np.int32),
         num_scheduled_tokens=np.array([n for _, n, _ in rows.values()], dtype=np.int32),
-        new_block_ids=tuple((ids,) for _, _, ids in rows.values()),
+        new_block_ids={slot: (ids,) for slot, _, ids in rows.values() if ids},
         **fields,
     )
 
@@ -153,7 +161,7 @@ def test_a_resumed_request_goes_on_where_it_was(runner, expected):
     )
     tokens += [*expected["a"][1:2], *runner.execute(resumed).result().token_ids[0]]
     assert tokens == expected["a"][:3]
-    assert runner.state.output_positions(torch.tensor([3], device=runner.device)).tolist() == [3]
+    assert runner.state.num_tokens[3].item() - runner.state.prompt_len[3].item() == 3
 
 
 @pytest.mark.parametrize(
@@ -276,7 +284,7 @@ def test_the_profile_step_names_a_page_for_every_token(checkpoint):
 
     runner.model.forward = watched
     run_profile_step(
-        runner.model, runner.sampler, runner.kv_cache,
+        runner.model, runner.sampler, runner.state, runner.kv_cache,
         num_tokens=70, max_query_len=40, num_sampled=4,
     )  # fmt: skip
     assert widths == [3, 3]

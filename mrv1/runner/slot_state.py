@@ -1,0 +1,79 @@
+"""What the device knows of each request: fields with a row per slot, in one flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.errors import CapacityError
+
+ALIGNMENT_WORDS = 4
+"""Every field starts at a multiple of 16 bytes."""
+
+MAX_WORDS = 2**31 - 1
+"""Words are counted in int32 by what writes them."""
+
+_WORD_BYTES = torch.int32.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One field of every slot."""
+
+    width: int | None = None
+    """Elements of a slot's row; None = a single one, whose view has no second axis."""
+    dtype: torch.dtype = torch.int32
+    """Of 4 or 8 bytes."""
+
+    @property
+    def row_words(self) -> int:
+        """int32 words of one slot's row."""
+        return (1 if self.width is None else self.width) * self.dtype.itemsize // _WORD_BYTES
+
+
+class SlotState:
+    """Views of one int32 buffer, so that a single kernel applies whatever a step changes.
+
+    Slots never move; the buffer is read and written on the runner's stream only.
+
+    Args:
+        num_slots: rows of every field.
+        fields: by name.
+        device: where the buffer lives; it starts as zeros.
+
+    Raises:
+        CapacityError: the buffer would have more words than an int32 can count.
+    """
+
+    def __init__(self, num_slots: int, fields: Mapping[str, Field], device: torch.device) -> None:
+        self._fields = dict(fields)
+        self._starts: dict[str, int] = {}
+        num_words = 0
+        for name, field in fields.items():
+            self._starts[name] = num_words
+            words = num_slots * field.row_words
+            num_words += -(-words // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
+        if num_words > MAX_WORDS:
+            raise CapacityError(
+                f"request state: expected at most {MAX_WORDS} words for {num_slots} slots, got "
+                f"{num_words}; lower max_num_seqs or max_model_len"
+            )
+        self.buffer = torch.zeros(num_words, dtype=torch.int32, device=device)
+        """[words] int32."""
+        self._views = {name: self._view(name, num_slots) for name in fields}
+
+    def _view(self, name: str, num_slots: int) -> torch.Tensor:
+        field, start = self._fields[name], self._starts[name]
+        words = self.buffer[start : start + num_slots * field.row_words]
+        shape = (num_slots,) if field.width is None else (num_slots, field.width)
+        return words.view(field.dtype).view(shape)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a field, ``[num_slots]`` or ``[num_slots, width]``."""
+        return self._views[name]
+
+    def first_word(self, name: str, slot: int) -> int:
+        """Return the index in ``buffer`` of a slot's row of a field."""
+        return self._starts[name] + slot * self._fields[name].row_words

@@ -1,0 +1,275 @@
+"""A model and a device in plain Python, for tests of the scheduler.
+
+The model's next token is a hash of the whole prefix, so that what a request must yield is known in
+closed form. The device executes launched steps as late as it can, when their result is asked for,
+and keeps a hash of the prefix where a cache keeps K and V: a page that was shared wrongly, reused
+too early, written twice or never written is found by the step that reads it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+from mrv1 import SamplingParams
+from mrv1.engine.request import FinishReason, Request
+from mrv1.engine.scheduler import Scheduler
+from mrv1.runner import SlotRequest, StepOutput, StepPlan
+
+VOCAB = 24
+EOS = 0
+BLOCK_SIZE = 4
+POISON = None
+"""Content of a cell that no step has written since its block was allocated."""
+
+
+class DeviceError(AssertionError):
+    """A step read or wrote what is not its own."""
+
+
+def root_hash(cache_key: bytes) -> int:
+    return zlib.crc32(cache_key)
+
+
+def extend_hash(prefix_hash: int, token: int) -> int:
+    return hash((prefix_hash, token))  # of integers: the same in every process
+
+
+def next_token(prefix_hash: int) -> int:
+    return (prefix_hash >> 7) % VOCAB
+
+
+def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+    """What a request must yield and why it must end, from its definition."""
+    prefix_hash = root_hash(request.cache_key)
+    for token in request.prompt_token_ids:
+        prefix_hash = extend_hash(prefix_hash, token)
+    params, output = request.params, []
+    while True:
+        token = next_token(prefix_hash)
+        output.append(token)
+        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+            return output, "stop"
+        if len(request.prompt_token_ids) + len(output) == request.max_total_tokens:
+            return output, "length"
+        prefix_hash = extend_hash(prefix_hash, token)
+
+
+@dataclass
+class Slot:
+    """The device's state of one slot."""
+
+    request: SlotRequest
+    hashes: list[int]
+    """Of every prefix: ``hashes[n]`` is that of ``n`` tokens."""
+    num_computed_tokens: int
+    blocks: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.hashes) - 1
+
+
+@dataclass
+class FakeRunner:
+    """Executes plans in launch order, as late as their results allow."""
+
+    num_blocks: int
+    block_size: int
+    max_tokens: int
+    cache_keys: dict[str, bytes] = field(default_factory=dict)
+    stops_on_device: bool = True
+    """Whether a stopped row does no further work; else it runs on until the host knows."""
+    slots: dict[int, Slot] = field(default_factory=dict)
+    launched: deque[StepPlan] = field(default_factory=deque)
+    not_launched: set[int] = field(default_factory=set)
+    """Steps whose launch failed."""
+
+    def __post_init__(self) -> None:
+        self.cells: list[list[int | None]] = [
+            [POISON] * self.block_size for _ in range(self.num_blocks)
+        ]
+
+    # --- host side ------------------------------------------------------------------------
+
+    def execute(self, plan: StepPlan, *, fails: bool = False) -> None:
+        """Take a plan; another stream overwrites what the pool says is unused, at once."""
+        assert 0 < plan.num_scheduled_tokens.sum() <= self.max_tokens
+        assert plan.num_scheduled_tokens.min() >= 1
+        assert len(set(plan.slots.tolist())) == len(plan.slots) == len(plan.req_ids)
+        assert {r.slot for r in plan.entering} <= set(plan.slots.tolist())
+        num_shared = {r.slot: r.num_computed_tokens // self.block_size for r in plan.entering}
+        for slot, (ids,) in plan.new_block_ids.items():
+            for block in ids[num_shared.get(slot, 0) :]:
+                self.cells[block] = [POISON] * self.block_size
+        self.launched.append(plan)
+        if fails:
+            self.not_launched.add(plan.step_id)
+
+    def result(
+        self, *, fail_rows: frozenset[int] = frozenset(), fails: bool = False
+    ) -> StepOutput | None:
+        """Execute the oldest launched step; None if all of it fails."""
+        while self.launched[0].step_id in self.not_launched:
+            self._apply(self.launched.popleft())
+        output = self._run(self.launched.popleft(), fail_rows, fails=fails)
+        return None if fails else output
+
+    # --- device side ----------------------------------------------------------------------
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Give slots away and back, and rows their blocks."""
+        for slot in (*plan.preempted, *plan.finished):
+            del self.slots[slot]
+        for request in plan.entering:
+            assert request.slot not in self.slots, "a slot is given once"
+            self._enter(request)
+        for slot, (ids,) in plan.new_block_ids.items():
+            self.slots[slot].blocks += ids
+        if plan.step_id in self.not_launched:
+            for slot in plan.slots.tolist():
+                self.slots[slot].stopped = True
+
+    def _run(self, plan: StepPlan, fail_rows: frozenset[int], *, fails: bool) -> StepOutput:
+        self._apply(plan)
+        tokens: list[tuple[int, ...]] = []
+        errors = {}
+        for row, slot in enumerate(plan.slots.tolist()):
+            state = self.slots[slot]
+            assert (state.request.req_id, state.request.epoch) == (
+                plan.req_ids[row],
+                plan.epochs[row],
+            )
+            if state.stopped:
+                tokens.append(())
+                continue
+            broken = fails or row in fail_rows
+            tokens.append(self._run_row(state, int(plan.num_scheduled_tokens[row]), broken))
+            if broken:
+                state.stopped = True
+                errors[row] = "no token"
+                tokens[row] = ()
+        return StepOutput(
+            step_id=plan.step_id,
+            req_ids=plan.req_ids,
+            slots=plan.slots,
+            epochs=plan.epochs,
+            token_ids=tuple(tokens),
+            errors=errors,
+        )
+
+    def _enter(self, request: SlotRequest) -> None:
+        hashes = [root_hash(self.cache_keys.get(request.req_id, b""))]
+        for token in request.token_ids.tolist():
+            hashes.append(extend_hash(hashes[-1], token))
+        self.slots[request.slot] = Slot(request, hashes, request.num_computed_tokens)
+
+    def _run_row(self, state: Slot, count: int, broken: bool) -> tuple[int, ...]:
+        """Write the K and V of ``count`` tokens, read all, and sample after the last token."""
+        start, end = state.num_computed_tokens, state.num_computed_tokens + count
+        assert end <= state.num_tokens, "only known tokens are computed"
+        assert len(state.blocks) == -(-end // self.block_size), "blocks for just these tokens"
+        for position in range(end):
+            block = self.cells[state.blocks[position // self.block_size]]
+            offset = position % self.block_size
+            if position >= start:
+                if block[offset] is not POISON:
+                    raise DeviceError(f"{state.request.req_id}: position {position} is in use")
+                block[offset] = POISON if broken else state.hashes[position + 1]
+            elif block[offset] != state.hashes[position + 1]:
+                raise DeviceError(f"{state.request.req_id}: position {position} was overwritten")
+        state.num_computed_tokens = end
+        if broken or end < state.num_tokens:
+            return ()
+        token = next_token(state.hashes[-1])
+        state.hashes.append(extend_hash(state.hashes[-1], token))
+        if self.stops_on_device:
+            request = state.request
+            state.stopped = (
+                token in request.stop_token_ids or state.num_tokens == request.max_total_tokens
+            )
+        return (token,)
+
+
+def make_request(
+    req_id: str,
+    prompt: tuple[int, ...],
+    *,
+    unsplittable: tuple[tuple[int, int], ...] = (),
+    cache_key: bytes = b"",
+    **params: object,
+) -> Request:
+    sampling_params = SamplingParams(**params)
+    return Request(
+        req_id=req_id,
+        prompt_token_ids=prompt,
+        params=sampling_params,
+        seed=0,
+        max_total_tokens=len(prompt) + sampling_params.max_tokens,
+        unsplittable=unsplittable,
+        cache_key=cache_key,
+    )
+
+
+def make_scheduler(**overrides: object) -> Scheduler:
+    options = {
+        "num_blocks": 64,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+    } | overrides
+    return Scheduler(**options, eos_token_ids=[EOS])
+
+
+def make_runner(scheduler: Scheduler, **options: object) -> FakeRunner:
+    return FakeRunner(
+        scheduler.pool.num_blocks,
+        scheduler.block_size,
+        scheduler.max_num_batched_tokens,
+        **options,
+    )
+
+
+def output_of(plan: StepPlan, *token_ids: tuple[int, ...], **kwargs: object) -> StepOutput:
+    return StepOutput(
+        step_id=plan.step_id,
+        req_ids=plan.req_ids,
+        slots=plan.slots,
+        epochs=plan.epochs,
+        token_ids=token_ids,
+        **kwargs,
+    )
+
+
+def scheduled(plan: StepPlan) -> dict[str, int]:
+    return dict(zip(plan.req_ids, plan.num_scheduled_tokens.tolist(), strict=True))
+
+
+def new_blocks(plan: StepPlan, req_id: str) -> tuple[int, ...]:
+    """The block ids that the plan gives a request; none if it names none."""
+    slot = int(plan.slots[plan.req_ids.index(req_id)])
+    (block_ids,) = plan.new_block_ids.get(slot, ((),))
+    return block_ids
+
+
+def prompt_of(num_tokens: int, first: int = 1) -> tuple[int, ...]:
+    return tuple((first + i) % (VOCAB - 1) + 1 for i in range(num_tokens))
+
+
+def drain(scheduler: Scheduler, runner: FakeRunner, limit: int = 20_000) -> list[StepPlan]:
+    """Run until nothing is left, with as many steps in flight as allowed; return the plans."""
+    plans: list[StepPlan] = []
+    while True:
+        plan = None
+        if scheduler.num_steps_in_flight < scheduler.max_steps_in_flight:
+            plan = scheduler.schedule()
+        if plan is not None:
+            runner.execute(plan)
+            plans.append(plan)
+            assert len(plans) < limit, "the scheduler makes progress"
+        elif scheduler.num_steps_in_flight:
+            scheduler.update(runner.result())
+        else:
+            return plans

@@ -1,0 +1,240 @@
+"""Two steps in flight give the tokens of one, whatever joins, leaves, stops or is preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import EngineConfig, SamplingParams, StepError
+from mrv1.engine.core import EngineCore
+from mrv1.engine.request import Request
+from mrv1.kernels.ops import select_ops
+from mrv1.models import load_model
+from tests.models.families import tiny_checkpoint
+
+EOS = 2
+VOCAB = 160
+MAX_LEN = 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """In float64, so that no near tie can flip with the composition of a batch."""
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3", eos_token_id=EOS)
+    ops = select_ops("reference")
+    return path, load_model(path, device="cpu", dtype=torch.float64, ops=ops, progress=False)
+
+
+def make_core(model, **options: object) -> EngineCore:
+    path, decoder = model
+    config = EngineConfig(
+        **(
+            {
+                "model": str(path), "dtype": "float64", "device": "cpu", "num_kv_blocks": 12,
+                "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": MAX_LEN,
+            }
+            | options
+        )
+    )  # fmt: skip
+    return EngineCore(config, model=decoder, progress=False)
+
+
+@st.composite
+def schedules(draw) -> list[tuple[int, list[int], SamplingParams, int | None]]:
+    """Requests: the step they join at, prompt, parameters, the step they are aborted at."""
+    shared = draw(st.lists(st.integers(3, VOCAB - 1), min_size=0, max_size=40))
+    requests = []
+    for index in range(draw(st.integers(1, 7))):
+        tail = draw(st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=20))
+        prefix = shared if draw(st.booleans()) else []
+        greedy = draw(st.booleans())
+        params = SamplingParams(
+            temperature=0 if greedy else 1.5,
+            seed=index,
+            max_tokens=draw(st.integers(1, 24)),
+            stop_token_ids=draw(st.lists(st.integers(3, VOCAB - 1), max_size=12)),
+            top_k=draw(st.sampled_from([0, 0, 5])),
+        )
+        joins = draw(st.integers(0, 12))
+        aborted = draw(st.none() | st.integers(0, 20))
+        requests.append((joins, [*prefix, *tail], params, aborted and joins + aborted))
+    return requests
+
+
+def run(core: EngineCore, schedule) -> list[Request]:
+    """Step until all is done; return the requests, in the schedule's order."""
+    requests: dict[int, Request] = {}
+    for step in range(600):
+        for index, (joins, prompt, params, _) in enumerate(schedule):
+            if joins == step:
+                requests[index] = core.add_request(str(index), prompt, params)
+        for index, (_, _, _, aborted) in enumerate(schedule):
+            if aborted == step and index in requests:
+                core.scheduler.abort(str(index))
+        core.step()
+        if len(requests) == len(schedule) and not core.scheduler.has_unfinished_requests:
+            break
+    else:
+        raise AssertionError("the engine does not come to an end")
+    return [requests[index] for index in range(len(schedule))]
+
+
+def drained(core: EngineCore) -> None:
+    """Nothing is held any more, once the steps in flight are over."""
+    core.step()
+    core.step()
+    assert not core._in_flight
+    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
+    assert core.scheduler.num_free_slots == core.config.max_num_seqs
+
+
+@given(schedule=schedules(), caching=st.booleans(), blocks=st.sampled_from([9, 12, 30]))
+def test_overlap_changes_no_token(model, schedule, caching, blocks):
+    """Against the same engine with one step in flight; 9 blocks force preemption."""
+    options = {"num_kv_blocks": blocks, "enable_prefix_caching": caching}
+    outputs = {}
+    for overlap in (False, True):
+        core = make_core(model, overlap=overlap, **options)
+        outputs[overlap] = run(core, schedule)
+        drained(core)
+    for request, other, (_, _, _, aborted) in zip(
+        outputs[False], outputs[True], schedule, strict=True
+    ):
+        assert request.error is None
+        assert other.error is None
+        if aborted is None:
+            assert other.output_token_ids == request.output_token_ids
+            assert other.finish_reason == request.finish_reason
+            assert other.stop_reason == request.stop_reason
+        else:  # an abort comes at another token, but the tokens are the same
+            shorter = min(len(request.output_token_ids), len(other.output_token_ids))
+            assert other.output_token_ids[:shorter] == request.output_token_ids[:shorter]
+
+
+def launches(core: EngineCore) -> Iterator[int]:
+    """Yield the rows of each step, until there is none."""
+    execute = core.runner.execute
+    rows: list[int] = []
+
+    def counted(plan):
+        rows.append(len(plan.slots))
+        return execute(plan)
+
+    core.runner.execute = counted  # type: ignore[method-assign]
+    while core.scheduler.has_unfinished_requests or core._in_flight:
+        core.step()
+    yield from rows
+
+
+def test_a_stop_by_length_costs_no_step(model):
+    core = make_core(model)
+    core.add_request("a", [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert list(launches(core)) == [1] * 6
+    assert core.metrics()["wasted_tokens"] == 0
+
+
+def test_a_stop_token_costs_at_most_one_step_that_does_nothing(model):
+    """The step launched before the stop was known writes no K and V and delivers no token."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    core = make_core(model, overlap=False)
+    free = core.add_request("a", [5, 6, 7], params)
+    while core.scheduler.has_unfinished_requests:
+        core.step()
+    stop = free.output_token_ids[4]
+    expected = free.output_token_ids[: free.output_token_ids.index(stop) + 1]
+
+    core = make_core(model)
+    request = core.add_request(
+        "b", [5, 6, 7], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop])
+    )
+    seen = []
+    forward = core.runner.model.forward
+
+    def watched(batch, *arguments):
+        seen.append((batch.seq_lens.tolist(), batch.slot_mapping.tolist()))
+        return forward(batch, *arguments)
+
+    core.runner.model.forward = watched
+    try:
+        assert list(launches(core)) == [1] * (len(expected) + 1)
+    finally:
+        core.runner.model.forward = forward
+    assert request.output_token_ids == expected
+    assert (request.finish_reason, request.stop_reason) == ("stop", stop)
+    assert core.metrics()["wasted_tokens"] == 1
+    assert seen[-1] == ([0], [[-1]])
+
+
+def test_a_launch_that_fails_ends_its_own_requests(model):
+    """The step before it is delivered, in order; requests that come later are served."""
+    core = make_core(model)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    first = core.add_request("a", [5, 6, 7], params)
+    execute = core.runner.execute
+    calls = []
+
+    def fails_once(plan):
+        calls.append(plan.step_id)
+        if len(calls) == 2:
+            raise StepError("out of luck", step_id=plan.step_id, req_ids=plan.req_ids)
+        return execute(plan)
+
+    core.runner.execute = fails_once  # type: ignore[method-assign]
+    core.step()
+    assert len(first.output_token_ids) == 1
+    core.step()
+    assert isinstance(first.error, StepError)
+    assert first.finish_reason == "error"
+    second = core.add_request("b", [5, 6, 7], params)
+    while core.scheduler.has_unfinished_requests:
+        core.step()
+    assert second.error is None
+    assert second.output_token_ids[0] == first.output_token_ids[0]
+    drained(core)
+
+
+def test_a_row_without_a_token_fails_alone(model):
+    core = make_core(model)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    good, bad = (core.add_request(name, [9, ord(name), 7], params) for name in "ab")
+    compute = core.runner.model.compute_logits
+    calls = []
+
+    def spoiled(hidden):
+        logits = compute(hidden)
+        calls.append(len(logits))
+        if len(calls) == 3:
+            logits[1] = torch.nan
+        return logits
+
+    core.runner.model.compute_logits = spoiled
+    try:
+        while core.scheduler.has_unfinished_requests:
+            core.step()
+    finally:
+        core.runner.model.compute_logits = compute
+    assert len(good.output_token_ids) == 5
+    assert good.error is None
+    assert len(bad.output_token_ids) == 2
+    assert "no selectable token" in str(bad.error)
+    drained(core)
+
+
+def test_host_mirrors_are_what_the_device_holds(model):
+    core = make_core(model)
+    for name in "abc":
+        prompt = np.arange(3, 3 + 10 * (1 + ord(name) - ord("a"))).tolist()
+        core.add_request(name, prompt, SamplingParams(max_tokens=9, ignore_eos=True, seed=1))
+    while core.scheduler.has_unfinished_requests:
+        core.step()
+        state = core.runner.state
+        running = [r.slot for r in core.scheduler.running.values()]
+        device = (state.num_tokens[running].tolist(), state.num_computed_tokens[running].tolist())
+        host = (state.num_tokens_np[running], state.num_computed_tokens_np[running])
+        assert device == tuple(x.tolist() for x in host)

@@ -1,0 +1,308 @@
+"""The prefix cache: what names a block, and what the scheduler shares and what it never does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import StepError
+from mrv1.engine import scheduler as scheduler_module
+from mrv1.engine.prefix_cache import extend_chain
+from mrv1.engine.scheduler import Scheduler
+from tests.engine.scheduler_model import (
+    DeviceError,
+    drain,
+    expected_output,
+    make_request,
+    make_runner,
+    make_scheduler,
+    new_blocks,
+    output_of,
+    prompt_of,
+    scheduled,
+)
+
+# --- the chain of digests ------------------------------------------------------------------------
+
+tokens = st.lists(st.integers(0, 3), max_size=14)
+
+
+def chain_of(token_ids: list[int], block_size: int, key: bytes = b"") -> list[bytes]:
+    chain: list[bytes] = []
+    extend_chain(chain, token_ids, block_size, key)
+    return chain
+
+
+@given(
+    a=tokens,
+    b=tokens,
+    block_size=st.integers(1, 4),
+    keys=st.tuples(*[st.sampled_from([b"", b"k", b"0123456789abcdef"])] * 2),
+)
+def test_digests_are_equal_where_prefix_and_key_are(a, b, block_size, keys):
+    chains = chain_of(a, block_size, keys[0]), chain_of(b, block_size, keys[1])
+    assert [len(chain) for chain in chains] == [len(a) // block_size, len(b) // block_size]
+    prefixes = {
+        (digest, (key, tuple(token_ids[: (i + 1) * block_size])))
+        for token_ids, key, chain in zip((a, b), keys, chains, strict=True)
+        for i, digest in enumerate(chain)
+    }
+    digests, named = zip(*prefixes, strict=True) if prefixes else ((), ())
+    assert len(set(digests)) == len(set(named)) == len(prefixes)
+    assert all(len(digest) == 16 for digest in digests)
+
+
+@given(token_ids=tokens, cut=st.integers(0, 4), block_size=st.integers(1, 4))
+def test_a_chain_grows_block_by_block(token_ids, cut, block_size):
+    whole = chain_of(token_ids, block_size, b"key")
+    chain = chain_of(token_ids[: cut * block_size], block_size, b"key")
+    extend_chain(chain, token_ids[len(chain) * block_size :], block_size, b"key")
+    assert chain == whole
+
+
+# --- sharing -------------------------------------------------------------------------------------
+
+
+def caching_scheduler(**overrides: object) -> Scheduler:
+    options = {"num_blocks": 300, "block_size": 16, "max_num_batched_tokens": 4096} | overrides
+    return make_scheduler(**options, enable_prefix_caching=True)
+
+
+@pytest.mark.parametrize(
+    ("num_own", "num_hit"), [(0, 1008), (1, 1024), (15, 1024), (16, 1024), (100, 1024)]
+)
+def test_a_hit_covers_the_shared_full_blocks_but_not_the_last_token(num_own, num_hit):
+    scheduler = caching_scheduler()
+    runner = make_runner(scheduler)
+    shared = prompt_of(1024)
+    scheduler.add(make_request("a", (*shared, 3, 1, 2), max_tokens=2, ignore_eos=True))
+    drain(scheduler, runner)
+    b = make_request("b", (*shared, *prompt_of(num_own, 9)), max_tokens=4, ignore_eos=True)
+    scheduler.add(b)
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"b": 1024 + num_own - num_hit}
+    assert plan.new[0].num_computed_tokens == b.num_cached_tokens == num_hit
+    assert len(new_blocks(plan, "b")) == -(-(1024 + num_own) // 16)
+    assert scheduler.num_prefix_queries == 1027 + 1024 + num_own
+    assert scheduler.prefix_hit_tokens == num_hit
+    runner.execute(plan)
+    drain(scheduler, runner)
+    assert b.output_token_ids == expected_output(b)[0]
+
+
+def test_a_block_is_shared_only_once_its_step_has_succeeded():
+    scheduler = caching_scheduler()
+    for name in "ab":
+        scheduler.add(make_request(name, prompt_of(40), max_tokens=5, ignore_eos=True))
+    first = scheduler.schedule()
+    scheduler.add(make_request("c", prompt_of(40), max_tokens=5))
+    second = scheduler.schedule()
+    assert scheduler.prefix_hit_tokens == 0, "the first step is in flight"
+    scheduler.update(output_of(first, (5,), (5,)))
+    assert scheduler.pool.num_cached == 2, "of a's and b's equal blocks the first stay"
+    a_blocks = scheduler.get("a").block_ids[:2]
+    assert sorted(scheduler.pool._cached.values()) == sorted(a_blocks)
+    scheduler.add(make_request("d", prompt_of(40), max_tokens=5))
+    third = scheduler.schedule()
+    assert new_blocks(third, "d")[:2] == tuple(a_blocks)
+    assert scheduled(third)["d"] == 8
+    assert new_blocks(second, "c")[:2] != tuple(a_blocks)
+
+
+@pytest.mark.parametrize("how", ["row", "step", "abort"])
+def test_what_a_failed_step_computed_is_never_shared(how):
+    scheduler = caching_scheduler()
+    scheduler.add(make_request("a", prompt_of(40), max_tokens=5))
+    plan = scheduler.schedule()
+    if how == "row":
+        scheduler.update(output_of(plan, (), errors={0: "NaN"}))
+    elif how == "step":
+        scheduler.fail_step(plan, StepError("boom", step_id=0, req_ids=("a",)))
+    else:
+        scheduler.abort("a")
+        scheduler.update(output_of(plan, (5,)))
+    assert scheduler.pool.num_cached == 0
+    scheduler.add(make_request("b", prompt_of(40), max_tokens=5))
+    assert scheduled(scheduler.schedule()) == {"b": 40}
+
+
+def test_generated_blocks_are_shared_too():
+    """A second turn finds the first one's prompt and answer."""
+    scheduler = caching_scheduler()
+    runner = make_runner(scheduler)
+    a = make_request("a", prompt_of(30), max_tokens=40, ignore_eos=True)
+    scheduler.add(a)
+    drain(scheduler, runner)
+    turn = (*a.prompt_token_ids, *a.output_token_ids, 4, 5)
+    b = make_request("b", turn, max_tokens=3, ignore_eos=True)
+    scheduler.add(b)
+    drain(scheduler, runner)
+    assert b.num_cached_tokens == 64, "of 69 computed tokens: the 70th never was"
+    assert b.output_token_ids == expected_output(b)[0]
+
+
+def test_a_preempted_request_finds_its_own_blocks_again():
+    scheduler = make_scheduler(
+        num_blocks=8, max_num_batched_tokens=64, enable_prefix_caching=True, max_steps_in_flight=1
+    )
+    runner = make_runner(scheduler)
+    for i, name in enumerate("ab"):
+        scheduler.add(make_request(name, prompt_of(12, i), max_tokens=18, ignore_eos=True))
+    b = scheduler.get("b")
+    drain(scheduler, runner)
+    assert b.num_preemptions > 0
+    assert b.output_token_ids == expected_output(b)[0]
+
+
+def test_the_least_recently_used_prefix_is_evicted_from_its_end():
+    scheduler = make_scheduler(
+        num_blocks=6, max_num_batched_tokens=64, enable_prefix_caching=True, max_steps_in_flight=1
+    )
+    runner = make_runner(scheduler)
+
+    def run(name: str, prompt: tuple[int, ...]) -> int:
+        request = make_request(name, prompt, max_tokens=1, ignore_eos=True)
+        scheduler.add(request)
+        drain(scheduler, runner)
+        return request.num_cached_tokens
+
+    old, new = prompt_of(9, 0), prompt_of(9, 5)
+    run("old", old)
+    run("new", new)
+    assert scheduler.pool.num_free == 6, "cached blocks that nobody holds count as free"
+    assert run("other", prompt_of(12, 11)) == 0, "takes the two free blocks, then old's second"
+    assert run("old again", old) == 4
+    assert run("other again", prompt_of(12, 11)) == 8, "in use after new, which lost a block"
+
+
+def test_only_full_blocks_of_equal_prefix_and_key_are_shared():
+    scheduler = caching_scheduler()
+    runner = make_runner(scheduler)
+    block, other = prompt_of(16), prompt_of(16, 7)
+    scheduler.add(make_request("a", (*block, *other, 1), max_tokens=1))
+    drain(scheduler, runner)
+    for name, prompt, key, hit in [
+        ("same", (*block, *other, 2), b"", 32),
+        ("diverges in the second block", (*block, *other[:15], 1, 1), b"", 16),
+        ("same block elsewhere", (*other, *block, 1), b"", 0),
+        ("other key", (*block, *other, 2), b"image", 0),
+    ]:
+        request = make_request(name, prompt, max_tokens=1, cache_key=key)
+        runner.cache_keys[name] = key
+        scheduler.add(request)
+        drain(scheduler, runner)
+        assert request.num_cached_tokens == hit, name
+
+
+@pytest.mark.parametrize(
+    ("spans", "num_hit"),
+    [
+        (((5, 20), (40, 66)), 32),  # 64 would cut the second span, which starts at 40
+        (((5, 40), (40, 66)), 0),  # 32, the last block before 40, would cut the first
+        (((16, 64), (64, 66)), 64),
+    ],
+)
+def test_a_hit_ends_before_a_span_that_it_would_cut(spans, num_hit):
+    scheduler = caching_scheduler()
+    scheduler.add(make_request("a", prompt_of(64), max_tokens=1))
+    drain(scheduler, make_runner(scheduler))
+    b = make_request("b", prompt_of(70), max_tokens=1, unsplittable=spans)
+    scheduler.add(b)
+    assert scheduled(scheduler.schedule()) == {"b": 70 - num_hit}
+    assert b.num_cached_tokens == num_hit
+
+
+def test_blocks_in_quarantine_can_be_shared_but_not_overwritten():
+    scheduler = caching_scheduler(num_blocks=4)
+    scheduler.add(make_request("a", prompt_of(40), max_tokens=9, ignore_eos=True))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update(output_of(first, (5,)))
+    blocks = tuple(scheduler.get("a").block_ids)
+    scheduler.abort("a")
+    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (1, 3)
+    scheduler.add(make_request("b", prompt_of(40), max_tokens=9))
+    third = scheduler.schedule()
+    assert new_blocks(third, "b")[:2] == blocks[:2]
+    assert new_blocks(third, "b")[2] not in blocks
+    scheduler.update(output_of(second, (5,)))
+    assert (scheduler.pool.num_free, scheduler.pool.num_held) == (1, 3)
+
+
+def test_admission_counts_a_shared_block_that_was_free_once():
+    scheduler = caching_scheduler(num_blocks=4)
+    runner = make_runner(scheduler)
+    scheduler.add(make_request("a", prompt_of(40), max_tokens=1))
+    drain(scheduler, runner)
+    scheduler.add(make_request("b", prompt_of(40), max_tokens=9, ignore_eos=True))
+    scheduler.add(make_request("c", prompt_of(40), max_tokens=9, ignore_eos=True))
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"b": 8, "c": 8}, "two shared blocks and one each"
+    assert scheduler.pool.num_free == 0
+    scheduler.add(make_request("d", prompt_of(40), max_tokens=9))
+    queries = scheduler.num_prefix_queries
+    scheduler.schedule()
+    assert scheduler.num_prefix_queries == queries, "counted after the resource check"
+
+
+def test_a_reset_forgets_what_was_computed_before_it():
+    scheduler = caching_scheduler()
+    runner = make_runner(scheduler)
+    scheduler.add(make_request("done", prompt_of(40), max_tokens=1))
+    drain(scheduler, runner)
+    scheduler.add(make_request("running", prompt_of(14, 5), max_tokens=30, ignore_eos=True))
+    runner.execute(scheduler.schedule())
+    scheduler.reset_prefix_cache()
+    drain(scheduler, runner)
+    assert scheduler.pool.num_cached == 0
+    scheduler.add(make_request("again", prompt_of(40), max_tokens=1))
+    assert scheduled(scheduler.schedule()) == {"again": 40}
+
+
+# --- each guard is needed: without it the device reads another prefix's pages --------------------
+
+
+def run_after(scheduler: Scheduler, first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    """Run a request, and then one that could share its blocks."""
+    runner = make_runner(scheduler)
+    for name, prompt in (("a", first), ("b", second)):
+        scheduler.add(make_request(name, prompt, max_tokens=1, ignore_eos=True))
+        drain(scheduler, runner)
+
+
+def extend_without_parent(chain, token_ids, block_size, extra_key):
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        own: list[bytes] = []
+        extend_chain(own, token_ids[start : start + block_size], block_size, extra_key)
+        chain += own
+
+
+def test_a_digest_without_its_parent_shares_pages_of_another_prefix(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "extend_chain", extend_without_parent)
+    x, y = prompt_of(16), prompt_of(16, 7)
+    with pytest.raises(DeviceError, match="b: position 0 was overwritten"):
+        run_after(caching_scheduler(), (*x, *y, 1), (*y, *x, 1))
+
+
+@pytest.mark.parametrize("when", ["row failed", "step in flight"])
+def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when, monkeypatch):
+    scheduler = caching_scheduler()
+    runner = make_runner(scheduler)
+    cache_blocks = scheduler._cache_blocks
+    monkeypatch.setattr(
+        scheduler, "_cache_blocks", lambda step, live: cache_blocks(step, live | True)
+    )
+    scheduler.add(make_request("a", prompt_of(40), max_tokens=4))
+    runner.execute(scheduler.schedule())
+    scheduler.add(make_request("b", prompt_of(40), max_tokens=4))
+    if when == "row failed":
+        scheduler.update(runner.result(fail_rows=frozenset([0])))
+        runner.execute(scheduler.schedule())
+    else:
+        (step,) = scheduler._in_flight.values()
+        scheduler._cache_blocks(step, step.ends > 0)
+        runner.execute(scheduler.schedule())
+        runner.result(fail_rows=frozenset([0]))
+    assert scheduler.get("b").num_cached_tokens == 32
+    with pytest.raises(DeviceError, match="b: position 0 was overwritten"):
+        runner.result()

@@ -1,0 +1,291 @@
+"""What a step offers beside its tokens: drafts, a signal per layer, the failing kernel's name."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mrv1 import EngineConfig, ModelRunner, SamplingParams, StepError, StepPlan
+from mrv1.engine.core import EngineCore
+from mrv1.runner import KVReady, SlotRequest, StepOutput
+from tests.models.families import tiny_checkpoint
+from tests.runner.test_model_runner import PROMPTS, enter, make_plan, make_runner
+
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3")
+    return path
+
+
+# --- a foreign scheduler -------------------------------------------------------------------------
+
+
+class ForeignScheduler:
+    """One block list a slot, nothing shared, longest-waiting first: all that a runner needs."""
+
+    def __init__(self, runner: ModelRunner, num_slots: int) -> None:
+        self.runner, self.step_id = runner, 0
+        self.waiting: deque[tuple[str, list[int], int]] = deque()
+        self.free_slots = deque(range(num_slots))
+        self.free_blocks = deque(range(runner.kv_cache.num_blocks))
+        self.running: dict[int, tuple[str, list[int], int, list[int]]] = {}
+        self.epochs = [0] * num_slots
+        self.computed = [0] * num_slots
+        self.done: dict[str, list[int]] = {}
+        self.vacated: list[int] = []
+
+    def step(self) -> None:
+        new = []
+        while self.waiting and self.free_slots:
+            req_id, prompt, max_tokens = self.waiting.popleft()
+            slot = self.free_slots.popleft()
+            self.running[slot] = (req_id, [*prompt], len(prompt) + max_tokens, [])
+            self.computed[slot] = 0
+            new.append(enter(req_id, slot, prompt, epoch=self.epochs[slot]))
+        counts = {s: len(r[1]) - self.computed[s] for s, r in self.running.items()}
+        blocks = {}
+        for slot, (_, tokens, _, held) in self.running.items():
+            ids = [self.free_blocks.popleft() for _ in range(-(-len(tokens) // 16) - len(held))]
+            held += ids
+            blocks |= {slot: (tuple(ids),)} if ids else {}
+        plan = StepPlan(
+            step_id=self.step_id,
+            new=tuple(new),
+            finished=tuple(self.vacated),
+            req_ids=tuple(r[0] for r in self.running.values()),
+            slots=np.array([*self.running], dtype=np.int32),
+            epochs=np.array([self.epochs[s] for s in self.running], dtype=np.int32),
+            num_scheduled_tokens=np.array([*counts.values()], dtype=np.int32),
+            new_block_ids=blocks,
+        )
+        self.step_id, self.vacated = self.step_id + 1, []
+        output: StepOutput = self.runner.execute(plan).result()
+        for slot, new_tokens in zip(output.slots.tolist(), output.token_ids, strict=True):
+            req_id, tokens, length, held = self.running[slot]
+            self.computed[slot] = len(tokens)
+            tokens += new_tokens
+            if len(tokens) == length:
+                self.done[req_id] = tokens
+                self.free_blocks += held
+                self.epochs[slot] += 1
+                del self.running[slot]
+                self.free_slots.append(slot)
+                self.vacated.append(slot)
+
+
+@pytest.mark.gpu
+def test_a_foreign_scheduler_needs_nothing_but_plans_and_outputs(checkpoint):
+    runner = make_runner(checkpoint, max_num_seqs=2)
+    foreign = ForeignScheduler(runner, num_slots=2)
+    prompts = {f"r{n}": list(range(3 + n, 20 + 7 * n)) for n in range(5)}
+    foreign.waiting.extend((name, prompt, NUM_TOKENS) for name, prompt in prompts.items())
+    while foreign.waiting or foreign.running:
+        foreign.step()
+    runner.close()
+    core = EngineCore(
+        EngineConfig(model=str(checkpoint), dtype="float32", num_kv_blocks=16, max_num_seqs=2),
+        progress=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    requests = {name: core.add_request(name, prompt, params) for name, prompt in prompts.items()}
+    while core.scheduler.has_unfinished_requests:
+        core.step()
+    core.runner.close()
+    for name, prompt in prompts.items():
+        assert foreign.done[name] == prompt + requests[name].output_token_ids
+
+
+# --- drafts --------------------------------------------------------------------------------------
+
+
+def generate(runner: ModelRunner, drafter, temperature: float) -> tuple[list[int], int]:
+    """One request with a hand of drafts each step; return its tokens and the steps it took."""
+    params = SamplingParams(temperature=temperature)
+    request = enter("a", 1, PROMPTS[1], sampling_params=params, seed=5)
+    plan = make_plan(0, {"a": (1, len(PROMPTS[1]), (0, 1, 2, 3))}, new=(request,))
+    tokens = list(runner.execute(plan).result().token_ids[0])
+    steps = 1
+    while len(tokens) < 30:
+        drafts = drafter(tokens)
+        plan = StepPlan(
+            step_id=steps,
+            req_ids=("a",),
+            slots=np.array([1], dtype=np.int32),
+            epochs=np.zeros(1, dtype=np.int32),
+            num_scheduled_tokens=np.array([1 + len(drafts)], dtype=np.int32),
+            new_block_ids={},
+            draft_token_ids=(tuple(drafts),),
+        )
+        (new,) = runner.execute(plan).result().token_ids
+        assert 1 <= len(new) <= 1 + len(drafts)
+        tokens += new
+        steps += 1
+    return tokens[:30], steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_drafts_change_the_number_of_steps_and_no_token(checkpoint, temperature):
+    def with_drafts(drafter) -> tuple[list[int], int]:
+        runner = make_runner(checkpoint)
+        result = generate(runner, drafter, temperature)
+        runner.close()
+        return result
+
+    alone, steps = with_drafts(lambda tokens: ())
+    assert steps == 30
+    for count in (1, 3, 7):
+        right = with_drafts(lambda tokens, count=count: alone[len(tokens) :][:count])
+        assert right[0] == alone
+        assert right[1] == 1 + -(-29 // (count + 1))
+        wrong = with_drafts(
+            lambda tokens, count=count: [(t + 1) % 160 for t in (alone * 2)[len(tokens) :][:count]]
+        )
+        assert wrong == (alone, 30)
+    mixed = with_drafts(
+        lambda tokens: [*alone[len(tokens) :][:2], 3, 4] if len(tokens) % 2 else (9,)
+    )
+    assert mixed[0] == alone
+    assert 10 < mixed[1] < 30
+
+
+def test_drafts_that_cannot_be_verified_are_refused(checkpoint):
+    runner = make_runner(checkpoint, device="cpu")
+    first = make_plan(0, {"a": (1, 5, (0, 1))}, new=(enter("a", 1, PROMPTS[0]),))
+    runner.execute(first).result()
+
+    def drafting(count: int, scheduled: int) -> StepPlan:
+        plan = make_plan(1, {"a": (1, scheduled, ())})
+        return StepPlan(
+            **{f: getattr(plan, f) for f in plan.__slots__} | {"draft_token_ids": ((7,) * count,)}
+        )
+
+    for count, scheduled in ((8, 9), (2, 2)):
+        with pytest.raises(StepError, match="draft_token_ids of 'a': expected at most 7, behind"):
+            runner.execute(drafting(count, scheduled))
+    output = runner.execute(drafting(2, 3))
+    with pytest.raises(StepError, match="take that step's result first"):
+        runner.execute(make_plan(2, {"a": (1, 1, ())}))
+    output.result()
+    runner.execute(make_plan(2, {"a": (1, 1, ())}))
+    runner.close()
+
+
+# --- a signal per layer --------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_listener_hears_of_every_layer_of_a_prefill(checkpoint):
+    runner = make_runner(checkpoint)
+    heard: list[KVReady] = []
+    runner.set_kv_listener(heard.append)
+    plan = make_plan(0, {"a": (0, 5, (2,))}, new=(enter("a", 0, PROMPTS[0]),))
+    runner.execute(plan).result()
+    assert [ready.layer for ready in heard] == [0, 1]
+    assert all(ready.plan.req_ids == ("a",) for ready in heard)
+    assert all((ready.event is None) == (runner.device.type == "cpu") for ready in heard)
+    runner.set_kv_listener(None)
+    runner.execute(make_plan(1, {"a": (0, 1, ())})).result()
+    assert len(heard) == 2
+    runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_once_its_event_has_passed_another_stream_reads_the_pages(checkpoint):
+    """The compute stream is held up; the reader waits for the event alone, and sees the pages."""
+    runner = make_runner(checkpoint)
+    for cache in runner.kv_cache.layers:
+        cache.k.fill_(torch.nan)
+    reader, copies, early = torch.cuda.Stream(), [], []
+
+    def send(ready: KVReady) -> None:
+        pages = runner.kv_cache.layers[ready.layer].k[2]
+        with torch.cuda.stream(reader):
+            early.append(pages.clone())
+            reader.wait_event(ready.event)
+            copies.append(pages.clone())
+
+    runner.set_kv_listener(send)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    plan = make_plan(0, {"a": (0, 5, (2,))}, new=(enter("a", 0, PROMPTS[0]),))
+    output = runner.execute(plan)
+    reader.synchronize()
+    for cache, copy in zip(runner.kv_cache.layers, copies, strict=True):
+        assert torch.equal(copy[:, :5], cache.k[2][:, :5])
+        assert not copy[:, :5].isnan().any()
+    assert early[0].isnan().all(), "without the event the reader would have seen old pages"
+    output.result()
+    runner.close()
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def test_debug_sync_names_the_kernel_that_failed(checkpoint, monkeypatch):
+    from mrv1.kernels import reference
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(reference, "qkv_cache_write", broken)
+    runner = make_runner(checkpoint, device="cpu", debug_sync=True)
+    plan = make_plan(0, {"a": (0, 5, (2,))}, new=(enter("a", 0, PROMPTS[0]),))
+    with pytest.raises(StepError, match="kernel qkv_cache_write: an illegal memory access"):
+        runner.execute(plan)
+    runner.close()
+
+
+def test_a_device_that_failed_ends_all_requests_and_says_so(checkpoint, monkeypatch):
+    core = EngineCore(
+        EngineConfig(model=str(checkpoint), num_kv_blocks=16, max_num_seqs=1, device="cpu"),
+        progress=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=4)
+    requests = [core.add_request(name, [5, 6], params) for name in "abc"]
+
+    def lost(self, timeout=None):
+        return StepError("CUDA error: an illegal memory access", step_id=self.step_id)
+
+    monkeypatch.setattr("mrv1.runner.async_output.AsyncOutput.take", lost)
+    changed = core.step()
+    assert sorted(request.req_id for request in changed) == ["a", "b", "c"]
+    assert all("illegal memory access" in str(request.error) for request in requests)
+    assert not core.scheduler.has_unfinished_requests
+    with pytest.raises(StepError, match=r"serves this process no more .*new process"):
+        core.add_request("d", [5, 6], params)
+    core.runner.close()
+
+
+def test_a_result_may_be_taken_on_another_thread(checkpoint):
+    runner = make_runner(checkpoint, device="cpu")
+    plan = make_plan(0, {"a": (0, 5, (2,))}, new=(enter("a", 0, PROMPTS[0]),))
+    output, taken = runner.execute(plan), []
+    thread = threading.Thread(target=lambda: taken.append(output.result()))
+    thread.start()
+    thread.join()
+    assert taken == [output.result()]
+    runner.close()
+
+
+def test_a_stop_is_found_on_the_device(checkpoint):
+    """The row of a request that has stopped computes nothing, though its plan is launched."""
+    runner = make_runner(checkpoint, device="cpu")
+    request = enter("a", 0, PROMPTS[0], max_total_tokens=7)
+    plans = [make_plan(0, {"a": (0, 5, (2,))}, new=(request,))]
+    plans += [make_plan(step, {"a": (0, 1, ())}) for step in (1, 2, 3)]
+    outputs = [runner.execute(plan).result().token_ids[0] for plan in plans]
+    assert list(map(len, outputs)) == [1, 1, 0, 0]
+    assert runner.state.stopped[0] == 2
+    assert isinstance(request, SlotRequest)
+    runner.close()
