@@ -17,7 +17,9 @@ KERNELS_README = REPO / "benchmarks" / "README.md"
 RESULTS = REPO / "benchmarks" / "results"
 BEGIN, END = "<!-- results:generate -->", "<!-- /results:generate -->"
 KERNELS_BEGIN, KERNELS_END = "<!-- results:kernels -->", "<!-- /results:kernels -->"
+RUNNER_BEGIN, RUNNER_END = "<!-- results:runner -->", "<!-- /results:runner -->"
 OURS = "mrv1"
+ENGINE_DEFAULTS = {"deterministic": False, "overlap": True, "cuda_graphs": True}
 NONE_YET = "Nothing has been measured yet."
 
 
@@ -32,10 +34,9 @@ def generate_table(results: list[dict[str, Any]]) -> str:
 
 
 def _one(result: dict[str, Any]) -> str:
-    lines = [
-        "| batch | tokens/s | ms per decode step | floor, ms | share of floor | prefill, ms |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
+    has_host = "host_ms" in result["results"][0]  # not in files of before it was measured
+    head = ["batch", "tokens/s", "ms per decode step", "floor, ms", "share of floor"]
+    rows = []
     for entry in result["results"]:
         cells = [
             f"{entry['batch']}",
@@ -45,34 +46,111 @@ def _one(result: dict[str, Any]) -> str:
             _optional(entry["share_of_floor"], "{:.0%}"),
             f"{entry['prefill_ms']:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _conditions(result)])
+        if has_host:
+            cells.insert(3, _optional(entry["host_ms"], "{:.3f}"))
+        rows.append(cells)
+    if has_host:
+        head.insert(3, "of it host, ms")
+    return "\n".join([*_markdown([*head, "prefill, ms"], rows), "", _conditions(result)])
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return [lines[0], f"|{'---:|' * len(head)}", *lines[1:]]
 
 
 def _conditions(result: dict[str, Any]) -> str:
     conditions, versions = result["conditions"], result["versions"]
-    bandwidth = result["copy_bandwidth_bytes_per_s"]
+    bandwidth = result.get("copy_bandwidth_bytes_per_s")
     chosen = ""  # what is not the default, and not in files of before there was a choice
     if conditions.get("kv_cache_dtype", "auto") != "auto":
         chosen += f"KV {conditions['kv_cache_dtype']} with a scale per {conditions['kv_scale']}, "
     if conditions.get("attention_backend", "triton") != "triton":
         chosen += f"attention by {conditions['attention_backend']}, "
+    chosen += "".join(
+        f"{name}={conditions[name]}, "
+        for name, usual in ENGINE_DEFAULTS.items()
+        if conditions.get(name, usual) != usual
+    )
     parts = [
         f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, {chosen}"
         f"{result['path']} path on one {result['device']['name']}",
-        f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output tokens, "
-        f"{conditions['sampling']}",
-        f"medians of {conditions['repeats']} runs after a warm-up",
+        _measured(conditions),
         f"torch {versions['torch']}, triton {versions['triton']}",
         f"clocks {conditions['clocks']}",
     ]
     if bandwidth is not None:
         parts.append(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    if "start" in result:
+        start = result["start"]
+        parts.append(
+            f"engine started in {start['seconds']:.1f} s"
+            + (f", Triton's cache {start['triton_cache']}" if start["triton_cache"] else "")
+        )
     return f"{'; '.join(parts)} (commit {result['commit'][:12]}, {result['date']})."
+
+
+def _measured(conditions: dict[str, Any]) -> str:
+    if "steps" in conditions:
+        return f"{conditions['prompt_tokens']} prompt tokens, then {conditions['steps']} steps"
+    return (
+        f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output tokens, "
+        f"{conditions['sampling']}; medians of {conditions['repeats']} runs after a warm-up"
+    )
 
 
 def _optional(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
+
+
+def runner_tables(folder: Path = RESULTS) -> str:
+    """Return the Markdown for the results of ``mrv1 bench runner``, by file name."""
+    paths = sorted(folder.glob("runner*.json"))
+    return "\n\n".join(_runner_table(json.loads(p.read_text("utf-8"))) for p in paths) or NONE_YET
+
+
+def _runner_table(result: dict[str, Any]) -> str:
+    """Steps and what a trace shows of them, then the host's part."""
+    steps = []
+    for entry in result["results"]:
+        trace = entry["trace"] or {}
+        steps.append(
+            [
+                f"{entry['batch']}",
+                f"{entry['step_ms']:.3f}",
+                _optional(entry["deterministic_over_default"], "{:.2f}x"),
+                *(
+                    _optional(trace.get(name), form)
+                    for name, form in (
+                        ("idle_share", "{:.1%}"),
+                        ("idle_between_launches_share", "{:.1%}"),
+                        ("host_to_device_copies", "{:.2g}"),
+                        ("graph_launches", "{:.2g}"),
+                        ("kernel_launches", "{:.2g}"),
+                        ("event_waits", "{:.2g}"),
+                        ("other_waits", "{:.2g}"),
+                    )
+                ),
+            ]
+        )
+    names = ("total_us", "schedule_us", "execute_us", "read_us", "update_us")
+    hosts = [
+        [f"{entry['batch']}", waiting, *(f"{entry['host'][name]:,.0f}" for name in names)]
+        for waiting, entry in [
+            *(("none", entry) for entry in result["results"]),
+            *((f"{entry['waiting']:,}", entry) for entry in result["waiting"]),
+        ]
+    ]
+    step_head = ["batch", "ms per step", "deterministic", "GPU idle", "between launches"]
+    step_head += ["copies up", "graphs", "other kernels", "event waits", "other waits"]
+    host_head = ["batch", "waiting", "host, us", "schedule", "execute", "read", "update"]
+    return "\n".join(
+        [
+            *_markdown(step_head, steps), "",
+            *_markdown(host_head, hosts), "",
+            _conditions(result),
+        ]
+    )  # fmt: skip
 
 
 def kernel_tables(folder: Path = RESULTS) -> str:
@@ -93,7 +171,7 @@ def _kernel_table(name: str, result: dict[str, Any]) -> str:
     head = ["tokens" if "tokens" in rows[0] else "batch x context", "us", "of copy bandwidth"]
     if rows[0].get("query_len", 1) > 1:
         head[-1] = "TFLOP/s"
-    lines = [f"| {' | '.join([*head, *others])} |", f"|{'---:|' * (len(head) + len(others))}"]
+    body = []
     for row in rows:
         ours = row["variants"][OURS]
         share = _optional(ours["share_of_copy_bandwidth"], "{:.0%}")
@@ -102,9 +180,9 @@ def _kernel_table(name: str, result: dict[str, Any]) -> str:
         cell = f"{row['tokens']:,}" if "tokens" in row else f"{row['batch']} x {row['context']}"
         ratios = [_optional(row["peer_time_over_ours"].get(o), "{:.2f}x") for o in others]
         median = f"{ours['median_us']:,.1f}"
-        lines.append(f"| {' | '.join([cell, median, share, *ratios])} |")
+        body.append([cell, median, share, *ratios])
     means = [_optional(result["geometric_mean_over_ours"].get(o), "{:.2f}x") for o in others]
-    lines.append(f"| {' | '.join(['geometric mean', '', '', *means])} |")
+    body.append(["geometric mean", "", "", *means])
     versions = result["versions"] | {n: v for n, v in result["peers"].items() if v[0].isdigit()}
     order = result.get("conditions", {}).get("slot_order", "tokens")
     conditions = [
@@ -115,7 +193,7 @@ def _kernel_table(name: str, result: dict[str, Any]) -> str:
         ", ".join(f"{n} {v}" for n, v in versions.items() if isinstance(v, str)),
         f"commit {result['commit'][:12]}, {result['date']}",
     ]
-    return "\n".join([*lines, "", "; ".join(conditions) + "."])
+    return "\n".join([*_markdown([*head, *others], body), "", "; ".join(conditions) + "."])
 
 
 def with_table(readme: str, table: str, begin: str = BEGIN, end: str = END) -> str:
@@ -137,12 +215,17 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     is_current = True
-    for path, table, *markers in (
-        (README, generate_table(load_results()), BEGIN, END),
-        (KERNELS_README, kernel_tables(), KERNELS_BEGIN, KERNELS_END),
+    for path, *tables in (
+        (README, (generate_table(load_results()), BEGIN, END)),
+        (
+            KERNELS_README,
+            (runner_tables(), RUNNER_BEGIN, RUNNER_END),
+            (kernel_tables(), KERNELS_BEGIN, KERNELS_END),
+        ),
     ):
-        current = path.read_text("utf-8")
-        wanted = with_table(current, table, *markers)
+        current = wanted = path.read_text("utf-8")
+        for table in tables:
+            wanted = with_table(wanted, *table)
         is_current &= current == wanted
         if not arguments:
             path.write_text(wanted, encoding="utf-8")

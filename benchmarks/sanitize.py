@@ -178,12 +178,57 @@ def _gather_tokens(ops: ModuleType, device: torch.device) -> Outputs:
     yield from outputs.values()
 
 
+def _linear(ops: ModuleType, device: torch.device) -> Outputs:
+    """A vector, tiles of tokens, and as many tokens as the vendor's library multiplies."""
+    weight = _normal(1000, 1000, device=device) / 32
+    bias, norm_weight = _normal(1000, device=device), _normal(1000, device=device)
+    for num_tokens in (1, 5, 33, 70):
+        x = _normal(num_tokens, 1000, device=device)
+        for deterministic in (False, True):
+            options = {"norm_weight": norm_weight, "deterministic": deterministic}
+            yield ops.linear(x, weight, bias, **options)
+            yield ops.linear(x, weight, activation="silu_and_mul", **options)
+            residual = x.clone()
+            yield ops.linear(
+                x, weight, residual=residual, out=residual, deterministic=deterministic
+            )
+
+
+def _scatter_segments(ops: ModuleType, device: torch.device) -> Outputs:
+    state, staged = (torch.arange(n, dtype=torch.int32, device=device) for n in (3000, 1500))
+    segments = torch.tensor(
+        [[7, 3, 1400], [1500, -1, 9], [1600, 0, 0], [5, 5, 99]], dtype=torch.int32, device=device
+    )
+    ops.scatter_segments(state, staged, segments, segments[3, :1] - 2)
+    yield state
+
+
+def _post_update(ops: ModuleType, device: torch.device) -> Outputs:
+    def matrix(rows: int, columns: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.arange(rows * columns, dtype=dtype, device=device).view(rows, columns)
+
+    def row(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    int64 = torch.int64
+    token_ids, output_counts, output = matrix(4, 64), matrix(4, 20), matrix(3, 3, int64)
+    num_tokens, computed, stopped = row(40, 0, 30, 0), row(39, 0, 10, 0), row(0, 0, 0, 0)
+    num_output = row(9, 9, 9)
+    ops.post_update(
+        row(2, 0, -1), row(0, 20, 23, 23), row(-1, 20, -1, dtype=int64), matrix(3, 3, int64),
+        token_ids, num_tokens, computed, row(64, 64, 64, 64),
+        row(4, -1, 4, -1, 4, -1, 4, -1).view(4, 2), stopped, num_sampled=row(0, 3, 0),
+        output_counts=output_counts, output=output, num_output=num_output,
+    )  # fmt: skip
+    yield from (token_ids, num_tokens, computed, stopped, output_counts, output, num_output)
+
+
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _apply_rope, _copy_pages, _gather_tokens, _kv_cache_write, _merge_states,
-        _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
-        _qkv_cache_write, _rms_norm, _sample_tokens, _silu_and_mul,
+        _apply_rope, _copy_pages, _gather_tokens, _kv_cache_write, _linear, _merge_states,
+        _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention, _post_update,
+        _qkv_cache_write, _rms_norm, _sample_tokens, _scatter_segments, _silu_and_mul,
     )
 }  # fmt: skip
 

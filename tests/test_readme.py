@@ -140,7 +140,7 @@ def test_kernel_tables_show_our_time_and_how_many_times_it_others_take(tmp_path:
         "dtype": "bfloat16", "kv_dtype": "auto", "path": "triton", "commit": "0123456789abcdef",
         "date": "2026-11-21", "device": {"name": "GPU X"}, "copy_bandwidth_bytes_per_s": 4.25e12,
         "versions": {"triton": "3.6.0"}, "peers": {"peer": "1.2", "other": "not installed"},
-        "geometric_mean_over_ours": {"peer": 1.238},
+        "geometric_mean_over_ours": {"peer": 1.238}, "conditions": {},
         "results": [cell | {"variants": {"mrv1": variant(1234.56), "peer": variant(1528)}}, alone],
     }  # fmt: skip
     (tmp_path / "attention-x.json").write_text(json.dumps(result))
@@ -176,7 +176,53 @@ def test_table_shows_the_figures_and_their_conditions(tmp_path: Path):
         assert said in table
 
 
+def test_table_shows_what_is_new_and_what_is_not_the_default():
+    result = _result() | {"start": {"seconds": 18.85, "triton_cache": "empty"}}
+    result["results"] = [entry | {"host_ms": 0.0584} for entry in result["results"]]
+    result["conditions"] |= {"deterministic": True, "overlap": True, "cuda_graphs": False}
+    table = readme_table.generate_table([result])
+    for said in (
+        "| batch | tokens/s | ms per decode step | of it host, ms | floor, ms | share of floor |",
+        "| 256 | 1,234 | 4.00 | 0.058 | 2.00 | 50% | 30.0 |",
+        "bfloat16, deterministic=True, cuda_graphs=False, triton path",
+        "engine started in 18.9 s, Triton's cache empty (commit",
+    ):
+        assert said in table
+    assert "overlap" not in table
+
+
+def test_runner_tables_show_steps_and_hosts(tmp_path: Path):
+    names = ("schedule", "execute", "read", "update")
+    host = {f"{name}_us": 10.4 * 10**i for i, name in enumerate(names)} | {"total_us": 12_345.6}
+    trace = {
+        "idle_share": 0.0346, "idle_between_launches_share": 0.0315, "graph_launches": 1.0,
+        "kernel_launches": 0.0, "host_to_device_copies": 1.0, "event_waits": 0.98,
+        "other_waits": 0.0,
+    }  # fmt: skip
+    entry = {"batch": 256, "step_ms": 2.7506, "deterministic_over_default": 1.149, "host": host}
+    cpu = entry | {"batch": 1, "deterministic_over_default": None, "trace": None}
+    result = _result() | {
+        "start": {"seconds": 2.0, "triton_cache": None},
+        "results": [entry | {"trace": trace}, cpu],
+        "waiting": [{"batch": 256, "waiting": 10_000, "host": host | {"total_us": 999.9}}],
+    }
+    del result["copy_bandwidth_bytes_per_s"]
+    result["conditions"]["steps"] = 50
+    (tmp_path / "runner-x.json").write_text(json.dumps(result))
+    table = readme_table.runner_tables(tmp_path)
+    for said in (
+        "| 256 | 2.751 | 1.15x | 3.5% | 3.1% | 1 | 1 | 0 | 0.98 | 0 |",
+        "| 1 | 2.751 | - | - | - | - | - | - | - | - |",
+        "| 256 | none | 12,346 | 10 | 104 | 1,040 | 10,400 |",
+        "| 256 | 10,000 | 1,000 | 10 | 104 | 1,040 | 10,400 |",
+        "128 prompt tokens, then 50 steps; torch 2.11.0",
+        "engine started in 2.0 s (commit 0123456789ab,",
+    ):
+        assert said in table
+
+
 def test_no_results_are_no_figures(tmp_path: Path):
+    assert readme_table.runner_tables(tmp_path) == readme_table.NONE_YET
     assert readme_table.load_results(tmp_path) == []
     assert readme_table.kernel_tables(tmp_path) == readme_table.NONE_YET
     assert readme_table.generate_table([]) == readme_table.NONE_YET
@@ -196,7 +242,10 @@ def test_check_says_whether_the_readme_would_change(tmp_path: Path, monkeypatch,
     readme.write_text(f"{readme_table.BEGIN}\n{readme_table.END}\n")
     monkeypatch.setattr(readme_table, "README", readme)
     kernels = tmp_path / "KERNELS.md"
-    kernels.write_text(f"{readme_table.KERNELS_BEGIN}\n{readme_table.KERNELS_END}\n")
+    kernels.write_text(
+        f"{readme_table.RUNNER_BEGIN}\n{readme_table.RUNNER_END}\n"
+        f"{readme_table.KERNELS_BEGIN}\n{readme_table.KERNELS_END}\n"
+    )
     monkeypatch.setattr(readme_table, "KERNELS_README", kernels)
     assert readme_table.main(["--check"]) == 1
     assert readme_table.main([]) == 0

@@ -7,6 +7,7 @@ from mrv1.bench.generate import GenerateBench, run_generate
 from mrv1.bench.kv_write import KVWriteBench, run_kv_write
 from mrv1.bench.peers import PEERS
 from mrv1.bench.plot import plot_attention, require_matplotlib
+from mrv1.bench.runner import RunnerBench, run_runner
 from mrv1.bench.shapes import SHAPES, shape_config
 
 __all__ = [
@@ -16,10 +17,12 @@ __all__ = [
     "Cell",
     "GenerateBench",
     "KVWriteBench",
+    "RunnerBench",
     "plot_attention",
     "require_matplotlib",
     "run_attention",
     "run_generate",
     "run_kv_write",
+    "run_runner",
     "shape_config",
 ]

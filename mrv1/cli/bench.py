@@ -1,8 +1,7 @@
-"""``mrv1 bench``: measurements on this machine."""
+"""``mrv1 bench``: measurements on this machine; those of a whole engine are here."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -10,11 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mrv1.bench import SHAPES, GenerateBench, run_generate
+from mrv1.bench import SHAPES, GenerateBench, RunnerBench, run_generate, run_runner
 from mrv1.cli import bench_kernels
+from mrv1.cli.bench_kernels import check_target, write_result
 from mrv1.cli.console import one_line_errors, say
 from mrv1.config import AttentionBackendName, DtypeName, KVCacheDtypeName, KVScaleName
-from mrv1.errors import ConfigError
+from mrv1.device import resolve_device
 
 app = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
 
@@ -22,50 +22,77 @@ app.command("attention")(bench_kernels.attention)
 app.command("kv-write")(bench_kernels.kv_write)
 
 DEFAULT_SHAPE = "qwen3-0.6b"
+DEFAULT_BATCHES = (1, 32, 256)
+DEFAULT_WAITING = (0, 1_000, 10_000)
+CPU_SHAPE = "tiny-random"
+CPU_BATCHES = (1, 4)
+CPU_WAITING = (0, 100)
+
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Model shape, run with random weights: {', '.join(SHAPES)}. "
+        f"Unset: {DEFAULT_SHAPE}, unless there is a --model."
+    ),
+]
+Model = Annotated[str | None, typer.Option(help="Checkpoint directory to run instead, or 'tiny'.")]
+Batch = Annotated[
+    list[int] | None, typer.Option(help="Concurrent requests; repeatable. Unset: 1, 32 and 256.")
+]
+PromptTokens = Annotated[int, typer.Option(help="Tokens of each prompt.")]
+Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, float16, bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+KVDtype = Annotated[str, typer.Option(help="auto (the dtype) or fp8_e4m3.")]
+KVScale = Annotated[
+    str, typer.Option(help="Scales of an fp8 cache: token, quarter, or head (from --model).")
+]
+BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(help="Token budget of a step.")]
+Backend = Annotated[str, typer.Option(help="triton or flashinfer.")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="A request's bits do not depend on its batch.")
+]
+Overlap = Annotated[
+    bool, typer.Option(help="Launch a step before the result of the one before is known.")
+]
+CudaGraphs = Annotated[bool, typer.Option(help="Run decode steps as CUDA graphs.")]
+PrefixCaching = Annotated[
+    bool, typer.Option("--enable-prefix-caching", help="Keep blocks for prompts that begin alike.")
+]
+Seed = Annotated[int, typer.Option(help="Of weights and prompts.")]
+Commit = Annotated[str | None, typer.Option(help="Commit to record; unset: what git says.")]
 
 
 @app.command("generate")
 def generate(
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Model shape, run with random weights: {', '.join(SHAPES)}. "
-            f"Unset: {DEFAULT_SHAPE}, unless there is a --model."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Checkpoint directory to run instead, or 'tiny'.")
-    ] = None,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(help="Concurrent requests; repeatable. Unset: 1, 32 and 256."),
-    ] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    shape: Shape = None,
+    model: Model = None,
+    batch: Batch = None,
+    prompt_tokens: PromptTokens = 128,
     output_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 256,
     repeats: Annotated[int, typer.Option(help="Runs that count, after a warm-up.")] = 3,
-    output: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16, bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the dtype) or fp8_e4m3.")] = "auto",
-    kv_scale: Annotated[
-        str, typer.Option(help="Scales of an fp8 cache: token, quarter, or head (from --model).")
-    ] = "token",
-    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192,
-    attention_backend: Annotated[str, typer.Option(help="triton or flashinfer.")] = "triton",
-    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
-    commit: Annotated[
-        str | None, typer.Option(help="Commit to record; unset: what git says.")
-    ] = None,
+    output: Output = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kv_cache_dtype: KVDtype = "auto",
+    kv_scale: KVScale = "token",
+    block_size: BlockSize = 16,
+    max_num_batched_tokens: MaxNumBatchedTokens = 8192,
+    attention_backend: Backend = "triton",
+    deterministic: Deterministic = False,
+    overlap: Overlap = True,
+    cuda_graphs: CudaGraphs = True,
+    enable_prefix_caching: PrefixCaching = False,
+    seed: Seed = 0,
+    commit: Commit = None,
 ) -> None:
     """Measure whole-engine generation: tokens/s and the time of a decode step."""
     with one_line_errors():
         bench = GenerateBench(
             shape=DEFAULT_SHAPE if shape is None and model is None else shape,
             model=model,
-            batches=tuple(batch or (1, 32, 256)),
+            batches=tuple(batch or DEFAULT_BATCHES),
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             repeats=repeats,
@@ -76,41 +103,206 @@ def generate(
             attention_backend=cast("AttentionBackendName", attention_backend),
             block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
+            deterministic=deterministic,
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
+            enable_prefix_caching=enable_prefix_caching,
             seed=seed,
             commit=commit,
         )
-        if output is not None and not output.parent.is_dir():
-            raise ConfigError(f"--output: expected an existing directory, got {output.parent}")
+        check_target("--output", output)
         result = run_generate(bench, say)
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        say(f"written to {output}")
-    Console().print(_table(result))
+        write_result(result, output)
+    Console().print(_generate_table(result))
 
 
-def _table(result: dict[str, Any]) -> Table:
+@app.command("runner")
+def runner(
+    shape: Shape = None,
+    model: Model = None,
+    batch: Batch = None,
+    prompt_tokens: PromptTokens = 128,
+    steps: Annotated[int, typer.Option(help="Steps that count, of each measurement.")] = 50,
+    waiting: Annotated[
+        list[int] | None,
+        typer.Option(help="Requests that wait; repeatable. Unset: 0, 1,000 and 10,000."),
+    ] = None,
+    compare_deterministic: Annotated[
+        bool, typer.Option(help="Time the step of a deterministic engine as well.")
+    ] = True,
+    output: Output = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kv_cache_dtype: KVDtype = "auto",
+    kv_scale: KVScale = "token",
+    block_size: BlockSize = 16,
+    max_num_batched_tokens: MaxNumBatchedTokens = 8192,
+    attention_backend: Backend = "triton",
+    deterministic: Deterministic = False,
+    overlap: Overlap = True,
+    cuda_graphs: CudaGraphs = True,
+    enable_prefix_caching: PrefixCaching = False,
+    seed: Seed = 0,
+    commit: Commit = None,
+) -> None:
+    """Measure a steady decode step: host time, launches, copies, waits, idle time of the GPU.
+
+    On a CPU shape, batches and waiting requests that are not given are tiny.
+    """
+    with one_line_errors():
+        on_gpu = resolve_device(device).type == "cuda"
+        unset_shape = DEFAULT_SHAPE if on_gpu else CPU_SHAPE
+        bench = RunnerBench(
+            shape=unset_shape if shape is None and model is None else shape,
+            model=model,
+            batches=tuple(batch or (DEFAULT_BATCHES if on_gpu else CPU_BATCHES)),
+            prompt_tokens=prompt_tokens,
+            steps=steps,
+            waiting=tuple(waiting or (DEFAULT_WAITING if on_gpu else CPU_WAITING)),
+            compare_deterministic=compare_deterministic,
+            dtype=cast("DtypeName", dtype),
+            device=device,
+            kv_cache_dtype=cast("KVCacheDtypeName", kv_cache_dtype),
+            kv_scale=cast("KVScaleName", kv_scale),
+            attention_backend=cast("AttentionBackendName", attention_backend),
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            deterministic=deterministic,
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+            commit=commit,
+        )
+        check_target("--output", output)
+        result = run_runner(bench, say)
+        write_result(result, output)
+    console = Console()
+    console.print(_step_table(result))
+    console.print(_host_table(result))
+    if on_gpu:
+        console.print(_trace_table(result))
+    else:
+        say("on a CPU: the launch is the computation, there is no trace, and times mean nothing")
+
+
+def _generate_table(result: dict[str, Any]) -> Table:
     conditions = result["conditions"]
     table = Table(
-        title=f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
-        f"{result['device']['name']}, {result['path']} path",
+        title=_title(result),
         caption=f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output "
         f"tokens, {conditions['sampling']}; medians of {conditions['repeats']} runs; "
-        f"KV cache {conditions['kv_cache_dtype']}, attention by {conditions['attention_backend']}",
+        f"{_engine(result)}; engine started in {result['start']['seconds']:.1f} s",
     )
-    for heading in ("batch", "tokens/s", "ms/decode step", "floor ms", "share", "prefill ms"):
+    for heading in (
+        "batch", "tokens/s", "ms/decode step", "host ms", "GPU ms", "floor ms", "share",
+        "prefill ms",
+    ):  # fmt: skip
         table.add_column(heading, justify="right")
-    table.add_column("launch ms", justify="right")
     for entry in result["results"]:
         table.add_row(
             str(entry["batch"]),
             f"{entry['tokens_per_s']:,.1f}",
             f"{entry['decode_step_ms']:.2f}",
+            _optional(entry["host_ms"], "{:.3f}"),
+            _optional(entry["gpu_ms"], "{:.2f}"),
             _optional(entry["floor_ms"], "{:.2f}"),
             _optional(entry["share_of_floor"], "{:.0%}"),
             f"{entry['prefill_ms']:.1f}",
-            _optional(entry["launch_ms"], "{:.2f}"),
         )
     return table
+
+
+def _step_table(result: dict[str, Any]) -> Table:
+    conditions = result["conditions"]
+    table = Table(
+        title=_title(result),
+        caption=f"{conditions['prompt_tokens']} prompt tokens, then {conditions['steps']} steady "
+        f"decode steps, medians; {_engine(result)}; deterministic: its ms over the others",
+    )
+    for heading in ("batch", "ms/step", "p20", "p80", "GPU ms", "deterministic"):
+        table.add_column(heading, justify="right")
+    for entry in result["results"]:
+        table.add_row(
+            str(entry["batch"]),
+            f"{entry['step_ms']:.3f}",
+            f"{entry['step_p20_ms']:.3f}",
+            f"{entry['step_p80_ms']:.3f}",
+            _optional(entry["gpu_ms"], "{:.3f}"),
+            _optional(entry["deterministic_over_default"], "{:.2f}x"),
+        )
+    return table
+
+
+def _trace_table(result: dict[str, Any]) -> Table:
+    table = Table(
+        title="a step in the profiler's trace",
+        caption="idle: share of the time, of it between launches; then numbers a step: graphs, "
+        "host us of their launch, kernels outside them, copies, waits for an event, for a stream "
+        "or the device",
+    )
+    for heading in (
+        "batch", "us", "idle", "between", "graphs", "launch us", "kernels", "HtoD", "DtoH",
+        "event", "other",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for entry in result["results"]:
+        trace = entry["trace"]
+        table.add_row(
+            str(entry["batch"]),
+            f"{trace['step_us']:,.0f}",
+            f"{trace['idle_share']:.1%}",
+            f"{trace['idle_between_launches_share']:.1%}",
+            *(
+                f"{trace[name]:.2f}"
+                for name in (
+                    "graph_launches", "graph_launch_us", "kernel_launches",
+                    "host_to_device_copies", "device_to_host_copies", "event_waits", "other_waits",
+                )
+            ),
+        )  # fmt: skip
+    return table
+
+
+def _host_table(result: dict[str, Any]) -> Table:
+    table = Table(title="host us per step", caption="waits for the device excepted; medians")
+    for heading in ("batch", "waiting", "total", "mean", "schedule", "execute", "read", "update"):
+        table.add_column(heading, justify="right")
+    for entry in [*(entry | {"waiting": None} for entry in result["results"]), *result["waiting"]]:
+        host = entry["host"]
+        table.add_row(
+            str(entry["batch"]),
+            _optional(entry["waiting"], "{:,}"),
+            *(
+                f"{host[name]:.1f}"
+                for name in (
+                    "total_us", "mean_total_us", "schedule_us", "execute_us", "read_us",
+                    "update_us",
+                )
+            ),
+        )  # fmt: skip
+    return table
+
+
+def _title(result: dict[str, Any]) -> str:
+    return (
+        f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
+        f"{result['device']['name']}, {result['path']} path"
+    )
+
+
+def _engine(result: dict[str, Any]) -> str:
+    """Return what else the engine's figures depend on, what is not the default named."""
+    conditions = result["conditions"]
+    unusual = "".join(
+        f", {name}={conditions[name]}"
+        for name, usual in (("deterministic", False), ("overlap", True), ("cuda_graphs", True))
+        if conditions[name] != usual
+    )
+    return (
+        f"KV cache {conditions['kv_cache_dtype']}, attention by "
+        f"{conditions['attention_backend']}{unusual}"
+    )
 
 
 def _optional(value: float | None, form: str) -> str:

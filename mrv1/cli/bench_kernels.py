@@ -92,12 +92,12 @@ def attention(
             seed=seed,
             commit=commit,
         )
-        _check_target("--output", output)
-        _check_target("--plot", plot)
+        check_target("--output", output)
+        check_target("--plot", plot)
         if plot is not None:
             require_matplotlib()
         result: dict[str, Any] = run_attention(bench, say)
-        _write(result, output)
+        write_result(result, output)
         if plot is not None:
             plot_attention(result, plot)
             say(f"plotted to {plot}")
@@ -151,9 +151,9 @@ def kv_write(
             seed=seed,
             commit=commit,
         )
-        _check_target("--output", output)
+        check_target("--output", output)
         result: dict[str, Any] = run_kv_write(bench, say)
-        _write(result, output)
+        write_result(result, output)
     for name, version in result["peers"].items():
         say(f"peer {name}: {version}")
     for name, why, where in _failures(result, "{tokens} tokens"):
@@ -168,12 +168,14 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _check_target(option: str, path: Path | None) -> None:
+def check_target(option: str, path: Path | None) -> None:
+    """Raise ``ConfigError`` if the file's directory is not there: before measuring, not after."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"{option}: expected an existing directory, got {path.parent}")
 
 
-def _write(result: dict[str, Any], output: Path | None) -> None:
+def write_result(result: dict[str, Any], output: Path | None) -> None:
+    """Write the result as JSON where the user wants it, if anywhere."""
     if output is not None:
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         say(f"written to {output}")

@@ -41,6 +41,8 @@ class Metrics(TypedDict):
     """Tokens of steps whose request had ended, or was preempted, by the time they were known."""
     staging_waits: int
     """How often the host waited for a pinned buffer before it could launch."""
+    num_compilations: int
+    """Kernels that Triton compiled or loaded since the start: each is a stall."""
     num_graph_steps: int
     """Steps that were one CUDA graph."""
     host_seconds: float
@@ -255,6 +257,7 @@ class EngineCore:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             wasted_tokens=scheduler.wasted_tokens,
             staging_waits=runner.num_staging_waits,
+            num_compilations=runner.num_compilations,
             num_graph_steps=runner.num_graph_steps,
             host_seconds=self._host_seconds,
             wait_seconds=self._wait_seconds,

@@ -44,6 +44,9 @@ class TileConfig:
     num_warps: int
     num_stages: int
     """Depth of the pipeline of the other steps."""
+    next_starts_at_once: bool = True
+    """Whether the next kernel's programs may start with these, or when the one in front is done:
+    their early loads are in the way of x where there are many tokens."""
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -57,31 +60,39 @@ class TileConfig:
         is_gated: bool,
         has_norm: bool,
         deterministic: bool,
-        large_shared_memory: bool,
+        from_shared_memory: bool,
     ) -> TileConfig:
         """Return the GPU's choice; if deterministic, its splits are those of any other tokens.
 
-        Measured on an H200 in bfloat16, shapes of Qwen3-0.6B and Llama-3-8B:
+        Measured on an H200 in bfloat16, most of it as the four products of a Qwen3-0.6B layer in
+        a chain, which is what counts: launches get in each other's way.
 
         - Splits make about 256 programs of 64 rows, at most eight of at least 256 inputs: at 16
-          tokens, 2048 -> 1024 takes 2.9 us in eight, 3.6 in two; at 256 tokens, which only
-          deterministic calls bring here, four are up to 30% faster. Gates and ups are many anyway,
-          and a norm needs whole rows.
-        - Up to 32 tokens and 1,024 inputs all weights of a program are early and the norm is
-          fused. A norm of its own runs beside the early weights of this launch and is slowed by
-          them: 7.5 us at 32 tokens for 1024 -> 4096, fused 5.1.
+          tokens, 2048 -> 1024 takes 2.9 us in eight, 3.6 in two. Deterministic calls, which come
+          with many tokens too, give a split at least 384: at 256 tokens 8.8 us, not 13. Gates and
+          ups are many anyway, and a norm needs whole rows.
+        - Up to 16 tokens and 1,024 inputs all weights of a program are early and the norm is
+          fused: a chain of 18.7 us, not 22; with 32 tokens of 30, not 25.
+        - With 17 tokens and more the next kernel had better start late (24.3 us, not 25.2 at 32);
+          with 16 at once (18.7, not 19.1).
         - Long rows, and weights for more than two programs a multiprocessor, go through a deep
           pipeline of short steps.
+        - More than 64 tokens want larger tiles of gates and ups: 14.8 us, not 18.3 at 256.
         """
         widest = max(16, triton.next_power_of_2(num_in))
         row_tiles = triton.cdiv(num_rows, 64)
         splits = 1
         if not is_gated and not has_norm:
-            wanted = min(4 if deterministic else 8, 256 // row_tiles, num_in // 256)
+            wanted = min(8, 256 // row_tiles, num_in // (384 if deterministic else 256))
             splits = 1 << max(0, wanted.bit_length() - 1)
         tile_tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-        common = {"tile_rows": 64, "splits": splits, "num_warps": 4}
-        if dtype.itemsize == 4 or not large_shared_memory:
+        common = {
+            "tile_rows": 64,
+            "splits": splits,
+            "num_warps": 4,
+            "next_starts_at_once": num_tokens <= 16,
+        }
+        if dtype.itemsize == 4 or not from_shared_memory:
             tile_in = min(widest, 256 // dtype.itemsize)
             return cls(
                 tile_tokens=16 if dtype.itemsize == 4 else min(tile_tokens, 32),
@@ -92,13 +103,14 @@ class TileConfig:
                 **common,
             )
         if num_tokens > 64:
+            large = {"tile_rows": 128, "num_warps": 8} if is_gated else {}
             return cls(
                 tile_tokens=64,
-                tile_in=min(widest, 128),
+                tile_in=min(widest, 64 if is_gated else 128),
                 early_steps=0,
                 fuse_norm=False,
-                num_stages=3,
-                **common,
+                num_stages=4 if is_gated else 3,
+                **(common | large),
             )
         if num_in >= 4096 or row_tiles > 256:
             return cls(
@@ -109,7 +121,7 @@ class TileConfig:
                 num_stages=5,
                 **common,
             )
-        if has_norm and num_tokens <= 32 and num_in <= 1024:
+        if has_norm and num_tokens <= 16 and num_in <= 1024:
             tile_in = norm_tile_in(num_in, dtype)
             return cls(
                 tile_tokens=tile_tokens,
@@ -122,7 +134,7 @@ class TileConfig:
         return cls(
             tile_tokens=tile_tokens,
             tile_in=min(widest, 128),
-            early_steps=2 if splits == 1 else 6 if tile_tokens == 16 else 3,
+            early_steps=2 if splits == 1 else 4 if tile_tokens == 16 else 3,
             fuse_norm=False,
             num_stages=4,
             **common,
@@ -178,25 +190,21 @@ def _load_early(
 
 
 @triton.jit
-def _norm_scale(
-    row_ptr,  # as in _load_step, as are the others
-    in_row,
-    eps,
-    IN: tl.constexpr,
-    TILE_IN: tl.constexpr,
-    TOGETHER: tl.constexpr,  # steps whose loads do not wait for each other
-):
+def _add_squares(squares, xs, STEPS: tl.constexpr):
+    """Return ``squares`` [rows, TILE_IN] plus those of STEPS steps."""
+    for step in tl.static_range(STEPS):
+        wide = xs[step].to(tl.float32)
+        squares += wide * wide
+    return squares
+
+
+@triton.jit
+def _norm_scale(squares, eps, IN: tl.constexpr):
     """Return [rows, 1]: what a norm multiplies each row with.
 
-    A step is what one warp loads at once (``warp_columns``): a thread adds up its elements step by
+    A step is what one warp loads at once (``norm_tile_in``): a thread adds up its elements step by
     step, then the threads of a warp theirs. So the bits are the same whatever the tile's rows.
     """
-    squares = tl.zeros([row_ptr.shape[0], TILE_IN], tl.float32)
-    for first in range(0, IN, TOGETHER * TILE_IN):
-        xs = _load_early(row_ptr, in_row, first, TOGETHER, IN, TILE_IN, True)
-        for step in tl.static_range(TOGETHER):
-            wide = xs[step].to(tl.float32)
-            squares += wide * wide
     return tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / IN + eps)
 
 
@@ -223,13 +231,14 @@ def _linear_tile_kernel(
     SPLITS: tl.constexpr,
     EARLY_STEPS: tl.constexpr,  # at most all; all with a norm
     NUM_STAGES: tl.constexpr,
+    NEXT_AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (token tiles * splits * row tiles,), token tiles first, so that weights are shared."""
     NUM_STEPS: tl.constexpr = (IN + SPLITS * TILE_IN - 1) // (SPLITS * TILE_IN)
     IS_RAGGED: tl.constexpr = IN % (SPLITS * TILE_IN) != 0
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
-    let_next_start(OVERLAP)
+    let_next_start(OVERLAP and NEXT_AT_ONCE)
     num_token_tiles = tl.cdiv(num_tokens, TILE_TOKENS)
     token_tile = tl.program_id(0) % num_token_tiles
     split = (tl.program_id(0) // num_token_tiles) % SPLITS
@@ -247,13 +256,15 @@ def _linear_tile_kernel(
         norm_ptr = norm_weight_ptr + tl.zeros([1, 1], tl.int32)
         always = tl.full([1, 1], True, tl.int1)
     wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP and not NEXT_AT_ONCE)
 
     token = first_token + tl.arange(0, TILE_TOKENS)[:, None]
     is_token = token < num_tokens
     token_ptr = x_ptr + token * stride_x_token
-    if norm_weight_ptr is not None:
-        scale = _norm_scale(token_ptr, is_token, eps, IN, TILE_IN, EARLY_STEPS)
     xs = _load_early(token_ptr, is_token, first_in, EARLY_STEPS, IN, TILE_IN, IS_RAGGED)
+    if norm_weight_ptr is not None:
+        squares = tl.zeros([TILE_TOKENS, TILE_IN], tl.float32)
+        scale = _norm_scale(_add_squares(squares, xs, EARLY_STEPS), eps, IN)
     y = tl.zeros([TILE_ROWS, TILE_TOKENS], tl.float32)
     for step in tl.static_range(EARLY_STEPS):
         x = xs[step]
@@ -347,7 +358,11 @@ def _norm_tile_kernel(
     always = tl.full([1, 1], True, tl.int1)
     wait_for_previous(OVERLAP)
     token_ptr = x_ptr + token * stride_x_token
-    scale = _norm_scale(token_ptr, is_token, eps, IN, TILE_IN, TOGETHER)
+    squares = tl.zeros([TILE_TOKENS, TILE_IN], tl.float32)
+    for first in range(0, IN, TOGETHER * TILE_IN):
+        xs = _load_early(token_ptr, is_token, first, TOGETHER, IN, TILE_IN, True)
+        squares = _add_squares(squares, xs, TOGETHER)
+    scale = _norm_scale(squares, eps, IN)
     for first in range(0, IN, TOGETHER * TILE_IN):
         xs = _load_early(token_ptr, is_token, first, TOGETHER, IN, TILE_IN, True)
         norm_weights = _load_early(norm_ptr, always, first, TOGETHER, IN, TILE_IN, True)
@@ -399,6 +414,7 @@ def multiply_tiles(call: LinearCall, config: TileConfig) -> None:
         SPLITS=config.splits,
         EARLY_STEPS=early_steps,
         NUM_STAGES=config.num_stages,
+        NEXT_AT_ONCE=config.next_starts_at_once,
         num_warps=config.num_warps,
         **overlap,
     )

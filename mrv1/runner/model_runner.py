@@ -21,6 +21,7 @@ from mrv1.config import (
 )
 from mrv1.device import device_info, fp8_path, kernel_path, memory_bytes, resolve_device
 from mrv1.errors import ConfigError, StepError
+from mrv1.kernels.compilations import watch_compilations
 from mrv1.kernels.debug import find_bad_block_ids
 from mrv1.kernels.ops import select_ops
 from mrv1.kernels.post_update import MAX_SAMPLED_TOKENS
@@ -197,6 +198,8 @@ class ModelRunner:
         if self._captures:
             with torch.inference_mode():
                 self._graphs.capture(self._run_padding, progress=progress)
+        self._compilations = watch_compilations()
+        self._num_warm_up_compilations = self._compilations.total()
         logger.info("%s", self.describe())
 
     # --- one step -------------------------------------------------------------------------
@@ -466,9 +469,24 @@ class ModelRunner:
             max_query_len=self.max_model_len,
             num_sampled=self.config.max_num_seqs,
         )
-        # The allocator keeps what the step needed, so what is free now is free beside a step.
+        # The allocator keeps what the step needed, so what is free now is free beside a step; but
+        # graphs have memory of their own.
         free_bytes, total_bytes = memory_bytes(self.device)
-        return free_bytes - int(total_bytes * (1 - self.config.gpu_memory_utilization))
+        graph_bytes = self._graph_bytes() if self._captures else 0
+        reserved = int(total_bytes * (1 - self.config.gpu_memory_utilization))
+        return free_bytes - graph_bytes - reserved
+
+    def _graph_bytes(self) -> int:
+        """Return what the largest decode graph takes; the others share its memory."""
+        self.kv_cache = self._new_kv_cache(1)
+        graphs = DecodeGraphs([self.config.max_num_seqs])
+        before, _ = memory_bytes(self.device)
+        with torch.inference_mode():
+            graphs.capture(self._run_padding, progress=False)
+        after, _ = memory_bytes(self.device)
+        del graphs, self.kv_cache
+        torch.cuda.empty_cache()
+        return max(before - after, 0)
 
     # --- reports --------------------------------------------------------------------------
 
@@ -476,6 +494,11 @@ class ModelRunner:
     def num_staging_waits(self) -> int:
         """How often a launch waited for the copy out of a pinned buffer."""
         return self._staging.num_waits
+
+    @property
+    def num_compilations(self) -> int:
+        """How often Triton has compiled a kernel, or loaded one, since the runner was made."""
+        return self._compilations.total() - self._num_warm_up_compilations
 
     def describe(self) -> str:
         """Return one line: device, path, dtypes, blocks and their bytes."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mrv1.bench import GenerateBench, run_generate, sample, shape_config
+from mrv1.bench import GenerateBench, engine, run_generate, sample, shape_config
 from mrv1.bench.floor import step_kv_bytes, step_weight_bytes
 from mrv1.bench.sample import run_once
 from mrv1.config import EngineConfig
@@ -32,11 +33,12 @@ SMALL = {
 }
 KEYS = {
     "op", "schema", "shape", "weights", "dtype", "path", "device", "driver", "versions", "commit",
-    "date", "copy_bandwidth_bytes_per_s", "conditions", "results",
+    "date", "copy_bandwidth_bytes_per_s", "start", "conditions", "results",
 }  # fmt: skip
 ENTRY_KEYS = {
-    "batch", "tokens_per_s", "decode_step_ms", "prefill_ms", "launch_ms", "num_steps",
-    "num_preemptions", "weight_bytes", "kv_bytes", "floor_ms", "share_of_floor", "samples",
+    "batch", "tokens_per_s", "decode_step_ms", "prefill_ms", "host_ms", "gpu_ms", "num_steps",
+    "num_graph_steps", "num_preemptions", "weight_bytes", "kv_bytes", "floor_ms", "share_of_floor",
+    "samples",
 }  # fmt: skip
 
 
@@ -52,6 +54,8 @@ def test_result_has_the_schema_and_survives_json():
     assert result["versions"]["torch"] == torch.__version__
     assert result["copy_bandwidth_bytes_per_s"] is None
     assert result["conditions"]["warm_up_runs"] == 1
+    assert result["start"]["seconds"] > 0
+    assert result["start"]["triton_cache"] is None  # nothing is compiled
     assert len(said) == 1 + 2 * 3  # what runs, then each batch: a warm-up and two runs
 
 
@@ -80,8 +84,9 @@ def test_every_batch_has_its_figures():
         assert entry["kv_bytes"] == step_kv_bytes(
             spec, config.layer_windows, batch=entry["batch"], prompt_tokens=8, output_tokens=5
         )
-        assert entry["floor_ms"] is entry["share_of_floor"] is entry["launch_ms"] is None
-        assert entry["num_preemptions"] == 0
+        for name in ("floor_ms", "share_of_floor", "host_ms", "gpu_ms"):
+            assert entry[name] is None
+        assert entry["num_preemptions"] == entry["num_graph_steps"] == 0
 
 
 def test_floor_is_the_bytes_over_the_bandwidth(monkeypatch: pytest.MonkeyPatch):
@@ -115,30 +120,93 @@ def test_on_a_gpu_there_is_a_floor_and_the_kernels_run():
     assert result["device"]["capability"] is not None
     for entry in result["results"]:
         assert 0 < entry["floor_ms"] < entry["decode_step_ms"]
-        assert 0 < entry["launch_ms"] <= entry["decode_step_ms"]
+        assert 0 < entry["host_ms"] <= entry["decode_step_ms"] * 1.5
+        assert 0 < entry["gpu_ms"] <= entry["decode_step_ms"] * 1.5
+        assert entry["num_graph_steps"] == entry["num_steps"] - 1  # all but the prefill
         assert entry["samples"][0]["num_tokens"] == entry["batch"] * 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"deterministic": True, "enable_prefix_caching": True},
+        {"overlap": False, "cuda_graphs": False},
+    ],
+)
+def test_engine_options_reach_the_engine_and_the_conditions(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
+):
+    configs = []
+    init = ModelRunner.__init__
+    monkeypatch.setattr(
+        ModelRunner,
+        "__init__",
+        lambda self, config, *, model, **rest: (
+            configs.append((config, model.deterministic)),
+            init(self, config, model=model, **rest),
+        )[0],
+    )
+    result = run_generate(GenerateBench(**SMALL | {"batches": (1,), "repeats": 1}, **options))
+    usual = {
+        "deterministic": False, "overlap": True, "cuda_graphs": True,
+        "enable_prefix_caching": False,
+    }  # fmt: skip
+    ((config, model_is_deterministic),) = configs
+    for name, value in (usual | options).items():
+        assert getattr(config, name) is result["conditions"][name] is value
+    assert model_is_deterministic is config.deterministic
+
+
+@pytest.mark.parametrize(
+    ("files", "said"), [(None, "empty"), ([], "empty"), (["kernel"], "filled")]
+)
+def test_a_start_says_what_was_compiled_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str] | None, said: str
+):
+    folder = tmp_path / "cache"
+    if files is not None:
+        folder.mkdir()
+    for name in files or []:
+        (folder / name).touch()
+    monkeypatch.setattr(
+        engine, "triton", SimpleNamespace(knobs=SimpleNamespace(cache=SimpleNamespace(dir=folder)))
+    )
+    assert engine.triton_cache(torch.device("cuda", 0)) == said
+    assert engine.triton_cache(torch.device("cpu")) is None
+
+
+def test_a_start_is_timed(monkeypatch: pytest.MonkeyPatch):
+    clock = itertools.count(10, 7)
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    core, start = engine.start_engine(
+        GenerateBench(**SMALL), torch.device("cpu"), max_model_len=32
+    )
+    core.runner.close()
+    assert start.seconds == 7
 
 
 # --- one run -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def core() -> Iterator[EngineCore]:
+@pytest.fixture(params=[True, False], ids=["overlap", "one by one"])
+def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     """An engine of the tiny shape with a budget of four tokens a step."""
     config = shape_config("tiny-random")
     weights = random_weights(config, device="cpu", dtype=torch.float32, seed=0)
-    engine = EngineCore(
+    core = EngineCore(
         EngineConfig(
             model="tiny-random",
             device="cpu",
             max_model_len=32,
             max_num_seqs=4,
             max_num_batched_tokens=4,
+            overlap=request.param,
         ),
         model=DecoderModel(config, weights, reference),
     )
-    yield engine
-    engine.runner.close()
+    yield core
+    core.runner.close()
 
 
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -159,24 +227,32 @@ def test_times_are_those_of_the_clock(
     num_steps: int,
     num_prefill_steps: int,
 ):
-    """The clock moves a second at each look: two around the launch, one at the step's end."""
+    """The clock moves a second at each step's end, the engine's counters as steps squared."""
     clock = itertools.count()
     monkeypatch.setattr(sample, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    metrics = core.metrics
+
+    def counted() -> dict[str, object]:
+        steps = metrics()["num_steps"]
+        return metrics() | {
+            "host_seconds": steps**2,
+            "gpu_seconds": 10 * steps**2,
+            "num_graph_steps": 100 + steps,
+            "num_preemptions": 7,
+        }
+
+    monkeypatch.setattr(core, "metrics", counted)
     run = run_once(core, prompts, PARAMS)
     assert run.num_tokens == 5 * len(prompts)
-    assert run.num_steps == num_steps
-    assert run.wall_s == 3 * num_steps
-    assert run.tokens_per_s == pytest.approx(run.num_tokens / (3 * num_steps))
-    assert run.prefill_ms == 3000 * num_prefill_steps
-    assert run.decode_step_ms == run.decode_step_p20_ms == run.decode_step_p80_ms == 3000
-    assert run.launch_ms == 1000
+    assert run.num_steps == run.num_graph_steps == num_steps
+    assert run.wall_s == num_steps
+    assert run.tokens_per_s == pytest.approx(run.num_tokens / num_steps)
+    assert run.prefill_ms == 1000 * num_prefill_steps
+    assert run.decode_step_ms == run.decode_step_p20_ms == run.decode_step_p80_ms == 1000
+    # (n^2 - p^2) / (n - p) = n + p seconds a decode step
+    assert run.host_ms == pytest.approx(1e3 * (num_steps + num_prefill_steps))
+    assert run.gpu_ms == pytest.approx(1e4 * (num_steps + num_prefill_steps))
     assert run.num_preemptions == 0
-
-
-def test_the_runner_is_left_as_it_was(core: EngineCore):
-    before = dict(vars(core.runner))
-    run_once(core, [[1, 2]], PARAMS)
-    assert vars(core.runner).keys() == before.keys()
 
 
 def test_a_failed_step_ends_the_run(core: EngineCore, monkeypatch: pytest.MonkeyPatch):
@@ -186,7 +262,6 @@ def test_a_failed_step_ends_the_run(core: EngineCore, monkeypatch: pytest.Monkey
     monkeypatch.setattr(core.runner.model, "forward", broken)
     with pytest.raises(StepError, match="the device fell over"):
         run_once(core, [[1, 2]], PARAMS)
-    assert "execute" not in vars(core.runner)
 
 
 # --- options -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``mrv1 bench generate``: the file, the table, and mistakes."""
+"""``mrv1 bench generate`` and ``mrv1 bench runner``: the file, the tables, and mistakes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mrv1.bench import runner
+from mrv1.cli import bench
 from tests.cli.conftest import Mrv1
 
 SMALL = ("--device", "cpu", "--prompt-tokens", "8", "--output-tokens", "4", "--repeats", "1")
@@ -54,6 +56,98 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1, tmp_path: Path):
     plain, fp8 = (results[dtype]["results"][0]["kv_bytes"] for dtype in ("auto", "fp8_e4m3"))
     assert fp8 / plain == (32 + 4) / (32 * 4)
     assert results["fp8_e4m3"]["conditions"]["kv_scale"] == "token"
+
+
+def test_engine_options_are_taken_and_named(mrv1: Mrv1, tmp_path: Path):
+    target = tmp_path / "result.json"
+    result = mrv1(
+        "bench", "generate", "--shape", "tiny-random", *SMALL, "--batch", "1", "--output", target,
+        "--deterministic", "--no-overlap", "--no-cuda-graphs", "--enable-prefix-caching",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    conditions = json.loads(target.read_text("utf-8"))["conditions"]
+    assert (conditions["deterministic"], conditions["enable_prefix_caching"]) == (True, True)
+    assert (conditions["overlap"], conditions["cuda_graphs"]) == (False, False)
+    said = " ".join(result.stdout.split())
+    assert "deterministic=True, overlap=False, cuda_graphs=False" in said
+
+
+# --- the runner ----------------------------------------------------------------------------------
+
+RUNNER = ("bench", "runner", "--device", "cpu", "--prompt-tokens", "4", "--steps", "2")
+
+
+@pytest.fixture
+def _few_warm_steps(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "WARM_STEPS", 1)
+
+
+@pytest.mark.usefixtures("_few_warm_steps")
+def test_a_steady_step_is_tiny_on_a_cpu_and_its_tables_show_it(mrv1: Mrv1, tmp_path: Path):
+    target = tmp_path / "result.json"
+    result = mrv1(*RUNNER, "--output", target)
+    assert result.exit_code == 0
+    written = json.loads(target.read_text("utf-8"))
+    assert written["shape"] == "tiny-random"
+    assert [entry["batch"] for entry in written["results"]] == [1, 4]
+    assert [entry["waiting"] for entry in written["waiting"]] == [0, 100]
+    for entry in written["results"]:
+        assert f"{entry['step_ms']:.3f}" in result.stdout
+        assert f"{entry['deterministic_over_default']:.2f}x" in result.stdout
+    for entry in written["results"] + written["waiting"]:
+        assert f"{entry['host']['execute_us']:.1f}" in result.stdout
+    assert "times mean nothing" in result.stderr
+    assert f"written to {target}" in result.stderr
+
+
+@pytest.mark.usefixtures("_few_warm_steps")
+def test_runner_options_are_taken(mrv1: Mrv1, tmp_path: Path, checkpoint: str):
+    target = tmp_path / "result.json"
+    result = mrv1(
+        *RUNNER, "--model", checkpoint, "--batch", "2", "--waiting", "3", "--no-overlap",
+        "--no-compare-deterministic", "--output", target,
+    )  # fmt: skip
+    assert result.exit_code == 0
+    written = json.loads(target.read_text("utf-8"))
+    assert (written["shape"], written["conditions"]["overlap"]) == (checkpoint, False)
+    assert [entry["batch"] for entry in written["results"]] == [2]
+    assert [(entry["batch"], entry["waiting"]) for entry in written["waiting"]] == [(2, 3)]
+    assert written["results"][0]["deterministic_step_ms"] is None
+
+
+def test_a_trace_is_shown():
+    """The trace table alone: its figures come from a GPU."""
+    trace = {
+        "step_us": 699.3, "idle_share": 0.0346, "idle_between_launches_share": 0.0315,
+        "graph_launches": 1.0, "graph_launch_us": 190.46, "kernel_launches": 0.25,
+        "host_to_device_copies": 1.5, "device_to_host_copies": 2.0, "event_waits": 0.75,
+        "other_waits": 0.0,
+    }  # fmt: skip
+    table = bench._trace_table({"results": [{"batch": 32, "trace": trace}]})
+    cells = [next(iter(column.cells)) for column in table.columns]
+    assert cells == [
+        "32", "699", "3.5%", "3.1%", "1.00", "190.46", "0.25", "1.50", "2.00", "0.75", "0.00",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "1"], "steps: expected >= 2, got 1"),
+        (["--waiting", "2", "--waiting", "2"], "waiting: expected different numbers >= 0"),
+        (["--shape", "gpt-5"], "shape: expected one of qwen3-0.6b, tiny-random, got 'gpt-5'"),
+        (["--device", "tpu"], "device: expected"),
+        (["--output", "/no/x.json"], "--output: expected an existing"),
+    ],
+)
+def test_a_mistake_with_the_runner_is_one_line(mrv1: Mrv1, arguments: list[str], message: str):
+    result = mrv1(*RUNNER, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"error: {message}" in result.stderr
+
+
+# --- mistakes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from mrv1.kernels._linear_tiles import (
 )
 from mrv1.kernels._linear_vector import VectorConfig, _linear_vector_kernel
 from mrv1.kernels._triton import triton
-from mrv1.kernels.linear import LARGE_SHARED_MEMORY, MOST_TOKENS
+from mrv1.kernels.linear import MOST_TOKENS, PRODUCTS_FROM_SHARED_MEMORY
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -101,7 +101,7 @@ def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
         is_gated="gated" in layer.fused,
         has_norm="norm" in layer.fused,
         deterministic=num_tokens > MOST_TOKENS,
-        large_shared_memory=target.capability in LARGE_SHARED_MEMORY,
+        from_shared_memory=target.capability in PRODUCTS_FROM_SHARED_MEMORY,
     )
     data = pointer(layer.dtype)
     sums = pointer(torch.float32) if config.splits > 1 else None
@@ -123,6 +123,7 @@ def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
             "SPLITS": config.splits,
             "EARLY_STEPS": min(config.early_steps, num_steps),
             "NUM_STAGES": config.num_stages,
+            "NEXT_AT_ONCE": config.next_starts_at_once,
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,

@@ -2,45 +2,319 @@
 
 from __future__ import annotations
 
+import importlib
+from contextlib import contextmanager
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mrv1 import kernels
+from mrv1.kernels import reference
+from mrv1.kernels._linear_tiles import TileConfig
+from mrv1.kernels._linear_vector import VectorConfig
 from tests.kernels.elementwise import (
+    DTYPES,
+    SENTINEL,
+    assert_gaps_untouched,
     in_a_wider_row,
     normal,
+    seeds,
+    tiles,
 )
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
+module = importlib.import_module("mrv1.kernels.linear")
+
 EPS = 1e-6
-TOKENS = (1, 2, 15, 16, 17, 33, 64, 65)
-FEATURES = {
-    "plain": {},
-    "bias": {"bias"},
-    "norm": {"norm"},
-    "residual": {"residual"},
-    "gated": {"gated"},
-    "norm and gated": {"norm", "gated"},
-    "everything": {"bias", "norm", "gated", "residual"},
-}
+TOKENS = (1, 2, 15, 16, 17, 33, 65)
+SIZES = ((16, 1), (64, 48), (100, 70), (300, 8), (1024, 66), (1100, 20))  # inputs, outputs
+FEATURES = (
+    (),
+    ("bias",),
+    ("norm",),
+    ("residual",),
+    ("gated",),
+    ("norm", "gated"),
+    ("bias", "norm", "gated", "residual"),
+)
 
 
 def _arguments(num_tokens, num_in, num_out, dtype, device, features=(), seed=0):
-    """Return the arguments of a call whose results are of order one, all but ``out``."""
+    """Return a call's arguments, all but ``out``; its results are of order one."""
     num_rows = num_out * (2 if "gated" in features else 1)
     weight = normal((num_rows, num_in), torch.float64, "cpu", seed + 1) * num_in**-0.5
     arguments = {
         "x": in_a_wider_row(normal((num_tokens, num_in), dtype, device, seed), 8, 16),
         "weight": weight.to(dtype).to(device),
-        "eps": EPS,
     }
     if "bias" in features:
         arguments["bias"] = normal((num_rows,), dtype, device, seed + 2)
     if "norm" in features:
         arguments["norm_weight"] = normal((num_in,), dtype, device, seed + 3)
+        arguments["eps"] = EPS
     if "residual" in features:
         residual = normal((num_tokens, num_out), dtype, device, seed + 4)
         arguments["residual"] = in_a_wider_row(residual, 16, 8)
     if "gated" in features:
         arguments["activation"] = "silu_and_mul"
     return arguments
+
+
+def _assert_in_budget(
+    got, x, weight, bias=None, norm_weight=None, eps=EPS, residual=None, activation=None
+):
+    """Fail unless ``got`` errs by no more than it must.
+
+    Of each product the sum in float32 errs by a unit in the last place a step of 16 inputs, and
+    what is rounded to the dtype by the way (a normed x that came out on the other side of a
+    rounding; by the library, a gate and an up) like independent errors of the terms. Then the
+    activation, and one rounding of the result.
+    """
+    small, tiny = torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps
+    spread = torch.zeros((), dtype=torch.float64, device=x.device)
+    if norm_weight is not None:
+        x = reference.rms_norm(x, norm_weight, eps)
+        spread = 4 * small * (x.double().square() @ weight.double().square().T).sqrt()
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    magnitude = x.double().abs() @ weight.double().abs().T + exact.abs()
+    budget = (8 + x.shape[1] / 16) * tiny * magnitude + spread
+    if activation is not None:
+        gate, up = exact.chunk(2, dim=-1)
+        gate_budget, up_budget = (budget + small * exact.abs()).chunk(2, dim=-1)
+        silu = gate / (1 + torch.exp(-gate))
+        exact = silu * up
+        budget = 1.1 * gate_budget * (up.abs() + up_budget) + silu.abs() * up_budget
+        budget += (4 + gate.abs()) * tiny * exact.abs()
+    if residual is not None:
+        exact = exact + residual.double()
+    budget += torch.finfo(got.dtype).eps * exact.abs() + 2 * tiny
+    assert torch.equal(got.isfinite(), exact.isfinite())
+    excess = ((got.double() - exact).abs() - budget)[exact.isfinite()]
+    assert excess.numel() == 0 or excess.max() <= 0, f"{excess.max():.3e} over budget"
+
+
+@contextmanager
+def _as_on(gpu: str | None):
+    """Choose configurations as the interpreter does (None), or as that GPU does."""
+    with tiles("linear", as_on_gpu=gpu is not None), pytest.MonkeyPatch.context() as patch:
+        if gpu == "sm_90":  # on a CPU, whose compute capability is None
+            also = (*module.PRODUCTS_FROM_SHARED_MEMORY, None)
+            patch.setattr(module, "PRODUCTS_FROM_SHARED_MEMORY", also)
+        yield
+
+
+gpus = st.sampled_from([None, "sm_80", "sm_90"])
+
+
+# --- oracle ------------------------------------------------------------------------------------
+
+
+def test_the_oracle_is_the_formula():
+    arguments = _arguments(2, 3, 2, torch.float64, "cpu", ("bias", "gated", "residual"))
+    x, weight, bias = (arguments[name].tolist() for name in ("x", "weight", "bias"))
+    want = arguments["residual"].clone()
+    for token in range(2):
+        y = [sum(a * b for a, b in zip(x[token], row, strict=True)) for row in weight]
+        y = torch.tensor([a + b for a, b in zip(y, bias, strict=True)], dtype=torch.float64)
+        want[token] += y[:2] * torch.sigmoid(y[:2]) * y[2:]
+    torch.testing.assert_close(reference.linear(**arguments), want)
+
+
+def test_the_oracle_norms_first_and_rounds_once():
+    arguments = _arguments(4, 96, 8, torch.bfloat16, "cpu", ("norm",))
+    x, weight, norm_weight = (arguments[name] for name in ("x", "weight", "norm_weight"))
+    normed = reference.rms_norm(x, norm_weight, EPS)
+    want = torch.nn.functional.linear(normed.float(), weight.float())
+    assert torch.equal(reference.linear(**arguments), want.bfloat16())
+    assert torch.equal(reference.linear(**arguments, out_dtype=torch.float32), want)
+
+
+# --- properties --------------------------------------------------------------------------------
+
+
+@given(
+    num_tokens=st.sampled_from(TOKENS),
+    size=st.sampled_from(SIZES),
+    dtype=st.sampled_from(DTYPES),
+    features=st.sampled_from(FEATURES),
+    deterministic=st.booleans(),
+    wide=st.booleans(),
+    gpu=gpus,
+    seed=seeds,
+)
+def test_it_is_within_its_budget(
+    device, num_tokens, size, dtype, features, deterministic, wide, gpu, seed
+):
+    arguments = _arguments(num_tokens, *size, dtype, device, features, seed)
+    out_dtype = torch.float32 if wide else dtype
+    out = in_a_wider_row(torch.zeros(num_tokens, size[1], dtype=out_dtype, device=device), 4, 12)
+    with _as_on(gpu):
+        got = kernels.linear(
+            **arguments, out=out, out_dtype=out_dtype, deterministic=deterministic
+        )
+    assert got is out
+    _assert_in_budget(got, **arguments)
+    for view in (out, arguments["x"], arguments.get("residual", out)):
+        assert_gaps_untouched(view)
+
+
+@given(
+    num_tokens=st.sampled_from([2, 17, 64, 65, 256]),
+    size=st.sampled_from([(64, 48), (100, 70), (800, 66), (1024, 64)]),
+    dtype=st.sampled_from(DTYPES),
+    features=st.sampled_from(FEATURES),
+    gpu=gpus,
+    seed=seeds,
+)
+def test_deterministic_bits_do_not_depend_on_the_other_tokens(
+    device, num_tokens, size, dtype, features, gpu, seed
+):
+    arguments = _arguments(num_tokens, *size, dtype, device, features, seed)
+    rows = {"x", "residual"}
+    with _as_on(gpu):
+        many = kernels.linear(**arguments, deterministic=True)
+        for row in {0, num_tokens // 2, num_tokens - 1}:
+            alone = {k: v[row : row + 1] if k in rows else v for k, v in arguments.items()}
+            assert torch.equal(kernels.linear(**alone, deterministic=True), many[row : row + 1])
+
+
+@given(
+    num_tokens=st.sampled_from(TOKENS),
+    features=st.sampled_from([f for f in FEATURES if "residual" in f]),
+    dtype=st.sampled_from(DTYPES),
+    deterministic=st.booleans(),
+    gpu=gpus,
+)
+def test_the_residual_may_be_the_result(device, num_tokens, features, dtype, deterministic, gpu):
+    arguments = _arguments(num_tokens, 1024, 72, dtype, device, features)
+    with _as_on(gpu):
+        want = kernels.linear(**arguments, deterministic=deterministic)
+        residual = arguments["residual"]
+        assert kernels.linear(**arguments, out=residual, deterministic=deterministic) is residual
+    assert torch.equal(residual, want)
+    assert_gaps_untouched(residual)
+
+
+@given(num_tokens=st.sampled_from(TOKENS), features=st.sampled_from(FEATURES), gpu=gpus)
+def test_nan_stays_in_its_row(device, num_tokens, features, gpu):
+    arguments = _arguments(num_tokens, 100, 24, torch.float16, device, features)
+    with _as_on(gpu):
+        want = kernels.linear(**arguments)
+        arguments["x"][num_tokens // 2, 7] = torch.nan
+        got = kernels.linear(**arguments)
+    assert got[num_tokens // 2].isnan().all()
+    others = [row for row in range(num_tokens) if row != num_tokens // 2]
+    assert torch.equal(got[others], want[others])
+
+
+# --- edges -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu_only
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("size", [(1024, 4096), (2048, 1024), (3072, 1024), (4096, 1536)])
+def test_deterministic_at_the_sizes_of_models(device, size, features):
+    arguments = _arguments(257, *size, torch.bfloat16, device, features)
+    many = kernels.linear(**arguments, deterministic=True)
+    _assert_in_budget(many, **arguments)
+    for num_tokens in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 255, 256):
+        few = {k: v[:num_tokens] if k in ("x", "residual") else v for k, v in arguments.items()}
+        assert torch.equal(kernels.linear(**few, deterministic=True), many[:num_tokens])
+        _assert_in_budget(kernels.linear(**few), **few)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("features", FEATURES)
+def test_no_tokens(device, features, deterministic):
+    arguments = _arguments(0, 16, 6, torch.float32, device, features)
+    assert kernels.linear(**arguments, deterministic=deterministic).shape == (0, 6)
+    assert reference.linear(**arguments, deterministic=deterministic).shape == (0, 6)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_every_result_is_written(device, num_tokens):
+    x, weight = torch.ones(num_tokens, 32, device=device), torch.ones(130, 32, device=device)
+    out = torch.full((num_tokens, 130), SENTINEL, device=device)
+    assert (kernels.linear(x, weight, out=out) == 32).all()
+
+
+def _tile_config(num_tokens, num_in, num_rows, *, deterministic=False, norm=False):
+    return TileConfig.default_for(
+        num_tokens,
+        num_in,
+        num_rows,
+        torch.bfloat16,
+        is_gated=False,
+        has_norm=norm,
+        deterministic=deterministic,
+        from_shared_memory=True,
+    )
+
+
+@pytest.mark.parametrize("num_in", [16, 1000, 1024, 4096, 14336])
+@pytest.mark.parametrize("num_rows", [1, 1024, 6144, 151_936])
+def test_configurations(num_in, num_rows):
+    splits = set()
+    for num_tokens in (2, 16, 17, 64, 65, 1000):
+        for norm in (False, True):
+            config = _tile_config(num_tokens, num_in, num_rows, norm=norm)
+            assert config.splits == 1 or not norm
+            steps = -(-num_in // config.tile_in)
+            assert not config.fuse_norm or config.early_steps >= steps
+        fixed = _tile_config(num_tokens, num_in, num_rows, deterministic=True)
+        splits.add(fixed.splits)
+        assert fixed.splits == 1 or num_in % (fixed.splits * fixed.tile_in) == 0 or num_in == 1000
+    assert len(splits) == 1
+    vector = VectorConfig.default_for(num_in, torch.bfloat16, has_norm=False)
+    assert vector.tile_rows == vector.num_warps
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, r"x: expected a torch\.Tensor, got list"),
+        ({"x": torch.ones(8)}, ValueError, r"x: expected shape \[any, any\], got \[8\]"),
+        ({"x": torch.ones(2, 8).int()}, TypeError, r"x: expected dtype .*, got torch\.int32"),
+        ({"x": torch.ones(8, 2).T}, ValueError, r"x: expected unit last stride, got strides"),
+        ({"weight": torch.ones(6, 4)}, ValueError, r"weight: expected shape \[any, 8\], got"),
+        ({"weight": torch.ones(6, 8).half()}, TypeError, r"weight: expected dtype torch\.float32"),
+        ({"weight": torch.ones(0, 8)}, ValueError, r"weight: expected at least one row and col"),
+        ({"bias": torch.ones(5)}, ValueError, r"bias: expected shape \[6\], got \[5\]"),
+        ({"norm_weight": torch.ones(6)}, ValueError, r"norm_weight: expected shape \[8\], got"),
+        ({"residual": torch.ones(2, 5)}, ValueError, r"residual: expected shape \[2, 6\], got"),
+        ({"activation": "gelu"}, ValueError, r"activation: expected None or 'silu_and_mul', got"),
+        (
+            {"activation": "silu_and_mul", "weight": torch.ones(5, 8)},
+            ValueError,
+            r"weight: expected an even number of rows \(gate, then up\), got 5",
+        ),
+        (
+            {"activation": "silu_and_mul", "residual": torch.ones(2, 6)},
+            ValueError,
+            r"residual: expected shape \[2, 3\], got \[2, 6\]",
+        ),
+        ({"out": torch.ones(2, 6).half()}, TypeError, r"out: expected dtype torch\.float32"),
+        ({"out": torch.ones(3, 6)}, ValueError, r"out: expected shape \[2, 6\], got \[3, 6\]"),
+        ({"out_dtype": torch.float16}, TypeError, r"out_dtype: expected None, torch\.float32 or"),
+    ],
+)
+def test_wrong_arguments_are_named(device, change, error, message):
+    arguments = {"x": torch.ones(2, 8), "weight": torch.ones(6, 8)} | change
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    with pytest.raises(error, match=message):
+        kernels.linear(**arguments)
+
+
+def test_a_weight_with_gaps_is_refused(device):
+    weight = torch.ones(6, 16, device=device)[:, ::2]
+    with pytest.raises(ValueError, match=r"weight: expected a contiguous tensor, got strides"):
+        kernels.linear(torch.ones(2, 8, device=device), weight)

@@ -1,0 +1,170 @@
+"""The engine that a benchmark runs: its options, how it is built, and how long that takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from mrv1.bench.shapes import shape_config
+from mrv1.config import (
+    AttentionBackendName,
+    DtypeName,
+    EngineConfig,
+    KVCacheDtypeName,
+    KVScaleName,
+    resolve_dtype,
+)
+from mrv1.device import kernel_path
+from mrv1.engine import EngineCore
+from mrv1.errors import ConfigError
+from mrv1.kernels._triton import triton
+from mrv1.kernels.ops import select_ops
+from mrv1.models import DecoderModel, random_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBench:
+    """Which engine decodes which batches: greedily, of random prompts.
+
+    Raises:
+        ConfigError: a field is out of its range; the message names it.
+    """
+
+    shape: str | None = "qwen3-0.6b"
+    """Name in ``SHAPES``, run with random weights; None = the checkpoint ``model``."""
+    model: str | None = None
+    """Checkpoint directory to run instead of a shape."""
+    batches: tuple[int, ...] = (1, 32, 256)
+    """Concurrent requests, measured one after the other in one engine."""
+    prompt_tokens: int = 128
+    dtype: DtypeName = "auto"
+    device: str = "auto"
+    kv_cache_dtype: KVCacheDtypeName = "auto"
+    kv_scale: KVScaleName = "token"
+    block_size: int = 16
+    max_num_batched_tokens: int = 8192
+    attention_backend: AttentionBackendName = "triton"
+    deterministic: bool = False
+    overlap: bool = True
+    cuda_graphs: bool = True
+    enable_prefix_caching: bool = False
+    """Off: random prompts have nothing in common."""
+    seed: int = 0
+    """Of weights and prompts."""
+    commit: str | None = None
+    """Commit of the source; None asks git."""
+
+    def __post_init__(self) -> None:
+        """Check what the engine will not."""
+        if (self.shape is None) == (self.model is None):
+            raise ConfigError(
+                f"shape, model: expected one of the two, got {self.shape!r} and {self.model!r}"
+            )
+        if not self.batches or min(self.batches) < 1 or len(set(self.batches)) < len(self.batches):
+            raise ConfigError(f"batch: expected different sizes >= 1, got {list(self.batches)}")
+        self.check_least("prompt_tokens", 1)
+
+    def check_least(self, name: str, least: int) -> None:
+        """Raise ``ConfigError`` if a field is less than it may be."""
+        if getattr(self, name) < least:
+            raise ConfigError(f"{name}: expected >= {least}, got {getattr(self, name)}")
+
+    def prompts(self, batch: int, vocab_size: int, run: int = 0) -> list[list[int]]:
+        """Return ``batch`` random prompts, others for every run."""
+        generator = np.random.default_rng([self.seed, batch, run])
+        shape = (batch, self.prompt_tokens)
+        prompts: list[list[int]] = generator.integers(vocab_size, size=shape).tolist()
+        return prompts
+
+    def conditions(self, device: torch.device) -> dict[str, object]:
+        """Return what the figures depend on, for the result."""
+        cpu = {"num_threads": torch.get_num_threads()} if device.type == "cpu" else {}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "sampling": "greedy, end-of-sequence ignored",
+            "prompts": "random token ids",
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "kv_scale": None if self.kv_cache_dtype == "auto" else self.kv_scale,
+            "attention_backend": self.attention_backend,
+            "deterministic": self.deterministic,
+            "overlap": self.overlap,
+            "cuda_graphs": self.cuda_graphs,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "block_size": self.block_size,
+            "max_num_seqs": max(self.batches),
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "seed": self.seed,
+            "clocks": "as found, not locked",
+            **cpu,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How an engine came up."""
+
+    seconds: float
+    """From nothing on the device to ready for requests: weights, memory profile, caches, graphs.
+    Imports and the device's context are not in it."""
+    triton_cache: Literal["empty", "filled"] | None
+    """Triton's cache of compiled kernels when it began; None = nothing is compiled."""
+
+
+def start_engine(
+    bench: EngineBench, device: torch.device, *, max_model_len: int
+) -> tuple[EngineCore, Start]:
+    """Build the one engine that all batches run in, and time that.
+
+    Raises:
+        ConfigError: an option or the checkpoint is wrong.
+        UnsupportedDeviceError: the device cannot run mrv1.
+        CapacityError: the KV cache does not fit.
+    """
+    torch.zeros(1, device=device)  # the context
+    cache = triton_cache(device)
+    start = time.perf_counter()
+    core = _new_core(bench, device, max_model_len)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return core, Start(seconds=time.perf_counter() - start, triton_cache=cache)
+
+
+def triton_cache(device: torch.device) -> Literal["empty", "filled"] | None:
+    """Say whether compiled kernels of earlier processes are there; None = none are needed."""
+    if kernel_path(device) != "triton":
+        return None
+    folder = Path(triton.knobs.cache.dir)
+    return "filled" if folder.is_dir() and any(folder.iterdir()) else "empty"
+
+
+def _new_core(bench: EngineBench, device: torch.device, max_model_len: int) -> EngineCore:
+    config = EngineConfig(
+        model=bench.model or str(bench.shape),
+        dtype=bench.dtype,
+        device=str(device),
+        kv_cache_dtype=bench.kv_cache_dtype,
+        kv_scale=bench.kv_scale,
+        attention_backend=bench.attention_backend,
+        block_size=bench.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max(bench.batches),
+        max_num_batched_tokens=bench.max_num_batched_tokens,
+        deterministic=bench.deterministic,
+        overlap=bench.overlap,
+        cuda_graphs=bench.cuda_graphs,
+        enable_prefix_caching=bench.enable_prefix_caching,
+    )
+    if bench.shape is None:
+        return EngineCore(config)
+    shape = shape_config(bench.shape)
+    dtype = resolve_dtype(bench.dtype, shape.torch_dtype, device)
+    weights = random_weights(shape, device=device, dtype=dtype, seed=bench.seed)
+    model = DecoderModel(
+        shape, weights, select_ops(kernel_path(device)), deterministic=bench.deterministic
+    )
+    return EngineCore(config, model=model)

@@ -1,0 +1,111 @@
+"""How long each part of an engine step keeps the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from mrv1.engine import EngineCore
+from mrv1.runner import AsyncOutput, StepPlan
+from mrv1.runner.step import StepOutput
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PARTS = ("schedule", "execute", "wait", "read", "update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimes:
+    """Host time of a step in microseconds, medians over steps; waiting for the device excepted."""
+
+    total_us: float
+    """Of everything the engine does in a step."""
+    mean_total_us: float
+    """The mean, in which rare pauses show."""
+    schedule_us: float
+    """``Scheduler.schedule``."""
+    execute_us: float
+    """``ModelRunner.execute``."""
+    read_us: float
+    """``AsyncOutput.take`` of an output that is ready."""
+    update_us: float
+    """``Scheduler.update``."""
+
+
+def host_times(core: EngineCore, num_steps: int) -> HostTimes:
+    """Run ``num_steps`` steady steps, and some before that do not count, and time their parts."""
+    steps: list[dict[str, float]] = []
+    with _clock(core) as seconds:
+        for _ in range(core.config.steps_in_flight):  # their outputs come from before the clock
+            core.step()
+        for _ in range(num_steps):
+            before = dict(seconds)
+            start = time.perf_counter()
+            core.step()
+            elapsed = time.perf_counter() - start
+            parts = {part: seconds[part] - before[part] for part in PARTS}
+            steps.append(parts | {"total": elapsed - parts["wait"]})
+
+    def median_us(part: str) -> float:
+        return statistics.median(step[part] for step in steps) * 1e6
+
+    return HostTimes(
+        total_us=median_us("total"),
+        mean_total_us=statistics.mean(step["total"] for step in steps) * 1e6,
+        schedule_us=median_us("schedule"),
+        execute_us=median_us("execute"),
+        read_us=median_us("read"),
+        update_us=median_us("update"),
+    )
+
+
+@contextmanager
+def _clock(core: EngineCore) -> Iterator[dict[str, float]]:
+    """Add up, part by part, for how many seconds the calls of this engine keep the host."""
+    seconds = dict.fromkeys(PARTS, 0.0)
+
+    def timed(part: str, call: Callable[P, R]) -> Callable[P, R]:
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                seconds[part] += time.perf_counter() - start
+
+        return run
+
+    scheduler, runner = core.scheduler, core.runner
+    execute = timed("execute", runner.execute)
+    wait = timed("wait", _until_ready)
+
+    def execute_and_watch(plan: StepPlan) -> AsyncOutput:
+        output = execute(plan)
+        read = timed("read", output.take)
+
+        def take(timeout: float | None = None) -> StepOutput | Exception:
+            del output.take  # a second look has nothing to wait for
+            wait(output)
+            return read(timeout)
+
+        output.take = take  # type: ignore[method-assign, assignment]  # of this output only
+        return output
+
+    # On these two objects, for as long as this lasts.
+    scheduler.schedule = timed("schedule", scheduler.schedule)  # type: ignore[method-assign]
+    scheduler.update = timed("update", scheduler.update)  # type: ignore[method-assign]
+    runner.execute = execute_and_watch  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        del scheduler.schedule, scheduler.update, runner.execute
+
+
+def _until_ready(output: AsyncOutput) -> None:
+    """Ask until the output is ready, so that what follows is the host's own work."""
+    while not output.ready():
+        pass

@@ -1,0 +1,228 @@
+"""A steady decode step: its time, the host's part in it, and what a trace shows of the GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mrv1.bench.engine import EngineBench, Start, start_engine
+from mrv1.bench.host_clock import host_times
+from mrv1.bench.provenance import provenance
+from mrv1.bench.trace import trace_steps
+from mrv1.device import resolve_device
+from mrv1.engine import EngineCore
+from mrv1.errors import CapacityError, ConfigError
+from mrv1.sampler import SamplingParams
+
+SCHEMA = 1
+"""Version of the result's layout; raised when a field changes its meaning or goes."""
+
+WARM_STEPS = 10
+"""Decode steps before those that count, at each measurement."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerBench(EngineBench):
+    """What to measure: decode steps of a batch that no request joins or leaves.
+
+    Raises:
+        ConfigError: a field is out of its range; the message names it.
+    """
+
+    steps: int = 50
+    """Steps that count, of each measurement."""
+    waiting: tuple[int, ...] = (0, 1_000, 10_000)
+    """Requests that wait while the largest batch holds every slot."""
+    compare_deterministic: bool = True
+    """Measure the step's time in an engine with ``deterministic=True`` as well."""
+
+    def __post_init__(self) -> None:
+        """Check what the engine will not."""
+        EngineBench.__post_init__(self)
+        self.check_least("steps", 2)
+        if len(set(self.waiting)) < len(self.waiting) or min(self.waiting, default=0) < 0:
+            raise ConfigError(
+                f"waiting: expected different numbers >= 0, got {list(self.waiting)}"
+            )
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that a request may generate: more than the others' prefill and a measurement."""
+        num_prefill_steps = -(
+            -max(self.batches) * self.prompt_tokens // self.max_num_batched_tokens
+        )
+        return self.steps + 3 * WARM_STEPS + 2 * num_prefill_steps
+
+
+def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, object]:
+    """Measure every batch and return the result, ready for JSON.
+
+    Args:
+        bench: what to measure.
+        say: is told what goes on, one line each.
+
+    Raises:
+        ConfigError: an option or the checkpoint is wrong.
+        UnsupportedDeviceError: the device is not there or cannot run mrv1.
+        CapacityError: the KV cache does not fit, or is too small for a steady batch.
+        StepError: a step failed.
+    """
+    device = resolve_device(bench.device)
+    core, start = _start(bench, device)
+    try:
+        say(core.runner.describe())
+        entries = [_measure_batch(core, bench, batch, say) for batch in bench.batches]
+        result: dict[str, object] = {
+            "op": "runner",
+            "schema": SCHEMA,
+            "shape": bench.shape or bench.model,
+            "weights": "random" if bench.shape else "checkpoint",
+            "dtype": str(core.runner.model.dtype).removeprefix("torch."),
+            "path": core.runner.path,
+            **provenance(device, bench.commit),
+            "start": asdict(start),
+            "conditions": bench.conditions(device)
+            | {"steps": bench.steps, "warm_steps": WARM_STEPS},
+            "results": entries,
+            "waiting": [_measure_waiting(core, bench, number, say) for number in bench.waiting],
+        }
+    finally:
+        core.runner.close()
+    if bench.compare_deterministic and not bench.deterministic:
+        _compare_deterministic(bench, device, entries, say)
+    return result
+
+
+def _start(bench: RunnerBench, device: torch.device) -> tuple[EngineCore, Start]:
+    return start_engine(bench, device, max_model_len=bench.prompt_tokens + bench.output_tokens)
+
+
+# --- measurements --------------------------------------------------------------------------------
+
+
+def _measure_batch(core: EngineCore, bench: RunnerBench, batch: int, say: Say) -> dict[str, Any]:
+    on_gpu = core.runner.device.type == "cuda"
+    with steady(core, bench, batch):
+        before = core.metrics()
+        steps_ms = step_times(core, bench.steps)
+        after = core.metrics()
+    with steady(core, bench, batch):
+        host = host_times(core, bench.steps)
+    trace = None
+    if on_gpu:
+        with steady(core, bench, batch):
+            trace = trace_steps(core.step, bench.steps, WARM_STEPS)
+    step_ms = float(np.median(steps_ms))
+    say(f"batch {batch}: {step_ms:.3f} ms a step, host {host.total_us:.0f} us")
+    gpu_seconds = after["gpu_seconds"] - before["gpu_seconds"]
+    return {
+        "batch": batch,
+        "step_ms": step_ms,
+        "step_p20_ms": float(np.percentile(steps_ms, 20)),
+        "step_p80_ms": float(np.percentile(steps_ms, 80)),
+        "gpu_ms": gpu_seconds / bench.steps * 1e3 if on_gpu else None,
+        "staging_waits": after["staging_waits"] - before["staging_waits"],
+        "host": asdict(host),
+        "trace": None if trace is None else asdict(trace),
+        "deterministic_step_ms": None,
+        "deterministic_over_default": None,
+        "samples_ms": list(steps_ms),
+    }
+
+
+def _measure_waiting(
+    core: EngineCore, bench: RunnerBench, number: int, say: Say
+) -> dict[str, object]:
+    batch = max(bench.batches)
+    with steady(core, bench, batch), queued(core, bench, number):
+        host = host_times(core, bench.steps)
+    say(f"{number} waiting beside batch {batch}: host {host.total_us:.0f} us")
+    return {"batch": batch, "waiting": number, "host": asdict(host)}
+
+
+def _compare_deterministic(
+    bench: RunnerBench, device: torch.device, entries: Sequence[dict[str, Any]], say: Say
+) -> None:
+    """Fill in the step's time, batch by batch, of an engine that is deterministic."""
+    core, _ = _start(replace(bench, deterministic=True), device)
+    try:
+        for entry, batch in zip(entries, bench.batches, strict=True):
+            with steady(core, bench, batch):
+                step_ms = float(np.median(step_times(core, bench.steps)))
+            say(f"batch {batch}, deterministic: {step_ms:.3f} ms a step")
+            entry["deterministic_step_ms"] = step_ms
+            entry["deterministic_over_default"] = step_ms / entry["step_ms"]
+    finally:
+        core.runner.close()
+
+
+def step_times(core: EngineCore, num_steps: int) -> list[float]:
+    """Return for each step the milliseconds from the end of the step before to its own end."""
+    ends = [time.perf_counter()]
+    for _ in range(num_steps):
+        core.step()
+        ends.append(time.perf_counter())
+    times_ms: list[float] = (np.diff(ends) * 1e3).tolist()
+    return times_ms
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+@contextmanager
+def steady(core: EngineCore, bench: RunnerBench, batch: int) -> Iterator[None]:
+    """Have ``batch`` requests decode, warm, and no other; take them out again at the end.
+
+    Raises:
+        CapacityError: one of them was preempted, or is over before the end.
+        Mrv1Error: what a request failed of.
+    """
+    params = SamplingParams(temperature=0, max_tokens=bench.output_tokens, ignore_eos=True)
+    prompts = bench.prompts(batch, core.runner.model_config.vocab_size)
+    num_preemptions = core.scheduler.num_preemptions
+    requests = [core.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    try:
+        while any(not r.output_token_ids and r.error is None for r in requests):
+            core.step()
+        for _ in range(WARM_STEPS):
+            core.step()
+        yield
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        num_lost = core.scheduler.num_preemptions - num_preemptions
+        if num_lost or len(core.scheduler.running) < batch:
+            raise CapacityError(
+                f"batch: expected {batch} requests to decode together for {bench.steps} steps, "
+                f"got {num_lost} preemptions and {len(core.scheduler.running)} at the end; "
+                f"{core.scheduler.pool.num_blocks} KV blocks of {bench.block_size} tokens, "
+                f"max_num_batched_tokens {bench.max_num_batched_tokens}"
+            )
+    finally:
+        for request in requests:
+            core.scheduler.abort(request.req_id)
+        while core.scheduler.num_steps_in_flight:
+            core.step()
+
+
+@contextmanager
+def queued(core: EngineCore, bench: RunnerBench, number: int) -> Iterator[None]:
+    """Have so many requests wait, for slots that others hold."""
+    params = SamplingParams(temperature=0, max_tokens=bench.output_tokens, ignore_eos=True)
+    (prompt,) = bench.prompts(1, core.runner.model_config.vocab_size)
+    ids = [f"waiting-{i}" for i in range(number)]
+    for req_id in ids:
+        core.add_request(req_id, prompt, params)
+    try:
+        yield
+    finally:
+        for req_id in ids:
+            core.scheduler.abort(req_id)
