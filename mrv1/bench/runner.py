@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrv1.bench.engine import EngineBench, Start, start_engine
+from mrv1.bench.engine import EngineBench, start_engine
 from mrv1.bench.host_clock import host_times
 from mrv1.bench.provenance import provenance
 from mrv1.bench.trace import trace_steps
@@ -76,11 +76,22 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
         StepError: a step failed.
     """
     device = resolve_device(bench.device)
-    core, start = _start(bench, device)
+    compares = bench.compare_deterministic and not bench.deterministic
+    deterministic_ms = _deterministic_step_ms(bench, device, say) if compares else {}
+    core = _start(bench, device)
     try:
         say(core.runner.describe())
-        entries = [_measure_batch(core, bench, batch, say) for batch in bench.batches]
-        result: dict[str, object] = {
+        entries = [
+            _measure_batch(core, bench, batch, deterministic_ms.get(batch), say)
+            for batch in bench.batches
+        ]
+        waiting = [_measure_waiting(core, bench, number, say) for number in bench.waiting]
+        for entry, batch in zip(entries, bench.batches, strict=True):
+            entry["trace"] = None
+            if device.type == "cuda":
+                with steady(core, bench, batch):
+                    entry["trace"] = asdict(trace_steps(core.step, bench.steps, WARM_STEPS))
+        return {
             "op": "runner",
             "schema": SCHEMA,
             "shape": bench.shape or bench.model,
@@ -88,40 +99,53 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
             "dtype": str(core.runner.model.dtype).removeprefix("torch."),
             "path": core.runner.path,
             **provenance(device, bench.commit),
-            "start": asdict(start),
             "conditions": bench.conditions(device)
             | {"steps": bench.steps, "warm_steps": WARM_STEPS},
             "results": entries,
-            "waiting": [_measure_waiting(core, bench, number, say) for number in bench.waiting],
+            "waiting": waiting,
         }
     finally:
         core.runner.close()
-    if bench.compare_deterministic and not bench.deterministic:
-        _compare_deterministic(bench, device, entries, say)
-    return result
 
 
-def _start(bench: RunnerBench, device: torch.device) -> tuple[EngineCore, Start]:
-    return start_engine(bench, device, max_model_len=bench.prompt_tokens + bench.output_tokens)
+def _start(bench: RunnerBench, device: torch.device) -> EngineCore:
+    max_model_len = bench.prompt_tokens + bench.output_tokens
+    return start_engine(bench, device, max_model_len=max_model_len)[0]
 
 
 # --- measurements --------------------------------------------------------------------------------
 
 
-def _measure_batch(core: EngineCore, bench: RunnerBench, batch: int, say: Say) -> dict[str, Any]:
-    on_gpu = core.runner.device.type == "cuda"
+def _deterministic_step_ms(bench: RunnerBench, device: torch.device, say: Say) -> dict[int, float]:
+    """Return the step's time, by batch, of an engine that is deterministic."""
+    core = _start(replace(bench, deterministic=True), device)
+    steps_ms = {}
+    try:
+        for batch in bench.batches:
+            with steady(core, bench, batch):
+                steps_ms[batch] = float(np.median(step_times(core, bench.steps)))
+            say(f"batch {batch}, deterministic: {steps_ms[batch]:.3f} ms a step")
+    finally:
+        core.runner.close()
+    return steps_ms
+
+
+def _measure_batch(
+    core: EngineCore,
+    bench: RunnerBench,
+    batch: int,
+    deterministic_ms: float | None,
+    say: Say,
+) -> dict[str, Any]:
     with steady(core, bench, batch):
         before = core.metrics()
         steps_ms = step_times(core, bench.steps)
         after = core.metrics()
     with steady(core, bench, batch):
         host = host_times(core, bench.steps)
-    trace = None
-    if on_gpu:
-        with steady(core, bench, batch):
-            trace = trace_steps(core.step, bench.steps, WARM_STEPS)
     step_ms = float(np.median(steps_ms))
     say(f"batch {batch}: {step_ms:.3f} ms a step, host {host.total_us:.0f} us")
+    on_gpu = core.runner.device.type == "cuda"
     gpu_seconds = after["gpu_seconds"] - before["gpu_seconds"]
     return {
         "batch": batch,
@@ -130,11 +154,10 @@ def _measure_batch(core: EngineCore, bench: RunnerBench, batch: int, say: Say) -
         "step_p80_ms": float(np.percentile(steps_ms, 80)),
         "gpu_ms": gpu_seconds / bench.steps * 1e3 if on_gpu else None,
         "staging_waits": after["staging_waits"] - before["staging_waits"],
+        "deterministic_step_ms": deterministic_ms,
+        "deterministic_over_default": deterministic_ms and deterministic_ms / step_ms,
         "host": asdict(host),
-        "trace": None if trace is None else asdict(trace),
-        "deterministic_step_ms": None,
-        "deterministic_over_default": None,
-        "samples_ms": list(steps_ms),
+        "samples_ms": steps_ms,
     }
 
 
@@ -146,22 +169,6 @@ def _measure_waiting(
         host = host_times(core, bench.steps)
     say(f"{number} waiting beside batch {batch}: host {host.total_us:.0f} us")
     return {"batch": batch, "waiting": number, "host": asdict(host)}
-
-
-def _compare_deterministic(
-    bench: RunnerBench, device: torch.device, entries: Sequence[dict[str, Any]], say: Say
-) -> None:
-    """Fill in the step's time, batch by batch, of an engine that is deterministic."""
-    core, _ = _start(replace(bench, deterministic=True), device)
-    try:
-        for entry, batch in zip(entries, bench.batches, strict=True):
-            with steady(core, bench, batch):
-                step_ms = float(np.median(step_times(core, bench.steps)))
-            say(f"batch {batch}, deterministic: {step_ms:.3f} ms a step")
-            entry["deterministic_step_ms"] = step_ms
-            entry["deterministic_over_default"] = step_ms / entry["step_ms"]
-    finally:
-        core.runner.close()
 
 
 def step_times(core: EngineCore, num_steps: int) -> list[float]:

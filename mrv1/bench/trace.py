@@ -27,7 +27,7 @@ OTHER_WAITS = ("StreamSynchronize", "DeviceSynchronize", "CtxSynchronize", "Memc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """Means over the traced steps. The profiler slows them: shares and counts are what it is for.
+    """Means over the traced steps: shares and counts; the profiler makes the host's calls slow.
 
     Idle time is time in which no stream that runs kernels has a kernel, copy or fill under way,
     between the first such work of the first step and the last of the last.
@@ -40,8 +40,6 @@ class StepTrace:
     idle_between_launches_share: float
     """Of it, gaps between the work of two launches by the host; the others are inside graphs."""
     graph_launches: float
-    graph_launch_us: float
-    """How long they keep the host."""
     kernel_launches: float
     """Kernels that the host launched one by one, outside graphs."""
     host_to_device_copies: float
@@ -54,6 +52,8 @@ class StepTrace:
 
 def trace_steps(run_step: Callable[[], object], num_steps: int, num_warm_steps: int) -> StepTrace:
     """Run steps under the profiler, the first ones uncounted, and return what its trace says.
+
+    Launches of graphs stay slow in this process afterwards: whatever is timed comes before.
 
     Raises:
         ValueError: the trace holds no kernel of the steps.
@@ -87,13 +87,13 @@ def summarize(events: Iterable[Event], num_steps: int) -> StepTrace:
         raise ValueError(f"trace: expected one range {STEPS_RANGE}, got {len(ranges)}")
     start, end = ranges[0]["ts"], ranges[0]["ts"] + ranges[0]["dur"]
     calls = [
-        (VENDOR.sub("", call["name"]), call["args"].get("correlation"), call["dur"])
+        (VENDOR.sub("", call["name"]), call["args"].get("correlation"))
         for category in HOST_CALLS
         for call in by_category.get(category, [])
         if start <= call["ts"] <= end
     ]
-    launched = {correlation for _, correlation, _ in calls}
-    graphs = {correlation: us for name, correlation, us in calls if name == "GraphLaunch"}
+    launched = {correlation for _, correlation in calls}
+    graphs = {correlation for name, correlation in calls if name == "GraphLaunch"}
     work = [
         event
         for category in DEVICE_WORK
@@ -103,7 +103,7 @@ def summarize(events: Iterable[Event], num_steps: int) -> StepTrace:
     kernels = [event for event in work if event["cat"] == "kernel"]
     if not kernels:
         raise ValueError("trace: expected kernels launched in the steps, got none")
-    single = {kernel["args"]["correlation"] for kernel in kernels} - graphs.keys()
+    single = {kernel["args"]["correlation"] for kernel in kernels} - graphs
     copies = [event["name"] for event in work if event["cat"] == "gpu_memcpy"]
     streams = {kernel["args"]["stream"] for kernel in kernels}
     wall, busy, between = _occupancy([e for e in work if e["args"]["stream"] in streams])
@@ -118,12 +118,11 @@ def summarize(events: Iterable[Event], num_steps: int) -> StepTrace:
         idle_share=1 - busy / wall,
         idle_between_launches_share=between / wall,
         graph_launches=per_step(len(graphs)),
-        graph_launch_us=per_step(sum(graphs.values())),
         kernel_launches=per_step(len(single)),
         host_to_device_copies=per_step(sum("HtoD" in name for name in copies)),
         device_to_host_copies=per_step(sum("DtoH" in name for name in copies)),
-        event_waits=per_step(sum(name in EVENT_WAITS for name, *_ in calls)),
-        other_waits=per_step(sum(name in OTHER_WAITS for name, *_ in calls)),
+        event_waits=per_step(sum(name in EVENT_WAITS for name, _ in calls)),
+        other_waits=per_step(sum(name in OTHER_WAITS for name, _ in calls)),
     )
 
 

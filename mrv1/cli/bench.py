@@ -238,11 +238,10 @@ def _trace_table(result: dict[str, Any]) -> Table:
     table = Table(
         title="a step in the profiler's trace",
         caption="idle: share of the time, of it between launches; then numbers a step: graphs, "
-        "host us of their launch, kernels outside them, copies, waits for an event, for a stream "
-        "or the device",
+        "kernels outside them, copies, waits for an event, for a stream or the device",
     )
     for heading in (
-        "batch", "us", "idle", "between", "graphs", "launch us", "kernels", "HtoD", "DtoH",
+        "batch", "us", "idle", "between", "graphs", "kernels", "HtoD", "DtoH",
         "event", "other",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
@@ -256,7 +255,7 @@ def _trace_table(result: dict[str, Any]) -> Table:
             *(
                 f"{trace[name]:.2f}"
                 for name in (
-                    "graph_launches", "graph_launch_us", "kernel_launches",
+                    "graph_launches", "kernel_launches",
                     "host_to_device_copies", "device_to_host_copies", "event_waits", "other_waits",
                 )
             ),
