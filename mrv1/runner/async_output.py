@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -56,27 +57,30 @@ class OutputRing:
         so that one copy takes both."""
         self._host_num_output, self._host_tokens = (view.numpy() for view in views(self._host))
         self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self._copied: list[torch.cuda.Event | None] = [None] * num_slots
+        self._events = [_Events.new() for _ in range(num_slots)] if on_gpu else None
         self._readers: list[AsyncOutput | None] = [None] * num_slots
         self._next = 0
 
     def acquire(self) -> int:
-        """Return the slot of the next step; its last reader has what it wanted."""
+        """Return the slot of the step that is launched next, whose time starts now.
+
+        Its last reader has what it wanted.
+        """
         slot = self._next
-        self._next = (slot + 1) % len(self._copied)
+        self._next = (slot + 1) % len(self._readers)
         reader, self._readers[slot] = self._readers[slot], None
         if reader is not None:
             reader.take()
-        copied = self._copied[slot]
-        if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
+        if self._events is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._events[slot].copied)  # passes where none was recorded yet
+            self._events[slot].started.record(stream)
         return slot
 
     def deliver(
         self,
         slot: int,
         plan: StepPlan,
-        started: torch.cuda.Event | None,
         order: Int64Array | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
     ) -> AsyncOutput:
@@ -85,28 +89,25 @@ class OutputRing:
         Args:
             slot: as ``acquire`` returned it.
             plan: of the step.
-            started: recorded before the step's work; None = it is not timed.
             order: ``[rows]``, the plan's row of each row on the device; None = the same.
             on_output: is given the result once it is there.
         """
+        events = None
+        if self._events is None or self._stream is None:
+            self._host[slot].copy_(self._device[slot])
+        else:
+            events = self._events[slot]
+            events.done.record()
+            self._stream.wait_event(events.done)
+            with torch.cuda.stream(self._stream):
+                self._host[slot].copy_(self._device[slot], non_blocking=True)
+            events.copied.record(self._stream)
         num_rows = len(plan.req_ids)
-        done = copied = None
-        if self._stream is not None:
-            done = torch.cuda.Event(enable_timing=started is not None)
-            done.record()
-            self._stream.wait_event(done)
-        with torch.cuda.stream(self._stream):  # None: no stream to choose
-            self._host[slot].copy_(self._device[slot], non_blocking=True)
-            if self._stream is not None:
-                copied = self._copied[slot] = torch.cuda.Event()
-                copied.record()
-        timing = None if started is None or done is None else Timing(started=started, done=done)
         output = AsyncOutput(
             plan,
             self._host_num_output[slot, :num_rows],
             self._host_tokens[slot, :num_rows],
-            copied,
-            timing=timing,
+            events,
             order=order,
             on_output=on_output,
         )
@@ -115,15 +116,28 @@ class OutputRing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Events around a step's work on the compute stream."""
+class _Events:
+    """Of one slot of the ring; recorded anew by each step that has it."""
 
     started: torch.cuda.Event
+    """Before the step's work, on the compute stream."""
     done: torch.cuda.Event
+    """Behind it."""
+    copied: torch.cuda.Event
+    """Behind the copy to the host."""
+
+    @classmethod
+    def new(cls) -> Self:
+        """Return events of which none has been recorded."""
+        return cls(
+            started=torch.cuda.Event(enable_timing=True),
+            done=torch.cuda.Event(enable_timing=True),
+            copied=torch.cuda.Event(),
+        )
 
     @property
-    def seconds(self) -> float:
-        """Time between the two, which have passed."""
+    def gpu_seconds(self) -> float:
+        """Time of the step's work, which is over."""
         milliseconds: float = self.started.elapsed_time(self.done)
         return milliseconds * 1e-3
 
@@ -139,9 +153,8 @@ class AsyncOutput:
         plan: StepPlan,
         num_output: Int32Array,
         tokens: Int64Array,
-        event: torch.cuda.Event | None,
+        events: _Events | None,
         *,
-        timing: Timing | None = None,
         order: Int64Array | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
     ) -> None:
@@ -149,19 +162,17 @@ class AsyncOutput:
 
         Args:
             plan: the step that was launched.
-            num_output: ``[rows]``, tokens of each row, -1 = the row failed; valid once ``event``
-                has passed.
+            num_output: ``[rows]``, tokens of each row, -1 = the row failed; valid once the copy to
+                the host has run.
             tokens: ``[rows, most tokens]``, likewise.
-            event: of the copy to the host; None on a CPU.
-            timing: of the step's work on the device; None = not measured.
+            events: of the step; None on a CPU.
             order: ``[rows]``, the plan's row of each row; None = the same.
             on_output: is given the result once it is there.
         """
         self._plan = plan
         self._num_output = num_output
         self._tokens = tokens
-        self._event = event
-        self._timing = timing
+        self._events = events
         self._order = order
         self._on_output = on_output
         self._outcome: StepOutput | StepError | None = None
@@ -173,7 +184,7 @@ class AsyncOutput:
 
     def ready(self) -> bool:
         """Whether ``result`` would return without waiting."""
-        return self._outcome is not None or self._event is None or self._event.query()
+        return self._outcome is not None or self._events is None or self._events.copied.query()
 
     def result(self, timeout: float | None = None) -> StepOutput:
         """Wait for the step's event and return its output; later calls return the same object.
@@ -207,23 +218,23 @@ class AsyncOutput:
                     str(error), step_id=self._plan.step_id, req_ids=self._plan.req_ids
                 )
                 self._outcome.__cause__ = error
-            self._event = self._timing = None
+            self._events = None
         return self._outcome
 
     def _wait(self, timeout: float | None) -> None:
-        if self._event is None:
+        if self._events is None:
             return
         if timeout is None:
-            self._event.synchronize()
+            self._events.copied.synchronize()
             return
         deadline = time.monotonic() + timeout
-        while not self._event.query():
+        while not self._events.copied.query():
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"step {self._plan.step_id}: not finished within {timeout} s")
             time.sleep(POLL_SECONDS)
 
     def _collect(self) -> StepOutput:
-        plan, timing = self._plan, self._timing
+        plan = self._plan
         num_output, tokens = self._num_output, self._tokens
         if self._order is not None:
             position = np.argsort(self._order)
@@ -244,5 +255,5 @@ class AsyncOutput:
             epochs=plan.epochs,
             token_ids=token_ids,
             errors=errors,
-            gpu_seconds=None if timing is None else timing.seconds,
+            gpu_seconds=None if self._events is None else self._events.gpu_seconds,
         )

@@ -69,11 +69,12 @@ class _Step:
     """A step whose upload is on its way."""
 
     shape: StepShape
-    staged: Staged
+    upload: StepUpload
+    words: torch.Tensor
+    """The upload on the device."""
     ring_slot: int
     bucket: int | None
     """Of the graph that runs it; None = launched kernel by kernel."""
-    started: torch.cuda.Event | None
 
 
 def _decodes_first(plan: StepPlan) -> tuple[StepPlan, Int64Array | None]:
@@ -222,17 +223,16 @@ class ModelRunner:
         if self._closed:
             raise RuntimeError("ModelRunner: expected an open runner, got one that was closed")
         try:
-            with torch.inference_mode():
-                ordered, order = _decodes_first(plan)
-                step = self._prepare(ordered)
-                if step.bucket is not None:
-                    self._graphs.replay(step.bucket)
-                    self.num_graph_steps += 1
-                else:
-                    batch, hidden = self._forward(step.shape, step.staged, ordered)
-                    self._post_process(step.shape, step.staged, batch, hidden)
-                on_output = self.state.take_drafts if step.shape.has_drafts else None
-                return self._outputs.deliver(step.ring_slot, plan, step.started, order, on_output)
+            ordered, order = _decodes_first(plan)
+            step = self._prepare(ordered)
+            if step.bucket is not None:
+                self._graphs.replay(step.bucket)
+                self.num_graph_steps += 1
+            else:
+                with torch.inference_mode():
+                    self._launch_eagerly(step, ordered)
+            on_output = self.state.take_drafts if step.shape.has_drafts else None
+            return self._outputs.deliver(step.ring_slot, plan, order, on_output)
         except Exception as error:  # whatever it is, it ends this step and no other
             raise StepError(str(error), step_id=plan.step_id, req_ids=plan.req_ids) from error
 
@@ -254,19 +254,25 @@ class ModelRunner:
         bucket = self._bucket(shape, upload)
         if bucket is not None:
             shape = StepShape.decode(bucket)
-        started = self._started()
         ring_slot = self._outputs.acquire()
-        staged = self._staging.send(
+        words = self._staging.send(
             upload,
             plan.slots,
-            plan.num_scheduled_tokens,
+            None if bucket is not None else plan.num_scheduled_tokens,
             ring_slot,
             num_padded_rows=shape.num_rows,
             drafts=plan.draft_token_ids,
         )
-        return _Step(
-            shape=shape, staged=staged, ring_slot=ring_slot, bucket=bucket, started=started
+        return _Step(shape=shape, upload=upload, words=words, ring_slot=ring_slot, bucket=bucket)
+
+    def _launch_eagerly(self, step: _Step, plan: StepPlan) -> None:
+        """Launch kernel by kernel what a graph has in one."""
+        shape = step.shape
+        staged = self._staging.staged(
+            step.words, step.upload, shape.num_rows, plan.draft_token_ids
         )
+        batch, hidden = self._forward(shape, staged, plan)
+        self._post_process(shape, staged, batch, hidden)
 
     def _forward(
         self, shape: StepShape, staged: Staged, plan: StepPlan | None
@@ -382,13 +388,6 @@ class ModelRunner:
         ):
             return None
         return self._graphs.bucket(shape.num_rows)
-
-    def _started(self) -> torch.cuda.Event | None:
-        if not self._on_gpu:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _check_block_ids(self, plan: StepPlan, batch: InputBatch) -> None:
         """Raise if the step would follow a block id out of the pool; waits for the device."""

@@ -39,7 +39,7 @@ class Staged:
     idx_mapping: torch.Tensor
     """[rows], -1 = padding."""
     query_start_loc: torch.Tensor
-    """[rows + 1]."""
+    """[rows + 1]; valid where query lengths were sent."""
     draft_token_ids: torch.Tensor | None
     """[rows, most drafts]; None = no row has any."""
     num_draft_tokens: torch.Tensor | None
@@ -73,17 +73,17 @@ class StepUpload:
         if length:
             self._segments += (dst, FILL, length)
 
-    def laid_out(
-        self, segments_start: int, payload_start: int
-    ) -> tuple[Int32Array, list[Int32Array]]:
-        """Return the segments, ``[n, 3]``, sources counting from the start, and words."""
-        segments = np.array(self._segments, dtype=np.int32).reshape(-1, 3)
-        segments[segments[:, 1] != FILL, 1] += payload_start
+    def laid_out(self, payload_start: int) -> tuple[Int32Array, list[Int32Array]]:
+        """Return the segments, three words each, sources counting from the start, and words."""
+        segments = np.array(self._segments, dtype=np.int32)
+        sources = segments[1::3]
+        sources[sources != FILL] += payload_start
         return segments, self._payload
 
 
-def _draft_words(drafts: Sequence[Sequence[int]], most: int) -> list[Int32Array]:
+def _draft_words(drafts: Sequence[Sequence[int]]) -> list[Int32Array]:
     """Return how many drafts each row has, and the rows, padded."""
+    most = max(map(len, drafts))
     token_ids = np.full((len(drafts), most), -1, dtype=np.int32)
     for row, tokens in enumerate(drafts):
         token_ids[row, : len(tokens)] = tokens
@@ -156,42 +156,39 @@ class Staging:
         self,
         upload: StepUpload,
         slots: Int32Array,
-        query_lens: Int32Array,
+        query_lens: Int32Array | None,
         ring_slot: int,
         *,
         num_padded_rows: int,
         drafts: Sequence[Sequence[int]] = (),
-    ) -> Staged:
+    ) -> torch.Tensor:
         """Copy an upload to the device in one transfer on the current stream.
 
         Args:
             upload: changes of the state.
             slots: ``[rows]``.
-            query_lens: ``[rows]``.
+            query_lens: ``[rows]``; None = nothing reads ``query_start_loc``.
             ring_slot: where the step's outputs go.
             num_padded_rows: rows of the batch, at least those of ``slots``.
             drafts: of each row; () = none.
 
         Returns:
-            The upload on the device; where graphs look for it, if it fits there.
+            The upload's words on the device: where graphs look for it, if it fits there.
         """
         num_segments = max(upload.num_segments, self.max_static_segments)
         payload_start = self._payload_start(num_segments)
-        segments, payload = upload.laid_out(self._segments_start, payload_start)
-        most_drafts = max(map(len, drafts), default=0)
-        if most_drafts:
-            payload = [*payload, *_draft_words(drafts, most_drafts)]
+        segments, payload = upload.laid_out(payload_start)
+        if any(drafts):
+            payload = [*payload, *_draft_words(drafts)]
         num_words = payload_start + sum(map(len, payload))
         pinned, words = self._acquire(num_words)
-        words[NUM_SEGMENTS], words[RING_SLOT] = len(segments), ring_slot
-        rows = words[self._rows_start : self._rows_start + num_padded_rows]
-        rows[: len(slots)], rows[len(slots) :] = slots, -1
-        starts = words[self._query_start : self._query_start + num_padded_rows + 1]
-        starts[0] = 0
-        np.cumsum(query_lens, out=starts[1 : len(slots) + 1])
-        starts[len(slots) + 1 :] = starts[len(slots)]
-        at = self._segments_start
-        words[at : at + segments.size] = segments.reshape(-1)
+        words[NUM_SEGMENTS], words[RING_SLOT] = upload.num_segments, ring_slot
+        at = self._rows_start + len(slots)
+        words[self._rows_start : at] = slots
+        words[at : self._rows_start + num_padded_rows] = -1
+        if query_lens is not None:
+            self._write_query_starts(words, query_lens, num_padded_rows)
+        words[self._segments_start : self._segments_start + len(segments)] = segments
         at = payload_start
         for piece in payload:
             words[at : at + len(piece)] = piece
@@ -201,14 +198,32 @@ class Staging:
             target = torch.empty(num_words, dtype=torch.int32, device=self._device)
         target[:num_words].copy_(pinned[:num_words], non_blocking=True)
         self._release()
-        staged = self._view(target, num_padded_rows, num_segments)
-        if not most_drafts:
+        return target[:num_words]
+
+    def _write_query_starts(
+        self, words: Int32Array, query_lens: Int32Array, num_padded_rows: int
+    ) -> None:
+        starts = words[self._query_start : self._query_start + num_padded_rows + 1]
+        starts[0] = 0
+        np.cumsum(query_lens, out=starts[1 : len(query_lens) + 1])
+        starts[len(query_lens) + 1 :] = starts[len(query_lens)]
+
+    def staged(
+        self,
+        words: torch.Tensor,
+        upload: StepUpload,
+        num_rows: int,
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> Staged:
+        """Return the parts of what ``send`` returned, given the same arguments."""
+        num_segments = max(upload.num_segments, self.max_static_segments)
+        staged = self._view(words, num_rows, num_segments)
+        if not any(drafts):
             return staged
-        tail = target[num_words - len(drafts) * (most_drafts + 1) : num_words]
+        most = max(map(len, drafts))
+        tail = words[-len(drafts) * (most + 1) :]
         counts, token_ids = tail[: len(drafts)], tail[len(drafts) :]
-        return replace(
-            staged, num_draft_tokens=counts, draft_token_ids=token_ids.view(-1, most_drafts)
-        )
+        return replace(staged, num_draft_tokens=counts, draft_token_ids=token_ids.view(-1, most))
 
     def _acquire(self, num_words: int) -> tuple[torch.Tensor, Int32Array]:
         event = self._copied[self._next]

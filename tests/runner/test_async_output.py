@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,7 @@ def test_rows_that_sampled_have_their_token_and_the_others_none(device):
     ring = OutputRing(MAX_REQS, 1, DEPTH, device)
     slot = ring.acquire()
     fill(ring, slot, [11, 12, 99, 13], [1, -1, 0, 1])
-    output = ring.deliver(slot, make_plan(4), None)
+    output = ring.deliver(slot, make_plan(4))
     result = output.result()
     assert result.token_ids == ((11,), (), (), (13,))
     assert list(result.errors) == [1]
@@ -51,7 +53,7 @@ def test_rows_come_back_in_the_plans_order():
     slot = ring.acquire()
     fill(ring, slot, [12, 10, 11], [-1, 1, 1])
     order = np.array([2, 0, 1])  # the device's rows are the plan's rows 2, 0 and 1
-    result = ring.deliver(slot, make_plan(3), None, order).result()
+    result = ring.deliver(slot, make_plan(3), order).result()
     assert result.token_ids == ((10,), (11,), ())
     assert list(result.errors) == [2]
 
@@ -72,7 +74,8 @@ class StuckEvent:
 
 def output_of(tokens: list[int], event: StuckEvent | None) -> AsyncOutput:
     counts = np.ones(len(tokens), dtype=np.int32)
-    return AsyncOutput(make_plan(len(tokens)), counts, np.array(tokens)[:, None], event)
+    events = None if event is None else SimpleNamespace(copied=event)
+    return AsyncOutput(make_plan(len(tokens)), counts, np.array(tokens)[:, None], events)
 
 
 def test_a_time_out_is_no_result_and_may_be_tried_again():
@@ -80,7 +83,7 @@ def test_a_time_out_is_no_result_and_may_be_tried_again():
     assert not output.ready()
     with pytest.raises(TimeoutError, match=r"step 7: not finished within 0.01 s"):
         output.result(timeout=0.01)
-    output._event = None
+    output._events = None
     assert output.result(timeout=0.01).token_ids == ((5,),)
 
 
@@ -100,7 +103,7 @@ def test_a_late_reader_finds_its_own_tokens(device):
     for step in range(3 * DEPTH):
         slot = ring.acquire()
         fill(ring, slot, [step, step + 100])
-        outputs.append(ring.deliver(slot, make_plan(2, step), None))
+        outputs.append(ring.deliver(slot, make_plan(2, step)))
     for step, output in enumerate(outputs):
         assert output.result().token_ids == ((step,), (step + 100,))
 
@@ -116,9 +119,9 @@ def test_a_slot_is_not_rewritten_before_its_copy_has_run():
     for step in range(DEPTH + 1):
         slot = ring.acquire()
         fill(ring, slot, [step])
-        outputs.append(ring.deliver(slot, make_plan(1, step), None))
+        outputs.append(ring.deliver(slot, make_plan(1, step)))
     assert not outputs[0].ready()
-    torch.cuda.current_stream().wait_event(ring._copied[ring._next])  # what acquire() does
+    torch.cuda.current_stream().wait_event(ring._events[ring._next].copied)  # what acquire() does
     ring.tokens[ring._next].fill_(99)
     for _ in range(100):
         torch.full((2,), 99, device="cuda")

@@ -14,6 +14,7 @@ from mrv1.engine.block_pool import BlockPool
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
 from tests.models.families import tiny_checkpoint
+from tests.models.test_decoder import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 
@@ -96,12 +97,9 @@ def test_a_steady_decode_never_waits(checkpoint, cuda_graphs):
         core.add_request(str(index), [5, 6, 7 + index], params)
     for _ in range(10):
         core.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(30):
             core.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert core.metrics()["num_running_requests"] == 4
     run(core)
     core.runner.close()

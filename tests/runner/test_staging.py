@@ -17,13 +17,14 @@ WORDS = 300
 
 
 def send(staging: Staging, upload: StepUpload, rows: int = 1, padded: int = 1) -> Staged:
-    return staging.send(
+    words = staging.send(
         upload,
         np.arange(rows, dtype=np.int32),
         np.ones(rows, dtype=np.int32),
         ring_slot=0,
         num_padded_rows=padded,
     )
+    return staging.staged(words, upload, padded)
 
 
 @pytest.mark.gpu
@@ -56,9 +57,11 @@ def test_rows_are_padded(lengths, extra):
     padded = min(len(lengths) + extra, MAX_REQS)
     staging = Staging(MAX_REQS, MAX_SEGMENTS, DEPTH, torch.device("cpu"))
     slots = np.arange(len(lengths), dtype=np.int32)[::-1]
-    staged = staging.send(
-        StepUpload(), slots, np.array(lengths, dtype=np.int32), 2, num_padded_rows=padded
+    upload = StepUpload()
+    words = staging.send(
+        upload, slots, np.array(lengths, dtype=np.int32), 2, num_padded_rows=padded
     )
+    staged = staging.staged(words, upload, padded)
     padding = padded - len(lengths)
     assert staged.idx_mapping.tolist() == [*slots.tolist(), *[-1] * padding]
     starts = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
