@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 
 
@@ -36,7 +37,8 @@ class DecodeGraphs:
             progress: show a progress bar.
         """
         pool = torch.cuda.graph_pool_handle()
-        with Progress(disable=not progress, transient=True) as bar:
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not progress, transient=True) as bar:
             task = bar.add_task("capture CUDA graphs", total=len(self.buckets))
             for size in reversed(self.buckets):
                 run(size)

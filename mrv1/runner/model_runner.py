@@ -199,6 +199,8 @@ class ModelRunner:
         if self._captures:
             with torch.inference_mode():
                 self._graphs.capture(self._run_padding, progress=progress)
+        if self._on_gpu and config.attention_backend == "triton":
+            self._warm_up()
         self._compilations = watch_compilations()
         self._num_warm_up_compilations = self._compilations.total()
         logger.info("%s", self.describe())
@@ -430,6 +432,22 @@ class ModelRunner:
         batch, hidden = self._forward(shape, staged, None)
         self._post_process(shape, staged, batch, hidden)
         return batch, hidden
+
+    def _warm_up(self) -> None:
+        """Launch steps of padding as no graph has them, so that no request waits for a compiler."""
+        for lengths in ([9], [20], [1, 40], [1, 600]):
+            query_lens = np.minimum(lengths, self.max_model_len).astype(np.int32)
+            slots = np.full(min(len(lengths), self.config.max_num_seqs), -1, dtype=np.int32)
+            upload = StepUpload()
+            words = self._staging.send(
+                upload, slots, query_lens[-len(slots) :], 0, num_padded_rows=len(slots)
+            )
+            staged = self._staging.staged(words, upload, len(slots))
+            with torch.inference_mode():
+                for filtered in (False, True):
+                    shape = StepShape.of(query_lens[-len(slots) :], filtered=filtered)
+                    batch, hidden = self._forward(shape, staged, None)
+                    self._post_process(shape, staged, batch, hidden)
 
     def _load_model(self, progress: bool) -> DecoderModel:
         path = checkpoint_dir(self.config.model)

@@ -314,3 +314,20 @@ def test_the_start_line_tells_what_runs(checkpoint):
     assert "Qwen3ForCausalLM on cpu: CPU reference (torch), float32" in line
     assert "16 blocks of 16 tokens" in line
     runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_the_warm_up_leaves_no_trace(checkpoint, max_num_seqs):
+    """It launches steps of padding: nothing is written but outputs that nobody reads."""
+    runner = make_runner(checkpoint, max_num_seqs=max_num_seqs)
+    runner._slots.buffer.fill_(7)
+    runner.state.stopped.zero_()
+    before = runner._slots.buffer.clone()
+    for cache in runner.kv_cache.layers:
+        cache.k.fill_(3)
+    runner._warm_up()
+    assert torch.equal(runner._slots.buffer, before)
+    assert all((cache.k == 3).all() for cache in runner.kv_cache.layers)
+    assert not runner._outputs.num_output.any()
+    runner.close()

@@ -19,7 +19,7 @@ from tests.models.test_decoder import no_waiting
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 
 DELAY_CYCLES = 2_000_000  # about a millisecond, many times a step of the tiny model
-SOAK_STEPS = int(os.environ.get("MRV1_SOAK_STEPS", "2000"))
+SOAK_STEPS = int(os.environ.get("SOAK_STEPS", "2000"))
 
 
 @pytest.fixture(scope="module")

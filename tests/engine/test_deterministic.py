@@ -1,0 +1,77 @@
+"""deterministic=True: a request's logits are the same bits alone and in a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrv1 import ConfigError, EngineConfig, ModelRunner, SamplingParams
+from mrv1.engine.core import EngineCore
+from tests.engine.test_llm import random_prompts
+from tests.models.families import tiny_checkpoint
+
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3")
+    return path
+
+
+def logits_of(
+    checkpoint: Path, device: torch.device, prompts: list[list[int]], **options: object
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Return all tokens, and the logits behind the first prompt's, ``[tokens, vocab]``."""
+    config = EngineConfig(
+        **(
+            {
+                "model": str(checkpoint), "device": device.type, "num_kv_blocks": 256,
+                "max_num_seqs": 40, "cuda_graphs": False, "enable_prefix_caching": False,
+                "deterministic": True,
+            }
+            | options
+        )
+    )  # fmt: skip
+    core = EngineCore(config, progress=False)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    requests = [core.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    slots: list[torch.Tensor] = []
+    logits: list[torch.Tensor] = []
+    sample = core.runner.sampler.sample
+
+    def watched(of_step, idx_mapping, *arguments, **keywords):
+        rows = (idx_mapping == requests[0].slot).nonzero().flatten()
+        slots.append(rows)
+        logits.append(of_step[rows].clone())
+        return sample(of_step, idx_mapping, *arguments, **keywords)
+
+    core.runner.sampler.sample = watched  # type: ignore[method-assign]
+    while core.scheduler.has_unfinished_requests:
+        core.step()
+    core.runner.close()
+    return [request.output_token_ids for request in requests], torch.cat(logits)[:NUM_TOKENS]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_the_same_bits_in_any_batch(checkpoint, device, dtype):
+    """Prompts of one token to two blocks and more, whole: chunk cuts are not in play."""
+    prompts = random_prompts((37, *range(1, 40)))
+    tokens, logits = logits_of(checkpoint, device, prompts, dtype=dtype)
+    for count in (1, 2, 17):
+        fewer, alone = logits_of(checkpoint, device, prompts[:count], dtype=dtype)
+        assert fewer == tokens[:count]
+        assert torch.equal(alone, logits)
+
+
+def test_a_model_made_otherwise_is_refused(checkpoint):
+    config = EngineConfig(model=str(checkpoint), num_kv_blocks=8, device="cpu")
+    runner = ModelRunner(config, progress=False)
+    other = EngineConfig(model=str(checkpoint), num_kv_blocks=8, device="cpu", deterministic=True)
+    with pytest.raises(ConfigError, match="model: expected one with deterministic=True"):
+        ModelRunner(other, model=runner.model, progress=False)
+    runner.close()
