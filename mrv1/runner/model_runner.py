@@ -434,7 +434,7 @@ class ModelRunner:
         return batch, hidden
 
     def _warm_up(self) -> None:
-        """Launch steps of padding as no graph has them, so that no request waits for a compiler."""
+        """Launch steps of padding that no graph has, so that no request waits for a compiler."""
         for lengths in ([9], [20], [1, 40], [1, 600]):
             query_lens = np.minimum(lengths, self.max_model_len).astype(np.int32)
             slots = np.full(min(len(lengths), self.config.max_num_seqs), -1, dtype=np.int32)
