@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ class TileConfig:
             wanted = min(8, 256 // row_tiles, num_in // (384 if deterministic else 256))
             splits = 1 << max(0, wanted.bit_length() - 1)
         tile_tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-        common = {
+        common: dict[str, Any] = {
             "tile_rows": 64,
             "splits": splits,
             "num_warps": 4,
@@ -141,11 +142,16 @@ class TileConfig:
         )
 
     @classmethod
-    def for_interpreter(cls, num_tokens: int, num_in: int, num_rows: int) -> TileConfig:
-        """Return few large programs, with one early step, one late and two splits if they fit."""
+    def for_interpreter(
+        cls, num_tokens: int, num_in: int, num_rows: int, *, deterministic: bool
+    ) -> TileConfig:
+        """Return few large programs, with one early step and some late ones.
+
+        Deterministic calls have one tile of tokens: numpy chooses its product by the shape.
+        """
         tile_in = min(1024, triton.next_power_of_2(triton.cdiv(num_in, 4)))
         return cls(
-            tile_tokens=min(256, triton.next_power_of_2(num_tokens)),
+            tile_tokens=64 if deterministic else min(256, triton.next_power_of_2(num_tokens)),
             tile_rows=min(1024, max(2, triton.next_power_of_2(num_rows))),
             tile_in=tile_in,
             splits=1,
@@ -185,7 +191,8 @@ def _load_early(
     steps = ()
     for step in tl.static_range(STEPS):
         first_in = first + step * TILE_IN
-        steps += (_load_step(row_ptr, in_row, first_in, IN, TILE_IN, IS_RAGGED),)
+        step_x = _load_step(row_ptr, in_row, first_in, IN, TILE_IN, IS_RAGGED)
+        steps += (step_x,)  # type: ignore[assignment]
     return steps
 
 
@@ -374,7 +381,7 @@ def _norm_tile_kernel(
 
 def norm_tile_in(num_in: int, dtype: torch.dtype) -> int:
     """Return the columns that a warp norms at once."""
-    return min(warp_columns(dtype), max(16, triton.next_power_of_2(num_in)))
+    return min(warp_columns(dtype), max(16, int(triton.next_power_of_2(num_in))))
 
 
 def multiply_tiles(call: LinearCall, config: TileConfig) -> None:

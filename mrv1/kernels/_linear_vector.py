@@ -75,7 +75,8 @@ def _load_chunks(
     chunks = ()
     for chunk in tl.static_range(CHUNKS):
         col = (first + chunk) * TILE_IN + tl.arange(0, TILE_IN)[None, :]
-        chunks += (tl.load(row_ptr + col, mask=in_row & (col < IN), other=0.0),)
+        loaded = tl.load(row_ptr + col, mask=in_row & (col < IN), other=0.0)
+        chunks += (loaded,)  # type: ignore[assignment]
     return chunks
 
 
@@ -91,7 +92,8 @@ def _add_squares(total, xs, CHUNKS: tl.constexpr):
 def _normed_chunks(xs, scale, norm_weights, CHUNKS: tl.constexpr):
     chunks = ()
     for chunk in tl.static_range(CHUNKS):
-        chunks += (normed(xs[chunk], scale, norm_weights[chunk]),)
+        x = normed(xs[chunk], scale, norm_weights[chunk])
+        chunks += (x,)  # type: ignore[assignment]
     return chunks
 
 

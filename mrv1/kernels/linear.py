@@ -16,6 +16,7 @@ GPU vendor's library, with the norm and the activation in kernels of their own.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -119,7 +120,9 @@ def _vector_config(call: LinearCall) -> VectorConfig:
 def _tile_config(call: LinearCall, deterministic: bool) -> TileConfig:
     num_rows = call.weight.shape[0]
     if INTERPRET:
-        return TileConfig.for_interpreter(call.num_tokens, call.num_in, num_rows)
+        return TileConfig.for_interpreter(
+            call.num_tokens, call.num_in, num_rows, deterministic=deterministic
+        )
     return TileConfig.default_for(
         call.num_tokens,
         call.num_in,
@@ -171,15 +174,15 @@ def _check(
     check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
     check_launchable("x", x)
     num_tokens, num_in = x.shape
-    like_x = {"dtype": x.dtype, "device": x.device}
-    check_tensor("weight", weight, shape=(None, num_in), contiguous=True, **like_x)
+    check = partial(check_tensor, dtype=x.dtype, device=x.device)
+    check("weight", weight, shape=(None, num_in), contiguous=True)
     if weight.numel() == 0:
         raise ValueError(f"weight: expected at least one row and column, got {list(weight.shape)}")
     num_rows = weight.shape[0]
     if bias is not None:
-        check_tensor("bias", bias, shape=(num_rows,), contiguous=True, **like_x)
+        check("bias", bias, shape=(num_rows,), contiguous=True)
     if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, shape=(num_in,), contiguous=True, **like_x)
+        check("norm_weight", norm_weight, shape=(num_in,), contiguous=True)
     if activation not in (None, "silu_and_mul"):
         raise ValueError(f"activation: expected None or 'silu_and_mul', got {activation!r}")
     if activation is not None and num_rows % 2:
@@ -190,7 +193,7 @@ def _check(
         raise TypeError(f"out_dtype: expected None, {x.dtype} or torch.float32, got {out_dtype}")
     shape = (num_tokens, num_rows if activation is None else num_rows // 2)
     if residual is not None:
-        check_tensor("residual", residual, shape=shape, unit_last_stride=True, **like_x)
+        check("residual", residual, shape=shape, unit_last_stride=True)
     if out is not None:
         check_tensor(
             "out",

@@ -19,81 +19,22 @@ from tests.kernels.elementwise import (
     SENTINEL,
     assert_gaps_untouched,
     in_a_wider_row,
-    normal,
     seeds,
     tiles,
+)
+from tests.kernels.linear_layers import (
+    EPS,
+    FEATURES,
+    assert_linear_in_budget,
+    linear_arguments,
 )
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 module = importlib.import_module("mrv1.kernels.linear")
 
-EPS = 1e-6
 TOKENS = (1, 2, 15, 16, 17, 33, 65)
 SIZES = ((16, 1), (64, 48), (100, 70), (300, 8), (1024, 66), (1100, 20))  # inputs, outputs
-FEATURES = (
-    (),
-    ("bias",),
-    ("norm",),
-    ("residual",),
-    ("gated",),
-    ("norm", "gated"),
-    ("bias", "norm", "gated", "residual"),
-)
-
-
-def _arguments(num_tokens, num_in, num_out, dtype, device, features=(), seed=0):
-    """Return a call's arguments, all but ``out``; its results are of order one."""
-    num_rows = num_out * (2 if "gated" in features else 1)
-    weight = normal((num_rows, num_in), torch.float64, "cpu", seed + 1) * num_in**-0.5
-    arguments = {
-        "x": in_a_wider_row(normal((num_tokens, num_in), dtype, device, seed), 8, 16),
-        "weight": weight.to(dtype).to(device),
-    }
-    if "bias" in features:
-        arguments["bias"] = normal((num_rows,), dtype, device, seed + 2)
-    if "norm" in features:
-        arguments["norm_weight"] = normal((num_in,), dtype, device, seed + 3)
-        arguments["eps"] = EPS
-    if "residual" in features:
-        residual = normal((num_tokens, num_out), dtype, device, seed + 4)
-        arguments["residual"] = in_a_wider_row(residual, 16, 8)
-    if "gated" in features:
-        arguments["activation"] = "silu_and_mul"
-    return arguments
-
-
-def _assert_in_budget(
-    got, x, weight, bias=None, norm_weight=None, eps=EPS, residual=None, activation=None
-):
-    """Fail unless ``got`` errs by no more than it must.
-
-    Of each product the sum in float32 errs by a unit in the last place a step of 16 inputs, and
-    what is rounded to the dtype by the way (a normed x that came out on the other side of a
-    rounding; by the library, a gate and an up) like independent errors of the terms. Then the
-    activation, and one rounding of the result.
-    """
-    small, tiny = torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps
-    spread = torch.zeros((), dtype=torch.float64, device=x.device)
-    if norm_weight is not None:
-        x = reference.rms_norm(x, norm_weight, eps)
-        spread = 4 * small * (x.double().square() @ weight.double().square().T).sqrt()
-    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    magnitude = x.double().abs() @ weight.double().abs().T + exact.abs()
-    budget = (8 + x.shape[1] / 16) * tiny * magnitude + spread
-    if activation is not None:
-        gate, up = exact.chunk(2, dim=-1)
-        gate_budget, up_budget = (budget + small * exact.abs()).chunk(2, dim=-1)
-        silu = gate / (1 + torch.exp(-gate))
-        exact = silu * up
-        budget = 1.1 * gate_budget * (up.abs() + up_budget) + silu.abs() * up_budget
-        budget += (4 + gate.abs()) * tiny * exact.abs()
-    if residual is not None:
-        exact = exact + residual.double()
-    budget += torch.finfo(got.dtype).eps * exact.abs() + 2 * tiny
-    assert torch.equal(got.isfinite(), exact.isfinite())
-    excess = ((got.double() - exact).abs() - budget)[exact.isfinite()]
-    assert excess.numel() == 0 or excess.max() <= 0, f"{excess.max():.3e} over budget"
 
 
 @contextmanager
@@ -113,7 +54,7 @@ gpus = st.sampled_from([None, "sm_80", "sm_90"])
 
 
 def test_the_oracle_is_the_formula():
-    arguments = _arguments(2, 3, 2, torch.float64, "cpu", ("bias", "gated", "residual"))
+    arguments = linear_arguments(2, 3, 2, torch.float64, "cpu", ("bias", "gated", "residual"))
     x, weight, bias = (arguments[name].tolist() for name in ("x", "weight", "bias"))
     want = arguments["residual"].clone()
     for token in range(2):
@@ -124,7 +65,7 @@ def test_the_oracle_is_the_formula():
 
 
 def test_the_oracle_norms_first_and_rounds_once():
-    arguments = _arguments(4, 96, 8, torch.bfloat16, "cpu", ("norm",))
+    arguments = linear_arguments(4, 96, 8, torch.bfloat16, "cpu", ("norm",))
     x, weight, norm_weight = (arguments[name] for name in ("x", "weight", "norm_weight"))
     normed = reference.rms_norm(x, norm_weight, EPS)
     want = torch.nn.functional.linear(normed.float(), weight.float())
@@ -148,7 +89,7 @@ def test_the_oracle_norms_first_and_rounds_once():
 def test_it_is_within_its_budget(
     device, num_tokens, size, dtype, features, deterministic, wide, gpu, seed
 ):
-    arguments = _arguments(num_tokens, *size, dtype, device, features, seed)
+    arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
     out_dtype = torch.float32 if wide else dtype
     out = in_a_wider_row(torch.zeros(num_tokens, size[1], dtype=out_dtype, device=device), 4, 12)
     with _as_on(gpu):
@@ -156,7 +97,7 @@ def test_it_is_within_its_budget(
             **arguments, out=out, out_dtype=out_dtype, deterministic=deterministic
         )
     assert got is out
-    _assert_in_budget(got, **arguments)
+    assert_linear_in_budget(got, **arguments)
     for view in (out, arguments["x"], arguments.get("residual", out)):
         assert_gaps_untouched(view)
 
@@ -166,19 +107,18 @@ def test_it_is_within_its_budget(
     size=st.sampled_from([(64, 48), (100, 70), (800, 66), (1024, 64)]),
     dtype=st.sampled_from(DTYPES),
     features=st.sampled_from(FEATURES),
-    gpu=gpus,
     seed=seeds,
 )
 def test_deterministic_bits_do_not_depend_on_the_other_tokens(
-    device, num_tokens, size, dtype, features, gpu, seed
+    device, num_tokens, size, dtype, features, seed
 ):
-    arguments = _arguments(num_tokens, *size, dtype, device, features, seed)
+    """With the GPU's tiles on a GPU only: numpy adds up in an order that the tile decides."""
+    arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
     rows = {"x", "residual"}
-    with _as_on(gpu):
-        many = kernels.linear(**arguments, deterministic=True)
-        for row in {0, num_tokens // 2, num_tokens - 1}:
-            alone = {k: v[row : row + 1] if k in rows else v for k, v in arguments.items()}
-            assert torch.equal(kernels.linear(**alone, deterministic=True), many[row : row + 1])
+    many = kernels.linear(**arguments, deterministic=True)
+    for row in {0, num_tokens // 2, num_tokens - 1}:
+        alone = {k: v[row : row + 1] if k in rows else v for k, v in arguments.items()}
+        assert torch.equal(kernels.linear(**alone, deterministic=True), many[row : row + 1])
 
 
 @given(
@@ -189,7 +129,7 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens(
     gpu=gpus,
 )
 def test_the_residual_may_be_the_result(device, num_tokens, features, dtype, deterministic, gpu):
-    arguments = _arguments(num_tokens, 1024, 72, dtype, device, features)
+    arguments = linear_arguments(num_tokens, 1024, 72, dtype, device, features)
     with _as_on(gpu):
         want = kernels.linear(**arguments, deterministic=deterministic)
         residual = arguments["residual"]
@@ -200,7 +140,7 @@ def test_the_residual_may_be_the_result(device, num_tokens, features, dtype, det
 
 @given(num_tokens=st.sampled_from(TOKENS), features=st.sampled_from(FEATURES), gpu=gpus)
 def test_nan_stays_in_its_row(device, num_tokens, features, gpu):
-    arguments = _arguments(num_tokens, 100, 24, torch.float16, device, features)
+    arguments = linear_arguments(num_tokens, 100, 24, torch.float16, device, features)
     with _as_on(gpu):
         want = kernels.linear(**arguments)
         arguments["x"][num_tokens // 2, 7] = torch.nan
@@ -213,23 +153,10 @@ def test_nan_stays_in_its_row(device, num_tokens, features, gpu):
 # --- edges -------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu_only
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("size", [(1024, 4096), (2048, 1024), (3072, 1024), (4096, 1536)])
-def test_deterministic_at_the_sizes_of_models(device, size, features):
-    arguments = _arguments(257, *size, torch.bfloat16, device, features)
-    many = kernels.linear(**arguments, deterministic=True)
-    _assert_in_budget(many, **arguments)
-    for num_tokens in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 255, 256):
-        few = {k: v[:num_tokens] if k in ("x", "residual") else v for k, v in arguments.items()}
-        assert torch.equal(kernels.linear(**few, deterministic=True), many[:num_tokens])
-        _assert_in_budget(kernels.linear(**few), **few)
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("features", FEATURES)
 def test_no_tokens(device, features, deterministic):
-    arguments = _arguments(0, 16, 6, torch.float32, device, features)
+    arguments = linear_arguments(0, 16, 6, torch.float32, device, features)
     assert kernels.linear(**arguments, deterministic=deterministic).shape == (0, 6)
     assert reference.linear(**arguments, deterministic=deterministic).shape == (0, 6)
 

@@ -1,0 +1,73 @@
+"""What the tests of the linear layer share: calls of it, and how its result is judged."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels import reference
+from tests.kernels.elementwise import in_a_wider_row, normal
+
+EPS = 1e-6
+FEATURES = (
+    (),
+    ("bias",),
+    ("norm",),
+    ("residual",),
+    ("gated",),
+    ("norm", "gated"),
+    ("bias", "norm", "gated", "residual"),
+)
+
+
+def linear_arguments(num_tokens, num_in, num_out, dtype, device, features=(), seed=0):
+    """Return a call's arguments, all but ``out``; its results are of order one."""
+    num_rows = num_out * (2 if "gated" in features else 1)
+    weight = normal((num_rows, num_in), torch.float64, "cpu", seed + 1) * num_in**-0.5
+    arguments = {
+        "x": in_a_wider_row(normal((num_tokens, num_in), dtype, device, seed), 8, 16),
+        "weight": weight.to(dtype).to(device),
+    }
+    if "bias" in features:
+        arguments["bias"] = normal((num_rows,), dtype, device, seed + 2)
+    if "norm" in features:
+        arguments["norm_weight"] = normal((num_in,), dtype, device, seed + 3)
+        arguments["eps"] = EPS
+    if "residual" in features:
+        residual = normal((num_tokens, num_out), dtype, device, seed + 4)
+        arguments["residual"] = in_a_wider_row(residual, 16, 8)
+    if "gated" in features:
+        arguments["activation"] = "silu_and_mul"
+    return arguments
+
+
+def assert_linear_in_budget(
+    got, x, weight, bias=None, norm_weight=None, eps=EPS, residual=None, activation=None
+):
+    """Fail unless ``got`` errs by no more than it must.
+
+    Of each product the sum in float32 errs by a unit in the last place a step of 16 inputs, and
+    what is rounded to the dtype by the way (a normed x that came out on the other side of a
+    rounding; by the library, a gate and an up) like independent errors of the terms. Then the
+    activation, and one rounding of the result.
+    """
+    small, tiny = torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps
+    spread = torch.zeros((), dtype=torch.float64, device=x.device)
+    if norm_weight is not None:
+        x = reference.rms_norm(x, norm_weight, eps)
+        spread = 4 * small * (x.double().square() @ weight.double().square().T).sqrt()
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    magnitude = x.double().abs() @ weight.double().abs().T + exact.abs()
+    budget = (8 + x.shape[1] / 16) * tiny * magnitude + spread
+    if activation is not None:
+        gate, up = exact.chunk(2, dim=-1)
+        gate_budget, up_budget = (budget + small * exact.abs()).chunk(2, dim=-1)
+        silu = gate / (1 + torch.exp(-gate))
+        exact = silu * up
+        budget = 1.1 * gate_budget * (up.abs() + up_budget) + silu.abs() * up_budget
+        budget += (4 + gate.abs()) * tiny * exact.abs()
+    if residual is not None:
+        exact = exact + residual.double()
+    budget += torch.finfo(got.dtype).eps * exact.abs() + 2 * tiny
+    assert torch.equal(got.isfinite(), exact.isfinite())
+    excess = ((got.double() - exact).abs() - budget)[exact.isfinite()]
+    assert excess.numel() == 0 or excess.max() <= 0, f"{excess.max():.3e} over budget"
