@@ -74,7 +74,8 @@ def _post_update(num_columns: int, overlap: bool, *, uniform: bool = False) -> A
         name=f"post_update-{num_columns}{'-uniform' if uniform else ''}",
         kernel=_post_update_kernel,
         args=(
-            *(int64, num_columns, int32, int32, 40_960, int32, int32, int32, int32, 151_936),
+            *(int64, num_columns, int32, int32, 256 * num_columns, 256),
+            *(int32, 40_960, int32, int32, int32, int32, 151_936),
             *(int32, None if uniform else int32, int64, int32 if num_columns > 1 else None),
             *(int64, num_columns, int32, int32, 16, 33, 1, num_columns),
         ),

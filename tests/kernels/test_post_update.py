@@ -208,6 +208,33 @@ def test_state_and_outputs_equal_the_oracles(device, case, as_on_gpu):
         assert _run(kernels, case, device) == _run(reference, case)
 
 
+@given(case=_cases(), ring_slot=st.integers(0, 2))
+def test_outputs_go_to_the_slot_of_the_ring_that_the_device_names(device, case, ring_slot):
+    """Three outputs, the launch is told which by a tensor; the others keep their poison."""
+    plain, ringed = _arguments(case, device), _arguments(case, device)
+    num_rows, num_columns = len(case.rows), case.num_columns
+    ring = {
+        "output": torch.full(
+            (3, num_rows + 2, num_columns + 1), POISON, dtype=torch.int64, device=device
+        ),
+        "num_output": torch.full((3, num_rows + 5), POISON, dtype=torch.int32, device=device),
+    }
+    ringed["output"] = ring["output"][:, :num_rows, :num_columns]
+    ringed["num_output"] = ring["num_output"][:, :num_rows]
+    expected = {name: buffer.clone() for name, buffer in ring.items()}
+    reference.post_update(**plain)
+    kernels.post_update(
+        **ringed, ring_slot=torch.tensor([ring_slot], dtype=torch.int32, device=device)
+    )
+    expected["output"][ring_slot, :num_rows, :num_columns] = plain["output"]
+    expected["num_output"][ring_slot, :num_rows] = plain["num_output"]
+    for name, buffer in ring.items():
+        assert torch.equal(buffer, expected[name])
+    for name in STATE:
+        if plain[name] is not None:
+            assert torch.equal(plain[name], ringed[name])
+
+
 # --- edges -------------------------------------------------------------------------------------
 
 
