@@ -100,7 +100,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Keep the blocks of prompts and outputs for requests that begin alike."""
     overlap: bool = True
-    """Launch a step before the result of the one before it is known."""
+    """Launch a step before the result of the one before it is known; with FlashInfer never."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs, on a GPU."""
     deterministic: bool = False
@@ -163,8 +163,11 @@ class EngineConfig:
 
     @property
     def steps_in_flight(self) -> int:
-        """Steps that are launched before the first one's result is taken."""
-        return 2 if self.overlap else 1
+        """Steps that are launched before the first one's result is taken.
+
+        FlashInfer plans a step on the host, which then must know who has stopped.
+        """
+        return 2 if self.overlap and self.attention_backend == "triton" else 1
 
 
 def resolve_dtype(

@@ -154,3 +154,10 @@ def test_the_mode_of_a_process_cannot_change_after_triton_is_imported():
 def test_a_senseless_mode_is_refused():
     run = run_python("import mrv1", TRITON_INTERPRET="perhaps")
     assert "TRITON_INTERPRET: expected 0 or 1, got 'perhaps'" in run.stderr
+
+
+def test_steps_in_flight():
+    """FlashInfer's plans are made on the host, which must know who has stopped."""
+    assert EngineConfig(model="tiny").steps_in_flight == 2
+    assert EngineConfig(model="tiny", overlap=False).steps_in_flight == 1
+    assert EngineConfig(model="tiny", attention_backend="flashinfer").steps_in_flight == 1

@@ -89,8 +89,8 @@ class LLM:
                 used.
             enable_prefix_caching: keep the blocks of prompts and outputs for requests that begin
                 alike; not with ``kv_scale="quarter"``, nor is ``deterministic``.
-            overlap: launch a step before the result of the one before it is known; the tokens are
-                the same without, only later.
+            overlap: launch a step before the result of the one before it is known (never with
+                ``flashinfer``); the tokens are the same without, only later.
             cuda_graphs: capture decode steps as CUDA graphs at the start, on a GPU.
             deterministic: compute every row by itself alone, so that the bits of its logits do not
                 depend on the batch; slower.

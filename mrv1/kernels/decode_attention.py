@@ -403,6 +403,7 @@ def _paged_decode_attention_kernel(
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     num_items = tl.load(counts_ptr)
+    # Two calls, as a loop that runs once costs registers, and with them a program on an SM.
     if IN_ROUNDS:
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _write_item(

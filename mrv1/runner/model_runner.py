@@ -526,7 +526,7 @@ class ModelRunner:
             "reference": "CPU reference (torch)",
         }[self.path]
         if self.config.attention_backend == "flashinfer":
-            how += ", attention by FlashInfer"
+            how += ", attention by FlashInfer (one step in flight)"
         return (
             f"{self.model_config.architecture} on {device_info(self.device).name}: {how}, "
             f"{dtype}, KV {self._describe_kv()}, all heads full, "
