@@ -45,17 +45,19 @@ class OutputRing:
         num_slots = depth + 1
         count_words = -(-max_num_reqs // 4) * 4
         words = (num_slots, count_words + 2 * max_num_reqs * max_tokens)
-        self._device = torch.zeros(words, dtype=torch.int32, device=device)
-        self._host = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
+        on_device = torch.zeros(words, dtype=torch.int32, device=device)
+        host = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
+        self._copies = list(zip(host, on_device, strict=True))
+        """Of each slot, where it is copied to and from."""
 
         def views(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             tokens = buffer.view(torch.int64)[:, count_words // 2 :]
             return buffer[:, :max_num_reqs], tokens.unflatten(1, (max_num_reqs, max_tokens))
 
-        self.num_output, self.tokens = views(self._device)
+        self.num_output, self.tokens = views(on_device)
         """[slots, max_num_reqs] int32 and [slots, max_num_reqs, max_tokens] int64: of one buffer,
         so that one copy takes both."""
-        self._host_num_output, self._host_tokens = (view.numpy() for view in views(self._host))
+        self._host_num_output, self._host_tokens = (view.numpy() for view in views(host))
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._events = [_Events.new() for _ in range(num_slots)] if on_gpu else None
         self._readers: list[AsyncOutput | None] = [None] * num_slots
@@ -93,14 +95,15 @@ class OutputRing:
             on_output: is given the result once it is there.
         """
         events = None
+        on_host, on_device = self._copies[slot]
         if self._events is None or self._stream is None:
-            self._host[slot].copy_(self._device[slot])
+            on_host.copy_(on_device)
         else:
             events = self._events[slot]
             events.done.record()
             self._stream.wait_event(events.done)
             with torch.cuda.stream(self._stream):
-                self._host[slot].copy_(self._device[slot], non_blocking=True)
+                on_host.copy_(on_device, non_blocking=True)
             events.copied.record(self._stream)
         num_rows = len(plan.req_ids)
         output = AsyncOutput(

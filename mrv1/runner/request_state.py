@@ -57,6 +57,8 @@ class RequestState:
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
         self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
+        self._last: tuple[Int32Array, Int32Array] | None = None
+        """Slots and epochs of the last plan, if all its rows sample: arrays nobody writes."""
 
     def stage(self, plan: StepPlan, upload: StepUpload) -> None:
         """Bring the mirrors to the start of the step; add what the device needs for it.
@@ -64,6 +66,9 @@ class RequestState:
         Raises:
             ValueError: the plan contradicts what the slots hold.
         """
+        if self._goes_on(plan):
+            return
+        self._last = None
         self._check_slots((*plan.preempted, *plan.finished))
         if plan.slots.min() < 0 or plan.slots.max() >= len(self._epochs_np):
             self._check_slots(plan.slots.tolist())
@@ -83,6 +88,16 @@ class RequestState:
                 f"got {plan.epochs}"
             )
         self._check_rows(plan)
+
+    def _goes_on(self, plan: StepPlan) -> bool:
+        """Whether the plan gives the last one's rows a token each: then it has been checked."""
+        if self._last is None or plan.entering or plan.draft_token_ids:
+            return False
+        slots, epochs = self._last
+        same_rows = plan.slots is slots and plan.epochs is epochs
+        if not same_rows or plan.preempted or plan.finished:
+            return False
+        return not slots.flags.writeable and bool((plan.num_scheduled_tokens == 1).all())
 
     def _stage_entering(self, request: SlotRequest, upload: StepUpload) -> None:
         stop_token_ids = np.full(MAX_STOP_TOKENS, -1, dtype=np.int32)
@@ -186,8 +201,10 @@ class RequestState:
         slots = plan.slots
         self.num_computed_tokens_np[slots] += plan.num_scheduled_tokens
         samples = self.num_computed_tokens_np[slots] >= self.num_tokens_np[slots]
+        self._last = (slots, plan.epochs) if samples.all() else None
         if plan.draft_token_ids:  # how many are accepted is known with the result
             drafts = np.array([len(drafts) > 0 for drafts in plan.draft_token_ids])
             self._is_drafting_np[slots] = drafts
+            self._last = None
             samples &= ~drafts
         self.num_tokens_np[slots] += samples

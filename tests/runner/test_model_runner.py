@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,26 @@ def test_a_resumed_request_goes_on_where_it_was(runner, expected):
 def test_a_plan_that_contradicts_the_slots_is_a_step_error(runner, plan, message):
     with pytest.raises(StepError, match=message):
         runner.execute(plan)
+
+
+def test_a_plan_that_goes_on_is_checked_where_it_may_be_wrong(checkpoint):
+    """The last plan's own arrays again: only what differs from it is looked at."""
+    runner = make_runner(checkpoint, device="cpu")
+    rows = {"a": (0, 5, (0, 1)), "b": (1, 20, (2, 3))}
+    entering = (enter("a", 0, PROMPTS[0]), enter("b", 1, PROMPTS[1]))
+    runner.execute(make_plan(0, rows, new=entering)).result()
+    steady = make_plan(1, {"a": (0, 1, ()), "b": (1, 1, ())})
+    steady.slots.flags.writeable = steady.epochs.flags.writeable = False
+    tokens = [runner.execute(replace(steady, step_id=n)).result().token_ids for n in (1, 2, 3)]
+    assert all(map(len, sum(tokens, ())))
+    for wrong, message in (
+        ({"num_scheduled_tokens": np.array([1, 2], dtype=np.int32)}, "num_scheduled_tokens"),
+        ({"finished": (1,)}, r"expected epochs \[ 0 -1\]"),
+        ({"new": (enter("c", 0, [5]),)}, "expected slot 0 free, 'c' got it"),
+    ):
+        with pytest.raises(StepError, match=message):
+            runner.execute(replace(steady, step_id=4, **wrong))
+    runner.close()
 
 
 def spoil(runner: ModelRunner, slot: int, column: int, block_id: int) -> None:
