@@ -108,5 +108,5 @@ class BlockTables:
         if not 0 <= min(ids) <= max(ids) < num_pool_blocks:
             raise ValueError(f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {ids}")
         first = self._slots.first_word("block_table", slot) + group.offset + start
-        upload.write(first, np.asarray(ids, dtype=np.int32))
+        upload.put(first, ids)
         self.num_blocks_np[slot, index] = start + len(ids)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from mrv1.kernels.post_update import MAX_SAMPLED_TOKENS
+from mrv1.kernels.post_update import MAX_SAMPLED_TOKENS, RUNNING
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
 from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan
@@ -20,6 +22,16 @@ MAX_STOP_TOKENS = 16
 
 MAX_DRAFTS = MAX_SAMPLED_TOKENS - 1
 """Draft tokens of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a plan that were checked."""
+
+    slots: Int32Array
+    epochs: Int32Array
+    index: npt.NDArray[np.intp]
+    """[rows] slots."""
 
 
 class RequestState:
@@ -57,8 +69,8 @@ class RequestState:
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
         self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
-        self._last: tuple[Int32Array, Int32Array] | None = None
-        """Slots and epochs of the last plan, if all its rows sample: arrays nobody writes."""
+        self._last: _Rows | None = None
+        """Of the last plan, if all its rows sample and nobody may write its arrays."""
 
     def stage(self, plan: StepPlan, upload: StepUpload) -> None:
         """Bring the mirrors to the start of the step; add what the device needs for it.
@@ -91,28 +103,31 @@ class RequestState:
 
     def _goes_on(self, plan: StepPlan) -> bool:
         """Whether the plan gives the last one's rows a token each: then it has been checked."""
-        if self._last is None or plan.entering or plan.draft_token_ids:
-            return False
-        slots, epochs = self._last
-        same_rows = plan.slots is slots and plan.epochs is epochs
-        if not same_rows or plan.preempted or plan.finished:
-            return False
-        return not slots.flags.writeable and bool((plan.num_scheduled_tokens == 1).all())
+        last = self._last
+        return (
+            last is not None
+            and plan.slots is last.slots
+            and plan.epochs is last.epochs
+            and not (plan.entering or plan.preempted or plan.finished or plan.draft_token_ids)
+            and bool((plan.num_scheduled_tokens == 1).all())
+        )
 
     def _stage_entering(self, request: SlotRequest, upload: StepUpload) -> None:
-        stop_token_ids = np.full(MAX_STOP_TOKENS, -1, dtype=np.int32)
-        stop_token_ids[: len(request.stop_token_ids)] = request.stop_token_ids
-        for name, values in (
-            ("token_ids", request.token_ids),
-            ("num_tokens", len(request.token_ids)),
-            ("num_computed_tokens", request.num_computed_tokens),
-            ("prompt_len", request.prompt_len),
-            ("max_total_tokens", request.max_total_tokens),
-            ("stop_token_ids", stop_token_ids),
-            ("stopped", 0),
+        stop_token_ids = request.stop_token_ids
+        padding = [-1] * (MAX_STOP_TOKENS - len(stop_token_ids))
+        first_word = self._slots.first_word
+        upload.write(
+            first_word("token_ids", request.slot), np.asarray(request.token_ids, dtype=np.int32)
+        )
+        for name, words in (
+            ("num_tokens", [len(request.token_ids)]),
+            ("num_computed_tokens", [request.num_computed_tokens]),
+            ("prompt_len", [request.prompt_len]),
+            ("max_total_tokens", [request.max_total_tokens]),
+            ("stop_token_ids", [*stop_token_ids, *padding]),
+            ("stopped", [RUNNING]),
         ):
-            first = self._slots.first_word(name, request.slot)
-            upload.write(first, np.asarray(values, dtype=np.int32))
+            upload.put(first_word(name, request.slot), words)
 
     def _check_slots(self, slots: Sequence[int]) -> None:
         outside = [slot for slot in slots if not 0 <= slot < len(self._epochs_np)]
@@ -198,13 +213,19 @@ class RequestState:
 
     def advance_on_host(self, plan: StepPlan) -> None:
         """Bring the mirrors to the end of the step: who reaches its newest token samples."""
-        slots = plan.slots
-        self.num_computed_tokens_np[slots] += plan.num_scheduled_tokens
-        samples = self.num_computed_tokens_np[slots] >= self.num_tokens_np[slots]
-        self._last = (slots, plan.epochs) if samples.all() else None
+        if self._last is not None:  # the plan goes on with it: each row samples again
+            index = self._last.index
+            self.num_computed_tokens_np[index] += 1
+            self.num_tokens_np[index] += 1
+            return
+        index = plan.slots.astype(np.intp)  # as numpy indexes fastest
+        computed = self.num_computed_tokens_np[index] + plan.num_scheduled_tokens
+        self.num_computed_tokens_np[index] = computed
+        samples = computed >= self.num_tokens_np[index]
         if plan.draft_token_ids:  # how many are accepted is known with the result
             drafts = np.array([len(drafts) > 0 for drafts in plan.draft_token_ids])
-            self._is_drafting_np[slots] = drafts
-            self._last = None
+            self._is_drafting_np[index] = drafts
             samples &= ~drafts
-        self.num_tokens_np[slots] += samples
+        self.num_tokens_np[index] += samples
+        if samples.all() and not plan.slots.flags.writeable:
+            self._last = _Rows(slots=plan.slots, epochs=plan.epochs, index=index)

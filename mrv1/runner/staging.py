@@ -24,6 +24,10 @@ STATIC_WORDS = 1 << 16
 """Words of the buffer that graphs read; a longer upload (prompts) gets one of its own."""
 
 
+COPIED_WORDS = 512
+"""A copy for graphs is of a multiple of this: few sizes, hence few views to make."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
     """An upload on the device. All are views of it, int32."""
@@ -47,38 +51,54 @@ class Staged:
 
 
 class StepUpload:
-    """Collects one step's data on the host."""
+    """Collects one step's data on the host: short runs as Python integers, long ones as arrays."""
 
     def __init__(self) -> None:
-        self._segments: list[int] = []
-        self._payload: list[Int32Array] = []
-        self.payload_words = 0
-        """int32 words to write so far."""
+        self._words: list[int] = []
+        self._word_segments: list[int] = []
+        self._arrays: list[Int32Array] = []
+        self._array_segments: list[int] = []
+        self._num_array_words = 0
 
     @property
     def num_segments(self) -> int:
         """Segments so far."""
-        return len(self._segments) // 3
+        return (len(self._word_segments) + len(self._array_segments)) // 3
+
+    @property
+    def payload_words(self) -> int:
+        """int32 words to write so far."""
+        return len(self._words) + self._num_array_words
+
+    def put(self, dst: int, words: Sequence[int]) -> None:
+        """Set the state's words from ``dst`` on, which are few."""
+        self._word_segments += (dst, len(self._words), len(words))
+        self._words += words
 
     def write(self, dst: int, values: npt.NDArray[np.generic]) -> None:
         """Set the state's words from ``dst`` on; elements of 8 bytes are two words."""
         words = np.ascontiguousarray(values).reshape(-1).view(np.int32)
         if len(words):
-            self._segments += (dst, self.payload_words, len(words))
-            self._payload.append(words)
-            self.payload_words += len(words)
+            self._array_segments += (dst, self._num_array_words, len(words))
+            self._arrays.append(words)
+            self._num_array_words += len(words)
 
     def fill(self, dst: int, length: int) -> None:
         """Set ``length`` of the state's words to -1."""
         if length:
-            self._segments += (dst, FILL, length)
+            self._word_segments += (dst, FILL, length)
 
     def laid_out(self, payload_start: int) -> tuple[Int32Array, list[Int32Array]]:
         """Return the segments, three words each, sources counting from the start, and words."""
-        segments = np.array(self._segments, dtype=np.int32)
+        segments = np.array(self._word_segments + self._array_segments, dtype=np.int32)
+        if not len(segments):
+            return segments, []
         sources = segments[1::3]
-        sources[sources != FILL] += payload_start
-        return segments, self._payload
+        is_filled = sources == FILL
+        sources += payload_start
+        sources[len(self._word_segments) // 3 :] += len(self._words)
+        sources[is_filled] = FILL
+        return segments, [np.array(self._words, dtype=np.int32), *self._arrays]
 
 
 def _draft_words(drafts: Sequence[Sequence[int]]) -> list[Int32Array]:
@@ -119,6 +139,8 @@ class Staging:
         self._pinned = [self._new_buffer(words) for _ in range(depth)]
         """Each with its numpy view."""
         self._copied: list[torch.cuda.Event | None] = [None] * depth
+        self._static_copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """By pinned buffer and words: the views that a copy takes, made once."""
         self._next = 0
         self.num_waits = 0
 
@@ -185,20 +207,34 @@ class Staging:
         words[NUM_SEGMENTS], words[RING_SLOT] = upload.num_segments, ring_slot
         at = self._rows_start + len(slots)
         words[self._rows_start : at] = slots
-        words[at : self._rows_start + num_padded_rows] = -1
+        if num_padded_rows > len(slots):
+            words[at : self._rows_start + num_padded_rows] = -1
         if query_lens is not None:
             self._write_query_starts(words, query_lens, num_padded_rows)
-        words[self._segments_start : self._segments_start + len(segments)] = segments
+        if len(segments):
+            words[self._segments_start : self._segments_start + len(segments)] = segments
         at = payload_start
         for piece in payload:
             words[at : at + len(piece)] = piece
             at += len(piece)
-        target = self._static
-        if num_words > target.numel() or not self.fits_static(upload):
+        if num_words <= self._static.numel() and self.fits_static(upload):
+            target, source = self._static_copy(num_words)
+        else:
             target = torch.empty(num_words, dtype=torch.int32, device=self._device)
-        target[:num_words].copy_(pinned[:num_words], non_blocking=True)
+            source = pinned[:num_words]
+        target.copy_(source, non_blocking=True)
         self._release()
-        return target[:num_words]
+        return target
+
+    def _static_copy(self, num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where an upload goes for graphs, and whence; a little more than was asked for."""
+        rounded = min(-(-num_words // COPIED_WORDS) * COPIED_WORDS, self._static.numel())
+        key = (self._next, rounded)
+        views = self._static_copies.get(key)
+        if views is None:
+            pinned, _ = self._pinned[self._next]
+            views = self._static_copies[key] = (self._static[:rounded], pinned[:rounded])
+        return views
 
     def _write_query_starts(
         self, words: Int32Array, query_lens: Int32Array, num_padded_rows: int
@@ -221,8 +257,9 @@ class Staging:
         if not any(drafts):
             return staged
         most = max(map(len, drafts))
-        tail = words[-len(drafts) * (most + 1) :]
-        counts, token_ids = tail[: len(drafts)], tail[len(drafts) :]
+        start = self._payload_start(num_segments) + upload.payload_words
+        counts = words[start : start + len(drafts)]
+        token_ids = words[start + len(drafts) : start + len(drafts) * (most + 1)]
         return replace(staged, num_draft_tokens=counts, draft_token_ids=token_ids.view(-1, most))
 
     def _acquire(self, num_words: int) -> tuple[torch.Tensor, Int32Array]:
@@ -232,6 +269,7 @@ class Staging:
             event.synchronize()  # the guard of the ring: the copy out of this buffer must be over
         if self._pinned[self._next][0].numel() < num_words:
             self._pinned[self._next] = self._new_buffer(2 * num_words)
+            self._static_copies.clear()  # of buffers that are no more
         return self._pinned[self._next]
 
     def _release(self) -> None:
