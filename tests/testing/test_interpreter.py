@@ -157,6 +157,23 @@ def test_dot_accumulates_in_float32(dtype):
     torch.testing.assert_close(out.double(), x.double() @ y.double(), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+def test_a_dot_of_what_is_not_finite_is_nan_in_its_row_alone(dtype):
+    """Rows of padding hold anything; numpy would warn, and a warning is an error here."""
+    x, y = (_random(seed, 32, 32, dtype=dtype) for seed in (0, 1))
+    x[3, :2] = torch.tensor([torch.inf, -torch.inf])
+    x[7] = torch.nan
+    y[0], y[1] = 1, 1
+    rows = [3, 7]
+    out = torch.empty(32, 32)
+    _dot_kernel[(1,)](out, x, y, TILE=32)
+    assert out[rows].isnan().all()
+    others = [row for row in range(32) if row not in rows]
+    torch.testing.assert_close(
+        out[others].double(), x[others].double() @ y.double(), rtol=1e-5, atol=1e-4
+    )
+
+
 # --- reductions and scans ----------------------------------------------------------------------
 
 
