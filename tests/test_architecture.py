@@ -206,7 +206,8 @@ WAITING_FILES = {
 }
 WAITING_FUNCTIONS = {
     "runner.attention_backends:FlashInferBackend.plan": "FlashInfer's page-locked buffers",
-    "runner.block_table:BlockTables.stage": "a numpy array of the plan",
+    "runner.block_table:BlockTables.stage": "a numpy array of the host's",
+    "runner.block_table:BlockTables._check": "a numpy array of the plan",
     "runner.debug_sync:_SyncedOps.__getattr__.awaited": "what debug_sync is for",
     "runner.profile:run_profile_step": "start-up, before the first step",
     "runner.request_state:RequestState.stage": "a numpy array of the plan",

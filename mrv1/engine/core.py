@@ -82,6 +82,8 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
+        self._ended: list[Request] = []
+        """Requests that ended with an interrupted step, for the next one to return."""
         self._lost: StepError | None = None
         """What made the device useless: the driver refuses all that comes after."""
         self._num_added = 0
@@ -176,7 +178,13 @@ class EngineCore:
         finally:
             elapsed = time.perf_counter() - start
             self._host_seconds += elapsed - (self._wait_seconds - waited)
-        return changed
+        ended, self._ended = self._ended, []
+        return ended + changed
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has anything to do or to return."""
+        return self.scheduler.has_unfinished_requests or bool(self._ended)
 
     def abort(self, req_id: str) -> Request | None:
         """End a request now and return it; None if no unfinished request has this id."""
@@ -192,21 +200,20 @@ class EngineCore:
         return changed
 
     def _launch(self) -> None:
-        """Launch steps until as many are in flight as may be."""
+        """Launch steps until as many are in flight as may be; none behind a launch that failed.
+
+        What that one would have changed on the device has not been.
+        """
         while len(self._in_flight) < self.config.steps_in_flight:
+            if self._in_flight and isinstance(self._in_flight[-1][1], StepError):
+                return
             plan = self.scheduler.schedule()
             if plan is None:
                 return
-            output: AsyncOutput | StepError
             try:
-                output = self.runner.execute(plan)
+                self._in_flight.append((plan, self.runner.execute(plan)))
             except StepError as error:
-                output = error  # in the order of launches, like any other result
-            except BaseException as error:
-                interrupted = StepError(repr(error), step_id=plan.step_id, req_ids=plan.req_ids)
-                self._in_flight.append((plan, interrupted))
-                raise
-            self._in_flight.append((plan, output))
+                self._in_flight.append((plan, error))  # in the order of launches, like a result
 
     def _take_oldest(self) -> list[Request]:
         plan, output = self._in_flight[0]
@@ -220,25 +227,21 @@ class EngineCore:
             if outcome is output:
                 return failed  # the launch failed; what was launched before and after goes on
             self._lost = outcome
-            return failed + self._fail_all(outcome)
+            self._abandon(outcome)
+            waiting = [*self.scheduler.waiting.values()]
+            for request in waiting:
+                self.scheduler.fail(request, outcome)
+            return failed + waiting
         self._gpu_seconds += outcome.gpu_seconds or 0.0
         return self.scheduler.update(outcome)
 
-    def _fail_all(self, error: StepError) -> list[Request]:
-        """End every request there is."""
-        self._abandon(error)
-        requests = [*self.scheduler.running.values(), *self.scheduler.waiting.values()]
-        for request in requests:
-            self.scheduler.fail(request, error)
-        return requests
-
     def _abandon(self, error: BaseException) -> None:
-        """End every request of the steps in flight."""
-        while self._in_flight:
-            plan, output = self._in_flight.popleft()
-            if not isinstance(output, StepError):
-                output = StepError(repr(error), step_id=plan.step_id, req_ids=plan.req_ids)
-            self.scheduler.fail_step(plan, output)
+        """End every running request; the next ``step`` returns them."""
+        if not isinstance(error, StepError):
+            step_id = self._in_flight[0][0].step_id if self._in_flight else self._num_steps
+            error = StepError(repr(error), step_id=step_id)
+        self._in_flight.clear()
+        self._ended += self.scheduler.abandon(error)
 
     def metrics(self) -> Metrics:
         """Return the counters as a plain dict."""

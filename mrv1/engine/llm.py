@@ -90,7 +90,8 @@ class LLM:
             enable_prefix_caching: keep the blocks of prompts and outputs for requests that begin
                 alike; not with ``kv_scale="quarter"``, nor is ``deterministic``.
             overlap: launch a step before the result of the one before it is known (never with
-                ``flashinfer``); the tokens are the same without, only later.
+                ``flashinfer``). It may change which requests share a step, hence how products
+                round, but nothing else.
             cuda_graphs: capture decode steps as CUDA graphs at the start, on a GPU.
             deterministic: compute every row by itself alone, so that the bits of its logits do not
                 depend on the batch; slower.
@@ -146,8 +147,9 @@ class LLM:
             use_tqdm: show a progress bar for a list of prompts.
 
         Raises:
-            RequestError: the arguments contradict each other, or a single prompt failed. In a list
-                a failed request comes back finished with ``error`` set; the others go on.
+            RequestError: the arguments contradict each other, or a single prompt was refused. In a
+                list a failed request comes back finished with ``error`` set; the others go on.
+            StepError: the step of a single prompt failed, or the GPU has failed before.
         """
         single = _is_prompt(prompts)
         batch = cast("list[Prompt]", [prompts] if single else list(prompts))
@@ -186,7 +188,8 @@ class LLM:
         The request starts with the first output asked for; a consumer that stops early aborts it.
 
         Raises:
-            RequestError: the prompt was refused or failed.
+            RequestError: the prompt was refused, or has no token that could be drawn.
+            StepError: its step failed, or the GPU has failed before.
         """
         req_id = self.add_request(prompt, sampling_params or SamplingParams())
         rows = {req_id: 0}
@@ -218,13 +221,13 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the outputs of the requests that got a token or ended."""
-        changed, self._undelivered = self._undelivered, {}
-        changed |= {request.req_id: request for request in self._engine.step()}
+        stepped = {request.req_id: request for request in self._engine.step()}
+        changed, self._undelivered = self._undelivered | stepped, {}
         return [self._output(request) for request in changed.values()]
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything to do or to deliver."""
-        return self._engine.scheduler.has_unfinished_requests or bool(self._undelivered)
+        return self._engine.has_unfinished_requests or bool(self._undelivered)
 
     def abort(self, request_id: str) -> None:
         """End a request; ``step`` delivers what it had with ``finish_reason="abort"``.
@@ -328,6 +331,7 @@ class LLM:
             return  # closed in the middle of a stream: nothing is left to abort
         for req_id in rows:
             self._core.abort(req_id)
+            self._undelivered.pop(req_id, None)
             self._detokenizers.pop(req_id, None)
 
     def _output(self, request: Request) -> RequestOutput:

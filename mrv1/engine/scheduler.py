@@ -488,6 +488,15 @@ class Scheduler:
             self.fail(request, error)
         return failed
 
+    def abandon(self, error: Mrv1Error) -> list[Request]:
+        """Forget the steps in flight, whose outputs will not come; end who runs, return them."""
+        failed = list(self.running.values())
+        for request in failed:
+            self.fail(request, error)
+        self._in_flight.clear()
+        self.pool.release(self._next_step_id - 1)
+        return failed
+
     # --- steps in flight ------------------------------------------------------------------
 
     def _retire(self, step: _Launched) -> None:

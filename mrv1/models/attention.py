@@ -15,6 +15,9 @@ from mrv1.kernels.decode_plan import DecodePlan
 from mrv1.kernels.ops import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
 
+LONG_QUERY = 256
+"""No prefill tile holds as many queries: from here on a batch's longest does not change tiles."""
+
 
 class AttentionBackend(Protocol):
     """Attention over the paged cache: planned once a step, run once a layer."""
@@ -181,7 +184,9 @@ class KernelBackend:
             batch.seq_lens[first_row:],
             cache.layout,
             softmax_scale=self._softmax_scale,
-            max_query_len=batch.max_query_len,
+            max_query_len=max(batch.max_query_len, LONG_QUERY)
+            if self._deterministic
+            else batch.max_query_len,
             out=out,
             scales=cache.scales,
         )

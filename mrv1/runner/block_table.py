@@ -75,38 +75,50 @@ class BlockTables:
         """Count the plan's new blocks on the host; add their ids, and -1 behind a new row's.
 
         Raises:
-            ValueError: an id outside the pool, or more blocks in a row than its segment has
-                columns.
+            ValueError: a slot without a row, an id outside the pool, or more blocks in a row than
+                its segment has columns.
         """
+        if plan.new_block_ids:
+            self._check(plan, num_pool_blocks)
         entering = {request.slot for request in plan.entering}
         for slot in entering:
             self.num_blocks_np[slot] = 0
         for slot, per_group in plan.new_block_ids.items():
             for index, (group, ids) in enumerate(zip(self.groups, per_group, strict=True)):
                 if ids:
-                    self._append(slot, index, group, ids, num_pool_blocks, upload)
+                    self._append(slot, index, group, ids, upload)
         for slot in entering:
             for group, count in zip(self.groups, self.num_blocks_np[slot].tolist(), strict=True):
                 first = self._slots.first_word("block_table", slot) + group.offset + count
                 upload.fill(first, group.width - count)
 
+    def _check(self, plan: StepPlan, num_pool_blocks: int) -> None:
+        """Check slots, ids and counts before anything is noted."""
+        foreign = plan.new_block_ids.keys() - set(plan.slots.tolist())
+        if foreign:
+            raise ValueError(
+                f"new_block_ids: expected slots of the step's rows, got {sorted(foreign)}"
+            )
+        entering = {request.slot for request in plan.entering}
+        for slot, per_group in plan.new_block_ids.items():
+            held = (
+                [0] * len(self.groups) if slot in entering else self.num_blocks_np[slot].tolist()
+            )
+            for group, ids, count in zip(self.groups, per_group, held, strict=True):
+                if count + len(ids) > group.width:
+                    raise ValueError(
+                        f"new_block_ids: expected at most {group.width} blocks in slot {slot}, "
+                        f"got {count + len(ids)}"
+                    )
+                if ids and not 0 <= min(ids) <= max(ids) < num_pool_blocks:
+                    raise ValueError(
+                        f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {ids}"
+                    )
+
     def _append(
-        self,
-        slot: int,
-        index: int,
-        group: GroupColumns,
-        ids: Sequence[int],
-        num_pool_blocks: int,
-        upload: StepUpload,
+        self, slot: int, index: int, group: GroupColumns, ids: Sequence[int], upload: StepUpload
     ) -> None:
         start = int(self.num_blocks_np[slot, index])
-        if start + len(ids) > group.width:
-            raise ValueError(
-                f"new_block_ids: expected at most {group.width} blocks in slot {slot}, "
-                f"got {start + len(ids)}"
-            )
-        if not 0 <= min(ids) <= max(ids) < num_pool_blocks:
-            raise ValueError(f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {ids}")
         first = self._slots.first_word("block_table", slot) + group.offset + start
         upload.put(first, ids)
         self.num_blocks_np[slot, index] = start + len(ids)

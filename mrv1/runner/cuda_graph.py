@@ -36,6 +36,9 @@ class DecodeGraphs:
                 for each bucket, first to compile, then to capture.
             progress: show a progress bar.
         """
+        # cuBLAS keeps a workspace for each stream, and all captures run on one: these graphs
+        # must not use what belongs to another pool. torch names its release only privately.
+        torch._C._cuda_clearCublasWorkspaces()
         pool = torch.cuda.graph_pool_handle()
         console = Console(stderr=True)
         with Progress(console=console, disable=not progress, transient=True) as bar:

@@ -28,7 +28,7 @@ class StepShape:
     """Padding included."""
     max_query_len: int
     query_len: int | None
-    """Tokens of every row if all have the same 1 to 8."""
+    """Tokens of every row if all are decoded: one, or up to 8 with as many drafts; else None."""
     num_decodes: int
     """Leading rows of one token each."""
     filtered: bool
@@ -41,8 +41,10 @@ class StepShape:
         longest = int(query_lens.max())
         if longest == 1 and not (filtered or has_drafts):
             return cls.decode(len(query_lens))
-        shortest = int(query_lens.min())
-        uniform = longest == shortest and longest <= MAX_DECODE_QUERY_LEN
+        # Short prompts of one length are prefilled, like those of others.
+        uniform = longest == 1 or (
+            has_drafts and longest == int(query_lens.min()) <= MAX_DECODE_QUERY_LEN
+        )
         return cls(
             num_rows=len(query_lens),
             num_tokens=int(query_lens.sum()),

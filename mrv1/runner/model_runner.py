@@ -436,7 +436,8 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Launch steps of padding that no graph has, so that no request waits for a compiler."""
         for lengths in ([9], [20], [1, 40], [1, 600]):
-            query_lens = np.minimum(lengths, self.max_model_len).astype(np.int32)
+            most = min(self.max_model_len, self.config.max_num_batched_tokens - 1)
+            query_lens = np.minimum(lengths, max(most, 1)).astype(np.int32)
             slots = np.full(min(len(lengths), self.config.max_num_seqs), -1, dtype=np.int32)
             upload = StepUpload()
             words = self._staging.send(
@@ -497,6 +498,7 @@ class ModelRunner:
         """Return what the largest decode graph takes; the others share its memory."""
         self.kv_cache = self._new_kv_cache(1)
         graphs = DecodeGraphs([self.config.max_num_seqs])
+        torch.cuda.empty_cache()  # which a capture does too: it would hide what that takes
         before, _ = memory_bytes(self.device)
         with torch.inference_mode():
             graphs.capture(self._run_padding, progress=False)

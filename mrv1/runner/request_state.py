@@ -158,7 +158,7 @@ class RequestState:
                 f"stop_token_ids {name}: expected at most {MAX_STOP_TOKENS}, "
                 f"got {len(request.stop_token_ids)}"
             )
-        if self._epochs_np[request.slot] != FREE:
+        if self._epochs_np[request.slot] >= request.epoch:  # a newer one: the former has ended
             raise ValueError(f"plan: expected slot {request.slot} free, {request.req_id!r} got it")
 
     def _check_rows(self, plan: StepPlan) -> None:

@@ -136,6 +136,7 @@ class Staging:
         self.max_static_segments = max_static_segments
         words = max(STATIC_WORDS, self._payload_start(max_static_segments) + STATIC_WORDS // 2)
         self._static = torch.zeros(words, dtype=torch.int32, device=device)
+        self._static[self._rows_start : self._query_start] = -1  # until a step comes: padding
         self._pinned = [self._new_buffer(words) for _ in range(depth)]
         """Each with its numpy view."""
         self._copied: list[torch.cuda.Event | None] = [None] * depth

@@ -48,7 +48,7 @@ class StepPlan:
     new: tuple[SlotRequest, ...] = ()
     """Requests that enter."""
     resumed: tuple[SlotRequest, ...] = ()
-    """Preempted requests that enter again, to be computed from their first token."""
+    """Preempted requests that enter again, to be computed behind ``num_computed_tokens``."""
     preempted: tuple[int, ...] = ()
     """Slots given up by preemption before this step."""
     finished: tuple[int, ...] = ()

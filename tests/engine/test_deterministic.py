@@ -57,6 +57,16 @@ def logits_of(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 5, 8, 12, 70])
+def test_a_short_prompt_has_the_same_bits_beside_a_long_one(checkpoint, device, length):
+    """Its kernel and its tiles do not follow from the longest of the batch."""
+    prompts = random_prompts((length, 200, 3))
+    _, logits = logits_of(checkpoint, device, prompts[:1], dtype="bfloat16")
+    _, beside = logits_of(checkpoint, device, prompts, dtype="bfloat16")
+    assert torch.equal(beside, logits)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_the_same_bits_in_any_batch(checkpoint, device, dtype):
     """Prompts of one token to two blocks and more, whole: chunk cuts are not in play."""

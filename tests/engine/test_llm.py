@@ -307,8 +307,22 @@ def test_an_interrupt_fails_its_step_and_leaves_the_engine_usable(llm, monkeypat
         patch.setattr("mrv1.runner.async_output.AsyncOutput.take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.step()
+    (output,) = llm.step()
+    assert (output.request_id, output.finished) == ("other", True)
+    assert "KeyboardInterrupt" in str(output.error)
     assert not llm.has_unfinished_requests()
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == whole
+
+
+def test_an_abandoned_stream_leaves_nothing_to_deliver(llm):
+    """Also where another one stepped in between and kept an output for it."""
+    first, second = llm.stream(PROMPT, GREEDY), llm.stream(PROMPT, GREEDY)
+    next(first)
+    next(second)
+    first.close()
+    second.close()
+    assert not llm.has_unfinished_requests()
+    assert llm.step() == []
 
 
 def test_closing_in_the_middle_of_a_stream_is_quiet(checkpoint):

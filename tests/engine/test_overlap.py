@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mrv1
 from mrv1 import EngineConfig, SamplingParams, StepError
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
@@ -238,3 +242,71 @@ def test_host_mirrors_are_what_the_device_holds(model):
         device = (state.num_tokens[running].tolist(), state.num_computed_tokens[running].tolist())
         host = (state.num_tokens_np[running], state.num_computed_tokens_np[running])
         assert device == tuple(x.tolist() for x in host)
+
+
+def test_nothing_is_launched_behind_a_launch_that_failed(model):
+    """A request that has not entered yet does not pay for another's failed step."""
+    core = make_core(model, max_num_batched_tokens=8)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    first = core.add_request("a", [5] * 8, params)
+    second = core.add_request("b", [6] * 8, params)
+    execute = core.runner.execute
+
+    def fails_once(plan):
+        core.runner.execute = execute  # type: ignore[method-assign]
+        raise StepError("out of luck", step_id=plan.step_id, req_ids=plan.req_ids)
+
+    core.runner.execute = fails_once  # type: ignore[method-assign]
+    while core.has_unfinished_requests:
+        core.step()
+    assert isinstance(first.error, StepError)
+    assert second.error is None
+    assert len(second.output_token_ids) == 4
+    drained(core)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_anywhere_in_a_step_leaves_the_engine_usable(model, overlap):
+    """Raised at every call that a step makes, one after the other: nothing hangs or leaks.
+
+    Requests that ran end with an error, and the next step returns them; later ones are served.
+    """
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    alone = make_core(model, overlap=overlap)
+    expected = alone.add_request("x", [5, 6, 7], params)
+    while alone.has_unfinished_requests:
+        alone.step()
+    core = make_core(model, overlap=overlap, max_num_batched_tokens=16)
+    package = str(Path(mrv1.__file__).parent)
+    for at in itertools.count():
+        before = [core.add_request(f"{at}-{i}", [5, 6, 7 + i] * 5, params) for i in range(2)]
+        calls = 0
+
+        def interrupt(frame, event, argument, at=at):
+            nonlocal calls
+            if event == "call" and frame.f_code.co_filename.startswith(package):
+                calls += 1
+                if calls == at + 1:
+                    raise KeyboardInterrupt
+
+        core.step()
+        sys.setprofile(interrupt)
+        try:
+            core.step()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        for _ in range(20):
+            if not core.has_unfinished_requests:
+                break
+            core.step()
+        assert all(request.finished for request in before)
+        after = core.add_request(f"{at}-after", [5, 6, 7], params)
+        while core.has_unfinished_requests:
+            core.step()
+        assert after.output_token_ids == expected.output_token_ids
+        drained(core)
+        if calls <= at:
+            break
+    assert at > 20

@@ -196,6 +196,13 @@ def test_a_resumed_request_goes_on_where_it_was(runner, expected):
             "expected slot 0 free, 'b' got it",
         ),
         (
+            replace(
+                make_plan(0, {"a": (0, 5, (0,))}, new=(enter("a", 0, PROMPTS[0]),)),
+                new_block_ids={-1: ((1,),)},
+            ),
+            r"new_block_ids: expected slots of the step's rows, got \[-1\]",
+        ),
+        (
             make_plan(0, {"a": (0, 5, tuple([1] * 33))}, new=(enter("a", 0, PROMPTS[0]),)),
             "expected at most 32 blocks in slot 0, got 33",
         ),

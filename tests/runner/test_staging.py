@@ -69,6 +69,13 @@ def test_rows_are_padded(lengths, extra):
     assert (staged.ring_slot.tolist(), staged.num_segments.tolist()) == ([2], [0])
 
 
+def test_until_a_step_comes_a_graph_finds_padding():
+    staging = Staging(MAX_REQS, MAX_SEGMENTS, DEPTH, torch.device("cpu"))
+    view = staging.static_view(MAX_REQS)
+    assert view.idx_mapping.tolist() == [-1] * MAX_REQS
+    assert view.num_segments.tolist() == [0]
+
+
 def test_a_graph_finds_what_fits_and_nothing_else():
     staging = Staging(MAX_REQS, MAX_SEGMENTS, DEPTH, torch.device("cpu"))
     view = staging.static_view(2)
