@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict
@@ -144,6 +145,12 @@ class ModelRunner:
         """Steps that were one CUDA graph."""
         self.device = resolve_device(config.device)
         self.path = kernel_path(self.device)
+        with self._on_device():
+            self._build(config, model, progress)
+        logger.info("%s", self.describe())
+
+    def _build(self, config: EngineConfig, model: DecoderModel | None, progress: bool) -> None:
+        """Do what the constructor promises."""
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._fp8 = fp8_path(self.device) if is_fp8 else None  # refused before anything loads
         self._ops = select_ops(self.path)
@@ -203,7 +210,6 @@ class ModelRunner:
             self._warm_up()
         self._compilations = watch_compilations()
         self._num_warm_up_compilations = self._compilations.total()
-        logger.info("%s", self.describe())
 
     # --- one step -------------------------------------------------------------------------
 
@@ -225,18 +231,22 @@ class ModelRunner:
         if self._closed:
             raise RuntimeError("ModelRunner: expected an open runner, got one that was closed")
         try:
-            ordered, order = _decodes_first(plan)
-            step = self._prepare(ordered)
-            if step.bucket is not None:
-                self._graphs.replay(step.bucket)
-                self.num_graph_steps += 1
-            else:
-                with torch.inference_mode():
-                    self._launch_eagerly(step, ordered)
-            on_output = self.state.take_drafts if step.shape.has_drafts else None
-            return self._outputs.deliver(step.ring_slot, plan, order, on_output)
+            with self._on_device():
+                return self._execute(plan)
         except Exception as error:  # whatever it is, it ends this step and no other
             raise StepError(str(error), step_id=plan.step_id, req_ids=plan.req_ids) from error
+
+    def _execute(self, plan: StepPlan) -> AsyncOutput:
+        ordered, order = _decodes_first(plan)
+        step = self._prepare(ordered)
+        if step.bucket is not None:
+            self._graphs.replay(step.bucket)
+            self.num_graph_steps += 1
+        else:
+            with torch.inference_mode():
+                self._launch_eagerly(step, ordered)
+        on_output = self.state.take_drafts if step.shape.has_drafts else None
+        return self._outputs.deliver(step.ring_slot, plan, order, on_output)
 
     def _prepare(self, plan: StepPlan) -> _Step:
         """Check the plan and bring what it changes to the device, in one copy."""
@@ -411,6 +421,10 @@ class ModelRunner:
                 )
 
     # --- construction ---------------------------------------------------------------------
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make the runner's GPU the current one, whose streams and events these are."""
+        return torch.cuda.device(self.device) if self._on_gpu else nullcontext()
 
     @property
     def _on_gpu(self) -> bool:
