@@ -27,9 +27,18 @@ class StepError(Mrv1Error, RuntimeError):
     Attributes:
         step_id: the step that failed.
         req_ids: the requests that were in it.
+        device_lost: whether a kernel failed, after which the GPU serves this process no more.
     """
 
-    def __init__(self, message: str, *, step_id: int, req_ids: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        step_id: int,
+        req_ids: tuple[str, ...] = (),
+        device_lost: bool = False,
+    ) -> None:
         super().__init__(f"step {step_id} ({len(req_ids)} requests): {message}")
         self.step_id = step_id
         self.req_ids = req_ids
+        self.device_lost = device_lost

@@ -224,8 +224,8 @@ class EngineCore:
         self._num_steps += 1
         if isinstance(outcome, StepError):
             failed = self.scheduler.fail_step(plan, outcome)
-            if outcome is output:
-                return failed  # the launch failed; what was launched before and after goes on
+            if not outcome.device_lost:
+                return failed  # its launch failed; what was launched before it goes on
             self._lost = outcome
             self._abandon(outcome)
             waiting = [*self.scheduler.waiting.values()]

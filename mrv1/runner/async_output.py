@@ -218,7 +218,10 @@ class AsyncOutput:
                     self._on_output(output)
             except RuntimeError as error:  # what the driver reports of any kernel so far
                 self._outcome = StepError(
-                    str(error), step_id=self._plan.step_id, req_ids=self._plan.req_ids
+                    str(error),
+                    step_id=self._plan.step_id,
+                    req_ids=self._plan.req_ids,
+                    device_lost=True,
                 )
                 self._outcome.__cause__ = error
             self._events = None

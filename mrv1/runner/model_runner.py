@@ -78,6 +78,13 @@ class _Step:
     """Of the graph that runs it; None = launched kernel by kernel."""
 
 
+def _is_of_device(error: BaseException | None) -> bool:
+    """Whether a failed kernel is behind an error: the driver refuses all that comes after it."""
+    while error is not None and not isinstance(error, torch.AcceleratorError):
+        error = error.__cause__
+    return error is not None
+
+
 def _decodes_first(plan: StepPlan) -> tuple[StepPlan, Int64Array | None]:
     """Return the plan with its rows of one token in front, and where they were; None = there."""
     query_lens = plan.num_scheduled_tokens
@@ -234,7 +241,12 @@ class ModelRunner:
             with self._on_device():
                 return self._execute(plan)
         except Exception as error:  # whatever it is, it ends this step and no other
-            raise StepError(str(error), step_id=plan.step_id, req_ids=plan.req_ids) from error
+            raise StepError(
+                str(error),
+                step_id=plan.step_id,
+                req_ids=plan.req_ids,
+                device_lost=_is_of_device(error),
+            ) from error
 
     def _execute(self, plan: StepPlan) -> AsyncOutput:
         ordered, order = _decodes_first(plan)

@@ -12,6 +12,7 @@ import torch
 
 from mrv1 import EngineConfig, ModelRunner, SamplingParams, StepError, StepPlan
 from mrv1.engine.core import EngineCore
+from mrv1.kernels import reference
 from mrv1.runner import KVReady, SlotRequest, StepOutput
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_model_runner import PROMPTS, enter, make_plan, make_runner
@@ -233,8 +234,6 @@ def test_once_its_event_has_passed_another_stream_reads_the_pages(checkpoint):
 
 
 def test_debug_sync_names_the_kernel_that_failed(checkpoint, monkeypatch):
-    from mrv1.kernels import reference
-
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("an illegal memory access")
 
@@ -243,6 +242,24 @@ def test_debug_sync_names_the_kernel_that_failed(checkpoint, monkeypatch):
     plan = make_plan(0, {"a": (0, 5, (2,))}, new=(enter("a", 0, PROMPTS[0]),))
     with pytest.raises(StepError, match="kernel qkv_cache_write: an illegal memory access"):
         runner.execute(plan)
+    runner.close()
+
+
+def test_a_launch_says_whether_the_device_is_lost(checkpoint, monkeypatch):
+    """With debug_sync a failed kernel shows at its own launch, below what names it."""
+    runner = make_runner(checkpoint, device="cpu", debug_sync=True)
+    plan = make_plan(0, {"a": (0, 5, (2,))}, new=(enter("a", 0, PROMPTS[0]),))
+    for kind, lost in ((torch.AcceleratorError, True), (RuntimeError, False)):
+
+        def broken(*_: object, kind=kind, **__: object) -> None:
+            raise kind("an illegal memory access")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "linear", broken)
+            with pytest.raises(StepError, match="kernel linear: an illegal") as caught:
+                runner.execute(plan)
+        assert caught.value.device_lost == lost
+        plan = make_plan(1, {"b": (1, 5, (3,))}, new=(enter("b", 1, PROMPTS[0]),))
     runner.close()
 
 
@@ -255,7 +272,9 @@ def test_a_device_that_failed_ends_all_requests_and_says_so(checkpoint, monkeypa
     requests = [core.add_request(name, [5, 6], params) for name in "abc"]
 
     def lost(self, timeout=None):
-        return StepError("CUDA error: an illegal memory access", step_id=self.step_id)
+        return StepError(
+            "CUDA error: an illegal memory access", step_id=self.step_id, device_lost=True
+        )
 
     monkeypatch.setattr("mrv1.runner.async_output.AsyncOutput.take", lost)
     changed = core.step()
