@@ -15,11 +15,9 @@ from mrv1.engine.prefix_cache import extend_chain
 from mrv1.engine.request import FinishReason, Request, Status
 from mrv1.errors import Mrv1Error, RequestError
 from mrv1.runner.request_state import MAX_STOP_TOKENS
-from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan
+from mrv1.runner.step import Int32Array, Int64Array, SlotRequest, StepOutput, StepPlan
 
 BoolArray = npt.NDArray[np.bool_]
-
-Int64Array = npt.NDArray[np.int64]
 
 NEVER = np.iinfo(np.int64).max
 """Full blocks at which a request's next one would enter the prefix cache, if none may."""

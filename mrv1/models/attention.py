@@ -129,17 +129,18 @@ class KernelBackend:
         """Decode the rows of one token, or all if they have 2 to 8 alike, and prefill others."""
         planned = self._planned
         if planned is None or planned.batch is not batch:
-            if batch.query_len is None:
-                return self._prefill(q, batch, cache, 0, batch.query_start_loc)
-            return self._decode(q, batch, cache, batch.num_reqs)
+            num_decodes = 0 if batch.query_len is None else batch.num_reqs
+            planned = _Planned(
+                batch=batch, num_decodes=num_decodes, plans={}, prefill_start_loc=None
+            )
+        plan, count = planned.plans.get(id(cache.layout)), planned.num_decodes
         if planned.prefill_start_loc is not None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            count = planned.num_decodes
-            self._decode(q[:count], batch, cache, count, out[:count])
+            self._decode(q[:count], batch, cache, count, plan, out[:count])
             self._prefill(q[count:], batch, cache, count, planned.prefill_start_loc, out[count:])
             return out
-        if planned.num_decodes:
-            return self._decode(q, batch, cache, batch.num_reqs)
+        if count:
+            return self._decode(q, batch, cache, count, plan)
         return self._prefill(q, batch, cache, 0, batch.query_start_loc)
 
     def _decode(
@@ -148,9 +149,9 @@ class KernelBackend:
         batch: AttentionBatch,
         cache: LayerCache,
         num_rows: int,
+        plan: DecodePlan | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        plans = {} if self._planned is None else self._planned.plans
         return self._ops.paged_decode_attention(
             q,
             cache.k,
@@ -161,7 +162,7 @@ class KernelBackend:
             softmax_scale=self._softmax_scale,
             query_len=batch.query_len or 1,
             deterministic=self._deterministic,
-            plan=plans.get(id(cache.layout)),
+            plan=plan,
             out=out,
             scales=cache.scales,
         )

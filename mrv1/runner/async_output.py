@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mrv1.errors import StepError
-from mrv1.runner.step import Int32Array, StepOutput, StepPlan
-
-Int64Array = npt.NDArray[np.int64]
+from mrv1.runner.step import Int32Array, Int64Array, StepOutput, StepPlan
 
 POLL_SECONDS = 50e-6
 """How often a wait with a timeout looks at the event."""

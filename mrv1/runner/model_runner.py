@@ -28,7 +28,7 @@ from mrv1.kernels.ops import select_ops
 from mrv1.kernels.post_update import MAX_SAMPLED_TOKENS
 from mrv1.models import DecoderModel, ModelConfig, load_kv_scales, load_model
 from mrv1.runner import input_batch
-from mrv1.runner.async_output import AsyncOutput, Int64Array, OutputRing
+from mrv1.runner.async_output import AsyncOutput, OutputRing
 from mrv1.runner.attention_backends import select_backend
 from mrv1.runner.block_table import BlockTables, GroupColumns
 from mrv1.runner.cuda_graph import DecodeGraphs, decode_buckets
@@ -39,7 +39,7 @@ from mrv1.runner.profile import run_profile_step
 from mrv1.runner.request_state import RequestState
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import Staged, Staging, StepUpload
-from mrv1.runner.step import StepPlan
+from mrv1.runner.step import Int64Array, StepPlan
 from mrv1.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -326,7 +326,7 @@ class ModelRunner:
     ) -> None:
         """Sample a token for each row that is to have one, append it, see who stops."""
         tokens, num_sampled = (
-            self._sample_drafts(staged, batch, hidden)
+            self._sample_drafts(shape, staged, batch, hidden)
             if shape.has_drafts
             else (self._sample(shape, batch, hidden), None)
         )
@@ -361,7 +361,7 @@ class ModelRunner:
         )[:, None]
 
     def _sample_drafts(
-        self, staged: Staged, batch: InputBatch, hidden: torch.Tensor
+        self, shape: StepShape, staged: Staged, batch: InputBatch, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row's tokens behind its known one and its drafts, and how many count.
 
@@ -379,7 +379,7 @@ class ModelRunner:
             batch.idx_mapping.repeat_interleave(len(ahead)),
             self.state.num_tokens,
             self.state.prompt_len,
-            filtered=True,
+            filtered=shape.filtered,
             ahead=ahead.repeat(len(rows)),
         ).view(rows.shape)
         is_accepted = (tokens[:, :-1] == drafts) & (ahead[:-1] < num_drafts[:, None])

@@ -19,7 +19,6 @@ FREE = -1
 MAX_STOP_TOKENS = 16
 """Stop tokens of a request that the device looks for, the model's own among them."""
 
-
 MAX_DRAFTS = MAX_SAMPLED_TOKENS - 1
 """Draft tokens of a row."""
 

@@ -23,7 +23,6 @@ NUM_SEGMENTS, RING_SLOT, HEADER_WORDS = 0, 1, 8
 STATIC_WORDS = 1 << 16
 """Words of the buffer that graphs read; a longer upload (prompts) gets one of its own."""
 
-
 COPIED_WORDS = 512
 """A copy for graphs is of a multiple of this: few sizes, hence few views to make."""
 

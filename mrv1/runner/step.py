@@ -11,6 +11,7 @@ import numpy.typing as npt
 from mrv1.sampler import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

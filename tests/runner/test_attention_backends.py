@@ -54,6 +54,34 @@ def test_a_decode_step_is_planned_once_for_all_layers_of_a_layout(
     assert attended == layers_of_a_plan * planned
 
 
+def test_a_plan_serves_its_own_batch_alone(tmp_path, monkeypatch):
+    """Another batch of the same shape is attended to without it."""
+    monkeypatch.setattr(attention, "kernel_path", lambda _: "triton")  # the oracles need no plan
+    tiny_checkpoint(tmp_path, "qwen3")
+    model = load_model(tmp_path, device="cpu", dtype=torch.float32, ops=reference, progress=False)
+    driver = PagedDriver(model, block_size=16, num_blocks=4, num_padding_rows=0)
+    batches, plans = [], []
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda batch, *a: batches.append(batch) or forward(batch, *a)
+    )
+    for _ in range(2):
+        driver.logits([[1]], None)
+    backend, caches = model.kernel_backend(), driver.caches
+    decode = reference.paged_decode_attention
+    monkeypatch.setattr(
+        reference,
+        "paged_decode_attention",
+        lambda *a, plan=None, **k: plans.append(plan) or decode(*a, **k),
+    )
+    backend.plan(batches[0], caches, None, None)
+    for batch in batches:
+        forward(batch, caches, backend)
+    planned, unplanned = plans[:2], plans[2:]
+    assert all(plan is not None for plan in planned)
+    assert unplanned == [None, None]
+
+
 # --- a stand-in ----------------------------------------------------------------------------------
 
 
