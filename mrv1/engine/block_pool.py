@@ -66,7 +66,11 @@ class BlockPool:
                 f"block pool: expected {count} free blocks, got {self.num_free} of "
                 f"{self.num_blocks}; raise num_kv_blocks"
             )
-        blocks = tuple([self._take() for _ in range(count)])
+        num_evicted = max(count - len(self._free), 0)
+        taken = [self._free.popleft() for _ in range(count - num_evicted)]
+        if num_evicted:
+            taken += [self._evict() for _ in range(num_evicted)]
+        blocks = tuple(taken)
         for block in blocks:
             self._num_refs[block] = 1
         return blocks
@@ -149,9 +153,7 @@ class BlockPool:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _take(self) -> int:
-        if self._free:
-            return self._free.popleft()
+    def _evict(self) -> int:
         block, digest = self._evictable.popitem(last=False)
         del self._cached[digest]
         self._digests[block] = None

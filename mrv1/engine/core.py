@@ -136,16 +136,24 @@ class EngineCore:
     def _checked_prompt(self, prompt_token_ids: object) -> tuple[int, ...]:
         if not isinstance(prompt_token_ids, Iterable):
             raise RequestError(f"prompt_token_ids: expected a list, got {prompt_token_ids!r}")
-        prompt = tuple(t.item() if isinstance(t, np.integer) else t for t in prompt_token_ids)
+        prompt = tuple(prompt_token_ids)
         if not prompt:
             raise RequestError("prompt: expected at least one token, got none")
+        types = set(map(type, prompt))
+        if types != {int}:
+            prompt = tuple([t.item() if isinstance(t, np.integer) else t for t in prompt])
+            types = set(map(type, prompt))
         vocab_size = self.runner.model_config.vocab_size
-        for index, token in enumerate(prompt):
-            if type(token) is not int or not 0 <= token < vocab_size:  # True is an int, too
-                raise RequestError(
-                    f"prompt_token_ids: expected integers in [0, {vocab_size}), got {token!r} "
-                    f"at index {index}"
-                )
+        if types != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:  # bool is not int
+            index, token = next(
+                (index, token)
+                for index, token in enumerate(prompt)
+                if type(token) is not int or not 0 <= token < vocab_size
+            )
+            raise RequestError(
+                f"prompt_token_ids: expected integers in [0, {vocab_size}), got {token!r} "
+                f"at index {index}"
+            )
         if len(prompt) >= self.max_model_len:
             raise RequestError(
                 f"prompt: expected fewer than {self.max_model_len} tokens (max_model_len, with "

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
 
 DIGEST_BYTES = 16
 """128 bits: two different prefixes share a digest with a probability nobody will see."""
 
-TOKEN_BYTES = array("i").itemsize
-
 
 def extend_chain(
-    chain: list[bytes], token_ids: Sequence[int], block_size: int, extra_key: bytes = b""
+    chain: list[bytes],
+    token_ids: Sequence[int] | npt.NDArray[np.int32],
+    block_size: int,
+    extra_key: bytes = b"",
 ) -> None:
     """Append to ``chain`` the digest of every full block of ``token_ids``.
 
@@ -26,14 +29,9 @@ def extend_chain(
         block_size: tokens per block.
         extra_key: what else the K and V depend on; prefixes with different keys share nothing.
     """
-    block_bytes = block_size * TOKEN_BYTES
-    num_bytes = len(token_ids) // block_size * block_bytes
-    data = array("i", token_ids).tobytes()
-    parent = chain[-1] if chain else _digest(extra_key)
-    for start in range(0, num_bytes, block_bytes):
-        parent = _digest(parent + data[start : start + block_bytes])
+    data = np.asarray(token_ids, dtype=np.int32).tobytes()
+    block_bytes = block_size * np.dtype(np.int32).itemsize
+    parent = chain[-1] if chain else blake2b(extra_key, digest_size=DIGEST_BYTES).digest()
+    for end in range(block_bytes, len(data) + 1, block_bytes):
+        parent = blake2b(parent + data[end - block_bytes : end], digest_size=DIGEST_BYTES).digest()
         chain.append(parent)
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

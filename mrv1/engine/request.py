@@ -7,7 +7,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from mrv1.errors import Mrv1Error
+from mrv1.runner.step import Int32Array
 from mrv1.sampler import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -60,20 +63,30 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens that came from the prefix cache when it was last admitted."""
     num_preemptions: int = 0
+    _prompt: Int32Array = field(init=False, repr=False)
+    """[prompt tokens] ``prompt_token_ids``."""
+
+    def __post_init__(self) -> None:
+        """Keep the prompt as the runner and the prefix cache take it."""
+        self._prompt = np.array(self.prompt_token_ids, dtype=np.int32)
+        self._prompt.flags.writeable = False  # plans share it
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    def token_ids(self, start: int = 0, end: int | None = None) -> list[int]:
+    def token_ids(self, start: int = 0, end: int | None = None) -> Int32Array:
         """Return prompt and output tokens of positions ``[start, end)``; None = all from start."""
-        num_prompt_tokens = len(self.prompt_token_ids)
+        num_prompt_tokens = len(self._prompt)
         end = self.num_tokens if end is None else end
+        if end <= num_prompt_tokens:
+            return self._prompt[start:end]
+        output = self.output_token_ids[max(start - num_prompt_tokens, 0) : end - num_prompt_tokens]
+        own = np.array(output, dtype=np.int32)
         if start >= num_prompt_tokens:
-            return self.output_token_ids[start - num_prompt_tokens : end - num_prompt_tokens]
-        output = self.output_token_ids[: max(end - num_prompt_tokens, 0)]
-        return [*self.prompt_token_ids[start:end], *output]
+            return own
+        return np.concatenate([self._prompt[start:], own])
 
     @property
     def finished(self) -> bool:

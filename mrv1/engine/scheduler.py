@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.runner.step import Int32Array, Int64Array, SlotRequest, StepOutput, StepPlan
 
 BoolArray = npt.NDArray[np.bool_]
+NewBlocks = dict[int, tuple[tuple[int, ...], ...]]
+"""Slot -> per head group, block ids to append."""
 
 NEVER = np.iinfo(np.int64).max
 """Full blocks at which a request's next one would enter the prefix cache, if none may."""
@@ -33,6 +36,12 @@ class _Rows:
     """[rows] slots, as numpy indexes fastest."""
     slots: Int32Array
     epochs: Int32Array
+    ones: Int32Array
+    """[rows] a token each."""
+    everyone: BoolArray
+    """[rows] all of them."""
+    stop_token_ids: frozenset[int]
+    """Tokens that end one of them or another."""
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> _Rows:
@@ -44,12 +53,18 @@ class _Rows:
             index=index,
             slots=index.astype(np.int32),
             epochs=np.array([request.epoch for request in requests], dtype=np.int32),
+            ones=np.ones(len(requests), dtype=np.int32),
+            everyone=np.ones(len(requests), dtype=np.bool_),
+            stop_token_ids=frozenset(
+                chain.from_iterable({request.stop_token_ids for request in requests})
+            ),
         )
-        rows.slots.flags.writeable = rows.epochs.flags.writeable = False  # plans share them
+        for shared in (rows.slots, rows.epochs, rows.ones, rows.everyone):
+            shared.flags.writeable = False  # among plans and steps
         return rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Launched:
     """A step whose output has yet to come."""
 
@@ -58,8 +73,11 @@ class _Launched:
     num_scheduled_tokens: Int32Array
     ends: Int64Array
     """[rows] tokens that are computed after the step."""
-    num_sampled: list[int]
-    """Per row: 1 if it computes its last token, known or pending, and yields the next; else 0."""
+    samples: BoolArray
+    """[rows] whether it computes its last token, known or pending, and yields the next."""
+    all_sample: bool
+    num_left: int
+    """Tokens that every row may compute behind this step, one in each; 0 if not all sample."""
     last_rows: list[int]
     """Rows whose token of this step is their last by length."""
 
@@ -70,7 +88,8 @@ class _Entering:
 
     new: list[SlotRequest] = field(default_factory=list)
     resumed: list[SlotRequest] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """Tokens that are computed after the step."""
 
 
 class Scheduler:
@@ -91,7 +110,8 @@ class Scheduler:
     newest of them is over; rather than preempt a request for blocks that steps in flight will
     give back, it is left out of the plan. With ``enable_prefix_caching`` full blocks whose step
     succeeded stay known by their content, and an admitted request starts behind the longest
-    prefix found, its last token excepted.
+    prefix found, its last token excepted. What names a block is worked out when a request is
+    looked up, or leaves: a step that only goes on has nothing to do for it.
     """
 
     def __init__(
@@ -130,7 +150,9 @@ class Scheduler:
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._rows: _Rows | None = None
         """Of ``running``; None = it has changed since."""
-        self._in_flight: OrderedDict[int, _Launched] = OrderedDict()
+        self._in_flight: deque[_Launched] = deque()
+        self._newest: _Launched | None = None
+        """What was launched last, in flight or not; None = a row of it has left since."""
         self._next_step_id = 0
         self._free_slots = deque(range(max_num_seqs))
         self._vacated: list[int] = []
@@ -150,8 +172,12 @@ class Scheduler:
         """One less than the tokens at which it ends: its last token is never computed."""
         self._capacity = per_slot()
         """Tokens that its blocks hold."""
+        self._num_landed = per_slot()
+        """Tokens whose K and V are in the cache by steps that are over and succeeded."""
         self._num_cached_blocks = per_slot()
         """Leading blocks that were offered to the prefix cache."""
+        self._without_token: set[Request] = set()
+        """Running requests that have yet to get their first token."""
 
     # --- requests -------------------------------------------------------------------------
 
@@ -253,41 +279,54 @@ class Scheduler:
                 f"schedule: expected fewer than {self.max_steps_in_flight} steps in flight "
                 f"(max_steps_in_flight), got {len(self._in_flight)}; call update first"
             )
-        ends, starved = self._running_ends()
-        counts = ends - self._num_computed[self._running_rows().index]
-        new_blocks = self._grow_running(ends)
+        ends, counts, starved = self._running_ends()
+        rows = self._running_rows()
+        new_blocks = self._grow_running(rows, ends)
         entering = _Entering()
         if self.waiting and not starved:
             self._admit_waiting(
                 entering, new_blocks, self.max_num_batched_tokens - int(counts.sum())
             )
-            counts = np.concatenate([counts, np.array(entering.counts, dtype=np.int64)])
-        rows = self._running_rows()
-        if np.count_nonzero(counts) < len(counts):
+        if entering.ends:
+            rows = self._running_rows()
+            ends = np.concatenate([ends, np.array(entering.ends, dtype=np.int64)])
+            counts = ends - self._num_computed[rows.index]
+        if counts is not rows.ones and np.count_nonzero(counts) < len(counts):
             (scheduled,) = counts.nonzero()
-            counts = counts[scheduled]
+            ends, counts = ends[scheduled], counts[scheduled]
             rows = _Rows.of([rows.requests[row] for row in scheduled.tolist()])
         if not rows.requests:
             return None
-        return self._launch(rows, counts, new_blocks, entering)
+        return self._launch(rows, ends, counts, new_blocks, entering)
 
-    def _running_ends(self) -> tuple[Int64Array, bool]:
-        """Return up to which token each running request is computed, and whether blocks ran out.
+    def _running_ends(self) -> tuple[Int64Array, npt.NDArray[np.signedinteger], bool]:
+        """Return how far each running request is computed, and whether blocks ran out.
 
         May preempt; what is returned is of those that still run. A row that has no room in this
         step, or nothing to compute, ends where it began.
+
+        Returns:
+            ``[running]`` tokens that are computed after the step; how many of them in the step,
+            ``rows.ones`` itself if each goes on with the token that the last step samples.
         """
-        index = self._running_rows().index
-        ends = np.minimum(self._num_tokens[index], self._max_computed[index])
-        num_tokens = ends.sum() - self._num_computed[index].sum()
+        rows, last = self._running_rows(), self._newest
+        index = rows.index
+        counts: npt.NDArray[np.signedinteger]
+        if last is not None and last.rows is rows and last.num_left:
+            ends, counts, num_tokens = last.ends + 1, rows.ones, len(rows.requests)
+        else:
+            ends = np.minimum(self._num_tokens[index], self._max_computed[index])
+            counts = ends - self._num_computed[index]
+            num_tokens = int(counts.sum())
         if num_tokens <= self.max_num_batched_tokens:
             # A row can lack blocks only for what it computes: no more than that many in all.
             if self.pool.num_free >= num_tokens:
-                return ends, False
+                return ends, counts, False
             short = -(-(ends - self._capacity[index]) // self.block_size)
             if self.pool.num_free >= np.maximum(short, 0).sum():
-                return ends, False
-        return self._ends_one_by_one()
+                return ends, counts, False
+        ends, starved = self._ends_one_by_one()
+        return ends, ends - self._num_computed[self._running_rows().index], starved
 
     def _ends_one_by_one(self) -> tuple[Int64Array, bool]:
         """Do what ``_running_ends`` promises where tokens or blocks do not suffice for all."""
@@ -316,21 +355,28 @@ class Scheduler:
                 claimed += max(needed, 0)
         return np.array([ends[req_id] for req_id in self.running], dtype=np.int64), starved
 
-    def _grow_running(self, ends: Int64Array) -> dict[int, tuple[int, ...]]:
+    def _grow_running(self, rows: _Rows, ends: Int64Array) -> NewBlocks:
         """Give the running requests the blocks of this step's tokens; return them by slot."""
-        rows = self._running_rows()
-        short = ends - self._capacity[rows.index]
-        return {
-            rows.requests[row].slot: self._grow(
-                rows.requests[row], self._blocks_for(int(short[row]))
-            )
-            for row in (short > 0).nonzero()[0].tolist()
-        }
+        (short,) = (ends > self._capacity[rows.index]).nonzero()
+        if not len(short):
+            return {}
+        index = rows.index[short]
+        counts = -(-(ends[short] - self._capacity[index]) // self.block_size)
+        blocks = self.pool.allocate(int(counts.sum()))
+        self._capacity[index] += counts * self.block_size
+        new_blocks: NewBlocks = {}
+        at = 0
+        for row, slot, count in zip(short.tolist(), index.tolist(), counts.tolist(), strict=True):
+            own = blocks[at : at + count]
+            at += count
+            rows.requests[row].block_ids += own
+            new_blocks[slot] = (own,)
+        return new_blocks
 
-    def _admit_waiting(
-        self, entering: _Entering, new_blocks: dict[int, tuple[int, ...]], budget: int
-    ) -> None:
+    def _admit_waiting(self, entering: _Entering, new_blocks: NewBlocks, budget: int) -> None:
         """Admit waiting requests, in order, as long as slots, blocks and tokens suffice."""
+        if self.enable_prefix_caching and self._free_slots:
+            self._cache_running_blocks()
         while budget and self.waiting and self._free_slots:
             request = next(iter(self.waiting.values()))
             hit = self._find_prefix(request)
@@ -343,13 +389,13 @@ class Scheduler:
                 return
             self._enter(request, hit)
             fresh = self._grow(request, self._blocks_for(num_cached + count) - len(hit))
-            new_blocks[request.slot] = (*hit, *fresh)
+            new_blocks[request.slot] = ((*hit, *fresh),)
             (entering.resumed if request.num_preemptions else entering.new).append(
                 SlotRequest(
                     req_id=request.req_id,
                     slot=request.slot,
                     epoch=request.epoch,
-                    token_ids=np.array(request.token_ids(), dtype=np.int32),
+                    token_ids=request.token_ids(),
                     prompt_len=len(request.prompt_token_ids),
                     sampling_params=request.params,
                     seed=request.seed,
@@ -358,24 +404,18 @@ class Scheduler:
                     stop_token_ids=request.stop_token_ids[:MAX_STOP_TOKENS],
                 )
             )
-            entering.counts.append(count)
+            entering.ends.append(num_cached + count)
             budget -= count
 
     def _launch(
         self,
         rows: _Rows,
-        counts: Int64Array,
-        new_blocks: dict[int, tuple[int, ...]],
+        ends: Int64Array,
+        counts: npt.NDArray[np.signedinteger],
+        new_blocks: NewBlocks,
         entering: _Entering,
     ) -> StepPlan:
         """Count the step's tokens, note what its output will mean, and return its plan."""
-        index = rows.index
-        ends = self._num_computed[index] + counts
-        self._num_computed[index] = ends
-        num_tokens = self._num_tokens[index]
-        sampled = ends == num_tokens
-        self._num_tokens[index] = num_tokens + sampled
-        scheduled = counts.astype(np.int32)
         plan = StepPlan(
             step_id=self._next_step_id,
             new=tuple(entering.new),
@@ -385,20 +425,41 @@ class Scheduler:
             req_ids=rows.req_ids,
             slots=rows.slots,
             epochs=rows.epochs,
-            num_scheduled_tokens=scheduled,
-            new_block_ids={slot: (ids,) for slot, ids in new_blocks.items()},
+            num_scheduled_tokens=counts.astype(np.int32, copy=False),
+            new_block_ids=new_blocks,
         )
-        self._in_flight[plan.step_id] = _Launched(
-            step_id=plan.step_id,
-            rows=rows,
-            num_scheduled_tokens=scheduled,
-            ends=ends,
-            num_sampled=sampled.view(np.int8).tolist(),
-            last_rows=(ends == self._max_computed[index]).nonzero()[0].tolist(),
-        )
+        self._newest = self._launched(plan, rows, ends)
+        self._in_flight.append(self._newest)
         self._next_step_id += 1
         self._preempted, self._vacated = [], []
         return plan
+
+    def _launched(self, plan: StepPlan, rows: _Rows, ends: Int64Array) -> _Launched:
+        """Count the tokens that a step computes and those that it samples."""
+        index, last = rows.index, self._newest
+        self._num_computed[index] = ends
+        if plan.num_scheduled_tokens is rows.ones and last is not None:
+            self._num_tokens[index] = ends + 1
+            samples, all_sample, num_left = last.samples, True, last.num_left - 1
+        else:
+            num_tokens = self._num_tokens[index]
+            samples = ends == num_tokens
+            self._num_tokens[index] = num_tokens + samples
+            all_sample = bool(samples.all())
+            num_left = int((self._max_computed[index] - ends).min()) if all_sample else 0
+        last_rows = []
+        if not num_left:
+            last_rows = (ends == self._max_computed[index]).nonzero()[0].tolist()
+        return _Launched(
+            step_id=plan.step_id,
+            rows=rows,
+            num_scheduled_tokens=plan.num_scheduled_tokens,
+            ends=ends,
+            samples=samples,
+            all_sample=all_sample,
+            num_left=num_left,
+            last_rows=last_rows,
+        )
 
     def update(self, output: StepOutput) -> list[Request]:
         """Take in what the oldest step in flight produced.
@@ -409,7 +470,7 @@ class Scheduler:
         Raises:
             RuntimeError: the output is of another step, or has another number of rows.
         """
-        step = next(iter(self._in_flight.values()), None)
+        step = self._in_flight[0] if self._in_flight else None
         if step is None or step.step_id != output.step_id:
             raise RuntimeError(
                 f"update: expected the output of step {step and step.step_id}, the oldest in "
@@ -423,46 +484,66 @@ class Scheduler:
         self._retire(step)
         live = self._live_rows(step)
         requests: Sequence[Request] = step.rows.requests
-        token_ids: Sequence[tuple[int, ...]] = output.token_ids
         ended: dict[Request, FinishReason] = {}
-        in_order = not output.errors and list(map(len, token_ids)) == step.num_sampled
-        if not in_order or not live.all():
-            for row in live.nonzero()[0].tolist():
-                if row in output.errors or len(token_ids[row]) != step.num_sampled[row]:
-                    ended[requests[row]] = "error"
-                    requests[row].error = self._row_error(step, output, row)
-                    live[row] = False  # what it computed is not to be shared
-            rows = live.nonzero()[0].tolist()
-            requests = [requests[row] for row in rows]
-            token_ids = [token_ids[row] for row in rows]
-        changed = [*ended]
-        num_failed = len(changed)
-        now = time.perf_counter()
-        for request, tokens in zip(requests, token_ids, strict=True):
-            if not tokens:
-                continue  # an unfinished prefill
-            (token,) = tokens
+        tokens = None
+        if step.all_sample and live is step.rows.everyone and not output.errors:
+            tokens = _one_each(output.token_ids)
+        if tokens is None:
+            live = live.copy()
+            requests, tokens = self._sampled_rows(step, output, live, ended)
+        changed = [*ended, *requests]
+        for request, token in zip(requests, tokens, strict=True):
             request.output_token_ids.append(token)
-            changed.append(request)
-            if request.first_token_time is None:
-                request.first_token_time = now
-            if token in request.stop_token_ids:
-                ended[request] = "stop"
-        self.num_generated_tokens += len(changed) - num_failed
+        self.num_generated_tokens += len(tokens)
+        if self._without_token:
+            self._note_first_tokens(requests)
+        if not step.rows.stop_token_ids.isdisjoint(tokens):
+            for request, token in zip(requests, tokens, strict=True):
+                if token in request.stop_token_ids:
+                    ended[request] = "stop"
         for row in step.last_rows:
             if live[row]:
                 ended.setdefault(step.rows.requests[row], "length")
-        if self.enable_prefix_caching:
-            self._cache_blocks(step, live)
+        self._land(step, live)
         for request, reason in ended.items():
             self._finish(request, reason)
         return changed
+
+    def _sampled_rows(
+        self,
+        step: _Launched,
+        output: StepOutput,
+        live: BoolArray,
+        ended: dict[Request, FinishReason],
+    ) -> tuple[list[Request], list[int]]:
+        """Return the live requests that got a token, and the tokens; row by row.
+
+        Rows that failed are not live any more, and in ``ended``.
+        """
+        requests, tokens = [], []
+        samples = step.samples.tolist()
+        for row in live.nonzero()[0].tolist():
+            request, row_tokens = step.rows.requests[row], output.token_ids[row]
+            if row in output.errors or len(row_tokens) != samples[row]:
+                ended[request] = "error"
+                request.error = self._row_error(step, output, row)
+                live[row] = False  # what it computed is not to be shared
+            elif row_tokens:  # else an unfinished prefill
+                requests.append(request)
+                tokens.append(row_tokens[0])
+        return requests, tokens
+
+    def _note_first_tokens(self, requests: Sequence[Request]) -> None:
+        now = time.perf_counter()
+        for request in self._without_token.intersection(requests):
+            request.first_token_time = now
+        self._without_token.difference_update(requests)
 
     def _row_error(self, step: _Launched, output: StepOutput, row: int) -> RequestError:
         reason = output.errors.get(row)
         if reason is None:
             reason = (
-                f"expected {step.num_sampled[row]} tokens of step {step.step_id}, "
+                f"expected {int(step.samples[row])} tokens of step {step.step_id}, "
                 f"got {output.token_ids[row]}"
             )
         return RequestError(f"request {step.rows.req_ids[row]!r}: {reason}")
@@ -473,11 +554,11 @@ class Scheduler:
         Raises:
             RuntimeError: the step is not in flight.
         """
-        step = self._in_flight.get(plan.step_id)
+        step = next((step for step in self._in_flight if step.step_id == plan.step_id), None)
         if step is None:
             raise RuntimeError(
-                f"fail_step: expected one of the steps in flight, {list(self._in_flight)}, "
-                f"got step {plan.step_id}"
+                "fail_step: expected one of the steps in flight, "
+                f"{[step.step_id for step in self._in_flight]}, got step {plan.step_id}"
             )
         self._retire(step)
         live = self._live_rows(step).nonzero()[0].tolist()
@@ -499,16 +580,23 @@ class Scheduler:
 
     def _retire(self, step: _Launched) -> None:
         """Take a step out of flight; blocks that only it and steps before it used are free."""
-        del self._in_flight[step.step_id]
-        oldest = next(iter(self._in_flight), self._next_step_id)
+        self._in_flight.remove(step)
+        oldest = self._in_flight[0].step_id if self._in_flight else self._next_step_id
         self.pool.release(oldest - 1)
 
     def _live_rows(self, step: _Launched) -> BoolArray:
-        """Return ``[rows]`` whether each request is still in its slot; count the others."""
+        """Return ``[rows]`` whether each request is still in its slot; count the others.
+
+        ``rows.everyone`` itself if all are.
+        """
+        if step.rows is self._rows:
+            return step.rows.everyone  # nobody has joined or left since
         live: BoolArray = self._epochs[step.rows.index] == step.rows.epochs
-        if not live.all():
-            self.num_stale_outputs += int((~live).sum())
-            self.wasted_tokens += int(step.num_scheduled_tokens[~live].sum())
+        num_stale = len(live) - int(np.count_nonzero(live))
+        if not num_stale:
+            return step.rows.everyone
+        self.num_stale_outputs += num_stale
+        self.wasted_tokens += int(step.num_scheduled_tokens[~live].sum())
         return live
 
     # --- blocks ---------------------------------------------------------------------------
@@ -556,19 +644,35 @@ class Scheduler:
             blocks = blocks[: uncut // self.block_size]
         return blocks
 
-    def _cache_blocks(self, step: _Launched, live: BoolArray) -> None:
-        """Let the blocks that a successful step filled be found by their content."""
-        num_full = step.ends // self.block_size
-        num_cached = self._num_cached_blocks[step.rows.index]
-        (filled,) = ((num_full > num_cached) & live).nonzero()
-        self._num_cached_blocks[step.rows.index[filled]] = num_full[filled]
-        for row, start, end in zip(
-            filled.tolist(), num_cached[filled].tolist(), num_full[filled].tolist(), strict=True
-        ):
-            request = step.rows.requests[row]
+    def _land(self, step: _Launched, live: BoolArray) -> None:
+        """Note what a step computed of the requests that are live and did not fail."""
+        index, ends = step.rows.index, step.ends
+        if live is not step.rows.everyone:
+            index, ends = index[live], ends[live]
+        self._num_landed[index] = ends
+
+    def _cache_running_blocks(self) -> None:
+        """Let the full blocks of all that run be found by their content.
+
+        Done when somebody looks, and for a request that leaves: until then nobody asks, and a step
+        that only goes on need not work out digests.
+        """
+        rows = self._running_rows()
+        num_full = self._num_landed[rows.index] // self.block_size
+        for row in (num_full > self._num_cached_blocks[rows.index]).nonzero()[0].tolist():
+            self._cache_blocks(rows.requests[row])
+
+    def _cache_blocks(self, request: Request) -> None:
+        """Let the blocks of a running request that successful steps filled be found."""
+        start = int(self._num_cached_blocks[request.slot])
+        end = int(self._num_landed[request.slot]) // self.block_size
+        if start < end:
             self._extend_digests(request, end * self.block_size)
-            for index in range(start, end):
-                self.pool.cache(request.block_ids[index], request.block_digests[index])
+            for block, digest in zip(
+                request.block_ids[start:end], request.block_digests[start:end], strict=True
+            ):
+                self.pool.cache(block, digest)
+            self._num_cached_blocks[request.slot] = end
 
     def _extend_digests(self, request: Request, num_tokens: int) -> None:
         """Work out the digests of the full blocks of the first ``num_tokens`` tokens."""
@@ -607,7 +711,10 @@ class Scheduler:
         self._num_computed[slot] = num_cached
         self._max_computed[slot] = request.max_total_tokens - 1
         self._capacity[slot] = num_cached
+        self._num_landed[slot] = num_cached
         self._num_cached_blocks[slot] = len(hit)
+        if request.first_token_time is None:
+            self._without_token.add(request)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is Status.RUNNING:
@@ -634,8 +741,11 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Take back slot and blocks; the slot's next request has another epoch."""
+        if self.enable_prefix_caching:
+            self._cache_blocks(request)
         del self.running[request.req_id]
-        self._rows = None
+        self._rows = self._newest = None
+        self._without_token.discard(request)
         last_step = self._next_step_id - 1 if self._in_flight else None
         # The end of a prefix goes first: without its beginning it could not be found.
         self.pool.free(request.block_ids[::-1], last_step=last_step)
@@ -643,3 +753,11 @@ class Scheduler:
         self._epochs[request.slot] += 1
         self._free_slots.append(request.slot)
         request.slot = -1
+
+
+def _one_each(token_ids: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """Return the rows' tokens if each has one."""
+    try:
+        return [token for (token,) in token_ids]
+    except ValueError:
+        return None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
-from mrv1.runner.step import StepPlan
+from mrv1.runner.step import Int32Array, Int64Array, StepPlan
 
 NO_PAGE = -1
 """Entry of a block table that names no page; kernels skip it."""
@@ -52,10 +53,12 @@ class BlockTables:
         groups: Sequence[GroupColumns],
         device: torch.device,
     ) -> None:
-        self._slots = slots
         self.groups = tuple(groups)
         self.table = slots["block_table"]
         """[max_num_reqs, row_width] int32, -1 = no page."""
+        self.row_width = self.table.shape[1]
+        """Columns of all groups."""
+        self._first_word = slots.first_word("block_table", 0)
         self.num_blocks_np = np.zeros((max_num_reqs, len(self.groups)), dtype=np.int32)
         """[max_num_reqs, groups], the host's count of each segment's valid columns."""
 
@@ -66,59 +69,65 @@ class BlockTables:
         self.group_sink = per_group([g.sink for g in groups])
         self.group_ring_blocks = per_group([g.ring_blocks for g in groups])
 
-    @property
-    def row_width(self) -> int:
-        """Columns of all groups."""
-        return self.table.shape[1]
-
     def stage(self, plan: StepPlan, num_pool_blocks: int, upload: StepUpload) -> None:
         """Count the plan's new blocks on the host; add their ids, and -1 behind a new row's.
 
         Raises:
-            ValueError: a slot without a row, an id outside the pool, or more blocks in a row than
-                its segment has columns.
+            ValueError: a slot without a row, another number of groups, an id outside the pool, or
+                more blocks in a row than its segment has columns; nothing is counted then.
         """
+        if not (plan.new_block_ids or plan.new or plan.resumed):
+            return
+        num_blocks = self.num_blocks_np.copy()
+        entering = [request.slot for request in plan.entering]
+        if entering:
+            num_blocks[entering] = 0
         if plan.new_block_ids:
-            self._check(plan, num_pool_blocks)
-        entering = {request.slot for request in plan.entering}
-        for slot in entering:
-            self.num_blocks_np[slot] = 0
-        for slot, per_group in plan.new_block_ids.items():
+            slots = self._check(plan)
+            first_words = self._first_word + slots * self.row_width
+            per_group = zip(*plan.new_block_ids.values(), strict=True)
             for index, (group, ids) in enumerate(zip(self.groups, per_group, strict=True)):
-                if ids:
-                    self._append(slot, index, group, ids, upload)
-        for slot in entering:
-            for group, count in zip(self.groups, self.num_blocks_np[slot].tolist(), strict=True):
-                first = self._slots.first_word("block_table", slot) + group.offset + count
+                starts = num_blocks[slots, index]
+                ends = starts + np.fromiter(map(len, ids), dtype=np.int32, count=len(ids))
+                _check_ids(group, slots, ends, ids, num_pool_blocks)
+                num_blocks[slots, index] = ends
+                firsts = first_words + (starts + group.offset)
+                for first, own in zip(firsts.tolist(), ids, strict=True):
+                    if own:
+                        upload.put(first, own)
+        for index, group in enumerate(self.groups if entering else ()):
+            for slot, count in zip(entering, num_blocks[entering, index].tolist(), strict=True):
+                first = self._first_word + slot * self.row_width + group.offset + count
                 upload.fill(first, group.width - count)
+        self.num_blocks_np = num_blocks
 
-    def _check(self, plan: StepPlan, num_pool_blocks: int) -> None:
-        """Check slots, ids and counts before anything is noted."""
-        foreign = plan.new_block_ids.keys() - set(plan.slots.tolist())
-        if foreign:
-            raise ValueError(
-                f"new_block_ids: expected slots of the step's rows, got {sorted(foreign)}"
-            )
-        entering = {request.slot for request in plan.entering}
-        for slot, per_group in plan.new_block_ids.items():
-            held = (
-                [0] * len(self.groups) if slot in entering else self.num_blocks_np[slot].tolist()
-            )
-            for group, ids, count in zip(self.groups, per_group, held, strict=True):
-                if count + len(ids) > group.width:
-                    raise ValueError(
-                        f"new_block_ids: expected at most {group.width} blocks in slot {slot}, "
-                        f"got {count + len(ids)}"
-                    )
-                if ids and not 0 <= min(ids) <= max(ids) < num_pool_blocks:
-                    raise ValueError(
-                        f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {ids}"
-                    )
+    def _check(self, plan: StepPlan) -> Int64Array:
+        """Return the slots that get blocks; each is to have a row."""
+        slots = [*plan.new_block_ids]
+        is_row = np.zeros(len(self.num_blocks_np), dtype=np.bool_)
+        is_row[plan.slots] = True
+        index = np.array(slots, dtype=np.int64)
+        if min(slots) < 0 or max(slots) >= len(is_row) or not is_row[index].all():
+            foreign = sorted(set(slots) - set(plan.slots.tolist()))
+            raise ValueError(f"new_block_ids: expected slots of the step's rows, got {foreign}")
+        return index
 
-    def _append(
-        self, slot: int, index: int, group: GroupColumns, ids: Sequence[int], upload: StepUpload
-    ) -> None:
-        start = int(self.num_blocks_np[slot, index])
-        first = self._slots.first_word("block_table", slot) + group.offset + start
-        upload.put(first, ids)
-        self.num_blocks_np[slot, index] = start + len(ids)
+
+def _check_ids(
+    group: GroupColumns,
+    slots: Int64Array,
+    ends: Int32Array,
+    ids: Sequence[Sequence[int]],
+    num_pool_blocks: int,
+) -> None:
+    """Check that a group's new blocks are the pool's and end within its columns."""
+    if ends.max() > group.width:
+        longest = ends.argmax()
+        raise ValueError(
+            f"new_block_ids: expected at most {group.width} blocks in slot {slots[longest]}, "
+            f"got {ends[longest]}"
+        )
+    every = [*chain.from_iterable(ids)]
+    if every and not 0 <= min(every) <= max(every) < num_pool_blocks:
+        outside = tuple(block for block in every if not 0 <= block < num_pool_blocks)
+        raise ValueError(f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {outside}")

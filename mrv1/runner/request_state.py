@@ -23,14 +23,16 @@ MAX_DRAFTS = MAX_SAMPLED_TOKENS - 1
 """Draft tokens of a row."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rows:
-    """Rows of a plan that were checked."""
+    """Rows of a plan that were checked, each of which samples."""
 
     slots: Int32Array
     epochs: Int32Array
     index: npt.NDArray[np.intp]
     """[rows] slots."""
+    ones: Int32Array | None = None
+    """[rows] a token each, checked and read-only; None = no such array was seen yet."""
 
 
 class RequestState:
@@ -71,14 +73,17 @@ class RequestState:
         self._last: _Rows | None = None
         """Of the last plan, if all its rows sample and nobody may write its arrays."""
 
-    def stage(self, plan: StepPlan, upload: StepUpload) -> None:
+    def stage(self, plan: StepPlan, upload: StepUpload) -> bool:
         """Bring the mirrors to the start of the step; add what the device needs for it.
+
+        Returns:
+            Whether the plan gives the rows of the one before it a token each, and changes nothing.
 
         Raises:
             ValueError: the plan contradicts what the slots hold.
         """
         if self._goes_on(plan):
-            return
+            return True
         self._last = None
         self._check_slots((*plan.preempted, *plan.finished))
         if plan.slots.min() < 0 or plan.slots.max() >= len(self._epochs_np):
@@ -99,17 +104,27 @@ class RequestState:
                 f"got {plan.epochs}"
             )
         self._check_rows(plan)
+        return False
 
     def _goes_on(self, plan: StepPlan) -> bool:
         """Whether the plan gives the last one's rows a token each: then it has been checked."""
-        last = self._last
-        return (
-            last is not None
-            and plan.slots is last.slots
-            and plan.epochs is last.epochs
-            and not (plan.entering or plan.preempted or plan.finished or plan.draft_token_ids)
-            and bool((plan.num_scheduled_tokens == 1).all())
-        )
+        last, counts = self._last, plan.num_scheduled_tokens
+        if (
+            last is None
+            or plan.slots is not last.slots
+            or plan.epochs is not last.epochs
+            or plan.new
+            or plan.resumed
+            or plan.preempted
+            or plan.finished
+            or plan.draft_token_ids
+        ):
+            return False
+        if counts is not last.ones:
+            if len(counts) != len(last.index) or not (counts == 1).all():
+                return False
+            last.ones = None if counts.flags.writeable else counts
+        return True
 
     def _stage_entering(self, request: SlotRequest, upload: StepUpload) -> None:
         stop_token_ids = request.stop_token_ids
@@ -163,6 +178,10 @@ class RequestState:
     def _check_rows(self, plan: StepPlan) -> None:
         """Check that each slot has one row, with tokens that are known and not computed yet."""
         slots, counts = plan.slots, plan.num_scheduled_tokens
+        if len(counts) != len(slots):
+            raise ValueError(
+                f"num_scheduled_tokens: expected one entry a row ({len(slots)}), got {len(counts)}"
+            )
         if len(set(slots.tolist())) != len(slots):
             raise ValueError(f"slots: expected one row per slot, got {slots}")
         left = self.num_tokens_np[slots] - self.num_computed_tokens_np[slots]
@@ -214,8 +233,9 @@ class RequestState:
         """Bring the mirrors to the end of the step: who reaches its newest token samples."""
         if self._last is not None:  # the plan goes on with it: each row samples again
             index = self._last.index
-            self.num_computed_tokens_np[index] += 1
-            self.num_tokens_np[index] += 1
+            computed = self.num_tokens_np[index]  # all that were known: each row has sampled
+            self.num_computed_tokens_np[index] = computed
+            self.num_tokens_np[index] = computed + 1
             return
         index = plan.slots.astype(np.intp)  # as numpy indexes fastest
         computed = self.num_computed_tokens_np[index] + plan.num_scheduled_tokens

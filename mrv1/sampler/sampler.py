@@ -71,6 +71,8 @@ class Sampler:
     def __init__(self, max_num_reqs: int, slots: Mapping[str, torch.Tensor], ops: Ops) -> None:
         self._ops = ops
         self._filters_np = np.zeros(max_num_reqs, dtype=np.bool_)
+        self._num_filtering = 0
+        """Slots whose last request uses top-k or top-p."""
         self.temperature, self.top_k = slots["temperature"], slots["top_k"]
         self.top_p, self.seed = slots["top_p"], slots["seed"]
 
@@ -79,6 +81,7 @@ class Sampler:
     ) -> dict[str, npt.NDArray[np.generic]]:
         """Note on the host what the request that takes ``slot`` asks for; return its fields."""
         self._filters_np[slot] = params.filters
+        self._num_filtering = int(np.count_nonzero(self._filters_np))
         return {
             "temperature": np.array([params.temperature], dtype=np.float32),
             "top_k": np.array([params.top_k], dtype=np.int32),
@@ -88,7 +91,7 @@ class Sampler:
 
     def any_filters(self, slots: npt.NDArray[np.integer]) -> bool:
         """Whether any of ``slots`` uses top-k or top-p."""
-        return bool(self._filters_np[slots].any())
+        return self._num_filtering > 0 and bool(self._filters_np[slots].any())
 
     def sample(
         self,

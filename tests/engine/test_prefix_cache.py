@@ -100,11 +100,11 @@ def test_a_block_is_shared_only_once_its_step_has_succeeded():
     second = scheduler.schedule()
     assert scheduler.prefix_hit_tokens == 0, "the first step is in flight"
     scheduler.update(output_of(first, (5,), (5,)))
-    assert scheduler.pool.num_cached == 2, "of a's and b's equal blocks the first stay"
     a_blocks = scheduler.get("a").block_ids[:2]
-    assert sorted(scheduler.pool._cached.values()) == sorted(a_blocks)
     scheduler.add(make_request("d", prompt_of(40), max_tokens=5))
     third = scheduler.schedule()
+    assert scheduler.pool.num_cached == 2, "of a's and b's equal blocks the first stay"
+    assert sorted(scheduler.pool._cached.values()) == sorted(a_blocks)
     assert new_blocks(third, "d")[:2] == tuple(a_blocks)
     assert scheduled(third)["d"] == 8
     assert new_blocks(second, "c")[:2] != tuple(a_blocks)
@@ -140,6 +140,68 @@ def test_generated_blocks_are_shared_too():
     drain(scheduler, runner)
     assert b.num_cached_tokens == 64, "of 69 computed tokens: the 70th never was"
     assert b.output_token_ids == expected_output(b)[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_generated_blocks_of_a_running_request_are_shared(depth):
+    """All but those of steps whose output has yet to come."""
+    scheduler = caching_scheduler(max_steps_in_flight=depth)
+    runner = make_runner(scheduler)
+    a = make_request("a", prompt_of(30), max_tokens=90, ignore_eos=True)
+    scheduler.add(a)
+    while a.num_tokens < 65:
+        while scheduler.num_steps_in_flight < depth:
+            runner.execute(scheduler.schedule())
+        scheduler.update(runner.result())
+    known = expected_output(a)[0]
+    assert a.num_tokens == 65, "64 of them are computed: four blocks"
+    b = make_request("b", (*a.prompt_token_ids, *known[:60]), max_tokens=3, ignore_eos=True)
+    scheduler.add(b)
+    drain(scheduler, runner)
+    assert b.num_cached_tokens == 64
+    assert (a.output_token_ids, b.output_token_ids) == (known, expected_output(b)[0])
+
+
+@pytest.mark.parametrize("how", ["aborted", "its next row failed", "its next step failed"])
+def test_what_a_request_computed_before_it_ended_is_shared(how):
+    scheduler = caching_scheduler(max_steps_in_flight=1)
+    scheduler.add(make_request("a", prompt_of(40), max_tokens=5, ignore_eos=True))
+    scheduler.update(output_of(scheduler.schedule(), (5,)))
+    if how == "aborted":
+        scheduler.abort("a")
+    elif how == "its next row failed":
+        scheduler.update(output_of(scheduler.schedule(), (), errors={0: "NaN"}))
+    else:
+        scheduler.fail_step(scheduler.schedule(), StepError("boom", step_id=1, req_ids=("a",)))
+    assert scheduler.get("a") is None
+    scheduler.add(make_request("b", prompt_of(40), max_tokens=5))
+    assert scheduled(scheduler.schedule()) == {"b": 8}
+
+
+def test_digests_are_worked_out_when_somebody_looks(monkeypatch):
+    """A step that only goes on costs none of them; who comes or goes pays for what was left."""
+    blocks: list[int] = []
+
+    def counted(chain, token_ids, block_size, extra_key):
+        blocks.append(len(token_ids) // block_size)
+        extend_chain(chain, token_ids, block_size, extra_key)
+
+    scheduler = caching_scheduler(max_steps_in_flight=1)
+    runner = make_runner(scheduler)
+    for name in "ab":
+        scheduler.add(make_request(name, prompt_of(20, ord(name)), max_tokens=99, ignore_eos=True))
+    runner.execute(scheduler.schedule())
+    scheduler.update(runner.result())
+    monkeypatch.setattr(scheduler_module, "extend_chain", counted)
+    for _ in range(50):
+        runner.execute(scheduler.schedule())
+        scheduler.update(runner.result())
+    assert blocks == []
+    scheduler.abort("a")
+    assert blocks == [3], "a has computed 70 tokens, four blocks; the first was looked up"
+    scheduler.add(make_request("c", prompt_of(20, 3), max_tokens=1, ignore_eos=True))
+    scheduler.schedule()
+    assert blocks == [3, 3, 1], "b's, and c's own"
 
 
 def test_a_preempted_request_finds_its_own_blocks_again():
@@ -288,10 +350,8 @@ def test_a_digest_without_its_parent_shares_pages_of_another_prefix(monkeypatch)
 def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when, monkeypatch):
     scheduler = caching_scheduler()
     runner = make_runner(scheduler)
-    cache_blocks = scheduler._cache_blocks
-    monkeypatch.setattr(
-        scheduler, "_cache_blocks", lambda step, live: cache_blocks(step, live | True)
-    )
+    land = scheduler._land
+    monkeypatch.setattr(scheduler, "_land", lambda step, _: land(step, step.rows.everyone))
     scheduler.add(make_request("a", prompt_of(40), max_tokens=4))
     runner.execute(scheduler.schedule())
     scheduler.add(make_request("b", prompt_of(40), max_tokens=4))
@@ -299,8 +359,8 @@ def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when,
         scheduler.update(runner.result(fail_rows=frozenset([0])))
         runner.execute(scheduler.schedule())
     else:
-        (step,) = scheduler._in_flight.values()
-        scheduler._cache_blocks(step, step.ends > 0)
+        (step,) = scheduler._in_flight
+        scheduler._land(step, step.rows.everyone)
         runner.execute(scheduler.schedule())
         runner.result(fail_rows=frozenset([0]))
     assert scheduler.get("b").num_cached_tokens == 32

@@ -6,7 +6,9 @@ import random
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -14,7 +16,7 @@ from mrv1 import RequestError, StepError
 from mrv1.engine.block_pool import BlockPool
 from mrv1.engine.request import Request, Status
 from mrv1.engine.scheduler import Scheduler
-from mrv1.runner import StepPlan
+from mrv1.runner import StepOutput, StepPlan
 from tests.engine.scheduler_model import (
     BLOCK_SIZE,
     EOS,
@@ -49,8 +51,44 @@ def check_pool(scheduler: Scheduler) -> None:
         assert pool.num_quarantined == 0
 
 
+class ForgetfulScheduler(Scheduler):
+    """Plans every step, and takes in every output, as if none had come before it."""
+
+    def schedule(self) -> StepPlan | None:
+        self._rows = self._newest = None
+        return super().schedule()
+
+    def update(self, output: StepOutput) -> list[Request]:
+        self._rows = None
+        return super().update(output)
+
+
+def how_far(request: Request) -> tuple[object, ...]:
+    ended = (request.finish_reason, request.stop_reason)
+    return request.req_id, request.output_token_ids, *ended
+
+
+def check_same_plan(plan: StepPlan | None, other: StepPlan | None) -> None:
+    if plan is None or other is None:
+        assert plan is other
+        return
+    for name in ("slots", "epochs", "num_scheduled_tokens"):
+        ours, theirs = getattr(plan, name), getattr(other, name)
+        assert ours.dtype == theirs.dtype == np.int32
+        assert ours.tolist() == theirs.tolist(), name
+    for name in ("step_id", "req_ids", "preempted", "finished", "new_block_ids"):
+        assert getattr(plan, name) == getattr(other, name), name
+    for entering, other_entering in ((plan.new, other.new), (plan.resumed, other.resumed)):
+        assert [(r.req_id, r.slot, r.epoch, r.num_computed_tokens) for r in entering] == [
+            (r.req_id, r.slot, r.epoch, r.num_computed_tokens) for r in other_entering
+        ]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests arrive, run, abort and fail in any order, in a pool that is often too small."""
+    """Requests arrive, run, abort and fail in any order, in a pool that is often too small.
+
+    A second scheduler, which remembers nothing from one step to the next, must plan the same.
+    """
 
     @initialize(
         num_blocks=st.integers(4, 24),
@@ -61,14 +99,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops_on_device=st.booleans(),
     )
     def start(self, num_blocks, max_num_seqs, budget, depth, caching, stops_on_device):
-        self.scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            eos_token_ids=[EOS],
-            max_steps_in_flight=depth,
-            enable_prefix_caching=caching,
+        self.scheduler, self.forgetful = (
+            made(
+                num_blocks=num_blocks,
+                block_size=BLOCK_SIZE,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                eos_token_ids=[EOS],
+                max_steps_in_flight=depth,
+                enable_prefix_caching=caching,
+            )
+            for made in (Scheduler, ForgetfulScheduler)
         )
         self.max_num_seqs, self.num_blocks, self.budget = max_num_seqs, num_blocks, budget
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE, budget, stops_on_device=stops_on_device)
@@ -93,14 +134,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if span is not None and sum(span) <= len(prompt):
             cuts = sorted({span[0], span[0] + span[1] // 2, sum(span)})
             spans = tuple(pairwise(cuts))
-        request = make_request(
-            str(len(self.requests)),
-            prompt,
-            unsplittable=spans,
-            cache_key=cache_key,
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
-            stop_token_ids=stops,
+        request, twin = (
+            make_request(
+                str(len(self.requests)),
+                prompt,
+                unsplittable=spans,
+                cache_key=cache_key,
+                max_tokens=max_tokens,
+                ignore_eos=ignore_eos,
+                stop_token_ids=stops,
+            )
+            for _ in range(2)
         )
         message = None
         if -(-request.max_total_tokens // BLOCK_SIZE) > self.num_blocks:
@@ -112,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.add(request)
             return
         self.scheduler.add(request)
+        self.forgetful.add(twin)
         self.requests[request.req_id] = request
         self.runner.cache_keys[request.req_id] = cache_key
 
@@ -121,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(fails=st.integers(0, 12).map(lambda n: n == 0))
     def launch(self, fails):
         plan = self.scheduler.schedule()
+        check_same_plan(plan, self.forgetful.schedule())
         if plan is None:
             assert self.scheduler.num_steps_in_flight or not self.scheduler.has_unfinished_requests
             return
@@ -143,6 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_step(self, plan):
         error = StepError("boom", step_id=plan.step_id, req_ids=plan.req_ids)
         failed = self.scheduler.fail_step(plan, error)
+        self.forgetful.fail_step(plan, error)
         assert {r.req_id for r in failed} <= set(plan.req_ids)
         assert all(r.finish_reason == "error" and r.error is error for r in failed)
         self.ended_by_hand |= {r.req_id for r in failed}
@@ -156,7 +203,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.fail_step(plan)
             return
         before = {r: len(request.output_token_ids) for r, request in self.requests.items()}
-        for request in self.scheduler.update(output):
+        first_times = {r: request.first_token_time for r, request in self.requests.items()}
+        changed = self.scheduler.update(output)
+        for req_id, first_time in first_times.items():
+            assert first_time in (None, self.requests[req_id].first_token_time)
+        same = self.forgetful.update(output)
+        assert list(map(how_far, changed)) == list(map(how_far, same))
+        for request in changed:
             assert len(request.output_token_ids) - before[request.req_id] in (0, 1)
             if request.finish_reason == "error":
                 self.ended_by_hand.add(request.req_id)
@@ -167,6 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         req_id = data.draw(st.sampled_from(sorted(self.requests)))
         was_finished = self.requests[req_id].finished
         aborted = self.scheduler.abort(req_id)
+        self.forgetful.abort(req_id)
         assert (aborted is None) == was_finished
         assert self.scheduler.abort(req_id) is None, "aborting twice is harmless"
         if not was_finished:
@@ -177,6 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self, chance):
         if chance == 0:
             self.scheduler.reset_prefix_cache()
+            self.forgetful.reset_prefix_cache()
             assert self.scheduler.pool.num_cached == 0
 
     @invariant()
@@ -186,6 +241,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         running = scheduler.running.values()
         check_pool(scheduler)
+        for name in ("wasted_tokens", "num_stale_outputs", "num_preemptions", "prefix_hit_tokens"):
+            assert getattr(scheduler, name) == getattr(self.forgetful, name), name
         assert scheduler.num_free_slots + len(running) == self.max_num_seqs
         assert len({r.slot for r in running}) == len(running)
         assert all(r.status is Status.RUNNING for r in running)
@@ -200,6 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.finish_reason == reason
             else:
                 assert request.output_token_ids == expected[: len(request.output_token_ids)]
+            assert (request.first_token_time is not None) == bool(request.output_token_ids)
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -208,6 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.update(self.runner.result())
             self.plans.pop(0)
         drain(self.scheduler, self.runner)
+        self.forgetful = self.scheduler
         self.nothing_leaks()
         assert all(request.finished for request in self.requests.values())
         assert self.scheduler.pool.num_free == self.num_blocks
@@ -549,8 +608,13 @@ def test_a_preempted_requests_pending_token_is_dropped_and_computed_again():
     scheduler.abort("a")
     assert scheduler.schedule() is None, "b waits for the blocks of the aborted a"
     scheduler.update(output_of(plan, (5,)))
-    (resumed,) = scheduler.schedule().resumed
+    plan = scheduler.schedule()
+    (resumed,) = plan.resumed
     assert resumed.token_ids.tolist() == [*prompt_of(7), 2]
+    first_token_time = b.first_token_time
+    scheduler.update(output_of(plan, (6,)))
+    assert b.output_token_ids == [2, 6]
+    assert b.first_token_time == first_token_time
     assert resumed.prompt_len == 7
 
 
@@ -601,6 +665,60 @@ def test_the_last_arrival_is_spared_if_its_last_token_is_pending():
     scheduler.update(output_of(first, (5,), (5,), (5,), (5,)))
     assert requests["c"].finish_reason == "length"
     assert scheduled(scheduler.schedule()) == {"a": 1, "x": 1}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "errors", "failed", "message"),
+    [
+        (((5,), (6,)), {}, {"long"}, r"'long': expected 0 tokens of step 1, got \(6,\)"),
+        (((5, 6), ()), {}, {"short"}, r"'short': expected 1 tokens of step 1, got \(5, 6\)"),
+        (((), ()), {}, {"short"}, r"'short': expected 1 tokens of step 1, got \(\)"),
+        (((5,), ()), {0: "NaN"}, {"short"}, "'short': NaN"),
+        (((5,), ()), {1: "NaN"}, {"long"}, "'long': NaN"),
+        (((5,), ()), {}, set(), None),
+    ],
+)
+def test_a_row_with_other_tokens_than_planned_fails_alone(token_ids, errors, failed, message):
+    """One row decodes, the other one is in the middle of its prefill."""
+    scheduler = make_scheduler(max_num_batched_tokens=10, max_steps_in_flight=1)
+    requests = {
+        "short": make_request("short", (5, 5), max_tokens=8, ignore_eos=True),
+        "long": make_request("long", prompt_of(25), max_tokens=1, ignore_eos=True),
+    }
+    for request in requests.values():
+        scheduler.add(request)
+    scheduler.update(output_of(scheduler.schedule(), (5,), ()))
+    scheduler.update(output_of(scheduler.schedule(), *token_ids, errors=errors))
+    assert {name for name, r in requests.items() if r.finish_reason == "error"} == failed
+    for name in failed:
+        with pytest.raises(RequestError, match=message):
+            raise requests[name].error
+    assert requests["short"].output_token_ids == [5] * (2 - ("short" in failed))
+    assert requests["long"].output_token_ids == []
+
+
+def test_a_failed_row_of_a_step_that_all_sample_gets_no_token():
+    scheduler = make_scheduler()
+    for name in "ab":
+        scheduler.add(make_request(name, (1, 2), max_tokens=9, ignore_eos=True))
+    a, b = scheduler.get("a"), scheduler.get("b")
+    scheduler.update(output_of(scheduler.schedule(), (5,), (6,), errors={1: "NaN"}))
+    assert (a.output_token_ids, b.output_token_ids) == ([5], [])
+    assert (a.finish_reason, b.finish_reason) == (None, "error")
+
+
+@given(
+    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=9),
+    output=st.lists(st.integers(0, 9), max_size=9),
+    bounds=st.tuples(st.integers(0, 18), st.none() | st.integers(0, 18)),
+)
+def test_token_ids_are_prompt_then_output(prompt, output, bounds):
+    request = make_request("r", tuple(prompt), max_tokens=20)
+    request.output_token_ids += output
+    start, end = (None if n is None else min(n, request.num_tokens) for n in bounds)
+    token_ids = request.token_ids(start, end)
+    assert token_ids.dtype == np.int32
+    assert token_ids.tolist() == [*prompt, *output][start:end]
 
 
 # --- admission -----------------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""BlockTables against lists of blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1.runner.block_table import NO_PAGE, BlockTables, GroupColumns
+from mrv1.runner.slot_state import Field, SlotState
+from tests.runner.host_state import AppliedUpload, entering, plan_of
+
+NUM_SLOTS, NUM_POOL_BLOCKS = 6, 50
+ANYTHING = 77
+"""In the table before a request takes the slot."""
+
+
+def make_tables(widths: list[int]) -> tuple[BlockTables, AppliedUpload]:
+    offsets = np.cumsum([0, *widths[:-1]]).tolist()
+    groups = [GroupColumns(offset=o, width=w) for o, w in zip(offsets, widths, strict=True)]
+    fields = {"other": Field(), **BlockTables.fields(groups)}
+    slots = SlotState(NUM_SLOTS, fields, torch.device("cpu"))
+    slots.buffer.fill_(ANYTHING)
+    return BlockTables(slots, NUM_SLOTS, groups, torch.device("cpu")), AppliedUpload(slots.buffer)
+
+
+@given(data=st.data(), widths=st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_a_row_is_its_groups_blocks_and_no_page_behind_them(data, widths):
+    tables, upload = make_tables(widths)
+    held: dict[int, list[list[int]]] = {}
+    for _ in range(data.draw(st.integers(1, 8))):
+        new = data.draw(st.sets(st.integers(0, NUM_SLOTS - 1)), label="new")
+        held |= {slot: [[] for _ in widths] for slot in new}
+        rows = new | data.draw(st.sets(st.sampled_from(sorted(held)))) if held else new
+        new_block_ids = {}
+        for slot in data.draw(st.permutations(sorted(rows))):
+            ids = tuple(
+                tuple(
+                    data.draw(
+                        st.lists(st.integers(0, NUM_POOL_BLOCKS - 1), max_size=width - len(blocks))
+                    )
+                )
+                for width, blocks in zip(widths, held[slot], strict=True)
+            )
+            if any(ids) or data.draw(st.booleans()):
+                new_block_ids[slot] = ids
+                for blocks, own in zip(held[slot], ids, strict=True):
+                    blocks += own
+        plan = plan_of(
+            sorted(rows), new=tuple(map(entering, sorted(new))), new_block_ids=new_block_ids
+        )
+        tables.stage(plan, NUM_POOL_BLOCKS, upload)
+        for slot in range(NUM_SLOTS):
+            expected = [ANYTHING] * sum(widths)
+            if slot in held:
+                padded = (
+                    [*blocks, *[NO_PAGE] * (width - len(blocks))]
+                    for width, blocks in zip(widths, held[slot], strict=True)
+                )
+                expected = [block for blocks in padded for block in blocks]
+                assert tables.num_blocks_np[slot].tolist() == list(map(len, held[slot]))
+            assert tables.table[slot].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("new_block_ids", "message"),
+    [
+        ({0: ((1,), (2,)), 2: ((1,), (2,))}, r"slots of the step's rows, got \[2\]"),
+        ({-5: ((1,), (2,))}, r"slots of the step's rows, got \[-5\]"),  # counts as 1, a row's
+        ({-6: ((1,), (2,)), 6: ((1,), (2,))}, r"slots of the step's rows, got \[-6, 6\]"),
+        ({6: ((1,), (2,))}, r"slots of the step's rows, got \[6\]"),
+        ({0: ((1,), ()), 1: ((1, 2, 3), ())}, "at most 3 blocks in slot 1, got 4"),
+        ({0: ((1, 2, 3, 4), ()), 1: ((), ())}, "at most 3 blocks in slot 0, got 4"),
+        ({1: ((2,), (1, 2))}, "at most 2 blocks in slot 1, got 3"),
+        ({1: ((2, 50), ())}, r"ids in \[0, 50\), got \(50,\)"),
+        ({1: ((2,), (-1,))}, r"ids in \[0, 50\), got \(-1,\)"),
+        ({1: ((2,),)}, "zip"),
+    ],
+)
+def test_a_wrong_plan_is_refused_and_counts_nothing(new_block_ids, message):
+    """Slot 1 holds a block of each group; slot 0 enters in the wrong plan, which held some."""
+    tables, upload = make_tables([3, 2])
+    both = {0: ((9,), (8,)), 1: ((7,), (6,))}
+    plan = plan_of([0, 1], new=(entering(0), entering(1)), new_block_ids=both)
+    tables.stage(plan, NUM_POOL_BLOCKS, upload)
+    before = tables.num_blocks_np.copy()
+    wrong = plan_of([0, 1], new=(entering(0, epoch=1),), new_block_ids=new_block_ids)
+    with pytest.raises(ValueError, match=message):
+        tables.stage(wrong, NUM_POOL_BLOCKS, upload)
+    np.testing.assert_array_equal(tables.num_blocks_np, before)

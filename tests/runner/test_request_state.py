@@ -1,0 +1,146 @@
+"""RequestState's mirrors and what it tells the device, against plain counts; what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import StepPlan
+from mrv1.kernels.post_update import RUNNING
+from mrv1.runner.request_state import RequestState
+from mrv1.runner.slot_state import SlotState
+from tests.runner.host_state import AppliedUpload, entering, plan_of
+
+NUM_SLOTS, MAX_LEN = 5, 40
+
+
+def make_state() -> tuple[RequestState, AppliedUpload]:
+    slots = SlotState(NUM_SLOTS, RequestState.fields(MAX_LEN), torch.device("cpu"))
+    return RequestState(slots, NUM_SLOTS, MAX_LEN), AppliedUpload(slots.buffer)
+
+
+def take(state: RequestState, upload: AppliedUpload, plan: StepPlan) -> None:
+    state.stage(plan, upload)
+    state.advance_on_host(plan)
+
+
+def frozen(values: list[int]) -> np.ndarray:
+    array = np.array(values, dtype=np.int32)
+    array.flags.writeable = False
+    return array
+
+
+@given(data=st.data())
+def test_mirrors_count_what_launched_steps_will_have_done(data):
+    """Requests enter with a prefix computed, go on in chunks, decode, leave and come again."""
+    state, upload = make_state()
+    lengths: dict[int, list[int]] = {}  # slot -> known and pending tokens, computed ones
+    epochs = [-1] * NUM_SLOTS
+    plan = None
+    for _ in range(data.draw(st.integers(1, 12))):
+        goes_on = plan is not None and all(n - c == 1 for n, c in lengths.values())
+        if goes_on and data.draw(st.booleans()):
+            ones = plan.num_scheduled_tokens
+            if (ones != 1).any() or data.draw(st.booleans()):
+                ones = frozen([1] * len(ones))
+            plan = plan_of(plan.slots, epochs=plan.epochs, num_scheduled_tokens=ones)
+        else:
+            gone = data.draw(st.sets(st.sampled_from(sorted(lengths)))) if lengths else set()
+            for slot in gone:
+                del lengths[slot]
+            new = []
+            for slot in data.draw(st.sets(st.integers(0, NUM_SLOTS - 1))) - lengths.keys():
+                num_tokens = data.draw(st.integers(1, 20))
+                num_computed = data.draw(st.integers(0, num_tokens - 1))
+                epochs[slot] += 1
+                lengths[slot] = [num_tokens, num_computed]
+                new.append(
+                    entering(
+                        slot, num_tokens, epoch=epochs[slot], num_computed_tokens=num_computed
+                    )
+                )
+            if not lengths:
+                return
+            rows = data.draw(st.permutations(sorted(lengths)))
+            counts = [data.draw(st.integers(1, lengths[s][0] - lengths[s][1])) for s in rows]
+            away = sorted(gone)
+            cut = data.draw(st.integers(0, len(away)))
+            plan = plan_of(
+                frozen(rows),
+                epochs=frozen([epochs[slot] for slot in rows]),
+                num_scheduled_tokens=frozen(counts),
+                new=tuple(new[::2]),
+                resumed=tuple(new[1::2]),
+                preempted=tuple(away[:cut]),
+                finished=tuple(away[cut:]),
+            )
+        state.stage(plan, upload)
+        for request in plan.entering:
+            slot, num_tokens = request.slot, len(request.token_ids)
+            assert state.token_ids[slot, :num_tokens].tolist() == request.token_ids.tolist()
+            assert state.num_tokens[slot] == state.num_tokens_np[slot] == num_tokens
+            assert state.num_computed_tokens[slot] == request.num_computed_tokens
+            assert state.prompt_len[slot] == num_tokens
+            assert state.max_total_tokens[slot] == request.max_total_tokens
+            assert state.stop_token_ids[slot].tolist() == [-1] * 16
+            assert state.stopped[slot] == RUNNING
+        state.advance_on_host(plan)
+        for slot, count in zip(
+            plan.slots.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
+        ):
+            lengths[slot][1] += count
+            lengths[slot][0] += lengths[slot][1] == lengths[slot][0]
+        for slot, (num_tokens, num_computed) in lengths.items():
+            mirrors = (state.num_tokens_np[slot], state.num_computed_tokens_np[slot])
+            assert mirrors == (num_tokens, num_computed)
+
+
+def steady(**fields: object) -> tuple[RequestState, AppliedUpload, StepPlan]:
+    """A state whose last plans gave two rows a token each, and their plan."""
+    state, upload = make_state()
+    first = plan_of([0, 3], new=(entering(0), entering(3)))
+    take(state, upload, first)
+    same = {"epochs": frozen([0, 0]), "num_scheduled_tokens": frozen([1, 1])}
+    plan = plan_of(frozen([0, 3]), **(same | fields))
+    for _ in range(3):
+        take(state, upload, plan)
+    return state, upload, plan
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_scheduled_tokens": frozen([1, 2])}, "num_scheduled_tokens: expected 1 to"),
+        ({"num_scheduled_tokens": frozen([0, 1])}, "num_scheduled_tokens: expected 1 to"),
+        ({"preempted": (3,)}, r"expected epochs \[ 0 -1\]"),
+        ({"finished": (0,)}, r"expected epochs \[-1  0\]"),
+        ({"epochs": frozen([0, 1])}, r"expected epochs \[0 0\]"),
+        ({"slots": frozen([0, 0])}, "expected one row per slot"),
+        ({"new": (entering(3),)}, "expected slot 3 free, 'r3' got it"),
+        ({"resumed": (entering(3),)}, "expected slot 3 free, 'r3' got it"),
+        ({"draft_token_ids": ((5,), ())}, "draft_token_ids of 'r0': .* behind all known"),
+    ],
+)
+def test_a_plan_that_goes_on_is_checked_where_it_differs(wrong, message):
+    state, upload, plan = steady()
+    with pytest.raises(ValueError, match=message):
+        take(state, upload, replace(plan, **wrong))
+
+
+def test_an_array_that_others_may_write_is_checked_each_time():
+    counts = np.ones(2, dtype=np.int32)
+    state, upload, plan = steady(num_scheduled_tokens=counts)
+    counts[1] = 2
+    with pytest.raises(ValueError, match="num_scheduled_tokens: expected 1 to"):
+        take(state, upload, plan)
+
+
+def test_counts_of_another_number_of_rows_are_refused():
+    state, upload, plan = steady()
+    with pytest.raises(ValueError, match=r"expected one entry a row \(2\), got 1"):
+        take(state, upload, replace(plan, num_scheduled_tokens=frozen([1])))
