@@ -92,6 +92,27 @@ def table_column(
 
 
 @triton.jit
+def page_offset(block, block_stride):
+    """Return where pages start, in elements; of block -1 anything.
+
+    One product of 32 by 32 bits (``KVLayout`` checks): the compiler sees that the upper halves are
+    zero, which it would not of signed factors.
+    """
+    return (block.to(tl.uint32).to(tl.uint64) * block_stride.to(tl.uint32).to(tl.uint64)).to(
+        tl.int64
+    )
+
+
+@triton.jit
+def work_position(work, sink_end, start, HAS_WINDOW: tl.constexpr):
+    """Return the positions of work indices."""
+    position = work
+    if HAS_WINDOW:
+        position = tl.where(work < sink_end, work, work - sink_end + start)
+    return position
+
+
+@triton.jit
 def split_slot(slot, BLOCK_SIZE: tl.constexpr):
     """Return block and offset of int64 slots >= 0: unsigned, so that each is one instruction."""
     slot = slot.to(tl.uint64)

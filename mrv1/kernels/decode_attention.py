@@ -2,11 +2,21 @@
 
     out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
 
-over the keys ``k`` that ``kv_layout`` lets the query see. Two launches (and one that makes the
-plan, see ``decode_plan``, unless the caller has it already)::
+over the keys ``k`` that ``kv_layout`` lets the query see. One or two launches (and one that makes
+the plan, see ``decode_plan``, unless the caller has it already)::
 
-    items   a program per item of the plan: a range of the keys one KV head of one request sees
-    merge   a program per row of each segment of several items: weighs them by log-sum-exp
+    items   a program per item of the plan: a range of the keys one KV head of one request sees;
+            of a segment of several items the program that ends last weighs them by log-sum-exp
+    merge   does that instead where items may be many: a program per row of such a segment
+
+What a short context costs is a chain of loads, from the plan over the block table to K and V. Two
+links of it may be taken while the kernel in front ends (``DecodePlan.allocate``, ``read_early``),
+and this is why that is no race. A program of this launch runs before its wait only if all programs
+of the launch in front, L, have let it start, after their own wait (the caller's promise). L's wait
+returns when the launch before L has ended and its writes can be seen; that one had waited for its
+own predecessor, and so on. So whatever was written before L is in memory; what L writes is not,
+and the caller promises that L does not write plan, table or layout. Early loads pass by L1, where
+a line may be older. K and V are loaded after the wait: L has just written the newest of them.
 
 Scores are computed transposed, keys times queries: the tensor core's 16-row side holds keys and
 its 8-column side the few queries (a request's queries times the query heads of a KV head), half
@@ -30,7 +40,9 @@ from mrv1.kernels._paged import (
     dot_precision,
     natural_lse,
     normalized,
+    page_offset,
     table_column,
+    work_position,
 )
 from mrv1.kernels._paged_checks import (
     check_head_dim,
@@ -65,6 +77,29 @@ MAX_PROGRAMS = 4096
 
 
 @triton.jit
+def _load_blocks(
+    table_row_ptr,  # [row_width] int32, this request's row
+    work,  # [TILE_TOKENS] int32, work indices
+    end_work,
+    sink_end,
+    start,
+    table_offset,
+    sink,
+    ring_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    EARLY: tl.constexpr,  # whether it is before the wait for the previous kernel
+):
+    """Return the block of each key of a tile, -1 where there is none or behind the end."""
+    position = work_position(work, sink_end, start, HAS_WINDOW)
+    logical = position // BLOCK_SIZE
+    column = table_column(logical, table_offset, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
+    cache: tl.constexpr = ".cg" if EARLY else ""
+    return tl.load(table_row_ptr + column, mask=work < end_work, other=-1, cache_modifier=cache)
+
+
+@triton.jit
 def _attend_item(
     q_row_ptr,  # [1, TILE_ROWS] pointers to the queries' first elements
     in_tile,  # [TILE_ROWS], False in padding rows
@@ -78,6 +113,7 @@ def _attend_item(
     scale_block_stride,  # elements, int32
     visited_ptr,  # [row_width] uint8 of this request and head, or None
     table_row_ptr,  # [row_width] int32, this request's row
+    block,  # [TILE_TOKENS] int32 of the first tile, as _load_blocks returns them
     first_work,  # int32, first work index
     end_work,  # int32, end of the work indices
     sink_end,  # int32
@@ -101,7 +137,8 @@ def _attend_item(
 ):
     """Run the online softmax over work indices [first_work, end_work) (``_paged`` defines them).
 
-    A token's K scale is a factor of its logit, its V scale one of its weight. Weights are rounded
+    Blocks are looked up a tile ahead, so that no load of pages waits for one of the table. A
+    token's K scale is a factor of its logit, its V scale one of its weight. Weights are rounded
     to 16 bits in units of the largest V scale so far, lest small scales underflow. An fp8 cache is
     read two codes at a time: even and odd dimensions are products and sums of their own.
 
@@ -126,32 +163,55 @@ def _attend_item(
         if SCALES_PER_BLOCK == 0:
             score_scale *= tl.load(k_scale_ptr)
             v_unit = tl.load(v_scale_ptr)
-    else:
-        q = tl.load(q_row_ptr + column_of[:, None], mask=query_mask, other=0.0)
     acc = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
     top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    lane = tl.arange(0, TILE_TOKENS)
     for tile_start in range(first_work, end_work, TILE_TOKENS):
-        work = tile_start + tl.arange(0, TILE_TOKENS)
-        position = work
-        if HAS_WINDOW:
-            position = tl.where(work < sink_end, work, work - sink_end + start)
-        logical = position // BLOCK_SIZE
-        column = table_column(logical, table_offset, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
-        block = tl.load(table_row_ptr + column, mask=work < end_work, other=-1)
+        position = work_position(tile_start + lane, sink_end, start, HAS_WINDOW)
         present = block >= 0
         if visited_ptr is not None:
+            logical = position // BLOCK_SIZE
+            column = table_column(logical, table_offset, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
             tl.store(visited_ptr + column, 1, mask=present)
         token = position % BLOCK_SIZE
-        address = block.to(tl.int64) * block_stride + token * token_stride
+        if not HAS_WINDOW and TILE_TOKENS % BLOCK_SIZE == 0:
+            token = lane % BLOCK_SIZE  # the same in every tile
+        address = page_offset(block, block_stride) + token * token_stride
         address = tl.multiple_of(address, ALIGNED_ELEMENTS)
         # NaN of a dead page must not come in. V is read as columns, as its product takes it.
         k_mask, v_mask = present[:, None], present[None, :]
         if HEAD_DIM != TILE_DIM:
             k_mask, v_mask = k_mask & in_head[None, :], v_mask & in_head[:, None]
 
+        if not IS_FP8:
+            # Beside K and V, not before: waiting for q first costs a trip to L2. The offset, 0,
+            # keeps the compiler from moving the load out of the loop.
+            offset = tl.minimum(tile_start, 0) * ALIGNED_ELEMENTS + column_of[:, None]
+            q = tl.load(q_row_ptr + offset, mask=query_mask, other=0.0)
         k_row_ptr = k_ptr + (address[:, None] + column_of[None, :])
         k = tl.load(k_row_ptr, mask=k_mask, other=0)
+        v_column_ptr = v_ptr + (address[None, :] + column_of[:, None])
+        v = tl.load(v_column_ptr, mask=v_mask, other=0)
+        if SCALES_PER_BLOCK > 0:
+            scale_address = page_offset(block, scale_block_stride)
+            scale_address += scale_index(token, BLOCK_SIZE, SCALES_PER_BLOCK)
+            k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
+            v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
+        block = _load_blocks(
+            table_row_ptr,
+            tile_start + TILE_TOKENS + lane,
+            end_work,
+            sink_end,
+            start,
+            table_offset,
+            sink,
+            ring_blocks,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            HAS_RING,
+            False,
+        )
         if IS_FP8:
             k, k_odd = decode_pairs(k, FP8_PATH)
             scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
@@ -160,9 +220,6 @@ def _attend_item(
             scores = tl.dot(k, q, input_precision=PRECISION)
         scores *= score_scale
         if SCALES_PER_BLOCK > 0:
-            scale_address = block.to(tl.int64) * scale_block_stride
-            scale_address += scale_index(token, BLOCK_SIZE, SCALES_PER_BLOCK)
-            k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
             scores *= k_scale[:, None]
         visible = present[:, None]
         if QUERY_LEN > 1:  # one query sees the whole range: it was made for it
@@ -182,13 +239,10 @@ def _attend_item(
         weights = tl.exp2(scores - shift[None, :])
         total = total * rescale + tl.sum(weights, axis=0)
         if SCALES_PER_BLOCK > 0:
-            v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
             new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
             weights *= (v_scale / new_unit)[:, None]
             rescale *= v_unit / new_unit
             v_unit = new_unit
-        v_column_ptr = v_ptr + (address[None, :] + column_of[:, None])
-        v = tl.load(v_column_ptr, mask=v_mask, other=0)
         weights = weights.to(q.dtype)
         acc *= rescale[None, :]
         if IS_FP8:
@@ -206,8 +260,84 @@ def _attend_item(
 
 
 @triton.jit
+def _merge_if_last(
+    out_ptr,  # and so on to states_lse_ptr: the kernel's
+    stride_out_row,
+    stride_out_head,
+    lse_ptr,
+    stride_lse_row,
+    stride_lse_head,
+    states_ptr,
+    states_lse_ptr,
+    arrivals_ptr,  # the segment's pieces that are there: 0 before and after a launch
+    first_item,  # int32, of the segment
+    pieces,  # int32
+    req,  # int64
+    head,  # int32
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
+    LOADED_STATES: tl.constexpr,
+):
+    """Merge the states of a segment, in order, if this program is the last of its programs.
+
+    The arrival releases this program's state, which all its threads have stored before the
+    barrier, and acquires those of the programs that arrived before.
+    """
+    ROWS: tl.constexpr = QUERY_LEN * GROUP
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
+    if arrived == pieces - 1:
+        tl.store(arrivals_ptr, 0)
+        row = tl.arange(0, MERGE_ROWS)
+        dims = tl.arange(0, TILE_DIM)
+        in_tile = row < ROWS
+        mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+        first_state = first_item.to(tl.int64) * ROWS
+        states_ptr += first_state * HEAD_DIM
+        states_lse_ptr += first_state
+        top = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([MERGE_ROWS], tl.float32)
+        acc = tl.zeros([MERGE_ROWS, TILE_DIM], tl.float32)
+        for first_piece in range(0, pieces, LOADED_STATES):
+            parts = ()
+            for index in tl.static_range(LOADED_STATES):  # all are asked for before any is there
+                piece = first_piece + index
+                state = piece * ROWS + row
+                lse = tl.load(
+                    states_lse_ptr + state, mask=in_tile & (piece < pieces), other=float("-inf")
+                )
+                part = tl.load(
+                    states_ptr + state[:, None] * HEAD_DIM + dims[None, :],
+                    mask=mask & (piece < pieces),
+                    other=0.0,
+                )
+                parts += ((lse * LOG2_E, part),)  # type: ignore[assignment]
+            for index in tl.static_range(LOADED_STATES):
+                lse, part = parts[index]
+                new_top = tl.maximum(top, lse)
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                weight = tl.exp2(lse - shift)
+                rescale = tl.exp2(top - shift)
+                total = total * rescale + weight
+                acc = acc * rescale[:, None] + weight[:, None] * part
+                top = new_top
+        out = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
+        out_row = req * QUERY_LEN + row // GROUP
+        q_head = (head * GROUP + row % GROUP).to(tl.int64)
+        target = out_ptr + (out_row * stride_out_row + q_head * stride_out_head)[:, None]
+        tl.store(target + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+        if lse_ptr is not None:
+            offsets = out_row * stride_lse_row + q_head * stride_lse_head
+            tl.store(lse_ptr + offsets, natural_lse(top, total), mask=in_tile)
+
+
+@triton.jit
 def _write_item(
     item,  # int32
+    num_items,  # int32; an item behind them is none
     out_ptr,
     stride_out_row,
     stride_out_head,
@@ -216,6 +346,7 @@ def _write_item(
     stride_lse_head,
     states_ptr,
     states_lse_ptr,
+    arrivals_ptr,
     visited_ptr,
     items_ptr,
     q_ptr,
@@ -247,53 +378,69 @@ def _write_item(
     PRECISION: tl.constexpr,
     FP8_PATH: tl.constexpr,
     SCALES_PER_BLOCK: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    LOADED_STATES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attend for one item; write its rows of the output, or their states if a merge follows.
 
-    The arguments are those of the kernel below.
+    The arguments are those of the kernel below. With EARLY the wait for the previous kernel is
+    in here: what comes before it must not have been written by that one.
     """
+    CACHE: tl.constexpr = ".cg" if EARLY else ""  # a line of L1 may be older
     ROWS: tl.constexpr = QUERY_LEN * GROUP
     row = tl.arange(0, TILE_ROWS)
     in_tile = row < ROWS
     query = row // GROUP
     dims = tl.arange(0, TILE_DIM)
     item_ptr = items_ptr + item.to(tl.int64) * _ITEM_FIELDS
-    req = tl.load(item_ptr).to(tl.int64)
-    head = tl.load(item_ptr + 1)
-    first_work = tl.load(item_ptr + 2)
-    end_work = tl.load(item_ptr + 3)
-    pieces = tl.load(item_ptr + 4)
-    table_offset = tl.load(item_ptr + 8)
+    req = tl.load(item_ptr, cache_modifier=CACHE)
+    head = tl.load(item_ptr + 1, cache_modifier=CACHE)
+    first_work = tl.load(item_ptr + 2, cache_modifier=CACHE)
+    end_work = tl.load(item_ptr + 3, cache_modifier=CACHE)
+    pieces = tl.load(item_ptr + 4, cache_modifier=CACHE)
+    table_offset = tl.load(item_ptr + 8, cache_modifier=CACHE)
     sink_end = 0
     start = 0
     window = -1
     sink = 0
     ring_blocks = 0
     if HAS_WINDOW:
-        sink_end = tl.load(item_ptr + 5)
-        start = tl.load(item_ptr + 6)
-        window = tl.load(item_ptr + 9)
-        sink = tl.load(item_ptr + 10)
+        sink_end = tl.load(item_ptr + 5, cache_modifier=CACHE)
+        start = tl.load(item_ptr + 6, cache_modifier=CACHE)
+        window = tl.load(item_ptr + 9, cache_modifier=CACHE)
+        sink = tl.load(item_ptr + 10, cache_modifier=CACHE)
     if HAS_RING:
-        ring_blocks = tl.load(item_ptr + 11)
+        ring_blocks = tl.load(item_ptr + 11, cache_modifier=CACHE)
     query_position = query
     if QUERY_LEN > 1:
-        query_position = tl.where(in_tile, tl.load(item_ptr + 7) - QUERY_LEN + query, -1)
+        seq_len = tl.load(item_ptr + 7, cache_modifier=CACHE)
+        query_position = tl.where(in_tile, seq_len - QUERY_LEN + query, -1)
+    piece = 0
+    if arrivals_ptr is not None:
+        piece = tl.load(item_ptr + 12, cache_modifier=CACHE)
 
+    # The plan's buffer is longer than its items: what lies behind them is no row or head.
+    is_item = item < num_items
+    req = tl.where(is_item, req, 0).to(tl.int64)
+    head = tl.where(is_item, head, 0)
+    end_work = tl.where(is_item, end_work, first_work)
     out_row = req * QUERY_LEN + query
     q_head = (head * GROUP + row % GROUP).to(tl.int64)
     q_row_ptr = q_ptr + (out_row * stride_q_row + q_head * stride_q_head)[None, :]
-    head_base = tl.load(head_base_ptr + head)
+    head_base = tl.load(head_base_ptr + head, cache_modifier=CACHE)
     # Below 2^31, so that an address takes one 32 by 32 bit product (``KVLayout`` checks).
-    block_stride = tl.load(block_stride_ptr + head).to(tl.int32)
+    block_stride = tl.load(block_stride_ptr + head, cache_modifier=CACHE).to(tl.int32)
     element_stride = token_stride
     scale_block_stride = 0
     if FP8_PATH is not None:  # two codes in an element
         head_base = head_base // 2
         block_stride = block_stride // 2
         element_stride = token_stride // 2
-        scale_base = tl.load(scale_base_ptr + head)
-        scale_block_stride = tl.load(scale_block_stride_ptr + head).to(tl.int32)
+        scale_base = tl.load(scale_base_ptr + head, cache_modifier=CACHE)
+        scale_block_stride = tl.load(scale_block_stride_ptr + head, cache_modifier=CACHE).to(
+            tl.int32
+        )
         k_head_scale_ptr = k_scale_ptr + scale_base
         v_head_scale_ptr = v_scale_ptr + scale_base
     else:
@@ -304,54 +451,95 @@ def _write_item(
         visited_row_ptr = visited_ptr + (req * NUM_KV_HEADS + head) * row_width
     else:
         visited_row_ptr = None
-    acc, top, total = _attend_item(
-        q_row_ptr,
-        in_tile,
-        query_position,
-        k_cache_ptr + head_base,
-        v_cache_ptr + head_base,
-        block_stride,
-        element_stride,
-        k_head_scale_ptr,
-        v_head_scale_ptr,
-        scale_block_stride,
-        visited_row_ptr,
-        block_table_ptr + req * stride_table_row,
-        first_work,
+    table_row_ptr = block_table_ptr + req * stride_table_row
+    first_block = _load_blocks(
+        table_row_ptr,
+        first_work + tl.arange(0, TILE_TOKENS),
         end_work,
         sink_end,
         start,
         table_offset,
-        window,
         sink,
         ring_blocks,
-        softmax_scale * LOG2_E,
-        QUERY_LEN,
-        HEAD_DIM,
         BLOCK_SIZE,
         HAS_WINDOW,
         HAS_RING,
-        TILE_ROWS,
-        TILE_TOKENS,
-        TILE_DIM,
-        PRECISION,
-        FP8_PATH,
-        SCALES_PER_BLOCK,
+        EARLY,
     )
-    out = normalized(tl.trans(acc), total)
-    row_lse = natural_lse(top, total)
-    mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
-    if pieces == 1:
-        offsets = out_row * stride_out_row + q_head * stride_out_head
-        target = out_ptr + offsets[:, None] + dims[None, :]
-        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
-        if lse_ptr is not None:
-            offsets = out_row * stride_lse_row + q_head * stride_lse_head
-            tl.store(lse_ptr + offsets, row_lse, mask=in_tile)
-    elif states_ptr is not None:
-        state = item.to(tl.int64) * ROWS + row
-        tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
-        tl.store(states_lse_ptr + state, row_lse, mask=in_tile)
+    wait_for_previous(EARLY)
+    let_next_start(EARLY)
+    if is_item:
+        acc, top, total = _attend_item(
+            q_row_ptr,
+            in_tile,
+            query_position,
+            k_cache_ptr + head_base,
+            v_cache_ptr + head_base,
+            block_stride,
+            element_stride,
+            k_head_scale_ptr,
+            v_head_scale_ptr,
+            scale_block_stride,
+            visited_row_ptr,
+            table_row_ptr,
+            first_block,
+            first_work,
+            end_work,
+            sink_end,
+            start,
+            table_offset,
+            window,
+            sink,
+            ring_blocks,
+            softmax_scale * LOG2_E,
+            QUERY_LEN,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            HAS_RING,
+            TILE_ROWS,
+            TILE_TOKENS,
+            TILE_DIM,
+            PRECISION,
+            FP8_PATH,
+            SCALES_PER_BLOCK,
+        )
+        out = normalized(tl.trans(acc), total)
+        row_lse = natural_lse(top, total)
+        mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+        if pieces == 1:
+            offsets = out_row * stride_out_row + q_head * stride_out_head
+            target = out_ptr + offsets[:, None] + dims[None, :]
+            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
+            if lse_ptr is not None:
+                offsets = out_row * stride_lse_row + q_head * stride_lse_head
+                tl.store(lse_ptr + offsets, row_lse, mask=in_tile)
+        elif states_ptr is not None:
+            state = item.to(tl.int64) * ROWS + row
+            tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
+            tl.store(states_lse_ptr + state, row_lse, mask=in_tile)
+            if arrivals_ptr is not None:
+                _merge_if_last(
+                    out_ptr,
+                    stride_out_row,
+                    stride_out_head,
+                    lse_ptr,
+                    stride_lse_row,
+                    stride_lse_head,
+                    states_ptr,
+                    states_lse_ptr,
+                    arrivals_ptr + req * NUM_KV_HEADS + head,
+                    item - piece,
+                    pieces,
+                    req,
+                    head,
+                    QUERY_LEN,
+                    GROUP,
+                    HEAD_DIM,
+                    TILE_DIM,
+                    MERGE_ROWS,
+                    LOADED_STATES,
+                )
 
 
 @triton.jit
@@ -364,6 +552,7 @@ def _paged_decode_attention_kernel(
     stride_lse_head,
     states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32, or None: no segment is split
     states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32, or None
+    arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32, zeros; None = a launch of its own merges
     visited_ptr,  # [num_reqs, NUM_KV_HEADS, row_width] uint8, contiguous, or None
     items_ptr,  # [max_items, ITEM_FIELDS] int32
     counts_ptr,  # [2] int32, items first
@@ -397,17 +586,22 @@ def _paged_decode_attention_kernel(
     PRECISION: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
     SCALES_PER_BLOCK: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
+    LOADED_STATES: tl.constexpr,  # that a program which merges asks for at a time
+    EARLY: tl.constexpr,  # whether plan and table may be read before the previous kernel's end
     OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (min(max_items, MAX_PROGRAMS),): one item of the plan, or every so many-th."""
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
-    num_items = tl.load(counts_ptr)
+    if not EARLY:
+        wait_for_previous(OVERLAP)
+        let_next_start(OVERLAP)
+    num_items = tl.load(counts_ptr, cache_modifier=".cg" if EARLY else "")
     # Two calls, as a loop that runs once costs registers, and with them a program on an SM.
     if IN_ROUNDS:
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _write_item(
                 item,
+                num_items,
                 out_ptr,
                 stride_out_row,
                 stride_out_head,
@@ -416,6 +610,7 @@ def _paged_decode_attention_kernel(
                 stride_lse_head,
                 states_ptr,
                 states_lse_ptr,
+                arrivals_ptr,
                 visited_ptr,
                 items_ptr,
                 q_ptr,
@@ -447,52 +642,59 @@ def _paged_decode_attention_kernel(
                 PRECISION,
                 FP8_PATH,
                 SCALES_PER_BLOCK,
+                MERGE_ROWS,
+                LOADED_STATES,
+                EARLY,
             )
     else:
         item = tl.program_id(0)
-        if item < num_items:
-            _write_item(
-                item,
-                out_ptr,
-                stride_out_row,
-                stride_out_head,
-                lse_ptr,
-                stride_lse_row,
-                stride_lse_head,
-                states_ptr,
-                states_lse_ptr,
-                visited_ptr,
-                items_ptr,
-                q_ptr,
-                stride_q_row,
-                stride_q_head,
-                k_cache_ptr,
-                v_cache_ptr,
-                k_scale_ptr,
-                v_scale_ptr,
-                scale_base_ptr,
-                scale_block_stride_ptr,
-                block_table_ptr,
-                stride_table_row,
-                row_width,
-                head_base_ptr,
-                block_stride_ptr,
-                token_stride,
-                softmax_scale,
-                NUM_KV_HEADS,
-                QUERY_LEN,
-                GROUP,
-                HEAD_DIM,
-                BLOCK_SIZE,
-                HAS_WINDOW,
-                HAS_RING,
-                TILE_ROWS,
-                TILE_TOKENS,
-                TILE_DIM,
-                PRECISION,
-                FP8_PATH,
-                SCALES_PER_BLOCK,
-            )
+        _write_item(
+            item,
+            num_items,
+            out_ptr,
+            stride_out_row,
+            stride_out_head,
+            lse_ptr,
+            stride_lse_row,
+            stride_lse_head,
+            states_ptr,
+            states_lse_ptr,
+            arrivals_ptr,
+            visited_ptr,
+            items_ptr,
+            q_ptr,
+            stride_q_row,
+            stride_q_head,
+            k_cache_ptr,
+            v_cache_ptr,
+            k_scale_ptr,
+            v_scale_ptr,
+            scale_base_ptr,
+            scale_block_stride_ptr,
+            block_table_ptr,
+            stride_table_row,
+            row_width,
+            head_base_ptr,
+            block_stride_ptr,
+            token_stride,
+            softmax_scale,
+            NUM_KV_HEADS,
+            QUERY_LEN,
+            GROUP,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            HAS_RING,
+            TILE_ROWS,
+            TILE_TOKENS,
+            TILE_DIM,
+            PRECISION,
+            FP8_PATH,
+            SCALES_PER_BLOCK,
+            MERGE_ROWS,
+            LOADED_STATES,
+            EARLY,
+        )
 
 
 @triton.jit
@@ -515,16 +717,17 @@ def _merge_items_kernel(
     OVERLAP: tl.constexpr,  # see _overlap
 ):
     """Grid (max_merges, QUERY_LEN * GROUP): out = sum_p exp(lse_p - lse) state_p over pieces."""
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
     merge = tl.program_id(0)
     row = tl.program_id(1)
     merge_ptr = merges_ptr + merge * _MERGE_FIELDS
-    num_merges = tl.load(counts_ptr + 1)
-    req = tl.load(merge_ptr).to(tl.int64)
-    head = tl.load(merge_ptr + 1)
-    first_item = tl.load(merge_ptr + 2)
-    pieces = tl.load(merge_ptr + 3)
+    # The plan was there when the launch in front, the items', let this one start.
+    num_merges = tl.load(counts_ptr + 1, cache_modifier=".cg")
+    req = tl.load(merge_ptr, cache_modifier=".cg").to(tl.int64)
+    head = tl.load(merge_ptr + 1, cache_modifier=".cg")
+    first_item = tl.load(merge_ptr + 2, cache_modifier=".cg")
+    pieces = tl.load(merge_ptr + 3, cache_modifier=".cg")
+    let_next_start(OVERLAP)  # before the wait: the next kernel's weights come in meanwhile
+    wait_for_previous(OVERLAP)
     if merge >= num_merges:
         return
     dims = tl.arange(0, TILE_DIM)
@@ -559,6 +762,13 @@ def _merge_items_kernel(
         tl.store(lse_ptr + lse_offset, natural_lse(top, total))
 
 
+def merge_tile(rows: int, tile_dim: int) -> dict[str, int]:
+    """Return what a program merges at a time, so that it fits its registers."""
+    merge_rows = triton.next_power_of_2(rows)
+    states = min(4, max(1, 8192 // (merge_rows * tile_dim)))
+    return {"MERGE_ROWS": merge_rows, "LOADED_STATES": states}
+
+
 def _launch_items(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -578,6 +788,9 @@ def _launch_items(
     if scales is not None:
         tile_dim = max(tile_dim, MIN_PAIRED_DIM)
     config = plan.config
+    in_rounds = plan.max_items > MAX_PROGRAMS
+    overlap = overlap_options(q.device)
+    early = plan.read_early and overlap["OVERLAP"] and not in_rounds
     _paged_decode_attention_kernel[(min(plan.max_items, MAX_PROGRAMS),)](
         out,
         out.stride(0),
@@ -586,6 +799,7 @@ def _launch_items(
         *((0, 0) if lse is None else lse.stride()),
         plan.states if plan.max_merges else None,
         plan.states_lse if plan.max_merges else None,
+        plan.arrivals if plan.merge_in_items else None,
         visited,
         plan.items,
         plan.counts,
@@ -607,15 +821,16 @@ def _launch_items(
         BLOCK_SIZE=layout.block_size,
         HAS_WINDOW=layout.has_window,
         HAS_RING=layout.has_ring,
-        IN_ROUNDS=plan.max_items > MAX_PROGRAMS,
+        IN_ROUNDS=in_rounds,
         TILE_ROWS=padded_rows(plan.query_len * group),
         TILE_TOKENS=config.tile_tokens,
         TILE_DIM=tile_dim,
         PRECISION=dot_precision(q.dtype),
         **fp8_constexprs(scales, layout, q.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlap_options(q.device),
+        **merge_tile(plan.query_len * group, tile_dim),
+        EARLY=early,
+        **config.launch_options(),
+        **overlap,
     )
 
 
@@ -688,7 +903,8 @@ def paged_decode_attention(
         deterministic: cut by each request's own length instead (every 512 visible keys, fewer cuts
             beyond 32,768): a row is bitwise the same in any batch, however wide the table.
         plan: what ``plan_decode_attention`` wrote for these ``seq_lens``: saves a launch in every
-            layer. None = made here. It has options of its own in place of the two above.
+            layer. None = made here. It has options of its own in place of the two above, and may
+            promise what lets this launch start early (``DecodePlan.allocate``).
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
             of the scaled scores.
@@ -768,6 +984,6 @@ def paged_decode_attention(
         scales=scales,
         visited=visited,
     )
-    if plan.max_merges:
+    if plan.max_merges and not plan.merge_in_items:
         _launch_merge(plan, layout, out, lse)
     return out

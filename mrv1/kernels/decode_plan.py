@@ -7,12 +7,14 @@ cuts the segments into *items*, the work of one program each::
     pieces(i) = ceil(tiles(i) / size)              at least one: a row that sees nothing is written
     piece p of segment i = its tiles [p * tiles(i) / pieces(i), (p + 1) * tiles(i) / pieces(i))
 
-and lists the segments with several pieces, whose partial results a second launch merges. ``size``
-is the smallest with as many items as run at the same time, so that there is one wave of programs
-and no tail; a batch with more segments than that keeps them whole, except the few that are much
-longer than an equal share. Lengths are read on the device and bounds follow from shapes alone: a
-captured graph serves any lengths. A deterministic plan cuts each segment by its own length alone,
-whatever else the batch holds. One plan serves every layer with the same head roles.
+and lists the segments with several pieces, whose partial results are merged: by the program that
+ends last of a segment's, or where there may be many by a second launch. ``size`` is the smallest
+with as many items as run at the same time, so that there is one wave of programs and no tail; a
+batch with more segments than that keeps them whole, except the few that are much longer than an
+equal share, and short segments are not cut at all (``min_tiles``). Lengths are read on the device
+and bounds follow from shapes alone: a captured graph serves any lengths. A deterministic plan cuts
+each segment by its own length alone, whatever else the batch holds. One plan serves every layer
+with the same head roles.
 
 Source: the idea of a plan apart from the run is FlashInfer's (arXiv:2501.01005), made on the host
 there; Stream-K (arXiv:2301.03598) for equal shares over the device.
@@ -34,7 +36,8 @@ from mrv1.kernels.kv_layout import KVLayout
 
 ITEM_FIELDS = 16
 """int32 per item, a cache line's half: request, head, first and end work index, pieces of its
-segment, sink_end, start, seq_len, table_offset, window, sink, ring_blocks; the rest is unused."""
+segment, sink_end, start, seq_len, table_offset, window, sink, ring_blocks, piece; the rest
+is unused."""
 MERGE_FIELDS = 4
 """int32 per merge: request, head, first item, pieces."""
 MAX_SEGMENTS = 1 << 16
@@ -47,6 +50,11 @@ SPLIT_TOKENS = 512
 MAX_PIECES = 64
 """A deterministic plan cuts a segment every SPLIT_TOKENS keys, or twice as many and so on until
 there are no more than MAX_PIECES pieces: by the segment's own length alone."""
+
+MERGED_PIECES = 16
+"""Up to so many pieces of a segment, where all are alike, the last of its programs merges them. On
+an H200 that saves 1.2 us of a launch where there are three or none, takes 0.9 us more for 24 and
+4 us for 64. A deterministic plan keeps the launch: its pieces do not follow from the batch."""
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _MERGE_FIELDS = tl.constexpr(MERGE_FIELDS)
@@ -70,6 +78,15 @@ class DecodeAttentionConfig:
     programs_per_sm: int
     """Programs that run on a streaming multiprocessor at the same time, or fewer: a plan aims at
     as many items."""
+    min_tiles: int = 1
+    """Tiles that a plan of equal shares cuts a segment by, at least: no more are left whole."""
+    max_registers: int | None = None
+    """Most registers a thread may take; None = as the compiler finds best."""
+
+    def launch_options(self) -> dict[str, int]:
+        """Return what the compiler is told beside the constexprs."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
     @classmethod
     def default_for(
@@ -102,20 +119,35 @@ class DecodeAttentionConfig:
                 tile_tokens=tile_tokens, num_warps=num_warps, num_stages=1, programs_per_sm=2
             )
         if tile_rows > MIN_TILE_ROWS or head_dim > 128 or is_amd:
-            # Tiles too small for wgmma, that Triton would take from 64 keys and 16 rows on, and
-            # for 64 KiB of shared memory on gfx942.
-            num_stages = 1 if is_amd and head_dim > 128 else 2
-            return cls(tile_tokens=32, num_warps=4, num_stages=num_stages, programs_per_sm=4)
+            # Tiles too small for wgmma, that Triton would take from 64 keys and 16 rows on. One
+            # stage within gfx942's 64 KiB of shared memory, and where two of so many rows spill.
+            is_tight = tile_rows > 32 and device.capability in ((8, 6), (8, 9), (12, 0))
+            is_tight |= is_amd and head_dim > 128
+            return cls(
+                tile_tokens=32, num_warps=4, num_stages=1 if is_tight else 2, programs_per_sm=4
+            )
+        # H200, heads of 128, contexts of 190. Few segments: pieces of one tile, two warps each
+        # (1 x 8 heads: 4.1 us, 5.6 whole). From one segment on every other multiprocessor on they
+        # stay whole up to 256 keys, which four warps take faster (32 x 8: 11.4 us, in steps of 128
+        # keys 12.9; 64 x 8: 17.2, 21.5).
+        many = 2 * num_segments > device.num_sms
         if dtype == torch.float8_e4m3fn:
-            return cls(tile_tokens=128, num_warps=4, num_stages=2, programs_per_sm=4)
-        # H200, heads of 128, share of the copy bandwidth: small programs of two warps hide each
-        # other's latencies (1 x 32768: 79%, 77% with four warps of 128 keys). From one program per
-        # SM to four, larger steps win (32 x 2048: 89% instead of 84%).
-        if has_window:
-            return cls(tile_tokens=128, num_warps=4, num_stages=2, programs_per_sm=3)
-        if device.num_sms < num_segments <= 4 * device.num_sms:
-            return cls(tile_tokens=128, num_warps=4, num_stages=3, programs_per_sm=2)
-        return cls(tile_tokens=64, num_warps=2, num_stages=4, programs_per_sm=4)
+            return cls(
+                tile_tokens=128,
+                num_warps=4,
+                num_stages=2,
+                programs_per_sm=4,
+                min_tiles=2 if many else 1,
+                # Four programs' share, in which nothing spills from sm_90 on.
+                max_registers=128 if (device.capability or (0, 0)) >= (9, 0) else None,
+            )
+        return cls(
+            tile_tokens=64,
+            num_warps=4 if many or has_window else 2,
+            num_stages=2,
+            programs_per_sm=4,
+            min_tiles=4 if many else 1,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +182,12 @@ class DecodePlan:
     """[max_items, rows, head_dim] float32 scratch: partial results; empty without merges."""
     states_lse: torch.Tensor
     """[max_items, rows] float32 scratch: their log-sum-exps."""
+    arrivals: torch.Tensor
+    """[max_reqs * num_kv_heads] int32: pieces that are there; zeros but while a launch merges."""
+    merge_in_items: bool
+    """Whether the program that ends last of a segment's merges them, not a launch of its own."""
+    read_early: bool
+    """Whether attention reads plan and table while the kernel in front of it ends."""
 
     @classmethod
     def allocate(
@@ -164,6 +202,7 @@ class DecodePlan:
         is_fp8: bool = False,
         num_kv_splits: int | None = None,
         deterministic: bool = False,
+        read_early: bool = False,
     ) -> DecodePlan:
         """Return buffers that hold any plan of these shapes, on the layout's device.
 
@@ -178,6 +217,12 @@ class DecodePlan:
             num_kv_splits: as in ``paged_decode_attention``.
             deterministic: as in ``paged_decode_attention``. Its scratch grows with ``max_keys``:
                 up to 64 states for every request and query head.
+            read_early: whether attention may read plan, block table and layout while the launch in
+                front of it ends. The caller promises two things of that launch, wherever the plan
+                is used: it writes none of the three, and it lets the next one start only after its
+                own wait for what came before. ``qkv_cache_write`` does so, ``linear`` does not. On
+                an H200 it saves 0.5 to 0.9 us a layer where contexts are short; where launches do
+                not overlap nothing is read early.
 
         Raises:
             ValueError: options that contradict each other, or more segments than a plan holds.
@@ -212,10 +257,13 @@ class DecodePlan:
         else:
             programs = config.programs_per_sm * info.num_sms
             max_items = programs if segments <= programs else segments + programs // 2
-            max_pieces = min(max_items - segments + 1, max_tiles)
+            longest = -(-max_tiles // config.min_tiles)
+            max_pieces = min(max_items - segments + 1, longest)
         # A split segment makes an item more at least than segments there are.
         max_merges = min(segments, max_items - segments) if max_pieces > 1 else 0
         num_states = max_items if max_merges else 0
+        num_full = sum(role.window < 0 for role in layout.roles) or num_kv_heads
+        usual_pieces = min(max_items // max(1, max_reqs * num_full), max_pieces)
         return cls(
             config=config,
             max_reqs=max_reqs,
@@ -232,6 +280,9 @@ class DecodePlan:
             counts=torch.empty(2, dtype=torch.int32, device=device),
             states=torch.empty(num_states, rows, layout.head_dim, device=device),
             states_lse=torch.empty(num_states, rows, device=device),
+            arrivals=torch.empty(segments, dtype=torch.int32, device=device),
+            merge_in_items=not deterministic and max_merges > 0 and usual_pieces <= MERGED_PIECES,
+            read_early=read_early,
         )
 
 
@@ -259,9 +310,12 @@ def _sum(x):
 
 
 @triton.jit
-def _equal_size(tiles, most_items):
-    """Return the smallest size of a piece that makes no more than ``most_items``, by bisection."""
-    too_small = 0
+def _equal_size(tiles, most_items, MIN_TILES: tl.constexpr):
+    """Return the smallest size from MIN_TILES on that makes no more than ``most_items`` pieces.
+
+    By bisection; at most every segment whole.
+    """
+    too_small = MIN_TILES - 1
     size = tl.max(tl.max(tiles, axis=1), axis=0)  # every segment whole
     while size - too_small > 1:
         middle = (too_small + size) // 2
@@ -285,6 +339,7 @@ def _plan_decode_kernel(
     items_ptr,  # [max_items, ITEM_FIELDS] int32
     merges_ptr,  # [max_merges, MERGE_FIELDS] int32
     counts_ptr,  # [2] int32
+    arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32
     seq_lens_ptr,  # [num_reqs] int32
     num_reqs,
     table_offset_ptr,  # [NUM_KV_HEADS] int32
@@ -298,6 +353,7 @@ def _plan_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # pieces of the longest segment; 0 = equal shares
     SPLIT_TILES: tl.constexpr,  # tiles of a piece, doubled for long segments; 0 = NUM_SPLITS
+    MIN_TILES: tl.constexpr,  # of a piece, with equal shares
     TILE_REQS: tl.constexpr,  # power of two >= num_reqs
     TILE_HEADS: tl.constexpr,  # power of two >= NUM_KV_HEADS
     TILE_ITEMS: tl.constexpr,
@@ -327,13 +383,15 @@ def _plan_decode_kernel(
     elif NUM_SPLITS:
         size = (tl.max(tl.max(tiles, axis=1), axis=0) + NUM_SPLITS - 1) // NUM_SPLITS
     else:
-        size = _equal_size(tiles, max_items)
+        size = _equal_size(tiles, max_items, MIN_TILES)
     pieces = (tiles + size - 1) // size
     req_items = tl.sum(pieces, axis=1)
     end_of_req = tl.cumsum(req_items, axis=0)
     num_items = tl.minimum(tl.sum(req_items, axis=0), max_items)  # no write past the buffer
 
     if first_item == 0:
+        segment = req[:, None] * NUM_KV_HEADS + head[None, :]
+        tl.store(arrivals_ptr + segment, 0, mask=is_segment)
         is_split = pieces > 1
         splits = tl.sum(is_split.to(tl.int32), axis=1)
         tl.store(counts_ptr, num_items)
@@ -400,6 +458,7 @@ def _plan_decode_kernel(
     tl.store(target + 10, sink, mask=is_item)
     ring_blocks = tl.load(ring_blocks_ptr + item_head, mask=is_item, other=0)
     tl.store(target + 11, ring_blocks, mask=is_item)
+    tl.store(target + 12, piece, mask=is_item)
 
 
 def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan) -> None:
@@ -438,6 +497,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         plan.items,
         plan.merges,
         plan.counts,
+        plan.arrivals,
         seq_lens,
         plan.max_reqs,
         layout.table_offset,
@@ -451,6 +511,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         HAS_WINDOW=layout.has_window,
         NUM_SPLITS=plan.num_kv_splits or 0,
         SPLIT_TILES=SPLIT_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
+        MIN_TILES=plan.config.min_tiles,
         TILE_REQS=tile_reqs,
         TILE_HEADS=tile_heads,
         TILE_ITEMS=tile_items,

@@ -772,7 +772,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     if plan.num_kv_splits is not None:
         size = -(-longest // plan.num_kv_splits)
     elif not plan.deterministic:
-        sizes = range(1, longest + 1)
+        sizes = range(min(plan.config.min_tiles, longest), longest + 1)
         fits = partial(_fits, tiles, plan.max_items)
         size = sizes[bisect_left(sizes, True, key=fits)]
     items: list[tuple[int, ...]] = []
@@ -793,12 +793,13 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
                 begin = piece * share + min(piece, longer)
                 end = begin + share + (piece < longer)
             keys = (begin * tile, min(end * tile, visible))
-            items.append((req, head, *keys, pieces, *rest))
+            items.append((req, head, *keys, pieces, *rest, piece))
     for rows, values in ((plan.items, items), (plan.merges, merges)):
         if values:
             found = torch.tensor(values, dtype=torch.int32, device=rows.device)
             rows[: len(values), : found.shape[1]] = found
     plan.counts.copy_(torch.tensor([len(items), len(merges)], dtype=torch.int32))
+    plan.arrivals.zero_()
 
 
 @_counted

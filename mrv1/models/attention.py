@@ -114,6 +114,7 @@ class KernelBackend:
                     query_len=batch.query_len or 1,
                     is_fp8=cache.scales is not None,
                     deterministic=self._deterministic,
+                    read_early=True,  # the launch in front of a layer's attention is its KV write
                 )
                 self._ops.plan_decode_attention(batch.seq_lens[:num_decodes], cache.layout, plan)
         self._planned = _Planned(

@@ -10,6 +10,7 @@ from mrv1.kernels.decode_attention import (
     MIN_PAIRED_DIM,
     _merge_items_kernel,
     _paged_decode_attention_kernel,
+    merge_tile,
 )
 from mrv1.kernels.decode_plan import (
     DecodeAttentionConfig,
@@ -43,9 +44,12 @@ def cases(target: Target) -> list[AotCase]:
     streaming = [(dtype, dim, True) for dtype, dim in STREAMING_SHAPES]
     return [
         *(_decode(target, dtype, dim, ring) for dtype, dim, ring in full + streaming),
+        _decode(target, torch.bfloat16, 128, False, merges=False, early=False),
         _decode(target, torch.bfloat16, 128, False, segments=SOME),
         _decode(target, torch.bfloat16, 128, False, group=8, query_len=8),
-        _decode(target, torch.bfloat16, 128, False, group=4, query_len=4, in_rounds=True),
+        _decode(
+            target, torch.bfloat16, 128, False, group=4, query_len=4, in_rounds=True, early=False
+        ),
         _decode(target, torch.bfloat16, 256, True, group=8, query_len=4),
         *_fp8_cases(target),
         *(_merge(target, dim, pieces) for dim in (64, 256) for pieces in (16, 64)),
@@ -77,6 +81,8 @@ def _decode(
     query_len: int = 1,
     segments: int = FEW,
     in_rounds: bool = False,
+    merges: bool = True,
+    early: bool = True,
     fp8: dict[str, object] = NO_FP8,
 ) -> AotCase:
     row = group * NUM_KV_HEADS * head_dim
@@ -104,13 +110,14 @@ def _decode(
             f"segments{segments}",
             *(["ring"] if streaming else []),
             *(["rounds"] if in_rounds else []),
+            *([] if merges else ["merge_launch"]),
             *_fp8_name(fp8),
         ),
         kernel=_paged_decode_attention_kernel,
         args=(
             *(pointer(dtype), row, head_dim),
             *(float32, group * NUM_KV_HEADS, 1),
-            *(float32, float32, None),
+            *(float32, float32, int32 if merges else None, None),
             *(int32, int32),
             *(pointer(dtype), 2 * row, head_dim),
             *caches,
@@ -132,6 +139,9 @@ def _decode(
             "PRECISION": dot_precision(dtype),
             "OVERLAP": target.has_dependent_launch,
             **fp8,
+            **merge_tile(rows, tile_dim),
+            **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
+            "EARLY": early and target.has_dependent_launch,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -167,7 +177,7 @@ def _plan(target: Target, num_reqs: int, num_kv_heads: int, streaming: bool) -> 
     return AotCase(
         name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, streaming),
         kernel=_plan_decode_kernel,
-        args=(*(int32,) * 4, num_reqs, *(int32,) * 4, 528),
+        args=(*(int32,) * 5, num_reqs, *(int32,) * 4, 528),
         constexprs={
             "NUM_KV_HEADS": num_kv_heads,
             "QUERY_LEN": 1,
@@ -175,6 +185,7 @@ def _plan(target: Target, num_reqs: int, num_kv_heads: int, streaming: bool) -> 
             "HAS_WINDOW": streaming,
             "NUM_SPLITS": 0,
             "SPLIT_TILES": 0,
+            "MIN_TILES": 1,
             "TILE_REQS": num_reqs,
             "TILE_HEADS": num_kv_heads,
             "TILE_ITEMS": items_per_program(num_reqs),

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from mrv1 import kernels
-from mrv1.kernels import HeadRole, KVLayout, KVScales, reference
+from mrv1.kernels import DecodePlan, HeadRole, KVLayout, KVScales, reference
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
+    SENTINEL,
     Result,
     assert_equal,
     assert_in_budget,
@@ -155,6 +156,68 @@ def test_a_captured_launch_serves_other_lengths_pages_and_roles(device, op, cut,
 
 def _oracle(case: PagedCase, op: str, q: torch.Tensor) -> Result:
     return (run_decode if op == "decode" else run_prefill)(reference, case, q)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["merge in items", "merge launch"])
+@pytest.mark.parametrize("num_reqs", [1, 40])
+def test_a_plan_read_early_is_that_of_the_step(device, num_reqs, deterministic):
+    """Steps of a graph with lengths and tables of their own: none reads those of the one before.
+
+    In front of every attention is a launch that overlaps with it and writes its keys.
+    """
+    heads, dim, blocks, steps = 8, 128, 40, 6
+    generator = torch.Generator(device).manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(torch.bfloat16)
+
+    layout = KVLayout.hnd(heads, 16, dim, device=device)
+    pages = num_reqs * blocks
+    k_cache, v_cache = normal(pages, heads, 16, dim), normal(pages, heads, 16, dim)
+    tables = torch.stack(
+        [
+            torch.randperm(pages, generator=generator, device=device).view(num_reqs, blocks)
+            for _ in range(steps)
+        ]
+    ).int()
+    lens = torch.randint(1, 640, (steps, num_reqs), generator=generator, device=device).int()
+    qkv = normal(steps, 2, num_reqs, (2 + 2) * heads * dim)
+    table, seq_lens = torch.empty_like(tables[0]), torch.empty_like(lens[0])
+
+    def launch(*, read_early: bool) -> torch.Tensor:
+        k, v, outs = k_cache.clone(), v_cache.clone(), []
+        plan = DecodePlan.allocate(
+            max_reqs=num_reqs, max_keys=blocks * 16, layout=layout, num_q_heads=2 * heads,
+            dtype=torch.bfloat16, deterministic=deterministic, read_early=read_early,
+        )  # fmt: skip
+        assert plan.merge_in_items is not deterministic
+        for step in range(steps):
+            last = (lens[step] - 1).long()
+            page = tables[step].gather(1, last[:, None] // 16)[:, 0].long()
+            slots = (page * 16 + last % 16)[None]
+            table.copy_(tables[step])
+            seq_lens.copy_(lens[step])
+            kernels.plan_decode_attention(seq_lens, layout, plan)
+            for layer in range(2):
+                q = kernels.qkv_cache_write(
+                    qkv[step, layer], k, v, slots, layout, num_q_heads=2 * heads
+                )
+                outs.append(
+                    kernels.paged_decode_attention(
+                        q, k, v, table, seq_lens, layout, softmax_scale=dim**-0.5, plan=plan
+                    )
+                )
+        return torch.stack(outs)
+
+    want = launch(read_early=False)
+    graph = torch.cuda.CUDAGraph()
+    launch(read_early=True)  # compiles
+    with torch.cuda.graph(graph):
+        got = launch(read_early=True)
+    for _ in range(20):
+        got.fill_(SENTINEL)
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 # --- tables ------------------------------------------------------------------------------------

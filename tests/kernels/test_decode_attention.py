@@ -252,6 +252,24 @@ def test_a_plan_made_before_changes_nothing(device, case, data):
     assert_equal(run_decode(kernels, case, q, plan=plan), run_decode(kernels, case, q, **options))
 
 
+@given(data=st.data(), splits=st.sampled_from([2, 5, 17]))
+def test_the_program_that_ends_last_merges(device, data, splits):
+    """In the order of the pieces, as often as the plan is used: each launch leaves zeros."""
+    query_len = data.draw(st.sampled_from([1, 1, 4]))
+    case = data.draw(paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=query_len))
+    case = case.to(device)
+    q = make_queries(case, 2)
+    plan = make_plan(case, q, num_kv_splits=splits)
+    if not plan.merge_in_items:
+        return  # nothing can be split
+    kernels.plan_decode_attention(case.seq_lens, case.layout, plan)
+    got = run_decode(kernels, case, q, plan=plan)
+    assert_in_budget(got, run_decode(reference, case, q), exact(case, q), case)
+    for _ in range(2):
+        assert not plan.arrivals.any()
+        assert_equal(run_decode(kernels, case, q, plan=plan), got)
+
+
 @given(case=paged_caches(layouts=SMALL, uniform_query_len=1, min_reqs=1), data=st.data())
 def test_deterministic_rows_do_not_depend_on_the_batch(device, case, data):
     """Cut every 32 keys: alone and beside others, some of them longer."""

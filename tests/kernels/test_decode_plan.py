@@ -35,12 +35,24 @@ def _layout(roles, device) -> KVLayout:
 
 
 def _allocate(
-    num_reqs, layout, *, programs=6, tile_tokens=32, query_len=1, max_keys=MAX_KEYS, **options
+    num_reqs,
+    layout,
+    *,
+    programs=6,
+    tile_tokens=32,
+    min_tiles=1,
+    query_len=1,
+    max_keys=MAX_KEYS,
+    **options,
 ):
     """A plan for a device that runs so many programs at the same time."""
     with pytest.MonkeyPatch.context() as patch:
         config = DecodeAttentionConfig(
-            tile_tokens=tile_tokens, num_warps=1, num_stages=1, programs_per_sm=programs
+            tile_tokens=tile_tokens,
+            num_warps=1,
+            num_stages=1,
+            programs_per_sm=programs,
+            min_tiles=min_tiles,
         )
         patch.setattr(DecodeAttentionConfig, "default_for", lambda *_: config)
         patch.setattr(decode_plan, "device_info", lambda _: type("Info", (), {"num_sms": 1})())
@@ -61,7 +73,15 @@ def plans(draw):
     lens = draw(st.lists(st.integers(0, MAX_KEYS), max_size=6))
     roles = draw(st.lists(st.sampled_from(ROLES), min_size=1, max_size=4))
     options = draw(
-        st.sampled_from([{}, {"num_kv_splits": 1}, {"num_kv_splits": 3}, {"deterministic": True}])
+        st.sampled_from(
+            [
+                {},
+                {"min_tiles": 3},
+                {"num_kv_splits": 1},
+                {"num_kv_splits": 3},
+                {"deterministic": True},
+            ]
+        )
     )
     programs = draw(st.sampled_from([1, 6, 40]))
     query_len = draw(st.sampled_from([1, 4]))
@@ -75,15 +95,16 @@ def _made(ops, device, lens, roles, programs, query_len, options):
             patch.setattr(module, "SPLIT_TOKENS", 64)
         plan = _allocate(len(lens), layout, programs=programs, query_len=query_len, **options)
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-        for buffer in (plan.items, plan.merges, plan.counts):
+        for buffer in (plan.items, plan.merges, plan.counts, plan.arrivals):
             buffer.fill_(-7)
         ops.plan_decode_attention(seq_lens, layout, plan)
+    assert not plan.arrivals.any()
     return plan
 
 
 def _lists(plan):
     num_items, num_merges = plan.counts.tolist()
-    return plan.items[:num_items, :12].tolist(), plan.merges[:num_merges].tolist()
+    return plan.items[:num_items, :13].tolist(), plan.merges[:num_merges].tolist()
 
 
 # --- oracle ------------------------------------------------------------------------------------
@@ -107,8 +128,9 @@ def test_items_cover_what_is_visible_once(device, drawn):
     assert len(items) <= plan.max_items
     assert len(merges) <= plan.max_merges
     whole = {}
-    for index, (req, head, first, end, pieces, *_) in enumerate(items):
+    for index, (req, head, first, end, pieces, *_, piece) in enumerate(items):
         whole.setdefault((req, head), []).append((first, end, pieces, index))
+        assert piece == len(whole[req, head]) - 1
     assert sorted(whole) == [(r, h) for r in range(len(lens)) for h in range(len(roles))]
     split = {}
     for (req, head), pieces in whole.items():
@@ -154,6 +176,17 @@ def test_a_long_request_among_many_short_ones_is_cut(device):
     assert len(items) == 5 + 3  # half as many items more than segments as programs: two
 
 
+def test_no_piece_is_shorter_than_wanted(device):
+    """13 tiles and 4 on forty programs: pieces of three tiles at least, or the segment whole."""
+    options = {"min_tiles": 3}
+    lens = [MAX_KEYS, 4 * 32, 2 * 32]
+    items, _ = _lists(_made(kernels, device, lens, [HeadRole()], 40, 1, options))
+    assert [end - first for _, _, first, end, *_ in items] == [96, 96, 96, 64, 48, 64, 64, 64]
+    items, merges = _lists(_made(kernels, device, [64, 31], [HeadRole()], 40, 1, options))
+    assert [end - first for _, _, first, end, *_ in items] == [64, 31]
+    assert merges == []
+
+
 def test_deterministic_pieces_follow_from_the_length_alone(device):
     """At most 64: 2,048 keys in 64 pieces of a tile, one more key and they are twice as long."""
     layout = _layout([HeadRole()], device)
@@ -190,6 +223,20 @@ def test_no_merge_where_no_segment_can_be_split(device):
     assert _allocate(3, layout, tile_tokens=512).max_merges == 0
     assert _allocate(3, layout, programs=3).max_merges == 0
     assert _allocate(3, layout, programs=4).max_merges > 0
+
+
+def test_many_pieces_and_those_of_a_deterministic_plan_are_merged_by_a_launch(device):
+    """Up to 16 of each segment, streaming heads aside, if all are alike."""
+    layout = _layout([HeadRole()], device)
+    many = {"max_keys": 100 * 32, "programs": 40}
+    assert _allocate(1, layout, programs=40).merge_in_items  # 13 tiles
+    assert not _allocate(1, layout, **many).merge_in_items
+    assert _allocate(3, layout, **many).merge_in_items
+    assert not _allocate(3, layout, deterministic=True, **many).merge_in_items
+    assert not _allocate(3, layout, num_kv_splits=17, **many).merge_in_items
+    streaming = _layout([HeadRole(), HeadRole(window=40)] * 2, device)
+    assert not _allocate(1, streaming, **many).merge_in_items
+    assert not _allocate(3, layout, num_kv_splits=1, **many).merge_in_items  # nothing to merge
 
 
 # --- errors ------------------------------------------------------------------------------------
