@@ -179,7 +179,7 @@ def _gather_tokens(ops: ModuleType, device: torch.device) -> Outputs:
 
 
 def _linear(ops: ModuleType, device: torch.device) -> Outputs:
-    """A vector, tiles of tokens, and as many tokens as the vendor's library multiplies."""
+    """A vector, weights in registers, tiles, and as many tokens as the library multiplies."""
     weight = _normal(1000, 1000, device=device) / 32
     bias, norm_weight = _normal(1000, device=device), _normal(1000, device=device)
     for num_tokens in (1, 5, 33, 70):
@@ -188,10 +188,12 @@ def _linear(ops: ModuleType, device: torch.device) -> Outputs:
             options = {"norm_weight": norm_weight, "deterministic": deterministic}
             yield ops.linear(x, weight, bias, **options)
             yield ops.linear(x, weight, activation="silu_and_mul", **options)
-            residual = x.clone()
+            residual, normed = x.clone(), torch.empty_like(x)
             yield ops.linear(
-                x, weight, residual=residual, out=residual, deterministic=deterministic
-            )
+                x, weight, residual=residual, out=residual, out_norm_weight=norm_weight,
+                normed_out=normed, prefetch=weight, deterministic=deterministic,
+            )  # fmt: skip
+            yield normed
 
 
 def _scatter_segments(ops: ModuleType, device: torch.device) -> Outputs:
@@ -226,9 +228,10 @@ def _post_update(ops: ModuleType, device: torch.device) -> Outputs:
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _apply_rope, _copy_pages, _gather_tokens, _kv_cache_write, _linear, _merge_states,
-        _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention, _post_update,
-        _qkv_cache_write, _rms_norm, _sample_tokens, _scatter_segments, _silu_and_mul,
+        _apply_rope, _copy_pages,
+        _gather_tokens, _kv_cache_write, _linear, _merge_states, _paged_decode_attention,
+        _paged_prefill_attention, _plan_decode_attention, _post_update, _qkv_cache_write,
+        _rms_norm, _sample_tokens, _scatter_segments, _silu_and_mul,
     )
 }  # fmt: skip
 

@@ -22,6 +22,10 @@ class LinearCall:
     is_gated: bool
     """Whether weight has gates, then ups."""
     out: torch.Tensor
+    out_norm_weight: torch.Tensor | None
+    normed_out: torch.Tensor | None
+    prefetch: torch.Tensor | None
+    """What a later launch reads."""
 
     @property
     def num_tokens(self) -> int:

@@ -16,14 +16,10 @@ from typing import Any
 
 import torch
 
-from mrv1.kernels._linear_call import LinearCall, normed, silu_and_mul, warp_columns
+from mrv1.kernels._linear_call import LinearCall, silu_and_mul
+from mrv1.kernels._linear_splits import add_splits
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._triton import tl, triton
-
-NORM_TILE_TOKENS = 4
-"""Tokens of a program of the norm: one a warp."""
-NORM_STEPS_TOGETHER = 8
-REDUCE_TILE_OUT = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +36,6 @@ class TileConfig:
     """Programs that share a tile's inputs."""
     early_steps: int
     """Steps whose weights are loaded before the kernel in front has ended."""
-    fuse_norm: bool
-    """Whether a norm is this kernel's: all steps are early, so that x is there as a whole."""
     num_warps: int
     num_stages: int
     """Depth of the pipeline of the other steps."""
@@ -59,7 +53,7 @@ class TileConfig:
         dtype: torch.dtype,
         *,
         is_gated: bool,
-        has_norm: bool,
+        is_normed: bool,
         deterministic: bool,
         from_shared_memory: bool,
     ) -> TileConfig:
@@ -71,9 +65,8 @@ class TileConfig:
         - Splits make about 256 programs of 64 rows, at most eight of at least 256 inputs: at 16
           tokens, 2048 -> 1024 takes 2.9 us in eight, 3.6 in two. Deterministic calls, which come
           with many tokens too, give a split at least 384: at 256 tokens 8.8 us, not 13. Gates and
-          ups are many anyway, and a norm needs whole rows.
-        - Up to 16 tokens and 1,024 inputs all weights of a program are early and the norm is
-          fused: a chain of 18.7 us, not 22; with 32 tokens of 30, not 25.
+          ups are many anyway. Many other rows are split where the result is normed: there the
+          kernel that adds up costs nothing.
         - With 17 tokens and more the next kernel had better start late (24.3 us, not 25.2 at 32);
           with 16 at once (18.7, not 19.1).
         - Long rows, and weights for more than two programs a multiprocessor, go through a deep
@@ -83,7 +76,7 @@ class TileConfig:
         widest = max(16, triton.next_power_of_2(num_in))
         row_tiles = triton.cdiv(num_rows, 64)
         splits = 1
-        if not is_gated and not has_norm:
+        if not is_gated and (is_normed or row_tiles < 64):
             wanted = min(8, 256 // row_tiles, num_in // (384 if deterministic else 256))
             splits = 1 << max(0, wanted.bit_length() - 1)
         tile_tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
@@ -99,7 +92,6 @@ class TileConfig:
                 tile_tokens=16 if dtype.itemsize == 4 else min(tile_tokens, 32),
                 tile_in=tile_in,
                 early_steps=1,
-                fuse_norm=num_in <= tile_in,
                 num_stages=2,
                 **common,
             )
@@ -109,7 +101,6 @@ class TileConfig:
                 tile_tokens=64,
                 tile_in=min(widest, 64 if is_gated else 128),
                 early_steps=0,
-                fuse_norm=False,
                 num_stages=4 if is_gated else 3,
                 **(common | large),
             )
@@ -118,25 +109,13 @@ class TileConfig:
                 tile_tokens=tile_tokens,
                 tile_in=min(widest, 64),
                 early_steps=1,
-                fuse_norm=False,
                 num_stages=5,
-                **common,
-            )
-        if has_norm and num_tokens <= 16 and num_in <= 1024:
-            tile_in = norm_tile_in(num_in, dtype)
-            return cls(
-                tile_tokens=tile_tokens,
-                tile_in=tile_in,
-                early_steps=triton.cdiv(num_in, tile_in),
-                fuse_norm=True,
-                num_stages=1,
                 **common,
             )
         return cls(
             tile_tokens=tile_tokens,
             tile_in=min(widest, 128),
             early_steps=2 if splits == 1 else 4 if tile_tokens == 16 else 3,
-            fuse_norm=False,
             num_stages=4,
             **common,
         )
@@ -156,7 +135,6 @@ class TileConfig:
             tile_in=tile_in,
             splits=1,
             early_steps=1,
-            fuse_norm=tile_in >= num_in,
             num_warps=1,
             num_stages=1,
         )
@@ -196,25 +174,6 @@ def _load_early(
     return steps
 
 
-@triton.jit
-def _add_squares(squares, xs, STEPS: tl.constexpr):
-    """Return ``squares`` [rows, TILE_IN] plus those of STEPS steps."""
-    for step in tl.static_range(STEPS):
-        wide = xs[step].to(tl.float32)
-        squares += wide * wide
-    return squares
-
-
-@triton.jit
-def _norm_scale(squares, eps, IN: tl.constexpr):
-    """Return [rows, 1]: what a norm multiplies each row with.
-
-    A step is what one warp loads at once (``norm_tile_in``): a thread adds up its elements step by
-    step, then the threads of a warp theirs. So the bits are the same whatever the tile's rows.
-    """
-    return tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / IN + eps)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_out"])
 def _linear_tile_kernel(
     out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
@@ -226,8 +185,6 @@ def _linear_tile_kernel(
     stride_x_token,
     weight_ptr,  # [num_out, IN]; with GATED [2 * num_out, IN], gates then ups
     bias_ptr,  # [num_out] or [2 * num_out], or None
-    norm_weight_ptr,  # [IN], or None
-    eps,
     num_tokens,
     num_out,
     IN: tl.constexpr,
@@ -236,7 +193,7 @@ def _linear_tile_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_IN: tl.constexpr,
     SPLITS: tl.constexpr,
-    EARLY_STEPS: tl.constexpr,  # at most all; all with a norm
+    EARLY_STEPS: tl.constexpr,  # at most all
     NUM_STAGES: tl.constexpr,
     NEXT_AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,  # see _overlap
@@ -259,9 +216,6 @@ def _linear_tile_kernel(
     row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
     row_ptr = weight_ptr + row * IN
     weights = _load_early(row_ptr, is_row, first_in, EARLY_STEPS, IN, TILE_IN, IS_RAGGED)
-    if norm_weight_ptr is not None:
-        norm_ptr = norm_weight_ptr + tl.zeros([1, 1], tl.int32)
-        always = tl.full([1, 1], True, tl.int1)
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP and not NEXT_AT_ONCE)
 
@@ -269,16 +223,9 @@ def _linear_tile_kernel(
     is_token = token < num_tokens
     token_ptr = x_ptr + token * stride_x_token
     xs = _load_early(token_ptr, is_token, first_in, EARLY_STEPS, IN, TILE_IN, IS_RAGGED)
-    if norm_weight_ptr is not None:
-        squares = tl.zeros([TILE_TOKENS, TILE_IN], tl.float32)
-        scale = _norm_scale(_add_squares(squares, xs, EARLY_STEPS), eps, IN)
     y = tl.zeros([TILE_ROWS, TILE_TOKENS], tl.float32)
     for step in tl.static_range(EARLY_STEPS):
-        x = xs[step]
-        if norm_weight_ptr is not None:
-            col = step * TILE_IN
-            x = normed(x, scale, _load_step(norm_ptr, always, col, IN, TILE_IN, IS_RAGGED))
-        y = tl.dot(weights[step], tl.trans(x), y, input_precision="ieee")
+        y = tl.dot(weights[step], tl.trans(xs[step]), y, input_precision="ieee")
     for late in tl.range(EARLY_STEPS, NUM_STEPS, num_stages=NUM_STAGES):
         col = first_in + late * TILE_IN
         x = _load_step(token_ptr, is_token, col, IN, TILE_IN, IS_RAGGED)
@@ -309,93 +256,14 @@ def _linear_tile_kernel(
         tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_out"])
-def _add_splits_kernel(
-    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
-    stride_out_token,
-    sums_ptr,  # [SPLITS, num_tokens, num_out] float32
-    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
-    stride_residual_token,
-    bias_ptr,  # [num_out], or None
-    num_tokens,
-    num_out,
-    SPLITS: tl.constexpr,
-    TILE_OUT: tl.constexpr,
-    OVERLAP: tl.constexpr,  # see _overlap
-):
-    """Grid (num_tokens * cdiv(num_out, TILE_OUT),): results of one token, in order of splits."""
-    let_next_start(OVERLAP)
-    num_tiles = tl.cdiv(num_out, TILE_OUT)
-    token = (tl.program_id(0) // num_tiles).to(tl.int64)
-    col = (tl.program_id(0) % num_tiles) * TILE_OUT + tl.arange(0, TILE_OUT)
-    inside = col < num_out
-    y = tl.zeros([TILE_OUT], tl.float32)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
-    wait_for_previous(OVERLAP)
-    for split in tl.static_range(SPLITS):
-        sum_ptr = sums_ptr + (split * num_tokens + token) * num_out + col
-        y += tl.load(sum_ptr, mask=inside, other=0.0)
-    if residual_ptr is not None:
-        residual_ptr += token * stride_residual_token + col
-        y += tl.load(residual_ptr, mask=inside, other=0.0).to(tl.float32)
-    out_ptr += token * stride_out_token + col
-    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _norm_tile_kernel(
-    out_ptr,  # [num_tokens, IN], contiguous
-    x_ptr,  # [num_tokens, IN], unit last stride
-    stride_x_token,
-    norm_weight_ptr,  # [IN]
-    eps,
-    num_tokens,
-    IN: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_IN: tl.constexpr,
-    TOGETHER: tl.constexpr,  # steps
-    OVERLAP: tl.constexpr,  # see _overlap
-):
-    """Grid (cdiv(num_tokens, TILE_TOKENS),): what _linear_tile_kernel would norm, bit by bit."""
-    let_next_start(OVERLAP)
-    token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
-    is_token = token < num_tokens
-    norm_ptr = norm_weight_ptr + tl.zeros([1, 1], tl.int32)
-    always = tl.full([1, 1], True, tl.int1)
-    wait_for_previous(OVERLAP)
-    token_ptr = x_ptr + token * stride_x_token
-    squares = tl.zeros([TILE_TOKENS, TILE_IN], tl.float32)
-    for first in range(0, IN, TOGETHER * TILE_IN):
-        xs = _load_early(token_ptr, is_token, first, TOGETHER, IN, TILE_IN, True)
-        squares = _add_squares(squares, xs, TOGETHER)
-    scale = _norm_scale(squares, eps, IN)
-    for first in range(0, IN, TOGETHER * TILE_IN):
-        xs = _load_early(token_ptr, is_token, first, TOGETHER, IN, TILE_IN, True)
-        norm_weights = _load_early(norm_ptr, always, first, TOGETHER, IN, TILE_IN, True)
-        for step in tl.static_range(TOGETHER):
-            col = first + step * TILE_IN + tl.arange(0, TILE_IN)[None, :]
-            x = normed(xs[step], scale, norm_weights[step])
-            tl.store(out_ptr + token * IN + col, x, mask=is_token & (col < IN))
-
-
-def norm_tile_in(num_in: int, dtype: torch.dtype) -> int:
-    """Return the columns that a warp norms at once."""
-    return min(warp_columns(dtype), max(16, int(triton.next_power_of_2(num_in))))
-
-
-def multiply_tiles(call: LinearCall, config: TileConfig) -> None:
-    """Compute ``call.out``; a norm of its own or splits take another launch and a buffer each."""
-    overlap = overlap_options(call.x.device)
+def multiply_tiles(call: LinearCall, config: TileConfig) -> bool:
+    """Compute ``call.out``, and if there are splits ``call.normed_out``: return whether."""
     num_steps = triton.cdiv(call.num_in, config.tile_in * config.splits)
     early_steps = min(config.early_steps, num_steps)
-    x, norm_weight = call.x, call.norm_weight
-    if norm_weight is not None and not config.fuse_norm:
-        x, norm_weight = _normed_rows(call, overlap), None
     sums = None
     if config.splits > 1:
         shape = (config.splits, call.num_tokens, call.num_out)
-        sums = x.new_empty(shape, dtype=torch.float32)
+        sums = call.x.new_empty(shape, dtype=torch.float32)
     residual_stride = 0 if call.residual is None else call.residual.stride(0)
     row_tiles = triton.cdiv(call.num_out, config.tile_rows // (2 if call.is_gated else 1))
     token_tiles = triton.cdiv(call.num_tokens, config.tile_tokens)
@@ -405,12 +273,10 @@ def multiply_tiles(call: LinearCall, config: TileConfig) -> None:
         sums,
         call.residual,
         residual_stride,
-        x,
-        x.stride(0),
+        call.x,
+        call.x.stride(0),
         call.weight,
         call.bias,
-        norm_weight,
-        call.eps,
         call.num_tokens,
         call.num_out,
         IN=call.num_in,
@@ -423,41 +289,8 @@ def multiply_tiles(call: LinearCall, config: TileConfig) -> None:
         NUM_STAGES=config.num_stages,
         NEXT_AT_ONCE=config.next_starts_at_once,
         num_warps=config.num_warps,
-        **overlap,
+        **overlap_options(call.x.device),
     )
     if sums is not None:
-        tiles = call.num_tokens * triton.cdiv(call.num_out, REDUCE_TILE_OUT)
-        _add_splits_kernel[(tiles,)](
-            call.out,
-            call.out.stride(0),
-            sums,
-            call.residual,
-            residual_stride,
-            call.bias,
-            call.num_tokens,
-            call.num_out,
-            SPLITS=config.splits,
-            TILE_OUT=REDUCE_TILE_OUT,
-            num_warps=4,
-            **overlap,
-        )
-
-
-def _normed_rows(call: LinearCall, overlap: dict[str, bool]) -> torch.Tensor:
-    out = call.x.new_empty(call.x.shape)
-    tile_in = norm_tile_in(call.num_in, call.x.dtype)
-    _norm_tile_kernel[(triton.cdiv(call.num_tokens, NORM_TILE_TOKENS),)](
-        out,
-        call.x,
-        call.x.stride(0),
-        call.norm_weight,
-        call.eps,
-        call.num_tokens,
-        IN=call.num_in,
-        TILE_TOKENS=NORM_TILE_TOKENS,
-        TILE_IN=tile_in,
-        TOGETHER=min(NORM_STEPS_TOGETHER, triton.cdiv(call.num_in, tile_in)),
-        num_warps=NORM_TILE_TOKENS,
-        **overlap,
-    )
-    return out
+        add_splits(call, sums)
+    return sums is not None

@@ -123,10 +123,13 @@ class Ops(Protocol):
         residual: torch.Tensor | None = None,
         activation: Activation | None = None,
         out: torch.Tensor | None = None,
+        out_norm_weight: torch.Tensor | None = None,
+        normed_out: torch.Tensor | None = None,
+        prefetch: torch.Tensor | None = None,
         deterministic: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return ``residual + activation(rms_norm(x) @ weight.T + bias)``."""
+        """Return ``residual + activation(rms_norm(x) @ weight.T + bias)``, and norm it."""
         ...
 
     def kv_cache_write(

@@ -135,6 +135,9 @@ def linear(
     residual: torch.Tensor | None = None,
     activation: Activation | None = None,
     out: torch.Tensor | None = None,
+    out_norm_weight: torch.Tensor | None = None,
+    normed_out: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -152,6 +155,8 @@ def linear(
     if residual is not None:
         y = _wide(residual) + y
     y = y.to(out_dtype or x.dtype)
+    if normed_out is not None and out_norm_weight is not None:
+        rms_norm(y, out_norm_weight, eps, out=normed_out)
     return y if out is None else out.copy_(y)
 
 

@@ -95,19 +95,25 @@ class DecoderModel:
             Current stream, no synchronisation; CUDA-graph safe.
         """
         backend = backend or self._unplanned
+        layers = self.weights.layers
+        next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
         hidden = embedding(batch.input_ids, self.weights.embed)
         cos_sin = self._cos_sin.index_select(0, batch.positions)  # once for all layers
-        for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
-            q = self._write_kv(hidden, layer, batch, cos_sin, cache)
+        norms_ahead = self._norms_ahead(hidden)
+        x = self._norm(hidden, layers[0].input_norm) if norms_ahead else hidden
+        for index, (layer, next_norm, cache) in enumerate(
+            zip(layers, next_norms, caches, strict=True)
+        ):
+            q = self._write_kv(x, layer, batch, cos_sin, cache)
             if on_kv_written is not None:
                 on_kv_written(index)
             attended = backend.attend(q, batch, cache).flatten(1)
-            self._add_projection(hidden, attended, layer.o, layer.o_bias)
+            x = self._add_projection(hidden, attended, layer.o, layer.o_bias, layer.mlp_norm)
             activated = self._linear(
-                hidden, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, "silu_and_mul"
+                x, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, layer.down, "silu_and_mul"
             )
-            self._add_projection(hidden, activated, layer.down, layer.down_bias)
-        return self._ops.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+            x = self._add_projection(hidden, activated, layer.down, layer.down_bias, next_norm)
+        return x if norms_ahead else self._norm(hidden, self.weights.final_norm)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocab]`` float32 logits (float64 stays so) of ``[rows, hidden]``."""
@@ -120,22 +126,38 @@ class DecoderModel:
         )
         return self._parallel.all_gather(logits)
 
+    def _norms_ahead(self, hidden: torch.Tensor) -> bool:
+        """Say whether the sum of the residuals is normed at once, or by the products that take it.
+
+        The product of one token norms it for nothing; of more, every program would. If results
+        are to be deterministic, one token goes the way of many.
+        """
+        return hidden.shape[0] > 1 or self.deterministic
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self._ops.rms_norm(hidden, weight, self.config.rms_norm_eps)
+
     def _linear(
         self,
-        hidden: torch.Tensor,
+        x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         norm_weight: torch.Tensor,
+        next_weight: torch.Tensor,
         activation: Activation | None = None,
     ) -> torch.Tensor:
-        """Return ``activation(norm(hidden) @ weight.T + bias)``."""
+        """Return ``activation(norm(hidden) @ weight.T + bias)`` of what _add_projection returned.
+
+        Meanwhile ``next_weight``, of the projection that follows, comes into the cache.
+        """
         return self._ops.linear(
-            hidden,
+            x,
             weight,
             bias,
-            norm_weight=norm_weight,
+            norm_weight=None if self._norms_ahead(x) else norm_weight,
             eps=self.config.rms_norm_eps,
             activation=activation,
+            prefetch=next_weight,
             deterministic=self.deterministic,
         )
 
@@ -145,19 +167,39 @@ class DecoderModel:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-    ) -> None:
-        """Add ``x @ weight.T + bias``, summed over the ranks, to ``hidden`` in place."""
+        norm_weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add ``x @ weight.T + bias``, summed over the ranks, to ``hidden`` in place.
+
+        Returns:
+            ``norm(hidden)``, or ``hidden`` where it is not normed ahead.
+        """
+        eps = self.config.rms_norm_eps
+        norms_ahead = self._norms_ahead(hidden)
         if self._parallel.sums_partials:
             partial = self._ops.linear(x, weight, bias, deterministic=self.deterministic)
-            hidden += self._parallel.all_reduce(partial)
-        else:
-            self._ops.linear(
-                x, weight, bias, residual=hidden, out=hidden, deterministic=self.deterministic
-            )
+            partial = self._parallel.all_reduce(partial)
+            if norms_ahead:
+                return self._ops.rms_norm(partial, norm_weight, eps, residual=hidden)
+            hidden += partial
+            return hidden
+        normed = torch.empty_like(hidden) if norms_ahead else None
+        self._ops.linear(
+            x,
+            weight,
+            bias,
+            eps=eps,
+            residual=hidden,
+            out=hidden,
+            out_norm_weight=norm_weight if norms_ahead else None,
+            normed_out=normed,
+            deterministic=self.deterministic,
+        )
+        return hidden if normed is None else normed
 
     def _write_kv(
         self,
-        hidden: torch.Tensor,
+        x: torch.Tensor,
         layer: LayerWeights,
         batch: AttentionBatch,
         cos_sin: torch.Tensor,
@@ -165,7 +207,7 @@ class DecoderModel:
     ) -> torch.Tensor:
         """Project, norm and rotate; store keys and values; return the queries."""
         config = self.config
-        qkv = self._linear(hidden, layer.qkv, layer.qkv_bias, layer.input_norm)
+        qkv = self._linear(x, layer.qkv, layer.qkv_bias, layer.input_norm, layer.o)
         q = qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_q_heads]
         return self._ops.qkv_cache_write(
             qkv,

@@ -6,16 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mrv1.kernels._linear_tiles import (
-    NORM_STEPS_TOGETHER,
-    NORM_TILE_TOKENS,
-    REDUCE_TILE_OUT,
-    TileConfig,
-    _add_splits_kernel,
-    _linear_tile_kernel,
-    _norm_tile_kernel,
-    norm_tile_in,
-)
+from mrv1.kernels._linear_registers import RegisterConfig, _linear_registers_kernel
+from mrv1.kernels._linear_splits import TILE_OUT, _add_splits_kernel, sum_warps
+from mrv1.kernels._linear_tiles import TileConfig, _linear_tile_kernel
 from mrv1.kernels._linear_vector import VectorConfig, _linear_vector_kernel
 from mrv1.kernels._triton import triton
 from mrv1.kernels.linear import MOST_TOKENS, PRODUCTS_FROM_SHARED_MEMORY
@@ -66,8 +59,13 @@ def cases(target: Target) -> list[AotCase]:
     return [
         *(_vector(target, layer) for layer in layers),
         *(_tile(target, layer, tokens) for layer in layers for tokens in (16, 32, 64, 256)),
-        *(_norm(target, layer) for layer in (*LARGE[:2], *EVERYTHING)),
-        _add_splits(target),
+        *(
+            case
+            for layer in layers
+            for tokens in (16, 32, 64)
+            for case in _registers(target, layer, tokens)
+        ),
+        *(_add_splits(target, num_out) for num_out in (None, 1024, 4096, 8192)),
     ]
 
 
@@ -103,7 +101,7 @@ def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
         layer.num_rows,
         layer.dtype,
         is_gated="gated" in layer.fused,
-        has_norm="norm" in layer.fused,
+        is_normed="residual" in layer.fused,
         deterministic=num_tokens > MOST_TOKENS,
         from_shared_memory=target.capability in PRODUCTS_FROM_SHARED_MEMORY,
     )
@@ -115,8 +113,7 @@ def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
         kernel=_linear_tile_kernel,
         args=(
             *(data, layer.num_out, sums, layer.if_fused("residual"), layer.num_out),
-            *(data, layer.num_in, data, layer.if_fused("bias")),
-            *(layer.if_fused("norm") if config.fuse_norm else None, 1e-6, 33, layer.num_out),
+            *(data, layer.num_in, data, layer.if_fused("bias"), 33, layer.num_out),
         ),
         constexprs={
             "IN": layer.num_in,
@@ -135,34 +132,68 @@ def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
     )
 
 
-def _norm(target: Target, layer: Layer) -> AotCase:
+def _registers(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
+    """Return the case, or nothing where these weights do not come into registers."""
+    config = RegisterConfig.default_for(
+        num_tokens,
+        layer.num_in,
+        layer.num_rows,
+        is_gated="gated" in layer.fused,
+        is_normed="residual" in layer.fused,
+    )
+    if config is None or layer.dtype.itemsize != 2 or target.backend != "cuda":
+        return []
     data = pointer(layer.dtype)
-    tile_in = norm_tile_in(layer.num_in, layer.dtype)
-    return AotCase(
-        name=layer.name("linear_norm", NORM_TILE_TOKENS),
-        kernel=_norm_tile_kernel,
-        args=(data, data, layer.num_in, data, 1e-6, 33),
+    prefetches = target.has_dependent_launch and config.splits == 1
+    case = AotCase(
+        name=layer.name("linear_registers", num_tokens),
+        kernel=_linear_registers_kernel,
+        args=(
+            *(data, layer.num_out, pointer(torch.float32) if config.splits > 1 else None),
+            *(layer.if_fused("residual"), layer.num_out, data, layer.num_in, data),
+            *(
+                layer.if_fused("bias"),
+                pointer(torch.int8) if prefetches else None,
+                1 << 20,
+                1024,
+                33,
+                layer.num_out,
+            ),
+        ),
         constexprs={
             "IN": layer.num_in,
-            "TILE_TOKENS": NORM_TILE_TOKENS,
-            "TILE_IN": tile_in,
-            "TOGETHER": min(NORM_STEPS_TOGETHER, triton.cdiv(layer.num_in, tile_in)),
+            "GATED": "gated" in layer.fused,
+            "TILE_TOKENS": config.tile_tokens,
+            "TOKEN_TILES": config.token_tiles,
+            "TILE_ROWS": config.tile_rows,
+            "ROW_TILES": config.row_tiles,
+            "SPLITS": config.splits,
+            "WARPS": config.num_warps,
+            "NEXT_START": config.next_start,
             "OVERLAP": target.has_dependent_launch,
         },
-        num_warps=4,
+        num_warps=config.num_warps,
+        parked_bytes=PARKED_BYTES.get(target.name, 0),
     )
+    return [case]
 
 
-def _add_splits(target: Target) -> AotCase:
+def _add_splits(target: Target, num_normed: int | None) -> AotCase:
     data, sums = pointer(torch.bfloat16), pointer(torch.float32)
+    norm = None if num_normed is None else data
+    num_out = num_normed or 1024
+    tile_out = num_normed or TILE_OUT
     return AotCase(
-        name="linear_add_splits",
+        name=f"linear_add_splits-{num_normed}",
         kernel=_add_splits_kernel,
-        args=(data, 1024, sums, data, 1024, data, 33, 1024),
+        args=(
+            *(data, num_out, norm, num_out, sums, data, num_out),
+            *(data, norm, 1e-6, 33, num_out),
+        ),
         constexprs={
-            "SPLITS": 8,
-            "TILE_OUT": REDUCE_TILE_OUT,
+            "SPLITS": 4,
+            "TILE_OUT": tile_out,
             "OVERLAP": target.has_dependent_launch,
         },
-        num_warps=4,
+        num_warps=sum_warps(tile_out),
     )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from contextlib import contextmanager
+
+import pytest
 import torch
 
 from mrv1.kernels import reference
 from tests.kernels.elementwise import in_a_wider_row, normal
+
+module = importlib.import_module("mrv1.kernels.linear")
 
 EPS = 1e-6
 FEATURES = (
@@ -16,11 +22,17 @@ FEATURES = (
     ("gated",),
     ("norm", "gated"),
     ("bias", "norm", "gated", "residual"),
+    ("normed",),
+    ("bias", "residual", "normed"),
+    ("norm", "gated", "normed"),
 )
 
 
 def linear_arguments(num_tokens, num_in, num_out, dtype, device, features=(), seed=0):
-    """Return a call's arguments, all but ``out``; its results are of order one."""
+    """Return a call's arguments, all but ``out``; its results are of order one.
+
+    ``normed_out``, where it is one of them, is for the call to fill.
+    """
     num_rows = num_out * (2 if "gated" in features else 1)
     weight = normal((num_rows, num_in), torch.float64, "cpu", seed + 1) * num_in**-0.5
     arguments = {
@@ -37,18 +49,54 @@ def linear_arguments(num_tokens, num_in, num_out, dtype, device, features=(), se
         arguments["residual"] = in_a_wider_row(residual, 16, 8)
     if "gated" in features:
         arguments["activation"] = "silu_and_mul"
+    if "normed" in features:
+        arguments["out_norm_weight"] = normal((num_out,), dtype, device, seed + 5)
+        normed_out = torch.zeros(num_tokens, num_out, dtype=dtype, device=device)
+        arguments["normed_out"] = in_a_wider_row(normed_out, 8, 4)
+        arguments["eps"] = EPS
     return arguments
 
 
+def of_rows(arguments, rows):
+    """Return the arguments of a call of some tokens alone, with a ``normed_out`` of its own."""
+    some = {k: v[rows] if k in ("x", "residual") else v for k, v in arguments.items()}
+    if "normed_out" in some:
+        some["normed_out"] = torch.zeros_like(some["normed_out"][rows])
+    return some
+
+
+@contextmanager
+def library_calls():
+    """Yield a list that gets an entry for every call that the GPU vendor's library multiplies."""
+    calls = []
+    multiply = module._multiply_by_library
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            module, "_multiply_by_library", lambda call: (calls.append(call), multiply(call))
+        )
+        yield calls
+
+
 def assert_linear_in_budget(
-    got, x, weight, bias=None, norm_weight=None, eps=EPS, residual=None, activation=None
+    got,
+    x,
+    weight,
+    bias=None,
+    norm_weight=None,
+    eps=EPS,
+    residual=None,
+    activation=None,
+    out_norm_weight=None,
+    normed_out=None,
+    *,
+    by_library=False,
 ):
     """Fail unless ``got`` errs by no more than it must.
 
     Of each product the sum in float32 errs by a unit in the last place a step of 16 inputs, and
     what is rounded to the dtype by the way (a normed x that came out on the other side of a
     rounding; by the library, a gate and an up) like independent errors of the terms. Then the
-    activation, and one rounding of the result.
+    activation, and one rounding of the result. The library may round a product before it adds.
     """
     small, tiny = torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps
     spread = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -58,6 +106,8 @@ def assert_linear_in_budget(
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     magnitude = x.double().abs() @ weight.double().abs().T + exact.abs()
     budget = (8 + x.shape[1] / 16) * tiny * magnitude + spread
+    if by_library and not (bias is None and residual is None):
+        budget += small * (exact if bias is None else exact - bias.double()).abs()
     if activation is not None:
         gate, up = exact.chunk(2, dim=-1)
         gate_budget, up_budget = (budget + small * exact.abs()).chunk(2, dim=-1)
@@ -71,3 +121,17 @@ def assert_linear_in_budget(
     assert torch.equal(got.isfinite(), exact.isfinite())
     excess = ((got.double() - exact).abs() - budget)[exact.isfinite()]
     assert excess.numel() == 0 or excess.max() <= 0, f"{excess.max():.3e} over budget"
+    if normed_out is not None:
+        _assert_norm_in_budget(normed_out, got, out_norm_weight, eps)
+
+
+def _assert_norm_in_budget(normed, out, weight, eps):
+    """Fail unless ``normed`` is the norm of ``out`` itself: two roundings and a sum's error."""
+    small, tiny = torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps
+    wide, weight = out.double(), weight.double()
+    exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
+    budget = (small * (1 + small) + (8 + out.shape[1] / 16) * tiny) * exact.abs()
+    budget += small * torch.finfo(out.dtype).smallest_normal * (1 + weight.abs())
+    assert torch.equal(normed.isnan(), exact.isnan())
+    excess = ((normed.double() - exact).abs() - budget)[exact.isfinite()]
+    assert excess.numel() == 0 or excess.max() <= 0, f"norm {excess.max():.3e} over budget"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
+from mrv1.kernels._linear_registers import RegisterConfig
 from mrv1.kernels._linear_tiles import TileConfig
 from mrv1.kernels._linear_vector import VectorConfig
 from tests.kernels.elementwise import (
@@ -26,7 +27,9 @@ from tests.kernels.linear_layers import (
     EPS,
     FEATURES,
     assert_linear_in_budget,
+    library_calls,
     linear_arguments,
+    of_rows,
 )
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -64,6 +67,13 @@ def test_the_oracle_is_the_formula():
     torch.testing.assert_close(reference.linear(**arguments), want)
 
 
+def test_the_oracle_norms_its_result():
+    arguments = linear_arguments(3, 16, 6, torch.float16, "cpu", ("residual", "normed"))
+    got = reference.linear(**arguments)
+    want = reference.rms_norm(got, arguments["out_norm_weight"], EPS)
+    assert torch.equal(arguments["normed_out"], want)
+
+
 def test_the_oracle_norms_first_and_rounds_once():
     arguments = linear_arguments(4, 96, 8, torch.bfloat16, "cpu", ("norm",))
     x, weight, norm_weight = (arguments[name] for name in ("x", "weight", "norm_weight"))
@@ -90,15 +100,15 @@ def test_it_is_within_its_budget(
     device, num_tokens, size, dtype, features, deterministic, wide, gpu, seed
 ):
     arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
-    out_dtype = torch.float32 if wide else dtype
+    out_dtype = torch.float32 if wide and "normed" not in features else dtype
     out = in_a_wider_row(torch.zeros(num_tokens, size[1], dtype=out_dtype, device=device), 4, 12)
-    with _as_on(gpu):
+    with _as_on(gpu), library_calls() as calls:
         got = kernels.linear(
             **arguments, out=out, out_dtype=out_dtype, deterministic=deterministic
         )
     assert got is out
-    assert_linear_in_budget(got, **arguments)
-    for view in (out, arguments["x"], arguments.get("residual", out)):
+    assert_linear_in_budget(got, **arguments, by_library=bool(calls))
+    for view in (out, *(arguments.get(name, out) for name in ("x", "residual", "normed_out"))):
         assert_gaps_untouched(view)
 
 
@@ -114,11 +124,13 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens(
 ):
     """With the GPU's tiles on a GPU only: numpy adds up in an order that the tile decides."""
     arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
-    rows = {"x", "residual"}
     many = kernels.linear(**arguments, deterministic=True)
     for row in {0, num_tokens // 2, num_tokens - 1}:
-        alone = {k: v[row : row + 1] if k in rows else v for k, v in arguments.items()}
-        assert torch.equal(kernels.linear(**alone, deterministic=True), many[row : row + 1])
+        rows = slice(row, row + 1)
+        alone = of_rows(arguments, rows)
+        assert torch.equal(kernels.linear(**alone, deterministic=True), many[rows])
+        if "normed" in features:
+            assert torch.equal(alone["normed_out"], arguments["normed_out"][rows])
 
 
 @given(
@@ -145,9 +157,12 @@ def test_nan_stays_in_its_row(device, num_tokens, features, gpu):
         want = kernels.linear(**arguments)
         arguments["x"][num_tokens // 2, 7] = torch.nan
         got = kernels.linear(**arguments)
-    assert got[num_tokens // 2].isnan().all()
     others = [row for row in range(num_tokens) if row != num_tokens // 2]
+    assert got[num_tokens // 2].isnan().all()
     assert torch.equal(got[others], want[others])
+    if "normed" in features:
+        assert arguments["normed_out"][num_tokens // 2].isnan().all()
+        assert arguments["normed_out"][others].isfinite().all()
 
 
 # --- edges -------------------------------------------------------------------------------------
@@ -168,14 +183,14 @@ def test_every_result_is_written(device, num_tokens):
     assert (kernels.linear(x, weight, out=out) == 32).all()
 
 
-def _tile_config(num_tokens, num_in, num_rows, *, deterministic=False, norm=False):
+def _tile_config(num_tokens, num_in, num_rows, *, deterministic=False, normed=False):
     return TileConfig.default_for(
         num_tokens,
         num_in,
         num_rows,
         torch.bfloat16,
         is_gated=False,
-        has_norm=norm,
+        is_normed=normed,
         deterministic=deterministic,
         from_shared_memory=True,
     )
@@ -184,19 +199,53 @@ def _tile_config(num_tokens, num_in, num_rows, *, deterministic=False, norm=Fals
 @pytest.mark.parametrize("num_in", [16, 1000, 1024, 4096, 14336])
 @pytest.mark.parametrize("num_rows", [1, 1024, 6144, 151_936])
 def test_configurations(num_in, num_rows):
-    splits = set()
-    for num_tokens in (2, 16, 17, 64, 65, 1000):
-        for norm in (False, True):
-            config = _tile_config(num_tokens, num_in, num_rows, norm=norm)
-            assert config.splits == 1 or not norm
-            steps = -(-num_in // config.tile_in)
-            assert not config.fuse_norm or config.early_steps >= steps
-        fixed = _tile_config(num_tokens, num_in, num_rows, deterministic=True)
-        splits.add(fixed.splits)
-        assert fixed.splits == 1 or num_in % (fixed.splits * fixed.tile_in) == 0 or num_in == 1000
-    assert len(splits) == 1
+    for normed in (False, True):
+        splits = set()
+        for num_tokens in (2, 16, 17, 64, 65, 1000):
+            fixed = _tile_config(num_tokens, num_in, num_rows, deterministic=True, normed=normed)
+            splits.add(fixed.splits)
+            exact = num_in % (fixed.splits * fixed.tile_in) == 0
+            assert fixed.splits == 1 or exact or num_in == 1000
+        assert len(splits) == 1
     vector = VectorConfig.default_for(num_in, torch.bfloat16, has_norm=False)
     assert vector.tile_rows == vector.num_warps
+
+
+LAYERS = {"qkv": (1024, 4096), "o": (2048, 1024), "gate_up": (1024, 6144), "down": (3072, 1024)}
+
+
+def _register_config(num_tokens, num_in, num_rows, name):
+    return RegisterConfig.default_for(
+        num_tokens, num_in, num_rows, is_gated=name == "gate_up", is_normed=name in ("o", "down")
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 32, 33, 64, 65])
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_registers_hold(name, num_tokens):
+    """All weights of Qwen3-0.6B, in a program for every multiprocessor; not Llama-3-8B's."""
+    num_in, num_rows = LAYERS[name]
+    assert _register_config(num_tokens, 4 * num_in, 4 * num_rows, name) is None
+    config = _register_config(num_tokens, num_in, num_rows, name)
+    if config is None:
+        assert num_tokens == 65 or (num_tokens > 32 and name == "qkv")
+        return
+    num_programs = num_rows // (config.tile_rows * config.row_tiles) * config.splits
+    assert num_programs == 128
+    assert config.token_tiles * config.tile_tokens >= num_tokens
+    assert config.splits == 1 or name in ("o", "down")
+
+
+@pytest.mark.parametrize("num_in", [1, 100, 1000, 14336])
+@pytest.mark.parametrize("num_rows", [2, 66, 1026, 6000, 151_936])
+@pytest.mark.parametrize("name", LAYERS)
+def test_programs_hold_odd_sizes(name, num_in, num_rows):
+    config = _register_config(2, num_in, num_rows, name)
+    if config is not None:
+        rows = config.tile_rows * config.row_tiles
+        assert rows * -(-num_in // config.splits) <= 48 * 1024
+        assert -(-num_rows // rows) * config.splits <= 132
+        assert config.splits == 1 or name != "gate_up"
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -229,6 +278,23 @@ def test_configurations(num_in, num_rows):
         ({"out": torch.ones(2, 6).half()}, TypeError, r"out: expected dtype torch\.float32"),
         ({"out": torch.ones(3, 6)}, ValueError, r"out: expected shape \[2, 6\], got \[3, 6\]"),
         ({"out_dtype": torch.float16}, TypeError, r"out_dtype: expected None, torch\.float32 or"),
+        (
+            {"normed_out": torch.ones(2, 6)},
+            ValueError,
+            r"expected both or neither, got normed_out",
+        ),
+        ({"out_norm_weight": torch.ones(6)}, ValueError, r"both or neither, got out_norm_weight"),
+        (
+            {"out_norm_weight": torch.ones(5), "normed_out": torch.ones(2, 6)},
+            ValueError,
+            r"out_norm_weight: expected shape \[6\], got \[5\]",
+        ),
+        (
+            {"out_norm_weight": torch.ones(6), "normed_out": torch.ones(2, 5)},
+            ValueError,
+            r"normed_out: expected shape \[2, 6\], got \[2, 5\]",
+        ),
+        ({"prefetch": torch.ones(4, 4).T[:2]}, ValueError, r"prefetch: expected a contiguous"),
     ],
 )
 def test_wrong_arguments_are_named(device, change, error, message):
@@ -245,3 +311,12 @@ def test_a_weight_with_gaps_is_refused(device):
     weight = torch.ones(6, 16, device=device)[:, ::2]
     with pytest.raises(ValueError, match=r"weight: expected a contiguous tensor, got strides"):
         kernels.linear(torch.ones(2, 8, device=device), weight)
+
+
+def test_a_wide_result_is_not_normed(device):
+    x, weight = torch.ones(2, 8, device=device).half(), torch.ones(6, 8, device=device).half()
+    norm = {"out_norm_weight": weight[:, 0].clone(), "normed_out": weight.new_ones(2, 6)}
+    with pytest.raises(
+        TypeError, match=r"out_dtype: expected torch\.float16 with normed_out, got"
+    ):
+        kernels.linear(x, weight, **norm, out_dtype=torch.float32)

@@ -6,18 +6,41 @@ import pytest
 import torch
 
 from mrv1 import kernels
-from tests.kernels.linear_layers import FEATURES, assert_linear_in_budget, linear_arguments
+from tests.kernels.linear_layers import (
+    FEATURES,
+    assert_linear_in_budget,
+    library_calls,
+    linear_arguments,
+    of_rows,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 
 
 @pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("size", [(1024, 4096), (2048, 1024), (3072, 1024), (4096, 1536)])
+@pytest.mark.parametrize(
+    "size", [(1024, 4096), (1024, 3072), (2048, 1024), (3072, 1024), (4096, 1536)]
+)
 def test_deterministic_at_the_sizes_of_models(device, size, features):
     arguments = linear_arguments(257, *size, torch.bfloat16, device, features)
     many = kernels.linear(**arguments, deterministic=True)
     assert_linear_in_budget(many, **arguments)
     for num_tokens in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 255, 256):
-        few = {k: v[:num_tokens] if k in ("x", "residual") else v for k, v in arguments.items()}
+        few = of_rows(arguments, slice(num_tokens))
         assert torch.equal(kernels.linear(**few, deterministic=True), many[:num_tokens])
-        assert_linear_in_budget(kernels.linear(**few), **few)
+        if "normed" in features:
+            assert torch.equal(few["normed_out"], arguments["normed_out"][:num_tokens])
+        few = of_rows(arguments, slice(num_tokens))
+        with library_calls() as calls:
+            got = kernels.linear(**few)
+        assert_linear_in_budget(got, **few, by_library=bool(calls))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 32, 64, 100])
+@pytest.mark.parametrize("features", [(), ("gated",), ("residual", "normed")])
+def test_prefetching_changes_nothing(device, num_tokens, features):
+    arguments = linear_arguments(num_tokens, 1024, 1024, torch.bfloat16, device, features)
+    want = kernels.linear(**arguments)
+    for num_bytes in (1, 15, 16, 100_000, 20_000_000):
+        later = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        assert torch.equal(kernels.linear(**arguments, prefetch=later), want)

@@ -67,6 +67,26 @@ def test_padding_and_placement_change_nothing(num_padding_rows: int, chunk: int)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_deterministic_tokens_depend_on_no_other(family: str, device: torch.device) -> None:
+    """Bit by bit, also where one token could go a way of its own."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = decoder(tiny_config(family), device, dtype)
+    model = DecoderModel(
+        model.config, model.weights, select_ops(kernel_path(device)), deterministic=True
+    )
+
+    def hidden(token_ids: list[int]) -> torch.Tensor:
+        driver = PagedDriver(model, block_size=16, num_blocks=8, num_padding_rows=0)
+        batch = driver.batch([Request([token]) for token in token_ids], [1] * len(token_ids))
+        return model.forward(batch, driver.caches)
+
+    many = hidden([7, 90, 3, 41, 5])
+    for row, token in enumerate([7, 90, 3, 41, 5]):
+        assert torch.equal(hidden([token]), many[row : row + 1])
+
+
 def test_one_cache_a_layer() -> None:
     model = decoder(tiny_config("llama"), torch.device("cpu"), torch.float32)
     driver = PagedDriver(model, block_size=16, num_blocks=1)
