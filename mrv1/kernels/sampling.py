@@ -11,8 +11,8 @@ composition nor padding change a draw::
 
 Counter words 2 and 3 are the purpose (0 = sample) and the child index of parallel sampling.
 
-Two launches: each program reduces one tile of the vocabulary of one row to its best (score, id);
-the second reduces a row's tiles. A vocabulary of one tile needs the first launch alone.
+Two launches: each program reduces a part of the vocabulary of one row, tile by tile, to its best
+(score, id); the second reduces a row's parts. A vocabulary of one part needs the first alone.
 
 Source: Maddison et al., "A* Sampling" (2014), for the Gumbel-max draw; Salmon et al., "Parallel
 random numbers: as easy as 1, 2, 3" (2011), for philox.
@@ -81,8 +81,8 @@ def _gumbel(word):
 
 @triton.jit
 def _sample_tiles_kernel(
-    best_score_ptr,  # [num_rows, num_tiles] float32, unused if FINAL
-    best_token_ptr,  # [num_rows, num_tiles] int64
+    best_score_ptr,  # [num_rows, num_parts] float32, unused if FINAL
+    best_token_ptr,  # [num_rows, num_parts] int64
     logits_ptr,  # [num_rows, vocab_size], unit last stride
     stride_logits_row,
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: what follows is in row order
@@ -91,88 +91,116 @@ def _sample_tiles_kernel(
     position_ptr,  # [num_rows or slots] int64 or int32
     prompt_len_ptr,  # like position_ptr, subtracted from it; or None
     vocab_size,
-    num_tiles,
-    FINAL: tl.constexpr,  # num_tiles is 1: the tile's best is the row's
+    num_parts,
+    FINAL: tl.constexpr,  # num_parts is 1: the part's best is the row's
     TILE_VOCAB: tl.constexpr,
+    PART_TILES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # see _overlap
 ):
-    """Grid (num_rows * num_tiles,): one program finds the best token of one tile of one row."""
+    """Grid (num_rows * num_parts,): one program finds the best token of a part of one row.
+
+    Each lane keeps its own best of the tiles so far.
+    """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     program = tl.program_id(0)
-    row = (program // num_tiles).to(tl.int64)
-    token = (program % num_tiles) * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
-    in_vocab = token < vocab_size
+    row = (program // num_parts).to(tl.int64)
+    first_token = (program % num_parts) * (PART_TILES * TILE_VOCAB)
     logits_row_ptr = logits_ptr + row * stride_logits_row
-    score = tl.load(logits_row_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
     slot = row
     if idx_mapping_ptr is not None:
         slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
     is_row = slot >= 0
     temperature = tl.load(temperature_ptr + slot, mask=is_row, other=0.0)
+    seed, position = slot, slot  # int64, not used by greedy rows
     if temperature != 0.0:  # uniform over the program: greedy rows cost no noise
         seed, position = tl.load(seed_ptr + slot), tl.load(position_ptr + slot).to(tl.int64)
         if prompt_len_ptr is not None:
             position -= tl.load(prompt_len_ptr + slot)
-        noise = _gumbel(_philox_word(seed, position, token))
-        score = score * tl.div_rn(1.0, temperature) + noise
-    # NaN never wins, nor does padding, which a negative temperature would turn to +inf
-    score = tl.where(in_vocab & is_row & (score == score), score, float("-inf"))
-    best, index = tl.max(score, axis=0, return_indices=True)
-    best_token = ((program % num_tiles) * TILE_VOCAB + index).to(tl.int64)
+    best = tl.full([TILE_VOCAB], float("-inf"), tl.float32)
+    best_token = tl.zeros([TILE_VOCAB], tl.int32)
+    for tile in tl.range(PART_TILES, num_stages=NUM_STAGES):
+        token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        in_vocab = token < vocab_size
+        score = tl.load(logits_row_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
+        if temperature != 0.0:
+            noise = _gumbel(_philox_word(seed, position, token))
+            score = score * tl.div_rn(1.0, temperature) + noise
+        # NaN never wins, nor does padding, which a negative temperature would turn to +inf
+        is_better = in_vocab & is_row & (score > best)
+        best = tl.where(is_better, score, best)
+        best_token = tl.where(is_better, token, best_token)
+    top = tl.max(best, axis=0)
+    first = tl.min(tl.where(best == top, best_token, 2**31 - 1), axis=0).to(tl.int64)
     if FINAL:
-        tl.store(best_token_ptr + row, tl.where(best == float("-inf"), -1, best_token))
+        tl.store(best_token_ptr + row, tl.where(top == float("-inf"), -1, first))
     else:
         output = program.to(tl.int64)
-        tl.store(best_score_ptr + output, best)
-        tl.store(best_token_ptr + output, best_token)
+        tl.store(best_score_ptr + output, top)
+        tl.store(best_token_ptr + output, first)
 
 
 @triton.jit
 def _reduce_tiles_kernel(
     out_ptr,  # [num_rows] int64
-    best_score_ptr,  # [num_rows, num_tiles] float32
-    best_token_ptr,  # [num_rows, num_tiles] int64
-    num_tiles,
-    TILE_TILES: tl.constexpr,  # power of two >= num_tiles
+    best_score_ptr,  # [num_rows, num_parts] float32
+    best_token_ptr,  # [num_rows, num_parts] int64
+    num_parts,
+    TILE_PARTS: tl.constexpr,  # power of two >= num_parts
     OVERLAP: tl.constexpr,  # see _overlap
 ):
-    """Grid (num_rows,): tiles ascend in token id, so the leftmost maximum is the lowest id."""
+    """Grid (num_rows,): parts ascend in token id, so the leftmost maximum is the lowest id."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, TILE_TILES)
+    part = tl.arange(0, TILE_PARTS)
     score = tl.load(
-        best_score_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf")
+        best_score_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf")
     )
     best, index = tl.max(score, axis=0, return_indices=True)
-    token = tl.load(best_token_ptr + row * num_tiles + index)
+    token = tl.load(best_token_ptr + row * num_parts + index)
     tl.store(out_ptr + row, tl.where(best == float("-inf"), -1, token))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTokensConfig:
     """How a row's vocabulary is cut into programs; never changes a result."""
 
     tile_vocab: int
-    """Token ids of one program."""
+    """Token ids that a program looks at together."""
+    part_tiles: int = 1
+    """Tiles of one program."""
+    num_stages: int = 1
+    """Tiles that are on their way together, and one."""
     num_warps: int
 
     @classmethod
-    @lru_cache(maxsize=64)
-    def default_for(cls, vocab_size: int) -> SampleTokensConfig:
-        """Return the GPU's choice for ``vocab_size``.
+    @lru_cache(maxsize=1024)
+    def default_for(cls, vocab_size: int, num_rows: int) -> SampleTokensConfig:
+        """Return the GPU's choice.
 
-        4096 ids on 8 warps are 16 elements a thread, whose noise stays in registers; a vocabulary
-        of 152k is then 38 programs a row. Small vocabularies are one tile, hence one launch.
+        One tile a program: 4096 ids on 8 warps are 16 elements a thread, whose noise stays in
+        registers; a vocabulary of 152k is then 38 programs a row, and one of 4096 needs no second
+        launch. Where rows alone fill the GPU, a program goes through several smaller tiles: the
+        next ones are on their way while one is looked at.
         """
+        part_tiles = 8
+        while part_tiles > 1 and num_rows * triton.cdiv(vocab_size, 2048) < part_tiles * 1024:
+            part_tiles //= 2
+        if part_tiles >= 4 and vocab_size > 2048 * part_tiles:
+            return cls(tile_vocab=2048, part_tiles=part_tiles, num_stages=4, num_warps=8)
         tile_vocab = min(triton.next_power_of_2(vocab_size), 4096)
-        return cls(tile_vocab, num_warps=min(max(tile_vocab // 512, 1), 8))
+        return cls(tile_vocab=tile_vocab, num_warps=min(max(tile_vocab // 512, 1), 8))
 
     @classmethod
     def for_interpreter(cls, vocab_size: int) -> SampleTokensConfig:
         """Return a whole row a program, up to 2^16 ids."""
-        return cls(min(triton.next_power_of_2(vocab_size), 2**16), num_warps=1)
+        return cls(tile_vocab=min(triton.next_power_of_2(vocab_size), 2**16), num_warps=1)
+
+    def num_parts(self, vocab_size: int) -> int:
+        """Return how many programs a row takes."""
+        return -(-vocab_size // (self.tile_vocab * self.part_tiles))
 
 
 def sample_tokens(
@@ -210,7 +238,7 @@ def sample_tokens(
     Numerics: float32. The philox words equal the oracle's; the Gumbel variables agree to a few
         ulp, so a draw may differ from the oracle's only where its two best scores nearly tie.
     Stream: current stream, no synchronisation, CUDA-graph safe. Allocates 12 bytes per row and
-        vocabulary tile when the vocabulary has more than one.
+        part of the vocabulary when that has more than one.
     """
     num_rows, vocab_size = _check(
         logits, temperature, seeds, positions, idx_mapping, prompt_len, out
@@ -222,13 +250,13 @@ def sample_tokens(
     if INTERPRET:
         config = SampleTokensConfig.for_interpreter(vocab_size)
     else:
-        config = SampleTokensConfig.default_for(vocab_size)
-    num_tiles = triton.cdiv(vocab_size, config.tile_vocab)
-    final = num_tiles == 1
-    tiles = (num_rows, num_tiles)
-    best_score = None if final else logits.new_empty(tiles, dtype=torch.float32)
-    best_token = out if final else out.new_empty(tiles)
-    _sample_tiles_kernel[(num_rows * num_tiles,)](
+        config = SampleTokensConfig.default_for(vocab_size, num_rows)
+    num_parts = config.num_parts(vocab_size)
+    final = num_parts == 1
+    parts = (num_rows, num_parts)
+    best_score = None if final else logits.new_empty(parts, dtype=torch.float32)
+    best_token = out if final else out.new_empty(parts)
+    _sample_tiles_kernel[(num_rows * num_parts,)](
         best_score,
         best_token,
         logits,
@@ -239,9 +267,11 @@ def sample_tokens(
         positions,
         prompt_len,
         vocab_size,
-        num_tiles,
+        num_parts,
         FINAL=final,
         TILE_VOCAB=config.tile_vocab,
+        PART_TILES=config.part_tiles,
+        NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         **overlap_options(logits.device),
     )
@@ -250,8 +280,8 @@ def sample_tokens(
             out,
             best_score,
             best_token,
-            num_tiles,
-            TILE_TILES=triton.next_power_of_2(num_tiles),
+            num_parts,
+            TILE_PARTS=triton.next_power_of_2(num_parts),
             num_warps=1,
             **overlap_options(logits.device),
         )

@@ -27,6 +27,7 @@ def cases(target: Target) -> list[AotCase]:
         *(_silu_and_mul(target, dtype) for dtype in DTYPES),
         *(_sample_tiles(target, dtype, 151_936) for dtype in DTYPES),
         _sample_tiles(target, torch.float32, 2048),
+        _sample_tiles(target, torch.float32, 151_936, num_rows=256),
         _reduce_tiles(target, 262_144),
     ]
 
@@ -93,21 +94,25 @@ def _silu_and_mul(target: Target, dtype: torch.dtype) -> AotCase:
     )
 
 
-def _sample_tiles(target: Target, dtype: torch.dtype, vocab_size: int) -> AotCase:
-    config = SampleTokensConfig.default_for(vocab_size)
-    num_tiles = triton.cdiv(vocab_size, config.tile_vocab)
+def _sample_tiles(
+    target: Target, dtype: torch.dtype, vocab_size: int, *, num_rows: int = 1
+) -> AotCase:
+    config = SampleTokensConfig.default_for(vocab_size, num_rows)
+    num_parts = config.num_parts(vocab_size)
     float32, int64 = pointer(torch.float32), pointer(torch.int64)
     int32 = pointer(torch.int32)
     return AotCase(
-        name=_name("sample_tiles", dtype, vocab_size),
+        name=_name("sample_tiles", dtype, vocab_size, num_rows),
         kernel=_sample_tiles_kernel,
         args=(
-            *(float32 if num_tiles > 1 else None, int64, pointer(dtype), vocab_size),
-            *(int32, float32, int64, int32, int32, vocab_size, num_tiles),
+            *(float32 if num_parts > 1 else None, int64, pointer(dtype), vocab_size),
+            *(int32, float32, int64, int32, int32, vocab_size, num_parts),
         ),
         constexprs={
-            "FINAL": num_tiles == 1,
+            "FINAL": num_parts == 1,
             "TILE_VOCAB": config.tile_vocab,
+            "PART_TILES": config.part_tiles,
+            "NUM_STAGES": config.num_stages,
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,
@@ -115,14 +120,14 @@ def _sample_tiles(target: Target, dtype: torch.dtype, vocab_size: int) -> AotCas
 
 
 def _reduce_tiles(target: Target, vocab_size: int) -> AotCase:
-    num_tiles = triton.cdiv(vocab_size, SampleTokensConfig.default_for(vocab_size).tile_vocab)
+    num_parts = SampleTokensConfig.default_for(vocab_size, 1).num_parts(vocab_size)
     int64 = pointer(torch.int64)
     return AotCase(
         name=_name("reduce_tiles", vocab_size),
         kernel=_reduce_tiles_kernel,
-        args=(int64, pointer(torch.float32), int64, num_tiles),
+        args=(int64, pointer(torch.float32), int64, num_parts),
         constexprs={
-            "TILE_TILES": triton.next_power_of_2(num_tiles),
+            "TILE_PARTS": triton.next_power_of_2(num_parts),
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=1,

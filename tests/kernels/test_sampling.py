@@ -201,16 +201,25 @@ def test_a_row_draws_the_same_in_any_batch(device, order, seed):
     assert torch.equal(kernels.sample_tokens(*(a[:2] for a in shuffled)), want[:2])
 
 
-@given(sizes=st.sampled_from([(16, 200), (256, 1500), (1024, 1500)]), seed=small_seeds)
-def test_tiles_do_not_enter(device, sizes, seed):
+@given(
+    sizes=st.sampled_from([(16, 200), (256, 1500), (1024, 1500)]),
+    part_tiles=st.sampled_from([1, 2, 3, 8]),
+    seed=small_seeds,
+)
+def test_tiles_do_not_enter(device, sizes, part_tiles, seed):
+    """Nor do parts of several tiles: of equal logits the lowest id wins, wherever it is."""
     tile, vocab_size = sizes
-    arguments = _arguments(3, vocab_size, torch.float32, device, seed)
-    want = kernels.sample_tokens(*arguments)
-    config = SampleTokensConfig(tile, num_warps=1)
+    logits, temperature, *others = _arguments(3, vocab_size, torch.float32, device, seed)
+    logits = logits.round()
+    temperature[0] = 0
+    want = kernels.sample_tokens(logits, temperature, *others)
+    config = SampleTokensConfig(
+        tile_vocab=tile, part_tiles=part_tiles, num_stages=min(part_tiles, 3), num_warps=1
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleTokensConfig, "default_for", lambda _: config)
+        patch.setattr(SampleTokensConfig, "default_for", lambda *_: config)
         patch.setattr(SampleTokensConfig, "for_interpreter", lambda _: config)
-        assert torch.equal(kernels.sample_tokens(*arguments), want)
+        assert torch.equal(kernels.sample_tokens(logits, temperature, *others), want)
 
 
 @given(data=st.data(), seed=small_seeds, num_slots=st.integers(1, 9))
@@ -323,12 +332,15 @@ def test_the_largest_vocabularies(device, vocab, seed):
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 2048, 151_936, 262_144])
-def test_configurations_cover_the_vocabulary(vocab):
-    gpu, cpu = SampleTokensConfig.default_for(vocab), SampleTokensConfig.for_interpreter(vocab)
-    for config in (gpu, cpu):
+@pytest.mark.parametrize("rows", [1, 32, 64, 256, 1000])
+def test_configurations_cover_the_vocabulary(vocab, rows):
+    gpu = SampleTokensConfig.default_for(vocab, rows)
+    for config in (gpu, SampleTokensConfig.for_interpreter(vocab)):
         assert config.tile_vocab & (config.tile_vocab - 1) == 0
+        assert config.num_parts(vocab) * config.part_tiles * config.tile_vocab >= vocab
     assert gpu.num_warps in (1, 2, 4, 8)
-    assert (triton.cdiv(vocab, gpu.tile_vocab) == 1) == (vocab <= 4096)
+    assert (gpu.num_parts(vocab) == 1) == (vocab <= 4096)
+    assert gpu.part_tiles == 1 or rows * gpu.num_parts(vocab) >= 1024
 
 
 # --- errors ------------------------------------------------------------------------------------
