@@ -196,6 +196,26 @@ def _linear(ops: ModuleType, device: torch.device) -> Outputs:
             yield normed
 
 
+def _embed_tokens(ops: ModuleType, device: torch.device) -> Outputs:
+    ids = torch.tensor([0, 49, 7], device=device)
+    yield from ops.embed_tokens(
+        ids,
+        _normal(50, 200, device=device),
+        ids.flip(0),
+        _normal(50, 96, device=device).float(),
+    )
+
+
+def _fetch_upload(ops: ModuleType, device: torch.device) -> Outputs:
+    uploads = torch.arange(2 * 5000, dtype=torch.int32).view(2, 5000)
+    uploads[:, 0] = 4321
+    if device.type == "cuda":
+        uploads = uploads.pin_memory()
+    staged = torch.zeros(5000, dtype=torch.int32, device=device)
+    ops.fetch_upload(uploads, torch.ones(1, dtype=torch.int32, device=device), staged)
+    yield staged
+
+
 def _scatter_segments(ops: ModuleType, device: torch.device) -> Outputs:
     state, staged = (torch.arange(n, dtype=torch.int32, device=device) for n in (3000, 1500))
     segments = torch.tensor(
@@ -228,7 +248,7 @@ def _post_update(ops: ModuleType, device: torch.device) -> Outputs:
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _apply_rope, _copy_pages,
+        _apply_rope, _copy_pages, _embed_tokens, _fetch_upload,
         _gather_tokens, _kv_cache_write, _linear, _merge_states, _paged_decode_attention,
         _paged_prefill_attention, _plan_decode_attention, _post_update, _qkv_cache_write,
         _rms_norm, _sample_tokens, _scatter_segments, _silu_and_mul,

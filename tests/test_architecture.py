@@ -209,12 +209,12 @@ WAITING_FUNCTIONS = {
     "runner.block_table:BlockTables.stage": "a numpy array of the host's",
     "runner.block_table:BlockTables._check": "a numpy array of the plan",
     "runner.debug_sync:_SyncedOps.__getattr__.awaited": "what debug_sync is for",
+    "runner.model_runner:ModelRunner._warm_up": "start-up, before the first step",
     "runner.profile:run_profile_step": "start-up, before the first step",
     "runner.request_state:RequestState.stage": "a numpy array of the plan",
     "runner.request_state:RequestState._check_rows": "a numpy array of the plan",
     "runner.request_state:RequestState.take_drafts": "numpy arrays of a result",
-    "runner.staging:Staging._new_buffer": "a view of page-locked host memory",
-    "runner.staging:Staging._acquire": "the ring's guard: its last copy must be over",
+    "runner.staging:Staging._pinned": "a view of page-locked host memory",
 }
 
 

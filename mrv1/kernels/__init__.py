@@ -14,6 +14,8 @@ from mrv1.kernels.activation import silu_and_mul
 from mrv1.kernels.copy_pages import copy_pages
 from mrv1.kernels.decode_attention import paged_decode_attention
 from mrv1.kernels.decode_plan import DecodePlan, plan_decode_attention
+from mrv1.kernels.embed_tokens import embed_tokens
+from mrv1.kernels.fetch_upload import fetch_upload
 from mrv1.kernels.kv_cache_write import kv_cache_write
 from mrv1.kernels.kv_layout import HeadRole, KVLayout
 from mrv1.kernels.kv_scales import KVScales
@@ -35,6 +37,8 @@ __all__ = [
     "KVScales",
     "apply_rope",
     "copy_pages",
+    "embed_tokens",
+    "fetch_upload",
     "gather_tokens",
     "kv_cache_write",
     "linear",

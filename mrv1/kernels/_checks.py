@@ -62,3 +62,12 @@ def check_launchable(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedDeviceError(
             f"{name}: expected a CPU tensor because TRITON_INTERPRET=1, got one on {tensor.device}"
         )
+
+
+def check_reachable(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise unless kernels on ``device`` can read and write ``tensor`` where it is."""
+    if tensor.device != device and not tensor.is_pinned():
+        raise ValueError(
+            f"{name}: expected a tensor on {device} or in pinned host memory, got one on "
+            f"{tensor.device}" + (", not pinned" if tensor.device.type == "cpu" else "")
+        )

@@ -21,6 +21,12 @@ class Ops(Protocol):
     Their docstrings say what shapes and dtypes they take.
     """
 
+    def fetch_upload(
+        self, uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor
+    ) -> None:
+        """Copy the upload that the device counts to next to where the step reads it."""
+        ...
+
     def scatter_segments(
         self,
         state: torch.Tensor,
@@ -59,6 +65,16 @@ class Ops(Protocol):
         block_table: torch.Tensor | None = None,
     ) -> None:
         """Collect a step's tokens, their positions, their slots and the rows' block tables."""
+        ...
+
+    def embed_tokens(
+        self,
+        input_ids: torch.Tensor,
+        embed: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what tokens start with: their embedding rows, and rope's of their positions."""
         ...
 
     def post_update(

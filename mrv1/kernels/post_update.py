@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mrv1.kernels._checks import check_launchable, check_tensor
+from mrv1.kernels._checks import check_launchable, check_reachable, check_tensor
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._triton import INTERPRET, tl, triton
 from mrv1.kernels.token_gather import check_queries
@@ -203,9 +203,10 @@ def post_update(
         stopped: [max_num_reqs] int32, *written*: 0 runs; 1 stop token, 2 length, 3 failed, the
             constants of :mod:`mrv1.kernels.post_update`.
         output: shape of ``tokens``, int64, unit last stride, *written*, every element: the tokens
-            appended, then -1.
+            appended, then -1. On the device or in pinned host memory, which the host may read
+            behind an event after this launch.
         num_output: [num_reqs] int32, *written*: tokens appended; 0 for padding, stopped and
-            unfinished rows, -1 for a row that failed in this launch.
+            unfinished rows, -1 for a row that failed in this launch. Where ``output`` may be.
         ring_slot: [1] int32: ``output`` and ``num_output`` have an axis more in front, whose
             element of this index is *written* and no other. It is read on the device, so that a
             captured graph writes to another each time; not checked.
@@ -356,19 +357,9 @@ def _check_outputs(
             "ring_slot", ring_slot, shape=(1,), dtype=torch.int32, device=device, contiguous=True
         )
         ring = (output.shape[0] if output.dim() else None,)
-    check_tensor(
-        "output",
-        output,
-        shape=(*ring, *tokens.shape),
-        dtype=torch.int64,
-        device=device,
-        unit_last_stride=True,
-    )
-    check_tensor(
-        "num_output",
-        num_output,
-        shape=(*ring, tokens.shape[0]),
-        dtype=torch.int32,
-        device=device,
-        unit_last_stride=True,
-    )
+    for name, tensor, shape, dtype in (
+        ("output", output, tokens.shape, torch.int64),
+        ("num_output", num_output, tokens.shape[:1], torch.int32),
+    ):
+        check_tensor(name, tensor, shape=(*ring, *shape), dtype=dtype, unit_last_stride=True)
+        check_reachable(name, tensor, device)

@@ -161,6 +161,22 @@ def linear(
 
 
 @_counted
+def embed_tokens(
+    input_ids: torch.Tensor, embed: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Oracle of :func:`mrv1.kernels.embed_tokens`."""
+    return torch.nn.functional.embedding(input_ids, embed), cos_sin.index_select(0, positions)
+
+
+@_counted
+def fetch_upload(uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor) -> None:
+    """Oracle of :func:`mrv1.kernels.fetch_upload`."""
+    upload = uploads[int(slot)]
+    num_words = int(upload[0])
+    staged[:num_words] = upload[:num_words]
+
+
+@_counted
 def scatter_segments(
     state: torch.Tensor,
     staged: torch.Tensor,

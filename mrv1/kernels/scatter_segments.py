@@ -2,7 +2,7 @@
 
 For each of the first ``num_segments`` rows (dst, src, length) of ``segments``::
 
-    state[dst : dst + length] = staged[src : src + length]      -1 in every word if src is -1
+    state[dst : dst + length] = staged[src : src + length]      -1 in every word if src < 0
 
 All per-request state lies in one flat buffer, so a step's changes are one upload and one launch.
 The number of segments is read on the device and the grid depends on shapes alone: one CUDA graph
@@ -19,9 +19,6 @@ from mrv1.kernels._checks import check_launchable, check_tensor
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._triton import INTERPRET, tl, triton
 
-FILL = -1
-"""Source of a segment that is filled with -1 instead of copied."""
-
 
 @triton.jit(
     # where a step's data begins in its buffer must not compile a kernel
@@ -30,7 +27,7 @@ FILL = -1
 def _scatter_segments_kernel(
     state_ptr,  # [words] int32
     staged_ptr,  # [staged words] int32
-    segments_ptr,  # [max_segments, 3] int32: dst, src (-1 = fill), length
+    segments_ptr,  # [max_segments, 3] int32: dst, src (< 0 = fill), length
     num_segments_ptr,  # [1] int32
     OVERLAP: tl.constexpr,  # see _overlap
     TILE_WORDS: tl.constexpr,
@@ -90,7 +87,7 @@ def scatter_segments(
         state: [words] int32, contiguous, *written* in the segments and nowhere else.
         staged: [staged words] int32, contiguous; no memory of ``state``.
         segments: [max_segments, 3] int32, contiguous, may be a view of ``staged``. Each row is
-            (dst, src, length): first word in ``state``, first word in ``staged`` or -1 to fill,
+            (dst, src, length): first word in ``state``, first word in ``staged`` or < 0 to fill,
             and words. A length <= 0 does nothing. Destinations do not overlap: segments are
             copied in any order. Values are on the device and not checked.
         num_segments: [1] int32, at most max_segments: rows that count.

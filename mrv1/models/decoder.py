@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import embedding
 
 from mrv1.kernels.linear import Activation
 from mrv1.kernels.ops import Ops
@@ -97,8 +96,9 @@ class DecoderModel:
         backend = backend or self._unplanned
         layers = self.weights.layers
         next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
-        hidden = embedding(batch.input_ids, self.weights.embed)
-        cos_sin = self._cos_sin.index_select(0, batch.positions)  # once for all layers
+        hidden, cos_sin = self._ops.embed_tokens(
+            batch.input_ids, self.weights.embed, batch.positions, self._cos_sin
+        )
         norms_ahead = self._norms_ahead(hidden)
         x = self._norm(hidden, layers[0].input_norm) if norms_ahead else hidden
         for index, (layer, next_norm, cache) in enumerate(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
 import torch
 
 from mrv1.errors import StepError
@@ -20,13 +19,12 @@ NO_TOKEN_MESSAGE = "the logits hold no selectable token (all -inf or NaN)"
 
 
 class OutputRing:
-    """Where steps leave their tokens on the device, and where the host finds them, in turns.
+    """Where steps leave their tokens for the host, in turns: pinned memory that kernels write.
 
-    A slot of the device's ring is written by the step that has it and read by one copy on the copy
-    stream; before the next step that has it writes, the compute stream waits for that copy (a wait
-    on the device, not of the host). A slot of the pinned ring is read by one ``AsyncOutput``; if
-    that has not been asked for its result by the time the slot's next step is launched, it takes
-    what it holds, and waits if it must.
+    A slot belongs to a step from ``acquire`` on until its ``AsyncOutput`` has taken what it holds;
+    if that has not been asked for its result by the time the slot's next step is launched, it
+    takes it then, and waits if it must (``num_waits``). The slot's upload (``Staging``) is free
+    with it.
 
     Args:
         max_num_reqs: rows of a step.
@@ -39,80 +37,99 @@ class OutputRing:
         self, max_num_reqs: int, max_tokens: int, depth: int, device: torch.device
     ) -> None:
         on_gpu = device.type == "cuda"
-        num_slots = depth + 1
+        self.num_slots = depth + 1
         count_words = -(-max_num_reqs // 4) * 4
-        words = (num_slots, count_words + 2 * max_num_reqs * max_tokens)
-        on_device = torch.zeros(words, dtype=torch.int32, device=device)
-        host = torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu)
-        self._copies = list(zip(host, on_device, strict=True))
-        """Of each slot, where it is copied to and from."""
-
-        def views(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            tokens = buffer.view(torch.int64)[:, count_words // 2 :]
-            return buffer[:, :max_num_reqs], tokens.unflatten(1, (max_num_reqs, max_tokens))
-
-        self.num_output, self.tokens = views(on_device)
-        """[slots, max_num_reqs] int32 and [slots, max_num_reqs, max_tokens] int64: of one buffer,
-        so that one copy takes both."""
-        self._host_num_output, self._host_tokens = (view.numpy() for view in views(host))
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self._events = [_Events.new() for _ in range(num_slots)] if on_gpu else None
-        self._readers: list[AsyncOutput | None] = [None] * num_slots
+        self._buffer = torch.zeros(
+            (self.num_slots, count_words + 2 * max_num_reqs * max_tokens),
+            dtype=torch.int32,
+            pin_memory=on_gpu,
+        )
+        self._counts = self._buffer[:, :max_num_reqs]
+        self._tokens = self._buffer.view(torch.int64)[:, count_words // 2 :]
+        self._host_counts, self._host_tokens = self._counts.numpy(), self._tokens.numpy()
+        self._stream: torch.cuda.Stream | None = None
+        """Of the step that is being launched."""
+        self._events = [_Events.new() for _ in range(self.num_slots)] if on_gpu else None
+        self._readers: list[AsyncOutput | None] = [None] * self.num_slots
         self._next = 0
+        self._is_given_up = False
+        self.num_waits = 0
+
+    @property
+    def next_slot(self) -> int:
+        """The slot of the step that is launched next."""
+        return self._next
+
+    def views(self, num_rows: int, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (counts, tokens) of steps with so many rows, padding included, and columns.
+
+        Counts are [slots, num_rows] int32, tokens [slots, num_rows, num_columns] int64, dense, so
+        that a step stores no more than it must. A row's place does not depend on ``num_rows``.
+        """
+        tokens = self._tokens[:, : num_rows * num_columns]
+        return self._counts[:, :num_rows], tokens.unflatten(1, (num_rows, num_columns))
 
     def acquire(self) -> int:
-        """Return the slot of the step that is launched next, whose time starts now.
+        """Return the slot of the step that is launched next; its last reader has what it wanted.
 
-        Its last reader has what it wanted.
+        Until ``deliver`` or ``give_up`` the slot stays the next one's.
         """
-        slot = self._next
-        self._next = (slot + 1) % len(self._readers)
-        reader, self._readers[slot] = self._readers[slot], None
-        if reader is not None:
+        if self._is_given_up and self._events is not None:
+            self._events[self._next].done.synchronize()
+            self._is_given_up = False
+        reader, self._readers[self._next] = self._readers[self._next], None
+        if reader is not None and not reader.is_taken:
+            self.num_waits += not reader.ready()
             reader.take()
+        return self._next
+
+    def start(self) -> None:
+        """Mark the beginning of the step's work, which goes to the current stream."""
         if self._events is not None:
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._events[slot].copied)  # passes where none was recorded yet
-            self._events[slot].started.record(stream)
-        return slot
+            self._stream = torch.cuda.current_stream()
+            self._events[self._next].started.record(self._stream)
 
     def deliver(
         self,
-        slot: int,
         plan: StepPlan,
-        order: Int64Array | None = None,
+        *,
+        num_rows: int,
+        num_columns: int = 1,
+        rows: Int32Array | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
     ) -> AsyncOutput:
-        """Start the copy of a slot to the host, behind what the current stream holds.
+        """Return what the step will leave in its slot; the next step has the next one.
 
         Args:
-            slot: as ``acquire`` returned it.
             plan: of the step.
-            order: ``[rows]``, the plan's row of each row on the device; None = the same.
+            num_rows: of the step on the device, padding included.
+            num_columns: tokens a row has, at most.
+            rows: ``[rows]``, where the plan's rows are on the device; None = in order, in front.
             on_output: is given the result once it is there.
         """
+        slot = self._next
         events = None
-        on_host, on_device = self._copies[slot]
-        if self._events is None or self._stream is None:
-            on_host.copy_(on_device)
-        else:
+        if self._events is not None:
             events = self._events[slot]
-            events.done.record()
-            self._stream.wait_event(events.done)
-            with torch.cuda.stream(self._stream):
-                on_host.copy_(on_device, non_blocking=True)
-            events.copied.record(self._stream)
-        num_rows = len(plan.req_ids)
+            events.done.record(self._stream)
+        tokens = self._host_tokens[slot, : num_rows * num_columns]
         output = AsyncOutput(
             plan,
-            self._host_num_output[slot, :num_rows],
-            self._host_tokens[slot, :num_rows],
+            self._host_counts[slot, :num_rows],
+            tokens.reshape(num_rows, num_columns),
             events,
-            order=order,
+            rows=rows,
             on_output=on_output,
         )
         self._readers[slot] = output
+        self._next = (slot + 1) % self.num_slots
         return output
+
+    def give_up(self) -> None:
+        """Keep the next slot, whose step was not launched whole: what was may still read it."""
+        if self._events is not None:
+            self._events[self._next].done.record()
+            self._is_given_up = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +137,9 @@ class _Events:
     """Of one slot of the ring; recorded anew by each step that has it."""
 
     started: torch.cuda.Event
-    """Before the step's work, on the compute stream."""
+    """Before the step's work."""
     done: torch.cuda.Event
-    """Behind it."""
-    copied: torch.cuda.Event
-    """Behind the copy to the host."""
+    """Behind it: what its kernels have stored in the host's memory is there."""
 
     @classmethod
     def new(cls) -> Self:
@@ -132,7 +147,6 @@ class _Events:
         return cls(
             started=torch.cuda.Event(enable_timing=True),
             done=torch.cuda.Event(enable_timing=True),
-            copied=torch.cuda.Event(),
         )
 
     @property
@@ -155,25 +169,25 @@ class AsyncOutput:
         tokens: Int64Array,
         events: _Events | None,
         *,
-        order: Int64Array | None = None,
+        rows: Int32Array | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
     ) -> None:
         """Wait for nothing yet.
 
         Args:
             plan: the step that was launched.
-            num_output: ``[rows]``, tokens of each row, -1 = the row failed; valid once the copy to
-                the host has run.
-            tokens: ``[rows, most tokens]``, likewise.
+            num_output: ``[any]``, tokens of each row on the device, -1 = the row failed; valid
+                once the step is over.
+            tokens: ``[any, most tokens]``, likewise.
             events: of the step; None on a CPU.
-            order: ``[rows]``, the plan's row of each row; None = the same.
+            rows: ``[rows]``, where the plan's rows are among them; None = in order, in front.
             on_output: is given the result once it is there.
         """
         self._plan = plan
         self._num_output = num_output
         self._tokens = tokens
         self._events = events
-        self._order = order
+        self._rows = rows
         self._on_output = on_output
         self._outcome: StepOutput | StepError | None = None
 
@@ -182,9 +196,14 @@ class AsyncOutput:
         """The step this is the output of."""
         return self._plan.step_id
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the step's buffers have been read."""
+        return self._outcome is not None
+
     def ready(self) -> bool:
         """Whether ``result`` would return without waiting."""
-        return self._outcome is not None or self._events is None or self._events.copied.query()
+        return self._outcome is not None or self._events is None or self._events.done.query()
 
     def result(self, timeout: float | None = None) -> StepOutput:
         """Wait for the step's event and return its output; later calls return the same object.
@@ -228,28 +247,26 @@ class AsyncOutput:
         if self._events is None:
             return
         if timeout is None:
-            self._events.copied.synchronize()
+            self._events.done.synchronize()
             return
         deadline = time.monotonic() + timeout
-        while not self._events.copied.query():
+        while not self._events.done.query():
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"step {self._plan.step_id}: not finished within {timeout} s")
             time.sleep(POLL_SECONDS)
 
     def _collect(self) -> StepOutput:
         plan = self._plan
-        num_output, tokens = self._num_output, self._tokens
-        if self._order is not None:
-            position = np.argsort(self._order)
-            num_output, tokens = num_output[position], tokens[position]
+        rows = slice(len(plan.req_ids)) if self._rows is None else self._rows
+        num_output, tokens = self._num_output[rows], self._tokens[rows]
         errors = {}
         token_ids: tuple[tuple[int, ...], ...]
         if (num_output == 1).all():  # a decode step: the one that must not cost time
             token_ids = tuple(zip(tokens[:, 0].tolist(), strict=True))
         else:
             counts = num_output.tolist()
-            rows = zip(tokens.tolist(), counts, strict=True)
-            token_ids = tuple([tuple(row[: max(count, 0)]) for row, count in rows])
+            pairs = zip(tokens.tolist(), counts, strict=True)
+            token_ids = tuple([tuple(row[: max(count, 0)]) for row, count in pairs])
             errors = {row: NO_TOKEN_MESSAGE for row, count in enumerate(counts) if count < 0}
         return StepOutput(
             step_id=plan.step_id,

@@ -1,61 +1,141 @@
-"""Decode steps as CUDA graphs: one for each size of batch, padded up to the next."""
+"""Steps as CUDA graphs: a few shapes, padded up to; decodes, and steps with prompts in them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from mrv1.runner.input_batch import StepShape
 
-def decode_buckets(max_num_reqs: int) -> list[int]:
-    """Return the batch sizes that are captured: 1, 2, 4, 8, every 8th to 64, every 32nd beyond."""
+SMALL_DECODE = 32
+"""Rows of one token that a step with prompts has room for if it has no more than these."""
+
+
+def decode_sizes(max_num_reqs: int) -> list[int]:
+    """Return the rows of captured decodes: 1, 2, 4, 8, every 8th to 64, every 32nd beyond."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_reqs, 32)]
     return [*(size for size in sizes if size < max_num_reqs), max_num_reqs]
 
 
-class DecodeGraphs:
-    """Captured decode steps. All share one pool of memory, as only one runs at a time.
+def prompt_sizes(max_num_tokens: int) -> list[int]:
+    """Return the prompt tokens of captured steps: powers of two from 16, and half-way from 256."""
+    powers = [1 << bit for bit in range(4, max_num_tokens.bit_length() + 1)]
+    sizes = sorted([*powers, *(size * 3 // 2 for size in powers if size >= 256)])
+    return [*(size for size in sizes if size < max_num_tokens), max_num_tokens]
+
+
+class StepGraphs:
+    """Captured steps. All share one pool of memory, as only one runs at a time.
 
     What a graph reads and writes stays where it was at capture: the runner's state, caches,
-    weights, the static upload and the ring of outputs.
+    weights, the fetched upload and the ring of outputs. A step of decodes is padded to one of
+    ``decode_sizes``, with or without top-k and top-p. One with prompts, without them, has room for
+    none, a few or all of the rows of one token (they come first), and behind them for one of
+    ``prompt_sizes`` in prompt tokens.
+
+    Args:
+        max_num_reqs: most rows of a step.
+        max_num_tokens: most tokens of a step.
+        max_query_len: most tokens of a row.
     """
 
-    def __init__(self, buckets: Sequence[int]) -> None:
-        self.buckets = sorted(buckets)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._kept: dict[int, object] = {}
+    def __init__(self, max_num_reqs: int, max_num_tokens: int, max_query_len: int) -> None:
+        self._max_num_reqs = max_num_reqs
+        self._max_query_len = max_query_len
+        self._decode_sizes = decode_sizes(max_num_reqs)
+        self._prompt_sizes = prompt_sizes(max_num_tokens)
+        self._decodes_beside = sorted({0, min(SMALL_DECODE, max_num_reqs), max_num_reqs})
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, run: Callable[[int], object], *, progress: bool) -> None:
-        """Capture every bucket, the largest first, so that the others fit into its memory.
+    @property
+    def shapes(self) -> list[StepShape]:
+        """Every shape that is captured, the largest of each kind first."""
+        prompts = [
+            self._with_prompts(decodes, tokens)
+            for tokens in reversed(self._prompt_sizes)
+            for decodes in reversed(self._decodes_beside)
+        ]
+        decodes = [
+            StepShape.decode(size, filtered=filtered)
+            for filtered in (True, False)
+            for size in reversed(self._decode_sizes)
+        ]
+        return [*prompts, *decodes]
+
+    @property
+    def largest(self) -> list[StepShape]:
+        """The shapes of which one takes most memory: the others share it."""
+        return [
+            self._with_prompts(self._decodes_beside[-1], self._prompt_sizes[-1]),
+            StepShape.decode(self._decode_sizes[-1], filtered=True),
+        ]
+
+    def _with_prompts(self, num_decodes: int, num_prompt_tokens: int) -> StepShape:
+        return StepShape(
+            num_rows=num_decodes + min(num_prompt_tokens, self._max_num_reqs),
+            num_tokens=num_decodes + num_prompt_tokens,
+            max_query_len=min(num_prompt_tokens, self._max_query_len),
+            query_len=None,
+            num_decodes=num_decodes,
+            filtered=False,
+        )
+
+    def capture(
+        self,
+        shapes: Iterable[StepShape],
+        run: Callable[[StepShape], object],
+        *,
+        progress: bool,
+    ) -> None:
+        """Capture steps, the largest first, so that the others fit into its memory.
 
         Args:
-            run: launches a decode step of so many rows, all of them padding; it is called twice
-                for each bucket, first to compile, then to capture.
+            shapes: of ``self.shapes``.
+            run: launches a step of padding of that shape; it is called twice for each, first to
+                compile, then to capture.
             progress: show a progress bar.
         """
         # cuBLAS keeps a workspace for each stream, and all captures run on one: these graphs
         # must not use what belongs to another pool. torch names its release only privately.
         torch._C._cuda_clearCublasWorkspaces()
         pool = torch.cuda.graph_pool_handle()
+        shapes = list(shapes)
         console = Console(stderr=True)
         with Progress(console=console, disable=not progress, transient=True) as bar:
-            task = bar.add_task("capture CUDA graphs", total=len(self.buckets))
-            for size in reversed(self.buckets):
-                run(size)
+            task = bar.add_task("capture CUDA graphs", total=len(shapes))
+            for shape in shapes:
+                run(shape)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    self._kept[size] = run(size)  # a graph does not keep what it was captured on
-                self._graphs[size] = graph
+                    run(shape)
+                self._graphs[shape] = graph
                 bar.advance(task)
 
-    def bucket(self, num_rows: int) -> int | None:
-        """Return the smallest captured size of at least so many rows; None if there is none."""
-        at = bisect_left(self.buckets, num_rows)
-        return self.buckets[at] if at < len(self.buckets) else None
+    def fit(self, shape: StepShape) -> StepShape | None:
+        """Return the captured shape that a step is padded to; None if there is none."""
+        if shape.has_drafts or not self._graphs:
+            return None
+        if shape.query_len == 1:
+            size = _least(self._decode_sizes, shape.num_rows)
+            return None if size is None else StepShape.decode(size, filtered=shape.filtered)
+        if shape.filtered:
+            return None
+        num_decodes = _least(self._decodes_beside, shape.num_decodes)
+        num_prompt_tokens = _least(self._prompt_sizes, shape.num_tokens - shape.num_decodes)
+        if num_decodes is None or num_prompt_tokens is None:
+            return None
+        return self._with_prompts(num_decodes, num_prompt_tokens)
 
-    def replay(self, bucket: int) -> None:
-        """Launch the step of a captured size on the current stream."""
-        self._graphs[bucket].replay()
+    def replay(self, shape: StepShape) -> None:
+        """Launch the step of a captured shape on the current stream."""
+        self._graphs[shape].replay()
+
+
+def _least(sizes: list[int], size: int) -> int | None:
+    """Return the least of some sizes in order that is no less than one."""
+    at = bisect_left(sizes, size)
+    return sizes[at] if at < len(sizes) else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
+import numpy as np
 import torch
 
 from mrv1.kernels.ops import Ops
@@ -39,8 +41,8 @@ class StepShape:
     def of(cls, query_lens: Int32Array, *, filtered: bool, has_drafts: bool = False) -> Self:
         """Return the shape of rows with so many tokens, those of one token first."""
         longest = int(query_lens.max())
-        if longest == 1 and not (filtered or has_drafts):
-            return cls.decode(len(query_lens))
+        if longest == 1 and not has_drafts:
+            return cls.decode(len(query_lens), filtered=filtered)
         # Short prompts of one length are prefilled, like those of others.
         uniform = longest == 1 or (
             has_drafts and longest == int(query_lens.min()) <= MAX_DECODE_QUERY_LEN
@@ -56,16 +58,26 @@ class StepShape:
         )
 
     @classmethod
-    def decode(cls, num_rows: int) -> Self:
-        """Return the shape of a decode of so many rows that draw from all their logits."""
+    @lru_cache(maxsize=1024)  # made in every step
+    def decode(cls, num_rows: int, *, filtered: bool = False) -> Self:
+        """Return the shape of a decode of so many rows."""
         return cls(
             num_rows=num_rows,
             num_tokens=num_rows,
             max_query_len=1,
             query_len=1,
             num_decodes=num_rows,
-            filtered=False,
+            filtered=filtered,
         )
+
+    def rows_of(self, shape: StepShape) -> Int32Array:
+        """Return where the rows of a ``shape`` are that is padded to this one.
+
+        Padding stands behind the rows of one token, and behind the others.
+        """
+        rows = np.arange(shape.num_rows, dtype=np.int32)
+        rows[shape.num_decodes :] += self.num_decodes - shape.num_decodes
+        return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

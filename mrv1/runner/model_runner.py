@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypedDict
+from typing import Self, TypedDict
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from mrv1.runner import input_batch
 from mrv1.runner.async_output import AsyncOutput, OutputRing
 from mrv1.runner.attention_backends import select_backend
 from mrv1.runner.block_table import BlockTables, GroupColumns
-from mrv1.runner.cuda_graph import DecodeGraphs, decode_buckets
+from mrv1.runner.cuda_graph import StepGraphs
 from mrv1.runner.debug_sync import synced
 from mrv1.runner.input_batch import InputBatch, StepShape
 from mrv1.runner.kv_cache import CPU_KV_BYTES, CacheSpec, KVCache, layer_layouts
@@ -39,10 +39,18 @@ from mrv1.runner.profile import run_profile_step
 from mrv1.runner.request_state import RequestState
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import Staged, Staging, StepUpload
-from mrv1.runner.step import Int64Array, StepPlan
+from mrv1.runner.step import Int32Array, Int64Array, StepPlan
 from mrv1.sampler import Sampler
 
 logger = logging.getLogger(__name__)
+
+NEXT_UPLOAD = "next_upload"
+"""The slot, in the ring of uploads, of the next step: each step's upload sets the next one's."""
+
+SEGMENTS_PER_REQUEST = 16
+"""Runs of words that a request changes as it enters, and some more."""
+
+_NOTHING_TO_DO = nullcontext()
 
 _SCALED: dict[KVScaleName, str] = {
     "token": "token and head",
@@ -66,16 +74,61 @@ KVListener = Callable[[KVReady], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """A step whose upload is on its way."""
+class _Rows:
+    """The rows of a step on the device."""
 
     shape: StepShape
+    """Padding included."""
+    is_captured: bool
+    """Whether a graph runs the step; else it is launched kernel by kernel."""
+    idx_mapping: Int32Array
+    """[rows], -1 = padding."""
+    query_lens: Int32Array | None
+    """[rows]; None = one token each."""
+    of_plan: Int32Array | None = None
+    """[the plan's rows], where they are; None = in order, in front."""
+
+    @classmethod
+    def padded(
+        cls, captured: StepShape, shape: StepShape, slots: Int32Array, query_lens: Int32Array
+    ) -> Self:
+        """Return the rows of a step of ``shape`` in a graph that is larger."""
+        of_plan = captured.rows_of(shape)
+        idx_mapping = np.full(captured.num_rows, -1, dtype=np.int32)
+        idx_mapping[of_plan] = slots
+        padded_lens = None
+        if captured.query_len is None:
+            padded_lens = np.zeros(captured.num_rows, dtype=np.int32)
+            padded_lens[: captured.num_decodes] = 1
+            padded_lens[of_plan] = query_lens
+        return cls(
+            shape=captured,
+            is_captured=True,
+            idx_mapping=idx_mapping,
+            query_lens=padded_lens,
+            of_plan=None if captured.query_len == 1 else of_plan,
+        )
+
+    def in_order_of_plan(self, order: Int64Array | None) -> Int32Array | None:
+        """Return ``of_plan`` for a plan whose rows, in this order, are those that are here."""
+        if order is None:
+            return self.of_plan
+        of_ordered = (
+            np.arange(len(order), dtype=np.int32) if self.of_plan is None else self.of_plan
+        )
+        of_plan = np.empty_like(of_ordered)
+        of_plan[order] = of_ordered
+        return of_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A step that is about to be launched."""
+
+    rows: _Rows
     upload: StepUpload
-    words: torch.Tensor
-    """The upload on the device."""
-    ring_slot: int
-    bucket: int | None
-    """Of the graph that runs it; None = launched kernel by kernel."""
+    words: torch.Tensor | None
+    """The upload on the device, if no kernel has to fetch it."""
 
 
 def _is_of_device(error: BaseException | None) -> bool:
@@ -198,6 +251,7 @@ class ModelRunner:
                 **RequestState.fields(self.max_model_len),
                 **BlockTables.fields(groups),
                 **sampling,
+                NEXT_UPLOAD: Field(is_shared=True),
             },
             self.device,
         )
@@ -206,13 +260,19 @@ class ModelRunner:
         self.sampler = Sampler(
             num_slots, {name: self._slots[name] for name in sampling}, self._ops
         )
-        self._staging = Staging(num_slots, num_slots * len(groups), depth + 1, self.device)
-        self._outputs = OutputRing(num_slots, MAX_SAMPLED_TOKENS, depth, self.device)
-        self._graphs = DecodeGraphs(decode_buckets(num_slots) if self._captures else [])
+        num_rows = 2 * num_slots  # a graph may have room for all in decodes and in prompts
+        self._outputs = OutputRing(num_rows, MAX_SAMPLED_TOKENS, depth, self.device)
+        self._staging = Staging(
+            num_rows, num_slots * SEGMENTS_PER_REQUEST, self._outputs.num_slots, self.device
+        )
+        self._next_upload_word = self._slots.first_word(NEXT_UPLOAD, 0)
+        self._steady_rows: _Rows | None = None
+        """Of the last step, if it was a captured decode: those of one that goes on with it."""
+        self._graphs = self._new_graphs()
         self.kv_cache = self._new_kv_cache(self._num_kv_blocks())
         if self._captures:
             with torch.inference_mode():
-                self._graphs.capture(self._run_padding, progress=progress)
+                self._graphs.capture(self._graphs.shapes, self._run_padding, progress=progress)
         if self._on_gpu and config.attention_backend == "triton":
             self._warm_up()
         self._compilations = watch_compilations()
@@ -251,47 +311,70 @@ class ModelRunner:
     def _execute(self, plan: StepPlan) -> AsyncOutput:
         ordered, order = _decodes_first(plan)
         step = self._prepare(ordered)
-        if step.bucket is not None:
-            self._graphs.replay(step.bucket)
-            self.num_graph_steps += 1
-        else:
-            with torch.inference_mode():
-                self._launch_eagerly(step, ordered)
-        on_output = self.state.take_drafts if step.shape.has_drafts else None
-        return self._outputs.deliver(step.ring_slot, plan, order, on_output)
+        try:
+            self._outputs.start()
+            if step.rows.is_captured:
+                self._graphs.replay(step.rows.shape)
+                self.num_graph_steps += 1
+            else:
+                with torch.inference_mode():
+                    self._launch_eagerly(step, ordered)
+            has_drafts = step.rows.shape.has_drafts
+            return self._outputs.deliver(
+                plan,
+                num_rows=step.rows.shape.num_rows,
+                num_columns=1 + max(map(len, plan.draft_token_ids)) if has_drafts else 1,
+                rows=step.rows.in_order_of_plan(order),
+                on_output=self.state.take_drafts if has_drafts else None,
+            )
+        except BaseException:  # an interrupt, too: some of the step may have been launched
+            self._outputs.give_up()
+            self._slots[NEXT_UPLOAD].fill_(self._outputs.next_slot)
+            raise
 
     def _prepare(self, plan: StepPlan) -> _Step:
-        """Check the plan and bring what it changes to the device, in one copy."""
+        """Check the plan and put what it changes where the step finds it."""
         upload = StepUpload()
-        self.state.stage(plan, upload)
+        goes_on = self.state.stage(plan, upload)
         self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
         for request in plan.entering:
             fields = self.sampler.enter(request.slot, request.sampling_params, request.seed)
             for name, values in fields.items():
                 upload.write(self._slots.first_word(name, request.slot), values)
         self.state.advance_on_host(plan)
+        slot = self._outputs.acquire()
+        upload.put(self._next_upload_word, ((slot + 1) % self._outputs.num_slots,))
+        rows = self._steady_rows
+        if rows is None or not goes_on or not self._staging.fits(upload):
+            rows = self._rows(plan, upload)
+            is_steady = rows.is_captured and rows.shape.query_len == 1
+            self._steady_rows = rows if is_steady else None
+        words = self._staging.send(
+            slot, upload, rows.idx_mapping, rows.query_lens, drafts=plan.draft_token_ids
+        )
+        return _Step(rows=rows, upload=upload, words=words)
+
+    def _rows(self, plan: StepPlan, upload: StepUpload) -> _Rows:
+        """Return the step's rows: the plan's, or those of a graph that has room for them."""
+        query_lens = plan.num_scheduled_tokens
         shape = StepShape.of(
-            plan.num_scheduled_tokens,
+            query_lens,
             filtered=self.sampler.any_filters(plan.slots),
             has_drafts=any(plan.draft_token_ids),
         )
-        bucket = self._bucket(shape, upload)
-        if bucket is not None:
-            shape = StepShape.decode(bucket)
-        ring_slot = self._outputs.acquire()
-        words = self._staging.send(
-            upload,
-            plan.slots,
-            None if bucket is not None else plan.num_scheduled_tokens,
-            ring_slot,
-            num_padded_rows=shape.num_rows,
-            drafts=plan.draft_token_ids,
-        )
-        return _Step(shape=shape, upload=upload, words=words, ring_slot=ring_slot, bucket=bucket)
+        captured = self._captured_shape(shape, upload)
+        if captured is None or captured == shape:
+            return _Rows(
+                shape=shape,
+                is_captured=captured is not None,
+                idx_mapping=plan.slots,
+                query_lens=None if shape.query_len == 1 else query_lens,
+            )
+        return _Rows.padded(captured, shape, plan.slots, query_lens)
 
     def _launch_eagerly(self, step: _Step, plan: StepPlan) -> None:
         """Launch kernel by kernel what a graph has in one."""
-        shape = step.shape
+        shape = step.rows.shape
         staged = self._staging.staged(
             step.words, step.upload, shape.num_rows, plan.draft_token_ids
         )
@@ -302,6 +385,9 @@ class ModelRunner:
         self, shape: StepShape, staged: Staged, plan: StepPlan | None
     ) -> tuple[InputBatch, torch.Tensor]:
         """Apply the upload, gather the step's tokens and run the layers; return hidden states."""
+        staging = self._staging
+        if staged.words is staging.fetched:
+            self._ops.fetch_upload(staging.uploads, self._slots[NEXT_UPLOAD], staging.fetched)
         self._ops.scatter_segments(
             self._slots.buffer, staged.words, staged.segments, staged.num_segments
         )
@@ -330,6 +416,7 @@ class ModelRunner:
             if shape.has_drafts
             else (self._sample(shape, batch, hidden), None)
         )
+        num_output, output = self._outputs.views(shape.num_rows, tokens.shape[1])
         self._ops.post_update(
             batch.idx_mapping,
             None if shape.query_len is not None else staged.query_start_loc,
@@ -343,8 +430,8 @@ class ModelRunner:
             self.state.stopped,
             query_len=shape.query_len,
             num_sampled=num_sampled,
-            output=self._outputs.tokens[:, : shape.num_rows, : tokens.shape[1]],
-            num_output=self._outputs.num_output[:, : shape.num_rows],
+            output=output,
+            num_output=num_output,
             ring_slot=staged.ring_slot,
         )
 
@@ -402,16 +489,11 @@ class ModelRunner:
             event.record()
         listener(KVReady(plan=plan, layer=layer, event=event))
 
-    def _bucket(self, shape: StepShape, upload: StepUpload) -> int | None:
-        """Return the graph that runs the step, if one does."""
-        if (
-            shape.query_len != 1
-            or shape.filtered
-            or shape.has_drafts
-            or not self._staging.fits_static(upload)
-        ):
+    def _captured_shape(self, shape: StepShape, upload: StepUpload) -> StepShape | None:
+        """Return the shape of the graph that runs the step, if one does."""
+        if self._kv_listener is not None and shape.query_len != 1:
             return None
-        return self._graphs.bucket(shape.num_rows)
+        return self._graphs.fit(shape) if self._staging.fits(upload) else None
 
     def _check_block_ids(self, plan: StepPlan, batch: InputBatch) -> None:
         """Raise if the step would follow a block id out of the pool; waits for the device."""
@@ -436,7 +518,9 @@ class ModelRunner:
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make the runner's GPU the current one, whose streams and events these are."""
-        return torch.cuda.device(self.device) if self._on_gpu else nullcontext()
+        if not self._on_gpu or torch.cuda.current_device() == self.device.index:
+            return _NOTHING_TO_DO
+        return torch.cuda.device(self.device)
 
     @property
     def _on_gpu(self) -> bool:
@@ -452,9 +536,14 @@ class ModelRunner:
             and self.config.attention_backend == "triton"
         )
 
-    def _run_padding(self, num_rows: int) -> object:
-        """Launch a decode step of padding, as the graphs have it; return what it allocated."""
-        shape, staged = StepShape.decode(num_rows), self._staging.static_view(num_rows)
+    def _new_graphs(self) -> StepGraphs:
+        return StepGraphs(
+            self.config.max_num_seqs, self.config.max_num_batched_tokens, self.max_model_len
+        )
+
+    def _run_padding(self, shape: StepShape) -> tuple[InputBatch, torch.Tensor]:
+        """Launch a step of padding, as the graphs have it; return its batch and hidden states."""
+        staged = self._staging.static_view(shape.num_rows)
         batch, hidden = self._forward(shape, staged, None)
         self._post_process(shape, staged, batch, hidden)
         return batch, hidden
@@ -463,18 +552,19 @@ class ModelRunner:
         """Launch steps of padding that no graph has, so that no request waits for a compiler."""
         for lengths in ([9], [20], [1, 40], [1, 600]):
             most = min(self.max_model_len, self.config.max_num_batched_tokens - 1)
-            query_lens = np.minimum(lengths, max(most, 1)).astype(np.int32)
-            slots = np.full(min(len(lengths), self.config.max_num_seqs), -1, dtype=np.int32)
+            num_rows = min(len(lengths), self.config.max_num_seqs)
+            query_lens = np.minimum(lengths, max(most, 1)).astype(np.int32)[-num_rows:]
             upload = StepUpload()
-            words = self._staging.send(
-                upload, slots, query_lens[-len(slots) :], 0, num_padded_rows=len(slots)
-            )
-            staged = self._staging.staged(words, upload, len(slots))
+            padding = np.full(num_rows, -1, dtype=np.int32)
+            words = self._staging.send(0, upload, padding, query_lens)
+            staged = self._staging.staged(words, upload, num_rows)
             with torch.inference_mode():
                 for filtered in (False, True):
-                    shape = StepShape.of(query_lens[-len(slots) :], filtered=filtered)
+                    shape = StepShape.of(query_lens, filtered=filtered)
                     batch, hidden = self._forward(shape, staged, None)
                     self._post_process(shape, staged, batch, hidden)
+            if self._on_gpu:
+                torch.cuda.synchronize()  # the next one writes the upload anew
 
     def _load_model(self, progress: bool) -> DecoderModel:
         path = checkpoint_dir(self.config.model)
@@ -521,13 +611,13 @@ class ModelRunner:
         return free_bytes - graph_bytes - reserved
 
     def _graph_bytes(self) -> int:
-        """Return what the largest decode graph takes; the others share its memory."""
+        """Return what the graphs take: all share the memory of the largest."""
         self.kv_cache = self._new_kv_cache(1)
-        graphs = DecodeGraphs([self.config.max_num_seqs])
+        graphs = self._new_graphs()
         torch.cuda.empty_cache()  # which a capture does too: it would hide what that takes
         before, _ = memory_bytes(self.device)
         with torch.inference_mode():
-            graphs.capture(self._run_padding, progress=False)
+            graphs.capture(graphs.largest, self._run_padding, progress=False)
         after, _ = memory_bytes(self.device)
         del graphs, self.kv_cache
         torch.cuda.empty_cache()
@@ -537,8 +627,8 @@ class ModelRunner:
 
     @property
     def num_staging_waits(self) -> int:
-        """How often a launch waited for the copy out of a pinned buffer."""
-        return self._staging.num_waits
+        """How often a launch waited for the step that had its pinned buffers before."""
+        return self._outputs.num_waits
 
     @property
     def num_compilations(self) -> int:
@@ -565,7 +655,7 @@ class ModelRunner:
     def _describe_graphs(self) -> str:
         if not self._captures:
             return "no CUDA graphs"
-        return f"CUDA graphs of {len(self._graphs.buckets)} decode sizes"
+        return f"CUDA graphs of {len(self._graphs.shapes)} shapes of steps"
 
     def _describe_kv(self) -> str:
         """Return the cache's dtype, its scales, and who converts e4m3 if not the hardware."""

@@ -20,12 +20,14 @@ _WORD_BYTES = torch.int32.itemsize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One field of every slot."""
+    """One field of the slots."""
 
     width: int | None = None
     """Elements of a slot's row; None = a single one, whose view has no second axis."""
     dtype: torch.dtype = torch.int32
     """Of 4 or 8 bytes."""
+    is_shared: bool = False
+    """Whether there is one row for all slots: slot 0's."""
 
     @property
     def row_words(self) -> int:
@@ -53,7 +55,7 @@ class SlotState:
         num_words = 0
         for name, field in fields.items():
             self._starts[name] = num_words
-            words = num_slots * field.row_words
+            words = (1 if field.is_shared else num_slots) * field.row_words
             num_words += -(-words // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
         if num_words > MAX_WORDS:
             raise CapacityError(
@@ -66,12 +68,13 @@ class SlotState:
 
     def _view(self, name: str, num_slots: int) -> torch.Tensor:
         field, start = self._fields[name], self._starts[name]
+        num_slots = 1 if field.is_shared else num_slots
         words = self.buffer[start : start + num_slots * field.row_words]
         shape = (num_slots,) if field.width is None else (num_slots, field.width)
         return words.view(field.dtype).view(shape)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a field, ``[num_slots]`` or ``[num_slots, width]``."""
+        """Return a field, ``[num_slots]`` or ``[num_slots, width]``; shared ones have one slot."""
         return self._views[name]
 
     def first_word(self, name: str, slot: int) -> int:

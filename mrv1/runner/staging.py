@@ -1,4 +1,4 @@
-"""All of a step's host data in one pinned buffer, one host-to-device copy and one scatter.
+"""All of a step's host data in one buffer of pinned memory, which one kernel fetches.
 
 An upload is a run of int32 words: what the step's kernels read in place, at fixed offsets, so that
 a captured graph finds it; then the changes of the slots' state as segments (see
@@ -14,17 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.kernels.scatter_segments import FILL
 from mrv1.runner.step import Int32Array
 
-NUM_SEGMENTS, RING_SLOT, HEADER_WORDS = 0, 1, 8
-"""Header: how many segments count, and where in the ring of outputs the step's go."""
+NUM_WORDS, NUM_SEGMENTS, RING_SLOT, HEADER_WORDS = 0, 1, 2, 8
+"""Header: how many words and segments count, and where in the ring of outputs the step's go."""
 
-STATIC_WORDS = 1 << 16
-"""Words of the buffer that graphs read; a longer upload (prompts) gets one of its own."""
+_FILL = -(1 << 30)
+"""Source of a segment that is filled: negative, and so wherever the payload begins."""
 
-COPIED_WORDS = 512
-"""A copy for graphs is of a multiple of this: few sizes, hence few views to make."""
+FETCHED_WORDS = 1 << 16
+"""Least words that a kernel fetches; a longer upload (many prompts) is copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,45 +84,55 @@ class StepUpload:
     def fill(self, dst: int, length: int) -> None:
         """Set ``length`` of the state's words to -1."""
         if length:
-            self._word_segments += (dst, FILL, length)
+            self._word_segments += (dst, _FILL, length)
 
-    def laid_out(self, payload_start: int) -> tuple[Int32Array, list[Int32Array]]:
-        """Return the segments, three words each, sources counting from the start, and words."""
-        segments = np.array(self._word_segments + self._array_segments, dtype=np.int32)
-        if not len(segments):
-            return segments, []
-        sources = segments[1::3]
-        is_filled = sources == FILL
-        sources += payload_start
-        sources[len(self._word_segments) // 3 :] += len(self._words)
-        sources[is_filled] = FILL
-        return segments, [np.array(self._words, dtype=np.int32), *self._arrays]
+    @property
+    def num_words(self) -> int:
+        """Words of the segments and of what they write."""
+        return 3 * self.num_segments + self.payload_words
+
+    def write_to(self, words: Int32Array, start: int) -> None:
+        """Lay the segments and what they write out in ``words``, from ``start`` on."""
+        at = start + 3 * self.num_segments
+        segments = np.array(self._word_segments, dtype=np.int32)
+        segments[1::3] += at
+        words[start : start + len(segments)] = segments
+        words[at : at + len(self._words)] = self._words
+        if self._arrays:
+            start, at = start + len(segments), at + len(self._words)
+            segments = np.array(self._array_segments, dtype=np.int32)
+            segments[1::3] += at
+            words[start : start + len(segments)] = segments
+            np.concatenate(self._arrays, out=words[at : at + self._num_array_words])
 
 
-def _draft_words(drafts: Sequence[Sequence[int]]) -> list[Int32Array]:
-    """Return how many drafts each row has, and the rows, padded."""
+def _draft_words(drafts: Sequence[Sequence[int]]) -> Int32Array:
+    """Return how many drafts each row has, then the rows, padded."""
     most = max(map(len, drafts))
     token_ids = np.full((len(drafts), most), -1, dtype=np.int32)
     for row, tokens in enumerate(drafts):
         token_ids[row, : len(tokens)] = tokens
-    return [np.array(list(map(len, drafts)), dtype=np.int32), token_ids.reshape(-1)]
+    return np.concatenate(
+        [np.array(list(map(len, drafts)), dtype=np.int32), token_ids.reshape(-1)]
+    )
 
 
 class Staging:
-    """A ring of pinned buffers, each guarded by the event of its last reader.
+    """A ring of pinned buffers, and the place on the device where a step finds its upload.
 
-    Owned by the runner, used from the host thread that launches steps. ``send`` waits only when
-    the copy that last read the ring's next buffer has not run yet; ``num_waits`` counts that.
+    Owned by the runner, used from the host thread that launches steps. A buffer is written by
+    ``send`` and read by the step of its slot: the caller sees to it that the step which had the
+    slot before is over (``OutputRing.acquire``).
 
     Args:
         max_num_reqs: most rows of a step.
-        max_static_segments: most segments of a step that a graph runs.
-        depth: pinned buffers: one being filled while copies out of the others may still run.
+        max_segments: most segments of a step that a graph runs.
+        num_slots: buffers, taken in turns.
         device: the runner's.
     """
 
     def __init__(
-        self, max_num_reqs: int, max_static_segments: int, depth: int, device: torch.device
+        self, max_num_reqs: int, max_segments: int, num_slots: int, device: torch.device
     ) -> None:
         def padded(words: int) -> int:
             return -(-words // 4) * 4
@@ -132,34 +141,28 @@ class Staging:
         self._rows_start = HEADER_WORDS
         self._query_start = self._rows_start + padded(max_num_reqs)
         self._segments_start = self._query_start + padded(max_num_reqs + 1)
-        self.max_static_segments = max_static_segments
-        words = max(STATIC_WORDS, self._payload_start(max_static_segments) + STATIC_WORDS // 2)
-        self._static = torch.zeros(words, dtype=torch.int32, device=device)
-        self._static[self._rows_start : self._query_start] = -1  # until a step comes: padding
-        self._pinned = [self._new_buffer(words) for _ in range(depth)]
-        """Each with its numpy view."""
-        self._copied: list[torch.cuda.Event | None] = [None] * depth
-        self._static_copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        """By pinned buffer and words: the views that a copy takes, made once."""
-        self._next = 0
-        self.num_waits = 0
+        self.max_segments = max_segments
+        words = self._segments_start + 3 * max_segments + FETCHED_WORDS
+        self.fetched = torch.zeros(words, dtype=torch.int32, device=device)
+        """[words]: the upload of the step that runs."""
+        self.uploads, self._uploads = self._pinned(num_slots, words)
+        """[slots, words] in pinned memory."""
+        self._uploads[:, NUM_WORDS] = self._segments_start
+        self._uploads[:, self._rows_start : self._query_start] = -1  # until a step comes: padding
+        self._long_uploads: list[tuple[torch.Tensor, Int32Array] | None] = [None] * num_slots
 
-    def _payload_start(self, num_segments: int) -> int:
-        return self._segments_start + -(-3 * num_segments // 4) * 4
-
-    def _new_buffer(self, num_words: int) -> tuple[torch.Tensor, Int32Array]:
-        pin = self._device.type == "cuda"
-        buffer = torch.empty(num_words, dtype=torch.int32, pin_memory=pin)
+    def _pinned(self, *shape: int) -> tuple[torch.Tensor, Int32Array]:
+        buffer = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         return buffer, buffer.numpy()
 
-    def fits_static(self, upload: StepUpload) -> bool:
+    def fits(self, upload: StepUpload) -> bool:
         """Whether an upload fits where graphs look for it."""
-        words = self._payload_start(self.max_static_segments) + upload.payload_words
-        return upload.num_segments <= self.max_static_segments and words <= self._static.numel()
+        words = self._segments_start + upload.num_words
+        return upload.num_segments <= self.max_segments and words <= self._uploads.shape[1]
 
     def static_view(self, num_rows: int) -> Staged:
         """Return where a graph of so many rows finds every upload that fits."""
-        return self._view(self._static, num_rows, self.max_static_segments)
+        return self._view(self.fetched, num_rows, self.max_segments)
 
     def _view(self, words: torch.Tensor, num_rows: int, num_segments: int) -> Staged:
         segments = words[self._segments_start : self._segments_start + 3 * num_segments]
@@ -176,105 +179,66 @@ class Staging:
 
     def send(
         self,
+        slot: int,
         upload: StepUpload,
-        slots: Int32Array,
+        idx_mapping: Int32Array,
         query_lens: Int32Array | None,
-        ring_slot: int,
         *,
-        num_padded_rows: int,
         drafts: Sequence[Sequence[int]] = (),
-    ) -> torch.Tensor:
-        """Copy an upload to the device in one transfer on the current stream.
+    ) -> torch.Tensor | None:
+        """Write an upload to the ring's ``slot``, for ``fetch_upload``; or copy it if too long.
 
         Args:
+            slot: the step's, in this ring and that of its outputs.
             upload: changes of the state.
-            slots: ``[rows]``.
+            idx_mapping: ``[rows]``, slots of requests; -1 = padding.
             query_lens: ``[rows]``; None = nothing reads ``query_start_loc``.
-            ring_slot: where the step's outputs go.
-            num_padded_rows: rows of the batch, at least those of ``slots``.
             drafts: of each row; () = none.
 
         Returns:
-            The upload's words on the device: where graphs look for it, if it fits there.
+            None, or the words on the device, copied there on the current stream.
         """
-        num_segments = max(upload.num_segments, self.max_static_segments)
-        payload_start = self._payload_start(num_segments)
-        segments, payload = upload.laid_out(payload_start)
-        if any(drafts):
-            payload = [*payload, *_draft_words(drafts)]
-        num_words = payload_start + sum(map(len, payload))
-        pinned, words = self._acquire(num_words)
-        words[NUM_SEGMENTS], words[RING_SLOT] = upload.num_segments, ring_slot
-        at = self._rows_start + len(slots)
-        words[self._rows_start : at] = slots
-        if num_padded_rows > len(slots):
-            words[at : self._rows_start + num_padded_rows] = -1
+        end = self._segments_start + upload.num_words
+        draft_words = _draft_words(drafts) if any(drafts) else None
+        num_words = end if draft_words is None else end + len(draft_words)
+        pinned, words = None, self._uploads[slot]
+        if num_words > len(words):
+            pinned, words = self._long_upload(slot, num_words)
+        words[NUM_WORDS] = num_words
+        words[NUM_SEGMENTS] = upload.num_segments
+        words[RING_SLOT] = slot
+        words[self._rows_start : self._rows_start + len(idx_mapping)] = idx_mapping
         if query_lens is not None:
-            self._write_query_starts(words, query_lens, num_padded_rows)
-        if len(segments):
-            words[self._segments_start : self._segments_start + len(segments)] = segments
-        at = payload_start
-        for piece in payload:
-            words[at : at + len(piece)] = piece
-            at += len(piece)
-        if num_words <= self._static.numel() and self.fits_static(upload):
-            target, source = self._static_copy(num_words)
-        else:
-            target = torch.empty(num_words, dtype=torch.int32, device=self._device)
-            source = pinned[:num_words]
-        target.copy_(source, non_blocking=True)
-        self._release()
-        return target
+            starts = words[self._query_start : self._query_start + len(query_lens) + 1]
+            np.cumsum(query_lens, out=starts[1:])
+        upload.write_to(words, self._segments_start)
+        if draft_words is not None:
+            words[end:num_words] = draft_words
+        if pinned is None:
+            return None
+        return pinned[:num_words].to(self._device, non_blocking=True, copy=True)
 
-    def _static_copy(self, num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where an upload goes for graphs, and whence; a little more than was asked for."""
-        rounded = min(-(-num_words // COPIED_WORDS) * COPIED_WORDS, self._static.numel())
-        key = (self._next, rounded)
-        views = self._static_copies.get(key)
-        if views is None:
-            pinned, _ = self._pinned[self._next]
-            views = self._static_copies[key] = (self._static[:rounded], pinned[:rounded])
-        return views
-
-    def _write_query_starts(
-        self, words: Int32Array, query_lens: Int32Array, num_padded_rows: int
-    ) -> None:
-        starts = words[self._query_start : self._query_start + num_padded_rows + 1]
-        starts[0] = 0
-        np.cumsum(query_lens, out=starts[1 : len(query_lens) + 1])
-        starts[len(query_lens) + 1 :] = starts[len(query_lens)]
+    def _long_upload(self, slot: int, num_words: int) -> tuple[torch.Tensor, Int32Array]:
+        """Return a pinned buffer of the slot's own that grows as it must, and its numpy view."""
+        buffer = self._long_uploads[slot]
+        if buffer is None or len(buffer[1]) < num_words:
+            buffer = self._long_uploads[slot] = self._pinned(2 * num_words)
+        return buffer
 
     def staged(
         self,
-        words: torch.Tensor,
+        words: torch.Tensor | None,
         upload: StepUpload,
         num_rows: int,
         drafts: Sequence[Sequence[int]] = (),
     ) -> Staged:
-        """Return the parts of what ``send`` returned, given the same arguments."""
-        num_segments = max(upload.num_segments, self.max_static_segments)
-        staged = self._view(words, num_rows, num_segments)
+        """Return the parts of an upload on the device; ``words`` as ``send`` returned them."""
+        words = self.fetched if words is None else words
+        staged = self._view(words, num_rows, upload.num_segments)
         if not any(drafts):
             return staged
         most = max(map(len, drafts))
-        start = self._payload_start(num_segments) + upload.payload_words
+        start = self._segments_start + upload.num_words
         counts = words[start : start + len(drafts)]
         token_ids = words[start + len(drafts) : start + len(drafts) * (most + 1)]
         return replace(staged, num_draft_tokens=counts, draft_token_ids=token_ids.view(-1, most))
-
-    def _acquire(self, num_words: int) -> tuple[torch.Tensor, Int32Array]:
-        event = self._copied[self._next]
-        if event is not None and not event.query():
-            self.num_waits += 1
-            event.synchronize()  # the guard of the ring: the copy out of this buffer must be over
-        if self._pinned[self._next][0].numel() < num_words:
-            self._pinned[self._next] = self._new_buffer(2 * num_words)
-            self._static_copies.clear()  # of buffers that are no more
-        return self._pinned[self._next]
-
-    def _release(self) -> None:
-        if self._device.type == "cuda":
-            event = self._copied[self._next] or torch.cuda.Event()
-            event.record()
-            self._copied[self._next] = event
-        self._next = (self._next + 1) % len(self._pinned)

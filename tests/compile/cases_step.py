@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels._triton import triton
+from mrv1.kernels.embed_tokens import _embed_tokens_kernel
+from mrv1.kernels.fetch_upload import TILE_WORDS, _fetch_upload_kernel
 from mrv1.kernels.post_update import PostUpdateConfig, _post_update_kernel
 from mrv1.kernels.scatter_segments import ScatterSegmentsConfig, _scatter_segments_kernel
 from mrv1.kernels.token_gather import GatherTokensConfig, _gather_tokens_kernel
@@ -16,6 +18,9 @@ INT32, INT64 = torch.int32, torch.int64
 def cases(target: Target) -> list[AotCase]:
     overlap = target.backend == "cuda" and isinstance(target.arch, int) and target.arch >= 90
     return [
+        _fetch_upload(overlap),
+        _embed_tokens(torch.bfloat16, 1024, overlap),
+        _embed_tokens(torch.float32, 8192, overlap),
         _scatter_segments(overlap),
         _gather_tokens("ragged", overlap),
         _gather_tokens("uniform", overlap, uniform=True),
@@ -24,6 +29,32 @@ def cases(target: Target) -> list[AotCase]:
         *(_post_update(num_columns, overlap) for num_columns in (1, 4, 8)),
         _post_update(1, overlap, uniform=True),
     ]
+
+
+def _fetch_upload(overlap: bool) -> AotCase:
+    return AotCase(
+        name="fetch_upload",
+        kernel=_fetch_upload_kernel,
+        args=(pointer(INT32), pointer(INT32), pointer(INT32), 66_000),
+        constexprs={"OVERLAP": overlap, "TILE_WORDS": TILE_WORDS},
+        num_warps=4,
+    )
+
+
+def _embed_tokens(dtype: torch.dtype, hidden_size: int, overlap: bool) -> AotCase:
+    table, float32, int64 = pointer(dtype), pointer(torch.float32), pointer(INT64)
+    return AotCase(
+        name=f"embed_tokens-{hidden_size}-{str(dtype).removeprefix('torch.')}",
+        kernel=_embed_tokens_kernel,
+        args=(table, float32, int64, int64, table, float32, 33, hidden_size, 128),
+        constexprs={
+            "TILE_TOKENS": 1,
+            "TILE_HIDDEN": hidden_size,
+            "TILE_ROTARY": 128,
+            "OVERLAP": overlap,
+        },
+        num_warps=4,
+    )
 
 
 def _scatter_segments(overlap: bool) -> AotCase:

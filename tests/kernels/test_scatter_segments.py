@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.scatter_segments import FILL, ScatterSegmentsConfig
+from mrv1.kernels.scatter_segments import ScatterSegmentsConfig
 from tests.kernels.elementwise import tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 Segment = tuple[int, int, int]
+FILL = -1
 
 
 def _state(num_words: int) -> torch.Tensor:
@@ -30,7 +31,7 @@ def _by_hand(state: torch.Tensor, staged: torch.Tensor, segments: list[Segment])
     words, source = state.tolist(), staged.tolist()
     for dst, src, length in segments:
         for i in range(length):
-            words[dst + i] = -1 if src == FILL else source[src + i]
+            words[dst + i] = -1 if src < 0 else source[src + i]
     return words
 
 
@@ -54,7 +55,11 @@ def _segments(draw, num_words: int, num_staged: int) -> list[Segment]:
         dst, word = word + gap, word + gap + max(length, 0)
         if word > num_words:
             break
-        src = draw(st.one_of(st.just(FILL), st.integers(0, num_staged - max(length, 0))))
+        src = draw(
+            st.one_of(
+                st.sampled_from([FILL, -2, -(2**31)]), st.integers(0, num_staged - max(length, 0))
+            )
+        )
         segments.append((dst, src, length))
     return draw(st.permutations(segments))
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mrv1 import AsyncOutput, StepError, StepPlan
 from mrv1.runner.async_output import OutputRing
@@ -25,19 +27,30 @@ def make_plan(num_rows: int, step_id: int = 7) -> StepPlan:
     )
 
 
-def fill(ring: OutputRing, slot: int, tokens: list[int], counts: list[int] | None = None) -> None:
-    device = ring.tokens.device
-    ring.tokens[slot, : len(tokens), 0] = torch.tensor(tokens, device=device)
+def launch(
+    ring: OutputRing,
+    tokens: list[int],
+    counts: list[int] | None = None,
+    *,
+    step_id: int = 7,
+    on: str = "cpu",
+    **options: object,
+) -> AsyncOutput:
+    """Do what a step does: take a slot, have kernels write it, deliver."""
+    slot = ring.acquire()
+    ring.start()
+    num_output, output = ring.views(len(tokens), 1)
     counts = counts or [1] * len(tokens)
-    ring.num_output[slot, : len(tokens)] = torch.tensor(counts, dtype=torch.int32, device=device)
+    output[slot].copy_(torch.tensor(tokens, device=on)[:, None], non_blocking=True)
+    num_output[slot].copy_(torch.tensor(counts, dtype=torch.int32, device=on), non_blocking=True)
+    plan = make_plan(options.pop("num_planned", len(tokens)), step_id)
+    return ring.deliver(plan, num_rows=len(tokens), **options)
 
 
 @pytest.mark.gpu
 def test_rows_that_sampled_have_their_token_and_the_others_none(device):
     ring = OutputRing(MAX_REQS, 1, DEPTH, device)
-    slot = ring.acquire()
-    fill(ring, slot, [11, 12, 99, 13], [1, -1, 0, 1])
-    output = ring.deliver(slot, make_plan(4))
+    output = launch(ring, [11, 12, 99, 13], [1, -1, 0, 1], on=device)
     result = output.result()
     assert result.token_ids == ((11,), (), (), (13,))
     assert list(result.errors) == [1]
@@ -48,14 +61,39 @@ def test_rows_that_sampled_have_their_token_and_the_others_none(device):
     assert output.ready()
 
 
-def test_rows_come_back_in_the_plans_order():
+def test_rows_come_back_in_the_plans_order_without_padding():
     ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cpu"))
-    slot = ring.acquire()
-    fill(ring, slot, [12, 10, 11], [-1, 1, 1])
-    order = np.array([2, 0, 1])  # the device's rows are the plan's rows 2, 0 and 1
-    result = ring.deliver(slot, make_plan(3), order).result()
+    rows = np.array([1, 3, 0])  # the plan's three rows, among the device's four
+    result = launch(ring, [12, 10, 99, 11], [-1, 1, 0, 1], num_planned=3, rows=rows).result()
     assert result.token_ids == ((10,), (11,), ())
     assert list(result.errors) == [2]
+    padded = launch(ring, [1, 2, 99, 99], [1, 1, 0, 0], num_planned=2)
+    assert padded.result().token_ids == ((1,), (2,))
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(1, MAX_REQS), st.integers(1, 3), st.integers(0, MAX_REQS)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_several_tokens_a_row(shapes):
+    """Rows and columns may differ from step to step; a row has the tokens that count."""
+    ring = OutputRing(MAX_REQS, 3, DEPTH, torch.device("cpu"))
+    for num_rows, num_columns, first in shapes:
+        counts = [(row + first) % (num_columns + 1) for row in range(num_rows)]
+        slot = ring.acquire()
+        num_output, output = ring.views(num_rows, num_columns)
+        output[slot] = torch.arange(num_rows * num_columns).view(num_rows, num_columns) + first
+        num_output[slot] = torch.tensor(counts)
+        result = ring.deliver(
+            make_plan(num_rows), num_rows=num_rows, num_columns=num_columns
+        ).result()
+        assert result.token_ids == tuple(
+            tuple(range(first + row * num_columns, first + row * num_columns + count))
+            for row, count in enumerate(counts)
+        )
 
 
 class StuckEvent:
@@ -74,7 +112,7 @@ class StuckEvent:
 
 def output_of(tokens: list[int], event: StuckEvent | None) -> AsyncOutput:
     counts = np.ones(len(tokens), dtype=np.int32)
-    events = None if event is None else SimpleNamespace(copied=event)
+    events = None if event is None else SimpleNamespace(done=event)
     return AsyncOutput(make_plan(len(tokens)), counts, np.array(tokens)[:, None], events)
 
 
@@ -99,30 +137,57 @@ def test_an_error_on_the_device_names_the_step_and_its_requests():
 def test_a_late_reader_finds_its_own_tokens(device):
     """More steps than the ring has slots, no result taken: each takes its own in time."""
     ring = OutputRing(MAX_REQS, 1, DEPTH, device)
-    outputs = []
-    for step in range(3 * DEPTH):
-        slot = ring.acquire()
-        fill(ring, slot, [step, step + 100])
-        outputs.append(ring.deliver(slot, make_plan(2, step)))
+    outputs = [
+        launch(ring, [step, step + 100], step_id=step, on=device) for step in range(3 * DEPTH)
+    ]
     for step, output in enumerate(outputs):
         assert output.result().token_ids == ((step,), (step + 100,))
 
 
+def test_a_step_that_was_not_launched_leaves_its_slot_to_the_next():
+    ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cpu"))
+    first = launch(ring, [1])
+    lost = ring.acquire()
+    assert ring.next_slot == lost
+    ring.give_up()
+    assert ring.acquire() == lost
+    second = launch(ring, [2])
+    assert (first.result().token_ids, second.result().token_ids) == (((1,),), ((2,),))
+
+
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-def test_a_slot_is_not_rewritten_before_its_copy_has_run():
-    """The copy stream is held up: without the wait on the device the next step overtakes it."""
-    ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cuda"))
-    with torch.cuda.stream(ring._stream):
-        torch.cuda._sleep(200_000_000)
-    outputs = []
-    for step in range(DEPTH + 1):
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_slot_is_free_only_when_its_step_is_over(guarded):
+    """The stream is held up: without the wait the host would rewrite what a step still reads."""
+    device = torch.device("cuda")
+    ring = OutputRing(MAX_REQS, 1, DEPTH, device)
+    upload = torch.zeros(ring.num_slots, dtype=torch.int32, pin_memory=True)
+    torch.cuda._sleep(200_000_000)  # about 0.1 s
+    seen = []
+    for step in range(DEPTH + 2):
+        if not guarded:
+            ring._readers[ring.next_slot] = None
         slot = ring.acquire()
-        fill(ring, slot, [step])
-        outputs.append(ring.deliver(slot, make_plan(1, step)))
-    assert not outputs[0].ready()
-    torch.cuda.current_stream().wait_event(ring._events[ring._next].copied)  # what acquire() does
-    ring.tokens[ring._next].fill_(99)
-    for _ in range(100):
-        torch.full((2,), 99, device="cuda")
-    assert [output.result().token_ids for output in outputs] == [((s,),) for s in range(DEPTH + 1)]
+        ring.start()
+        upload[slot] = step
+        seen.append(upload.to(device, non_blocking=True)[slot])
+        ring.deliver(make_plan(1, step), num_rows=1)
+    assert ring.num_waits == guarded
+    assert ([int(x) for x in seen] == list(range(DEPTH + 2))) == guarded
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_was_launched_of_a_lost_step_is_waited_for(guarded):
+    ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cuda"))
+    upload = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    torch.cuda._sleep(200_000_000)
+    ring.acquire()
+    seen = upload.to("cuda", non_blocking=True)
+    if guarded:
+        ring.give_up()
+    ring.acquire()
+    upload[0] = 5
+    assert (int(seen) == 0) == guarded

@@ -12,6 +12,7 @@ import torch
 from mrv1 import CapacityError, EngineConfig, ModelRunner, SamplingParams, StepError, StepPlan
 from mrv1.kernels import reference
 from mrv1.runner import SlotRequest
+from mrv1.runner.model_runner import NEXT_UPLOAD
 from mrv1.runner.profile import run_profile_step
 from tests.models.families import tiny_checkpoint
 
@@ -351,11 +352,12 @@ def test_the_warm_up_leaves_no_trace(checkpoint, max_num_seqs):
     runner = make_runner(checkpoint, max_num_seqs=max_num_seqs)
     runner._slots.buffer.fill_(7)
     runner.state.stopped.zero_()
+    runner._slots[NEXT_UPLOAD].zero_()
     before = runner._slots.buffer.clone()
     for cache in runner.kv_cache.layers:
         cache.k.fill_(3)
     runner._warm_up()
     assert torch.equal(runner._slots.buffer, before)
     assert all((cache.k == 3).all() for cache in runner.kv_cache.layers)
-    assert not runner._outputs.num_output.any()
+    assert not runner._outputs.views(max_num_seqs, 1)[0].any()
     runner.close()

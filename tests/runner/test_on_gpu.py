@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from mrv1 import AsyncOutput, EngineConfig, SamplingParams
+from mrv1 import AsyncOutput, EngineConfig, ModelRunner, SamplingParams
 from mrv1.engine.block_pool import BlockPool
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
+from mrv1.runner.input_batch import InputBatch
 from tests.models.families import tiny_checkpoint
 from tests.models.test_decoder import no_waiting
 
@@ -43,7 +44,7 @@ def make_core(checkpoint: Path, **options: object) -> EngineCore:
 
 
 def add_many(
-    core: EngineCore, count: int, *, max_tokens: int = 40, seed: int = 0
+    core: EngineCore, count: int, *, max_tokens: int = 40, seed: int = 0, filters: bool = False
 ) -> list[Request]:
     rng = np.random.default_rng(seed)
     requests = []
@@ -51,6 +52,7 @@ def add_many(
         prompt = rng.integers(3, 150, rng.integers(1, 90)).tolist()
         params = SamplingParams(
             temperature=float(rng.choice([0.0, 1.0])),
+            top_p=float(rng.choice([0.5, 1.0])) if filters else 1.0,
             seed=index,
             max_tokens=int(rng.integers(1, max_tokens)),
             stop_token_ids=rng.integers(3, 150, 3).tolist(),
@@ -80,7 +82,7 @@ def test_graphs_and_overlap_change_no_token(checkpoint):
             core = make_core(
                 checkpoint, overlap=overlap, cuda_graphs=cuda_graphs, deterministic=True
             )
-            requests = add_many(core, 25)
+            requests = add_many(core, 25) + add_many(core, 6, seed=1, filters=True)
             run(core)
             outputs[overlap, cuda_graphs] = tokens(requests)
             assert (core.metrics()["num_graph_steps"] > 0) == cuda_graphs
@@ -105,41 +107,60 @@ def test_a_steady_decode_never_waits(checkpoint, cuda_graphs):
     core.runner.close()
 
 
-def test_nothing_compiles_while_a_decode_goes_on(checkpoint):
-    core = make_core(checkpoint)
+def test_nothing_compiles_while_requests_are_served(checkpoint):
+    """Prompts of all lengths, alone and beside decodes, in chunks; decodes down to one row."""
+    core = make_core(checkpoint, max_num_seqs=40, num_kv_blocks=300)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     for index in range(4):
         core.add_request(str(index), [5, 6, 7 + index], params)
     for _ in range(10):
         core.step()
     compiled = core.metrics()["num_compilations"]
-    while core.scheduler.has_unfinished_requests:  # over edges of blocks, down to one row
-        core.step()
+    add_many(core, 60)
+    run(core)
     assert core.metrics()["num_compilations"] == compiled
     core.runner.close()
 
 
-def test_a_replay_overwrites_what_it_reads(checkpoint):
+@torch.inference_mode()
+def poison(captured: list[tuple[InputBatch, torch.Tensor]]) -> None:
+    """Overwrite what graphs have written, on the stream that they run on."""
+    for batch, hidden in captured:
+        attention = batch.attention
+        attention.seq_lens.fill_(2**30)
+        attention.input_ids.fill_(-7)
+        attention.positions.fill_(2**40)
+        attention.slot_mapping.fill_(2**40)
+        attention.block_table.fill_(2**30)
+        batch.logits_rows.fill_(2**40)
+        hidden.fill_(torch.nan)
+
+
+def test_a_replay_overwrites_what_it_reads(checkpoint, monkeypatch):
     """Lengths and tokens of a graph, poisoned between replays, change nothing."""
+    captured = []
+    run_padding = ModelRunner._run_padding
+
+    def recorded(runner, shape):
+        made = run_padding(runner, shape)
+        if torch.cuda.is_current_stream_capturing():
+            captured.append(made)
+        return made
+
+    monkeypatch.setattr(ModelRunner, "_run_padding", recorded)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     outputs = []
     for poisoned in (False, True):
+        captured.clear()
         core = make_core(checkpoint)
         requests = [core.add_request(str(i), [5, 6, 7 + i], params) for i in range(3)]
         while core.scheduler.has_unfinished_requests:
             core.step()
             if poisoned:
-                for batch, hidden in core.runner._graphs._kept.values():
-                    attention = batch.attention
-                    attention.seq_lens.fill_(2**30)
-                    attention.input_ids.fill_(-7)
-                    attention.positions.fill_(2**40)
-                    attention.slot_mapping.fill_(2**40)
-                    attention.block_table.fill_(2**30)
-                    batch.logits_rows.fill_(2**40)
-                    hidden.fill_(torch.nan)
+                poison(captured)
         outputs.append(tokens(requests))
         assert core.metrics()["num_graph_steps"] > 50
+        assert len(captured) >= len(core.runner._graphs.shapes)
         core.runner.close()
     assert outputs[0] == outputs[1]
 

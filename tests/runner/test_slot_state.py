@@ -15,7 +15,12 @@ DTYPES = (torch.int32, torch.int64, torch.float32)
 
 fields = st.dictionaries(
     st.sampled_from("abcdef"),
-    st.builds(Field, width=st.none() | st.integers(1, 9), dtype=st.sampled_from(DTYPES)),
+    st.builds(
+        Field,
+        width=st.none() | st.integers(1, 9),
+        dtype=st.sampled_from(DTYPES),
+        is_shared=st.booleans(),
+    ),
     min_size=1,
 )
 
@@ -24,15 +29,16 @@ fields = st.dictionaries(
 def test_a_row_is_the_words_it_says_and_no_other(fields, num_slots, data):
     slots = SlotState(num_slots, fields, CPU)
     name = data.draw(st.sampled_from(sorted(fields)))
-    slot = data.draw(st.integers(0, num_slots - 1))
+    slot = data.draw(st.integers(0, 0 if fields[name].is_shared else num_slots - 1))
     first = slots.first_word(name, slot)
     slots.buffer[first : first + fields[name].row_words] = -1
     for other, field in fields.items():
         view = slots[other]
-        assert view.shape == ((num_slots,) if field.width is None else (num_slots, field.width))
+        num_rows = 1 if field.is_shared else num_slots
+        assert view.shape == ((num_rows,) if field.width is None else (num_rows, field.width))
         assert view.dtype == field.dtype
         assert view.data_ptr() % 16 == slots.buffer.data_ptr() % 16
-        words = view.contiguous().view(torch.int32).view(num_slots, -1)
+        words = view.contiguous().view(torch.int32).view(num_rows, -1)
         expected = torch.zeros_like(words)
         if other == name:
             expected[slot] = -1

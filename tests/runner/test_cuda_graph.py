@@ -1,0 +1,131 @@
+"""Which graph runs a step and where its rows are in it; what padding it changes: nothing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1.engine.core import EngineCore
+from mrv1.runner import cuda_graph
+from mrv1.runner.cuda_graph import StepGraphs, decode_sizes, prompt_sizes
+from mrv1.runner.input_batch import StepShape
+from tests.models.families import tiny_checkpoint
+from tests.runner.test_on_gpu import add_many, make_core, run, tokens
+
+MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN = 40, 700, 500
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 16, 40, 64, 100, 256, 1000])
+def test_sizes_rise_to_the_most_that_a_step_may_have(most):
+    for sizes in (decode_sizes(most), prompt_sizes(most)):
+        assert sizes == sorted(set(sizes))
+        assert sizes[0] >= 1
+        assert sizes[-1] == most
+    padding = [after / before for before, after in pairwise(sizes)]
+    assert max(padding, default=1) <= 2
+
+
+def captured(graphs: StepGraphs) -> StepGraphs:
+    graphs._graphs = dict.fromkeys(graphs.shapes)
+    return graphs
+
+
+@given(
+    num_decodes=st.integers(0, MAX_REQS),
+    prompts=st.lists(st.integers(2, 90), max_size=12),
+    filtered=st.booleans(),
+)
+def test_a_step_fits_its_graph_and_its_rows_stay_apart(num_decodes, prompts, filtered):
+    query_lens = np.array([1] * num_decodes + prompts, dtype=np.int32)
+    if not 0 < len(query_lens) <= MAX_REQS or query_lens.sum() > MAX_TOKENS:
+        return
+    graphs = captured(StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN))
+    shape = StepShape.of(query_lens, filtered=filtered)
+    graph = graphs.fit(shape)
+    if filtered and prompts:
+        assert graph is None
+        return
+    assert graph in graphs.shapes
+    assert graph.filtered == filtered
+    assert graph.max_query_len >= shape.max_query_len
+    rows = graph.rows_of(shape)
+    assert (rows[:num_decodes] == np.arange(num_decodes)).all()
+    assert num_decodes <= graph.num_decodes
+    if prompts:
+        first = graph.num_decodes
+        assert (rows[num_decodes:] == first + np.arange(len(prompts))).all()
+        assert rows.max() < graph.num_rows
+        assert graph.num_decodes + sum(prompts) <= graph.num_tokens
+        assert graph.query_len is None
+    else:
+        assert (graph.query_len, graph.num_tokens) == (1, graph.num_rows)
+
+
+def test_what_no_graph_is_for():
+    graphs = StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN)
+    decode = StepShape.decode(3)
+    assert graphs.fit(decode) is None, "nothing has been captured"
+    captured(graphs)
+    assert graphs.fit(decode) == StepShape.decode(4)
+    assert set(graphs.largest) <= set(graphs.shapes)
+    too_many = StepShape.of(np.array([MAX_TOKENS + 1], dtype=np.int32), filtered=False)
+    assert graphs.fit(too_many) is None
+    assert graphs.fit(StepShape.decode(MAX_REQS + 1)) is None
+    drafts = StepShape.of(np.array([3, 3], dtype=np.int32), filtered=False, has_drafts=True)
+    assert graphs.fit(drafts) is None
+
+
+class LaunchedGraphs(StepGraphs):
+    """Graphs of a CPU: a replay launches again what would have been captured."""
+
+    def __init__(self, core: EngineCore) -> None:
+        config = core.config
+        super().__init__(config.max_num_seqs, config.max_num_batched_tokens, core.max_model_len)
+        captured(self)
+        self.runner = core.runner
+        self.replayed: list[StepShape] = []
+
+    def replay(self, shape: StepShape) -> None:
+        self.replayed.append(shape)
+        with torch.inference_mode():
+            self.runner._run_padding(shape)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3", eos_token_id=2)
+    return path
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_padding_changes_no_token(checkpoint, overlap, monkeypatch):
+    """Chunked prompts beside decodes, alone, and decodes alone, each in a graph that is larger."""
+    monkeypatch.setattr(cuda_graph, "SMALL_DECODE", 4)
+    outputs = []
+    for padded in (False, True):
+        core = make_core(
+            checkpoint, device="cpu", dtype="float64", max_num_seqs=40, overlap=overlap,
+            num_kv_blocks=250, max_num_batched_tokens=100,
+        )  # fmt: skip
+        if padded:
+            core.runner._graphs = LaunchedGraphs(core)
+        requests = add_many(core, 2, max_tokens=40, seed=1)
+        core.step()
+        requests += add_many(core, 70, max_tokens=40)
+        steps = 1 + run(core)
+        outputs.append(tokens(requests))
+        if padded:
+            replayed = core.runner._graphs.replayed
+            assert len(replayed) == core.metrics()["num_graph_steps"] >= steps
+            with_prompts = [shape for shape in replayed if shape.query_len is None]
+            assert {shape.num_decodes for shape in with_prompts} == {0, 4, 40}
+            assert len(with_prompts) < len(replayed)
+        core.runner.close()
+    assert outputs[0] == outputs[1]
