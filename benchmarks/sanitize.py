@@ -148,6 +148,25 @@ def _silu_and_mul(ops: ModuleType, device: torch.device) -> Outputs:
     yield ops.silu_and_mul(_normal(33, 2 * 1000, device=device))
 
 
+def _apply_bad_words(ops: ModuleType, device: torch.device) -> Outputs:
+    """Slots with 0, 17 and 40 words, which are runs of the history's tokens 0, 1, 2, 0, ..."""
+
+    def row(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    position = torch.arange(64, dtype=torch.int32, device=device)
+    bad_words = ((position[:40, None] + position[:8]) % 3).repeat(3, 1, 1)
+    lengths = (position[:40] % 8 + 1).repeat(3, 1)
+    drafts = {"ahead": row(0, 1, 2, 0, 1, 2), "draft_token_ids": row(1, 2, 0, 1).view(2, 2)}
+    for idx_mapping, options in ((row(2, 1, -1, 0, 1, 2), {}), (row(2, 2, 2, 1, 1, 1), drafts)):
+        logits = _normal(6, 320, device=device)
+        ops.apply_bad_words(
+            logits, idx_mapping, (position % 3).repeat(3, 1), row(64, 40, 60), row(60, 2, 59),
+            bad_words, lengths, row(0, 17, 40), match_prompt=row(0, 1, 0), **options,
+        )  # fmt: skip
+        yield logits
+
+
 def _sample_tokens(ops: ModuleType, device: torch.device) -> Outputs:
     for vocab_size in (320, 10_000):
         logits, rows = _normal(5, vocab_size, device=device), torch.arange(5, device=device)
@@ -248,7 +267,7 @@ def _post_update(ops: ModuleType, device: torch.device) -> Outputs:
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _apply_rope, _copy_pages, _embed_tokens, _fetch_upload,
+        _apply_bad_words, _apply_rope, _copy_pages, _embed_tokens, _fetch_upload,
         _gather_tokens, _kv_cache_write, _linear, _merge_states, _paged_decode_attention,
         _paged_prefill_attention, _plan_decode_attention, _post_update, _qkv_cache_write,
         _rms_norm, _sample_tokens, _scatter_segments, _silu_and_mul,

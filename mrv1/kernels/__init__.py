@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from mrv1.kernels import reference
 from mrv1.kernels.activation import silu_and_mul
+from mrv1.kernels.bad_words import apply_bad_words
 from mrv1.kernels.copy_pages import copy_pages
 from mrv1.kernels.decode_attention import paged_decode_attention
 from mrv1.kernels.decode_plan import DecodePlan, plan_decode_attention
@@ -35,6 +36,7 @@ __all__ = [
     "HeadRole",
     "KVLayout",
     "KVScales",
+    "apply_bad_words",
     "apply_rope",
     "copy_pages",
     "embed_tokens",

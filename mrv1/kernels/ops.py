@@ -234,6 +234,24 @@ class Ops(Protocol):
         """Attend with ragged queries."""
         ...
 
+    def apply_bad_words(
+        self,
+        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        prompt_len: torch.Tensor,
+        bad_words: torch.Tensor,
+        bad_word_lens: torch.Tensor,
+        num_bad_words: torch.Tensor,
+        *,
+        match_prompt: torch.Tensor | None = None,
+        ahead: torch.Tensor | None = None,
+        draft_token_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Mask the tokens that would complete a banned word, in place."""
+        ...
+
     def sample_tokens(
         self,
         logits: torch.Tensor,

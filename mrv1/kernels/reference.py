@@ -29,6 +29,7 @@ from mrv1.kernels._paged_checks import (
     check_softmax_scale,
     check_visited,
 )
+from mrv1.kernels.bad_words import check_bad_words
 from mrv1.kernels.decode_plan import (
     MAX_PIECES,
     SPLIT_TOKENS,
@@ -340,6 +341,58 @@ def post_update(
             num_computed_tokens[slot] = num_tokens[slot] - 1
         else:
             num_computed_tokens[slot] += query_lens[row]
+
+
+@_counted
+def apply_bad_words(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    prompt_len: torch.Tensor,
+    bad_words: torch.Tensor,
+    bad_word_lens: torch.Tensor,
+    num_bad_words: torch.Tensor,
+    *,
+    match_prompt: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
+    draft_token_ids: torch.Tensor | None = None,
+) -> None:
+    """Mask row by row, all words at once; see :func:`mrv1.kernels.apply_bad_words`."""
+    check_bad_words(
+        logits,
+        idx_mapping,
+        token_ids,
+        num_tokens,
+        prompt_len,
+        bad_words,
+        bad_word_lens,
+        num_bad_words,
+        match_prompt,
+        ahead,
+        draft_token_ids,
+        _ORACLE_DTYPES,
+    )
+    max_words, max_len = bad_words.shape[1:]
+    word = torch.arange(max_words, device=logits.device)
+    column = torch.arange(max_len, device=logits.device)
+    for row in ((idx_mapping >= 0) & (max_len > 0)).nonzero().flatten().tolist():
+        slot = int(idx_mapping[row])
+        start = 0 if match_prompt is not None and match_prompt[slot] else int(prompt_len[slot])
+        history = token_ids[slot, start : num_tokens[slot]]
+        history = history[-max_len:]
+        if ahead is not None and draft_token_ids is not None:
+            drafts = draft_token_ids[row // (len(logits) // len(draft_token_ids))]
+            history = torch.cat([history, drafts[: ahead[row]]])
+        words, lengths = bad_words[slot], bad_word_lens[slot].long()
+        fits = (lengths >= 1) & (lengths <= max_len) & (lengths - 1 <= len(history))
+        fits &= word < num_bad_words[slot]
+        words, lengths = words[fits], lengths[fits, None]
+        position = len(history) - (lengths - 1) + column  # where each word's tokens would stand
+        seen = torch.cat([history, history.new_zeros(max_len)])[position]
+        completes = ((seen == words) | (column >= lengths - 1)).all(1)
+        last = words.gather(1, lengths - 1)[completes].flatten().long()
+        logits[row, last[(last >= 0) & (last < logits.shape[1])]] = -torch.inf
 
 
 _UINT32 = 0xFFFFFFFF
