@@ -135,7 +135,7 @@ def test_a_trace_is_shown():
     [
         (["--steps", "1"], "steps: expected >= 2, got 1"),
         (["--waiting", "2", "--waiting", "2"], "waiting: expected different numbers >= 0"),
-        (["--shape", "gpt-5"], "shape: expected one of qwen3-0.6b, tiny-random, got 'gpt-5'"),
+        (["--shape", "gpt-5"], "shape: expected one of qwen3-0.6b, llama3-8b, tiny-random, got 'gpt-5'"),
         (["--device", "tpu"], "device: expected"),
         (["--output", "/no/x.json"], "--output: expected an existing"),
     ],
@@ -155,7 +155,7 @@ def test_a_mistake_with_the_runner_is_one_line(mrv1: Mrv1, arguments: list[str],
     [
         (["--attention-backend", "fa3"], "attention_backend: expected one of"),
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of"),
-        (["--shape", "gpt-5"], "shape: expected one of qwen3-0.6b, tiny-random, got 'gpt-5'"),
+        (["--shape", "gpt-5"], "shape: expected one of qwen3-0.6b, llama3-8b, tiny-random, got 'gpt-5'"),
         (["--shape", "tiny-random", "--model", "x"], "shape, model: expected one of the two"),
         (["--model", "/nowhere"], "model: expected a checkpoint directory"),
         (["--shape", "tiny-random", "--batch", "0"], "batch: expected different sizes >= 1"),
