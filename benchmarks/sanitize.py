@@ -1,8 +1,8 @@
 """Run every kernel under compute-sanitizer, on small random inputs, and keep what it said.
 
-python benchmarks/sanitize.py OUTPUT.json   memcheck and racecheck; exit 1 unless both are clean
-python benchmarks/sanitize.py --run         the kernels alone, compared with their oracles
-python benchmarks/sanitize.py --planted     a launch that writes outside its cache
+python benchmarks/sanitize.py OUTPUT.json [COMMIT]   memcheck, racecheck; exit 1 if one finds any
+python benchmarks/sanitize.py --run                  the kernels alone, beside their oracles
+python benchmarks/sanitize.py --planted              a launch that writes outside its cache
 
 The planted launch shows that memcheck sees what Triton compiles: were it silent about that one,
 its silence about the others would mean nothing. Needs a GPU, CUDA's compute-sanitizer, hypothesis.
@@ -324,13 +324,14 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--planted"]:
         run_planted(device)
         return 0
-    if len(arguments) != 1:
+    if len(arguments) not in (1, 2):
         print(__doc__, file=sys.stderr)
         return 2
+    output, commit = arguments[0], arguments[1] if len(arguments) == 2 else None
     planted = sanitize("memcheck", "--planted")
     tools = {tool: sanitize(tool, "--run") for tool in TOOLS}
-    result = {"op": "sanitize", **provenance(device, None), "planted": planted, "tools": tools}
-    Path(arguments[0]).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = {"op": "sanitize", **provenance(device, commit), "planted": planted, "tools": tools}
+    Path(output).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for name, said in {"planted": planted, **tools}.items():
         print(f"{name}: {said['summary']}, {said['seconds']} s, {len(said['kernels'])} kernels")
     clean = all(
