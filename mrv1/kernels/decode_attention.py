@@ -420,11 +420,13 @@ def _write_item(
     if arrivals_ptr is not None:
         piece = tl.load(item_ptr + 12, cache_modifier=CACHE)
 
-    # The plan's buffer is longer than its items: what lies behind them is no row or head.
+    # The plan's buffer is longer than its items: what lies behind them is no row, head or range.
+    # The range is to be empty wherever it begins: 0x7fffffff, a NaN of float32, has no successor.
     is_item = item < num_items
     req = tl.where(is_item, req, 0).to(tl.int64)
     head = tl.where(is_item, head, 0)
-    end_work = tl.where(is_item, end_work, first_work)
+    first_work = tl.where(is_item, first_work, 0)
+    end_work = tl.where(is_item, end_work, 0)
     out_row = req * QUERY_LEN + query
     q_head = (head * GROUP + row % GROUP).to(tl.int64)
     q_row_ptr = q_ptr + (out_row * stride_q_row + q_head * stride_q_head)[None, :]

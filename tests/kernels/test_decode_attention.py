@@ -252,6 +252,25 @@ def test_a_plan_made_before_changes_nothing(device, case, data):
     assert_equal(run_decode(kernels, case, q, plan=plan), run_decode(kernels, case, q, **options))
 
 
+@pytest.mark.parametrize("rubbish", [2**31 - 1, -(2**31), -1, 2**30])
+@pytest.mark.parametrize("has_window", [False, True])
+def test_what_lies_behind_the_items_is_not_followed(device, rubbish, has_window):
+    """Buffers are not cleared: memory of float32 NaN, as a GPU makes them, is 0x7fffffff."""
+    roles = [HeadRole(), HeadRole(window=40, sink=4, ring_blocks=4, group=1)]
+    layout = LayoutCase.head_groups(
+        roles=roles if has_window else roles[:1], head_dim=16, max_seq_len=200
+    )
+    batch = RaggedBatch(query_lens=(1, 1, 1), seq_lens=(33, 0, 200))
+    case = build_paged_cache(layout, batch).to(device)
+    q = make_queries(case, 2)
+    plan = make_plan(case, q, num_kv_splits=7)
+    for buffer in (plan.items, plan.merges, plan.arrivals):
+        buffer.fill_(rubbish)
+    kernels.plan_decode_attention(case.seq_lens, case.layout, plan)
+    assert int(plan.counts[0]) < plan.max_items
+    _check(case, 2, plan=plan)
+
+
 @given(data=st.data(), splits=st.sampled_from([2, 5, 17]))
 def test_the_program_that_ends_last_merges(device, data, splits):
     """In the order of the pieces, as often as the plan is used: each launch leaves zeros."""
