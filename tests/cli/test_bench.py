@@ -12,6 +12,7 @@ from mrv1.cli import bench
 from tests.cli.conftest import Mrv1
 
 SMALL = ("--device", "cpu", "--prompt-tokens", "8", "--output-tokens", "4", "--repeats", "1")
+SHAPE_NAMES = "qwen3-0.6b, llama3-8b, tiny-random"
 
 
 def test_file_and_table_say_the_same(mrv1: Mrv1, tmp_path: Path):
@@ -135,7 +136,7 @@ def test_a_trace_is_shown():
     [
         (["--steps", "1"], "steps: expected >= 2, got 1"),
         (["--waiting", "2", "--waiting", "2"], "waiting: expected different numbers >= 0"),
-        (["--shape", "gpt-5"], "shape: expected one of qwen3-0.6b, llama3-8b, tiny-random, got 'gpt-5'"),
+        (["--shape", "gpt-5"], f"shape: expected one of {SHAPE_NAMES}, got 'gpt-5'"),
         (["--device", "tpu"], "device: expected"),
         (["--output", "/no/x.json"], "--output: expected an existing"),
     ],
@@ -155,7 +156,7 @@ def test_a_mistake_with_the_runner_is_one_line(mrv1: Mrv1, arguments: list[str],
     [
         (["--attention-backend", "fa3"], "attention_backend: expected one of"),
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of"),
-        (["--shape", "gpt-5"], "shape: expected one of qwen3-0.6b, llama3-8b, tiny-random, got 'gpt-5'"),
+        (["--shape", "gpt-5"], f"shape: expected one of {SHAPE_NAMES}, got 'gpt-5'"),
         (["--shape", "tiny-random", "--model", "x"], "shape, model: expected one of the two"),
         (["--model", "/nowhere"], "model: expected a checkpoint directory"),
         (["--shape", "tiny-random", "--batch", "0"], "batch: expected different sizes >= 1"),
