@@ -102,7 +102,7 @@ class EngineConfig:
     overlap: bool = True
     """Launch a step before the result of the one before it is known; with FlashInfer never."""
     cuda_graphs: bool = True
-    """Capture decode steps as CUDA graphs, on a GPU."""
+    """Capture steps of a few sizes as CUDA graphs, on a GPU."""
     deterministic: bool = False
     """Compute every row by itself alone: the bits of its result do not depend on the batch."""
     seed: int = 0

@@ -56,7 +56,7 @@ Deterministic = Annotated[
 Overlap = Annotated[
     bool, typer.Option(help="Launch a step before the result of the one before is known.")
 ]
-CudaGraphs = Annotated[bool, typer.Option(help="Run decode steps as CUDA graphs.")]
+CudaGraphs = Annotated[bool, typer.Option(help="Run steps as CUDA graphs.")]
 PrefixCaching = Annotated[
     bool, typer.Option("--enable-prefix-caching", help="Keep blocks for prompts that begin alike.")
 ]

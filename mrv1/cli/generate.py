@@ -66,6 +66,10 @@ def generate(
         list[int] | None,
         typer.Option(help="End at this token too; repeatable.", rich_help_panel=SAMPLING),
     ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End in front of this text; repeatable.", rich_help_panel=SAMPLING),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)
     ] = "auto",
@@ -117,7 +121,7 @@ def generate(
         typer.Option(help="Launch a step before the last one's result.", rich_help_panel=ENGINE),
     ] = True,
     cuda_graphs: Annotated[
-        bool, typer.Option(help="Capture decode steps, on a GPU.", rich_help_panel=ENGINE)
+        bool, typer.Option(help="Capture steps as CUDA graphs, on a GPU.", rich_help_panel=ENGINE)
     ] = True,
     deterministic: Annotated[
         bool,
@@ -144,6 +148,7 @@ def generate(
         "seed": seed,
         "ignore_eos": ignore_eos,
         "stop_token_ids": tuple(stop_token_id or ()),
+        "stop": tuple(stop or ()),
     }
     engine = {
         "device": device,

@@ -200,6 +200,11 @@ class EngineCore:
         self._drain()
         return request
 
+    def stop(self, request: Request, reason: str) -> None:
+        """End a request at its newest token, as a stop token would: its text is at an end."""
+        self.scheduler.stop(request, reason)
+        self._drain()
+
     def _drain(self) -> list[Request]:
         """Take in what is in flight once nobody waits for it, so that its blocks come back."""
         changed = []

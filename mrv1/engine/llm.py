@@ -20,7 +20,7 @@ from mrv1.config import (
 from mrv1.engine.core import EngineCore, Metrics
 from mrv1.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from mrv1.engine.request import Request
-from mrv1.engine.tokenizer import Detokenizer, Tokenizer
+from mrv1.engine.tokenizer import OutputText, Tokenizer
 from mrv1.errors import RequestError
 from mrv1.runner import KVReport
 from mrv1.sampler import SamplingParams
@@ -92,7 +92,7 @@ class LLM:
             overlap: launch a step before the result of the one before it is known (never with
                 ``flashinfer``). It may change which requests share a step, hence how products
                 round, but nothing else.
-            cuda_graphs: capture decode steps as CUDA graphs at the start, on a GPU.
+            cuda_graphs: capture steps of a few sizes as CUDA graphs at the start, on a GPU.
             deterministic: compute every row by itself alone, so that the bits of its logits do not
                 depend on the batch; slower.
             attention_backend: ``triton``, mrv1's own kernels, or ``flashinfer``, where that is
@@ -125,7 +125,7 @@ class LLM:
         )
         self._core: EngineCore | None = EngineCore(config)
         self._tokenizer = Tokenizer(checkpoint_dir(config.model))
-        self._detokenizers: dict[str, Detokenizer] = {}
+        self._texts: dict[str, OutputText] = {}
         self._undelivered: dict[str, Request] = {}
         """Changed while ``generate`` or ``stream`` ran for others; ``step`` returns them."""
         self._ids = itertools.count()
@@ -221,8 +221,7 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the outputs of the requests that got a token or ended."""
-        stepped = {request.req_id: request for request in self._engine.step()}
-        changed, self._undelivered = self._undelivered | stepped, {}
+        changed, self._undelivered = self._undelivered | self._run_step(), {}
         return [self._output(request) for request in changed.values()]
 
     def has_unfinished_requests(self) -> bool:
@@ -258,7 +257,7 @@ class LLM:
             self._core.runner.close()
             self._core = None
             self._undelivered.clear()
-            self._detokenizers.clear()
+            self._texts.clear()
 
     def __enter__(self) -> Self:
         """Return the engine itself."""
@@ -295,8 +294,12 @@ class LLM:
             raise RequestError(f"request_id: expected a string that is not empty, got {req_id!r}")
         if req_id in self._undelivered:
             raise RequestError(f"request_id: {req_id!r} has an output that step() has yet to give")
+        if params.stop and not self._tokenizer.is_loaded:
+            raise RequestError("stop: expected none, because the checkpoint has no tokenizer")
         self._engine.add_request(req_id, self._token_ids(prompt), params)
-        self._detokenizers[req_id] = Detokenizer(self._tokenizer)
+        self._texts[req_id] = OutputText(
+            self._tokenizer, params.stop, include_stop=params.include_stop_str_in_output
+        )
 
     def _token_ids(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, Mapping):
@@ -317,13 +320,26 @@ class LLM:
             f"got {type(prompt).__name__}"
         )
 
+    def _run_step(self) -> dict[str, Request]:
+        """Run a step, and end the requests whose text holds a stop string now."""
+        changed = self._engine.step()
+        for request in changed:
+            ended_alone = request.finish_reason in (None, "stop", "length")
+            if request.params.stop and ended_alone and request.stop_reason is None:
+                found = self._texts[request.req_id].find_stop(
+                    self._shown(request), is_last=request.finished
+                )
+                if found is not None:
+                    self._engine.stop(request, found)
+        return {request.req_id: request for request in changed}
+
     def _step_for(self, rows: Mapping[str, int]) -> list[Request]:
         """Return the changed requests among ``rows``, after a step unless some wait already.
 
         The others are kept for ``step``, or for the ``stream`` they belong to.
         """
         if rows.keys().isdisjoint(self._undelivered):
-            self._undelivered |= {request.req_id: request for request in self._engine.step()}
+            self._undelivered |= self._run_step()
         return [self._undelivered.pop(i) for i in tuple(self._undelivered) if i in rows]
 
     def _abort_all(self, rows: Mapping[str, int]) -> None:
@@ -332,7 +348,7 @@ class LLM:
         for req_id in rows:
             self._core.abort(req_id)
             self._undelivered.pop(req_id, None)
-            self._detokenizers.pop(req_id, None)
+            self._texts.pop(req_id, None)
 
     def _output(self, request: Request) -> RequestOutput:
         text = self._text(request)
@@ -360,13 +376,18 @@ class LLM:
 
     def _text(self, request: Request) -> str:
         """Return the text so far; once finished, exactly what the tokenizer makes of the whole."""
+        text = self._texts[request.req_id]
+        if request.finished:
+            del self._texts[request.req_id]
+        return text.text(self._shown(request), is_last=request.finished)
+
+    def _shown(self, request: Request) -> Sequence[int]:
+        """Return the tokens that are text: a stop token at the end is not."""
         token_ids = request.output_token_ids
-        if not request.finished:
-            return self._detokenizers[request.req_id].text(token_ids)
-        self._detokenizers.pop(request.req_id, None)
-        return self._tokenizer.decode(
-            token_ids[:-1] if request.finish_reason == "stop" else token_ids
+        ended_by_token = request.finish_reason == "stop" and not isinstance(
+            request.stop_reason, str
         )
+        return token_ids[:-1] if ended_by_token else token_ids
 
 
 def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

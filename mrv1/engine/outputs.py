@@ -26,15 +26,17 @@ class CompletionOutput:
     index: int
     """Which of the request's sequences."""
     text: str
-    """Output without special tokens and without the stop token; empty without a tokenizer."""
+    """Output without special tokens, the stop token and, unless asked for, the stop string. While
+    the request runs, without an end that may become a stop string. Empty without a tokenizer."""
     token_ids: tuple[int, ...]
     """All generated tokens, the stop token included."""
     logprobs: None
     """Not available yet."""
     finish_reason: FinishReason | None
     """``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None while it runs."""
-    stop_reason: int | None
-    """The id of ``stop_token_ids`` that ended it; None for end-of-sequence and other reasons."""
+    stop_reason: int | str | None
+    """What of ``stop_token_ids`` or ``stop`` ended it; None for end-of-sequence and other
+    reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,8 +49,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    """The stop token id that ended it, if the caller named it."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it, if the caller named it."""
     error: Mrv1Error | None = None
     stop_token_ids: tuple[int, ...] = ()
     """Every token that ends it, end-of-sequence tokens among them unless ignored."""

@@ -253,6 +253,15 @@ class Scheduler:
             self._finish(request, "abort")
         return request
 
+    def stop(self, request: Request, reason: str) -> None:
+        """Let a request's output end with its newest token, for a reason that is the caller's.
+
+        One that has ended by itself has then ended for this reason.
+        """
+        if not request.finished:
+            self._finish(request, "stop")
+        request.finish_reason, request.stop_reason = "stop", reason
+
     def fail(self, request: Request, error: Mrv1Error) -> None:
         """End an unfinished request with an error."""
         request.error = error

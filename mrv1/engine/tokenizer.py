@@ -1,4 +1,4 @@
-"""Text in, text out: transformers' tokenizer, and its output piece by piece."""
+"""Text in, text out: transformers' tokenizer, its output piece by piece, and where that stops."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class Tokenizer:
             raise ConfigError(
                 f"tokenizer: cannot load the one in {str(path)!r}: {error}"
             ) from error
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there is one."""
+        return self._tokenizer is not None
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, special tokens as the checkpoint adds them.
@@ -88,3 +93,74 @@ class Detokenizer:
             self._text += longer[len(known) :]
             self._context, self._settled = self._settled, len(token_ids)
         return self._text
+
+
+class OutputText:
+    """The text of one request's output as it grows, up to the first stop string in it.
+
+    Args:
+        tokenizer: of the checkpoint.
+        stop: strings that end the output; of several that begin together the first counts.
+        include_stop: whether the text ends behind the stop string, not in front of it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, include_stop: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._num_searched = 0
+        """Characters before which no stop string begins."""
+        self._end: int | None = None
+        """Where the text ends, once a stop string has been found."""
+
+    def find_stop(self, token_ids: Sequence[int], *, is_last: bool) -> str | None:
+        """Return the stop string that the output holds now, and has not before.
+
+        Args:
+            token_ids: of the output.
+            is_last: whether no more will come, so that incomplete characters count as they are.
+        """
+        if not self._stop or self._end is not None:
+            return None
+        text = self._whole(token_ids, is_last=is_last)
+        found = [(text.find(stop, self._num_searched), stop) for stop in self._stop]
+        found = [(at, stop) for at, stop in found if at >= 0]
+        if not found:
+            longest = max(map(len, self._stop))
+            self._num_searched = max(self._num_searched, len(text) - longest + 1)
+            return None
+        at, stop = min(found, key=lambda pair: pair[0])
+        self._end = at + len(stop) if self._include_stop else at
+        return stop
+
+    def text(self, token_ids: Sequence[int], *, is_last: bool) -> str:
+        """Return what may be shown of the text: nothing that could turn out to be a stop string.
+
+        Args:
+            token_ids: of the output, as ``find_stop`` has seen them.
+            is_last: whether no more will come.
+        """
+        text = self._whole(token_ids, is_last=is_last or self._end is not None)
+        if self._end is not None:
+            return text[: self._end]
+        return text if is_last else text[: len(text) - self._num_held_back(text)]
+
+    def _whole(self, token_ids: Sequence[int], *, is_last: bool) -> str:
+        if is_last:
+            return self._tokenizer.decode(token_ids)
+        return self._detokenizer.text(token_ids)
+
+    def _num_held_back(self, text: str) -> int:
+        """Return the length of the longest end of the text that begins a stop string."""
+        return max(
+            (
+                length
+                for stop in self._stop
+                for length in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:length])
+            ),
+            default=0,
+        )

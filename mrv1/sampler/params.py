@@ -43,6 +43,9 @@ class SamplingParams:
         max_tokens: tokens to generate, >= 1; None = as many as the context holds.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         stop_token_ids: further tokens that end the request.
+        stop: a text, or several, that ends the request where its output first holds it.
+        include_stop_str_in_output: keep that text at the end of the output, which is cut in front
+            of it otherwise.
 
     Raises:
         RequestError: an unknown name, or a value out of range; the message names the field.
@@ -55,6 +58,8 @@ class SamplingParams:
     max_tokens: int | None
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    include_stop_str_in_output: bool
 
     def __init__(
         self,
@@ -66,6 +71,8 @@ class SamplingParams:
         max_tokens: int | None = 16,
         ignore_eos: bool = False,
         stop_token_ids: tuple[int, ...] | list[int] = (),
+        stop: str | tuple[str, ...] | list[str] | None = None,
+        include_stop_str_in_output: bool = False,
         **unknown: Never,
     ) -> None:
         """Check and store; see the class for the fields."""
@@ -79,11 +86,14 @@ class SamplingParams:
             "max_tokens": max_tokens,
             "ignore_eos": ignore_eos,
             "stop_token_ids": stop_token_ids,
+            "stop": (stop,) if isinstance(stop, str) else () if stop is None else stop,
+            "include_stop_str_in_output": include_stop_str_in_output,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._validate()
         object.__setattr__(self, "stop_token_ids", tuple(stop_token_ids))
+        object.__setattr__(self, "stop", tuple(self.stop))
 
     def _validate(self) -> None:
         temperature = self.temperature
@@ -113,6 +123,14 @@ class SamplingParams:
         stops: object = self.stop_token_ids
         if not isinstance(stops, list | tuple) or not all(_is_int(t) and t >= 0 for t in stops):
             raise RequestError(f"stop_token_ids: expected a list of token ids >= 0, got {stops!r}")
+        texts: object = self.stop
+        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) and t for t in texts):
+            raise RequestError(f"stop: expected texts that are not empty, got {_short(texts)}")
+        if not isinstance(self.include_stop_str_in_output, bool):
+            raise RequestError(
+                "include_stop_str_in_output: expected a bool, got "
+                f"{self.include_stop_str_in_output!r}"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -76,6 +76,8 @@ def test_sampling_options_reach_the_engine(mrv1: Mrv1, expected: str):
         first = llm.generate("ROMEO:", params)[0].outputs[0].token_ids[0]
     stopped = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--stop-token-id", str(first))
     assert stopped.stdout == "\n"
+    cut = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--stop", "\0", "--stop", expected[5:8])
+    assert cut.stdout == expected[: expected.index(expected[5:8])] + "\n"
 
 
 def test_peak_blocks_are_those_the_tokens_needed():
@@ -114,6 +116,7 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
         (["--top-p", "1.5"], "top_p: expected a number in (0, 1], got 1.5"),
         (["--top-k", "-2"], "top_k: expected an integer >= 1, or 0 or -1 for all, got -2"),
         (["--stop-token-id", "99999"], "stop_token_ids: expected ids in [0, "),
+        (["--stop", ""], "stop: expected texts that are not empty"),
         (["--block-size", "20"], "block_size: expected one of (16, 32, 64, 128), got 20"),
         (["--dtype", "int8"], "dtype: expected one of"),
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of ('auto', 'fp8_e4m3'), got"),

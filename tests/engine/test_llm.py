@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mrv1 import LLM, ConfigError, RequestError, SamplingParams
+from mrv1 import LLM, ConfigError, RequestError, RequestOutput, SamplingParams
 from mrv1.config import checkpoint_dir
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.kernels import reference
@@ -384,6 +384,67 @@ def test_a_stop_token_ends_the_request_and_is_named(llm):
     )[0].outputs[0]
     assert output.token_ids == whole[: first + 1]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+@pytest.fixture(scope="module")
+def spoken() -> dict[str, RequestOutput]:
+    """What the embedded model says, greedily, if nothing stops it."""
+    with LLM("tiny", device="cpu") as llm:
+        outputs = llm.generate(["ROMEO:", "JULIET:"], SAYS)
+    return dict(zip(("ROMEO:", "JULIET:"), outputs, strict=True))
+
+
+SAYS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_the_text_and_no_other_request(spoken, overlap, include):
+    text = spoken["ROMEO:"].outputs[0].text
+    stop = text[len(text) // 2 :][:3]  # wherever tokens begin and end
+    end = text.index(stop) + (len(stop) if include else 0)
+    params = SamplingParams(
+        temperature=0, max_tokens=40, ignore_eos=True, stop=["\x00", stop],
+        include_stop_str_in_output=include,
+    )  # fmt: skip
+    with LLM("tiny", device="cpu", overlap=overlap) as llm:
+        stopped, other = llm.generate(["ROMEO:", "JULIET:"], [params, SAYS])
+        streamed = [part.outputs[0] for part in llm.stream("ROMEO:", params)]
+        pool = llm._engine.scheduler.pool
+        assert pool.num_free == pool.num_blocks
+        assert llm.metrics()["num_finished_requests"] == 3
+        decode = llm._tokenizer.decode
+    output = stopped.outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.text == text[:end]
+    assert output.token_ids == spoken["ROMEO:"].outputs[0].token_ids[: len(output.token_ids)]
+    assert stop in decode(output.token_ids)
+    assert stop not in decode(output.token_ids[:-1])
+    assert streamed[-1] == output
+    assert all(output.text.startswith(part.text) for part in streamed)
+    assert other.outputs == spoken["JULIET:"].outputs
+
+
+def test_a_stop_string_in_the_last_token_counts_more_than_the_length(spoken):
+    whole = spoken["ROMEO:"].outputs[0]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=whole.text[-2:])
+    with LLM("tiny", device="cpu") as llm:
+        output = llm.generate("ROMEO:", params)[0].outputs[0]
+    assert output.stop_reason == whole.text[-2:]
+    assert output.finish_reason == "stop"
+    assert output.text == whole.text[: whole.text.index(whole.text[-2:])]
+
+
+def test_a_text_that_never_comes_changes_nothing(spoken):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop="\x00")
+    with LLM("tiny", device="cpu") as llm:
+        assert llm.generate("ROMEO:", params)[0].outputs == spoken["ROMEO:"].outputs
+
+
+def test_a_stop_string_needs_a_tokenizer(llm):
+    with pytest.raises(RequestError, match="stop: expected none, because the checkpoint has no t"):
+        llm.generate(PROMPT, SamplingParams(stop="."))
+    assert not llm.has_unfinished_requests()
 
 
 def test_stream_is_cumulative_and_ends_finished(llm):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mrv1 import ConfigError, RequestError
-from mrv1.engine.tokenizer import Detokenizer, Tokenizer
+from mrv1.engine.tokenizer import Detokenizer, OutputText, Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +72,48 @@ def test_a_broken_tokenizer_is_a_config_error(tmp_path):
     )
     with pytest.raises(ConfigError, match="tokenizer: cannot load the one in"):
         Tokenizer(tmp_path)
+
+
+# --- stop strings --------------------------------------------------------------------------------
+
+ALPHABET = "ab\u00e9\u4f60\U0001f600"
+stops = st.lists(st.text(alphabet=ALPHABET, min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(text=st.text(alphabet=ALPHABET, max_size=20), stop=stops, include=st.booleans())
+def test_the_text_ends_at_the_first_stop_string_and_none_of_it_was_shown(
+    tokenizer, text, stop, include
+):
+    """Token by token, against a search of all the text that there is by then."""
+    ids = tokenizer.encode(text)
+    output, whole = OutputText(tokenizer, stop, include_stop=include), Detokenizer(tokenizer)
+    shown, found = [], None
+    for end in range(1, len(ids) + 1):
+        is_last = end == len(ids)
+        known = tokenizer.decode(ids[:end]) if is_last else whole.text(ids[:end])
+        places = [(known.find(s), index) for index, s in enumerate(stop) if s in known]
+        found = output.find_stop(ids[:end], is_last=is_last)
+        assert found == (stop[min(places)[1]] if places else None)
+        is_over = is_last or found is not None
+        shown.append(output.text(ids[:end], is_last=is_over))
+        if found is not None:
+            cut = known.find(found) + (len(found) if include else 0)
+            assert shown[-1] == known[:cut]
+            break
+    else:
+        assert not shown or shown[-1] == text
+    assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
+    assert not any(s in earlier for earlier in shown[:-1] for s in stop)
+
+
+def test_what_may_become_a_stop_string_is_held_back(tokenizer):
+    ids = [token for character in "xaab." for token in tokenizer.encode(character)]
+    output = OutputText(tokenizer, ["aac", "b!"])
+    shown = []
+    for end in range(1, 6):
+        assert output.find_stop(ids[:end], is_last=False) is None
+        shown.append(output.text(ids[:end], is_last=False))
+    assert shown == ["x", "x", "x", "xaa", "xaab."]
+    held = OutputText(tokenizer, ["aac"])
+    assert held.find_stop(ids[:3], is_last=True) is None
+    assert held.text(ids[:3], is_last=True) == "xaa"  # nothing more comes

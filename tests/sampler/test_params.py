@@ -47,6 +47,11 @@ def test_defaults_are_vllms():
         ("stop_token_ids", [-1], "a list of token ids"),
         ("stop_token_ids", "12", "a list of token ids"),
         ("stop_token_ids", 3, "a list of token ids"),
+        ("stop", "", "texts that are not empty"),
+        ("stop", ["a", ""], "texts that are not empty"),
+        ("stop", [3], "texts that are not empty"),
+        ("stop", 3, "texts that are not empty"),
+        ("include_stop_str_in_output", 1, "a bool"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field, value, expected):
@@ -66,6 +71,7 @@ def test_top_k_minus_one_keeps_all():
 def test_params_are_values():
     params = SamplingParams(temperature=0.5, stop_token_ids=[3, 4])
     assert params.stop_token_ids == (3, 4)
+    assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)
     assert dataclasses.replace(params, temperature=0.0).greedy
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 2.0  # type: ignore[misc]
