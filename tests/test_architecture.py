@@ -210,6 +210,7 @@ WAITING_FUNCTIONS = {
     "runner.block_table:BlockTables._check": "a numpy array of the plan",
     "runner.debug_sync:_SyncedOps.__getattr__.awaited": "what debug_sync is for",
     "runner.model_runner:ModelRunner._warm_up": "start-up, before the first step",
+    "runner.model_runner:ModelRunner.close": "after the last step",
     "runner.profile:run_profile_step": "start-up, before the first step",
     "runner.request_state:RequestState.stage": "a numpy array of the plan",
     "runner.request_state:RequestState._check_rows": "a numpy array of the plan",

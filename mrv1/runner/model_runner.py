@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self, TypedDict
@@ -683,6 +683,10 @@ class ModelRunner:
     def close(self) -> None:
         """Give the device memory back; the runner cannot be used afterwards."""
         self._closed = True
+        if self._on_gpu:
+            # Steps in flight write to page-locked memory, which torch gives to others at once.
+            with suppress(torch.AcceleratorError):  # a GPU that has failed runs nothing any more
+                torch.cuda.synchronize(self.device)
         for name in (
             "model", "attention", "kv_cache", "_layouts", "_head_scales",
             "state", "block_tables", "sampler", "_slots", "_staging", "_outputs", "_graphs",
