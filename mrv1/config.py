@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -17,6 +19,17 @@ DEBUG_VARIABLE = "MRV1_DEBUG"
 
 DEBUG_SYNC_VARIABLE = "MRV1_DEBUG_SYNC"
 """``EngineConfig.debug_sync`` where that is not given."""
+
+MAX_BAD_WORDS_VARIABLE = "MRV1_MAX_BAD_WORDS_NUM"
+"""``EngineConfig.max_bad_words_num`` where that is not given; else 16."""
+
+BAD_WORDS_LEN_VARIABLE = "MRV1_BAD_WORDS_MAX_LEN"
+"""``EngineConfig.bad_words_max_len`` where that is not given; else 8."""
+
+VARIABLES = (
+    DEBUG_VARIABLE, DEBUG_SYNC_VARIABLE, MAX_BAD_WORDS_VARIABLE, BAD_WORDS_LEN_VARIABLE,
+)  # fmt: skip
+"""Every variable of mrv1's own."""
 
 INT32_MAX = 2**31 - 1
 """Counts, slots and block ids are int32 on the device."""
@@ -36,6 +49,31 @@ EMBEDDED_MODEL = "tiny"
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
+
+
+def check_variables() -> None:
+    """Raise unless every ``MRV1_*`` variable of the environment is one of ``VARIABLES``.
+
+    Raises:
+        ConfigError: one is not; the message says which was probably meant.
+    """
+    for name in os.environ:
+        if name.startswith("MRV1_") and name not in VARIABLES:
+            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise ConfigError(f"{name}: expected one of {', '.join(VARIABLES)}{hint}")
+
+
+def env_count(name: str, default: int) -> int:
+    """Return an environment variable's number.
+
+    Raises:
+        ConfigError: it is not an integer >= 1.
+    """
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal() or not value.isascii() or int(value) < 1:
+        raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
+    return int(value)
 
 
 def checkpoint_dir(model: str | Path) -> Path:
@@ -105,6 +143,10 @@ class EngineConfig:
     """Capture steps of a few sizes as CUDA graphs, on a GPU."""
     deterministic: bool = False
     """Compute every row by itself alone: the bits of its result do not depend on the batch."""
+    max_bad_words_num: int = field(default_factory=lambda: env_count(MAX_BAD_WORDS_VARIABLE, 16))
+    """Bad words that a request may have."""
+    bad_words_max_len: int = field(default_factory=lambda: env_count(BAD_WORDS_LEN_VARIABLE, 8))
+    """Tokens that a bad word may have."""
     seed: int = 0
     """Seed from which requests without their own draw theirs."""
     debug: bool = field(default_factory=lambda: env_flag(DEBUG_VARIABLE))
@@ -114,7 +156,8 @@ class EngineConfig:
     """Wait behind every kernel, so that one that fails is named; no CUDA graphs then."""
 
     def __post_init__(self) -> None:
-        """Check every field's range."""
+        """Check the environment's names and every field's range."""
+        check_variables()
         for name, choices in (
             ("dtype", get_args(DtypeName)),
             ("kv_cache_dtype", get_args(KVCacheDtypeName)),
@@ -143,6 +186,8 @@ class EngineConfig:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("num_kv_blocks", 1),
+            ("max_bad_words_num", 1),
+            ("bad_words_max_len", 1),
         ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not least <= value <= INT32_MAX):

@@ -209,6 +209,8 @@ def driver_version() -> str | None:
 RELEVANT_VARIABLES = (
     "MRV1_DEBUG",
     "MRV1_DEBUG_SYNC",
+    "MRV1_MAX_BAD_WORDS_NUM",
+    "MRV1_BAD_WORDS_MAX_LEN",
     "TRITON_INTERPRET",
     "TRITON_CACHE_DIR",
     "CUDA_VISIBLE_DEVICES",

@@ -70,6 +70,10 @@ def generate(
         list[str] | None,
         typer.Option(help="End in front of this text; repeatable.", rich_help_panel=SAMPLING),
     ] = None,
+    bad_word: Annotated[
+        list[str] | None,
+        typer.Option(help="Never say this; repeatable.", rich_help_panel=SAMPLING),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)
     ] = "auto",
@@ -134,6 +138,14 @@ def generate(
     attention_backend: Annotated[
         str, typer.Option(help="triton or flashinfer.", rich_help_panel=ENGINE)
     ] = "triton",
+    max_bad_words_num: Annotated[
+        int | None,
+        typer.Option(help="Bad words of a request, at most.", rich_help_panel=ENGINE),
+    ] = None,
+    bad_words_max_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a bad word, at most.", rich_help_panel=ENGINE),
+    ] = None,
 ) -> None:
     """Continue a prompt, or every prompt of a JSONL file.
 
@@ -149,6 +161,7 @@ def generate(
         "ignore_eos": ignore_eos,
         "stop_token_ids": tuple(stop_token_id or ()),
         "stop": tuple(stop or ()),
+        "bad_words": tuple(bad_word or ()),
     }
     engine = {
         "device": device,
@@ -166,6 +179,8 @@ def generate(
         "cuda_graphs": cuda_graphs,
         "deterministic": deterministic,
         "attention_backend": cast("AttentionBackendName", attention_backend),
+        "max_bad_words_num": max_bad_words_num,
+        "bad_words_max_len": bad_words_max_len,
     }
     with one_line_errors():
         _check_mode(prompt, input_file, output_file)

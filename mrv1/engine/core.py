@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -17,6 +17,7 @@ from mrv1.errors import RequestError, StepError
 from mrv1.models import DecoderModel
 from mrv1.runner import AsyncOutput, ModelRunner, StepPlan
 from mrv1.sampler import SamplingParams
+from mrv1.sampler.bad_words import banned_token_sequences
 
 
 class Metrics(TypedDict):
@@ -99,9 +100,20 @@ class EngineCore:
         return self.runner.max_model_len
 
     def add_request(
-        self, req_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        req_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        encode: Callable[[str], Sequence[int]] | None = None,
     ) -> Request:
         """Queue a request.
+
+        Args:
+            req_id: its name.
+            prompt_token_ids: at least one.
+            params: how it is sampled.
+            encode: gives the tokens of ``params.bad_words``, without special ones.
 
         Raises:
             RequestError: the prompt is empty, too long or out of the vocabulary, the id is in use,
@@ -116,6 +128,7 @@ class EngineCore:
             ) from self._lost
         prompt = self._checked_prompt(prompt_token_ids)
         self._check_stop_token_ids(params)
+        banned = self._banned_token_sequences(params, encode)
         longest = self.max_model_len
         request = Request(
             req_id=req_id,
@@ -127,6 +140,7 @@ class EngineCore:
             max_total_tokens=longest
             if params.max_tokens is None
             else min(longest, len(prompt) + params.max_tokens),
+            banned_token_sequences=banned,
         )
         self.scheduler.add(request)
         self._num_added += 1
@@ -160,6 +174,23 @@ class EngineCore:
                 f"one left to generate), got {len(prompt)}"
             )
         return prompt
+
+    def _banned_token_sequences(
+        self, params: SamplingParams, encode: Callable[[str], Sequence[int]] | None
+    ) -> tuple[tuple[int, ...], ...]:
+        if not params.bans_words:
+            return ()
+        banned = banned_token_sequences(
+            params,
+            encode,
+            max_words=self.config.max_bad_words_num,
+            max_len=self.config.bad_words_max_len,
+        )
+        vocab_size = self.runner.model_config.vocab_size
+        outside = [list(sequence) for sequence in banned if max(sequence) >= vocab_size]
+        if outside:
+            raise RequestError(f"bad_words: expected ids in [0, {vocab_size}), got {outside}")
+        return banned
 
     def _check_stop_token_ids(self, params: SamplingParams) -> None:
         vocab_size = self.runner.model_config.vocab_size

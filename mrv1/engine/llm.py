@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 from rich.progress import Progress
 
@@ -63,6 +63,8 @@ class LLM:
         cuda_graphs: bool = True,
         deterministic: bool = False,
         attention_backend: AttentionBackendName = "triton",
+        max_bad_words_num: int | None = None,
+        bad_words_max_len: int | None = None,
         seed: int = 0,
     ) -> None:
         """Load ``model`` and allocate its KV cache.
@@ -97,6 +99,9 @@ class LLM:
                 depend on the batch; slower.
             attention_backend: ``triton``, mrv1's own kernels, or ``flashinfer``, where that is
                 installed: on a GPU, float16 or bfloat16, without fp8.
+            max_bad_words_num: bad words that a request may have; None = what the environment
+                variable ``MRV1_MAX_BAD_WORDS_NUM`` says, else 16.
+            bad_words_max_len: tokens that one may have; None = ``MRV1_BAD_WORDS_MAX_LEN``, else 8.
             seed: from which requests without a seed of their own draw theirs.
 
         Raises:
@@ -104,6 +109,10 @@ class LLM:
             UnsupportedDeviceError: the device is not there or cannot do what was asked.
             CapacityError: the KV cache does not fit.
         """
+        limits: dict[str, Any] = {
+            "max_bad_words_num": max_bad_words_num,
+            "bad_words_max_len": bad_words_max_len,
+        }
         config = EngineConfig(
             model=str(model),
             dtype=dtype,
@@ -122,6 +131,7 @@ class LLM:
             deterministic=deterministic,
             attention_backend=attention_backend,
             seed=seed,
+            **{name: value for name, value in limits.items() if value is not None},
         )
         self._core: EngineCore | None = EngineCore(config)
         self._tokenizer = Tokenizer(checkpoint_dir(config.model))
@@ -296,7 +306,12 @@ class LLM:
             raise RequestError(f"request_id: {req_id!r} has an output that step() has yet to give")
         if params.stop and not self._tokenizer.is_loaded:
             raise RequestError("stop: expected none, because the checkpoint has no tokenizer")
-        self._engine.add_request(req_id, self._token_ids(prompt), params)
+        self._engine.add_request(
+            req_id,
+            self._token_ids(prompt),
+            params,
+            encode=self._tokenizer.encode_word if self._tokenizer.is_loaded else None,
+        )
         self._texts[req_id] = OutputText(
             self._tokenizer, params.stop, include_stop=params.include_stop_str_in_output
         )

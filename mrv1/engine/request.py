@@ -52,6 +52,8 @@ class Request:
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it, if the caller named it."""
     error: Mrv1Error | None = None
+    banned_token_sequences: tuple[tuple[int, ...], ...] = ()
+    """Its bad words, as the tokenizer writes them, and those given as tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Every token that ends it, end-of-sequence tokens among them unless ignored."""
     slot: int = -1

@@ -408,6 +408,7 @@ class Scheduler:
                     prompt_len=len(request.prompt_token_ids),
                     sampling_params=request.params,
                     seed=request.seed,
+                    banned_token_sequences=request.banned_token_sequences,
                     num_computed_tokens=num_cached,
                     max_total_tokens=request.max_total_tokens,
                     stop_token_ids=request.stop_token_ids[:MAX_STOP_TOKENS],

@@ -62,6 +62,18 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
+    def encode_word(self, text: str) -> list[int]:
+        """Return the token ids of a part of a text, without special tokens.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate
+            raise RequestError(f"bad_words: expected Unicode text, got {text!r}") from error
+        return ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without special tokens; empty without a tokenizer."""
         if self._tokenizer is None:

@@ -117,7 +117,7 @@ class StepGraphs:
 
     def fit(self, shape: StepShape) -> StepShape | None:
         """Return the captured shape that a step is padded to; None if there is none."""
-        if shape.has_drafts or not self._graphs:
+        if shape.has_drafts or shape.has_bad_words or not self._graphs:
             return None
         if shape.query_len == 1:
             size = _least(self._decode_sizes, shape.num_rows)

@@ -36,12 +36,21 @@ class StepShape:
     filtered: bool
     """Whether any row uses top-k or top-p."""
     has_drafts: bool = False
+    has_bad_words: bool = False
+    """Whether any row bans words."""
 
     @classmethod
-    def of(cls, query_lens: Int32Array, *, filtered: bool, has_drafts: bool = False) -> Self:
+    def of(
+        cls,
+        query_lens: Int32Array,
+        *,
+        filtered: bool,
+        has_drafts: bool = False,
+        has_bad_words: bool = False,
+    ) -> Self:
         """Return the shape of rows with so many tokens, those of one token first."""
         longest = int(query_lens.max())
-        if longest == 1 and not has_drafts:
+        if longest == 1 and not (has_drafts or has_bad_words):
             return cls.decode(len(query_lens), filtered=filtered)
         # Short prompts of one length are prefilled, like those of others.
         uniform = longest == 1 or (
@@ -55,6 +64,7 @@ class StepShape:
             num_decodes=int((query_lens == 1).sum()),
             filtered=filtered,
             has_drafts=has_drafts,
+            has_bad_words=has_bad_words,
         )
 
     @classmethod

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 NEXT_UPLOAD = "next_upload"
 """The slot, in the ring of uploads, of the next step: each step's upload sets the next one's."""
 
-SEGMENTS_PER_REQUEST = 16
+SEGMENTS_PER_REQUEST = 20
 """Runs of words that a request changes as it enters, and some more."""
 
 _NOTHING_TO_DO = nullcontext()
@@ -244,7 +244,12 @@ class ModelRunner:
         )
         groups = [GroupColumns(offset=0, width=self.spec.blocks_for(self.max_model_len))]
         num_slots, depth = config.max_num_seqs, config.steps_in_flight
-        sampling = {name: Field(dtype=dtype) for name, dtype in Sampler.FIELDS.items()}
+        sampling = {
+            name: Field(dtype=dtype, width=width)
+            for name, (dtype, width) in Sampler.fields(
+                config.max_bad_words_num, config.bad_words_max_len
+            ).items()
+        }
         self._slots = SlotState(
             num_slots,
             {
@@ -338,7 +343,12 @@ class ModelRunner:
         goes_on = self.state.stage(plan, upload)
         self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
         for request in plan.entering:
-            fields = self.sampler.enter(request.slot, request.sampling_params, request.seed)
+            fields = self.sampler.enter(
+                request.slot,
+                request.sampling_params,
+                request.seed,
+                request.banned_token_sequences,
+            )
             for name, values in fields.items():
                 upload.write(self._slots.first_word(name, request.slot), values)
         self.state.advance_on_host(plan)
@@ -361,6 +371,7 @@ class ModelRunner:
             query_lens,
             filtered=self.sampler.any_filters(plan.slots),
             has_drafts=any(plan.draft_token_ids),
+            has_bad_words=self.sampler.any_bad_words(plan.slots),
         )
         captured = self._captured_shape(shape, upload)
         if captured is None or captured == shape:
@@ -439,8 +450,11 @@ class ModelRunner:
         """Return a token of each row, ``[rows, 1]`` int64."""
         if shape.query_len != 1:  # else a row is a token
             hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
+        logits = self.model.compute_logits(hidden)
+        if shape.has_bad_words:
+            self._mask_bad_words(logits, batch.idx_mapping)
         return self.sampler.sample(
-            self.model.compute_logits(hidden),
+            logits,
             batch.idx_mapping,
             self.state.num_tokens,
             self.state.prompt_len,
@@ -461,17 +475,43 @@ class ModelRunner:
         ahead = torch.arange(drafts.shape[1] + 1, device=self.device)
         is_drawn = (ahead <= num_drafts[:, None]) & (batch.logits_rows >= 0)[:, None]
         rows = torch.where(is_drawn, batch.logits_rows[:, None] + ahead, 0)
-        tokens = self.sampler.sample(
-            self.model.compute_logits(hidden.index_select(0, rows.flatten())),
+        logits = self.model.compute_logits(hidden.index_select(0, rows.flatten()))
+        idx_mapping, behind = (
             batch.idx_mapping.repeat_interleave(len(ahead)),
+            ahead.repeat(len(rows)),
+        )
+        if shape.has_bad_words:
+            self._mask_bad_words(logits, idx_mapping, ahead=behind, draft_token_ids=drafts)
+        tokens = self.sampler.sample(
+            logits,
+            idx_mapping,
             self.state.num_tokens,
             self.state.prompt_len,
             filtered=shape.filtered,
-            ahead=ahead.repeat(len(rows)),
+            ahead=behind,
         ).view(rows.shape)
         is_accepted = (tokens[:, :-1] == drafts) & (ahead[:-1] < num_drafts[:, None])
         num_accepted = is_accepted.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
         return tokens, num_accepted + 1
+
+    def _mask_bad_words(
+        self,
+        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        *,
+        ahead: torch.Tensor | None = None,
+        draft_token_ids: torch.Tensor | None = None,
+    ) -> None:
+        state = self.state
+        self.sampler.mask_bad_words(
+            logits,
+            idx_mapping,
+            state.token_ids,
+            state.num_tokens,
+            state.prompt_len,
+            ahead=ahead,
+            draft_token_ids=draft_token_ids,
+        )
 
     def set_kv_listener(self, listener: KVListener | None) -> None:
         """Have ``listener`` told of each layer's keys and values, layer by layer, as they come.
@@ -559,8 +599,8 @@ class ModelRunner:
             words = self._staging.send(0, upload, padding, query_lens)
             staged = self._staging.staged(words, upload, num_rows)
             with torch.inference_mode():
-                for filtered in (False, True):
-                    shape = StepShape.of(query_lens, filtered=filtered)
+                for wants_more in (False, True):
+                    shape = StepShape.of(query_lens, filtered=wants_more, has_bad_words=wants_more)
                     batch, hidden = self._forward(shape, staged, None)
                     self._post_process(shape, staged, batch, hidden)
             if self._on_gpu:

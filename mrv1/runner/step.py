@@ -31,6 +31,8 @@ class SlotRequest:
     sampling_params: SamplingParams
     seed: int
     """64-bit key of the request's noise."""
+    banned_token_sequences: tuple[tuple[int, ...], ...] = ()
+    """What its output is not to hold; as many, and as long, as the configuration allows."""
     num_computed_tokens: int = 0
     """Leading tokens whose K and V are in its first blocks already (a prefix-cache hit)."""
     max_total_tokens: int

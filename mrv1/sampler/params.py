@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Never
 
@@ -21,6 +22,14 @@ TOP_K_MAX = 2**31 - 1
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_word(word: object) -> bool:
+    return (
+        isinstance(word, list | tuple)
+        and len(word) > 0
+        and all(_is_int(token) and token >= 0 for token in word)
+    )
 
 
 def _is_real(value: object) -> bool:
@@ -46,6 +55,11 @@ class SamplingParams:
         stop: a text, or several, that ends the request where its output first holds it.
         include_stop_str_in_output: keep that text at the end of the output, which is cut in front
             of it otherwise.
+        bad_words: texts that the output is not to hold, each as it begins a text and as it stands
+            behind a space: the last token of such a tokenization is never drawn where the output
+            ends with the others.
+        bad_words_token_ids: further token sequences of that kind.
+        bad_words_match_prompt: whether tokens of the prompt count towards a word's beginning.
 
     Raises:
         RequestError: an unknown name, or a value out of range; the message names the field.
@@ -60,6 +74,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
     include_stop_str_in_output: bool
+    bad_words: tuple[str, ...]
+    bad_words_token_ids: tuple[tuple[int, ...], ...]
+    bad_words_match_prompt: bool
 
     def __init__(
         self,
@@ -73,6 +90,9 @@ class SamplingParams:
         stop_token_ids: tuple[int, ...] | list[int] = (),
         stop: str | tuple[str, ...] | list[str] | None = None,
         include_stop_str_in_output: bool = False,
+        bad_words: tuple[str, ...] | list[str] = (),
+        bad_words_token_ids: Sequence[Sequence[int]] = (),
+        bad_words_match_prompt: bool = False,
         **unknown: Never,
     ) -> None:
         """Check and store; see the class for the fields."""
@@ -88,12 +108,17 @@ class SamplingParams:
             "stop_token_ids": stop_token_ids,
             "stop": (stop,) if isinstance(stop, str) else () if stop is None else stop,
             "include_stop_str_in_output": include_stop_str_in_output,
+            "bad_words": bad_words,
+            "bad_words_token_ids": bad_words_token_ids,
+            "bad_words_match_prompt": bad_words_match_prompt,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._validate()
         object.__setattr__(self, "stop_token_ids", tuple(stop_token_ids))
         object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "bad_words", tuple(bad_words))
+        object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, bad_words_token_ids)))
 
     def _validate(self) -> None:
         temperature = self.temperature
@@ -123,14 +148,28 @@ class SamplingParams:
         stops: object = self.stop_token_ids
         if not isinstance(stops, list | tuple) or not all(_is_int(t) and t >= 0 for t in stops):
             raise RequestError(f"stop_token_ids: expected a list of token ids >= 0, got {stops!r}")
-        texts: object = self.stop
-        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) and t for t in texts):
-            raise RequestError(f"stop: expected texts that are not empty, got {_short(texts)}")
-        if not isinstance(self.include_stop_str_in_output, bool):
+        for name in ("stop", "bad_words"):
+            texts: object = getattr(self, name)
+            if not isinstance(texts, list | tuple) or not all(
+                isinstance(text, str) and text for text in texts
+            ):
+                raise RequestError(
+                    f"{name}: expected texts that are not empty, got {_short(texts)}"
+                )
+        words: object = self.bad_words_token_ids
+        if not isinstance(words, list | tuple) or not all(map(_is_word, words)):
             raise RequestError(
-                "include_stop_str_in_output: expected a bool, got "
-                f"{self.include_stop_str_in_output!r}"
+                "bad_words_token_ids: expected lists of token ids >= 0 that are not empty, got "
+                f"{_short(words)}"
             )
+        for name in ("include_stop_str_in_output", "bad_words_match_prompt"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}: expected a bool, got {getattr(self, name)!r}")
+
+    @property
+    def bans_words(self) -> bool:
+        """Whether there is anything that the output is not to hold."""
+        return bool(self.bad_words or self.bad_words_token_ids)
 
     @property
     def greedy(self) -> bool:

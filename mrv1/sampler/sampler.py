@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mrv1.kernels.ops import Ops
+from mrv1.sampler.bad_words import TOKENIZATIONS
 from mrv1.sampler.params import SamplingParams
 
 
@@ -60,13 +61,22 @@ class Sampler:
         ops: for the device the fields are on.
     """
 
-    FIELDS: Mapping[str, torch.dtype] = {
-        "temperature": torch.float32,
-        "top_k": torch.int32,
-        "top_p": torch.float32,
-        "seed": torch.int64,
-    }
-    """What a slot holds on the device."""
+    @staticmethod
+    def fields(
+        max_bad_words_num: int, bad_words_max_len: int
+    ) -> dict[str, tuple[torch.dtype, int | None]]:
+        """Return what a slot holds on the device: dtype and width (None = one element)."""
+        num_sequences = TOKENIZATIONS * max_bad_words_num
+        return {
+            "temperature": (torch.float32, None),
+            "top_k": (torch.int32, None),
+            "top_p": (torch.float32, None),
+            "seed": (torch.int64, None),
+            "bad_words": (torch.int32, num_sequences * bad_words_max_len),
+            "bad_word_lens": (torch.int32, num_sequences),
+            "num_bad_words": (torch.int32, None),
+            "bad_words_match_prompt": (torch.int32, None),
+        }
 
     def __init__(self, max_num_reqs: int, slots: Mapping[str, torch.Tensor], ops: Ops) -> None:
         self._ops = ops
@@ -75,23 +85,95 @@ class Sampler:
         """Slots whose last request uses top-k or top-p."""
         self.temperature, self.top_k = slots["temperature"], slots["top_k"]
         self.top_p, self.seed = slots["top_p"], slots["seed"]
+        self._bans_np = np.zeros(max_num_reqs, dtype=np.bool_)
+        self._num_banning = 0
+        """Slots whose last request bans words."""
+        self.bad_word_lens, self.num_bad_words = slots["bad_word_lens"], slots["num_bad_words"]
+        self.bad_words = slots["bad_words"].unflatten(1, (self.bad_word_lens.shape[1], -1))
+        self.bad_words_match_prompt = slots["bad_words_match_prompt"]
 
     def enter(
-        self, slot: int, params: SamplingParams, seed: int
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        banned_token_sequences: Sequence[Sequence[int]] = (),
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """Note on the host what the request that takes ``slot`` asks for; return its fields."""
+        """Note on the host what the request that takes ``slot`` asks for.
+
+        Returns:
+            The leading elements of its fields; what lies behind them does not count.
+        """
         self._filters_np[slot] = params.filters
+        self._bans_np[slot] = len(banned_token_sequences) > 0
+        self._num_banning = int(np.count_nonzero(self._bans_np))
         self._num_filtering = int(np.count_nonzero(self._filters_np))
         return {
             "temperature": np.array([params.temperature], dtype=np.float32),
             "top_k": np.array([params.top_k], dtype=np.int32),
             "top_p": np.array([params.top_p], dtype=np.float32),
             "seed": np.array([seed], dtype=np.int64),
+            "num_bad_words": np.array([len(banned_token_sequences)], dtype=np.int32),
+            **self._bad_words_of(params, banned_token_sequences),
+        }
+
+    def _bad_words_of(
+        self, params: SamplingParams, sequences: Sequence[Sequence[int]]
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        if not sequences:
+            return {}
+        words = np.full((len(sequences), self.bad_words.shape[2]), -1, dtype=np.int32)
+        for row, sequence in zip(words, sequences, strict=True):
+            row[: len(sequence)] = sequence
+        return {
+            "bad_words": words,
+            "bad_word_lens": np.array(list(map(len, sequences)), dtype=np.int32),
+            "bad_words_match_prompt": np.array([params.bad_words_match_prompt], dtype=np.int32),
         }
 
     def any_filters(self, slots: npt.NDArray[np.integer]) -> bool:
         """Whether any of ``slots`` uses top-k or top-p."""
         return self._num_filtering > 0 and bool(self._filters_np[slots].any())
+
+    def any_bad_words(self, slots: npt.NDArray[np.integer]) -> bool:
+        """Whether any of ``slots`` bans words."""
+        return self._num_banning > 0 and bool(self._bans_np[slots].any())
+
+    def mask_bad_words(
+        self,
+        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        prompt_len: torch.Tensor,
+        *,
+        ahead: torch.Tensor | None = None,
+        draft_token_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Set the logits of what would complete a bad word to -inf.
+
+        Args:
+            logits: ``[rows, vocab]``, *written*.
+            idx_mapping: ``[rows]`` int32, the slot of each row; -1 = padding.
+            token_ids: ``[max_num_reqs, max_model_len]`` int32, history of each slot.
+            num_tokens: ``[max_num_reqs]`` int32, prompt and output so far of each slot.
+            prompt_len: ``[max_num_reqs]`` int32.
+            ahead: ``[rows]`` int64, how far behind the request's newest token a row's draw is.
+            draft_token_ids: ``[requests, most drafts]`` int32, what lies between.
+        """
+        self._ops.apply_bad_words(
+            logits,
+            idx_mapping,
+            token_ids,
+            num_tokens,
+            prompt_len,
+            self.bad_words,
+            self.bad_word_lens,
+            self.num_bad_words,
+            match_prompt=self.bad_words_match_prompt,
+            ahead=ahead,
+            draft_token_ids=draft_token_ids,
+        )
 
     def sample(
         self,

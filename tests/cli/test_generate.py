@@ -78,6 +78,9 @@ def test_sampling_options_reach_the_engine(mrv1: Mrv1, expected: str):
     assert stopped.stdout == "\n"
     cut = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--stop", "\0", "--stop", expected[5:8])
     assert cut.stdout == expected[: expected.index(expected[5:8])] + "\n"
+    word = next(word for word in expected.split() if word.isalpha())
+    banned = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--bad-word", word, "--bad-word", "zzz")
+    assert word not in banned.stdout.split()
 
 
 def test_peak_blocks_are_those_the_tokens_needed():
@@ -117,6 +120,10 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
         (["--top-k", "-2"], "top_k: expected an integer >= 1, or 0 or -1 for all, got -2"),
         (["--stop-token-id", "99999"], "stop_token_ids: expected ids in [0, "),
         (["--stop", ""], "stop: expected texts that are not empty"),
+        (
+            ["--bad-word", "a", "--bad-word", "b", "--max-bad-words-num", "1"],
+            "bad_words: expected at most 1 words (max_bad_words_num), got 2",
+        ),
         (["--block-size", "20"], "block_size: expected one of (16, 32, 64, 128), got 20"),
         (["--dtype", "int8"], "dtype: expected one of"),
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of ('auto', 'fp8_e4m3'), got"),

@@ -6,6 +6,7 @@ import pytest
 
 from mrv1 import LLM, SamplingParams
 from mrv1.kernels import reference
+from tests.engine.test_bad_words import greedy_by_hand
 from tests.engine.test_fp8_generation import greedy_over_a_rounded_cache
 from tests.engine.test_llm import greedy_by_transformers, random_prompts
 from tests.models.families import SLIDING, tiny_checkpoint
@@ -33,6 +34,29 @@ def test_greedy_tokens_equal_transformers_and_no_oracle_ran(tmp_path, device, fa
     ) as llm:
         outputs = llm.generate(prompts, params)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert not reference.calls
+
+
+def test_bad_words_never_come(tmp_path, device):
+    model = tiny_checkpoint(tmp_path, "qwen3").to(device)
+    prompts = random_prompts((3, 30))
+    free = [greedy_by_transformers(model, prompt, NUM_TOKENS) for prompt in prompts]
+    banned = [[free[0][:1], free[0][2:4]], []]
+    expected = [
+        greedy_by_hand(model, prompt, words, match_prompt=False, num_tokens=NUM_TOKENS)
+        for prompt, words in zip(prompts, banned, strict=True)
+    ]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, bad_words_token_ids=words
+        )
+        for words in banned
+    ]
+    reference.calls.clear()
+    with LLM(str(tmp_path), dtype="float32", max_num_seqs=4, num_kv_blocks=16) as llm:
+        outputs = llm.generate(prompts, params)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert expected[0] != free[0]
     assert not reference.calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -108,10 +109,14 @@ def test_a_foreign_scheduler_needs_nothing_but_plans_and_outputs(checkpoint):
 # --- drafts --------------------------------------------------------------------------------------
 
 
-def generate(runner: ModelRunner, drafter, temperature: float) -> tuple[list[int], int]:
+def generate(
+    runner: ModelRunner, drafter, temperature: float, banned: tuple[tuple[int, ...], ...] = ()
+) -> tuple[list[int], int]:
     """One request with a hand of drafts each step; return its tokens and the steps it took."""
     params = SamplingParams(temperature=temperature)
-    request = enter("a", 1, PROMPTS[1], sampling_params=params, seed=5)
+    request = enter(
+        "a", 1, PROMPTS[1], sampling_params=params, seed=5, banned_token_sequences=banned
+    )
     plan = make_plan(0, {"a": (1, len(PROMPTS[1]), (0, 1, 2, 3))}, new=(request,))
     tokens = list(runner.execute(plan).result().token_ids[0])
     steps = 1
@@ -135,14 +140,25 @@ def generate(runner: ModelRunner, drafter, temperature: float) -> tuple[list[int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_drafts_change_the_number_of_steps_and_no_token(checkpoint, temperature):
+@pytest.mark.parametrize("bans", [False, True])
+def test_drafts_change_the_number_of_steps_and_no_token(checkpoint, temperature, bans):
+    """Nor do they hide the beginning of a bad word that they are themselves."""
+    banned: tuple[tuple[int, ...], ...] = ()
+
     def with_drafts(drafter) -> tuple[list[int], int]:
         runner = make_runner(checkpoint)
-        result = generate(runner, drafter, temperature)
+        result = generate(runner, drafter, temperature, banned)
         runner.close()
         return result
 
     alone, steps = with_drafts(lambda tokens: ())
+    if bans:
+        free = tuple(alone)
+        banned = (free[2:3], free[4:6], free[9:12], free[14:16])
+        alone, steps = with_drafts(lambda tokens: ())
+        banned += tuple((a, b) for a, b in pairwise(alone[8:20]))  # drafts complete these
+        alone, steps = with_drafts(lambda tokens: ())
+        assert not set(pairwise(alone)) & set(banned)
     assert steps == 30
     for count in (1, 3, 7):
         right = with_drafts(lambda tokens, count=count: alone[len(tokens) :][:count])

@@ -52,6 +52,13 @@ def test_defaults_are_vllms():
         ("stop", [3], "texts that are not empty"),
         ("stop", 3, "texts that are not empty"),
         ("include_stop_str_in_output", 1, "a bool"),
+        ("bad_words", "word", "texts that are not empty"),
+        ("bad_words", [""], "texts that are not empty"),
+        ("bad_words_token_ids", [[]], "lists of token ids >= 0 that are not empty"),
+        ("bad_words_token_ids", [[1, -1]], "lists of token ids >= 0"),
+        ("bad_words_token_ids", [3], "lists of token ids >= 0"),
+        ("bad_words_token_ids", 3, "lists of token ids >= 0"),
+        ("bad_words_match_prompt", "yes", "a bool"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field, value, expected):

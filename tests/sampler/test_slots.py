@@ -23,7 +23,10 @@ NUM_SLOTS = 4
     slots=st.sets(st.integers(0, NUM_SLOTS - 1), min_size=1),
 )
 def test_a_step_is_filtered_if_the_last_request_of_a_slot_in_it_is(entering, slots):
-    fields = {name: torch.zeros(NUM_SLOTS, dtype=d) for name, d in Sampler.FIELDS.items()}
+    fields = {
+        name: torch.zeros(NUM_SLOTS if width is None else (NUM_SLOTS, width), dtype=dtype)
+        for name, (dtype, width) in Sampler.fields(3, 5).items()
+    }
     sampler = Sampler(NUM_SLOTS, fields, select_ops("reference"))
     filters = dict.fromkeys(range(NUM_SLOTS), False)
     for slot, top_k, top_p in entering:

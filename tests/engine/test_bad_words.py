@@ -1,0 +1,149 @@
+"""Bad words, from a user's text to tokens: against transformers' model and a list of rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mrv1 import LLM, ConfigError, EngineConfig, RequestError, SamplingParams
+from mrv1.engine.core import EngineCore
+from mrv1.sampler.bad_words import banned_token_sequences
+from tests.models.families import tiny_checkpoint
+
+PROMPTS = ([5, 9, 23, 41, 77], [11] * 20, [7, 8, 9])
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3")
+    return path
+
+
+def greedy_by_hand(
+    model, prompt: list[int], banned, *, match_prompt: bool, num_tokens: int = NUM_TOKENS
+) -> list[int]:
+    """Greedy tokens of transformers' model, what would complete a banned sequence left out."""
+    output: list[int] = []
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids = torch.tensor([prompt + output], device=model.device)
+            logits = model(ids).logits[0, -1]
+        seen = prompt + output if match_prompt else output
+        for *prefix, last in banned:
+            if not prefix or seen[-len(prefix) :] == prefix:
+                logits[last] = -torch.inf
+        output.append(int(logits.argmax()))
+    return output
+
+
+def words_of(output: list[int]) -> list[list[int]]:
+    """Sequences that the output holds: a token, pairs, three; and one that never comes."""
+    return [[output[3]], output[5:7], output[9:12], [150, 151, 152], [output[0], output[0]]]
+
+
+@pytest.mark.parametrize("match_prompt", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_are_those_of_the_rule(checkpoint, overlap, match_prompt):
+    """Requests that ban much, little and nothing, in one batch and in slots taken again."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    free = [greedy_by_hand(model, list(p), [], match_prompt=False) for p in PROMPTS]
+    banned = [words_of(free[0]), [], [free[2][:1], [*PROMPTS[2][-2:], free[2][1]]]]
+    expected = [
+        greedy_by_hand(model, list(p), words, match_prompt=match_prompt)
+        for p, words in zip(PROMPTS, banned, strict=True)
+    ]
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, bad_words_token_ids=words,
+            bad_words_match_prompt=match_prompt,
+        )
+        for words in banned
+    ]  # fmt: skip
+    for max_num_seqs in (1, 2, 8):
+        with LLM(
+            str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=9,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate([list(p) for p in PROMPTS], params)
+        assert [list(o.outputs[0].token_ids) for o in outputs] == expected
+    assert expected[0] != free[0]
+
+
+def test_a_word_of_text_is_banned_with_and_without_a_space():
+    params = SamplingParams(
+        temperature=0, max_tokens=40, ignore_eos=True, bad_words=["not", "I", "not"]
+    )
+    with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
+        free = llm.generate("ROMEO:", SamplingParams(temperature=0, max_tokens=40))[0].outputs[0]
+        req_id = llm.add_request("ROMEO:", params)
+        banned = llm._engine.scheduler.get(req_id).banned_token_sequences
+        while llm.has_unfinished_requests():
+            (output,) = llm.step()
+        encode = llm._tokenizer.encode_word
+        assert set(banned) == {tuple(encode(t)) for t in ("not", " not", "I", " I")}
+        assert len(banned) == len(set(banned))
+        tokens = output.outputs[0].token_ids
+        for sequence in banned:
+            places = range(len(tokens) - len(sequence) + 1)
+            assert not any(tokens[i : i + len(sequence)] == sequence for i in places)
+        assert "not" in free.text
+        assert tokens != free.token_ids
+
+
+def test_a_request_beyond_a_limit_fails_alone(checkpoint):
+    core = EngineCore(
+        EngineConfig(
+            model=str(checkpoint), device="cpu", num_kv_blocks=16, max_num_seqs=2,
+            max_bad_words_num=2, bad_words_max_len=3,
+        ),
+        progress=False,
+    )  # fmt: skip
+    for words, message in (
+        ([[1], [2], [3]], r"bad_words: expected at most 2 words \(max_bad_words_num\), got 3"),
+        (
+            [[1, 2, 3, 4]],
+            r"bad_words_token_ids: expected 1 to 3 tokens \(bad_words_max_len\), got",
+        ),
+        ([[5, 10_000]], r"bad_words: expected ids in \[0, \d+\), got \[\[5, 10000\]\]"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            core.add_request("x", [5], SamplingParams(bad_words_token_ids=words))
+    with pytest.raises(RequestError, match="bad_words: expected bad_words_token_ids, as there is"):
+        core.add_request("x", [5], SamplingParams(bad_words=["a"]))
+    assert not core.has_unfinished_requests
+    core.add_request("x", [5], SamplingParams(max_tokens=2, bad_words_token_ids=[[1], [2, 3, 4]]))
+    while core.has_unfinished_requests:
+        core.step()
+    core.runner.close()
+
+
+def test_a_word_of_too_many_tokens_is_named():
+    params = SamplingParams(bad_words=["ab", "abc"])
+    with pytest.raises(
+        RequestError, match=r"bad_words: 'abc': expected 1 to 3 tokens .*got \[32, "
+    ):
+        banned_token_sequences(params, lambda text: list(map(ord, text)), max_words=9, max_len=3)
+    with pytest.raises(RequestError, match=r"bad_words: 'ab': expected 1 to 3 tokens .*got \[\]"):
+        banned_token_sequences(params, lambda _: [], max_words=9, max_len=3)
+
+
+def test_limits_come_from_the_environment_and_a_slip_is_named(monkeypatch):
+    monkeypatch.setenv("MRV1_MAX_BAD_WORDS_NUM", "3")
+    monkeypatch.setenv("MRV1_BAD_WORDS_MAX_LEN", "20")
+    config = EngineConfig(model="tiny")
+    assert (config.max_bad_words_num, config.bad_words_max_len) == (3, 20)
+    assert EngineConfig(model="tiny", max_bad_words_num=5).max_bad_words_num == 5
+    monkeypatch.setenv("MRV1_MAX_BAD_WORDS_NUM", "many")
+    with pytest.raises(ConfigError, match="MRV1_MAX_BAD_WORDS_NUM: expected an integer >= 1, got"):
+        EngineConfig(model="tiny")
+    monkeypatch.setenv("MRV1_MAX_BAD_WORDS_NUM", "3")
+    monkeypatch.setenv("MRV1_BAD_WORD_MAX_LEN", "3")
+    with pytest.raises(
+        ConfigError, match=r"MRV1_BAD_WORD_MAX_LEN: .*mean MRV1_BAD_WORDS_MAX_LEN\?"
+    ):
+        EngineConfig(model="tiny")
