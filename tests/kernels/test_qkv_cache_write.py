@@ -175,11 +175,25 @@ def _assert_same_cache(a: Call, b: Call) -> None:
         assert _same(a.scales.v_scale, b.scales.v_scale)
 
 
-def _assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Within two units in the last place of the result or of the pair it was turned from."""
+def _pair_sizes(x: torch.Tensor, options: Options) -> torch.Tensor:
+    """Return the length of the pair that each element was turned in; alone, its own size."""
+    size = x.abs()
+    if options.rotary_dim is not None:
+        half = options.rotary_dim // 2
+        turned = x[..., : 2 * half]
+        shape, axis = ((half, 2), -1) if options.interleaved else ((2, half), -2)
+        pairs = turned.unflatten(-1, shape)
+        lengths = pairs.square().sum(axis, keepdim=True).sqrt().expand_as(pairs)
+        size[..., : 2 * half] = lengths.flatten(-2)
+    return size
+
+
+def _assert_close(got: torch.Tensor, want: torch.Tensor, options: Options) -> None:
+    """Within two units in the last place of the result and of the pair it was turned from."""
     step = torch.finfo(got.dtype).eps
-    size = want.double().abs() + want.double().square().mean(-1, keepdim=True).sqrt()
-    assert bool(((got.double() - want.double()).abs() <= 2 * step * size).all())
+    exact = want.double()
+    size = exact.abs() + _pair_sizes(exact, options)
+    assert bool(((got.double() - exact).abs() <= 2 * step * size).all())
 
 
 @st.composite
@@ -262,8 +276,8 @@ def test_it_is_the_separate_ops(device, drawn, as_on_gpu):
     assert _same(call.qkv, before)
     _assert_same_cache(call, call.plain_write(kernels, call.k_out))
     oracle = Call.of(call.case, options)
-    _assert_close(q, oracle.run(reference))
-    _assert_close(call.k_out, oracle.k_out)
+    _assert_close(q, oracle.run(reference), options)
+    _assert_close(call.k_out, oracle.k_out, options)
     if not options.norm and options.rotary_dim is None:
         assert _same(q, call.parts[0])
         assert _same(call.k_out, call.parts[1])
@@ -277,8 +291,8 @@ def test_it_rounds_where_the_separate_ops_round(device, drawn):
     q = call.run(kernels)
     want = call.separate_ops(kernels)
     if device.type == "cuda":
-        _assert_close(q, want[0])
-        _assert_close(call.k_out, want[1])
+        _assert_close(q, want[0], options)
+        _assert_close(call.k_out, want[1], options)
     else:
         assert _same(q, want[0])
         assert _same(call.k_out, want[1])
@@ -334,7 +348,7 @@ def test_sizes(device, dim, heads, group, granularity):
     q = call.run(kernels)
     _assert_same_cache(call, call.plain_write(reference, call.k_out))
     oracle = _example(device, dim=dim, heads=heads, group=group, granularity=granularity)
-    _assert_close(q, oracle.run(reference))
+    _assert_close(q, oracle.run(reference), oracle.options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -348,7 +362,8 @@ def test_several_programs(device, dtype, tile_tokens, tile_heads):
             patch.setattr(QKVCacheWriteConfig, name, lambda *_: config)
         q = call.run(kernels)
     _assert_same_cache(call, call.plain_write(reference, call.k_out))
-    _assert_close(q, _example(device, dtype=dtype, heads=3, num_reqs=1).run(reference))
+    oracle = _example(device, dtype=dtype, heads=3, num_reqs=1)
+    _assert_close(q, oracle.run(reference), oracle.options)
 
 
 @OPS
