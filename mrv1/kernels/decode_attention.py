@@ -335,6 +335,16 @@ def _merge_if_last(
 
 
 @triton.jit
+def _load_field(item_ptr, field: tl.constexpr, is_item, CACHE: tl.constexpr):
+    """Return a field of an item, 0 if it is none: behind a plan's items its buffer holds anything.
+
+    All fields and the number of items are asked for together, so the load is not masked. An empty
+    range has to be 0: one that begins at 0x7fffffff, float32's NaN, has no end that is larger.
+    """
+    return tl.where(is_item, tl.load(item_ptr + field, cache_modifier=CACHE), 0)
+
+
+@triton.jit
 def _write_item(
     item,  # int32
     num_items,  # int32; an item behind them is none
@@ -394,39 +404,33 @@ def _write_item(
     query = row // GROUP
     dims = tl.arange(0, TILE_DIM)
     item_ptr = items_ptr + item.to(tl.int64) * _ITEM_FIELDS
-    req = tl.load(item_ptr, cache_modifier=CACHE)
-    head = tl.load(item_ptr + 1, cache_modifier=CACHE)
-    first_work = tl.load(item_ptr + 2, cache_modifier=CACHE)
-    end_work = tl.load(item_ptr + 3, cache_modifier=CACHE)
-    pieces = tl.load(item_ptr + 4, cache_modifier=CACHE)
-    table_offset = tl.load(item_ptr + 8, cache_modifier=CACHE)
+    is_item = item < num_items
+    req = _load_field(item_ptr, 0, is_item, CACHE).to(tl.int64)
+    head = _load_field(item_ptr, 1, is_item, CACHE)
+    first_work = _load_field(item_ptr, 2, is_item, CACHE)
+    end_work = _load_field(item_ptr, 3, is_item, CACHE)
+    pieces = _load_field(item_ptr, 4, is_item, CACHE)
+    table_offset = _load_field(item_ptr, 8, is_item, CACHE)
     sink_end = 0
     start = 0
     window = -1
     sink = 0
     ring_blocks = 0
     if HAS_WINDOW:
-        sink_end = tl.load(item_ptr + 5, cache_modifier=CACHE)
-        start = tl.load(item_ptr + 6, cache_modifier=CACHE)
-        window = tl.load(item_ptr + 9, cache_modifier=CACHE)
-        sink = tl.load(item_ptr + 10, cache_modifier=CACHE)
+        sink_end = _load_field(item_ptr, 5, is_item, CACHE)
+        start = _load_field(item_ptr, 6, is_item, CACHE)
+        window = _load_field(item_ptr, 9, is_item, CACHE)
+        sink = _load_field(item_ptr, 10, is_item, CACHE)
     if HAS_RING:
-        ring_blocks = tl.load(item_ptr + 11, cache_modifier=CACHE)
+        ring_blocks = _load_field(item_ptr, 11, is_item, CACHE)
     query_position = query
     if QUERY_LEN > 1:
-        seq_len = tl.load(item_ptr + 7, cache_modifier=CACHE)
+        seq_len = _load_field(item_ptr, 7, is_item, CACHE)
         query_position = tl.where(in_tile, seq_len - QUERY_LEN + query, -1)
     piece = 0
     if arrivals_ptr is not None:
-        piece = tl.load(item_ptr + 12, cache_modifier=CACHE)
+        piece = _load_field(item_ptr, 12, is_item, CACHE)
 
-    # The plan's buffer is longer than its items: what lies behind them is no row, head or range.
-    # The range is to be empty wherever it begins: 0x7fffffff, a NaN of float32, has no successor.
-    is_item = item < num_items
-    req = tl.where(is_item, req, 0).to(tl.int64)
-    head = tl.where(is_item, head, 0)
-    first_work = tl.where(is_item, first_work, 0)
-    end_work = tl.where(is_item, end_work, 0)
     out_row = req * QUERY_LEN + query
     q_head = (head * GROUP + row % GROUP).to(tl.int64)
     q_row_ptr = q_ptr + (out_row * stride_q_row + q_head * stride_q_head)[None, :]
