@@ -339,8 +339,7 @@ class LLM:
         """Run a step, and end the requests whose text holds a stop string now."""
         changed = self._engine.step()
         for request in changed:
-            ended_alone = request.finish_reason in (None, "stop", "length")
-            if request.params.stop and ended_alone and request.stop_reason is None:
+            if request.params.stop and request.error is None and request.stop_reason is None:
                 found = self._texts[request.req_id].find_stop(
                     self._shown(request), is_last=request.finished
                 )

@@ -53,12 +53,7 @@ class Tokenizer:
                 f"prompt: expected token ids, because {str(self._path)!r} has no tokenizer, "
                 "got text"
             )
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt: expected Unicode text, got a lone surrogate at index {error.start}"
-            ) from error
+        _check_unicode("prompt", text)
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
@@ -68,10 +63,8 @@ class Tokenizer:
         Raises:
             RequestError: the text is not valid Unicode.
         """
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate
-            raise RequestError(f"bad_words: expected Unicode text, got {text!r}") from error
+        _check_unicode("bad_words", text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -80,6 +73,15 @@ class Tokenizer:
             return ""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name}: expected Unicode text, got a lone surrogate at index {error.start}"
+        ) from error
 
 
 class Detokenizer:

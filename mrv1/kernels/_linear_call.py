@@ -43,11 +43,6 @@ class LinearCall:
         return self.out.shape[1]
 
 
-def warp_columns(dtype: torch.dtype) -> int:
-    """Return the elements of a row that the 32 threads of a warp load 16 bytes each of."""
-    return 512 // dtype.itemsize
-
-
 @triton.jit
 def normed(x, scale, norm_weight):
     """Return ``x * scale * norm_weight``, rounded where ``rms_norm`` rounds.

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from mrv1.kernels._linear_call import LinearCall, normed, silu_and_mul, warp_columns
+from mrv1.kernels._linear_call import LinearCall, normed, silu_and_mul
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._triton import tl, triton
 
@@ -40,7 +40,7 @@ class VectorConfig:
         rows are fastest with eight early (four: 16% slower, sixteen: 5 to 50%), with a norm with
         four (eight: 7 to 14% slower).
         """
-        tile_in = warp_columns(dtype)
+        tile_in = 512 // dtype.itemsize  # 16 bytes for each of a warp's 32 threads
         num_chunks = triton.cdiv(num_in, tile_in)
         return cls(
             tile_rows=4,

@@ -5,6 +5,8 @@ hidden[i] = embed[input_ids[i]];  angles[i] = cos_sin[positions[i]]
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable, check_tensor
@@ -69,13 +71,10 @@ def embed_tokens(
     check_tensor("embed", embed, shape=(None, None), dtype=FLOAT_DTYPES, contiguous=True)
     check_launchable("embed", embed)
     device = embed.device
-    num_tokens = input_ids.shape[0] if input_ids.dim() else None
-    for name, tensor, shape, dtype in (
-        ("input_ids", input_ids, (None,), torch.int64),
-        ("positions", positions, (num_tokens,), torch.int64),
-        ("cos_sin", cos_sin, (None, None), torch.float32),
-    ):
-        check_tensor(name, tensor, shape=shape, dtype=dtype, device=device, contiguous=True)
+    check = partial(check_tensor, device=device, contiguous=True)
+    check("input_ids", input_ids, shape=(None,), dtype=torch.int64)
+    check("positions", positions, shape=input_ids.shape, dtype=torch.int64)
+    check("cos_sin", cos_sin, shape=(None, None), dtype=torch.float32)
     hidden = embed.new_empty(input_ids.shape[0], embed.shape[1])
     angles = cos_sin.new_empty(input_ids.shape[0], cos_sin.shape[1])
     if len(input_ids) == 0:

@@ -63,11 +63,6 @@ class StepUpload:
         """Segments so far."""
         return (len(self._word_segments) + len(self._array_segments)) // 3
 
-    @property
-    def payload_words(self) -> int:
-        """int32 words to write so far."""
-        return len(self._words) + self._num_array_words
-
     def put(self, dst: int, words: Sequence[int]) -> None:
         """Set the state's words from ``dst`` on, which are few."""
         self._word_segments += (dst, len(self._words), len(words))
@@ -89,7 +84,7 @@ class StepUpload:
     @property
     def num_words(self) -> int:
         """Words of the segments and of what they write."""
-        return 3 * self.num_segments + self.payload_words
+        return 3 * self.num_segments + len(self._words) + self._num_array_words
 
     def write_to(self, words: Int32Array, start: int) -> None:
         """Lay the segments and what they write out in ``words``, from ``start`` on."""

@@ -92,6 +92,10 @@ def test_a_word_of_text_is_banned_with_and_without_a_space():
             places = range(len(tokens) - len(sequence) + 1)
             assert not any(tokens[i : i + len(sequence)] == sequence for i in places)
         assert "not" in free.text
+        with pytest.raises(
+            RequestError, match="bad_words: expected Unicode text, got a lone surr"
+        ):
+            llm.generate("ROMEO:", SamplingParams(bad_words=["\ud800"]))
         assert tokens != free.token_ids
 
 

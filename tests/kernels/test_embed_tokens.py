@@ -50,6 +50,11 @@ TABLE = torch.zeros(5, 4)
     ("change", "error", "message"),
     [
         ({"input_ids": IDS.int()}, TypeError, r"input_ids: expected dtype torch\.int64"),
+        (
+            {"input_ids": IDS[:0, None]},
+            ValueError,
+            r"input_ids: expected shape \[any\], got \[0, 1\]",
+        ),
         ({"input_ids": IDS[0]}, ValueError, r"input_ids: expected shape \[any\], got \[\]"),
         ({"positions": IDS[:2]}, ValueError, r"positions: expected shape \[3\], got \[2\]"),
         ({"embed": TABLE.long()}, TypeError, r"embed: expected dtype torch\.float16 or"),
