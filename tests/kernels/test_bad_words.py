@@ -463,6 +463,12 @@ def test_configurations():
 
 # --- errors ------------------------------------------------------------------------------------
 
+def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides: ``Tensor.to`` closes gaps between rows."""
+    storage = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return storage.copy_(value)
+
+
 INT32 = torch.zeros(9, dtype=torch.int32)
 WORDS = torch.zeros(2, 4, 4, dtype=torch.int32)
 
@@ -532,7 +538,7 @@ def test_wrong_arguments_are_named(device, change, error, message):
     slots = (Slot(words=((1,),)), Slot(words=((2,),)))
     arguments = _arguments(Case(slots, (Row(0), Row(1), Row(-1))), device)
     for name, value in change.items():
-        arguments[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+        arguments[name] = _on(device, value) if isinstance(value, torch.Tensor) else value
     before = arguments["logits"].clone()
     for ops in (reference, kernels):
         with pytest.raises(error, match=message):
