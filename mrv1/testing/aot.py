@@ -29,6 +29,10 @@ import torch
 from mrv1.errors import ConfigError
 
 _KIB = 1024
+_REGISTERS = 1 << 16
+"""Registers of a multiprocessor, from sm_80 on."""
+_RESERVED_BYTES = _KIB
+"""Shared memory that the system takes for itself with each program, from sm_80 on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,8 @@ class AotCase:
     parked_bytes: int = 0
     """Local memory of one thread that is fine: what the compiler parks over a loop, not in it, so
     that more programs fit a multiprocessor."""
+    programs_per_sm: int = 0
+    """Programs that the launch counts on running on a multiprocessor at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +125,10 @@ class AotReport:
     """Shared memory of one program."""
     parked_bytes: int = 0
     """Of ``spill_bytes``, what the case allows."""
+    threads: int = 0
+    """Threads of a program."""
+    programs_per_sm: int = 0
+    """Programs that must fit a multiprocessor."""
     problem: str = field(init=False)
     """Why this must not ship: an error, a spill, too much shared memory. Empty if it may."""
 
@@ -132,6 +142,17 @@ class AotReport:
             )
         if self.shared_bytes > limit:
             reasons.append(f"needs {self.shared_bytes} bytes of shared memory, has {limit}")
+        if self.programs_per_sm * (self.shared_bytes + _RESERVED_BYTES) > limit + _RESERVED_BYTES:
+            reasons.append(
+                f"{self.programs_per_sm} programs of {self.shared_bytes} bytes of shared memory do "
+                f"not fit a multiprocessor"
+            )
+        registers = -(-self.registers // 8) * 8  # of a thread, as they are handed out
+        if self.programs_per_sm * self.threads * registers > _REGISTERS:
+            reasons.append(
+                f"{self.programs_per_sm} programs of {self.threads} threads with {self.registers} "
+                f"registers do not fit a multiprocessor"
+            )
         problem = f"{self.target} {self.case}: {'; '.join(reasons)}" if reasons else ""
         object.__setattr__(self, "problem", problem)
 
@@ -254,6 +275,8 @@ def _compile_case(target: Target, case: AotCase) -> AotReport:
         spill_bytes=spill_bytes,
         shared_bytes=int(compiled.metadata.shared),
         parked_bytes=case.parked_bytes,
+        threads=case.num_warps * target.warp_size,
+        programs_per_sm=case.programs_per_sm,
     )
 
 

@@ -146,6 +146,7 @@ def _decode(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         parked_bytes=16,  # over the loop, for one more program on an SM
+        programs_per_sm=config.programs_per_sm if target.name == "sm_90" else 0,
     )
 
 

@@ -53,6 +53,15 @@ def test_a_report_judges_itself():
     assert "spills 8 bytes a thread (40 reg" in AotReport(**fine, spill_bytes=8).problem
     assert AotReport(**fine, spill_bytes=8, parked_bytes=8).problem == ""
     assert "spills 12" in AotReport(**fine, spill_bytes=12, parked_bytes=8).problem
+    four = {"threads": 128, "programs_per_sm": 4}
+    assert AotReport(**fine | {"registers": 128}, **four).problem == ""
+    assert "4 programs of 128 threads with 129 reg" in (
+        AotReport(**fine | {"registers": 129}, **four).problem
+    )
+    assert AotReport(**fine, **four, shared_bytes=24 * 1024).problem == ""
+    assert "4 programs of 24577 bytes" in (
+        AotReport(**fine, **four, shared_bytes=24 * 1024 + 1).problem
+    )
     assert AotReport(**fine, error="no").problem == "sm_89 op: no"
 
 
