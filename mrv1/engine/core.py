@@ -92,7 +92,6 @@ class EngineCore:
         self._num_prompt_tokens = 0
         self._host_seconds = 0.0
         self._wait_seconds = 0.0
-        self._gpu_seconds = 0.0
 
     @property
     def max_model_len(self) -> int:
@@ -276,7 +275,6 @@ class EngineCore:
             for request in waiting:
                 self.scheduler.fail(request, outcome)
             return failed + waiting
-        self._gpu_seconds += outcome.gpu_seconds or 0.0
         return self.scheduler.update(outcome)
 
     def _abandon(self, error: BaseException) -> None:
@@ -308,5 +306,5 @@ class EngineCore:
             num_graph_steps=runner.num_graph_steps,
             host_seconds=self._host_seconds,
             wait_seconds=self._wait_seconds,
-            gpu_seconds=self._gpu_seconds,
+            gpu_seconds=runner.gpu_seconds,
         )

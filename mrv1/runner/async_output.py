@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 
 from mrv1.errors import StepError
+from mrv1.runner.gpu_clock import GpuClock
 from mrv1.runner.step import Int32Array, Int64Array, StepOutput, StepPlan
 
 POLL_SECONDS = 50e-6
@@ -47,9 +46,12 @@ class OutputRing:
         self._counts = self._buffer[:, :max_num_reqs]
         self._tokens = self._buffer.view(torch.int64)[:, count_words // 2 :]
         self._host_counts, self._host_tokens = self._counts.numpy(), self._tokens.numpy()
-        self._stream: torch.cuda.Stream | None = None
-        """Of the step that is being launched."""
-        self._events = [_Events.new() for _ in range(self.num_slots)] if on_gpu else None
+        self._done = None
+        """For each slot an event behind its step: what kernels stored for the host is there."""
+        self._clock = None
+        if on_gpu:
+            self._done = [torch.cuda.Event(enable_timing=True) for _ in range(self.num_slots)]
+            self._clock = GpuClock(self._done)
         self._readers: list[AsyncOutput | None] = [None] * self.num_slots
         self._next = 0
         self._is_given_up = False
@@ -74,8 +76,8 @@ class OutputRing:
 
         Until ``deliver`` or ``give_up`` the slot stays the next one's.
         """
-        if self._is_given_up and self._events is not None:
-            self._events[self._next].done.synchronize()
+        if self._is_given_up and self._done is not None:
+            self._done[self._next].synchronize()
             self._is_given_up = False
         reader, self._readers[self._next] = self._readers[self._next], None
         if reader is not None and not reader.is_taken:
@@ -85,9 +87,13 @@ class OutputRing:
 
     def start(self) -> None:
         """Mark the beginning of the step's work, which goes to the current stream."""
-        if self._events is not None:
-            self._stream = torch.cuda.current_stream()
-            self._events[self._next].started.record(self._stream)
+        if self._clock is not None:
+            self._clock.start(self._next)
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Time that the GPU has worked on steps which are over; 0 on a CPU."""
+        return 0.0 if self._clock is None else self._clock.seconds(self._next)
 
     def deliver(
         self,
@@ -108,16 +114,16 @@ class OutputRing:
             on_output: is given the result once it is there.
         """
         slot = self._next
-        events = None
-        if self._events is not None:
-            events = self._events[slot]
-            events.done.record(self._stream)
+        done = None
+        if self._done is not None and self._clock is not None:
+            done = self._done[slot]
+            self._clock.end(slot)
         tokens = self._host_tokens[slot, : num_rows * num_columns]
         output = AsyncOutput(
             plan,
             self._host_counts[slot, :num_rows],
             tokens.reshape(num_rows, num_columns),
-            events,
+            done,
             rows=rows,
             on_output=on_output,
         )
@@ -127,33 +133,9 @@ class OutputRing:
 
     def give_up(self) -> None:
         """Keep the next slot, whose step was not launched whole: what was may still read it."""
-        if self._events is not None:
-            self._events[self._next].done.record()
+        if self._done is not None:
+            self._done[self._next].record()
             self._is_given_up = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Events:
-    """Of one slot of the ring; recorded anew by each step that has it."""
-
-    started: torch.cuda.Event
-    """Before the step's work."""
-    done: torch.cuda.Event
-    """Behind it: what its kernels have stored in the host's memory is there."""
-
-    @classmethod
-    def new(cls) -> Self:
-        """Return events of which none has been recorded."""
-        return cls(
-            started=torch.cuda.Event(enable_timing=True),
-            done=torch.cuda.Event(enable_timing=True),
-        )
-
-    @property
-    def gpu_seconds(self) -> float:
-        """Time of the step's work, which is over."""
-        milliseconds: float = self.started.elapsed_time(self.done)
-        return milliseconds * 1e-3
 
 
 class AsyncOutput:
@@ -167,7 +149,7 @@ class AsyncOutput:
         plan: StepPlan,
         num_output: Int32Array,
         tokens: Int64Array,
-        events: _Events | None,
+        done: torch.cuda.Event | None,
         *,
         rows: Int32Array | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
@@ -179,14 +161,14 @@ class AsyncOutput:
             num_output: ``[any]``, tokens of each row on the device, -1 = the row failed; valid
                 once the step is over.
             tokens: ``[any, most tokens]``, likewise.
-            events: of the step; None on a CPU.
+            done: recorded behind the step; None on a CPU.
             rows: ``[rows]``, where the plan's rows are among them; None = in order, in front.
             on_output: is given the result once it is there.
         """
         self._plan = plan
         self._num_output = num_output
         self._tokens = tokens
-        self._events = events
+        self._done = done
         self._rows = rows
         self._on_output = on_output
         self._outcome: StepOutput | StepError | None = None
@@ -203,7 +185,7 @@ class AsyncOutput:
 
     def ready(self) -> bool:
         """Whether ``result`` would return without waiting."""
-        return self._outcome is not None or self._events is None or self._events.done.query()
+        return self._outcome is not None or self._done is None or self._done.query()
 
     def result(self, timeout: float | None = None) -> StepOutput:
         """Wait for the step's event and return its output; later calls return the same object.
@@ -240,17 +222,17 @@ class AsyncOutput:
                     device_lost=True,
                 )
                 self._outcome.__cause__ = error
-            self._events = None
+            self._done = None
         return self._outcome
 
     def _wait(self, timeout: float | None) -> None:
-        if self._events is None:
+        if self._done is None:
             return
         if timeout is None:
-            self._events.done.synchronize()
+            self._done.synchronize()
             return
         deadline = time.monotonic() + timeout
-        while not self._events.done.query():
+        while not self._done.query():
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"step {self._plan.step_id}: not finished within {timeout} s")
             time.sleep(POLL_SECONDS)
@@ -275,5 +257,4 @@ class AsyncOutput:
             epochs=plan.epochs,
             token_ids=token_ids,
             errors=errors,
-            gpu_seconds=None if self._events is None else self._events.gpu_seconds,
         )

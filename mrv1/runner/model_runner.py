@@ -671,6 +671,11 @@ class ModelRunner:
         return self._outputs.num_waits
 
     @property
+    def gpu_seconds(self) -> float:
+        """Time that the GPU has worked on steps which are over; 0 on a CPU."""
+        return self._outputs.gpu_seconds
+
+    @property
     def num_compilations(self) -> int:
         """How often Triton has compiled a kernel, or loaded one, since the runner was made."""
         return self._compilations.total() - self._num_warm_up_compilations

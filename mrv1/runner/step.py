@@ -89,5 +89,3 @@ class StepOutput:
     """Per row: the sampled tokens; empty for an unfinished prefill or a failed row."""
     errors: dict[int, str] = field(default_factory=dict)
     """Row -> why it failed; the other rows are not affected."""
-    gpu_seconds: float | None = None
-    """Time of the step's work on the GPU; None = not measured."""

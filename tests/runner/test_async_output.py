@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -112,8 +110,7 @@ class StuckEvent:
 
 def output_of(tokens: list[int], event: StuckEvent | None) -> AsyncOutput:
     counts = np.ones(len(tokens), dtype=np.int32)
-    events = None if event is None else SimpleNamespace(done=event)
-    return AsyncOutput(make_plan(len(tokens)), counts, np.array(tokens)[:, None], events)
+    return AsyncOutput(make_plan(len(tokens)), counts, np.array(tokens)[:, None], event)
 
 
 def test_a_time_out_is_no_result_and_may_be_tried_again():
@@ -121,7 +118,7 @@ def test_a_time_out_is_no_result_and_may_be_tried_again():
     assert not output.ready()
     with pytest.raises(TimeoutError, match=r"step 7: not finished within 0.01 s"):
         output.result(timeout=0.01)
-    output._events = None
+    output._done = None
     assert output.result(timeout=0.01).token_ids == ((5,),)
 
 
