@@ -5,6 +5,8 @@ For each row whose slot runs, with its ``n`` sampled tokens in order::
     token < 0                                   the request has failed; nothing more is appended
     otherwise                                   the token is appended to the history, then
       it is one of the slot's stop tokens       the request stops (STOP_TOKEN)
+      the output ends with a stop sequence,
+        and num_tokens >= min_total_tokens      the request stops (STOP_SEQUENCE)
       num_tokens is max_total_tokens by now     the request stops (LENGTH)
 
 Tokens behind a stop are dropped. A row that samples ends with ``num_computed_tokens =
@@ -34,6 +36,8 @@ LENGTH = 2
 """Stop code: the request has max_total_tokens tokens."""
 FAILED = 3
 """Stop code: the sampler had no token to give."""
+STOP_SEQUENCE = 4
+"""Stop code: the newest tokens are one of the request's stop sequences."""
 
 MAX_SAMPLED_TOKENS = 8
 """Tokens a row may append in one step: its drafts, all accepted, and one more."""
@@ -42,6 +46,57 @@ _RUNNING = tl.constexpr(RUNNING)
 _STOP_TOKEN = tl.constexpr(STOP_TOKEN)
 _LENGTH = tl.constexpr(LENGTH)
 _FAILED = tl.constexpr(FAILED)
+_STOP_SEQUENCE = tl.constexpr(STOP_SEQUENCE)
+
+
+@triton.jit
+def _ends_with_sequence(
+    sequences_ptr,
+    stride_sequences_slot,
+    lens_ptr,
+    stride_lens_slot,
+    num_sequences_ptr,
+    prompt_len_ptr,
+    min_total_ptr,
+    history_ptr,  # [TILE_ROWS] to each row's history
+    tokens_ptr,  # [TILE_ROWS] to each row's sampled tokens
+    slot,
+    is_request,
+    known,
+    column,
+    is_output,
+    MAX_SEQUENCES: tl.constexpr,
+    MAX_LEN: tl.constexpr,
+):
+    """Return whether the output behind each sampled token ends with one of its slot's sequences.
+
+    Compared from the last token on: first with what is sampled, then with the history.
+    """
+    num_sequences = tl.load(num_sequences_ptr + slot, mask=is_request, other=0)
+    prompt_len = tl.load(prompt_len_ptr + slot, mask=is_request, other=0)
+    min_total = tl.load(min_total_ptr + slot, mask=is_request, other=0)
+    total = known[:, None] + column + 1  # tokens behind each sampled one
+    may_end = is_output & (total >= min_total[:, None])
+    ends = is_output & (column < 0)
+    # Rows that have none end the loop before it begins.
+    for sequence in range(tl.minimum(tl.max(num_sequences, axis=0), MAX_SEQUENCES)):
+        has = is_request & (sequence < num_sequences)
+        length = tl.load(lens_ptr + slot * stride_lens_slot + sequence, mask=has, other=0)
+        has &= (length >= 1) & (length <= MAX_LEN)
+        matches = may_end & has[:, None] & (total - length[:, None] >= prompt_len[:, None])
+        for back in range(tl.minimum(tl.max(length, axis=0), MAX_LEN)):
+            is_inside = has & (back < length)
+            wanted_ptr = sequences_ptr + slot * stride_sequences_slot + sequence * MAX_LEN
+            wanted = tl.load(wanted_ptr + (length - 1 - back), mask=is_inside, other=0)
+            at = column - back  # sampled tokens from 0 on, before them history
+            compares = matches & is_inside[:, None]
+            sampled = tl.load(tokens_ptr[:, None] + at, mask=compares & (at >= 0), other=0)
+            old_ptr = history_ptr[:, None] + (known[:, None] + at)
+            old = tl.load(old_ptr, mask=compares & (at < 0), other=0)
+            seen = tl.where(at >= 0, sampled, old.to(tl.int64))
+            matches &= (seen == wanted[:, None]) | ~is_inside[:, None]
+        ends |= matches
+    return ends
 
 
 @triton.jit(
@@ -61,8 +116,6 @@ def _post_update_kernel(
     num_tokens_ptr,  # [max_num_reqs] int32
     num_computed_ptr,  # [max_num_reqs] int32
     stopped_ptr,  # [max_num_reqs] int32
-    output_counts_ptr,  # [max_num_reqs, vocab_size] int32, or None
-    stride_output_counts_slot,
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding row
     query_start_loc_ptr,  # [num_rows + 1] int32, or None: every row has query_len tokens
     logits_rows_ptr,  # [num_rows] int64, -1 = the row does not sample
@@ -72,10 +125,19 @@ def _post_update_kernel(
     max_total_ptr,  # [max_num_reqs] int32
     stop_token_ids_ptr,  # [max_num_reqs, MAX_STOP_TOKENS] int32, -1 = none
     stride_stop_token_ids_slot,
+    sequences_ptr,  # [max_num_reqs, MAX_SEQUENCES, MAX_LEN] int32, or None
+    stride_sequences_slot,
+    sequence_lens_ptr,  # [max_num_reqs, MAX_SEQUENCES] int32
+    stride_sequence_lens_slot,
+    num_sequences_ptr,  # [max_num_reqs] int32
+    prompt_len_ptr,  # [max_num_reqs] int32
+    min_total_ptr,  # [max_num_reqs] int32
     num_rows,
     query_len,
     num_columns,  # 1 + most drafts
     MAX_STOP_TOKENS: tl.constexpr,
+    MAX_SEQUENCES: tl.constexpr,
+    MAX_LEN: tl.constexpr,
     OVERLAP: tl.constexpr,  # see _overlap
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,  # power of two >= num_columns
@@ -103,8 +165,9 @@ def _post_update_kernel(
     else:
         computed += tl.load(query_start_loc_ptr + row + 1, mask=is_row, other=0)
         computed -= tl.load(query_start_loc_ptr + row, mask=is_row, other=0)
-    token_ptr = tokens_ptr + row[:, None] * stride_tokens_row + column
-    token = tl.load(token_ptr, mask=is_output, other=0)
+    tokens_row_ptr = tokens_ptr + row * stride_tokens_row
+    history_row_ptr = token_ids_ptr + slot * stride_token_ids_slot
+    token = tl.load(tokens_row_ptr[:, None] + column, mask=is_output, other=0)
     stops = token < 0
     for i in tl.static_range(MAX_STOP_TOKENS):
         stop_token_ptr = stop_token_ids_ptr + slot * stride_stop_token_ids_slot + i
@@ -113,28 +176,47 @@ def _post_update_kernel(
 
     is_sampled = is_output & (column < num_sampled[:, None])
     at_limit = known[:, None] + column + 1 >= max_total[:, None]
-    last = tl.min(tl.where(is_sampled & (stops | at_limit), column, TILE_COLUMNS), axis=1)
-    code = tl.where(token < 0, _FAILED, tl.where(stops, _STOP_TOKEN, _LENGTH))
+    code = tl.where(at_limit, _LENGTH, _RUNNING)
+    if sequences_ptr is not None:
+        ends = _ends_with_sequence(
+            sequences_ptr,
+            stride_sequences_slot,
+            sequence_lens_ptr,
+            stride_sequence_lens_slot,
+            num_sequences_ptr,
+            prompt_len_ptr,
+            min_total_ptr,
+            history_row_ptr,
+            tokens_row_ptr,
+            slot,
+            is_request,
+            known,
+            column,
+            is_sampled,
+            MAX_SEQUENCES,
+            MAX_LEN,
+        )
+        code = tl.where(ends, _STOP_SEQUENCE, code)
+    code = tl.where(token < 0, _FAILED, tl.where(stops, _STOP_TOKEN, code))
+    last = tl.min(tl.where(is_sampled & (code != _RUNNING), column, TILE_COLUMNS), axis=1)
     stop_code = tl.sum(tl.where(column == last[:, None], code, _RUNNING), axis=1)
     appends = is_sampled & (column <= last[:, None]) & (token >= 0)
     num_appended = tl.sum(appends.to(tl.int32), axis=1)
     computed = tl.where(num_sampled > 0, known + num_appended - 1, computed)
 
-    history_ptr = token_ids_ptr + (slot * stride_token_ids_slot + known)[:, None] + column
+    history_ptr = (history_row_ptr + known)[:, None] + column
     tl.store(history_ptr, token.to(tl.int32), mask=appends)
     tl.store(num_tokens_ptr + slot, known + num_appended, mask=runs)
     tl.store(num_computed_ptr + slot, computed, mask=runs)
     tl.store(stopped_ptr + slot, stop_code, mask=runs)
-    if output_counts_ptr is not None:
-        count_ptr = output_counts_ptr + (slot * stride_output_counts_slot)[:, None] + token
-        tl.atomic_add(count_ptr, 1, mask=appends, sem="relaxed")  # a row may repeat a token
     if ring_slot_ptr is not None:
         ring_slot = tl.load(ring_slot_ptr).to(tl.int64)
         output_ptr += ring_slot * stride_output_slot
         num_output_ptr += ring_slot * stride_num_output_slot
     output_row_ptr = output_ptr + row[:, None] * stride_output_row
     tl.store(output_row_ptr + column, tl.where(appends, token, -1), mask=is_output)
-    num_output = tl.where(stop_code == _FAILED, -1, num_appended)
+    failure = tl.sum(tl.where(column == last[:, None], token, 0), axis=1).to(tl.int32)
+    num_output = tl.where(stop_code == _FAILED, failure, num_appended)
     tl.store(num_output_ptr + row, num_output, mask=is_row)
 
 
@@ -177,7 +259,11 @@ def post_update(
     ring_slot: torch.Tensor | None = None,
     query_len: int | None = None,
     num_sampled: torch.Tensor | None = None,
-    output_counts: torch.Tensor | None = None,
+    stop_sequences: torch.Tensor | None = None,
+    stop_sequence_lens: torch.Tensor | None = None,
+    num_stop_sequences: torch.Tensor | None = None,
+    prompt_len: torch.Tensor | None = None,
+    min_total_tokens: torch.Tensor | None = None,
 ) -> None:
     """Append a step's tokens to their requests, advance the lengths and mark those that stop.
 
@@ -191,7 +277,8 @@ def post_update(
         logits_rows: [num_reqs] int64, as :func:`gather_tokens` wrote it; -1 = the row does not
             sample.
         tokens: [num_reqs, 1 + most drafts] int64, unit last stride, at most 8 columns: what each
-            row sampled, in order; < 0 = no token could be sampled.
+            row sampled, in order; < 0 = no token could be sampled, for a reason that the sampler
+            numbers.
         token_ids: [max_num_reqs, max_model_len] int32, unit last stride, *written*: history.
         num_tokens: [max_num_reqs] int32, *written*: tokens known of each request. Less than
             ``max_total_tokens`` where a row samples.
@@ -200,21 +287,29 @@ def post_update(
         max_total_tokens: [max_num_reqs] int32, the length at which a request stops, at most
             max_model_len.
         stop_token_ids: [max_num_reqs, any] int32, unit last stride, -1 = none.
-        stopped: [max_num_reqs] int32, *written*: 0 runs; 1 stop token, 2 length, 3 failed, the
-            constants of :mod:`mrv1.kernels.post_update`.
+        stopped: [max_num_reqs] int32, *written*: 0 runs; 1 stop token, 2 length, 3 failed, 4 stop
+            sequence, the constants of :mod:`mrv1.kernels.post_update`.
         output: shape of ``tokens``, int64, unit last stride, *written*, every element: the tokens
             appended, then -1. On the device or in pinned host memory, which the host may read
             behind an event after this launch.
         num_output: [num_reqs] int32, *written*: tokens appended; 0 for padding, stopped and
-            unfinished rows, -1 for a row that failed in this launch. Where ``output`` may be.
+            unfinished rows, < 0 for a row that failed in this launch: what stood for its token.
+            Where ``output`` may be.
         ring_slot: [1] int32: ``output`` and ``num_output`` have an axis more in front, whose
             element of this index is *written* and no other. It is read on the device, so that a
             captured graph writes to another each time; not checked.
         query_len: tokens of every row, if they all have the same number.
         num_sampled: [num_reqs] int32, tokens of each row of ``tokens`` that count, where it
             samples: 1 + the accepted drafts. None = one.
-        output_counts: [max_num_reqs, vocab] int32, unit last stride, *written*: how often each
-            request has each token, for penalties; + 1 for each that is appended.
+        stop_sequences: [max_num_reqs, max_sequences, max_len] int32, each slot's sequences
+            contiguous: token ids from column 0. A request stops where its output, of which the
+            prompt is no part, ends with one. None = no request has any; the next four go with it.
+        stop_sequence_lens: [max_num_reqs, max_sequences] int32, unit last stride: tokens of each,
+            1 to max_len; one of any other length ends nothing.
+        num_stop_sequences: [max_num_reqs] int32: sequences of each slot that count, from row 0.
+            More than max_sequences is max_sequences.
+        prompt_len: [max_num_reqs] int32.
+        min_total_tokens: [max_num_reqs] int32, tokens before which no sequence ends a request.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -230,11 +325,18 @@ def post_update(
         idx_mapping.device,
         token_ids,
         stop_token_ids,
-        output_counts,
         num_tokens=num_tokens,
         num_computed_tokens=num_computed_tokens,
         max_total_tokens=max_total_tokens,
         stopped=stopped,
+    )
+    _check_sequences(
+        token_ids,
+        stop_sequences,
+        stop_sequence_lens,
+        num_stop_sequences=num_stop_sequences,
+        prompt_len=prompt_len,
+        min_total_tokens=min_total_tokens,
     )
     _check_outputs(output, num_output, ring_slot, tokens)
     if num_rows == 0:
@@ -255,8 +357,6 @@ def post_update(
         num_tokens,
         num_computed_tokens,
         stopped,
-        output_counts,
-        0 if output_counts is None else output_counts.stride(0),
         idx_mapping,
         None if query_len is not None else query_start_loc,
         logits_rows,
@@ -266,10 +366,19 @@ def post_update(
         max_total_tokens,
         stop_token_ids,
         stop_token_ids.stride(0),
+        stop_sequences,
+        0 if stop_sequences is None else stop_sequences.stride(0),
+        stop_sequence_lens,
+        0 if stop_sequence_lens is None else stop_sequence_lens.stride(0),
+        num_stop_sequences,
+        prompt_len,
+        min_total_tokens,
         num_rows,
         query_len or 0,
         num_columns,
         MAX_STOP_TOKENS=stop_token_ids.shape[1],
+        MAX_SEQUENCES=0 if stop_sequences is None else stop_sequences.shape[1],
+        MAX_LEN=0 if stop_sequences is None else stop_sequences.shape[2],
         TILE_ROWS=config.tile_rows,
         TILE_COLUMNS=triton.next_power_of_2(num_columns),
         num_warps=config.num_warps,
@@ -315,24 +424,66 @@ def _check_state(
     device: torch.device,
     token_ids: torch.Tensor,
     stop_token_ids: torch.Tensor,
-    output_counts: torch.Tensor | None,
     **per_slot: torch.Tensor,
 ) -> None:
     max_num_reqs = token_ids.shape[0] if token_ids.dim() == 2 else None
-    for name, tensor in (
-        ("token_ids", token_ids),
-        ("stop_token_ids", stop_token_ids),
-        ("output_counts", output_counts),
-    ):
-        if tensor is not None or name != "output_counts":
-            check_tensor(
-                name,
-                tensor,
-                shape=(max_num_reqs, None),
-                dtype=torch.int32,
-                device=device,
-                unit_last_stride=True,
-            )
+    for name, tensor in (("token_ids", token_ids), ("stop_token_ids", stop_token_ids)):
+        check_tensor(
+            name,
+            tensor,
+            shape=(max_num_reqs, None),
+            dtype=torch.int32,
+            device=device,
+            unit_last_stride=True,
+        )
+    for name, tensor in per_slot.items():
+        check_tensor(
+            name,
+            tensor,
+            shape=(max_num_reqs,),
+            dtype=torch.int32,
+            device=device,
+            contiguous=True,
+        )
+
+
+def _check_sequences(
+    token_ids: torch.Tensor,
+    stop_sequences: torch.Tensor | None,
+    stop_sequence_lens: torch.Tensor | None,
+    **per_slot: torch.Tensor | None,
+) -> None:
+    given = {
+        "stop_sequences": stop_sequences,
+        "stop_sequence_lens": stop_sequence_lens,
+        **per_slot,
+    }
+    missing = [name for name, tensor in given.items() if tensor is None]
+    if len(missing) == len(given):
+        return
+    if stop_sequences is None or missing:
+        raise ValueError(f"{', '.join(given)}: expected all or none, got no {', '.join(missing)}")
+    max_num_reqs, device = token_ids.shape[0], token_ids.device
+    check_tensor(
+        "stop_sequences",
+        stop_sequences,
+        shape=(max_num_reqs, None, None),
+        dtype=torch.int32,
+        device=device,
+    )
+    if max_num_reqs and not stop_sequences[0].is_contiguous():
+        raise ValueError(
+            "stop_sequences: expected each slot's sequences contiguous, got strides "
+            f"{stop_sequences.stride()}"
+        )
+    check_tensor(
+        "stop_sequence_lens",
+        stop_sequence_lens,
+        shape=stop_sequences.shape[:2],
+        dtype=torch.int32,
+        device=device,
+        unit_last_stride=True,
+    )
     for name, tensor in per_slot.items():
         check_tensor(
             name,

@@ -106,15 +106,19 @@ def _post_update(num_columns: int, overlap: bool, *, uniform: bool = False) -> A
         kernel=_post_update_kernel,
         args=(
             *(int64, num_columns, int32, int32, 256 * num_columns, 256),
-            *(int32, 40_960, int32, int32, int32, int32, 151_936),
+            *(int32, 40_960, int32, int32, int32),
             *(int32, None if uniform else int32, int64, int32 if num_columns > 1 else None),
-            *(int64, num_columns, int32, int32, 16, 33, 1, num_columns),
+            *(int64, num_columns, int32, int32, 16),
+            *(int32, 40, int32, 5, int32, int32, int32, 33, 1, num_columns),
         ),
         constexprs={
             "MAX_STOP_TOKENS": 16,
+            "MAX_SEQUENCES": 5,
+            "MAX_LEN": 8,
             "OVERLAP": overlap,
             "TILE_ROWS": config.tile_rows,
             "TILE_COLUMNS": triton.next_power_of_2(num_columns),
         },
         num_warps=config.num_warps,
+        parked_bytes=8,  # over the loop, with drafts on sm_80: one launch a step
     )

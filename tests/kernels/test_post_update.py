@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.post_update import FAILED, LENGTH, RUNNING, STOP_TOKEN, PostUpdateConfig
+from mrv1.kernels.post_update import (
+    FAILED,
+    LENGTH,
+    RUNNING,
+    STOP_SEQUENCE,
+    STOP_TOKEN,
+    PostUpdateConfig,
+)
 from tests.kernels.elementwise import tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -35,6 +42,10 @@ class Row:
     max_total: int = MAX_MODEL_LEN
     stop_tokens: tuple[int, ...] = ()
     stopped: int = RUNNING
+    sequences: tuple[tuple[int, ...], ...] = ()
+    """Stop sequences."""
+    prompt_len: int = 0
+    min_total: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,10 @@ class Case:
     uniform: bool = False
     """Rows are told by query_len alone."""
     has_num_sampled: bool = True
-    has_output_counts: bool = False
+    max_sequences: int | None = 4
+    """None = the launch is given no stop sequences."""
+    max_len: int = 5
+    """Tokens of a stop sequence."""
 
     def rows_by_slot(self) -> list[Row | None]:
         by_slot = {row.slot: row for row in self.rows}
@@ -58,8 +72,12 @@ class Case:
 
 
 Arguments = dict[str, torch.Tensor | int | None]
-STATE = ("token_ids", "num_tokens", "num_computed_tokens", "stopped", "output_counts")
+STATE = ("token_ids", "num_tokens", "num_computed_tokens", "stopped")
 WRITTEN = (*STATE, "output", "num_output")
+
+
+def _history(slot: int) -> list[int]:
+    return [(slot + i * i // 3) % VOCAB for i in range(MAX_MODEL_LEN)]
 
 
 def _padded(values: tuple[int, ...], size: int, padding: int) -> list[int]:
@@ -83,9 +101,8 @@ def _arguments(case: Case, device="cpu") -> Arguments:
     stop_tokens = [
         _padded(row.stop_tokens if row else (7, 8), case.max_stop_tokens, -1) for row in slots
     ]
-    history = [[100 * slot + i for i in range(MAX_MODEL_LEN)] for slot in range(len(slots))]
+    history = [_history(slot) for slot in range(len(slots))]
     starts = [sum(row.query_len for row in case.rows[:i]) for i in range(len(case.rows) + 1)]
-    counts = matrix([[slot] * VOCAB for slot in range(len(slots))], VOCAB)
     return {
         "idx_mapping": tensor([row.slot for row in case.rows]),
         "query_start_loc": None if case.uniform else tensor(starts),
@@ -103,16 +120,40 @@ def _arguments(case: Case, device="cpu") -> Arguments:
         "num_sampled": tensor([len(row.tokens) for row in case.rows])
         if case.has_num_sampled
         else None,
-        "output_counts": counts if case.has_output_counts else None,
+        **_stop_sequences(case, device),
+    }
+
+
+def _stop_sequences(case: Case, device) -> Arguments:
+    """A slot's sequences side by side, in front of others that do not count."""
+    if case.max_sequences is None:
+        return {}
+    slots = case.rows_by_slot()
+    tokens = torch.zeros(
+        len(slots), case.max_sequences + 1, case.max_len, dtype=torch.int32, device=device
+    )
+    lens = torch.ones(len(slots), case.max_sequences + 2, dtype=torch.int32, device=device)
+    for slot, row in enumerate(slots):
+        for i, sequence in enumerate(row.sequences[: case.max_sequences + 1] if row else ()):
+            tokens[slot, i] = torch.tensor(_padded(sequence[: case.max_len], case.max_len, 7))
+            lens[slot, i] = len(sequence)
+    numbers = {
+        "num_stop_sequences": [len(row.sequences) if row else 99 for row in slots],
+        "prompt_len": [row.prompt_len if row else 0 for row in slots],
+        "min_total_tokens": [row.min_total if row else 0 for row in slots],
+    }
+    return {
+        "stop_sequences": tokens[:, : case.max_sequences],
+        "stop_sequence_lens": lens[:, : case.max_sequences],
+        **{name: torch.tensor(n, dtype=torch.int32, device=device) for name, n in numbers.items()},
     }
 
 
 def _whole(arguments: Arguments) -> dict[str, list[int]]:
     """Every buffer that is written, what lies between its rows included."""
-    tensors = {name: arguments[name] for name in WRITTEN if arguments[name] is not None}
     return {
-        name: tensor.new_empty(0).set_(tensor.untyped_storage()).tolist()
-        for name, tensor in tensors.items()
+        name: arguments[name].new_empty(0).set_(arguments[name].untyped_storage()).tolist()
+        for name in WRITTEN
     }
 
 
@@ -127,17 +168,19 @@ def _by_hand(case: Case) -> dict[str, list[int]]:
     arguments = _arguments(case)
     state = {name: arguments[name] for name in WRITTEN}
     for index, row in enumerate(case.rows):
-        appended, code = [], RUNNING
+        appended, code, failure = [], RUNNING, 0
         if row.slot >= 0 and row.stopped == RUNNING:
             for token in row.tokens:
                 if code != RUNNING:
                     break
                 if token < 0:
-                    code = FAILED
+                    code, failure = FAILED, token
                     continue
                 appended.append(token)
                 if token in row.stop_tokens:
                     code = STOP_TOKEN
+                elif _ends_with_sequence(case, row, appended):
+                    code = STOP_SEQUENCE
                 elif row.known + len(appended) >= row.max_total:
                     code = LENGTH
             num_tokens = row.known + len(appended)
@@ -147,11 +190,22 @@ def _by_hand(case: Case) -> dict[str, list[int]]:
             state["stopped"][row.slot] = code
             for i, token in enumerate(appended):
                 state["token_ids"][row.slot, row.known + i] = token
-                if case.has_output_counts:
-                    state["output_counts"][row.slot, token] += 1
-        state["num_output"][index] = -1 if code == FAILED else len(appended)
+        state["num_output"][index] = failure if code == FAILED else len(appended)
         state["output"][index] = torch.tensor(_padded(tuple(appended), case.num_columns, -1))
     return _whole(arguments)
+
+
+def _ends_with_sequence(case: Case, row: Row, appended: list[int]) -> bool:
+    output = [*_history(row.slot)[: row.known], *appended][row.prompt_len :]
+    total = row.known + len(appended)
+    return (
+        case.max_sequences is not None
+        and total >= row.min_total
+        and any(
+            len(s) <= case.max_len and tuple(output[-len(s) :]) == s
+            for s in row.sequences[: case.max_sequences]
+        )
+    )
 
 
 @st.composite
@@ -172,23 +226,40 @@ def _cases(draw) -> Case:
         max_stop_tokens=draw(st.sampled_from([2, 5])),
         uniform=query_len is not None and bool(rows),
         has_num_sampled=any(len(row.tokens) > 1 for row in rows) or draw(st.booleans()),
-        has_output_counts=draw(st.booleans()),
+        max_sequences=draw(st.sampled_from([None, 0, 2, 4])),
+        max_len=draw(st.sampled_from([1, 3, 8])),
     )
 
 
 def _draw_row(draw, slot: int, num_columns: int, query_len: int | None) -> Row:
-    token = st.sampled_from([0, 1, 2, 3, 4, 5, 9, 11, -1])
+    token = st.sampled_from([0, 1, 2, 3, 4, 5, 9, 11, -1, -2])
     known = draw(st.sampled_from([1, 2, 20, MAX_MODEL_LEN - 8, MAX_MODEL_LEN - 1]))
     left = draw(st.sampled_from([n for n in (1, 2, 5, 8) if known + n <= MAX_MODEL_LEN]))
+    tokens = tuple(draw(st.lists(token, max_size=num_columns)))
     return Row(
         slot,
-        tokens=tuple(draw(st.lists(token, max_size=num_columns))),
+        tokens=tokens,
         query_len=draw(st.sampled_from([0, 1, 2, 17])) if query_len is None else query_len,
         known=known,
         max_total=known + left,
         stop_tokens=draw(st.sampled_from([(), (), (2,), (11, 0)])),
         stopped=draw(st.sampled_from([RUNNING, RUNNING, RUNNING, STOP_TOKEN, LENGTH, FAILED])),
+        sequences=_draw_sequences(draw, [*_history(slot)[:known], *tokens], len(tokens)),
+        prompt_len=draw(st.sampled_from([0, max(known - 2, 0), known])),
+        min_total=draw(st.sampled_from([0, 0, known + 2])),
     )
+
+
+def _draw_sequences(draw, total: list[int], num_new: int) -> tuple[tuple[int, ...], ...]:
+    """Sequences that the tokens end with somewhere among the new ones, some a token amiss."""
+    sequences = []
+    for _ in range(draw(st.sampled_from([0, 0, 1, 3, 5]))):
+        end = len(total) - draw(st.integers(0, max(num_new - 1, 0)))
+        sequence = total[max(end - draw(st.integers(1, 9)), 0) : end]
+        if draw(st.booleans()):
+            sequence[draw(st.integers(0, len(sequence) - 1))] = draw(st.integers(0, VOCAB - 1))
+        sequences.append(tuple(sequence))
+    return tuple(sequences)
 
 
 # --- oracle ------------------------------------------------------------------------------------
@@ -231,8 +302,7 @@ def test_outputs_go_to_the_slot_of_the_ring_that_the_device_names(device, case, 
     for name, buffer in ring.items():
         assert torch.equal(buffer, expected[name])
     for name in STATE:
-        if plain[name] is not None:
-            assert torch.equal(plain[name], ringed[name])
+        assert torch.equal(plain[name], ringed[name])
 
 
 # --- edges -------------------------------------------------------------------------------------
@@ -278,11 +348,58 @@ def test_nothing_is_appended_behind_the_length(device):
     assert state == {"num_tokens": 40, "num_computed_tokens": 39, "stopped": LENGTH}
 
 
+def test_a_sequence_ends_a_row_among_its_drafts(device):
+    """Two of its tokens are known, two are sampled; what is behind them is dropped."""
+    history = _history(2)[8:10]
+    row = Row(
+        2,
+        tokens=(4, 5, 6, 3),
+        query_len=4,
+        known=10,
+        prompt_len=8,
+        min_total=12,
+        sequences=((9, 9), (*history, 4, 5), (6,)),
+    )
+    output, num_output, state = _state_of(row, device)
+    assert output[:4] == [4, 5, -1, -1]
+    assert num_output == 2
+    assert state == {"num_tokens": 12, "num_computed_tokens": 11, "stopped": STOP_SEQUENCE}
+
+
+@pytest.mark.parametrize(("prompt_len", "min_total"), [(9, 0), (8, 13)])
+def test_neither_the_prompt_nor_what_comes_too_early_ends_a_row(device, prompt_len, min_total):
+    row = Row(
+        2,
+        tokens=(4, 5, 6),
+        query_len=3,
+        known=10,
+        prompt_len=prompt_len,
+        min_total=min_total,
+        sequences=((*_history(2)[8:10], 4, 5),),
+    )
+    assert _state_of(row, device)[2]["stopped"] == RUNNING
+
+
+def test_what_a_slot_does_not_count_ends_nothing(device):
+    """Another row has more sequences; behind this one's there is one that its output ends with."""
+    rows = (Row(0, tokens=(0,), known=9), Row(1, tokens=(3,), sequences=((9,), (9, 9))))
+    assert _run(kernels, Case(rows=rows), device)["stopped"][:2] == [RUNNING, RUNNING]
+
+
+def test_a_sequence_of_a_length_beyond_its_room_ends_nothing(device):
+    """Read on, it would be what the row's output ends with."""
+    row = Row(0, tokens=(5, 6, 7), query_len=3, known=9, sequences=((5, 6, 7), (7, 9)))
+    case = Case(rows=(row,), num_columns=3, max_len=2)
+    for ops in (kernels, reference):
+        assert _run(ops, case, device)["stopped"][0] == RUNNING
+
+
+@pytest.mark.parametrize("failure", [-1, -2])
 @pytest.mark.parametrize("behind", [(), (3,)])
-def test_a_row_without_a_token_fails(device, behind):
-    output, num_output, state = _state_of(Row(2, tokens=(-1, *behind), known=10), device)
+def test_a_row_without_a_token_fails(device, behind, failure):
+    output, num_output, state = _state_of(Row(2, tokens=(failure, *behind), known=10), device)
     assert output == [-1] * 8
-    assert num_output == -1
+    assert num_output == failure
     assert state == {"num_tokens": 10, "num_computed_tokens": 9, "stopped": FAILED}
 
 
@@ -299,15 +416,6 @@ def test_an_unfinished_prefill_advances_by_its_query(device):
     assert output == [-1] * 8
     assert num_output == 0
     assert state == {"num_tokens": 30, "num_computed_tokens": 30, "stopped": RUNNING}
-
-
-def test_a_token_counts_as_often_as_it_is_appended(device):
-    case = Case(rows=(Row(1, tokens=(3, 3, 3, 4)),), num_columns=4, has_output_counts=True)
-    arguments = _arguments(case, device)
-    kernels.post_update(**arguments)
-    counts = arguments["output_counts"]
-    assert counts[1].tolist() == [1, 1, 1, 4, 2, *[1] * 7]
-    assert counts[2].tolist() == [2] * VOCAB
 
 
 @pytest.mark.parametrize("num_columns", [1, 8])
@@ -384,7 +492,17 @@ INT32 = torch.zeros(3, dtype=torch.int32)
         ({"output": INT32[:2, None].long()}, ValueError, r"output: expected shape \[2, 4\], got"),
         ({"num_output": INT32}, ValueError, r"num_output: expected shape \[2\], got \[3\]"),
         ({"num_sampled": INT32}, ValueError, r"num_sampled: expected shape \[2\], got \[3\]"),
-        ({"output_counts": INT32[None]}, ValueError, r"output_counts: expected shape \[5, any\]"),
+        ({"stop_sequences": INT32}, ValueError, r"stop_sequences: expected shape \[5, any, any\]"),
+        ({"stop_sequences": None}, ValueError, r"expected all or none, got no stop_sequences"),
+        (
+            {"stop_sequences": INT32[:, None, None].expand(3, 5, 2).transpose(0, 1)},
+            ValueError,
+            r"stop_sequences: expected each slot's sequences contiguous, got strides",
+        ),
+        ({"stop_sequence_lens": INT32}, ValueError, r"stop_sequence_lens: expected shape \[5, 4"),
+        ({"num_stop_sequences": INT32}, ValueError, r"num_stop_sequences: expected shape \[5\]"),
+        ({"prompt_len": None}, ValueError, r"expected all or none, got no prompt_len"),
+        ({"min_total_tokens": INT32}, ValueError, r"min_total_tokens: expected shape \[5\], got"),
     ],
 )
 def test_wrong_arguments_are_named(device, change, error, message):

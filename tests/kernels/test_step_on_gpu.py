@@ -30,7 +30,6 @@ class Step:
             part.view(MAX_NUM_REQS, -1) for part in parts[4:]
         )
         self.upload = torch.zeros(20_000, dtype=torch.int32, device=device)
-        self.output_counts = torch.zeros(MAX_NUM_REQS, VOCAB, dtype=torch.int32, device=device)
 
         def full(*shape: int, dtype=torch.int32) -> torch.Tensor:
             return torch.full(shape, -9, dtype=dtype, device=device)
@@ -85,11 +84,10 @@ class Step:
             query_len=1,
             output=self.output,
             num_output=self.num_output,
-            output_counts=self.output_counts,
         )
 
     def results(self) -> dict[str, list]:
-        tensors = {**self.outputs, "state": self.state, "counts": self.output_counts}
+        tensors = {**self.outputs, "state": self.state}
         tensors |= {"output": self.output, "num_output": self.num_output}
         return {name: tensor.tolist() for name, tensor in tensors.items()}
 
