@@ -25,6 +25,7 @@ import torch
 from mrv1 import kernels
 from mrv1.bench.provenance import provenance
 from mrv1.kernels import HeadRole, KVScales, reference
+from mrv1.kernels.edit_logits import MAX_PARTS
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 
 TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"SUMMARY: (\d+) hazard"}
@@ -171,6 +172,11 @@ def _sample_tokens(ops: ModuleType, device: torch.device) -> Outputs:
     for vocab_size in (320, 10_000):
         logits, rows = _normal(5, vocab_size, device=device), torch.arange(5, device=device)
         yield ops.sample_tokens(logits, rows / 4, rows, rows)
+        for top_k in (7, 300):  # few enough for a tile, and more
+            yield ops.sample_tokens(
+                logits, rows / 4, rows, rows, top_k=torch.full_like(rows, top_k).int(),
+                top_p=torch.full_like(rows / 4, 0.9), min_p=rows / 1000, child=rows.int(),
+            )  # fmt: skip
 
 
 def _gather_tokens(ops: ModuleType, device: torch.device) -> Outputs:
@@ -252,25 +258,63 @@ def _post_update(ops: ModuleType, device: torch.device) -> Outputs:
         return torch.tensor(values, dtype=dtype, device=device)
 
     int64 = torch.int64
-    token_ids, output_counts, output = matrix(4, 64), matrix(4, 20), matrix(3, 3, int64)
+    token_ids, output = matrix(4, 64), matrix(3, 3, int64)
     num_tokens, computed, stopped = row(40, 0, 30, 0), row(39, 0, 10, 0), row(0, 0, 0, 0)
     num_output = row(9, 9, 9)
     ops.post_update(
         row(2, 0, -1), row(0, 20, 23, 23), row(-1, 20, -1, dtype=int64), matrix(3, 3, int64),
         token_ids, num_tokens, computed, row(64, 64, 64, 64),
         row(4, -1, 4, -1, 4, -1, 4, -1).view(4, 2), stopped, num_sampled=row(0, 3, 0),
-        output_counts=output_counts, output=output, num_output=num_output,
+        output=output, num_output=num_output, stop_sequences=matrix(4, 6).view(4, 2, 3),
+        stop_sequence_lens=matrix(4, 2) % 3 + 1, num_stop_sequences=row(2, 2, 2, 2),
+        prompt_len=row(30, 0, 20, 0), min_total_tokens=row(0, 0, 0, 0),
     )  # fmt: skip
-    yield from (token_ids, num_tokens, computed, stopped, output_counts, output, num_output)
+    yield from (token_ids, num_tokens, computed, stopped, output, num_output)
+
+
+def _edit_logits(ops: ModuleType, device: torch.device) -> Outputs:
+    """Two rows of a request that uses everything, and one that has just taken its slot."""
+
+    def full(*shape: int, value: int = 1) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=device)
+
+    vocab = 5000
+    token_ids = torch.arange(2 * 3000, device=device).int().view(2, 3000) % 4001
+    logits, penalty = _normal(4, vocab, device=device).float(), full(2).float() / 2
+    ops.edit_logits(
+        logits, torch.tensor([1, 1, 0, -1], dtype=torch.int32, device=device), token_ids,
+        full(2, value=2999), full(2, value=1000), edits=full(2, value=15),
+        allowed_mask=full(2, 157, value=-2), min_total_tokens=full(2, value=3001),
+        stop_token_ids=full(2, 16, value=9), bias_ids=token_ids[:, :300],
+        bias_values=token_ids[:, :300].float(), num_bias=full(2, value=299),
+        repetition_penalty=penalty, frequency_penalty=penalty, presence_penalty=penalty,
+        counts=full(2, vocab), counted=full(2, MAX_PARTS, value=-1), ahead=full(4),
+        draft_token_ids=full(2, 1, value=3),
+    )  # fmt: skip
+    yield logits
+
+
+def _apply_token_bitmask(ops: ModuleType, device: torch.device) -> Outputs:
+    logits = _normal(3, 5000, device=device)
+    bitmask = torch.arange(2 * 157, dtype=torch.int32, device=device).view(2, 157)
+    rows = torch.tensor([2, -1], dtype=torch.int32, device=device)
+    ops.apply_token_bitmask(logits, bitmask, rows=rows)
+    yield logits
+
+
+def _top_logprobs(ops: ModuleType, device: torch.device) -> Outputs:
+    token_ids = torch.tensor([[4, -1], [4999, 0]], device=device)
+    yield from ops.top_logprobs(_normal(2, 5000, device=device), token_ids, 40)
 
 
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _apply_bad_words, _apply_rope, _copy_pages, _embed_tokens, _fetch_upload,
-        _gather_tokens, _kv_cache_write, _linear, _merge_states, _paged_decode_attention,
-        _paged_prefill_attention, _plan_decode_attention, _post_update, _qkv_cache_write,
-        _rms_norm, _sample_tokens, _scatter_segments, _silu_and_mul,
+        _apply_bad_words, _apply_rope, _apply_token_bitmask, _copy_pages, _edit_logits,
+        _embed_tokens, _fetch_upload, _gather_tokens, _kv_cache_write, _linear, _merge_states,
+        _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
+        _post_update, _qkv_cache_write, _rms_norm, _sample_tokens, _scatter_segments,
+        _silu_and_mul, _top_logprobs,
     )
 }  # fmt: skip
 

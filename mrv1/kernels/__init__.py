@@ -15,12 +15,14 @@ from mrv1.kernels.bad_words import apply_bad_words
 from mrv1.kernels.copy_pages import copy_pages
 from mrv1.kernels.decode_attention import paged_decode_attention
 from mrv1.kernels.decode_plan import DecodePlan, plan_decode_attention
+from mrv1.kernels.edit_logits import apply_token_bitmask, edit_logits
 from mrv1.kernels.embed_tokens import embed_tokens
 from mrv1.kernels.fetch_upload import fetch_upload
 from mrv1.kernels.kv_cache_write import kv_cache_write
 from mrv1.kernels.kv_layout import HeadRole, KVLayout
 from mrv1.kernels.kv_scales import KVScales
 from mrv1.kernels.linear import linear
+from mrv1.kernels.logprobs import TopLogprobs, top_logprobs
 from mrv1.kernels.merge_states import merge_states
 from mrv1.kernels.post_update import post_update
 from mrv1.kernels.prefill_attention import paged_prefill_attention
@@ -36,9 +38,12 @@ __all__ = [
     "HeadRole",
     "KVLayout",
     "KVScales",
+    "TopLogprobs",
     "apply_bad_words",
     "apply_rope",
+    "apply_token_bitmask",
     "copy_pages",
+    "edit_logits",
     "embed_tokens",
     "fetch_upload",
     "gather_tokens",
@@ -55,4 +60,5 @@ __all__ = [
     "sample_tokens",
     "scatter_segments",
     "silu_and_mul",
+    "top_logprobs",
 ]

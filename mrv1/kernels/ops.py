@@ -13,6 +13,7 @@ from mrv1.kernels.decode_plan import DecodePlan
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales
 from mrv1.kernels.linear import Activation
+from mrv1.kernels.logprobs import TopLogprobs
 
 
 class Ops(Protocol):
@@ -95,7 +96,11 @@ class Ops(Protocol):
         ring_slot: torch.Tensor | None = None,
         query_len: int | None = None,
         num_sampled: torch.Tensor | None = None,
-        output_counts: torch.Tensor | None = None,
+        stop_sequences: torch.Tensor | None = None,
+        stop_sequence_lens: torch.Tensor | None = None,
+        num_stop_sequences: torch.Tensor | None = None,
+        prompt_len: torch.Tensor | None = None,
+        min_total_tokens: torch.Tensor | None = None,
     ) -> None:
         """Append a step's tokens, advance the lengths, mark the requests that stop."""
         ...
@@ -252,6 +257,38 @@ class Ops(Protocol):
         """Mask the tokens that would complete a banned word, in place."""
         ...
 
+    def edit_logits(
+        self,
+        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        prompt_len: torch.Tensor,
+        *,
+        edits: torch.Tensor,
+        allowed_mask: torch.Tensor,
+        min_total_tokens: torch.Tensor,
+        stop_token_ids: torch.Tensor,
+        bias_ids: torch.Tensor,
+        bias_values: torch.Tensor,
+        num_bias: torch.Tensor,
+        repetition_penalty: torch.Tensor,
+        frequency_penalty: torch.Tensor,
+        presence_penalty: torch.Tensor,
+        counts: torch.Tensor,
+        counted: torch.Tensor,
+        ahead: torch.Tensor | None = None,
+        draft_token_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Mask, bias and penalize what each row's slot asks for, in place."""
+        ...
+
+    def apply_token_bitmask(
+        self, logits: torch.Tensor, bitmask: torch.Tensor, *, rows: torch.Tensor | None = None
+    ) -> None:
+        """Mask the tokens that a grammar does not allow, in place."""
+        ...
+
     def sample_tokens(
         self,
         logits: torch.Tensor,
@@ -259,11 +296,27 @@ class Ops(Protocol):
         seeds: torch.Tensor,
         positions: torch.Tensor,
         *,
+        top_k: torch.Tensor | None = None,
+        top_p: torch.Tensor | None = None,
+        min_p: torch.Tensor | None = None,
+        child: torch.Tensor | None = None,
         idx_mapping: torch.Tensor | None = None,
         prompt_len: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw one token a row."""
+        """Draw one token a row from what its filters keep."""
+        ...
+
+    def top_logprobs(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_top: int,
+        *,
+        idx_mapping: torch.Tensor | None = None,
+        temperature: torch.Tensor | None = None,
+    ) -> TopLogprobs:
+        """Return tokens' log-probabilities and ranks, and each row's best tokens."""
         ...
 
 

@@ -37,6 +37,14 @@ from mrv1.kernels.decode_plan import (
     check_plan,
     check_plan_options,
 )
+from mrv1.kernels.edit_logits import (
+    ALLOWED,
+    BIAS,
+    MIN_TOKENS,
+    PENALTIES,
+    check_edit_logits,
+    check_token_bitmask,
+)
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import (
     LARGEST_E4M3,
@@ -46,7 +54,8 @@ from mrv1.kernels.kv_scales import (
     scales_per_block,
 )
 from mrv1.kernels.linear import Activation
-from mrv1.kernels.post_update import FAILED, LENGTH, RUNNING, STOP_TOKEN
+from mrv1.kernels.logprobs import TopLogprobs, check_top_logprobs
+from mrv1.kernels.post_update import FAILED, LENGTH, RUNNING, STOP_SEQUENCE, STOP_TOKEN
 from mrv1.kernels.token_gather import check_queries
 
 P = ParamSpec("P")
@@ -287,6 +296,21 @@ def _ring_column(
     return torch.where((ring_blocks == 0) | (block < sink_blocks), block, in_ring)
 
 
+def _stop_sequences_of(
+    slot: int,
+    stop_sequences: torch.Tensor | None,
+    stop_sequence_lens: torch.Tensor | None,
+    num_stop_sequences: torch.Tensor | None,
+) -> list[list[int]]:
+    """Return the sequences of a slot that may end its request."""
+    if stop_sequences is None or stop_sequence_lens is None or num_stop_sequences is None:
+        return []
+    lens = stop_sequence_lens[slot, : num_stop_sequences[slot]].tolist()
+    rows = stop_sequences[slot].tolist()
+    max_len = stop_sequences.shape[2]
+    return [rows[i][:length] for i, length in enumerate(lens) if 1 <= length <= max_len]
+
+
 @_counted
 def post_update(
     idx_mapping: torch.Tensor,
@@ -305,7 +329,11 @@ def post_update(
     ring_slot: torch.Tensor | None = None,
     query_len: int | None = None,
     num_sampled: torch.Tensor | None = None,
-    output_counts: torch.Tensor | None = None,
+    stop_sequences: torch.Tensor | None = None,
+    stop_sequence_lens: torch.Tensor | None = None,
+    num_stop_sequences: torch.Tensor | None = None,
+    prompt_len: torch.Tensor | None = None,
+    min_total_tokens: torch.Tensor | None = None,
 ) -> None:
     """Oracle of :func:`mrv1.kernels.post_update`."""
     if ring_slot is not None:
@@ -319,24 +347,35 @@ def post_update(
         if slot < 0 or stopped[slot] != RUNNING:
             continue
         stop_tokens = stop_token_ids[slot].tolist()
-        num_appended = 0
+        sequences = _stop_sequences_of(
+            slot, stop_sequences, stop_sequence_lens, num_stop_sequences
+        )
+        failure = num_appended = 0
         for token in tokens[row, : counts[row]].tolist():
             if token < 0:
                 stopped[slot] = FAILED
+                failure = token
                 break
             token_ids[slot, num_tokens[slot]] = token
             num_tokens[slot] += 1
             output[row, num_appended] = token
             num_appended += 1
-            if output_counts is not None:
-                output_counts[slot, token] += 1
             if token in stop_tokens:
                 stopped[slot] = STOP_TOKEN
                 break
+            if (
+                prompt_len is not None
+                and min_total_tokens is not None
+                and num_tokens[slot] >= min_total_tokens[slot]
+            ):
+                new = token_ids[slot, prompt_len[slot] : num_tokens[slot]].tolist()
+                if any(new[-len(sequence) :] == sequence for sequence in sequences):
+                    stopped[slot] = STOP_SEQUENCE
+                    break
             if num_tokens[slot] >= max_total_tokens[slot]:
                 stopped[slot] = LENGTH
                 break
-        num_output[row] = -1 if stopped[slot] == FAILED else num_appended
+        num_output[row] = failure or num_appended
         if counts[row] > 0:
             num_computed_tokens[slot] = num_tokens[slot] - 1
         else:
@@ -395,6 +434,133 @@ def apply_bad_words(
         logits[row, last[(last >= 0) & (last < logits.shape[1])]] = -torch.inf
 
 
+@_counted
+def edit_logits(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    prompt_len: torch.Tensor,
+    *,
+    edits: torch.Tensor,
+    allowed_mask: torch.Tensor,
+    min_total_tokens: torch.Tensor,
+    stop_token_ids: torch.Tensor,
+    bias_ids: torch.Tensor,
+    bias_values: torch.Tensor,
+    num_bias: torch.Tensor,
+    repetition_penalty: torch.Tensor,
+    frequency_penalty: torch.Tensor,
+    presence_penalty: torch.Tensor,
+    counts: torch.Tensor,
+    counted: torch.Tensor,
+    ahead: torch.Tensor | None = None,
+    draft_token_ids: torch.Tensor | None = None,
+) -> None:
+    """Oracle of :func:`mrv1.kernels.edit_logits`; it counts anew, and leaves ``counts`` alone."""
+    check_edit_logits(
+        logits,
+        idx_mapping,
+        token_ids,
+        allowed_mask,
+        stop_token_ids,
+        (bias_ids, bias_values),
+        counts,
+        counted,
+        ahead,
+        draft_token_ids,
+        _ORACLE_DTYPES,
+        num_tokens=num_tokens,
+        prompt_len=prompt_len,
+        edits=edits,
+        min_total_tokens=min_total_tokens,
+        num_bias=num_bias,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+    )
+    vocab_size = logits.shape[1]
+
+    def in_vocab(ids: torch.Tensor) -> torch.Tensor:
+        return ids[(ids >= 0) & (ids < vocab_size)].long()
+
+    for row in (idx_mapping >= 0).nonzero().flatten().tolist():
+        slot = int(idx_mapping[row])
+        x, used, known = logits[row], int(edits[slot]), int(num_tokens[slot])
+        prompt, output = token_ids[slot, :known].tensor_split([int(prompt_len[slot])])
+        if ahead is not None and draft_token_ids is not None:
+            drafts = draft_token_ids[row // (len(logits) // len(draft_token_ids))]
+            output = torch.cat([output, drafts[: ahead[row]]])
+        if used & BIAS:
+            ids = bias_ids[slot, : max(int(num_bias[slot]), 0)].long()
+            is_id = (ids >= 0) & (ids < vocab_size)
+            ids, values = ids[is_id], bias_values[slot, : len(ids)][is_id]
+            x[ids] = (_wide(x[ids]) + values).to(x.dtype)
+        if used & PENALTIES:
+            num_output = torch.bincount(in_vocab(output), minlength=vocab_size)
+            seen = torch.cat([in_vocab(prompt), in_vocab(output)]).unique()
+            y, num_output = _wide(x[seen]), num_output[seen]
+            y = torch.where(y > 0, y / repetition_penalty[slot], y * repetition_penalty[slot])
+            y = y - frequency_penalty[slot] * num_output
+            y = y - torch.where(num_output > 0, presence_penalty[slot], 0)
+            x[seen] = y.to(x.dtype)
+        if used & ALLOWED:
+            x.masked_fill_(~_token_bits(allowed_mask[slot], vocab_size), -torch.inf)
+        if used & MIN_TOKENS and len(prompt) + len(output) < min_total_tokens[slot]:
+            x[in_vocab(stop_token_ids[slot])] = -torch.inf
+
+
+def _token_bits(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return the bit of each token, [..., ceil(vocab / 32)] int32 -> [..., vocab] bool."""
+    bits = mask[..., None] >> torch.arange(32, dtype=torch.int32, device=mask.device) & 1
+    return bits.flatten(-2)[..., :vocab_size].bool()
+
+
+@_counted
+def apply_token_bitmask(
+    logits: torch.Tensor, bitmask: torch.Tensor, *, rows: torch.Tensor | None = None
+) -> None:
+    """Oracle of :func:`mrv1.kernels.apply_token_bitmask`."""
+    check_token_bitmask(logits, bitmask, rows, _ORACLE_DTYPES)
+    targets = range(len(logits)) if rows is None else rows.tolist()
+    for mask, row in zip(bitmask, targets, strict=True):
+        if row >= 0:
+            logits[row].masked_fill_(~_token_bits(mask, logits.shape[1]), -torch.inf)
+
+
+@_counted
+def top_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_top: int,
+    *,
+    idx_mapping: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+) -> TopLogprobs:
+    """Oracle of :func:`mrv1.kernels.top_logprobs`: the whole log-softmax, and a stable sort."""
+    check_top_logprobs(logits, token_ids, num_top, idx_mapping, temperature, _ORACLE_DTYPES)
+    x = _wide(logits)
+    rows = torch.arange(len(x), device=x.device)
+    slots = rows if idx_mapping is None else idx_mapping.long()
+    scaled = x
+    if temperature is not None and len(temperature):
+        divisor = temperature[slots.clamp_min(0)][:, None]
+        scaled = x / torch.where(divisor == 0, 1, divisor)
+    logprobs = scaled.log_softmax(dim=1)
+    is_none = (token_ids < 0) | (token_ids >= x.shape[1]) | (slots < 0)[:, None]
+    asked = token_ids.masked_fill(is_none, 0)
+    better = [(x > x.gather(1, column[:, None])).sum(1) for column in asked.T]
+    ranks = torch.stack(better, 1) + 1 if better else torch.zeros_like(token_ids)
+    best = x.masked_fill(x.isnan(), -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    best, padding = best[:, :num_top], (slots < 0)[:, None]
+    return TopLogprobs(
+        logprobs.gather(1, asked).masked_fill(is_none, -torch.inf),
+        ranks.masked_fill(is_none, 0),
+        best.masked_fill(padding, -1),
+        logprobs.gather(1, best).masked_fill(padding, -torch.inf),
+    )
+
+
 _UINT32 = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -419,19 +585,27 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-def philox_words(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the sampling word of every (row, token id): [rows, vocab] int64 in [0, 2^32).
+def philox_words(
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    index: torch.Tensor,
+    purpose: int = 0,
+    child: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return word 0 of philox for every (row, index): [rows, n] int64 in [0, 2^32).
 
     Args:
         seeds: [rows] int64, the philox key: low word, then high word.
-        positions: [rows] int64, output position, the counter's first word; the token id is its
-            second, then purpose 0 (sample) and child index 0.
-        vocab_size: token ids.
+        positions: [rows] int64, output position, the counter's first word.
+        index: [n] or [rows, n] int64, its second: token ids (purpose 0) or groups (purpose 1).
+        purpose: its third.
+        child: [rows] integers, its fourth: index of a parallel sample; None = 0.
     """
     seeds, positions = seeds[:, None], positions[:, None]
-    token_ids = torch.arange(vocab_size, device=seeds.device)[None, :]
+    index = index.expand(len(seeds), -1)
     zero = torch.zeros_like(positions)
-    counter = (positions & _UINT32, token_ids, zero, zero)
+    children = zero if child is None else child.long()[:, None]
+    counter = (positions & _UINT32, index, zero + purpose, children & _UINT32)
     return philox4x32(counter, (seeds & _UINT32, seeds >> 32 & _UINT32))[0]
 
 
@@ -446,6 +620,74 @@ def gumbel_noise(words: torch.Tensor) -> torch.Tensor:
     return -torch.log(-torch.log1p(-w)).float()
 
 
+def group_size(vocab_size: int) -> int:
+    """Return how many consecutive ids are drawn as one: 128, or a row of at most 4096 groups."""
+    size = 128
+    while -(-vocab_size // size) > 4096:
+        size *= 2
+    return size
+
+
+def kept_tokens(
+    scaled: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what min_p, top-k and top-p keep, in this order: [rows, vocab] bool.
+
+    Args:
+        scaled: [rows, vocab] float64, logits / temperature, no NaN; -inf is not kept.
+        top_k: [rows] int32, 0 = all; ties with the k-th stay.
+        top_p: [rows] float32, 1 = all: a token stays if strictly likelier ones have less mass.
+        min_p: [rows] float32, 0 = all: least probability, as a share of the largest.
+    """
+    kept = scaled > -torch.inf
+    if min_p is not None:
+        kept &= scaled >= scaled.amax(1, keepdim=True) + min_p.double().log()[:, None]
+    ranked, order = scaled.masked_fill(~kept, -torch.inf).sort(dim=1, descending=True)
+    if top_k is not None:
+        last = torch.where(top_k > 0, top_k, scaled.shape[1]).clamp(max=scaled.shape[1])
+        kth = ranked.gather(1, last.long()[:, None] - 1)
+        ranked = ranked.masked_fill(ranked < kth, -torch.inf)
+    if top_p is not None:
+        # Of a run of equal values the first has the mass of what is strictly likelier before it.
+        probs = ranked.softmax(1)
+        before = probs.cumsum(1) - probs
+        is_first = torch.ones_like(ranked, dtype=torch.bool)
+        is_first[:, 1:] = ranked[:, 1:] < ranked[:, :-1]
+        enough = is_first & (before >= top_p.double()[:, None]) & (top_p < 1)[:, None]
+        enough[:, 0] = False
+        ranked = ranked.masked_fill(enough.cummax(1).values, -torch.inf)
+    return torch.zeros_like(kept).scatter(1, order, ranked > -torch.inf)
+
+
+def _draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    child: torch.Tensor | None,
+    **filters: torch.Tensor,
+) -> torch.Tensor:
+    """Return a token of each row, all of which are drawn and have one to draw."""
+    num_rows, vocab_size = logits.shape
+    logits = logits.double()
+    scaled = (logits - logits.amax(1, keepdim=True)) / temperature.double()[:, None]
+    if filters:
+        scaled = scaled.masked_fill(~kept_tokens(scaled, **filters), -torch.inf)
+    size = group_size(vocab_size)
+    groups = torch.nn.functional.pad(scaled, (0, -vocab_size % size), value=-torch.inf)
+    groups = groups.unflatten(1, (-1, size))
+    index = torch.arange(groups.shape[1], device=logits.device)
+    noise = gumbel_noise(philox_words(seeds, positions, index, 1, child))
+    group = (groups.logsumexp(2) + noise).argmax(1)
+    members = groups[torch.arange(num_rows, device=logits.device), group]
+    token = group[:, None] * size + torch.arange(size, device=logits.device)
+    noise = gumbel_noise(philox_words(seeds, positions, token, 0, child))
+    return group * size + (members + noise).argmax(1)
+
+
 @_counted
 def sample_tokens(
     logits: torch.Tensor,
@@ -453,24 +695,32 @@ def sample_tokens(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    child: torch.Tensor | None = None,
     idx_mapping: torch.Tensor | None = None,
     prompt_len: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Oracle of :func:`mrv1.kernels.sample_tokens`."""
+    """Oracle of :func:`mrv1.kernels.sample_tokens`, in float64 but for the noise."""
     if prompt_len is not None:
         positions = positions - prompt_len
+    of_row = {"temperature": temperature, "seeds": seeds, "positions": positions.long()}
+    optional = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "child": child}
+    of_row |= {name: value for name, value in optional.items() if value is not None}
     if idx_mapping is not None:
-        rows = idx_mapping.clamp(min=0).long()
-        temperature, seeds, positions = temperature[rows], seeds[rows], positions[rows]
+        slots = idx_mapping.clamp(min=0).long()
+        of_row = {name: value[slots] for name, value in of_row.items()}
         logits = logits.masked_fill((idx_mapping < 0)[:, None], -torch.inf)
-    positions = positions.long()
-    scores = _wide(logits).clone()
-    drawn = temperature.nonzero().flatten()
-    words = philox_words(seeds[drawn], positions[drawn], logits.shape[1])
-    scores[drawn] = scores[drawn] / temperature[drawn, None] + gumbel_noise(words)
-    scores.masked_fill_(scores.isnan(), -torch.inf)
-    tokens = scores.argmax(-1).masked_fill_(scores.amax(-1) == -torch.inf, -1)
+    drawn = of_row["temperature"] != 0
+    failed = logits.isnan().any(1) | (drawn & (logits == torch.inf).any(1))
+    empty = (logits == -torch.inf).all(1)
+    tokens = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(1)
+    rows = (drawn & ~failed & ~empty).nonzero().flatten()
+    of_row = {name: value[rows] for name, value in of_row.items()}
+    tokens[rows] = _draw(logits[rows], child=of_row.pop("child", None), **of_row)
+    tokens = tokens.masked_fill(empty, -1).masked_fill(failed, -2)
     return tokens if out is None else out.copy_(tokens)
 
 

@@ -1,4 +1,4 @@
-"""What of norms, rope, activation and sampling is compiled ahead of time, as launched."""
+"""What of norms, rope and activation is compiled ahead of time, as launched."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from mrv1.kernels._triton import triton
 from mrv1.kernels.activation import SiluAndMulConfig, _silu_and_mul_kernel
 from mrv1.kernels.rms_norm import RmsNormConfig, _rms_norm_kernel
 from mrv1.kernels.rope import RopeConfig, _apply_rope_kernel
-from mrv1.kernels.sampling import (
-    SampleTokensConfig,
-    _reduce_tiles_kernel,
-    _sample_tiles_kernel,
-)
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,10 +20,6 @@ def cases(target: Target) -> list[AotCase]:
         *(_rope(dtype, interleaved) for dtype in DTYPES for interleaved in (False, True)),
         _rope(torch.bfloat16, False, num_q_heads=64, head_dim=256),
         *(_silu_and_mul(target, dtype) for dtype in DTYPES),
-        *(_sample_tiles(target, dtype, 151_936) for dtype in DTYPES),
-        _sample_tiles(target, torch.float32, 2048),
-        _sample_tiles(target, torch.float32, 151_936, num_rows=256),
-        _reduce_tiles(target, 262_144),
     ]
 
 
@@ -91,44 +82,4 @@ def _silu_and_mul(target: Target, dtype: torch.dtype) -> AotCase:
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,
-    )
-
-
-def _sample_tiles(
-    target: Target, dtype: torch.dtype, vocab_size: int, *, num_rows: int = 1
-) -> AotCase:
-    config = SampleTokensConfig.default_for(vocab_size, num_rows)
-    num_parts = config.num_parts(vocab_size)
-    float32, int64 = pointer(torch.float32), pointer(torch.int64)
-    int32 = pointer(torch.int32)
-    return AotCase(
-        name=_name("sample_tiles", dtype, vocab_size, num_rows),
-        kernel=_sample_tiles_kernel,
-        args=(
-            *(float32 if num_parts > 1 else None, int64, pointer(dtype), vocab_size),
-            *(int32, float32, int64, int32, int32, vocab_size, num_parts),
-        ),
-        constexprs={
-            "FINAL": num_parts == 1,
-            "TILE_VOCAB": config.tile_vocab,
-            "PART_TILES": config.part_tiles,
-            "NUM_STAGES": config.num_stages,
-            "OVERLAP": target.has_dependent_launch,
-        },
-        num_warps=config.num_warps,
-    )
-
-
-def _reduce_tiles(target: Target, vocab_size: int) -> AotCase:
-    num_parts = SampleTokensConfig.default_for(vocab_size, 1).num_parts(vocab_size)
-    int64 = pointer(torch.int64)
-    return AotCase(
-        name=_name("reduce_tiles", vocab_size),
-        kernel=_reduce_tiles_kernel,
-        args=(int64, pointer(torch.float32), int64, num_parts),
-        constexprs={
-            "TILE_PARTS": triton.next_power_of_2(num_parts),
-            "OVERLAP": target.has_dependent_launch,
-        },
-        num_warps=1,
     )

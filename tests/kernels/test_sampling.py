@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels._triton import tl, triton
-from mrv1.kernels.sampling import SampleTokensConfig, _gumbel, _philox_word
+from mrv1.kernels._philox import gumbel, philox_word
+from mrv1.kernels._sampling_groups import MAX_GROUPS, group_size
+from mrv1.kernels._triton import INTERPRET, tl, triton
+from mrv1.kernels.sampling import SampleTokensConfig
 from tests.kernels.elementwise import DTYPES, in_a_wider_row, normal, tiles
 from tests.kernels.elementwise import seeds as small_seeds
 
@@ -21,31 +24,68 @@ pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 NEAR_TIE = 2.0**-17
 """Scores this close, relative to the larger of the best and 16, may swap: noise and quotient are
 each a few float32 ulp apart from the oracle's, and the noise reaches 22."""
+ROUNDING = 2.0**-15
+"""A filter that differs by this, relatively, may keep the kernel's set: thresholds of min_p and
+sums of up to 2^18 float32 terms round by less."""
+
+SOME = 3 if INTERPRET else 60
+"""Examples of what takes the interpreter long."""
 
 int64s = st.integers(-(2**63), 2**63 - 1)
-VOCABS = (1, 2, 96, 1000, 4096, 4097, 9001)  # a GPU tile is 4096
+VOCABS = (1, 2, 96, 128, 129, 1000, 4096, 9001)  # a group is 128, a GPU's tile 2048
+FILTERS = {
+    "top_k": [0, 1, 2, 40, 300, 5000],
+    "top_p": [1.0, 0.999, 0.9, 0.3, 1e-6],
+    "min_p": [0.0, 1e-4, 0.1, 1.0],
+}
+FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
 
 
-def _scores(logits, temperature, seeds, positions):
-    words = reference.philox_words(seeds.cpu(), positions.cpu(), logits.shape[1])
-    noise, temperature = reference.gumbel_noise(words), temperature.cpu()[:, None]
-    logits = logits.cpu().float()
-    drawn = temperature != 0
-    return torch.where(drawn, logits / temperature.where(drawn, 1.0) + noise, logits)
+def _near_best(logits, temperature, seeds, positions, child, **filters):
+    """Return which tokens are the oracle's, or as good as it to within a near tie: [vocab] bool.
+
+    Of one drawn row, in float64: both of its draws, the group's and the token's.
+    """
+    scaled = (logits.double() - logits.double().max()) / temperature.double()
+    scaled = scaled.masked_fill(~reference.kept_tokens(scaled[None], **filters)[0], -torch.inf)
+    size = reference.group_size(scaled.numel())
+    groups = torch.nn.functional.pad(scaled, (0, -scaled.numel() % size), value=-torch.inf)
+    groups = groups.view(-1, size)
+
+    def near(scores, purpose):
+        index = torch.arange(scores.shape[-1])
+        words = reference.philox_words(seeds, positions, index, purpose, child)
+        scores = scores + reference.gumbel_noise(words)[0]
+        best = scores.amax(-1, keepdim=True)
+        return (best - scores <= NEAR_TIE * best.abs().clamp_min(16)) & (scores > -torch.inf)
+
+    of_group = near(groups.logsumexp(1), 1)
+    words = reference.philox_words(seeds, positions, torch.arange(groups.numel()), 0, child)
+    scores = groups + reference.gumbel_noise(words).view(groups.shape)
+    best = scores.amax(1, keepdim=True)
+    of_token = (best - scores <= NEAR_TIE * best.abs().clamp_min(16)) & (scores > -torch.inf)
+    return (of_group[:, None] & of_token).flatten()[: scaled.numel()]
 
 
-def _assert_near_best(tokens, logits, temperature, seeds, positions) -> None:
-    """Fail unless every token is the oracle's, or as good as it to within a near tie."""
-    scores = _scores(logits, temperature, seeds, positions)
-    scores = scores.masked_fill(scores.isnan(), -torch.inf)
-    want = reference.sample_tokens(logits, temperature, seeds, positions).cpu()
-    tokens = tokens.cpu()
-    assert torch.equal(tokens < 0, want < 0)
-    best = scores.gather(1, want.clamp_min(0)[:, None])[:, 0]
-    chosen = scores.gather(1, tokens.clamp_min(0)[:, None])[:, 0]
-    greedy = temperature.cpu() == 0
-    slack = torch.where(greedy, 0.0, NEAR_TIE * best.abs().clamp_min(16))
-    assert bool(((tokens == want) | (~greedy & (best - chosen <= slack))).all())
+def _assert_near_best(tokens, logits, temperature, seeds, positions, **options) -> None:
+    """Fail unless every token is the oracle's, or as good as it to within rounding."""
+    arguments = [x.cpu() for x in (logits, temperature, seeds, positions)]
+    options = {name: value.cpu() for name, value in options.items()}
+    tokens, want = tokens.cpu(), reference.sample_tokens(*arguments, **options)
+    for row in (tokens != want).nonzero().flatten().tolist():
+        logits, temperature, *others = (x[row : row + 1] for x in arguments)
+        assert temperature.item() != 0
+        assert tokens[row] >= 0
+        of_row = {name: value[row : row + 1] for name, value in options.items()}
+        child = of_row.pop("child", None)
+        kept = []
+        for change in (1 - ROUNDING, 1.0, 1 + ROUNDING):
+            changed = {
+                name: (value * change).clamp(max=1.0) if name != "top_k" and value != 1 else value
+                for name, value in of_row.items()
+            }
+            kept.append(_near_best(logits[0], temperature, *others, child, **changed))
+        assert bool(torch.stack(kept).any(0)[tokens[row]])
     assert int((tokens != want).sum()) <= 1  # a near tie is rare: two mean something is wrong
 
 
@@ -57,6 +97,26 @@ def _arguments(rows, vocab, dtype, device, seed=0, temperatures=(0.0, 0.3, 1.0, 
         torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator).to(device),
         torch.randint(0, 10_000, (rows,), generator=generator).to(device),
     )
+
+
+def _filters(rows, device, **values):
+    """Return the options of rows that all filter alike."""
+    return {
+        name: torch.full((rows,), value, dtype=FILTER_DTYPES[name], device=device)
+        for name, value in values.items()
+    }
+
+
+@st.composite
+def _row_filters(draw, rows):
+    """Draw the options of rows that filter each in its own way."""
+    return {
+        name: torch.tensor(
+            draw(st.lists(st.sampled_from(values), min_size=rows, max_size=rows)),
+            dtype=FILTER_DTYPES[name],
+        )
+        for name, values in FILTERS.items()
+    }
 
 
 # --- random words ------------------------------------------------------------------------------
@@ -104,27 +164,35 @@ def test_philox_gives_the_known_answers(counter, key, want):
 
 @given(seed=int64s, position=int64s, vocab=st.integers(1, 40))
 def test_the_oracles_words_are_philox(seed, position, vocab):
-    got = reference.philox_words(torch.tensor([seed]), torch.tensor([position]), vocab)
     key = seed % 2**32, (seed >> 32) % 2**32
-    want = [_philox_by_hand((position % 2**32, v, 0, 0), key)[0] for v in range(vocab)]
-    assert got.tolist() == [want]
+    seed, index = torch.tensor([seed]), torch.arange(vocab)
+    for purpose, child in ((0, None), (1, 3)):
+        children = None if child is None else torch.tensor([child], dtype=torch.int32)
+        got = reference.philox_words(seed, torch.tensor([position]), index, purpose, children)
+        counters = [(position % 2**32, v, purpose, child or 0) for v in range(vocab)]
+        assert got.tolist() == [[_philox_by_hand(counter, key)[0] for counter in counters]]
 
 
 @triton.jit
-def _words_kernel(words_ptr, noise_ptr, seed_ptr, position_ptr, vocab, TILE: tl.constexpr):
+def _words_kernel(
+    words_ptr, noise_ptr, seed_ptr, position_ptr, child_ptr, vocab, TILE: tl.constexpr
+):
     token = tl.arange(0, TILE)
-    word = _philox_word(tl.load(seed_ptr), tl.load(position_ptr), token)
+    child = tl.load(child_ptr)
+    word = philox_word(tl.load(seed_ptr), tl.load(position_ptr), token, 1, child)
     tl.store(words_ptr + token, word.to(tl.int64), mask=token < vocab)
-    tl.store(noise_ptr + token, _gumbel(word), mask=token < vocab)
+    tl.store(noise_ptr + token, gumbel(word), mask=token < vocab)
 
 
-@given(seed=int64s, position=int64s)
-def test_the_kernels_words_equal_the_oracles(device, seed, position):
+@given(seed=int64s, position=int64s, child=st.integers(0, 2**31 - 1))
+def test_the_kernels_words_equal_the_oracles(device, seed, position, child):
+    child = torch.tensor([child], dtype=torch.int32, device=device)
     seed, position = torch.tensor([seed], device=device), torch.tensor([position], device=device)
     words = torch.empty(1, 1000, dtype=torch.int64, device=device)
     noise = torch.empty(1, 1000, device=device)
-    _words_kernel[(1,)](words, noise, seed, position, 1000, TILE=1024)
-    assert torch.equal(words, reference.philox_words(seed, position, 1000))
+    _words_kernel[(1,)](words, noise, seed, position, child, 1000, TILE=1024)
+    index = torch.arange(1000, device=device)
+    assert torch.equal(words, reference.philox_words(seed, position, index, 1, child))
     want = reference.gumbel_noise(words)
     torch.testing.assert_close(noise, want, rtol=2.0**-21, atol=2.0**-21)
 
@@ -136,7 +204,7 @@ def test_the_kernels_words_equal_the_oracles(device, seed, position):
 def _gumbel_kernel(noise_ptr, words_ptr, TILE: tl.constexpr):
     index = tl.arange(0, TILE)
     word = tl.load(words_ptr + index).to(tl.uint32)
-    tl.store(noise_ptr + index, _gumbel(word))
+    tl.store(noise_ptr + index, gumbel(word))
 
 
 def test_the_noise_is_right_at_both_ends(device):
@@ -201,25 +269,100 @@ def test_a_row_draws_the_same_in_any_batch(device, order, seed):
     assert torch.equal(kernels.sample_tokens(*(a[:2] for a in shuffled)), want[:2])
 
 
+def _every_filter_off(rows, device):
+    return _filters(rows, device, top_k=0, top_p=1.0, min_p=0.0)
+
+
+@settings(max_examples=SOME)
+@given(rows=st.integers(1, 4), vocab=st.sampled_from(VOCABS), seed=small_seeds)
+def test_filters_that_are_off_change_nothing(device, rows, vocab, seed):
+    arguments = _arguments(rows, vocab, torch.float32, device, seed)
+    want = kernels.sample_tokens(*arguments)
+    off = _every_filter_off(rows, device)
+    child = torch.zeros(rows, dtype=torch.int32, device=device)
+    assert torch.equal(kernels.sample_tokens(*arguments, **off, child=child), want)
+    all_of_them = off | _filters(rows, device, top_k=vocab)
+    assert torch.equal(kernels.sample_tokens(*arguments, **all_of_them), want)
+
+
+@settings(max_examples=SOME)
 @given(
-    sizes=st.sampled_from([(16, 200), (256, 1500), (1024, 1500)]),
-    part_tiles=st.sampled_from([1, 2, 3, 8]),
+    data=st.data(),
+    rows=st.integers(1, 3),
+    vocab=st.sampled_from(VOCABS),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(["normal", "ties", "flat", "peaked", "masked"]),
+    as_on_gpu=st.booleans(),
     seed=small_seeds,
 )
-def test_tiles_do_not_enter(device, sizes, part_tiles, seed):
-    """Nor do parts of several tiles: of equal logits the lowest id wins, wherever it is."""
-    tile, vocab_size = sizes
-    logits, temperature, *others = _arguments(3, vocab_size, torch.float32, device, seed)
-    logits = logits.round()
-    temperature[0] = 0
-    want = kernels.sample_tokens(logits, temperature, *others)
-    config = SampleTokensConfig(
-        tile_vocab=tile, part_tiles=part_tiles, num_stages=min(part_tiles, 3), num_warps=1
-    )
+def test_filtered_tokens_equal_the_oracles(
+    device, data, rows, vocab, dtype, kind, as_on_gpu, seed
+):
+    logits, *others = _arguments(rows, vocab, dtype, device, seed)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "flat":
+        logits = torch.full_like(logits, -2.5)
+    elif kind == "peaked":
+        logits[:, vocab // 2] = 20  # 99.9% and more
+    elif kind == "masked":
+        logits[:, : vocab * 3 // 4] = -torch.inf
+    options = {name: x.to(device) for name, x in data.draw(_row_filters(rows)).items()}
+    options["child"] = torch.arange(rows, dtype=torch.int32, device=device)
+    with tiles("sampling", as_on_gpu=as_on_gpu):
+        tokens = kernels.sample_tokens(logits, *others, **options)
+    _assert_near_best(tokens, logits, *others, **options)
+
+
+@settings(max_examples=SOME)
+@given(
+    data=st.data(),
+    sizes=st.sampled_from([(1, 2, 4), (2, 8, 2), (4, 16, 8)]),
+    pivots=st.sampled_from([2, 4]),
+    spread=st.sampled_from([0.0, 1e-30, 1.0, 1e30]),
+    seed=small_seeds,
+)
+def test_whatever_does_not_fit_is_searched_for(device, data, sizes, pivots, spread, seed):
+    """Passes over a row, as a large one takes them: with room for few groups and tokens."""
+    few_groups, lanes, depth = sizes
+    logits, temperature, *others = _arguments(2, 1500, torch.float32, device, seed)
+    logits = logits.round(decimals=1) * spread
+    temperature = (temperature + 0.5) * (spread or 1.0)
+    options = {name: x.to(device) for name, x in data.draw(_row_filters(2)).items()}
+    config = dataclasses.replace(
+        SampleTokensConfig.default_for(1500),
+        few_groups=few_groups, lanes=lanes * 16, depth=depth, pivots=pivots, listed=16,
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SampleTokensConfig, "default_for", lambda *_: config)
         patch.setattr(SampleTokensConfig, "for_interpreter", lambda _: config)
-        assert torch.equal(kernels.sample_tokens(logits, temperature, *others), want)
+        tokens = kernels.sample_tokens(logits, temperature, *others, **options)
+    _assert_near_best(tokens, logits, temperature, *others, **options)
+
+
+@settings(max_examples=SOME)
+@given(data=st.data(), order=st.permutations(range(6)), seed=small_seeds)
+def test_a_filtering_row_draws_the_same_in_any_batch(device, data, order, seed):
+    order = torch.tensor(order, device=device)
+    arguments = _arguments(6, 3000, torch.float32, device, seed)
+    options = {name: x.to(device) for name, x in data.draw(_row_filters(6)).items()}
+    want = kernels.sample_tokens(*arguments, **options)[order]
+    shuffled = [argument[order] for argument in arguments]
+    options = {name: x[order] for name, x in options.items()}
+    assert torch.equal(kernels.sample_tokens(*shuffled, **options), want)
+    some = {name: x[:2] for name, x in options.items()}
+    assert torch.equal(kernels.sample_tokens(*(a[:2] for a in shuffled), **some), want[:2])
+
+
+def test_parallel_samples_differ(device):
+    arguments = [x[:1].expand(64, *x.shape[1:]).contiguous() for x in _arguments(
+        1, 1000, torch.float32, device, temperatures=(2.0,)
+    )]  # fmt: skip
+    child = torch.arange(64, dtype=torch.int32, device=device)
+    tokens = kernels.sample_tokens(*arguments, child=child)
+    assert len(set(tokens.tolist())) > 32
+    assert torch.equal(tokens, reference.sample_tokens(*arguments, child=child))
+    assert tokens[0] == kernels.sample_tokens(*arguments)[0]
 
 
 @given(data=st.data(), seed=small_seeds, num_slots=st.integers(1, 9))
@@ -233,25 +376,19 @@ def test_parameters_in_slot_order_are_those_of_the_rows_slots(device, data, seed
     prompt_len = torch.arange(num_slots, dtype=torch.int32, device=device)
     known = of_slot[2].int() + prompt_len
     in_order = (of_slot[0].contiguous(), of_slot[1].contiguous(), known)
+    filters = _filters(num_slots, device, top_k=0, top_p=1.0, min_p=0.0)
+    filters["top_k"] += torch.arange(num_slots, dtype=torch.int32, device=device)
+    filters["top_p"] -= filters["top_k"] / 10
+    filters["child"] = filters["top_k"].clone()
     for ops in (kernels, reference):
         tokens = ops.sample_tokens(
-            logits, *in_order, idx_mapping=idx_mapping, prompt_len=prompt_len
+            logits, *in_order, idx_mapping=idx_mapping, prompt_len=prompt_len, **filters
         )
         rows = [row for row, slot in enumerate(slots) if slot >= 0]
         of_rows = [x[[slots[row] for row in rows]] for x in of_slot]
-        assert torch.equal(tokens[rows], ops.sample_tokens(logits[rows], *of_rows))
+        options = {name: x[[slots[row] for row in rows]] for name, x in filters.items()}
+        assert torch.equal(tokens[rows], ops.sample_tokens(logits[rows], *of_rows, **options))
         assert (tokens[idx_mapping < 0] == -1).all()
-
-
-@given(keep=st.integers(1, 60), seed=small_seeds)
-def test_masking_the_others_does_not_change_a_draw(device, keep, seed):
-    """Noise belongs to a token id: what survives top-k keeps its score."""
-    logits, *others = _arguments(4, 400, torch.float32, device, seed)
-    tokens = kernels.sample_tokens(logits, *others)
-    kept = logits.topk(keep, dim=-1).indices
-    kept = torch.cat([kept, tokens[:, None]], dim=1)
-    masked = torch.full_like(logits, -torch.inf).scatter(1, kept, logits.gather(1, kept))
-    assert torch.equal(kernels.sample_tokens(masked, *others), tokens)
 
 
 # --- distribution ------------------------------------------------------------------------------
@@ -271,22 +408,76 @@ def _assert_draws_from(probabilities: torch.Tensor, tokens: torch.Tensor) -> Non
     assert chi_square < _chi_square_bound(probabilities.numel() - 1)
 
 
-@pytest.mark.parametrize("vary", ["positions", "seeds"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
-def test_draws_follow_the_softmax(device, vary, temperature):
-    num_draws = 4000
-    logits = torch.linspace(-1.0, 1.5, 12)
+@pytest.mark.parametrize(
+    ("vary", "filters"),
+    [
+        ("positions", {}),
+        ("seeds", {"top_k": 20}),
+        ("child", {"top_p": 0.7}),
+        ("positions", {"min_p": 0.3}),
+        ("seeds", {"top_k": 40, "top_p": 0.8}),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_softmax(device, vary, filters):
+    """150 tokens are two groups: one is drawn by its sum, then a token in it."""
+    num_draws, temperature = 100_000, 0.7
+    logits = torch.linspace(-1.0, 1.0, 150)[torch.randperm(150, generator=torch.manual_seed(0))]
     index = torch.arange(num_draws)
-    seeds = 2**40 + index if vary == "seeds" else torch.full((num_draws,), 11)
-    positions = index if vary == "positions" else torch.full((num_draws,), 3)
-    rows = logits.repeat(num_draws, 1), torch.full((num_draws,), temperature), seeds, positions
+    rows = {
+        "logits": logits.expand(num_draws, -1),
+        "temperature": torch.full((num_draws,), temperature),
+        "seeds": 2**40 + index if vary == "seeds" else torch.full((num_draws,), 11),
+        "positions": index if vary == "positions" else torch.full((num_draws,), 3),
+        "child": index.int() if vary == "child" else torch.zeros(num_draws, dtype=torch.int32),
+        **_filters(num_draws, "cpu", **filters),
+    }
     if device.type == "cpu":  # a program a row: the oracle, equal to the kernel, is quicker
-        tokens = reference.sample_tokens(*rows)
-        some = [argument[:300] for argument in rows]
-        assert torch.equal(kernels.sample_tokens(*some), tokens[:300])
+        step = 20_000
+        tokens = torch.cat([
+            reference.sample_tokens(**{name: x[i : i + step] for name, x in rows.items()})
+            for i in range(0, num_draws, step)
+        ])  # fmt: skip
+        some = {name: argument[:20] for name, argument in rows.items()}
+        assert torch.equal(kernels.sample_tokens(**some), tokens[:20])
     else:
-        tokens = kernels.sample_tokens(*(argument.to(device) for argument in rows))
-    _assert_draws_from((logits.double() / temperature).softmax(-1), tokens)
+        tokens = kernels.sample_tokens(**{name: x.to(device) for name, x in rows.items()}).cpu()
+    kept = _kept_by_hand((logits.double() / temperature).tolist(), **filters)
+    probabilities = (logits.double() / temperature).where(kept, -torch.inf).softmax(-1)
+    assert bool(kept[tokens].all())
+    _assert_draws_from(probabilities[kept], (kept.long().cumsum(0) - 1)[tokens])
+
+
+def _kept_by_hand(scaled, top_k=0, top_p=1.0, min_p=0.0):
+    """Return what stays, by the definitions, token by token: [vocab] bool."""
+    weights = [math.exp(x - max(scaled)) if x > -math.inf else 0.0 for x in scaled]
+    kept = [w > 0 and w >= min_p for w in weights]
+    if top_k:
+        kept = [
+            k and sum(y > x for y in scaled) < top_k for k, x in zip(kept, scaled, strict=True)
+        ]
+    total = sum(w for w, k in zip(weights, kept, strict=True) if k)
+    likelier = [
+        sum(w for w, k in zip(weights, kept, strict=True) if k and w > mine) for mine in weights
+    ]
+    best = max(weights)
+    return torch.tensor([
+        k and (top_p >= 1 or mass < top_p * total or w == best)
+        for k, mass, w in zip(kept, likelier, weights, strict=True)
+    ])  # fmt: skip
+
+
+@given(
+    data=st.data(),
+    values=st.lists(st.integers(-8, 8), min_size=1, max_size=40),
+    num_masked=st.integers(0, 10),
+)
+def test_the_oracle_keeps_what_the_definitions_say(data, values, num_masked):
+    scaled = torch.tensor([*(x / 3 for x in values), *[-torch.inf] * num_masked]).double()
+    filters = data.draw(_row_filters(1))
+    got = reference.kept_tokens(scaled[None], **filters)[0]
+    of_row = {name: x.double().item() for name, x in filters.items()}
+    assert torch.equal(got, _kept_by_hand(scaled.tolist(), **of_row))
 
 
 def test_a_flat_vocabulary_is_drawn_evenly():
@@ -300,21 +491,38 @@ def test_a_flat_vocabulary_is_drawn_evenly():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2, "top_p": 0.9, "min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("as_on_gpu", [False, True])
-def test_nan_never_wins_and_nothing_selectable_is_minus_one(device, temperature, as_on_gpu):
-    vocab = 9000  # three tiles on a GPU, of four
-    logits = torch.full((4, vocab), -torch.inf)
+def test_rows_without_a_token_fail_alone(device, temperature, filters, as_on_gpu):
+    vocab = 9000  # five tiles on a GPU
+    logits = torch.full((6, vocab), -torch.inf)
     logits[1] = torch.nan
-    logits[2, 4500], logits[2, 10] = -3e38, torch.nan
+    logits[2, 4500], logits[2, 10] = 3e38, torch.nan
     logits[3, 4999], logits[3, 4998] = torch.inf, torch.inf
+    logits[4, 7777] = -3e38
+    logits[5, 8999], logits[5, 0] = 3e38, -3e38
     others = (
-        torch.full((4,), temperature, device=device),
-        *(torch.arange(4, device=device) for _ in range(2)),
+        torch.full((6,), temperature, device=device),
+        *(torch.arange(6, device=device) for _ in range(2)),
     )
+    options = _filters(6, device, **filters)
     with tiles("sampling", as_on_gpu=as_on_gpu):
-        tokens = kernels.sample_tokens(logits.to(device), *others)
-    assert tokens.tolist() == [-1, -1, 4500, 4998]
-    assert reference.sample_tokens(logits.to(device), *others).tolist() == [-1, -1, 4500, 4998]
+        tokens = kernels.sample_tokens(logits.to(device), *others, **options)
+    assert tokens.tolist() == [-1, -2, -2, -2 if temperature else 4998, 7777, 8999]
+    assert torch.equal(tokens, reference.sample_tokens(logits.to(device), *others, **options))
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e30])
+def test_extreme_temperatures(device, temperature):
+    logits = normal((4, 1000), torch.float32, device)
+    logits[:, 3], logits[:, 700] = 9.0, 9.0
+    others = (torch.full((4,), temperature, device=device), torch.arange(4, device=device))
+    for filters in ({}, {"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.9}):
+        options = _filters(4, device, **filters)
+        tokens = kernels.sample_tokens(logits, *others, others[1], **options)
+        if temperature < 1 or "top_k" in filters:
+            assert set(tokens.tolist()) <= {3, 700}
+        assert torch.equal(tokens, reference.sample_tokens(logits, *others, others[1], **options))
 
 
 def test_no_rows(device):
@@ -324,23 +532,33 @@ def test_no_rows(device):
     assert reference.sample_tokens(logits, empty.float(), empty, empty).shape == (0,)
 
 
-@settings(max_examples=3)
-@given(vocab=st.sampled_from([151_936, 262_144]), seed=small_seeds)
-def test_the_largest_vocabularies(device, vocab, seed):
+@settings(max_examples=1 if INTERPRET else 20)
+@given(
+    vocab=st.sampled_from([151_936, 262_144]),
+    filters=st.sampled_from([
+        {}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}, {"top_k": 10_000}, {"min_p": 0.1},
+        {"top_k": 1000, "top_p": 0.9},
+    ]),
+    seed=small_seeds,
+)  # fmt: skip
+def test_the_largest_vocabularies(device, vocab, filters, seed):
     arguments = _arguments(2, vocab, torch.bfloat16, device, seed, temperatures=(1.0, 0.0))
-    _assert_near_best(kernels.sample_tokens(*arguments), *arguments)
+    options = _filters(2, device, **filters)
+    tokens = kernels.sample_tokens(*arguments, **options)
+    _assert_near_best(tokens, *arguments, **options)
 
 
-@pytest.mark.parametrize("vocab", [1, 31, 2048, 151_936, 262_144])
-@pytest.mark.parametrize("rows", [1, 32, 64, 256, 1000])
-def test_configurations_cover_the_vocabulary(vocab, rows):
-    gpu = SampleTokensConfig.default_for(vocab, rows)
-    for config in (gpu, SampleTokensConfig.for_interpreter(vocab)):
-        assert config.tile_vocab & (config.tile_vocab - 1) == 0
-        assert config.num_parts(vocab) * config.part_tiles * config.tile_vocab >= vocab
-    assert gpu.num_warps in (1, 2, 4, 8)
-    assert (gpu.num_parts(vocab) == 1) == (vocab <= 4096)
-    assert gpu.part_tiles == 1 or rows * gpu.num_parts(vocab) >= 1024
+@pytest.mark.parametrize("vocab", [1, 31, 2048, 151_936, 262_144, 524_288, 524_289, 2**24])
+def test_configurations_cover_the_vocabulary(vocab):
+    size = group_size(vocab)
+    assert size == reference.group_size(vocab)
+    assert (size == 128) == (vocab <= 524_288)
+    assert -(-vocab // size) <= MAX_GROUPS
+    configs = (SampleTokensConfig.default_for(vocab), SampleTokensConfig.for_interpreter(vocab))
+    for config in configs:
+        for tile in (config.tile_groups, config.few_groups, config.lanes, config.depth):
+            assert tile & (tile - 1) == 0
+        assert config.scratch_size >= config.lanes * config.depth
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -369,6 +587,10 @@ def test_configurations_cover_the_vocabulary(vocab, rows):
             ValueError,
             r"positions: expected a contiguous",
         ),
+        ({"top_k": torch.ones(2).long()}, TypeError, r"top_k: expected dtype torch\.int32"),
+        ({"top_p": torch.ones(3)}, ValueError, r"top_p: expected shape \[2\]"),
+        ({"min_p": torch.ones(2).int()}, TypeError, r"min_p: expected dtype torch\.float32"),
+        ({"child": torch.ones(2)}, TypeError, r"child: expected dtype torch\.int32"),
         ({"out": torch.ones(2).int()}, TypeError, r"out: expected dtype torch\.int64"),
     ],
 )

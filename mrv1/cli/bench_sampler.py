@@ -1,0 +1,79 @@
+"""``mrv1 bench sampler``: from logits to tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mrv1.bench.sampler import SamplerBench, run_sampler
+from mrv1.bench.sampler_peers import SAMPLER_PEERS
+from mrv1.cli.bench_kernels import check_target, write_result
+from mrv1.cli.console import one_line_errors, say
+from mrv1.errors import ConfigError
+
+
+def sampler(
+    rows: Annotated[str, typer.Option(help="Rows of a launch, comma-separated.")] = "1,32,256",
+    vocab_size: Annotated[int, typer.Option(help="Token ids.")] = 151_936,
+    peers: Annotated[
+        str, typer.Option(help="Others to measure beside, comma-separated; '' = none.")
+    ] = ",".join(SAMPLER_PEERS),
+    repeats: Annotated[int, typer.Option(help="Samples of each variant.")] = 30,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of the data.")] = 0,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit to record; unset: what git says.")
+    ] = None,
+) -> None:
+    """Measure the sampler from float32 logits to tokens, against one read of them."""
+    with one_line_errors():
+        parts = [part.strip() for part in rows.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            raise ConfigError(f"rows: expected counts such as 1,256, got {rows!r}")
+        bench = SamplerBench(
+            rows=tuple(map(int, parts)),
+            vocab_size=vocab_size,
+            peers=tuple(peer.strip() for peer in peers.split(",") if peer.strip()),
+            repeats=repeats,
+            device=device,
+            seed=seed,
+            commit=commit,
+        )
+        check_target("--output", output)
+        result: dict[str, Any] = run_sampler(bench, say)
+        write_result(result, output)
+    for name, version in result["peers"].items():
+        say(f"peer {name}: {version}")
+    Console().print(_table(result))
+
+
+def _table(result: dict[str, Any]) -> Table:
+    conditions = result["conditions"]
+    table = Table(
+        title=f"sampler, vocabulary {conditions['vocab_size']}, {result['device']['name']}, "
+        f"{result['path']} path",
+        caption=f"normal logits; medians of {conditions['repeats']} samples; share: of the copy "
+        "bandwidth, by one read of the logits; ratio = its time over mrv1's",
+    )
+    for heading in ("rows", "std", "parameters", "sampler", "median us", "share", "ratio"):
+        table.add_column(heading, justify="right")
+    for entry in result["results"]:
+        for name, variant in entry["variants"].items():
+            share, ratio = variant["share_of_copy_bandwidth"], entry["peer_time_over_ours"]
+            table.add_row(
+                str(entry["rows"]),
+                str(entry["std"]),
+                entry["params"],
+                name,
+                f"{variant['median_us']:.1f}",
+                "-" if share is None else f"{share:.0%}",
+                f"{ratio[name]:.2f}" if name in ratio else "-",
+            )
+    return table

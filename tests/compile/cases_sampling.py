@@ -1,0 +1,77 @@
+"""What of the draw is compiled ahead of time, as launched."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._sampling_draw import draw_kernel
+from mrv1.kernels._sampling_groups import group_size, group_sums_kernel
+from mrv1.kernels._triton import triton
+from mrv1.kernels.sampling import SampleTokensConfig
+from mrv1.testing.aot import AotCase, Target, pointer
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def cases(target: Target) -> list[AotCase]:
+    return [
+        *(_group_sums(target, dtype, 151_936) for dtype in DTYPES),
+        _group_sums(target, torch.float32, 1 << 24),
+        *(_draw(target, dtype, 151_936) for dtype in DTYPES),
+        _draw(target, torch.float32, 151_936, filters=False),
+        _draw(target, torch.float32, 1000),
+        _draw(target, torch.float32, 1 << 24),
+    ]
+
+
+def _group_sums(target: Target, dtype: torch.dtype, vocab_size: int) -> AotCase:
+    config = SampleTokensConfig.default_for(vocab_size)
+    size, float32 = group_size(vocab_size), pointer(torch.float32)
+    num_groups = -(-vocab_size // size)
+    return AotCase(
+        name=f"group_sums-{str(dtype).removeprefix('torch.')}-{vocab_size}",
+        kernel=group_sums_kernel,
+        args=(
+            *(float32, float32, pointer(dtype), vocab_size, pointer(torch.int32), float32),
+            *(vocab_size, num_groups, -(-num_groups // config.tile_groups)),
+        ),
+        constexprs={
+            "GROUP": size,
+            "TILE_GROUPS": config.tile_groups,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=config.num_warps,
+    )
+
+
+def _draw(target: Target, dtype: torch.dtype, vocab_size: int, *, filters: bool = True) -> AotCase:
+    config = SampleTokensConfig.default_for(vocab_size)
+    size = group_size(vocab_size)
+    num_groups = -(-vocab_size // size)
+    float32, int32, int64 = map(pointer, (torch.float32, torch.int32, torch.int64))
+    name = f"draw-{str(dtype).removeprefix('torch.')}-{vocab_size}"
+    return AotCase(
+        name=name if filters else f"{name}-plain",
+        kernel=draw_kernel,
+        args=(
+            *(int64, pointer(dtype), vocab_size, float32, float32, float32 if filters else None),
+            *(config.scratch_size, int32, float32, int64, int32, int32),
+            *((int32, float32, float32, int32) if filters else (None,) * 4),
+            *(vocab_size, num_groups),
+        ),
+        constexprs={
+            "GROUP": size,
+            "TILE_GROUPS": triton.next_power_of_2(num_groups),
+            "FEW_GROUPS": config.few_groups,
+            "LANES": config.lanes,
+            "DEPTH": config.depth,
+            "PIVOTS": config.pivots,
+            "LISTED": config.listed,
+            "NUM_STAGES": config.draw_stages,
+            "OVERLAP": target.has_dependent_launch,
+            **({} if target.capability is None else {"maxnreg": config.draw_registers}),
+        },
+        num_warps=config.draw_warps,
+        parked_bytes=320,  # the price of two programs a multiprocessor; not known where
+        programs_per_sm=0 if target.capability is None else 2,
+    )
