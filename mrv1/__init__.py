@@ -5,7 +5,7 @@ hypothesis strategies they are tested with.
 """
 
 from mrv1.config import EngineConfig
-from mrv1.engine import LLM, CompletionOutput, RequestOutput
+from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
 from mrv1.errors import (
     CapacityError,
     ConfigError,
@@ -15,7 +15,7 @@ from mrv1.errors import (
     UnsupportedDeviceError,
 )
 from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
-from mrv1.sampler import SamplingParams
+from mrv1.sampler import LogitsContext, LogitsProcessor, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,9 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "LogitsContext",
+    "LogitsProcessor",
+    "Logprob",
     "ModelRunner",
     "Mrv1Error",
     "RequestError",

@@ -26,8 +26,15 @@ MAX_BAD_WORDS_VARIABLE = "MRV1_MAX_BAD_WORDS_NUM"
 BAD_WORDS_LEN_VARIABLE = "MRV1_BAD_WORDS_MAX_LEN"
 """``EngineConfig.bad_words_max_len`` where that is not given; else 8."""
 
+MAX_STOP_SEQS_VARIABLE = "MRV1_MAX_STOP_SEQS_NUM"
+"""``EngineConfig.max_stop_seqs_num`` where that is not given; else 5."""
+
+STOP_SEQS_LEN_VARIABLE = "MRV1_STOP_SEQS_MAX_LEN"
+"""``EngineConfig.stop_seqs_max_len`` where that is not given; else 8."""
+
 VARIABLES = (
     DEBUG_VARIABLE, DEBUG_SYNC_VARIABLE, MAX_BAD_WORDS_VARIABLE, BAD_WORDS_LEN_VARIABLE,
+    MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE,
 )  # fmt: skip
 """Every variable of mrv1's own."""
 
@@ -39,6 +46,7 @@ KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
 KVScaleName = Literal["token", "quarter", "head"]
 """The granularities of ``mrv1.kernels.KVScales``."""
 AttentionBackendName = Literal["triton", "flashinfer"]
+LogprobsModeName = Literal["raw_logprobs", "processed_logprobs"]
 
 BYTES_BY_CONTENT = ("deterministic", "enable_prefix_caching")
 """Options for which a page's bytes must follow from its tokens alone:
@@ -147,6 +155,16 @@ class EngineConfig:
     """Bad words that a request may have."""
     bad_words_max_len: int = field(default_factory=lambda: env_count(BAD_WORDS_LEN_VARIABLE, 8))
     """Tokens that a bad word may have."""
+    max_stop_seqs_num: int = field(default_factory=lambda: env_count(MAX_STOP_SEQS_VARIABLE, 5))
+    """Stop sequences that a request may have."""
+    stop_seqs_max_len: int = field(default_factory=lambda: env_count(STOP_SEQS_LEN_VARIABLE, 8))
+    """Tokens that a stop sequence may have."""
+    max_logit_bias: int = 300
+    """Tokens that a request may give a bias."""
+    max_logprobs: int = 20
+    """Most likely tokens, and tokens by id, that a request may ask the log-probabilities of."""
+    logprobs_mode: LogprobsModeName = "raw_logprobs"
+    """Of the model's logits, or of what a token is drawn from: edited, scaled and filtered."""
     seed: int = 0
     """Seed from which requests without their own draw theirs."""
     debug: bool = field(default_factory=lambda: env_flag(DEBUG_VARIABLE))
@@ -163,6 +181,7 @@ class EngineConfig:
             ("kv_cache_dtype", get_args(KVCacheDtypeName)),
             ("kv_scale", get_args(KVScaleName)),
             ("attention_backend", get_args(AttentionBackendName)),
+            ("logprobs_mode", get_args(LogprobsModeName)),
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(
@@ -188,6 +207,10 @@ class EngineConfig:
             ("num_kv_blocks", 1),
             ("max_bad_words_num", 1),
             ("bad_words_max_len", 1),
+            ("max_stop_seqs_num", 1),
+            ("stop_seqs_max_len", 1),
+            ("max_logit_bias", 1),
+            ("max_logprobs", 1),
         ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not least <= value <= INT32_MAX):

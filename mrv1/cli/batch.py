@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mrv1.cli.console import stderr
 from mrv1.cli.report import Usage
-from mrv1.engine import LLM, RequestOutput
+from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
 from mrv1.engine.llm import PROMPT_KEYS
 from mrv1.errors import Mrv1Error, RequestError
 from mrv1.sampler import SamplingParams
@@ -89,6 +90,10 @@ def _load_object(raw: bytes) -> dict[str, Any]:
 def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
     if not isinstance(given, dict):
         raise RequestError(f"sampling_params: expected a JSON object, got {given!r}")
+    bias = given.get("logit_bias")
+    if isinstance(bias, dict):  # JSON has no keys but strings
+        ids = [int(key) if key.isascii() and key.isdecimal() else key for key in bias]
+        given = given | {"logit_bias": dict(zip(ids, bias.values(), strict=True))}
     try:
         return SamplingParams(**{**sampling, **given})
     except TypeError as error:  # a key such as "self" collides in the call itself
@@ -152,14 +157,40 @@ def _add(llm: LLM, line: Line) -> RequestError | None:
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:
-    completion = output.outputs[0]
-    return {
+    """Return what is written of a request: its one output, or a list of them as ``outputs``."""
+    completions = [_completion(completion) for completion in output.outputs]
+    record: dict[str, Any] = {"outputs": completions} if len(completions) > 1 else completions[0]
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = _positions(output.prompt_logprobs)
+    return record | {"num_prompt_tokens": len(output.prompt_token_ids)}
+
+
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
-        "num_prompt_tokens": len(output.prompt_token_ids),
     }
+    if completion.logprobs is not None:
+        record["logprobs"] = _positions(completion.logprobs)
+    return record
+
+
+def _positions(
+    positions: Sequence[dict[int, Logprob] | None],
+) -> list[dict[int, dict[str, Any]] | None]:
+    return [
+        None
+        if position is None
+        else {token: _logprob(logprob) for token, logprob in position.items()}
+        for position in positions
+    ]
+
+
+def _logprob(logprob: Logprob) -> dict[str, Any]:
+    """Return a token's log-probability as JSON can hold it: null for minus infinity."""
+    return asdict(logprob) | ({} if math.isfinite(logprob.logprob) else {"logprob": None})
 
 
 def _progress_bar() -> Progress:

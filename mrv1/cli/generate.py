@@ -10,7 +10,13 @@ import typer
 from mrv1.cli.batch import read_lines, run_batch
 from mrv1.cli.console import one_line_errors, say
 from mrv1.cli.report import Usage, path_name
-from mrv1.config import AttentionBackendName, DtypeName, KVCacheDtypeName, KVScaleName
+from mrv1.config import (
+    AttentionBackendName,
+    DtypeName,
+    KVCacheDtypeName,
+    KVScaleName,
+    LogprobsModeName,
+)
 from mrv1.engine import LLM
 from mrv1.errors import ConfigError
 from mrv1.sampler import SamplingParams
@@ -49,6 +55,25 @@ def generate(
         float,
         typer.Option(help="Draw from the most likely up to this mass.", rich_help_panel=SAMPLING),
     ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Draw from what is so likely, relative to the likeliest; 0 = all.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(help="Of prompt and output; 1 = none.", rich_help_panel=SAMPLING),
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(help="Each time a token has come; 0 = none.", rich_help_panel=SAMPLING),
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float,
+        typer.Option(help="If a token has come; 0 = none.", rich_help_panel=SAMPLING),
+    ] = 0.0,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -56,6 +81,9 @@ def generate(
             rich_help_panel=SAMPLING,
         ),
     ] = None,
+    min_tokens: Annotated[
+        int, typer.Option(help="Tokens before nothing ends it.", rich_help_panel=SAMPLING)
+    ] = 0,
     ignore_eos: Annotated[
         bool,
         typer.Option(
@@ -146,6 +174,24 @@ def generate(
         int | None,
         typer.Option(help="Tokens of a bad word, at most.", rich_help_panel=ENGINE),
     ] = None,
+    max_stop_seqs_num: Annotated[
+        int | None,
+        typer.Option(help="Stop sequences of a request, at most.", rich_help_panel=ENGINE),
+    ] = None,
+    stop_seqs_max_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a stop sequence, at most.", rich_help_panel=ENGINE),
+    ] = None,
+    max_logit_bias: Annotated[
+        int, typer.Option(help="Biased tokens of a request, at most.", rich_help_panel=ENGINE)
+    ] = 300,
+    max_logprobs: Annotated[
+        int, typer.Option(help="Log-probabilities a token, at most.", rich_help_panel=ENGINE)
+    ] = 20,
+    logprobs_mode: Annotated[
+        str,
+        typer.Option(help="raw_logprobs or processed_logprobs.", rich_help_panel=ENGINE),
+    ] = "raw_logprobs",
 ) -> None:
     """Continue a prompt, or every prompt of a JSONL file.
 
@@ -157,7 +203,12 @@ def generate(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
         "seed": seed,
+        "min_tokens": min_tokens,
         "ignore_eos": ignore_eos,
         "stop_token_ids": tuple(stop_token_id or ()),
         "stop": tuple(stop or ()),
@@ -181,6 +232,11 @@ def generate(
         "attention_backend": cast("AttentionBackendName", attention_backend),
         "max_bad_words_num": max_bad_words_num,
         "bad_words_max_len": bad_words_max_len,
+        "max_stop_seqs_num": max_stop_seqs_num,
+        "stop_seqs_max_len": stop_seqs_max_len,
+        "max_logit_bias": max_logit_bias,
+        "max_logprobs": max_logprobs,
+        "logprobs_mode": cast("LogprobsModeName", logprobs_mode),
     }
     with one_line_errors():
         _check_mode(prompt, input_file, output_file)

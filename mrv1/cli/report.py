@@ -46,12 +46,15 @@ class Usage:
         for output in outputs:
             if not output.finished or output.metrics is None:
                 continue
-            num_output = len(output.outputs[0].token_ids)
-            self.num_tokens += num_output
             # Its blocks are free again by now, but were held in the step that ended it; the last
-            # token was never written to the cache.
-            num_cached = len(output.prompt_token_ids) + num_output - 1
-            held += -(-num_cached // report["block_size"])
+            # token of an output was never written to the cache, and outputs share the prompt.
+            num_prompt, block_size = len(output.prompt_token_ids), report["block_size"]
+            num_shared = num_prompt // block_size if len(output.outputs) > 1 else 0
+            held += num_shared
+            for completion in output.outputs:
+                num_output = len(completion.token_ids)
+                self.num_tokens += num_output
+                held += -(-(num_prompt + num_output - 1) // block_size) - num_shared
             if output.metrics.first_token_time is not None:
                 self.first_token_s.append(
                     output.metrics.first_token_time - output.metrics.arrival_time

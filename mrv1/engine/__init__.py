@@ -2,6 +2,6 @@
 
 from mrv1.engine.core import EngineCore
 from mrv1.engine.llm import LLM
-from mrv1.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from mrv1.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "EngineCore", "RequestMetrics", "RequestOutput"]
+__all__ = ["LLM", "CompletionOutput", "EngineCore", "Logprob", "RequestMetrics", "RequestOutput"]

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from mrv1.config import EngineConfig
-from mrv1.engine.request import Request
+from mrv1.engine.request import Request, Status
+from mrv1.engine.request_limits import check_params
 from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import RequestError, StepError
 from mrv1.models import DecoderModel
 from mrv1.runner import AsyncOutput, ModelRunner, StepPlan
-from mrv1.sampler import SamplingParams
+from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
 
 
@@ -46,6 +48,10 @@ class Metrics(TypedDict):
     """Kernels that Triton compiled or loaded since the start: each is a stall."""
     num_graph_steps: int
     """Steps that were one CUDA graph."""
+    num_nan_rows: int
+    """Requests that failed for NaN in their logits."""
+    grammar_waits: int
+    """Steps that waited, their layers launched, for tokens that grammars have to know."""
     host_seconds: float
     """Time the host spent on planning, launching and taking in, waits for results excepted."""
     wait_seconds: float
@@ -68,11 +74,18 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, *, model: DecoderModel | None = None, progress: bool = True
+        self,
+        config: EngineConfig,
+        *,
+        model: DecoderModel | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        progress: bool = True,
     ) -> None:
         """Build runner and scheduler; arguments and errors are those of ``ModelRunner``."""
         self.config = config
-        self.runner = ModelRunner(config, model=model, progress=progress)
+        self.runner = ModelRunner(
+            config, model=model, logits_processors=logits_processors, progress=progress
+        )
         self.scheduler = Scheduler(
             num_blocks=self.runner.kv_cache.num_blocks,
             block_size=config.block_size,
@@ -89,6 +102,7 @@ class EngineCore:
         """What made the device useless: the driver refuses all that comes after."""
         self._num_added = 0
         self._num_steps = 0
+        self._num_grammar_waits = 0
         self._num_prompt_tokens = 0
         self._host_seconds = 0.0
         self._wait_seconds = 0.0
@@ -106,7 +120,9 @@ class EngineCore:
         *,
         encode: Callable[[str], Sequence[int]] | None = None,
     ) -> Request:
-        """Queue a request.
+        """Queue a request and return the first of its ``params.n`` outputs.
+
+        The others are its ``followers``: requests of their own, named ``req_id#1`` and so on.
 
         Args:
             req_id: its name.
@@ -126,9 +142,14 @@ class EngineCore:
                 step_id=self._lost.step_id,
             ) from self._lost
         prompt = self._checked_prompt(prompt_token_ids)
-        self._check_stop_token_ids(params)
+        check_params(params, self.config, self.runner.model_config.vocab_size)
         banned = self._banned_token_sequences(params, encode)
         longest = self.max_model_len
+        if len(prompt) + params.min_tokens > longest:
+            raise RequestError(
+                f"min_tokens: expected at most {longest - len(prompt)} behind a prompt of "
+                f"{len(prompt)} tokens (max_model_len), got {params.min_tokens}"
+            )
         request = Request(
             req_id=req_id,
             prompt_token_ids=prompt,
@@ -141,6 +162,7 @@ class EngineCore:
             else min(longest, len(prompt) + params.max_tokens),
             banned_token_sequences=banned,
         )
+        request.add_followers()
         self.scheduler.add(request)
         self._num_added += 1
         self._num_prompt_tokens += len(prompt)
@@ -191,12 +213,6 @@ class EngineCore:
             raise RequestError(f"bad_words: expected ids in [0, {vocab_size}), got {outside}")
         return banned
 
-    def _check_stop_token_ids(self, params: SamplingParams) -> None:
-        vocab_size = self.runner.model_config.vocab_size
-        outside = [token for token in params.stop_token_ids if token >= vocab_size]
-        if outside:
-            raise RequestError(f"stop_token_ids: expected ids in [0, {vocab_size}), got {outside}")
-
     def step(self) -> list[Request]:
         """Launch what may be in flight and take in the oldest step's result.
 
@@ -206,8 +222,9 @@ class EngineCore:
         start = time.perf_counter()
         waited = self._wait_seconds
         try:
-            self._launch()
-            changed = self._take_oldest() if self._in_flight else []
+            changed, awaits_masks = self._launch()
+            if self._in_flight and not awaits_masks:
+                changed += self._take_oldest()
             changed += self._drain()
         except BaseException as error:
             # An interrupt, say: what was launched will have no result that anyone takes.
@@ -242,21 +259,55 @@ class EngineCore:
             changed += self._take_oldest()
         return changed
 
-    def _launch(self) -> None:
+    def _launch(self) -> tuple[list[Request], bool]:
         """Launch steps until as many are in flight as may be; none behind a launch that failed.
 
         What that one would have changed on the device has not been.
+
+        Returns:
+            The requests that got a token or ended, and whether the newest step has grammars: the
+            result of that one is left for when the next one's layers run.
         """
         while len(self._in_flight) < self.config.steps_in_flight:
             if self._in_flight and isinstance(self._in_flight[-1][1], StepError):
-                return
+                break
             plan = self.scheduler.schedule()
             if plan is None:
-                return
+                break
+            rows = self.scheduler.rows_with_grammars()
             try:
+                if rows:
+                    self.runner.forward(plan)
+                    return self._complete(plan, rows), True
                 self._in_flight.append((plan, self.runner.execute(plan)))
             except StepError as error:
                 self._in_flight.append((plan, error))  # in the order of launches, like a result
+        return [], False
+
+    def _complete(self, plan: StepPlan, rows: list[tuple[int, Request]]) -> list[Request]:
+        """Take in the steps before the plan's, whose layers run, and mask what its rows draw."""
+        changed = []
+        while self._in_flight:
+            changed += self._take_oldest()
+        masks: dict[int, npt.NDArray[np.int32]] = {}
+        num_words = -(-self.runner.model_config.vocab_size // 32)
+        for row, request in rows:
+            if request.matcher is None or request.status is not Status.RUNNING:
+                continue  # it has ended: what the row draws is dropped
+            masks[row] = np.zeros(num_words, dtype=np.int32)
+            try:
+                request.matcher.fill_bitmask(masks[row])
+            except Exception as error:  # whatever a matcher raises, it fails its request alone
+                self.scheduler.fail(request, RequestError(f"structured_output: {error!r}"))
+                changed.append(request)
+        if self._lost is None:
+            self._num_grammar_waits += 1
+            bitmask = np.stack([*masks.values()]) if masks else None
+            try:
+                self._in_flight.append((plan, self.runner.sample(bitmask, [*masks])))
+            except StepError as error:
+                self._in_flight.append((plan, error))
+        return changed
 
     def _take_oldest(self) -> list[Request]:
         plan, output = self._in_flight[0]
@@ -271,10 +322,10 @@ class EngineCore:
                 return failed  # its launch failed; what was launched before it goes on
             self._lost = outcome
             self._abandon(outcome)
-            waiting = [*self.scheduler.waiting.values()]
+            waiting = self.scheduler.unfinished
             for request in waiting:
                 self.scheduler.fail(request, outcome)
-            return failed + waiting
+            return [*failed, *waiting]
         return self.scheduler.update(outcome)
 
     def _abandon(self, error: BaseException) -> None:
@@ -283,6 +334,7 @@ class EngineCore:
             step_id = self._in_flight[0][0].step_id if self._in_flight else self._num_steps
             error = StepError(repr(error), step_id=step_id)
         self._in_flight.clear()
+        self.runner.discard()
         self._ended += self.scheduler.abandon(error)
 
     def metrics(self) -> Metrics:
@@ -294,7 +346,7 @@ class EngineCore:
             num_generated_tokens=scheduler.num_generated_tokens,
             num_finished_requests=scheduler.num_finished,
             num_running_requests=len(scheduler.running),
-            num_waiting_requests=len(scheduler.waiting),
+            num_waiting_requests=scheduler.num_waiting,
             num_preemptions=scheduler.num_preemptions,
             num_free_blocks=scheduler.pool.num_free,
             num_kv_blocks=scheduler.pool.num_blocks,
@@ -304,6 +356,8 @@ class EngineCore:
             staging_waits=runner.num_staging_waits,
             num_compilations=runner.num_compilations,
             num_graph_steps=runner.num_graph_steps,
+            num_nan_rows=scheduler.num_nan_rows,
+            grammar_waits=self._num_grammar_waits,
             host_seconds=self._host_seconds,
             wait_seconds=self._wait_seconds,
             gpu_seconds=runner.gpu_seconds,

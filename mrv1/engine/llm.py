@@ -15,15 +15,16 @@ from mrv1.config import (
     EngineConfig,
     KVCacheDtypeName,
     KVScaleName,
+    LogprobsModeName,
     checkpoint_dir,
 )
 from mrv1.engine.core import EngineCore, Metrics
-from mrv1.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from mrv1.engine.request import Request
-from mrv1.engine.tokenizer import OutputText, Tokenizer
+from mrv1.engine.outputs import CompletionOutput, RequestOutput
+from mrv1.engine.request_group import RequestGroup
+from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import RequestError
 from mrv1.runner import KVReport
-from mrv1.sampler import SamplingParams
+from mrv1.sampler import LogitsProcessor, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """A text, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids``."""
@@ -65,6 +66,12 @@ class LLM:
         attention_backend: AttentionBackendName = "triton",
         max_bad_words_num: int | None = None,
         bad_words_max_len: int | None = None,
+        max_stop_seqs_num: int | None = None,
+        stop_seqs_max_len: int | None = None,
+        max_logit_bias: int = 300,
+        max_logprobs: int = 20,
+        logprobs_mode: LogprobsModeName = "raw_logprobs",
+        logits_processors: Sequence[LogitsProcessor] = (),
         seed: int = 0,
     ) -> None:
         """Load ``model`` and allocate its KV cache.
@@ -102,6 +109,15 @@ class LLM:
             max_bad_words_num: bad words that a request may have; None = what the environment
                 variable ``MRV1_MAX_BAD_WORDS_NUM`` says, else 16.
             bad_words_max_len: tokens that one may have; None = ``MRV1_BAD_WORDS_MAX_LEN``, else 8.
+            max_stop_seqs_num: stop sequences of tokens that a request may have; None =
+                ``MRV1_MAX_STOP_SEQS_NUM``, else 5.
+            stop_seqs_max_len: tokens that one may have; None = ``MRV1_STOP_SEQS_MAX_LEN``, else 8.
+            max_logit_bias: tokens that a request may give a bias.
+            max_logprobs: likeliest tokens, and tokens by id, that a request may ask the
+                log-probabilities of.
+            logprobs_mode: ``raw_logprobs``, of the model's logits, or ``processed_logprobs``, of
+                what a token is drawn from: edited, scaled and filtered.
+            logits_processors: edits of the caller's own, of every step's logits.
             seed: from which requests without a seed of their own draw theirs.
 
         Raises:
@@ -112,6 +128,8 @@ class LLM:
         limits: dict[str, Any] = {
             "max_bad_words_num": max_bad_words_num,
             "bad_words_max_len": bad_words_max_len,
+            "max_stop_seqs_num": max_stop_seqs_num,
+            "stop_seqs_max_len": stop_seqs_max_len,
         }
         config = EngineConfig(
             model=str(model),
@@ -130,13 +148,17 @@ class LLM:
             cuda_graphs=cuda_graphs,
             deterministic=deterministic,
             attention_backend=attention_backend,
+            max_logit_bias=max_logit_bias,
+            max_logprobs=max_logprobs,
+            logprobs_mode=logprobs_mode,
             seed=seed,
             **{name: value for name, value in limits.items() if value is not None},
         )
-        self._core: EngineCore | None = EngineCore(config)
+        self._core: EngineCore | None = EngineCore(config, logits_processors=logits_processors)
         self._tokenizer = Tokenizer(checkpoint_dir(config.model))
-        self._texts: dict[str, OutputText] = {}
-        self._undelivered: dict[str, Request] = {}
+        self._groups: dict[str, RequestGroup] = {}
+        """What was asked for and has not been delivered whole, by id."""
+        self._undelivered: dict[str, RequestGroup] = {}
         """Changed while ``generate`` or ``stream`` ran for others; ``step`` returns them."""
         self._ids = itertools.count()
 
@@ -179,9 +201,9 @@ class LLM:
                     "generate", total=len(batch), completed=len(batch) - len(rows)
                 )
                 while rows:
-                    for request in self._step_for(rows):
-                        if request.finished:
-                            outputs[rows.pop(request.req_id)] = self._output(request)
+                    for group in self._step_for(rows):
+                        if group.finished:
+                            outputs[rows.pop(group.req_id)] = self._output(group)
                             progress.advance(task)
         finally:
             self._abort_all(rows)
@@ -205,8 +227,8 @@ class LLM:
         rows = {req_id: 0}
         try:
             while rows:
-                for request in self._step_for(rows):
-                    output = self._output(request)
+                for group in self._step_for(rows):
+                    output = self._output(group)
                     if output.finished:
                         rows.clear()
                     if output.error is not None:
@@ -232,20 +254,25 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one step and return the outputs of the requests that got a token or ended."""
         changed, self._undelivered = self._undelivered | self._run_step(), {}
-        return [self._output(request) for request in changed.values()]
+        return [self._output(group) for group in changed.values()]
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything to do or to deliver."""
         return self._engine.has_unfinished_requests or bool(self._undelivered)
 
     def abort(self, request_id: str) -> None:
-        """End a request; ``step`` delivers what it had with ``finish_reason="abort"``.
+        """End a request, all its outputs; ``step`` delivers what it had.
+
+        Those that had not ended then have ``finish_reason="abort"``.
 
         An id that is unknown or finished is ignored: the request may just have ended.
         """
-        request = self._engine.abort(request_id)
-        if request is not None:
-            self._undelivered[request_id] = request
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        aborted = [self._engine.abort(request.req_id) for request in group.requests]
+        if any(request is not None for request in aborted):
+            self._undelivered[request_id] = group
 
     # --- reports and end ------------------------------------------------------------------
 
@@ -267,7 +294,7 @@ class LLM:
             self._core.runner.close()
             self._core = None
             self._undelivered.clear()
-            self._texts.clear()
+            self._groups.clear()
 
     def __enter__(self) -> Self:
         """Return the engine itself."""
@@ -306,15 +333,13 @@ class LLM:
             raise RequestError(f"request_id: {req_id!r} has an output that step() has yet to give")
         if params.stop and not self._tokenizer.is_loaded:
             raise RequestError("stop: expected none, because the checkpoint has no tokenizer")
-        self._engine.add_request(
+        request = self._engine.add_request(
             req_id,
             self._token_ids(prompt),
             params,
             encode=self._tokenizer.encode_word if self._tokenizer.is_loaded else None,
         )
-        self._texts[req_id] = OutputText(
-            self._tokenizer, params.stop, include_stop=params.include_stop_str_in_output
-        )
+        self._groups[req_id] = RequestGroup(request, self._tokenizer)
 
     def _token_ids(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, Mapping):
@@ -335,19 +360,21 @@ class LLM:
             f"got {type(prompt).__name__}"
         )
 
-    def _run_step(self) -> dict[str, Request]:
+    def _run_step(self) -> dict[str, RequestGroup]:
         """Run a step, and end the requests whose text holds a stop string now."""
-        changed = self._engine.step()
-        for request in changed:
-            if request.params.stop and request.error is None and request.stop_reason is None:
-                found = self._texts[request.req_id].find_stop(
-                    self._shown(request), is_last=request.finished
-                )
-                if found is not None:
-                    self._engine.stop(request, found)
-        return {request.req_id: request for request in changed}
+        changed = {}
+        for request in self._engine.step():
+            first = request if request.leader is None else request.leader
+            group = self._groups.get(first.req_id)
+            if group is None:
+                continue  # given up by ``generate`` or ``stream``, which an error ended
+            found = group.find_stop(request)
+            if found is not None:
+                self._engine.stop(request, found)
+            changed[group.req_id] = group
+        return changed
 
-    def _step_for(self, rows: Mapping[str, int]) -> list[Request]:
+    def _step_for(self, rows: Mapping[str, int]) -> list[RequestGroup]:
         """Return the changed requests among ``rows``, after a step unless some wait already.
 
         The others are kept for ``step``, or for the ``stream`` they belong to.
@@ -360,48 +387,16 @@ class LLM:
         if self._core is None:
             return  # closed in the middle of a stream: nothing is left to abort
         for req_id in rows:
-            self._core.abort(req_id)
+            group = self._groups.pop(req_id, None)
+            for request in () if group is None else group.requests:
+                self._core.abort(request.req_id)
             self._undelivered.pop(req_id, None)
-            self._texts.pop(req_id, None)
 
-    def _output(self, request: Request) -> RequestOutput:
-        text = self._text(request)
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=tuple(request.output_token_ids),
-            logprobs=None,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-        )
-        return RequestOutput(
-            request_id=request.req_id,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=(completion,),
-            finished=request.finished,
-            error=request.error,
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_time,
-                first_token_time=request.first_token_time,
-                finish_time=request.finish_time,
-                num_preemptions=request.num_preemptions,
-            ),
-        )
-
-    def _text(self, request: Request) -> str:
-        """Return the text so far; once finished, exactly what the tokenizer makes of the whole."""
-        text = self._texts[request.req_id]
-        if request.finished:
-            del self._texts[request.req_id]
-        return text.text(self._shown(request), is_last=request.finished)
-
-    def _shown(self, request: Request) -> Sequence[int]:
-        """Return the tokens that are text: a stop token at the end is not."""
-        token_ids = request.output_token_ids
-        ended_by_token = request.finish_reason == "stop" and not isinstance(
-            request.stop_reason, str
-        )
-        return token_ids[:-1] if ended_by_token else token_ids
+    def _output(self, group: RequestGroup) -> RequestOutput:
+        """Return what is known of a request; once it has ended, for the last time."""
+        if group.finished:
+            del self._groups[group.req_id]
+        return group.output()
 
 
 def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
@@ -434,11 +429,18 @@ def _params_per_prompt(
 
 def _refused(req_id: str, error: RequestError) -> RequestOutput:
     completion = CompletionOutput(
-        index=0, text="", token_ids=(), logprobs=None, finish_reason="error", stop_reason=None
+        index=0,
+        text="",
+        token_ids=(),
+        logprobs=None,
+        finish_reason="error",
+        stop_reason=None,
+        error=error,
     )
     return RequestOutput(
         request_id=req_id,
         prompt_token_ids=(),
+        prompt_logprobs=None,
         outputs=(completion,),
         finished=True,
         error=error,

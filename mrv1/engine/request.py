@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from mrv1.errors import Mrv1Error
-from mrv1.runner.step import Int32Array
-from mrv1.sampler import SamplingParams
+from mrv1.runner.step import Int32Array, TokenLogprobs
+from mrv1.sampler import GrammarMatcher, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -36,6 +36,12 @@ class Request:
     params: SamplingParams
     seed: int
     """64-bit key of its noise."""
+    child: int = 0
+    """Which of its caller's ``n`` outputs it is."""
+    leader: Request | None = None
+    """The first of these outputs, if it is another one."""
+    followers: tuple[Request, ...] = ()
+    """The others, if it is the first."""
     max_total_tokens: int
     """Prompt and output tokens at which it ends with ``"length"``."""
     unsplittable: tuple[tuple[int, int], ...] = ()
@@ -47,15 +53,25 @@ class Request:
     first_token_time: float | None = None
     finish_time: float | None = None
     output_token_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of a position each, if asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of prompt tokens from the second on, in order, if asked for."""
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it, if the caller named it."""
+    stop_reason: int | str | tuple[int, ...] | None = None
+    """The stop token id, string or sequence that ended it, if the caller named it."""
     error: Mrv1Error | None = None
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
     """Its bad words, as the tokenizer writes them, and those given as tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Every token that ends it, end-of-sequence tokens among them unless ignored."""
+    ending_token_ids: tuple[int, ...] = ()
+    """These, and the last ones of its stop sequences."""
+    asks_logprobs: bool = field(init=False)
+    """Whether a step may have to tell log-probabilities of it."""
+    matcher: GrammarMatcher | None = field(init=False)
+    """Follows its output, if that is to be of a grammar."""
     slot: int = -1
     """Row in the runner's state while running."""
     epoch: int = -1
@@ -72,6 +88,56 @@ class Request:
         """Keep the prompt as the runner and the prefix cache take it."""
         self._prompt = np.array(self.prompt_token_ids, dtype=np.int32)
         self._prompt.flags.writeable = False  # plans share it
+        self.asks_logprobs = self.params.wants_logprobs or self.params.prompt_logprobs is not None
+        grammar = self.params.structured_output
+        self.matcher = None if grammar is None else grammar.matcher()
+
+    def add_followers(self) -> None:
+        """Make the other outputs that its parameters ask for: requests that differ in ``child``.
+
+        What their prompts' log-probabilities are, the first one tells for all.
+        """
+        params = replace(self.params, prompt_logprobs=None)
+        self.followers = tuple(
+            Request(
+                req_id=f"{self.req_id}#{child}",
+                prompt_token_ids=self.prompt_token_ids,
+                params=params,
+                seed=self.seed,
+                child=child,
+                leader=self,
+                max_total_tokens=self.max_total_tokens,
+                unsplittable=self.unsplittable,
+                cache_key=self.cache_key,
+                arrival_time=self.arrival_time,
+                banned_token_sequences=self.banned_token_sequences,
+            )
+            for child in range(1, self.params.n)
+        )
+
+    @property
+    def stop_sequence(self) -> tuple[int, ...] | None:
+        """The stop sequence that its output ends with, the first of several; None = none does."""
+        output = self.output_token_ids
+        if len(output) < self.params.min_tokens:
+            return None
+        for sequence in self.params.stop_token_sequences:
+            if tuple(output[-len(sequence) :]) == sequence:
+                return sequence
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Prompt tokens whose log-probabilities are known, the first one not counted."""
+        return sum(map(len, self.prompt_logprobs))
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether its prompt has to be computed for the log-probabilities it asks for."""
+        return (
+            self.params.prompt_logprobs is not None
+            and self.num_prompt_logprobs < len(self.prompt_token_ids) - 1
+        )
 
     @property
     def num_tokens(self) -> int:

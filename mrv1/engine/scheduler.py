@@ -16,7 +16,14 @@ from mrv1.engine.prefix_cache import extend_chain
 from mrv1.engine.request import FinishReason, Request, Status
 from mrv1.errors import Mrv1Error, RequestError
 from mrv1.runner.request_state import MAX_STOP_TOKENS
-from mrv1.runner.step import Int32Array, Int64Array, SlotRequest, StepOutput, StepPlan
+from mrv1.runner.step import (
+    Int32Array,
+    Int64Array,
+    RowFailure,
+    SlotRequest,
+    StepOutput,
+    StepPlan,
+)
 
 BoolArray = npt.NDArray[np.bool_]
 NewBlocks = dict[int, tuple[tuple[int, ...], ...]]
@@ -40,8 +47,12 @@ class _Rows:
     """[rows] a token each."""
     everyone: BoolArray
     """[rows] all of them."""
-    stop_token_ids: frozenset[int]
-    """Tokens that end one of them or another."""
+    ending_token_ids: frozenset[int]
+    """Tokens that may end one of them or another."""
+    any_logprobs: bool
+    """Whether one of them asks for log-probabilities."""
+    any_grammars: bool
+    """Whether one of them has a grammar."""
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> _Rows:
@@ -55,9 +66,11 @@ class _Rows:
             epochs=np.array([request.epoch for request in requests], dtype=np.int32),
             ones=np.ones(len(requests), dtype=np.int32),
             everyone=np.ones(len(requests), dtype=np.bool_),
-            stop_token_ids=frozenset(
-                chain.from_iterable({request.stop_token_ids for request in requests})
+            ending_token_ids=frozenset(
+                chain.from_iterable({request.ending_token_ids for request in requests})
             ),
+            any_logprobs=any(request.asks_logprobs for request in requests),
+            any_grammars=any(request.matcher is not None for request in requests),
         )
         for shared in (rows.slots, rows.epochs, rows.ones, rows.everyone):
             shared.flags.writeable = False  # among plans and steps
@@ -98,7 +111,8 @@ class Scheduler:
     Running requests go before waiting ones, in order of arrival. When blocks run out, the running
     request that arrived last gives up its slot and blocks and is computed again later
     (preemption by recompute). A waiting request is admitted when the blocks of all its known
-    tokens can be had.
+    tokens can be had. With ``enable_prefix_caching`` the followers of a request join the waiting
+    when it has its first token, so that its prompt is computed once.
 
     **Steps in flight.** ``schedule`` may be called again before the output of up to
     ``max_steps_in_flight - 1`` plans has come. A row that computes its last known token then has a
@@ -132,6 +146,8 @@ class Scheduler:
         self.enable_prefix_caching = enable_prefix_caching
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         """By request id, in order of admission."""
+        self._held: dict[Request, list[Request]] = {}
+        """Followers that wait for their leader's prompt."""
         self.running: dict[str, Request] = {}
         """By request id, in order of arrival."""
         self.num_preemptions = 0
@@ -139,6 +155,8 @@ class Scheduler:
         """Rows that were dropped because their request had ended or been preempted."""
         self.wasted_tokens = 0
         """Tokens scheduled in those rows."""
+        self.num_nan_rows = 0
+        """Rows that failed for NaN in their logits."""
         self.num_finished = 0
         self.num_generated_tokens = 0
         """Tokens that were appended to a request."""
@@ -196,6 +214,16 @@ class Scheduler:
         """Whether any request waits or runs."""
         return bool(self._requests)
 
+    @property
+    def num_waiting(self) -> int:
+        """Unfinished requests that do not run."""
+        return len(self._requests) - len(self.running)
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """Every request that waits or runs, in order of arrival."""
+        return tuple(self._requests.values())
+
     def get(self, req_id: str) -> Request | None:
         """Return an unfinished request, or None."""
         return self._requests.get(req_id)
@@ -207,16 +235,19 @@ class Scheduler:
         return int(self._num_tokens[request.slot]) - request.num_tokens
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request and its followers.
 
         Raises:
-            RequestError: its id is in use, it could never get the blocks it may need, or a span
-                that must not be split is out of order or longer than a step.
+            RequestError: an id is in use, it could never get the blocks it may need, a span that
+                must not be split is out of order or longer than a step, or more tokens end it
+                than ``min_tokens`` can keep from being drawn.
         """
-        if request.req_id in self._requests:
-            raise RequestError(
-                f"request_id: {request.req_id!r} is in use by an unfinished request"
-            )
+        family = (request, *request.followers)
+        for member in family:
+            if member.req_id in self._requests:
+                raise RequestError(
+                    f"request_id: {member.req_id!r} is in use by an unfinished request"
+                )
         needed = self._blocks_for(request.max_total_tokens)
         if needed > self.pool.num_blocks:
             raise RequestError(
@@ -226,9 +257,23 @@ class Scheduler:
             )
         self._check_spans(request)
         eos = () if request.params.ignore_eos else self._eos_token_ids
-        request.stop_token_ids = tuple(dict.fromkeys((*request.params.stop_token_ids, *eos)))
-        self._requests[request.req_id] = request
+        stop_token_ids = tuple(dict.fromkeys((*request.params.stop_token_ids, *eos)))
+        if request.params.min_tokens and len(stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"stop_token_ids: expected at most {MAX_STOP_TOKENS} beside min_tokens, the "
+                f"model's end-of-sequence tokens among them, got {len(stop_token_ids)}"
+            )
+        last_of_sequences = [sequence[-1] for sequence in request.params.stop_token_sequences]
+        for member in family:
+            member.stop_token_ids = stop_token_ids
+            member.ending_token_ids = (*stop_token_ids, *last_of_sequences)
+            self._requests[member.req_id] = member
         self.waiting[request.req_id] = request
+        shares_blocks = len(request.prompt_token_ids) > self.block_size
+        if self.enable_prefix_caching and shares_blocks and request.followers:
+            self._held[request] = list(request.followers)
+        else:
+            self.waiting.update((member.req_id, member) for member in request.followers)
 
     def _check_spans(self, request: Request) -> None:
         previous_end = 0
@@ -307,6 +352,18 @@ class Scheduler:
         if not rows.requests:
             return None
         return self._launch(rows, ends, counts, new_blocks, entering)
+
+    def rows_with_grammars(self) -> list[tuple[int, Request]]:
+        """Return the rows of the plan made last that draw a token by a grammar."""
+        step = self._newest
+        if step is None or not step.rows.any_grammars:
+            return []
+        samples = step.samples.tolist()
+        return [
+            (row, request)
+            for row, request in enumerate(step.rows.requests)
+            if request.matcher is not None and samples[row]
+        ]
 
     def _running_ends(self) -> tuple[Int64Array, npt.NDArray[np.signedinteger], bool]:
         """Return how far each running request is computed, and whether blocks ran out.
@@ -408,10 +465,13 @@ class Scheduler:
                     prompt_len=len(request.prompt_token_ids),
                     sampling_params=request.params,
                     seed=request.seed,
+                    child=request.child,
                     banned_token_sequences=request.banned_token_sequences,
                     num_computed_tokens=num_cached,
                     max_total_tokens=request.max_total_tokens,
                     stop_token_ids=request.stop_token_ids[:MAX_STOP_TOKENS],
+                    stop_token_sequences=request.params.stop_token_sequences,
+                    min_total_tokens=len(request.prompt_token_ids) + request.params.min_tokens,
                 )
             )
             entering.ends.append(num_cached + count)
@@ -496,7 +556,13 @@ class Scheduler:
         requests: Sequence[Request] = step.rows.requests
         ended: dict[Request, FinishReason] = {}
         tokens = None
-        if step.all_sample and live is step.rows.everyone and not output.errors:
+        if (
+            step.all_sample
+            and live is step.rows.everyone
+            and not output.errors
+            and not step.rows.any_logprobs
+            and not step.rows.any_grammars
+        ):
             tokens = _one_each(output.token_ids)
         if tokens is None:
             live = live.copy()
@@ -507,10 +573,14 @@ class Scheduler:
         self.num_generated_tokens += len(tokens)
         if self._without_token:
             self._note_first_tokens(requests)
-        if not step.rows.stop_token_ids.isdisjoint(tokens):
+        if not step.rows.ending_token_ids.isdisjoint(tokens):
             for request, token in zip(requests, tokens, strict=True):
-                if token in request.stop_token_ids:
+                if token in request.stop_token_ids or request.stop_sequence is not None:
                     ended[request] = "stop"
+        if step.rows.any_grammars:
+            for request in requests:
+                if request.matcher is not None and request.matcher.is_finished():
+                    ended.setdefault(request, "stop")
         for row in step.last_rows:
             if live[row]:
                 ended.setdefault(step.rows.requests[row], "length")
@@ -531,14 +601,19 @@ class Scheduler:
         Rows that failed are not live any more, and in ``ended``.
         """
         requests, tokens = [], []
-        samples = step.samples.tolist()
         for row in live.nonzero()[0].tolist():
             request, row_tokens = step.rows.requests[row], output.token_ids[row]
-            if row in output.errors or len(row_tokens) != samples[row]:
+            reason = self._failure(step, output, row)
+            if reason is not None:
                 ended[request] = "error"
-                request.error = self._row_error(step, output, row)
+                request.error = RequestError(f"request {request.req_id!r}: {reason}")
                 live[row] = False  # what it computed is not to be shared
-            elif row_tokens:  # else an unfinished prefill
+                continue
+            if step.rows.any_logprobs:
+                self._take_logprobs(step, output, row)
+            if row_tokens:  # else an unfinished prefill
+                if request.matcher is not None:
+                    request.matcher.accept(row_tokens[0])  # False only of a token that ends it
                 requests.append(request)
                 tokens.append(row_tokens[0])
         return requests, tokens
@@ -547,16 +622,54 @@ class Scheduler:
         now = time.perf_counter()
         for request in self._without_token.intersection(requests):
             request.first_token_time = now
+            self._admit_followers(request)
         self._without_token.difference_update(requests)
 
-    def _row_error(self, step: _Launched, output: StepOutput, row: int) -> RequestError:
+    def _failure(self, step: _Launched, output: StepOutput, row: int) -> str | None:
+        """Return why a row has failed; None = it has not."""
+        request, num_expected = step.rows.requests[row], int(step.samples[row])
         reason = output.errors.get(row)
-        if reason is None:
-            reason = (
-                f"expected {int(step.samples[row])} tokens of step {step.step_id}, "
+        if reason is not None:
+            self.num_nan_rows += reason == RowFailure.NAN
+            masks = request.params.masks(len(request.output_token_ids))
+            if reason == RowFailure.MASKED and masks:
+                return f"{reason}, by {', '.join(masks)}"
+            return reason
+        if len(output.token_ids[row]) != num_expected:
+            return (
+                f"expected {num_expected} tokens of step {step.step_id}, "
                 f"got {output.token_ids[row]}"
             )
-        return RequestError(f"request {step.rows.req_ids[row]!r}: {reason}")
+        if not step.rows.any_logprobs:
+            return None
+        wants = (
+            ("logprobs", num_expected if request.params.wants_logprobs else 0, output.logprobs),
+            ("prompt_logprobs", self._num_prompt_logprobs(step, row), output.prompt_logprobs),
+        )
+        for name, count, given in wants:
+            got = len(given[row]) if row in given else 0
+            if count and got != count:
+                return f"{name}: expected {count} positions of step {step.step_id}, got {got}"
+        return None
+
+    def _num_prompt_logprobs(self, step: _Launched, row: int) -> int:
+        """Return for how many prompt tokens a row is to give log-probabilities."""
+        request, end = step.rows.requests[row], int(step.ends[row])
+        if not request.lacks_prompt_logprobs:
+            return 0
+        start = end - int(step.num_scheduled_tokens[row])
+        return max(min(end, len(request.prompt_token_ids) - 1) - start, 0)
+
+    def _take_logprobs(self, step: _Launched, output: StepOutput, row: int) -> None:
+        """Keep a row's log-probabilities; a prompt's only once, though it be computed again."""
+        request = step.rows.requests[row]
+        if request.params.wants_logprobs and step.samples[row]:
+            request.output_logprobs.append(output.logprobs[row])
+        if self._num_prompt_logprobs(step, row):
+            start = int(step.ends[row]) - int(step.num_scheduled_tokens[row])
+            fresh = output.prompt_logprobs[row].behind(request.num_prompt_logprobs - start)
+            if len(fresh):
+                request.prompt_logprobs.append(fresh)
 
     def fail_step(self, plan: StepPlan, error: Mrv1Error) -> list[Request]:
         """End every request of a failed step that is still in it; return them.
@@ -642,7 +755,7 @@ class Scheduler:
 
     def _find_prefix(self, request: Request) -> list[int]:
         """Return cached blocks of the request's first tokens: full ones, not its last token's."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.lacks_prompt_logprobs:
             return []
         self._extend_digests(request, request.num_tokens)
         num_tokens = request.num_tokens - 1
@@ -730,15 +843,28 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._vacated.append(request.slot)
             self._release(request)
+        elif request.leader in self._held:
+            self._held[request.leader].remove(request)
         else:
             del self.waiting[request.req_id]
-        if reason == "stop" and request.output_token_ids[-1] in request.params.stop_token_ids:
-            request.stop_reason = request.output_token_ids[-1]
+        self._admit_followers(request)
+        if reason == "stop":
+            last = request.output_token_ids[-1]
+            if last in request.params.stop_token_ids:
+                request.stop_reason = last
+            elif last not in request.stop_token_ids:
+                request.stop_reason = request.stop_sequence
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.finish_time = time.perf_counter()
         self.num_finished += 1
         del self._requests[request.req_id]
+
+    def _admit_followers(self, request: Request) -> None:
+        """Let the followers of a request go on: its prompt is computed, or will not be."""
+        for follower in reversed(self._held.pop(request, ())):
+            self.waiting[follower.req_id] = follower
+            self.waiting.move_to_end(follower.req_id, last=False)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1

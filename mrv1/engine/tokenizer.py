@@ -74,6 +74,13 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def decode_token(self, token_id: int) -> str | None:
+        """Return one token as text, special or not; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        text: str = self._tokenizer.decode([token_id])
+        return text
+
 
 def _check_unicode(name: str, text: str) -> None:
     try:
@@ -116,17 +123,31 @@ class OutputText:
         tokenizer: of the checkpoint.
         stop: strings that end the output; of several that begin together the first counts.
         include_stop: whether the text ends behind the stop string, not in front of it.
+        min_tokens: tokens before which no stop string ends the output.
+        stop_token_sequences: what may end the output too, and is not text then.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, include_stop: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        stop_token_sequences: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
+        self._searched = Detokenizer(tokenizer)
         self._stop = tuple(stop)
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._sequences = () if include_stop else tuple(stop_token_sequences)
+        # What is shown lags behind what is searched where a stop sequence may begin.
+        self._shown = Detokenizer(tokenizer) if self._sequences else self._searched
         self._num_searched = 0
         """Characters before which no stop string begins."""
+        self._num_ignored = 0
+        """Characters within which no stop string may end: those of the first tokens."""
         self._end: int | None = None
         """Where the text ends, once a stop string has been found."""
 
@@ -139,8 +160,14 @@ class OutputText:
         """
         if not self._stop or self._end is not None:
             return None
-        text = self._whole(token_ids, is_last=is_last)
-        found = [(text.find(stop, self._num_searched), stop) for stop in self._stop]
+        text = self._tokenizer.decode(token_ids) if is_last else self._searched.text(token_ids)
+        if len(token_ids) < self._min_tokens:
+            self._num_ignored = len(text)
+            return None
+        found = [
+            (text.find(stop, max(self._num_searched, self._num_ignored - len(stop) + 1)), stop)
+            for stop in self._stop
+        ]
         found = [(at, stop) for at, stop in found if at >= 0]
         if not found:
             longest = max(map(len, self._stop))
@@ -157,15 +184,26 @@ class OutputText:
             token_ids: of the output, as ``find_stop`` has seen them.
             is_last: whether no more will come.
         """
-        text = self._whole(token_ids, is_last=is_last or self._end is not None)
         if self._end is not None:
-            return text[: self._end]
-        return text if is_last else text[: len(text) - self._num_held_back(text)]
-
-    def _whole(self, token_ids: Sequence[int], *, is_last: bool) -> str:
+            return self._tokenizer.decode(token_ids)[: self._end]
         if is_last:
             return self._tokenizer.decode(token_ids)
-        return self._detokenizer.text(token_ids)
+        text = self._shown.text(
+            token_ids[: len(token_ids) - self._num_tokens_held_back(token_ids)]
+        )
+        return text[: len(text) - self._num_held_back(text)]
+
+    def _num_tokens_held_back(self, token_ids: Sequence[int]) -> int:
+        """Return the length of the longest end of the tokens that begins a stop sequence."""
+        return max(
+            (
+                length
+                for sequence in self._sequences
+                for length in range(1, min(len(sequence), len(token_ids) + 1))
+                if tuple(token_ids[-length:]) == sequence[:length]
+            ),
+            default=0,
+        )
 
     def _num_held_back(self, text: str) -> int:
         """Return the length of the longest end of the text that begins a stop string."""

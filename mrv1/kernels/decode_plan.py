@@ -135,8 +135,8 @@ class DecodeAttentionConfig:
         # keys 12.9; 64 x 8: 17.2, 21.5).
         many = 2 * num_segments > device.num_sms
         # The share of registers that lets four programs of four warps run at the same time, in
-        # which nothing spills from sm_90 on: with a few more only three do, in two waves (8 x 131072
-        # mixed: 396 us instead of 259).
+        # which nothing spills from sm_90 on: with a few more only three do, in two waves (8 x
+        # 131072 mixed: 396 us instead of 262).
         share = 128 if (device.capability or (0, 0)) >= (9, 0) else None
         if dtype == torch.float8_e4m3fn:
             return cls(

@@ -2,7 +2,7 @@
 
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.model_runner import KVListener, KVReady, KVReport, ModelRunner
-from mrv1.runner.step import SlotRequest, StepOutput, StepPlan
+from mrv1.runner.step import RowFailure, SlotRequest, StepOutput, StepPlan, TokenLogprobs
 
 __all__ = [
     "AsyncOutput",
@@ -10,7 +10,9 @@ __all__ = [
     "KVReady",
     "KVReport",
     "ModelRunner",
+    "RowFailure",
     "SlotRequest",
     "StepOutput",
     "StepPlan",
+    "TokenLogprobs",
 ]

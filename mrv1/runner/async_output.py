@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from mrv1.errors import StepError
 from mrv1.runner.gpu_clock import GpuClock
-from mrv1.runner.step import Int32Array, Int64Array, StepOutput, StepPlan
+from mrv1.runner.logprobs import LogprobReport
+from mrv1.runner.step import Int32Array, Int64Array, RowFailure, StepOutput, StepPlan
 
 POLL_SECONDS = 50e-6
 """How often a wait with a timeout looks at the event."""
 
-NO_TOKEN_MESSAGE = "the logits hold no selectable token (all -inf or NaN)"
+FAILURES = {-1: RowFailure.MASKED, -2: RowFailure.NAN}
+"""What a negative number of tokens says of a row."""
 
 
 class OutputRing:
@@ -103,6 +105,8 @@ class OutputRing:
         num_columns: int = 1,
         rows: Int32Array | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
+        logprobs: LogprobReport | None = None,
+        prompt_logprobs: Sequence[LogprobReport] = (),
     ) -> AsyncOutput:
         """Return what the step will leave in its slot; the next step has the next one.
 
@@ -112,6 +116,8 @@ class OutputRing:
             num_columns: tokens a row has, at most.
             rows: ``[rows]``, where the plan's rows are on the device; None = in order, in front.
             on_output: is given the result once it is there.
+            logprobs: of the tokens that the step draws, by row of the plan.
+            prompt_logprobs: of prompts' tokens, likewise.
         """
         slot = self._next
         done = None
@@ -126,6 +132,8 @@ class OutputRing:
             done,
             rows=rows,
             on_output=on_output,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         self._readers[slot] = output
         self._next = (slot + 1) % self.num_slots
@@ -153,17 +161,21 @@ class AsyncOutput:
         *,
         rows: Int32Array | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
+        logprobs: LogprobReport | None = None,
+        prompt_logprobs: Sequence[LogprobReport] = (),
     ) -> None:
         """Wait for nothing yet.
 
         Args:
             plan: the step that was launched.
-            num_output: ``[any]``, tokens of each row on the device, -1 = the row failed; valid
-                once the step is over.
+            num_output: ``[any]``, tokens of each row on the device, negative = the row failed;
+                valid once the step is over.
             tokens: ``[any, most tokens]``, likewise.
             done: recorded behind the step; None on a CPU.
             rows: ``[rows]``, where the plan's rows are among them; None = in order, in front.
             on_output: is given the result once it is there.
+            logprobs: of the tokens that the step draws, by row of the plan.
+            prompt_logprobs: of prompts' tokens, likewise.
         """
         self._plan = plan
         self._num_output = num_output
@@ -171,6 +183,8 @@ class AsyncOutput:
         self._done = done
         self._rows = rows
         self._on_output = on_output
+        self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
         self._outcome: StepOutput | StepError | None = None
 
     @property
@@ -241,7 +255,7 @@ class AsyncOutput:
         plan = self._plan
         rows = slice(len(plan.req_ids)) if self._rows is None else self._rows
         num_output, tokens = self._num_output[rows], self._tokens[rows]
-        errors = {}
+        errors: dict[int, str] = {}
         token_ids: tuple[tuple[int, ...], ...]
         if (num_output == 1).all():  # a decode step: the one that must not cost time
             token_ids = tuple(zip(tokens[:, 0].tolist(), strict=True))
@@ -249,7 +263,7 @@ class AsyncOutput:
             counts = num_output.tolist()
             pairs = zip(tokens.tolist(), counts, strict=True)
             token_ids = tuple([tuple(row[: max(count, 0)]) for row, count in pairs])
-            errors = {row: NO_TOKEN_MESSAGE for row, count in enumerate(counts) if count < 0}
+            errors = {row: FAILURES[count] for row, count in enumerate(counts) if count < 0}
         return StepOutput(
             step_id=plan.step_id,
             req_ids=plan.req_ids,
@@ -257,4 +271,10 @@ class AsyncOutput:
             epochs=plan.epochs,
             token_ids=token_ids,
             errors=errors,
+            logprobs={} if self._logprobs is None else self._logprobs.read(num_output.tolist()),
+            prompt_logprobs={
+                row: found
+                for report in self._prompt_logprobs
+                for row, found in report.read().items()
+            },
         )

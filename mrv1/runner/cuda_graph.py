@@ -9,7 +9,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from mrv1.runner.input_batch import StepShape
+from mrv1.runner.input_batch import InputBatch, StepShape
+
+Forwarded = tuple[InputBatch, torch.Tensor]
+"""A step's rows, and the hidden states behind its last layer."""
 
 SMALL_DECODE = 32
 """Rows of one token that a step with prompts has room for if it has no more than these."""
@@ -33,9 +36,9 @@ class StepGraphs:
 
     What a graph reads and writes stays where it was at capture: the runner's state, caches,
     weights, the fetched upload and the ring of outputs. A step of decodes is padded to one of
-    ``decode_sizes``, with or without top-k and top-p. One with prompts, without them, has room for
-    none, a few or all of the rows of one token (they come first), and behind them for one of
-    ``prompt_sizes`` in prompt tokens.
+    ``decode_sizes``; there is a graph of the whole step, and one that ends before the logits. A
+    step with prompts has room for none, a few or all of the rows of one token (they come first),
+    and behind them for one of ``prompt_sizes`` in prompt tokens.
 
     Args:
         max_num_reqs: most rows of a step.
@@ -49,7 +52,7 @@ class StepGraphs:
         self._decode_sizes = decode_sizes(max_num_reqs)
         self._prompt_sizes = prompt_sizes(max_num_tokens)
         self._decodes_beside = sorted({0, min(SMALL_DECODE, max_num_reqs), max_num_reqs})
-        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Forwarded | None]] = {}
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -60,8 +63,8 @@ class StepGraphs:
             for decodes in reversed(self._decodes_beside)
         ]
         decodes = [
-            StepShape.decode(size, filtered=filtered)
-            for filtered in (True, False)
+            StepShape.decode(size, samples=samples)
+            for samples in (True, False)
             for size in reversed(self._decode_sizes)
         ]
         return [*prompts, *decodes]
@@ -71,7 +74,7 @@ class StepGraphs:
         """The shapes of which one takes most memory: the others share it."""
         return [
             self._with_prompts(self._decodes_beside[-1], self._prompt_sizes[-1]),
-            StepShape.decode(self._decode_sizes[-1], filtered=True),
+            StepShape.decode(self._decode_sizes[-1]),
         ]
 
     def _with_prompts(self, num_decodes: int, num_prompt_tokens: int) -> StepShape:
@@ -81,13 +84,12 @@ class StepGraphs:
             max_query_len=min(num_prompt_tokens, self._max_query_len),
             query_len=None,
             num_decodes=num_decodes,
-            filtered=False,
         )
 
     def capture(
         self,
         shapes: Iterable[StepShape],
-        run: Callable[[StepShape], object],
+        run: Callable[[StepShape], Forwarded],
         *,
         progress: bool,
     ) -> None:
@@ -111,18 +113,18 @@ class StepGraphs:
                 run(shape)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    run(shape)
-                self._graphs[shape] = graph
+                    forwarded = run(shape)
+                self._graphs[shape] = graph, None if shape.samples else forwarded
                 bar.advance(task)
 
     def fit(self, shape: StepShape) -> StepShape | None:
         """Return the captured shape that a step is padded to; None if there is none."""
-        if shape.has_drafts or shape.has_bad_words or not self._graphs:
+        if shape.has_drafts or not self._graphs:
             return None
         if shape.query_len == 1:
             size = _least(self._decode_sizes, shape.num_rows)
-            return None if size is None else StepShape.decode(size, filtered=shape.filtered)
-        if shape.filtered:
+            return None if size is None else StepShape.decode(size, samples=shape.samples)
+        if not shape.samples:
             return None
         num_decodes = _least(self._decodes_beside, shape.num_decodes)
         num_prompt_tokens = _least(self._prompt_sizes, shape.num_tokens - shape.num_decodes)
@@ -130,9 +132,15 @@ class StepGraphs:
             return None
         return self._with_prompts(num_decodes, num_prompt_tokens)
 
-    def replay(self, shape: StepShape) -> None:
-        """Launch the step of a captured shape on the current stream."""
-        self._graphs[shape].replay()
+    def replay(self, shape: StepShape) -> Forwarded | None:
+        """Launch the step of a captured shape on the current stream.
+
+        Returns:
+            What the sampling takes, if the graph does not do it: valid until another graph runs.
+        """
+        graph, forwarded = self._graphs[shape]
+        graph.replay()
+        return forwarded
 
 
 def _least(sizes: list[int], size: int) -> int | None:

@@ -33,25 +33,16 @@ class StepShape:
     """Tokens of every row if all are decoded: one, or up to 8 with as many drafts; else None."""
     num_decodes: int
     """Leading rows of one token each."""
-    filtered: bool
-    """Whether any row uses top-k or top-p."""
     has_drafts: bool = False
-    has_bad_words: bool = False
-    """Whether any row bans words."""
+    samples: bool = True
+    """Whether a graph of it draws the tokens, too: not where log-probabilities are wanted."""
 
     @classmethod
-    def of(
-        cls,
-        query_lens: Int32Array,
-        *,
-        filtered: bool,
-        has_drafts: bool = False,
-        has_bad_words: bool = False,
-    ) -> Self:
+    def of(cls, query_lens: Int32Array, *, has_drafts: bool = False, samples: bool = True) -> Self:
         """Return the shape of rows with so many tokens, those of one token first."""
         longest = int(query_lens.max())
-        if longest == 1 and not (has_drafts or has_bad_words):
-            return cls.decode(len(query_lens), filtered=filtered)
+        if longest == 1 and not has_drafts:
+            return cls.decode(len(query_lens), samples=samples)
         # Short prompts of one length are prefilled, like those of others.
         uniform = longest == 1 or (
             has_drafts and longest == int(query_lens.min()) <= MAX_DECODE_QUERY_LEN
@@ -62,14 +53,13 @@ class StepShape:
             max_query_len=longest,
             query_len=longest if uniform else None,
             num_decodes=int((query_lens == 1).sum()),
-            filtered=filtered,
             has_drafts=has_drafts,
-            has_bad_words=has_bad_words,
+            samples=samples,
         )
 
     @classmethod
     @lru_cache(maxsize=1024)  # made in every step
-    def decode(cls, num_rows: int, *, filtered: bool = False) -> Self:
+    def decode(cls, num_rows: int, *, samples: bool = True) -> Self:
         """Return the shape of a decode of so many rows."""
         return cls(
             num_rows=num_rows,
@@ -77,7 +67,7 @@ class StepShape:
             max_query_len=1,
             query_len=1,
             num_decodes=num_rows,
-            filtered=filtered,
+            samples=samples,
         )
 
     def rows_of(self, shape: StepShape) -> Int32Array:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self, TypedDict
+from typing import Concatenate, ParamSpec, Self, TypedDict, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mrv1.config import (
@@ -35,20 +36,27 @@ from mrv1.runner.cuda_graph import StepGraphs
 from mrv1.runner.debug_sync import synced
 from mrv1.runner.input_batch import InputBatch, StepShape
 from mrv1.runner.kv_cache import CPU_KV_BYTES, CacheSpec, KVCache, layer_layouts
+from mrv1.runner.logprobs import LogprobReport, LogprobRequests, Wanted
 from mrv1.runner.profile import run_profile_step
 from mrv1.runner.request_state import RequestState
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import Staged, Staging, StepUpload
 from mrv1.runner.step import Int32Array, Int64Array, StepPlan
-from mrv1.sampler import Sampler
+from mrv1.sampler import LogitsContext, LogitsProcessor, Sampler, SamplerLimits
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 NEXT_UPLOAD = "next_upload"
 """The slot, in the ring of uploads, of the next step: each step's upload sets the next one's."""
 
-SEGMENTS_PER_REQUEST = 20
+SEGMENTS_PER_REQUEST = 40
 """Runs of words that a request changes as it enters, and some more."""
+
+PROMPT_LOGPROBS_CHUNK = 256
+"""Tokens of a prompt whose logits exist at the same time."""
 
 _NOTHING_TO_DO = nullcontext()
 
@@ -122,6 +130,48 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """Log-probabilities that a step is to report of the tokens it draws."""
+
+    wishes: list[Wanted]
+    """Of rows of the caller's plan."""
+    rows: list[int]
+    """Where these are on the device."""
+
+    @classmethod
+    def of(
+        cls, wishes: list[Wanted], of_plan: Int32Array | None, order: Int64Array | None
+    ) -> Self | None:
+        """Return what rows of an ordered plan want; None = nothing."""
+        if not wishes:
+            return None
+        rows = [wish.row if of_plan is None else int(of_plan[wish.row]) for wish in wishes]
+        return cls(wishes=_in_callers_order(wishes, order), rows=rows)
+
+    def rows_of_logits(self, num_columns: int) -> torch.Tensor:
+        """Return the rows of logits, ``num_columns`` of each row of the step."""
+        first = torch.tensor(self.rows)[:, None] * num_columns
+        return (first + torch.arange(num_columns)).flatten()
+
+
+def _in_callers_order(wishes: list[Wanted], order: Int64Array | None) -> list[Wanted]:
+    """Return wishes of rows of an ordered plan as such of the plan that was ordered."""
+    if order is None:
+        return wishes
+    return [replace(wish, row=int(order[wish.row])) for wish in wishes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Masks:
+    """Which tokens some rows of logits may draw, on the device."""
+
+    bitmask: torch.Tensor
+    """[masks, ceil(vocab / 32)] int32."""
+    rows: torch.Tensor
+    """[masks] int32, rows of the logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
     """A step that is about to be launched."""
 
@@ -129,6 +179,23 @@ class _Step:
     upload: StepUpload
     words: torch.Tensor | None
     """The upload on the device, if no kernel has to fetch it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forwarded:
+    """A step whose layers have been launched."""
+
+    plan: StepPlan
+    """As the caller gave it."""
+    ordered: StepPlan
+    """Rows of one token in front."""
+    order: Int64Array | None
+    """Of the ordered plan's rows, those of the plan; None = the same."""
+    rows: _Rows
+    staged: Staged
+    batch: InputBatch
+    hidden: torch.Tensor
+    """[tokens, hidden]."""
 
 
 def _is_of_device(error: BaseException | None) -> bool:
@@ -184,13 +251,19 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, *, model: DecoderModel | None = None, progress: bool = True
+        self,
+        config: EngineConfig,
+        *,
+        model: DecoderModel | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        progress: bool = True,
     ) -> None:
         """Load the model, measure the memory and allocate the KV cache.
 
         Args:
             config: what to build.
             model: a model that is on the device already; None loads ``config.model``.
+            logits_processors: applied in this order in every step.
             progress: show a progress bar while weights load.
 
         Raises:
@@ -200,6 +273,9 @@ class ModelRunner:
         """
         self.config = config
         self._closed = False
+        self._processors = tuple(logits_processors)
+        self._pending: _Forwarded | None = None
+        """The step of ``forward`` that ``sample`` is to complete."""
         self._kv_listener: KVListener | None = None
         self.num_graph_steps = 0
         """Steps that were one CUDA graph."""
@@ -244,16 +320,24 @@ class ModelRunner:
         )
         groups = [GroupColumns(offset=0, width=self.spec.blocks_for(self.max_model_len))]
         num_slots, depth = config.max_num_seqs, config.steps_in_flight
+        limits = SamplerLimits(
+            vocab_size=self.model_config.vocab_size,
+            max_bad_words_num=config.max_bad_words_num,
+            bad_words_max_len=config.bad_words_max_len,
+            max_logit_bias=config.max_logit_bias,
+        )
         sampling = {
             name: Field(dtype=dtype, width=width)
-            for name, (dtype, width) in Sampler.fields(
-                config.max_bad_words_num, config.bad_words_max_len
-            ).items()
+            for name, (dtype, width) in Sampler.fields(limits).items()
         }
         self._slots = SlotState(
             num_slots,
             {
-                **RequestState.fields(self.max_model_len),
+                **RequestState.fields(
+                    self.max_model_len,
+                    max_stop_seqs_num=config.max_stop_seqs_num,
+                    stop_seqs_max_len=config.stop_seqs_max_len,
+                ),
                 **BlockTables.fields(groups),
                 **sampling,
                 NEXT_UPLOAD: Field(is_shared=True),
@@ -263,8 +347,10 @@ class ModelRunner:
         self.state = RequestState(self._slots, num_slots, self.max_model_len)
         self.block_tables = BlockTables(self._slots, num_slots, groups, self.device)
         self.sampler = Sampler(
-            num_slots, {name: self._slots[name] for name in sampling}, self._ops
+            num_slots, limits, {name: self._slots[name] for name in sampling}, self._ops
         )
+        self._history = self.state.history()
+        self._logprobs = LogprobRequests(num_slots)
         num_rows = 2 * num_slots  # a graph may have room for all in decodes and in prompts
         self._outputs = OutputRing(num_rows, MAX_SAMPLED_TOKENS, depth, self.device)
         self._staging = Staging(
@@ -300,12 +386,68 @@ class ModelRunner:
                 comes from ``AsyncOutput.result``.
             RuntimeError: the runner was closed.
         """
+        return self._guarded(plan, self._execute)
+
+    def forward(self, plan: StepPlan) -> None:
+        """Launch one step up to the last layer; ``sample``, the next call, completes it.
+
+        For steps whose masks depend on tokens that are not known yet: they are computed while the
+        layers run.
+
+        Raises:
+            StepError, RuntimeError: as ``execute``.
+        """
+        self._guarded(plan, self._forward_only)
+
+    def sample(
+        self, bitmask: npt.NDArray[np.int32] | None = None, rows: Sequence[int] = ()
+    ) -> AsyncOutput:
+        """Complete the step of ``forward``.
+
+        Args:
+            bitmask: ``[masks, ceil(vocab / 32)]``, bit i of word w set = token 32 w + i may be
+                drawn; None = no row has a mask.
+            rows: of the plan, one for each mask.
+
+        Raises:
+            StepError: the launch failed.
+            RuntimeError: no step awaits its completion.
+            ValueError: ``bitmask`` or ``rows`` are not as described; the step still awaits it.
+        """
+        pending = self._pending
+        if pending is None:
+            raise RuntimeError("sample: expected a step that forward has launched, got none")
+        masks = None
+        if bitmask is not None:
+            masks = self._placed(pending, bitmask, rows)
+        self._pending = None
+        return self._guarded(pending.plan, self._sample_only, pending, masks)
+
+    def discard(self) -> None:
+        """Give up the step that awaits ``sample``, if one does: its rows get no token."""
+        if self._pending is not None:
+            self._pending = None
+            self._give_up()
+
+    def _guarded(
+        self,
+        plan: StepPlan,
+        launch: Callable[Concatenate[StepPlan, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Launch something of a step; whatever goes wrong ends this step and no other."""
         if self._closed:
             raise RuntimeError("ModelRunner: expected an open runner, got one that was closed")
+        if self._pending is not None:
+            raise RuntimeError(
+                f"ModelRunner: expected sample for step {self._pending.plan.step_id}, which "
+                "forward has launched, before the next step"
+            )
         try:
             with self._on_device():
-                return self._execute(plan)
-        except Exception as error:  # whatever it is, it ends this step and no other
+                return launch(plan, *args, **kwargs)
+        except Exception as error:
             raise StepError(
                 str(error),
                 step_id=plan.step_id,
@@ -318,60 +460,158 @@ class ModelRunner:
         step = self._prepare(ordered)
         try:
             self._outputs.start()
-            if step.rows.is_captured:
-                self._graphs.replay(step.rows.shape)
+            shape = step.rows.shape
+            if step.rows.is_captured and shape.samples:
+                self._graphs.replay(shape)
                 self.num_graph_steps += 1
-            else:
-                with torch.inference_mode():
-                    self._launch_eagerly(step, ordered)
-            has_drafts = step.rows.shape.has_drafts
-            return self._outputs.deliver(
-                plan,
-                num_rows=step.rows.shape.num_rows,
-                num_columns=1 + max(map(len, plan.draft_token_ids)) if has_drafts else 1,
-                rows=step.rows.in_order_of_plan(order),
-                on_output=self.state.take_drafts if has_drafts else None,
-            )
+                return self._deliver(plan, step.rows, order)
+            return self._complete(plan, self._launch_layers(plan, ordered, order, step))
         except BaseException:  # an interrupt, too: some of the step may have been launched
-            self._outputs.give_up()
-            self._slots[NEXT_UPLOAD].fill_(self._outputs.next_slot)
+            self._give_up()
             raise
 
-    def _prepare(self, plan: StepPlan) -> _Step:
-        """Check the plan and put what it changes where the step finds it."""
+    def _forward_only(self, plan: StepPlan) -> None:
+        ordered, order = _decodes_first(plan)
+        step = self._prepare(ordered, samples=False)
+        try:
+            self._outputs.start()
+            self._pending = self._launch_layers(plan, ordered, order, step)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _sample_only(self, plan: StepPlan, step: _Forwarded, masks: _Masks | None) -> AsyncOutput:
+        try:
+            return self._complete(plan, step, masks)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _launch_layers(
+        self, plan: StepPlan, ordered: StepPlan, order: Int64Array | None, step: _Step
+    ) -> _Forwarded:
+        """Launch all but the sampling, as a graph or kernel by kernel."""
+        shape, forwarded = step.rows.shape, None
+        with torch.inference_mode():
+            if step.rows.is_captured:
+                forwarded = self._graphs.replay(shape)
+                staged = self._staging.static_view(shape.num_rows)
+            else:
+                staged = self._staging.staged(
+                    step.words, step.upload, shape.num_rows, ordered.draft_token_ids
+                )
+            batch, hidden = forwarded or self._forward(shape, staged, ordered)
+        return _Forwarded(
+            plan=plan,
+            ordered=ordered,
+            order=order,
+            rows=step.rows,
+            staged=staged,
+            batch=batch,
+            hidden=hidden,
+        )
+
+    def _complete(
+        self, plan: StepPlan, step: _Forwarded, masks: _Masks | None = None
+    ) -> AsyncOutput:
+        """Launch what is behind a step's layers."""
+        ordered, shape = step.ordered, step.rows.shape
+        with torch.inference_mode():
+            wanted = _Wanted.of(
+                self._logprobs.of_outputs(ordered.slots), step.rows.of_plan, step.order
+            )
+            outputs = self._post_process(
+                shape, step.staged, step.batch, step.hidden, wanted, masks
+            )
+            prompts = self._report_prompts(ordered, step.order, step.hidden)
+        return self._deliver(plan, step.rows, step.order, outputs, prompts)
+
+    def _deliver(
+        self,
+        plan: StepPlan,
+        rows: _Rows,
+        order: Int64Array | None,
+        logprobs: LogprobReport | None = None,
+        prompt_logprobs: Sequence[LogprobReport] = (),
+    ) -> AsyncOutput:
+        has_drafts = rows.shape.has_drafts
+        return self._outputs.deliver(
+            plan,
+            num_rows=rows.shape.num_rows,
+            num_columns=1 + max(map(len, plan.draft_token_ids)) if has_drafts else 1,
+            rows=rows.in_order_of_plan(order),
+            on_output=self.state.take_drafts if has_drafts else None,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _give_up(self) -> None:
+        self._outputs.give_up()
+        self._slots[NEXT_UPLOAD].fill_(self._outputs.next_slot)
+
+    def _placed(
+        self, step: _Forwarded, bitmask: npt.NDArray[np.int32], rows: Sequence[int]
+    ) -> _Masks:
+        """Return masks on the device, for rows of the logits."""
+        num_words = -(-self.model_config.vocab_size // 32)
+        if bitmask.shape != (len(rows), num_words) or bitmask.dtype != np.int32:
+            raise ValueError(
+                f"bitmask: expected int32 {[len(rows), num_words]}, a mask for each of rows, got "
+                f"{bitmask.dtype} {list(bitmask.shape)}"
+            )
+        if step.rows.shape.has_drafts:
+            raise ValueError("bitmask: expected a step without drafts, got one with some")
+        of_plan = step.rows.in_order_of_plan(step.order)
+        places = np.array(rows, dtype=np.int32) if of_plan is None else of_plan[list(rows)]
+        return _Masks(
+            bitmask=torch.from_numpy(bitmask).to(self.device, non_blocking=True),
+            rows=torch.from_numpy(places).to(self.device, non_blocking=True),
+        )
+
+    def _prepare(self, plan: StepPlan, *, samples: bool = True) -> _Step:
+        """Check the plan and put what it changes where the step finds it.
+
+        Args:
+            plan: rows of one token in front.
+            samples: whether the step may be launched as a whole.
+        """
         upload = StepUpload()
         goes_on = self.state.stage(plan, upload)
         self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
         for request in plan.entering:
+            self._logprobs.enter(request)
+            for processor in self._processors:
+                processor.add_request(request.slot, request.sampling_params, request.token_ids)
             fields = self.sampler.enter(
-                request.slot,
                 request.sampling_params,
                 request.seed,
-                request.banned_token_sequences,
+                child=request.child,
+                banned_token_sequences=request.banned_token_sequences,
             )
             for name, values in fields.items():
                 upload.write(self._slots.first_word(name, request.slot), values)
         self.state.advance_on_host(plan)
         slot = self._outputs.acquire()
         upload.put(self._next_upload_word, ((slot + 1) % self._outputs.num_slots,))
-        rows = self._steady_rows
+        rows = self._steady_rows if samples else None
         if rows is None or not goes_on or not self._staging.fits(upload):
-            rows = self._rows(plan, upload)
-            is_steady = rows.is_captured and rows.shape.query_len == 1
+            rows = self._rows(plan, upload, samples)
+            is_steady = samples and rows.is_captured and rows.shape.query_len == 1
             self._steady_rows = rows if is_steady else None
         words = self._staging.send(
             slot, upload, rows.idx_mapping, rows.query_lens, drafts=plan.draft_token_ids
         )
         return _Step(rows=rows, upload=upload, words=words)
 
-    def _rows(self, plan: StepPlan, upload: StepUpload) -> _Rows:
+    def _rows(self, plan: StepPlan, upload: StepUpload, samples: bool) -> _Rows:
         """Return the step's rows: the plan's, or those of a graph that has room for them."""
         query_lens = plan.num_scheduled_tokens
         shape = StepShape.of(
             query_lens,
-            filtered=self.sampler.any_filters(plan.slots),
             has_drafts=any(plan.draft_token_ids),
-            has_bad_words=self.sampler.any_bad_words(plan.slots),
+            samples=samples
+            and not self._processors
+            and not self._logprobs.any(plan.slots, self._num_before(plan)),
         )
         captured = self._captured_shape(shape, upload)
         if captured is None or captured == shape:
@@ -383,14 +623,9 @@ class ModelRunner:
             )
         return _Rows.padded(captured, shape, plan.slots, query_lens)
 
-    def _launch_eagerly(self, step: _Step, plan: StepPlan) -> None:
-        """Launch kernel by kernel what a graph has in one."""
-        shape = step.rows.shape
-        staged = self._staging.staged(
-            step.words, step.upload, shape.num_rows, plan.draft_token_ids
-        )
-        batch, hidden = self._forward(shape, staged, plan)
-        self._post_process(shape, staged, batch, hidden)
+    def _num_before(self, plan: StepPlan) -> Int32Array:
+        """Return how many tokens of each row were computed before the step, which is staged."""
+        return self.state.num_computed_tokens_np[plan.slots] - plan.num_scheduled_tokens
 
     def _forward(
         self, shape: StepShape, staged: Staged, plan: StepPlan | None
@@ -419,14 +654,20 @@ class ModelRunner:
         return batch, self.model.forward(batch.attention, layers, self.attention, on_kv_written)
 
     def _post_process(
-        self, shape: StepShape, staged: Staged, batch: InputBatch, hidden: torch.Tensor
-    ) -> None:
+        self,
+        shape: StepShape,
+        staged: Staged,
+        batch: InputBatch,
+        hidden: torch.Tensor,
+        wanted: _Wanted | None = None,
+        masks: _Masks | None = None,
+    ) -> LogprobReport | None:
         """Sample a token for each row that is to have one, append it, see who stops."""
-        tokens, num_sampled = (
-            self._sample_drafts(shape, staged, batch, hidden)
-            if shape.has_drafts
-            else (self._sample(shape, batch, hidden), None)
-        )
+        if shape.has_drafts:
+            tokens, num_sampled, report = self._sample_drafts(staged, batch, hidden, wanted)
+        else:
+            tokens, report = self._sample(shape, batch, hidden, wanted, masks)
+            num_sampled = None
         num_output, output = self._outputs.views(shape.num_rows, tokens.shape[1])
         self._ops.post_update(
             batch.idx_mapping,
@@ -439,31 +680,78 @@ class ModelRunner:
             self.state.max_total_tokens,
             self.state.stop_token_ids,
             self.state.stopped,
+            stop_sequences=self.state.stop_sequences,
+            stop_sequence_lens=self.state.stop_sequence_lens,
+            num_stop_sequences=self.state.num_stop_sequences,
+            prompt_len=self.state.prompt_len,
+            min_total_tokens=self.state.min_total_tokens,
             query_len=shape.query_len,
             num_sampled=num_sampled,
             output=output,
             num_output=num_output,
             ring_slot=staged.ring_slot,
         )
+        return report
 
-    def _sample(self, shape: StepShape, batch: InputBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a token of each row, ``[rows, 1]`` int64."""
+    def _sample(
+        self,
+        shape: StepShape,
+        batch: InputBatch,
+        hidden: torch.Tensor,
+        wanted: _Wanted | None,
+        masks: _Masks | None,
+    ) -> tuple[torch.Tensor, LogprobReport | None]:
+        """Return a token of each row, ``[rows, 1]`` int64, and what is to be reported of it."""
         if shape.query_len != 1:  # else a row is a token
             hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
         logits = self.model.compute_logits(hidden)
-        if shape.has_bad_words:
-            self._mask_bad_words(logits, batch.idx_mapping)
-        return self.sampler.sample(
-            logits,
-            batch.idx_mapping,
-            self.state.num_tokens,
-            self.state.prompt_len,
-            filtered=shape.filtered,
-        )[:, None]
+        tokens, report = self._draw(logits, batch.idx_mapping, wanted, masks)
+        return tokens[:, None], report
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        wanted: _Wanted | None,
+        masks: _Masks | None = None,
+        *,
+        ahead: torch.Tensor | None = None,
+        draft_token_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, LogprobReport | None]:
+        """Return a token of each row of logits, ``[rows]``, and what is to be reported of it."""
+        raw = None
+        if wanted is not None:
+            num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
+            picked = wanted.rows_of_logits(num_columns).to(self.device, non_blocking=True)
+            if self.config.logprobs_mode == "raw_logprobs":  # before they are edited in place
+                raw = logits.index_select(0, picked)
+        history = self._history
+        if masks is not None:
+            self._ops.apply_token_bitmask(logits, masks.bitmask, rows=masks.rows)
+        self.sampler.edit(
+            logits, idx_mapping, history, ahead=ahead, draft_token_ids=draft_token_ids
+        )
+        for processor in self._processors:
+            context = LogitsContext(idx_mapping=idx_mapping, history=history)
+            logits = processor.apply(logits, context)
+        tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
+        if wanted is None:
+            return tokens, None
+        reported = raw
+        if reported is None:
+            reported = self.sampler.filtered(
+                logits.index_select(0, picked), idx_mapping.index_select(0, picked)
+            )
+        drawn = tokens.index_select(0, picked)
+        return tokens, LogprobReport.of(wanted.wishes, [(reported, drawn)], self._ops)
 
     def _sample_drafts(
-        self, shape: StepShape, staged: Staged, batch: InputBatch, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        staged: Staged,
+        batch: InputBatch,
+        hidden: torch.Tensor,
+        wanted: _Wanted | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, LogprobReport | None]:
         """Return each row's tokens behind its known one and its drafts, and how many count.
 
         A draft is accepted where it is what would have been drawn: noise belongs to a position,
@@ -480,38 +768,35 @@ class ModelRunner:
             batch.idx_mapping.repeat_interleave(len(ahead)),
             ahead.repeat(len(rows)),
         )
-        if shape.has_bad_words:
-            self._mask_bad_words(logits, idx_mapping, ahead=behind, draft_token_ids=drafts)
-        tokens = self.sampler.sample(
-            logits,
-            idx_mapping,
-            self.state.num_tokens,
-            self.state.prompt_len,
-            filtered=shape.filtered,
-            ahead=behind,
-        ).view(rows.shape)
+        drawn, report = self._draw(
+            logits, idx_mapping, wanted, ahead=behind, draft_token_ids=drafts
+        )
+        tokens = drawn.view(rows.shape)
         is_accepted = (tokens[:, :-1] == drafts) & (ahead[:-1] < num_drafts[:, None])
         num_accepted = is_accepted.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
-        return tokens, num_accepted + 1
+        return tokens, num_accepted + 1, report
 
-    def _mask_bad_words(
-        self,
-        logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        *,
-        ahead: torch.Tensor | None = None,
-        draft_token_ids: torch.Tensor | None = None,
-    ) -> None:
-        state = self.state
-        self.sampler.mask_bad_words(
-            logits,
-            idx_mapping,
-            state.token_ids,
-            state.num_tokens,
-            state.prompt_len,
-            ahead=ahead,
-            draft_token_ids=draft_token_ids,
-        )
+    def _report_prompts(
+        self, plan: StepPlan, order: Int64Array | None, hidden: torch.Tensor
+    ) -> tuple[LogprobReport, ...]:
+        """Return the log-probabilities of prompts' tokens that follow the step's, in chunks."""
+        num_before, query_lens = self._num_before(plan), plan.num_scheduled_tokens
+        firsts = np.cumsum(query_lens) - query_lens
+        reports = []
+        for wish, count in self._logprobs.of_prompts(plan.slots, num_before, query_lens):
+            first, before = int(firsts[wish.row]), int(num_before[wish.row])
+            following = self.state.token_ids[int(plan.slots[wish.row]), before + 1 :]
+            chunks = (
+                (
+                    self.model.compute_logits(hidden[first + start : first + end]),
+                    following[start:end].long(),
+                )
+                for start in range(0, count, PROMPT_LOGPROBS_CHUNK)
+                for end in (min(start + PROMPT_LOGPROBS_CHUNK, count),)
+            )
+            wishes = _in_callers_order([wish], order)
+            reports.append(LogprobReport.of(wishes, chunks, self._ops))
+        return tuple(reports)
 
     def set_kv_listener(self, listener: KVListener | None) -> None:
         """Have ``listener`` told of each layer's keys and values, layer by layer, as they come.
@@ -585,7 +870,8 @@ class ModelRunner:
         """Launch a step of padding, as the graphs have it; return its batch and hidden states."""
         staged = self._staging.static_view(shape.num_rows)
         batch, hidden = self._forward(shape, staged, None)
-        self._post_process(shape, staged, batch, hidden)
+        if shape.samples:
+            self._post_process(shape, staged, batch, hidden)
         return batch, hidden
 
     def _warm_up(self) -> None:
@@ -599,10 +885,9 @@ class ModelRunner:
             words = self._staging.send(0, upload, padding, query_lens)
             staged = self._staging.staged(words, upload, num_rows)
             with torch.inference_mode():
-                for wants_more in (False, True):
-                    shape = StepShape.of(query_lens, filtered=wants_more, has_bad_words=wants_more)
-                    batch, hidden = self._forward(shape, staged, None)
-                    self._post_process(shape, staged, batch, hidden)
+                shape = StepShape.of(query_lens)
+                batch, hidden = self._forward(shape, staged, None)
+                self._post_process(shape, staged, batch, hidden)
             if self._on_gpu:
                 torch.cuda.synchronize()  # the next one writes the upload anew
 

@@ -46,7 +46,7 @@ def run_profile_step(
 
     No page is read or written, so the cache may have a single block.
     """
-    device = sampler.temperature.device
+    device, history = state.token_ids.device, state.history()
     row_width = kv_cache.spec.blocks_for(max_query_len)  # kernels read a column for every token
     full, rest = divmod(num_tokens, max_query_len)
     query_lens = [max_query_len] * full + ([rest] if rest else [])
@@ -55,6 +55,7 @@ def run_profile_step(
     for lens in (query_lens, [1] * num_sampled):
         hidden = model.forward(_empty_batch(lens, row_width, device), kv_cache.layers)
         logits = model.compute_logits(hidden.index_select(0, rows))
-        sampler.sample(logits, idx_mapping, state.num_tokens, state.prompt_len, filtered=True)
+        sampler.edit(logits, idx_mapping, history)
+        sampler.draw(logits, idx_mapping, history)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

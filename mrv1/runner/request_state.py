@@ -12,6 +12,7 @@ from mrv1.kernels.post_update import MAX_SAMPLED_TOKENS, RUNNING
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
 from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan
+from mrv1.sampler import History
 
 FREE = -1
 """Epoch of a slot that no request holds."""
@@ -44,7 +45,9 @@ class RequestState:
     """
 
     @staticmethod
-    def fields(max_model_len: int) -> Mapping[str, Field]:
+    def fields(
+        max_model_len: int, *, max_stop_seqs_num: int, stop_seqs_max_len: int
+    ) -> Mapping[str, Field]:
         """Return what a slot holds on the device."""
         return {
             "token_ids": Field(width=max_model_len),  # prompt, then output
@@ -53,6 +56,10 @@ class RequestState:
             "prompt_len": Field(),
             "max_total_tokens": Field(),  # where it stops
             "stop_token_ids": Field(width=MAX_STOP_TOKENS),  # -1 = none
+            "stop_sequences": Field(width=max_stop_seqs_num * stop_seqs_max_len),
+            "stop_sequence_lens": Field(width=max_stop_seqs_num),
+            "num_stop_sequences": Field(),  # those behind them do not count
+            "min_total_tokens": Field(),  # before which neither of them stops it
             "stopped": Field(),  # a stop code of mrv1.kernels.post_update
         }
 
@@ -65,6 +72,12 @@ class RequestState:
         self.prompt_len = slots["prompt_len"]
         self.max_total_tokens = slots["max_total_tokens"]
         self.stop_token_ids = slots["stop_token_ids"]
+        self.stop_sequence_lens = slots["stop_sequence_lens"]
+        self.stop_sequences = slots["stop_sequences"].unflatten(
+            1, (self.stop_sequence_lens.shape[1], -1)
+        )
+        self.num_stop_sequences = slots["num_stop_sequences"]
+        self.min_total_tokens = slots["min_total_tokens"]
         self.stopped = slots["stopped"]
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
@@ -72,6 +85,16 @@ class RequestState:
         self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
         self._last: _Rows | None = None
         """Of the last plan, if all its rows sample and nobody may write its arrays."""
+
+    def history(self) -> History:
+        """Return what the sampler reads of the slots."""
+        return History(
+            token_ids=self.token_ids,
+            num_tokens=self.num_tokens,
+            prompt_len=self.prompt_len,
+            min_total_tokens=self.min_total_tokens,
+            stop_token_ids=self.stop_token_ids,
+        )
 
     def stage(self, plan: StepPlan, upload: StepUpload) -> bool:
         """Bring the mirrors to the start of the step; add what the device needs for it.
@@ -139,9 +162,19 @@ class RequestState:
             ("prompt_len", [request.prompt_len]),
             ("max_total_tokens", [request.max_total_tokens]),
             ("stop_token_ids", [*stop_token_ids, *padding]),
+            ("num_stop_sequences", [len(request.stop_token_sequences)]),
+            ("min_total_tokens", [request.min_total_tokens]),
             ("stopped", [RUNNING]),
         ):
             upload.put(first_word(name, request.slot), words)
+        if request.stop_token_sequences:
+            width = self.stop_sequences.shape[2]
+            lens = [len(sequence) for sequence in request.stop_token_sequences]
+            sequences = np.zeros((len(lens), width), dtype=np.int32)
+            for row, sequence in zip(sequences, request.stop_token_sequences, strict=True):
+                row[: len(sequence)] = sequence
+            upload.write(first_word("stop_sequences", request.slot), sequences.reshape(-1))
+            upload.put(first_word("stop_sequence_lens", request.slot), lens)
 
     def _check_slots(self, slots: Sequence[int]) -> None:
         outside = [slot for slot in slots if not 0 <= slot < len(self._epochs_np)]
@@ -171,6 +204,13 @@ class RequestState:
             raise ValueError(
                 f"stop_token_ids {name}: expected at most {MAX_STOP_TOKENS}, "
                 f"got {len(request.stop_token_ids)}"
+            )
+        max_num, max_len = self.stop_sequences.shape[1:]
+        lens = [len(sequence) for sequence in request.stop_token_sequences]
+        if len(lens) > max_num or any(not 1 <= length <= max_len for length in lens):
+            raise ValueError(
+                f"stop_token_sequences {name}: expected at most {max_num} of 1 to {max_len} "
+                f"tokens, got {len(lens)} of {lens}"
             )
         if self._epochs_np[request.slot] >= request.epoch:  # a newer one: the former has ended
             raise ValueError(f"plan: expected slot {request.slot} free, {request.req_id!r} got it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,13 @@ from mrv1.sampler import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+
+
+class RowFailure(enum.StrEnum):
+    """Why the sampler had no token for a row."""
+
+    MASKED = "every token is masked"
+    NAN = "its logits hold NaN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +39,8 @@ class SlotRequest:
     sampling_params: SamplingParams
     seed: int
     """64-bit key of the request's noise."""
+    child: int = 0
+    """Which of a request's outputs it is: part of its noise, so that equal seeds differ."""
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
     """What its output is not to hold; as many, and as long, as the configuration allows."""
     num_computed_tokens: int = 0
@@ -40,6 +50,11 @@ class SlotRequest:
     stop_token_ids: tuple[int, ...] = ()
     """Up to 16 tokens that end it on the device, before the host knows; the engine looks for
     these and all others itself."""
+    stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that end it where its output ends with one; as many, and as long, as the
+    configuration allows."""
+    min_total_tokens: int = 0
+    """Prompt and output tokens before which no stop token is drawn and no sequence ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +91,31 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at consecutive positions of one request."""
+
+    token_ids: npt.NDArray[np.integer]
+    """[positions, ids] the token that is there, then the likeliest, best first, then those asked
+    for by id."""
+    logprobs: npt.NDArray[np.floating]
+    """[positions, ids] natural logarithms."""
+    ranks: npt.NDArray[np.integer]
+    """[positions, ids] 1 + the number of tokens whose logit is greater."""
+
+    def __len__(self) -> int:
+        """Return the number of positions."""
+        return len(self.token_ids)
+
+    def behind(self, num_positions: int) -> TokenLogprobs:
+        """Return what is behind the first so many positions."""
+        return TokenLogprobs(
+            token_ids=self.token_ids[num_positions:],
+            logprobs=self.logprobs[num_positions:],
+            ranks=self.ranks[num_positions:],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """What one step produced, row by row as in its plan."""
 
@@ -88,4 +128,9 @@ class StepOutput:
     token_ids: tuple[tuple[int, ...], ...]
     """Per row: the sampled tokens; empty for an unfinished prefill or a failed row."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Row -> why it failed; the other rows are not affected."""
+    """Row -> why it failed, a ``RowFailure`` if the sampler says so; the other rows are not
+    affected."""
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    """Row -> of each of its ``token_ids``, where its request asks for log-probabilities."""
+    prompt_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    """Row -> of the prompt tokens that follow those it computed, where its request asks."""

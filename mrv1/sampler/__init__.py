@@ -1,6 +1,17 @@
 """Sampling: parameters, per-slot state on the device, and the draw."""
 
+from mrv1.sampler.grammar import Grammar, GrammarMatcher
 from mrv1.sampler.params import SamplingParams
-from mrv1.sampler.sampler import Sampler, filter_logits
+from mrv1.sampler.processors import LogitsContext, LogitsProcessor
+from mrv1.sampler.sampler import History, Sampler, SamplerLimits
 
-__all__ = ["Sampler", "SamplingParams", "filter_logits"]
+__all__ = [
+    "Grammar",
+    "GrammarMatcher",
+    "History",
+    "LogitsContext",
+    "LogitsProcessor",
+    "Sampler",
+    "SamplerLimits",
+    "SamplingParams",
+]

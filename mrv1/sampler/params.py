@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Never
 
 from mrv1.errors import RequestError
+from mrv1.sampler.grammar import Grammar
 
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 """A request's seed is the 64-bit key of its noise."""
@@ -19,23 +20,29 @@ TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-5, 1e5
 TOP_K_MAX = 2**31 - 1
 """Held as int32; more than any vocabulary."""
 
+REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 1e-5, 2.0
+"""As (0, 2], but for what float32 logits overflow under."""
+
+LOGIT_BIAS_MAX = 100.0
+"""Of either sign: more than the logits of a model differ by."""
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_word(word: object) -> bool:
-    return (
-        isinstance(word, list | tuple)
-        and len(word) > 0
-        and all(_is_int(token) and token >= 0 for token in word)
-    )
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_real(value: object) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool)
     return isinstance(value, float) and math.isfinite(value)
+
+
+def _is_list_of_tokens(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_token, value))
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -46,20 +53,39 @@ class SamplingParams:
         temperature: 0, or from 1e-5 to 1e5; 0 is greedy: exactly the argmax, ties to the lowest
             id.
         top_k: keep the k highest logits (ties with the last one stay); 0 or -1 keeps all.
-        top_p: in (0, 1]; keep the most likely tokens up to this probability, after temperature
-            and top_k (ties with the last one stay).
+        top_p: in (0, 1]; keep the most likely tokens up to this probability, after temperature,
+            min_p and top_k (ties with the last one stay).
+        min_p: in [0, 1]; keep the tokens at least so likely, relative to the likeliest; 0 = all.
+        repetition_penalty: from 1e-5 to 2; divides the positive logits of tokens that the prompt
+            or the output holds, and multiplies negative ones; 1 = none.
+        frequency_penalty: in [-2, 2]; taken from a token's logit for each time the output holds
+            it.
+        presence_penalty: in [-2, 2]; taken from the logits of tokens that the output holds.
+        logit_bias: token id -> from -100 to 100, added to its logit.
+        allowed_token_ids: tokens of which the output is made; None = all.
         seed: 64-bit integer; None derives one from the engine's seed and the order of admission.
+        n: outputs of the request, >= 1; equal seeds do not make them equal.
         max_tokens: tokens to generate, >= 1; None = as many as the context holds.
+        min_tokens: tokens before which nothing ends the output: stop tokens are not drawn, and
+            stop texts and sequences do not count.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         stop_token_ids: further tokens that end the request.
+        stop_token_sequences: token sequences, each of which ends the request where its output
+            first ends with it; the text ends in front of it. Not of vLLM.
         stop: a text, or several, that ends the request where its output first holds it.
-        include_stop_str_in_output: keep that text at the end of the output, which is cut in front
-            of it otherwise.
+        include_stop_str_in_output: keep that text, or sequence, at the end of the text, which is
+            cut in front of it otherwise.
         bad_words: texts that the output is not to hold, each as it begins a text and as it stands
             behind a space: the last token of such a tokenization is never drawn where the output
             ends with the others.
         bad_words_token_ids: further token sequences of that kind.
         bad_words_match_prompt: whether tokens of the prompt count towards a word's beginning.
+        logprobs: how many of the likeliest tokens to report the log-probabilities of, beside the
+            one drawn; None = nothing.
+        logprob_token_ids: tokens to report the log-probabilities of, beside the one drawn.
+        prompt_logprobs: like ``logprobs``, for the prompt's tokens.
+        structured_output: a ``Grammar`` that the output is of, as ``mrv1.integrations.xgrammar``
+            makes them from a JSON schema, a regular expression or EBNF.
 
     Raises:
         RequestError: an unknown name, or a value out of range; the message names the field.
@@ -68,15 +94,28 @@ class SamplingParams:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] = field(hash=False)
+    allowed_token_ids: tuple[int, ...] | None
     seed: int | None
+    n: int
     max_tokens: int | None
+    min_tokens: int
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
+    stop_token_sequences: tuple[tuple[int, ...], ...]
     stop: tuple[str, ...]
     include_stop_str_in_output: bool
     bad_words: tuple[str, ...]
     bad_words_token_ids: tuple[tuple[int, ...], ...]
     bad_words_match_prompt: bool
+    logprobs: int | None
+    logprob_token_ids: tuple[int, ...]
+    prompt_logprobs: int | None
+    structured_output: Grammar | None
 
     def __init__(
         self,
@@ -84,15 +123,28 @@ class SamplingParams:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
+        n: int = 1,
         max_tokens: int | None = 16,
+        min_tokens: int = 0,
         ignore_eos: bool = False,
-        stop_token_ids: tuple[int, ...] | list[int] = (),
-        stop: str | tuple[str, ...] | list[str] | None = None,
+        stop_token_ids: Sequence[int] = (),
+        stop_token_sequences: Sequence[Sequence[int]] = (),
+        stop: str | Sequence[str] | None = None,
         include_stop_str_in_output: bool = False,
-        bad_words: tuple[str, ...] | list[str] = (),
+        bad_words: Sequence[str] = (),
         bad_words_token_ids: Sequence[Sequence[int]] = (),
         bad_words_match_prompt: bool = False,
+        logprobs: int | None = None,
+        logprob_token_ids: Sequence[int] = (),
+        prompt_logprobs: int | None = None,
+        structured_output: Grammar | None = None,
         **unknown: Never,
     ) -> None:
         """Check and store; see the class for the fields."""
@@ -102,25 +154,47 @@ class SamplingParams:
             "temperature": temperature,
             "top_k": 0 if top_k == -1 else top_k,
             "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+            "logit_bias": {} if logit_bias is None else logit_bias,
+            "allowed_token_ids": allowed_token_ids,
             "seed": seed,
+            "n": n,
             "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
             "ignore_eos": ignore_eos,
             "stop_token_ids": stop_token_ids,
+            "stop_token_sequences": stop_token_sequences,
             "stop": (stop,) if isinstance(stop, str) else () if stop is None else stop,
             "include_stop_str_in_output": include_stop_str_in_output,
             "bad_words": bad_words,
             "bad_words_token_ids": bad_words_token_ids,
             "bad_words_match_prompt": bad_words_match_prompt,
+            "logprobs": logprobs,
+            "logprob_token_ids": logprob_token_ids,
+            "prompt_logprobs": prompt_logprobs,
+            "structured_output": structured_output,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        self._validate()
-        object.__setattr__(self, "stop_token_ids", tuple(stop_token_ids))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "bad_words", tuple(bad_words))
-        object.__setattr__(self, "bad_words_token_ids", tuple(map(tuple, bad_words_token_ids)))
+        self._validate_numbers()
+        self._validate_tokens()
+        self._validate_texts_and_flags()
+        own: dict[str, object] = {
+            name: tuple(getattr(self, name))
+            for name in ("stop_token_ids", "stop", "bad_words", "logprob_token_ids")
+        }
+        for name in ("stop_token_sequences", "bad_words_token_ids"):
+            own[name] = tuple(map(tuple, getattr(self, name)))
+        own["logit_bias"] = dict(self.logit_bias)
+        if allowed_token_ids is not None:
+            own["allowed_token_ids"] = tuple(allowed_token_ids)
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
-    def _validate(self) -> None:
+    def _validate_numbers(self) -> None:
         temperature = self.temperature
         if not _is_real(temperature) or (
             temperature != 0 and not TEMPERATURE_MIN <= temperature <= TEMPERATURE_MAX
@@ -135,19 +209,72 @@ class SamplingParams:
             )
         if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
             raise RequestError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
+        for name, least, most in (
+            ("min_p", 0, 1),
+            ("repetition_penalty", REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX),
+            ("frequency_penalty", -2, 2),
+            ("presence_penalty", -2, 2),
+        ):
+            value = getattr(self, name)
+            if not _is_real(value) or not least <= value <= most:
+                raise RequestError(
+                    f"{name}: expected a number from {least:g} to {most:g}, got {_short(value)}"
+                )
         if self.seed is not None and not (
             _is_int(self.seed) and SEED_MIN <= self.seed <= SEED_MAX
         ):
             raise RequestError(f"seed: expected a 64-bit integer or None, got {self.seed!r}")
-        if self.max_tokens is not None and not (_is_int(self.max_tokens) and self.max_tokens >= 1):
+        for name, least, is_optional in (
+            ("n", 1, False),
+            ("max_tokens", 1, True),
+            ("min_tokens", 0, False),
+            ("logprobs", 0, True),
+            ("prompt_logprobs", 0, True),
+        ):
+            value = getattr(self, name)
+            if not (value is None and is_optional) and not (_is_int(value) and value >= least):
+                raise RequestError(
+                    f"{name}: expected an integer >= {least}{' or None' if is_optional else ''}, "
+                    f"got {_short(value)}"
+                )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"max_tokens: expected an integer >= 1 or None, got {self.max_tokens!r}"
+                f"min_tokens: expected at most max_tokens, {self.max_tokens}, "
+                f"got {self.min_tokens}"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos: expected a bool, got {self.ignore_eos!r}")
-        stops: object = self.stop_token_ids
-        if not isinstance(stops, list | tuple) or not all(_is_int(t) and t >= 0 for t in stops):
-            raise RequestError(f"stop_token_ids: expected a list of token ids >= 0, got {stops!r}")
+
+    def _validate_tokens(self) -> None:
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            if not _is_list_of_tokens(getattr(self, name)):
+                raise RequestError(
+                    f"{name}: expected a list of token ids >= 0, got {_short(getattr(self, name))}"
+                )
+        allowed = self.allowed_token_ids
+        if allowed is not None and not (_is_list_of_tokens(allowed) and allowed):
+            raise RequestError(
+                "allowed_token_ids: expected a list of token ids >= 0 that is not empty, or None, "
+                f"got {_short(allowed)}"
+            )
+        for name in ("stop_token_sequences", "bad_words_token_ids"):
+            sequences: object = getattr(self, name)
+            if not isinstance(sequences, list | tuple) or not all(
+                _is_list_of_tokens(sequence) and sequence for sequence in sequences
+            ):
+                raise RequestError(
+                    f"{name}: expected lists of token ids >= 0 that are not empty, got "
+                    f"{_short(sequences)}"
+                )
+        bias: object = self.logit_bias
+        if not isinstance(bias, Mapping) or not all(
+            _is_token(token) and _is_real(value) and abs(value) <= LOGIT_BIAS_MAX
+            for token, value in bias.items()
+        ):
+            raise RequestError(
+                f"logit_bias: expected a dict of token ids >= 0 and numbers from "
+                f"{-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, got {_short(bias)}"
+            )
+
+    def _validate_texts_and_flags(self) -> None:
         for name in ("stop", "bad_words"):
             texts: object = getattr(self, name)
             if not isinstance(texts, list | tuple) or not all(
@@ -156,13 +283,12 @@ class SamplingParams:
                 raise RequestError(
                     f"{name}: expected texts that are not empty, got {_short(texts)}"
                 )
-        words: object = self.bad_words_token_ids
-        if not isinstance(words, list | tuple) or not all(map(_is_word, words)):
+        if not isinstance(self.structured_output, Grammar | None):
             raise RequestError(
-                "bad_words_token_ids: expected lists of token ids >= 0 that are not empty, got "
-                f"{_short(words)}"
+                "structured_output: expected a Grammar (mrv1.integrations.xgrammar) or None, got "
+                f"{_short(self.structured_output)}"
             )
-        for name in ("include_stop_str_in_output", "bad_words_match_prompt"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "bad_words_match_prompt"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}: expected a bool, got {getattr(self, name)!r}")
 
@@ -178,8 +304,30 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether top_k or top_p removes tokens from a draw."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+        """Whether min_p, top_k or top_p removes tokens from a draw."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens' logits change with how often they have come."""
+        return (
+            self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+        )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of output tokens are to be reported."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    def masks(self, num_output_tokens: int) -> tuple[str, ...]:
+        """Return the fields that take tokens out of a draw behind so many output tokens."""
+        names = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "structured_output")
+        masks = [name for name in names if getattr(self, name)]
+        if num_output_tokens < self.min_tokens:
+            masks.append("min_tokens")
+        return tuple(masks)
 
 
 def _short(value: object) -> str:

@@ -1,52 +1,59 @@
-"""From logits to tokens on the device, every row with its own parameters."""
+"""From logits to tokens on the device, every row with its own parameters.
+
+What a request asks for is done in vLLM's order: allowed tokens, bad words, min_tokens, logit_bias,
+penalties; then, unless it is greedy, temperature, min_p, top_k, top_p and the draw. The same four
+launches do it for every batch, so that one CUDA graph serves them all: a row passes through what
+its request does not use after a look at its slot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from mrv1.kernels.edit_logits import ALLOWED, BIAS, MAX_PARTS, MIN_TOKENS, PENALTIES
 from mrv1.kernels.ops import Ops
+from mrv1.kernels.reference import kept_tokens
 from mrv1.sampler.bad_words import TOKENIZATIONS
 from mrv1.sampler.params import SamplingParams
 
+Fields = dict[str, npt.NDArray[np.generic]]
 
-def filter_logits(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-) -> torch.Tensor:
-    """Return ``logits`` with what top-k, then top-p removes set to -inf.
 
-    Both keep every token whose logit equals that of the last one kept, so the result does not
-    depend on the order of a sort. Greedy rows (temperature 0) pass unchanged.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerLimits:
+    """What a slot has room for."""
 
-    Args:
-        logits: ``[rows, vocab]`` float32 or float64.
-        temperature: ``[rows]`` float32.
-        top_k: ``[rows]`` int32; 0 keeps all.
-        top_p: ``[rows]`` float32 in (0, 1]; 1 keeps all.
+    vocab_size: int
+    max_bad_words_num: int
+    """Words as the user counts them."""
+    bad_words_max_len: int
+    max_logit_bias: int
 
-    Returns:
-        ``[rows, vocab]``, a new tensor of the same dtype.
-    """
-    vocab_size = logits.shape[1]
-    ranked = logits.sort(dim=1, descending=True).values
-    last = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).long() - 1
-    ranks = torch.arange(vocab_size, device=logits.device)
-    kth = ranked.gather(1, last[:, None])
-    ranked = ranked.masked_fill(ranked < kth, -torch.inf)
-    scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
-    probs = (ranked / scale).softmax(dim=1)
-    before = probs.cumsum(dim=1) - probs  # the mass of all more likely tokens
-    inside = (before < top_p[:, None]) | (top_p[:, None] >= 1)  # cumsum may round above 1
-    inside &= ranked > -torch.inf
-    num_kept = torch.where(inside, ranks + 1, 0).amax(dim=1).clamp(min=1)
-    threshold = ranked.gather(1, num_kept[:, None] - 1)
-    return torch.where((logits >= threshold) | (temperature == 0)[:, None], logits, -torch.inf)
+    @property
+    def mask_words(self) -> int:
+        """int32 words of a mask over the vocabulary."""
+        return -(-self.vocab_size // 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What the device knows of each slot's tokens. Slot order, int32."""
+
+    token_ids: torch.Tensor
+    """[max_num_reqs, max_model_len] prompt, then output."""
+    num_tokens: torch.Tensor
+    """[max_num_reqs] prompt and output so far."""
+    prompt_len: torch.Tensor
+    """[max_num_reqs]."""
+    min_total_tokens: torch.Tensor
+    """[max_num_reqs] before which no stop token is drawn."""
+    stop_token_ids: torch.Tensor
+    """[max_num_reqs, most], -1 = none."""
 
 
 class Sampler:
@@ -57,72 +64,122 @@ class Sampler:
 
     Args:
         max_num_reqs: slots.
-        slots: the fields of ``FIELDS`` by name, ``[max_num_reqs]`` each.
+        limits: as ``slots`` were made for.
+        slots: the fields of ``fields`` by name.
         ops: for the device the fields are on.
     """
 
     @staticmethod
-    def fields(
-        max_bad_words_num: int, bad_words_max_len: int
-    ) -> dict[str, tuple[torch.dtype, int | None]]:
+    def fields(limits: SamplerLimits) -> dict[str, tuple[torch.dtype, int | None]]:
         """Return what a slot holds on the device: dtype and width (None = one element)."""
-        num_sequences = TOKENIZATIONS * max_bad_words_num
+        num_sequences = TOKENIZATIONS * limits.max_bad_words_num
         return {
             "temperature": (torch.float32, None),
             "top_k": (torch.int32, None),
             "top_p": (torch.float32, None),
+            "min_p": (torch.float32, None),
             "seed": (torch.int64, None),
-            "bad_words": (torch.int32, num_sequences * bad_words_max_len),
+            "child": (torch.int32, None),
+            "edits": (torch.int32, None),  # bits of mrv1.kernels.edit_logits
+            "repetition_penalty": (torch.float32, None),
+            "frequency_penalty": (torch.float32, None),
+            "presence_penalty": (torch.float32, None),
+            "counted": (torch.int32, MAX_PARTS),
+            "num_bias": (torch.int32, None),
+            "bias_ids": (torch.int32, limits.max_logit_bias),
+            "bias_values": (torch.float32, limits.max_logit_bias),
+            "allowed_mask": (torch.int32, limits.mask_words),
+            "bad_words": (torch.int32, num_sequences * limits.bad_words_max_len),
             "bad_word_lens": (torch.int32, num_sequences),
             "num_bad_words": (torch.int32, None),
             "bad_words_match_prompt": (torch.int32, None),
         }
 
-    def __init__(self, max_num_reqs: int, slots: Mapping[str, torch.Tensor], ops: Ops) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int,
+        limits: SamplerLimits,
+        slots: Mapping[str, torch.Tensor],
+        ops: Ops,
+    ) -> None:
         self._ops = ops
-        self._filters_np = np.zeros(max_num_reqs, dtype=np.bool_)
-        self._num_filtering = 0
-        """Slots whose last request uses top-k or top-p."""
-        self.temperature, self.top_k = slots["temperature"], slots["top_k"]
-        self.top_p, self.seed = slots["top_p"], slots["seed"]
-        self._bans_np = np.zeros(max_num_reqs, dtype=np.bool_)
-        self._num_banning = 0
-        """Slots whose last request bans words."""
-        self.bad_word_lens, self.num_bad_words = slots["bad_word_lens"], slots["num_bad_words"]
-        self.bad_words = slots["bad_words"].unflatten(1, (self.bad_word_lens.shape[1], -1))
-        self.bad_words_match_prompt = slots["bad_words_match_prompt"]
+        self._limits = limits
+        self._slots = dict(slots)
+        words = self._slots["bad_words"]
+        self._slots["bad_words"] = words.unflatten(1, (-1, limits.bad_words_max_len))
+        self._counts = torch.zeros(
+            max_num_reqs, limits.vocab_size, dtype=torch.int32, device=words.device
+        )
+        """How often each slot's history holds a token, for penalties; kept by the op."""
 
     def enter(
         self,
-        slot: int,
         params: SamplingParams,
         seed: int,
+        *,
+        child: int = 0,
         banned_token_sequences: Sequence[Sequence[int]] = (),
-    ) -> dict[str, npt.NDArray[np.generic]]:
-        """Note on the host what the request that takes ``slot`` asks for.
+    ) -> Fields:
+        """Return what the device is to know of the request that takes a slot.
 
         Returns:
             The leading elements of its fields; what lies behind them does not count.
         """
-        self._filters_np[slot] = params.filters
-        self._bans_np[slot] = len(banned_token_sequences) > 0
-        self._num_banning = int(np.count_nonzero(self._bans_np))
-        self._num_filtering = int(np.count_nonzero(self._filters_np))
-        return {
+        edits = self._edits(params)
+        fields: Fields = {
             "temperature": np.array([params.temperature], dtype=np.float32),
             "top_k": np.array([params.top_k], dtype=np.int32),
             "top_p": np.array([params.top_p], dtype=np.float32),
+            "min_p": np.array([params.min_p], dtype=np.float32),
             "seed": np.array([seed], dtype=np.int64),
+            "child": np.array([child], dtype=np.int32),
+            "edits": np.array([edits], dtype=np.int32),
             "num_bad_words": np.array([len(banned_token_sequences)], dtype=np.int32),
-            **self._bad_words_of(params, banned_token_sequences),
+        }
+        if edits & PENALTIES:
+            fields |= self._penalties_of(params)
+        if edits & BIAS:
+            fields |= self._bias_of(params)
+        if edits & ALLOWED:
+            fields |= self._allowed_of(params)
+        if banned_token_sequences:
+            fields |= self._bad_words_of(params, banned_token_sequences)
+        return fields
+
+    def _edits(self, params: SamplingParams) -> int:
+        edits = 0
+        if params.allowed_token_ids is not None:
+            edits |= ALLOWED
+        if params.min_tokens:
+            edits |= MIN_TOKENS
+        if params.logit_bias:
+            edits |= BIAS
+        if params.penalizes:
+            edits |= PENALTIES
+        return edits
+
+    def _penalties_of(self, params: SamplingParams) -> Fields:
+        return {
+            "repetition_penalty": np.array([params.repetition_penalty], dtype=np.float32),
+            "frequency_penalty": np.array([params.frequency_penalty], dtype=np.float32),
+            "presence_penalty": np.array([params.presence_penalty], dtype=np.float32),
+            "counted": np.full(MAX_PARTS, -1, dtype=np.int32),
         }
 
-    def _bad_words_of(
-        self, params: SamplingParams, sequences: Sequence[Sequence[int]]
-    ) -> dict[str, npt.NDArray[np.generic]]:
-        if not sequences:
-            return {}
-        words = np.full((len(sequences), self.bad_words.shape[2]), -1, dtype=np.int32)
+    def _bias_of(self, params: SamplingParams) -> Fields:
+        return {
+            "num_bias": np.array([len(params.logit_bias)], dtype=np.int32),
+            "bias_ids": np.array([*params.logit_bias], dtype=np.int32),
+            "bias_values": np.array([*params.logit_bias.values()], dtype=np.float32),
+        }
+
+    def _allowed_of(self, params: SamplingParams) -> Fields:
+        bits = np.zeros(32 * self._limits.mask_words, dtype=np.bool_)
+        bits[list(params.allowed_token_ids or ())] = True
+        return {"allowed_mask": np.packbits(bits, bitorder="little").view(np.int32)}
+
+    def _bad_words_of(self, params: SamplingParams, sequences: Sequence[Sequence[int]]) -> Fields:
+        words = np.full((len(sequences), self._limits.bad_words_max_len), -1, dtype=np.int32)
         for row, sequence in zip(words, sequences, strict=True):
             row[: len(sequence)] = sequence
         return {
@@ -131,91 +188,118 @@ class Sampler:
             "bad_words_match_prompt": np.array([params.bad_words_match_prompt], dtype=np.int32),
         }
 
-    def any_filters(self, slots: npt.NDArray[np.integer]) -> bool:
-        """Whether any of ``slots`` uses top-k or top-p."""
-        return self._num_filtering > 0 and bool(self._filters_np[slots].any())
-
-    def any_bad_words(self, slots: npt.NDArray[np.integer]) -> bool:
-        """Whether any of ``slots`` bans words."""
-        return self._num_banning > 0 and bool(self._bans_np[slots].any())
-
-    def mask_bad_words(
+    def edit(
         self,
         logits: torch.Tensor,
         idx_mapping: torch.Tensor,
-        token_ids: torch.Tensor,
-        num_tokens: torch.Tensor,
-        prompt_len: torch.Tensor,
+        history: History,
         *,
         ahead: torch.Tensor | None = None,
         draft_token_ids: torch.Tensor | None = None,
     ) -> None:
-        """Set the logits of what would complete a bad word to -inf.
+        """Apply what comes before the temperature.
 
         Args:
             logits: ``[rows, vocab]``, *written*.
             idx_mapping: ``[rows]`` int32, the slot of each row; -1 = padding.
-            token_ids: ``[max_num_reqs, max_model_len]`` int32, history of each slot.
-            num_tokens: ``[max_num_reqs]`` int32, prompt and output so far of each slot.
-            prompt_len: ``[max_num_reqs]`` int32.
-            ahead: ``[rows]`` int64, how far behind the request's newest token a row's draw is.
+            history: of every slot.
+            ahead: ``[rows]`` int64, how far behind the request's newest token a row's draw is;
+                None = it is the next.
             draft_token_ids: ``[requests, most drafts]`` int32, what lies between.
         """
+        slots = self._slots
         self._ops.apply_bad_words(
             logits,
             idx_mapping,
-            token_ids,
-            num_tokens,
-            prompt_len,
-            self.bad_words,
-            self.bad_word_lens,
-            self.num_bad_words,
-            match_prompt=self.bad_words_match_prompt,
+            history.token_ids,
+            history.num_tokens,
+            history.prompt_len,
+            slots["bad_words"],
+            slots["bad_word_lens"],
+            slots["num_bad_words"],
+            match_prompt=slots["bad_words_match_prompt"],
+            ahead=ahead,
+            draft_token_ids=draft_token_ids,
+        )
+        self._ops.edit_logits(
+            logits,
+            idx_mapping,
+            history.token_ids,
+            history.num_tokens,
+            history.prompt_len,
+            edits=slots["edits"],
+            allowed_mask=slots["allowed_mask"],
+            min_total_tokens=history.min_total_tokens,
+            stop_token_ids=history.stop_token_ids,
+            bias_ids=slots["bias_ids"],
+            bias_values=slots["bias_values"],
+            num_bias=slots["num_bias"],
+            repetition_penalty=slots["repetition_penalty"],
+            frequency_penalty=slots["frequency_penalty"],
+            presence_penalty=slots["presence_penalty"],
+            counts=self._counts,
+            counted=slots["counted"],
             ahead=ahead,
             draft_token_ids=draft_token_ids,
         )
 
-    def sample(
+    def draw(
         self,
         logits: torch.Tensor,
         idx_mapping: torch.Tensor,
-        num_tokens: torch.Tensor,
-        prompt_len: torch.Tensor,
+        history: History,
         *,
-        filtered: bool,
         ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw one token a row.
+        """Draw one token a row from edited logits; arguments as in ``edit``.
+
+        Returns:
+            ``[rows]`` int64; -1 for padding and for a row without a selectable token, -2 for one
+            that holds NaN.
+        """
+        slots = self._slots
+        names = ("temperature", "seed", "top_k", "top_p", "min_p", "child")
+        if ahead is None:
+            temperature, seeds, top_k, top_p, min_p, child = map(slots.__getitem__, names)
+            return self._ops.sample_tokens(
+                logits,
+                temperature,
+                seeds,
+                history.num_tokens,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                child=child,
+                idx_mapping=idx_mapping,
+                prompt_len=history.prompt_len,
+            )
+        rows = idx_mapping.clamp(min=0)
+        temperature, seeds, top_k, top_p, min_p, child = (slots[name][rows] for name in names)
+        return self._ops.sample_tokens(
+            logits,
+            temperature,
+            seeds,
+            (history.num_tokens - history.prompt_len)[rows] + ahead,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            child=child,
+        )
+
+    def filtered(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
+        """Return what a token is drawn from: edited ``logits``, scaled and filtered.
 
         Args:
             logits: ``[rows, vocab]``.
-            idx_mapping: ``[rows]`` int32, the slot of each row; -1 = padding.
-            num_tokens: ``[max_num_reqs]`` int32, prompt and output so far of each slot.
-            prompt_len: ``[max_num_reqs]`` int32.
-            filtered: whether any row uses top-k or top-p (known on the host).
-            ahead: ``[rows]`` int64, how far behind the request's newest token a row's draw is;
-                None = it is the next.
+            idx_mapping: ``[rows]`` int32, the slot of each row.
 
         Returns:
-            ``[rows]`` int64; -1 for padding and for a row without a selectable token (all -inf or
-            NaN).
+            ``[rows, vocab]``, a new tensor; of greedy rows the same values.
         """
-        if filtered:
-            slots = idx_mapping.clamp(min=0)
-            logits = filter_logits(
-                logits, self.temperature[slots], self.top_k[slots], self.top_p[slots]
-            )
-        if ahead is not None:
-            slots = idx_mapping.clamp(min=0)
-            positions = (num_tokens - prompt_len)[slots] + ahead
-            return self._ops.sample_tokens(
-                logits, self.temperature[slots], self.seed[slots], positions
-            )
-        return self._ops.sample_tokens(
-            logits,
-            self.temperature,
-            self.seed,
-            num_tokens,
-            idx_mapping=idx_mapping,
-            prompt_len=prompt_len,
-        )
+        rows = idx_mapping.clamp(min=0)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        temperature, top_k, top_p, min_p = (self._slots[name][rows] for name in names)
+        is_drawn = (temperature > 0)[:, None]
+        scaled = torch.where(is_drawn, logits / temperature[:, None], logits)
+        kept = kept_tokens(scaled.double(), top_k, top_p, min_p) | ~is_drawn
+        return scaled.masked_fill(~kept, -torch.inf)

@@ -142,10 +142,11 @@ class AotReport:
             )
         if self.shared_bytes > limit:
             reasons.append(f"needs {self.shared_bytes} bytes of shared memory, has {limit}")
-        if self.programs_per_sm * (self.shared_bytes + _RESERVED_BYTES) > limit + _RESERVED_BYTES:
+        shared_bytes = self.shared_bytes + _RESERVED_BYTES
+        if self.programs_per_sm * shared_bytes > limit + _RESERVED_BYTES:
             reasons.append(
-                f"{self.programs_per_sm} programs of {self.shared_bytes} bytes of shared memory do "
-                f"not fit a multiprocessor"
+                f"{self.programs_per_sm} programs of {self.shared_bytes} bytes of shared memory "
+                f"do not fit a multiprocessor"
             )
         registers = -(-self.registers // 8) * 8  # of a thread, as they are handed out
         if self.programs_per_sm * self.threads * registers > _REGISTERS:

@@ -74,6 +74,55 @@ def test_text_prompts_give_text(mrv1: Mrv1, tmp_path: Path):
     assert (records[0]["text"], records[0]["request_id"]) == (text, "r")
 
 
+def test_a_line_may_ask_for_outputs_and_log_probabilities(
+    mrv1: Mrv1, checkpoint: str, tmp_path: Path
+):
+    asks = {"n": 2, "logprobs": 1, "prompt_logprobs": 0, "temperature": 1.0, "max_tokens": 3}
+    lines = [
+        json.dumps({"prompt_token_ids": [5, 6, 7], "sampling_params": asks | {"seed": 4}}),
+        json.dumps(
+            {
+                "prompt_token_ids": [5, 6],
+                "sampling_params": {"logit_bias": {"9": 100}, "max_tokens": 2},
+            }
+        ),
+        json.dumps(
+            {
+                "prompt_token_ids": [5, 6],
+                "sampling_params": {
+                    "allowed_token_ids": [9], "logprob_token_ids": [8], "max_tokens": 1
+                },
+            }
+        ),
+    ]  # fmt: skip
+    exit_code, (several, biased, only), _ = _run(
+        mrv1, tmp_path, checkpoint, lines, "--logprobs-mode", "processed_logprobs"
+    )
+    assert exit_code == 0
+    assert several.keys() == {
+        "line", "request_id", "outputs", "prompt_logprobs", "num_prompt_tokens"
+    }  # fmt: skip
+    first, second = several["outputs"]
+    assert first["token_ids"] != second["token_ids"]
+    for output in several["outputs"]:
+        assert [str(token) in told for token, told in zip(
+            output["token_ids"], output["logprobs"], strict=True
+        )] == [True] * 3  # fmt: skip
+        assert all(
+            told.keys() == {"logprob", "rank", "decoded_token"}
+            for position in output["logprobs"]
+            for told in position.values()
+        )
+    nothing, *prompt = several["prompt_logprobs"]
+    assert nothing is None
+    assert [list(position) for position in prompt] == [["6"], ["7"]]
+    assert biased["token_ids"] == [9, 9]
+    assert only["token_ids"] == [9]
+    (position,) = only["logprobs"]
+    assert position["9"]["logprob"] == pytest.approx(0, abs=1e-6)
+    assert position["8"]["logprob"] is None  # minus infinity
+
+
 BAD_LINES = [
     ("not json", "expected a JSON object, got invalid JSON"),
     ("[1, 2]", "expected a JSON object, got list"),
@@ -92,6 +141,7 @@ BAD_LINES = [
     ),
     ('{"prompt_token_ids": [1], "sampling_params": {"max_tokens": 0}}', "max_tokens: expected"),
     ('{"prompt_token_ids": [1], "sampling_params": {"self": 0}}', "sampling_params: "),
+    ('{"prompt_token_ids": [1], "sampling_params": {"logit_bias": {"x": 1}}}', "logit_bias: exp"),
     ('{"prompt_token_ids": [1], "sampling_params": {"max_tokens": 600}}', "num_kv_blocks = 16"),
 ]
 

@@ -71,11 +71,20 @@ def test_sampling_options_reach_the_engine(mrv1: Mrv1, expected: str):
         *TINY, "--prompt", "ROMEO:", "--max-tokens", "24", "--ignore-eos", "--top-p", "1e-6"
     )
     assert small_p.stdout == expected + "\n"
+    min_p = mrv1(*TINY, "--prompt", "ROMEO:", "--max-tokens", "24", "--ignore-eos", "--min-p", "1")
+    assert min_p.stdout == expected + "\n"
+    for name in ("repetition", "frequency", "presence"):
+        fresh = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", f"--{name}-penalty", "2")
+        assert fresh.stdout != expected + "\n"
     with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         first = llm.generate("ROMEO:", params)[0].outputs[0].token_ids[0]
     stopped = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--stop-token-id", str(first))
     assert stopped.stdout == "\n"
+    later = mrv1(
+        *TINY, *GREEDY, "--prompt", "ROMEO:", "--stop-token-id", str(first), "--min-tokens", "3"
+    )
+    assert later.stdout != "\n"
     cut = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--stop", "\0", "--stop", expected[5:8])
     assert cut.stdout == expected[: expected.index(expected[5:8])] + "\n"
     word = next(word for word in expected.split() if word.isalpha())
@@ -93,6 +102,17 @@ def test_peak_blocks_are_those_the_tokens_needed():
                 usage.observe([output])
             assert usage.peak_blocks == num_blocks
             assert usage.num_tokens == num_output
+
+
+def test_blocks_of_a_prompt_that_outputs_share_count_once():
+    """17 + 17 tokens, the last never cached: a shared block, and two of each output's own."""
+    with LLM("tiny", device="cpu", num_kv_blocks=8) as llm:
+        usage = Usage(llm)
+        params = SamplingParams(max_tokens=17, ignore_eos=True, n=3)
+        for output in llm.stream([5] * 17, params):
+            usage.observe([output])
+        assert usage.num_tokens == 3 * 17
+        assert usage.peak_blocks == 1 + 3 * 2
 
 
 def test_cache_options_reach_the_engine(mrv1: Mrv1):
@@ -124,6 +144,14 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
             ["--bad-word", "a", "--bad-word", "b", "--max-bad-words-num", "1"],
             "bad_words: expected at most 1 words (max_bad_words_num), got 2",
         ),
+        (["--min-p", "2"], "min_p: expected a number from 0 to 1, got 2.0"),
+        (["--repetition-penalty", "0"], "repetition_penalty: expected a number from 1e-05 to 2"),
+        (["--min-tokens", "17", "--max-tokens", "16"], "min_tokens: expected at most max_tokens"),
+        (["--max-stop-seqs-num", "0"], "max_stop_seqs_num: expected an integer >= 1"),
+        (["--stop-seqs-max-len", "0"], "stop_seqs_max_len: expected an integer >= 1"),
+        (["--max-logit-bias", "0"], "max_logit_bias: expected an integer >= 1"),
+        (["--max-logprobs", "0"], "max_logprobs: expected an integer >= 1"),
+        (["--logprobs-mode", "raw"], "logprobs_mode: expected one of ('raw_logprobs', "),
         (["--block-size", "20"], "block_size: expected one of (16, 32, 64, 128), got 20"),
         (["--dtype", "int8"], "dtype: expected one of"),
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of ('auto', 'fp8_e4m3'), got"),

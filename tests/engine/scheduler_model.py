@@ -1,15 +1,17 @@
 """A model and a device in plain Python, for tests of the scheduler.
 
 The model's next token is a hash of the whole prefix, so that what a request must yield is known in
-closed form. The device executes launched steps as late as it can, when their result is asked for,
-and keeps a hash of the prefix where a cache keeps K and V: a page that was shared wrongly, reused
-too early, written twice or never written is found by the step that reads it.
+closed form; the outputs of one request differ by their child. The device executes launched steps
+as late as it can, when their result is asked for, and keeps a hash of the prefix where a cache
+keeps K and V: a page that was shared wrongly, reused too early, written twice or never written is
+found by the step that reads it.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from mrv1 import SamplingParams
@@ -36,8 +38,15 @@ def extend_hash(prefix_hash: int, token: int) -> int:
     return hash((prefix_hash, token))  # of integers: the same in every process
 
 
-def next_token(prefix_hash: int) -> int:
-    return (prefix_hash >> 7) % VOCAB
+def next_token(prefix_hash: int, child: int, masked: Collection[int] = ()) -> int:
+    token = ((prefix_hash >> 7) + child) % VOCAB
+    while token in masked:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def ends_with_any(output: list[int], sequences: Iterable[tuple[int, ...]]) -> bool:
+    return any(output[-len(sequence) :] == list(sequence) for sequence in sequences)
 
 
 def expected_output(request: Request) -> tuple[list[int], FinishReason]:
@@ -46,10 +55,14 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
     for token in request.prompt_token_ids:
         prefix_hash = extend_hash(prefix_hash, token)
     params, output = request.params, []
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     while True:
-        token = next_token(prefix_hash)
+        is_early = len(output) < params.min_tokens
+        token = next_token(prefix_hash, request.child, stops if is_early else ())
         output.append(token)
-        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+        if token in stops:
+            return output, "stop"
+        if len(output) >= params.min_tokens and ends_with_any(output, params.stop_token_sequences):
             return output, "stop"
         if len(request.prompt_token_ids) + len(output) == request.max_total_tokens:
             return output, "length"
@@ -64,6 +77,7 @@ class Slot:
     hashes: list[int]
     """Of every prefix: ``hashes[n]`` is that of ``n`` tokens."""
     num_computed_tokens: int
+    output: list[int]
     blocks: list[int] = field(default_factory=list)
     stopped: bool = False
 
@@ -164,7 +178,8 @@ class FakeRunner:
         hashes = [root_hash(self.cache_keys.get(request.req_id, b""))]
         for token in request.token_ids.tolist():
             hashes.append(extend_hash(hashes[-1], token))
-        self.slots[request.slot] = Slot(request, hashes, request.num_computed_tokens)
+        output = request.token_ids[request.prompt_len :].tolist()
+        self.slots[request.slot] = Slot(request, hashes, request.num_computed_tokens, output)
 
     def _run_row(self, state: Slot, count: int, broken: bool) -> tuple[int, ...]:
         """Write the K and V of ``count`` tokens, read all, and sample after the last token."""
@@ -183,12 +198,19 @@ class FakeRunner:
         state.num_computed_tokens = end
         if broken or end < state.num_tokens:
             return ()
-        token = next_token(state.hashes[-1])
+        request = state.request
+        is_early = state.num_tokens < request.min_total_tokens
+        masked = request.stop_token_ids if is_early else ()
+        token = next_token(state.hashes[-1], request.child, masked)
         state.hashes.append(extend_hash(state.hashes[-1], token))
+        state.output.append(token)
         if self.stops_on_device:
-            request = state.request
+            sequences = request.stop_token_sequences
+            may_end = state.num_tokens >= request.min_total_tokens
             state.stopped = (
-                token in request.stop_token_ids or state.num_tokens == request.max_total_tokens
+                token in request.stop_token_ids
+                or (may_end and ends_with_any(state.output, sequences))
+                or state.num_tokens == request.max_total_tokens
             )
         return (token,)
 
@@ -202,7 +224,7 @@ def make_request(
     **params: object,
 ) -> Request:
     sampling_params = SamplingParams(**params)
-    return Request(
+    request = Request(
         req_id=req_id,
         prompt_token_ids=prompt,
         params=sampling_params,
@@ -211,6 +233,8 @@ def make_request(
         unsplittable=unsplittable,
         cache_key=cache_key,
     )
+    request.add_followers()
+    return request
 
 
 def make_scheduler(**overrides: object) -> Scheduler:

@@ -41,15 +41,15 @@ def logits_of(
     requests = [core.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     slots: list[torch.Tensor] = []
     logits: list[torch.Tensor] = []
-    sample = core.runner.sampler.sample
+    draw = core.runner.sampler.draw
 
     def watched(of_step, idx_mapping, *arguments, **keywords):
         rows = (idx_mapping == requests[0].slot).nonzero().flatten()
         slots.append(rows)
         logits.append(of_step[rows].clone())
-        return sample(of_step, idx_mapping, *arguments, **keywords)
+        return draw(of_step, idx_mapping, *arguments, **keywords)
 
-    core.runner.sampler.sample = watched  # type: ignore[method-assign]
+    core.runner.sampler.draw = watched  # type: ignore[method-assign]
     while core.scheduler.has_unfinished_requests:
         core.step()
     core.runner.close()

@@ -502,7 +502,7 @@ def test_a_row_without_a_selectable_token_fails_alone(llm, monkeypatch):
 
     monkeypatch.setattr(model, "compute_logits", poisoned)
     failed, fine = llm.generate([PROMPT, [5, 6]], SamplingParams(temperature=0, max_tokens=1))
-    with pytest.raises(RequestError, match="no selectable token"):
+    with pytest.raises(RequestError, match="its logits hold NaN"):
         raise failed.error
     assert fine.error is None
     assert len(fine.outputs[0].token_ids) == 1

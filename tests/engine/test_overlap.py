@@ -226,7 +226,8 @@ def test_a_row_without_a_token_fails_alone(model):
     assert len(good.output_token_ids) == 5
     assert good.error is None
     assert len(bad.output_token_ids) == 2
-    assert "no selectable token" in str(bad.error)
+    assert "its logits hold NaN" in str(bad.error)
+    assert core.metrics()["num_nan_rows"] == 1
     drained(core)
 
 

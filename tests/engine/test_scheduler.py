@@ -122,27 +122,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_shared=st.integers(0, 40),
         own=st.lists(st.integers(1, VOCAB - 1), max_size=12),
         max_tokens=st.integers(1, 24),
+        min_tokens=st.sampled_from([0, 0, 5]),
+        n=st.sampled_from([1, 1, 3]),
+        sequence=st.tuples(st.integers(0, 12), st.integers(1, 4)),
         ignore_eos=st.booleans(),
         stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
         span=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 12)),
         cache_key=st.sampled_from([b"", b"image"]),
     )
-    def add(self, family, num_shared, own, max_tokens, ignore_eos, stops, span, cache_key):
+    def add(
+        self, family, num_shared, own, max_tokens, min_tokens, n, sequence, ignore_eos, stops,
+        span, cache_key,
+    ):  # fmt: skip
         shared = [1 + (family + 7 * i) % (VOCAB - 1) for i in range(num_shared)]
         prompt = (*shared, *own) or (1,)
         spans = ()
         if span is not None and sum(span) <= len(prompt):
             cuts = sorted({span[0], span[0] + span[1] // 2, sum(span)})
             spans = tuple(pairwise(cuts))
+        params = {
+            "max_tokens": max_tokens,
+            "min_tokens": min(min_tokens, max_tokens),
+            "ignore_eos": ignore_eos,
+            "stop_token_ids": stops,
+        }
+        free, _ = expected_output(make_request("", prompt, cache_key=cache_key, **params))
+        start, length = sequence
+        if found := free[start : start + length]:
+            params["stop_token_sequences"] = [found, [VOCAB - 1, 1]]
         request, twin = (
             make_request(
                 str(len(self.requests)),
                 prompt,
                 unsplittable=spans,
                 cache_key=cache_key,
-                max_tokens=max_tokens,
-                ignore_eos=ignore_eos,
-                stop_token_ids=stops,
+                n=n,
+                **params,
             )
             for _ in range(2)
         )
@@ -157,8 +172,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.add(request)
         self.forgetful.add(twin)
-        self.requests[request.req_id] = request
-        self.runner.cache_keys[request.req_id] = cache_key
+        for member in (request, *request.followers):
+            self.requests[member.req_id] = member
+            self.runner.cache_keys[member.req_id] = cache_key
 
     @precondition(
         lambda self: self.scheduler.num_steps_in_flight < self.scheduler.max_steps_in_flight
@@ -247,6 +263,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({r.slot for r in running}) == len(running)
         assert all(r.status is Status.RUNNING for r in running)
         assert all(r.status is Status.WAITING for r in scheduler.waiting.values())
+        held = [r for followers in scheduler._held.values() for r in followers]
+        assert all(r.leader in scheduler._held and not r.leader.finished for r in held)
+        assert scheduler.num_waiting == len(scheduler.waiting) + len(held)
         for request in self.requests.values():
             pending = scheduler.num_pending(request)
             assert 0 <= pending <= scheduler.num_steps_in_flight
@@ -258,6 +277,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert request.output_token_ids == expected[: len(request.output_token_ids)]
             assert (request.first_token_time is not None) == bool(request.output_token_ids)
+            if request.finish_reason == "stop":
+                sequence = request.stop_reason if isinstance(request.stop_reason, tuple) else ()
+                assert list(sequence) == expected[len(expected) - len(sequence) :]
 
     def teardown(self):
         if not hasattr(self, "scheduler"):

@@ -117,3 +117,69 @@ def test_what_may_become_a_stop_string_is_held_back(tokenizer):
     held = OutputText(tokenizer, ["aac"])
     assert held.find_stop(ids[:3], is_last=True) is None
     assert held.text(ids[:3], is_last=True) == "xaa"  # nothing more comes
+
+
+@given(text=st.text(alphabet="ab", max_size=16), stop=stops, min_tokens=st.integers(0, 12))
+def test_a_stop_string_within_the_first_tokens_is_text(tokenizer, text, stop, min_tokens):
+    """Where each character is a token: what ends before ``min_tokens`` does not count."""
+    ids = [token for character in text for token in tokenizer.encode(character)]
+    output = OutputText(tokenizer, stop, min_tokens=min_tokens)
+    ends = {
+        (start + len(s), start, index)
+        for index, s in enumerate(stop)
+        for start in range(len(text))
+        if text.startswith(s, start) and start + len(s) >= max(min_tokens, 1)
+    }
+    found = None
+    for end in range(1, len(ids) + 1):
+        found = output.find_stop(ids[:end], is_last=end == len(ids))
+        if found is not None:
+            break
+    if not ends:
+        assert found is None
+        return
+    first_end = min(ends)[0]
+    start, index = min((start, index) for stop_end, start, index in ends if stop_end == first_end)
+    assert (end, found) == (first_end, stop[index])
+    assert output.text(ids[:end], is_last=True) == text[:start]
+
+
+# --- stop sequences ------------------------------------------------------------------------------
+
+
+@given(
+    characters=st.text(alphabet="abc", max_size=20),
+    sequences=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+    stop=st.lists(st.text(alphabet="abc", min_size=1, max_size=3), max_size=2),
+    include=st.booleans(),
+)
+def test_of_a_stop_sequence_nothing_is_shown(tokenizer, characters, sequences, stop, include):
+    """A token a character; a stop string ends the text as soon as it would without sequences."""
+    token_of = {character: tokenizer.encode(character)[0] for character in "abc"}
+    ids = [token_of[character] for character in characters]
+    output = OutputText(
+        tokenizer,
+        stop,
+        include_stop=include,
+        stop_token_sequences=[tuple(token_of[c] for c in s) for s in sequences],
+    )
+    shown, final = [], characters
+    for end in range(1, len(ids) + 1):
+        text = characters[:end]
+        found = next((s for s in sequences if text.endswith(s)), None)
+        is_last = end == len(ids) or found is not None
+        if found is not None:
+            final = text if include else text.removesuffix(found)
+        elif output.find_stop(ids[:end], is_last=is_last) is not None:
+            shown.append(output.text(ids[:end], is_last=True))
+            places = [(text.find(s), -len(s), s) for s in stop if text.endswith(s)]
+            final = text if include else text[: min(places)[0]]
+            break
+        else:
+            assert not any(s in text for s in stop)
+        known = ids[: len(final)] if found is not None else ids[:end]
+        shown.append(output.text(known, is_last=is_last))
+        if found is not None:
+            break
+    assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
+    assert not shown or shown[-1] == final

@@ -463,6 +463,7 @@ def test_configurations():
 
 # --- errors ------------------------------------------------------------------------------------
 
+
 def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor:
     """Return a copy with the same strides: ``Tensor.to`` closes gaps between rows."""
     storage = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mrv1.engine.core import EngineCore
 from mrv1.runner import cuda_graph
-from mrv1.runner.cuda_graph import StepGraphs, decode_sizes, prompt_sizes
+from mrv1.runner.cuda_graph import Forwarded, StepGraphs, decode_sizes, prompt_sizes
 from mrv1.runner.input_batch import StepShape
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_on_gpu import add_many, make_core, run, tokens
@@ -39,20 +39,20 @@ def captured(graphs: StepGraphs) -> StepGraphs:
 @given(
     num_decodes=st.integers(0, MAX_REQS),
     prompts=st.lists(st.integers(2, 90), max_size=12),
-    filtered=st.booleans(),
+    samples=st.booleans(),
 )
-def test_a_step_fits_its_graph_and_its_rows_stay_apart(num_decodes, prompts, filtered):
+def test_a_step_fits_its_graph_and_its_rows_stay_apart(num_decodes, prompts, samples):
     query_lens = np.array([1] * num_decodes + prompts, dtype=np.int32)
     if not 0 < len(query_lens) <= MAX_REQS or query_lens.sum() > MAX_TOKENS:
         return
     graphs = captured(StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN))
-    shape = StepShape.of(query_lens, filtered=filtered)
+    shape = StepShape.of(query_lens, samples=samples)
     graph = graphs.fit(shape)
-    if filtered and prompts:
+    if prompts and not samples:
         assert graph is None
         return
     assert graph in graphs.shapes
-    assert graph.filtered == filtered
+    assert graph.samples == samples
     assert graph.max_query_len >= shape.max_query_len
     rows = graph.rows_of(shape)
     assert (rows[:num_decodes] == np.arange(num_decodes)).all()
@@ -74,10 +74,10 @@ def test_what_no_graph_is_for():
     captured(graphs)
     assert graphs.fit(decode) == StepShape.decode(4)
     assert set(graphs.largest) <= set(graphs.shapes)
-    too_many = StepShape.of(np.array([MAX_TOKENS + 1], dtype=np.int32), filtered=False)
+    too_many = StepShape.of(np.array([MAX_TOKENS + 1], dtype=np.int32))
     assert graphs.fit(too_many) is None
     assert graphs.fit(StepShape.decode(MAX_REQS + 1)) is None
-    drafts = StepShape.of(np.array([3, 3], dtype=np.int32), filtered=False, has_drafts=True)
+    drafts = StepShape.of(np.array([3, 3], dtype=np.int32), has_drafts=True)
     assert graphs.fit(drafts) is None
 
 
@@ -91,10 +91,11 @@ class LaunchedGraphs(StepGraphs):
         self.runner = core.runner
         self.replayed: list[StepShape] = []
 
-    def replay(self, shape: StepShape) -> None:
+    def replay(self, shape: StepShape) -> Forwarded | None:
         self.replayed.append(shape)
         with torch.inference_mode():
-            self.runner._run_padding(shape)
+            forwarded = self.runner._run_padding(shape)
+        return None if shape.samples else forwarded
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +119,17 @@ def test_padding_changes_no_token(checkpoint, overlap, monkeypatch):
             core.runner._graphs = LaunchedGraphs(core)
         requests = add_many(core, 2, max_tokens=40, seed=1)
         core.step()
-        requests += add_many(core, 70, max_tokens=40)
+        requests += add_many(core, 50, max_tokens=40, features=True)
         steps = 1 + run(core)
+        requests += add_many(core, 3, max_tokens=40, seed=2, logprobs=True)
+        steps += run(core)
         outputs.append(tokens(requests))
         if padded:
             replayed = core.runner._graphs.replayed
-            assert len(replayed) == core.metrics()["num_graph_steps"] >= steps
-            with_prompts = [shape for shape in replayed if shape.query_len is None]
+            whole = [shape for shape in replayed if shape.samples]
+            assert len(whole) == core.metrics()["num_graph_steps"] < len(replayed) < steps
+            with_prompts = [shape for shape in whole if shape.query_len is None]
             assert {shape.num_decodes for shape in with_prompts} == {0, 4, 40}
-            assert len(with_prompts) < len(replayed)
+            assert len(with_prompts) < len(whole)
         core.runner.close()
     assert outputs[0] == outputs[1]

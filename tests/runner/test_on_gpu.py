@@ -44,21 +44,50 @@ def make_core(checkpoint: Path, **options: object) -> EngineCore:
 
 
 def add_many(
-    core: EngineCore, count: int, *, max_tokens: int = 40, seed: int = 0, filters: bool = False
+    core: EngineCore,
+    count: int,
+    *,
+    max_tokens: int = 40,
+    seed: int = 0,
+    features: bool = False,
+    logprobs: bool = False,
 ) -> list[Request]:
+    """Queue random requests; with ``features`` each asks the sampler for something of its own."""
     rng = np.random.default_rng(seed)
     requests = []
     for index in range(count):
         prompt = rng.integers(3, 150, rng.integers(1, 90)).tolist()
-        params = SamplingParams(
-            temperature=float(rng.choice([0.0, 1.0])),
-            top_p=float(rng.choice([0.5, 1.0])) if filters else 1.0,
-            seed=index,
-            max_tokens=int(rng.integers(1, max_tokens)),
-            stop_token_ids=rng.integers(3, 150, 3).tolist(),
-        )
+        options = {
+            "temperature": float(rng.choice([0.0, 1.0])),
+            "seed": index,
+            "max_tokens": int(rng.integers(1, max_tokens)),
+            "stop_token_ids": rng.integers(3, 150, 3).tolist(),
+        }
+        if features:
+            options |= random_features(rng, options["max_tokens"])
+        if logprobs:
+            options |= {"logprobs": int(rng.integers(0, 4)), "prompt_logprobs": 1}
+        params = SamplingParams(**options)
         requests.append(core.add_request(f"{seed}-{index}", prompt, params))
     return requests
+
+
+def random_features(rng: np.random.Generator, max_tokens: int) -> dict[str, object]:
+    """Return some of what a request may ask, and leave others out."""
+    every = {
+        "top_k": int(rng.integers(1, 160)),
+        "top_p": float(rng.choice([0.3, 0.9])),
+        "min_p": float(rng.choice([0.02, 0.2])),
+        "repetition_penalty": float(rng.choice([0.7, 1.4])),
+        "frequency_penalty": float(rng.choice([-0.5, 0.5])),
+        "presence_penalty": 0.8,
+        "logit_bias": {int(token): 2.5 for token in set(rng.integers(0, 160, 9).tolist())},
+        "allowed_token_ids": rng.integers(0, 160, 60).tolist(),
+        "bad_words_token_ids": rng.integers(3, 150, (5, 1)).tolist(),
+        "min_tokens": int(rng.integers(0, max_tokens)),
+        "stop_token_sequences": rng.integers(3, 150, (3, 1)).tolist(),
+    }
+    return {name: value for name, value in every.items() if rng.random() < 0.3}
 
 
 def run(core: EngineCore) -> int:
@@ -82,7 +111,8 @@ def test_graphs_and_overlap_change_no_token(checkpoint):
             core = make_core(
                 checkpoint, overlap=overlap, cuda_graphs=cuda_graphs, deterministic=True
             )
-            requests = add_many(core, 25) + add_many(core, 6, seed=1, filters=True)
+            requests = add_many(core, 15) + add_many(core, 16, seed=1, features=True)
+            requests += add_many(core, 6, seed=2, features=True, logprobs=True)
             run(core)
             outputs[overlap, cuda_graphs] = tokens(requests)
             assert (core.metrics()["num_graph_steps"] > 0) == cuda_graphs
@@ -116,7 +146,7 @@ def test_nothing_compiles_while_requests_are_served(checkpoint):
     for _ in range(10):
         core.step()
     compiled = core.metrics()["num_compilations"]
-    add_many(core, 60)
+    add_many(core, 60, features=True)
     run(core)
     assert core.metrics()["num_compilations"] == compiled
     core.runner.close()
@@ -223,7 +253,7 @@ def test_overlap_equals_no_overlap_over_a_long_run(checkpoint):
         outputs[overlap] = []
         steps = rounds = 0
         while steps < SOAK_STEPS:
-            requests = add_many(core, 30, max_tokens=150, seed=rounds)
+            requests = add_many(core, 30, max_tokens=150, seed=rounds, features=rounds % 2 == 1)
             steps += run(core)
             outputs[overlap] += tokens(requests)
             rounds += 1

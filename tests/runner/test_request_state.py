@@ -19,9 +19,24 @@ from tests.runner.host_state import AppliedUpload, entering, plan_of
 NUM_SLOTS, MAX_LEN = 5, 40
 
 
-def make_state() -> tuple[RequestState, AppliedUpload]:
-    slots = SlotState(NUM_SLOTS, RequestState.fields(MAX_LEN), torch.device("cpu"))
+def make_state(
+    max_stop_seqs_num: int = 5, stop_seqs_max_len: int = 8
+) -> tuple[RequestState, AppliedUpload]:
+    fields = RequestState.fields(
+        MAX_LEN, max_stop_seqs_num=max_stop_seqs_num, stop_seqs_max_len=stop_seqs_max_len
+    )
+    slots = SlotState(NUM_SLOTS, fields, torch.device("cpu"))
     return RequestState(slots, NUM_SLOTS, MAX_LEN), AppliedUpload(slots.buffer)
+
+
+stop_sequences = st.lists(
+    st.lists(st.integers(0, 99), min_size=1, max_size=8).map(tuple), max_size=5
+).map(tuple)
+
+
+def staged_sequences(state: RequestState, slot: int) -> list[tuple[int, ...]]:
+    lens = state.stop_sequence_lens[slot, : state.num_stop_sequences[slot]].tolist()
+    return [tuple(state.stop_sequences[slot, i, :n].tolist()) for i, n in enumerate(lens)]
 
 
 def take(state: RequestState, upload: AppliedUpload, plan: StepPlan) -> None:
@@ -61,9 +76,11 @@ def test_mirrors_count_what_launched_steps_will_have_done(data):
                 lengths[slot] = [num_tokens, num_computed]
                 new.append(
                     entering(
-                        slot, num_tokens, epoch=epochs[slot], num_computed_tokens=num_computed
+                        slot, num_tokens, epoch=epochs[slot], num_computed_tokens=num_computed,
+                        stop_token_sequences=data.draw(stop_sequences),
+                        min_total_tokens=data.draw(st.integers(0, 40)),
                     )
-                )
+                )  # fmt: skip
             if not lengths:
                 return
             rows = data.draw(st.permutations(sorted(lengths)))
@@ -88,6 +105,8 @@ def test_mirrors_count_what_launched_steps_will_have_done(data):
             assert state.prompt_len[slot] == num_tokens
             assert state.max_total_tokens[slot] == request.max_total_tokens
             assert state.stop_token_ids[slot].tolist() == [-1] * 16
+            assert staged_sequences(state, slot) == list(request.stop_token_sequences)
+            assert state.min_total_tokens[slot] == request.min_total_tokens
             assert state.stopped[slot] == RUNNING
         state.advance_on_host(plan)
         for slot, count in zip(
@@ -98,6 +117,31 @@ def test_mirrors_count_what_launched_steps_will_have_done(data):
         for slot, (num_tokens, num_computed) in lengths.items():
             mirrors = (state.num_tokens_np[slot], state.num_computed_tokens_np[slot])
             assert mirrors == (num_tokens, num_computed)
+
+
+def test_the_sampler_reads_the_same_slots():
+    state, _ = make_state()
+    history = state.history()
+    for name in ("token_ids", "num_tokens", "prompt_len", "min_total_tokens", "stop_token_ids"):
+        assert getattr(history, name) is getattr(state, name)
+
+
+@pytest.mark.parametrize("sequences", [((1,),) * 6, ((1,) * 9,), ((),)])
+def test_more_stop_sequences_than_a_slot_holds_are_refused(sequences):
+    state, upload = make_state()
+    plan = plan_of([0], new=(entering(0, stop_token_sequences=sequences),))
+    with pytest.raises(
+        ValueError, match="stop_token_sequences of 'r0': expected at most 5 of 1 to 8 tokens, got"
+    ):
+        take(state, upload, plan)
+
+
+def test_a_slot_holds_as_many_stop_sequences_as_configured():
+    state, upload = make_state(max_stop_seqs_num=2, stop_seqs_max_len=3)
+    sequences = ((7, 8, 9), (5,))
+    take(state, upload, plan_of([1], new=(entering(1, stop_token_sequences=sequences),)))
+    assert state.stop_sequences.shape == (NUM_SLOTS, 2, 3)
+    assert staged_sequences(state, 1) == list(sequences)
 
 
 def steady(**fields: object) -> tuple[RequestState, AppliedUpload, StepPlan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import pytest
 
@@ -38,6 +39,37 @@ def test_defaults_are_vllms():
         ("top_k", 1.5, "an integer >= 1"),
         ("top_p", 0.0, r"a number in \(0, 1\]"),
         ("top_p", 1.01, r"a number in \(0, 1\]"),
+        ("min_p", -0.1, "a number from 0 to 1"),
+        ("min_p", 1.1, "a number from 0 to 1"),
+        ("min_p", float("nan"), "a number from 0 to 1"),
+        ("repetition_penalty", 0.0, "a number from 1e-05 to 2"),
+        ("repetition_penalty", 2.1, "a number from 1e-05 to 2"),
+        ("frequency_penalty", -2.1, "a number from -2 to 2"),
+        ("frequency_penalty", "1", "a number from -2 to 2"),
+        ("presence_penalty", 2.1, "a number from -2 to 2"),
+        ("presence_penalty", True, "a number from -2 to 2"),
+        ("logit_bias", {3: 100.1}, "a dict of token ids >= 0 and numbers from -100 to 100"),
+        ("logit_bias", {3: float("nan")}, "a dict of token ids"),
+        ("logit_bias", {3: float("-inf")}, "a dict of token ids"),
+        ("logit_bias", {-1: 1.0}, "a dict of token ids"),
+        ("logit_bias", {"3": 1.0}, "a dict of token ids"),
+        ("logit_bias", [3], "a dict of token ids"),
+        ("allowed_token_ids", [], "a list of token ids >= 0 that is not empty, or None"),
+        ("allowed_token_ids", [-1], "a list of token ids >= 0 that is not empty"),
+        ("allowed_token_ids", 3, "a list of token ids >= 0 that is not empty"),
+        ("n", 0, "an integer >= 1, got 0"),
+        ("n", None, "an integer >= 1, got None"),
+        ("n", True, "an integer >= 1, got True"),
+        ("min_tokens", -1, "an integer >= 0, got -1"),
+        ("min_tokens", 17, "at most max_tokens, 16, got 17"),
+        ("stop_token_sequences", [[]], "lists of token ids >= 0 that are not empty"),
+        ("stop_token_sequences", [3], "lists of token ids >= 0"),
+        ("stop_token_sequences", [[True]], "lists of token ids >= 0"),
+        ("logprobs", -1, "an integer >= 0 or None, got -1"),
+        ("logprobs", 1.0, "an integer >= 0 or None"),
+        ("logprob_token_ids", [-1], "a list of token ids >= 0"),
+        ("logprob_token_ids", None, "a list of token ids >= 0"),
+        ("prompt_logprobs", -1, "an integer >= 0 or None"),
         ("seed", 2**63, "a 64-bit integer"),
         ("seed", "7", "a 64-bit integer"),
         ("max_tokens", 0, "an integer >= 1"),
@@ -75,6 +107,50 @@ def test_top_k_minus_one_keeps_all():
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
 
 
+def test_params_of_other_containers_are_equal_and_kept():
+    """What the caller does to its own lists later changes nothing."""
+    own = {
+        "logit_bias": {3: 1.5},
+        "allowed_token_ids": [3, 4],
+        "stop_token_sequences": [[1, 2], [3]],
+        "logprob_token_ids": [5],
+    }
+    params = SamplingParams(**own)
+    same = SamplingParams(
+        logit_bias={3: 1.5},
+        allowed_token_ids=(3, 4),
+        stop_token_sequences=((1, 2), (3,)),
+        logprob_token_ids=(5,),
+    )
+    own["logit_bias"][4] = 2.0
+    own["allowed_token_ids"].append(5)
+    own["stop_token_sequences"][1].append(9)
+    assert params == same
+    assert hash(params) == hash(same)
+    assert dataclasses.replace(params, n=1) == params
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert params != dataclasses.replace(params, logit_bias={3: 1.0})
+
+
+def test_what_is_asked_for_is_told():
+    nothing = SamplingParams()
+    assert not nothing.penalizes
+    assert not nothing.wants_logprobs
+    assert nothing.masks(0) == ()
+    for name, value in (
+        ("repetition_penalty", 1.1),
+        ("frequency_penalty", -0.1),
+        ("presence_penalty", 0.1),
+    ):
+        assert SamplingParams(**{name: value}).penalizes
+    assert SamplingParams(logprobs=0).wants_logprobs
+    assert SamplingParams(logprob_token_ids=[1]).wants_logprobs
+    assert not SamplingParams(prompt_logprobs=3).wants_logprobs
+    masks = SamplingParams(allowed_token_ids=[1], bad_words_token_ids=[[1]], min_tokens=2)
+    assert masks.masks(1) == ("allowed_token_ids", "bad_words_token_ids", "min_tokens")
+    assert masks.masks(2) == ("allowed_token_ids", "bad_words_token_ids")
+
+
 def test_params_are_values():
     params = SamplingParams(temperature=0.5, stop_token_ids=[3, 4])
     assert params.stop_token_ids == (3, 4)
@@ -90,7 +166,9 @@ def test_params_are_values():
         (SamplingParams(), False),
         (SamplingParams(top_k=5), True),
         (SamplingParams(top_p=0.9), True),
+        (SamplingParams(min_p=0.1), True),
         (SamplingParams(top_p=0.9, temperature=0), False),
+        (SamplingParams(min_p=0.1, temperature=0), False),
     ],
 )
 def test_filters_only_where_a_draw_is_filtered(params, filters):

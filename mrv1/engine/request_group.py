@@ -1,0 +1,146 @@
+"""What a caller asked for at once, as the caller sees it: ``n`` requests of the engine."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from mrv1.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from mrv1.engine.request import Request
+from mrv1.engine.tokenizer import OutputText, Tokenizer
+from mrv1.runner.step import TokenLogprobs
+
+
+class RequestGroup:
+    """A request and its followers, with their texts and log-probabilities.
+
+    Args:
+        request: the first of the outputs.
+        tokenizer: of the checkpoint.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.requests = (request, *request.followers)
+        self._tokenizer = tokenizer
+        self._completions = [_Completion(member, tokenizer) for member in self.requests]
+        self._prompt: tuple[dict[int, Logprob] | None, ...] | None = None
+        """Log-probabilities of the prompt, once they are known."""
+
+    @property
+    def req_id(self) -> str:
+        """What the caller calls it."""
+        return self.requests[0].req_id
+
+    @property
+    def finished(self) -> bool:
+        """Whether every output has ended."""
+        return all(request.finished for request in self.requests)
+
+    def find_stop(self, request: Request) -> str | None:
+        """Return the stop string that the output of one of the requests holds since its last step.
+
+        None as well if the request has ended for another reason that the caller named, or failed.
+        """
+        return self._completions[request.child].find_stop()
+
+    def output(self) -> RequestOutput:
+        """Return what is known of all of them now."""
+        requests, first = self.requests, self.requests[0]
+        first_token_times = [
+            request.first_token_time
+            for request in requests
+            if request.first_token_time is not None
+        ]
+        all_failed = all(request.error is not None for request in requests)
+        finish_times = [request.finish_time or 0.0 for request in requests]
+        return RequestOutput(
+            request_id=self.req_id,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs(),
+            outputs=tuple(completion.output() for completion in self._completions),
+            finished=self.finished,
+            error=first.error if all_failed else None,
+            metrics=RequestMetrics(
+                arrival_time=first.arrival_time,
+                first_token_time=min(first_token_times, default=None),
+                finish_time=max(finish_times) if self.finished else None,
+                num_preemptions=sum(request.num_preemptions for request in requests),
+            ),
+        )
+
+    def _prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
+        first = self.requests[0]
+        is_known = first.params.prompt_logprobs is not None and not first.lacks_prompt_logprobs
+        if self._prompt is None and is_known:
+            parts = [_dicts(logprobs, self._tokenizer) for logprobs in first.prompt_logprobs]
+            self._prompt = (None, *chain.from_iterable(parts))
+        return self._prompt
+
+
+class _Completion:
+    """One of the outputs."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        params = request.params
+        self._request = request
+        self._tokenizer = tokenizer
+        self._text = OutputText(
+            tokenizer,
+            params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            stop_token_sequences=params.stop_token_sequences,
+        )
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._last: CompletionOutput | None = None
+        """Of a request that has ended."""
+
+    def find_stop(self) -> str | None:
+        request = self._request
+        if not request.params.stop or request.error is not None or request.stop_reason is not None:
+            return None
+        return self._text.find_stop(self._before_stop_token(), is_last=request.finished)
+
+    def output(self) -> CompletionOutput:
+        if self._last is not None:
+            return self._last
+        request = self._request
+        for logprobs in request.output_logprobs[len(self._logprobs) :]:
+            self._logprobs += _dicts(logprobs, self._tokenizer)
+        output = CompletionOutput(
+            index=request.child,
+            text=self._text.text(self._before_stop_token(), is_last=request.finished),
+            token_ids=tuple(request.output_token_ids),
+            logprobs=tuple(self._logprobs) if request.params.wants_logprobs else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+        )
+        if request.finished:
+            self._last = output
+        return output
+
+    def _before_stop_token(self) -> list[int]:
+        """Return the tokens that are text: a stop token or sequence at the end is not."""
+        request, token_ids = self._request, self._request.output_token_ids
+        reason = request.stop_reason
+        if request.finish_reason != "stop" or isinstance(reason, str):
+            return token_ids
+        if isinstance(reason, tuple):
+            included = request.params.include_stop_str_in_output
+            return token_ids if included else token_ids[: -len(reason)]
+        return token_ids[:-1]
+
+
+def _dicts(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> list[dict[int, Logprob]]:
+    return [
+        {
+            token: Logprob(logprob=logprob, rank=rank, decoded_token=tokenizer.decode_token(token))
+            for token, logprob, rank in zip(*position, strict=True)
+        }
+        for position in zip(
+            logprobs.token_ids.tolist(),
+            logprobs.logprobs.tolist(),
+            logprobs.ranks.tolist(),
+            strict=True,
+        )
+    ]

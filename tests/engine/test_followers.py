@@ -1,0 +1,131 @@
+"""Several outputs of one request: who computes the prompt, who waits, who fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrv1 import RequestError, StepError
+from mrv1.engine.request import Request
+from mrv1.engine.scheduler import Scheduler
+from tests.engine.scheduler_model import (
+    BLOCK_SIZE,
+    drain,
+    expected_output,
+    make_request,
+    make_runner,
+    make_scheduler,
+    output_of,
+    prompt_of,
+)
+
+NUM_OUTPUTS = 4
+
+
+def family_of(scheduler: Scheduler, num_prompt_tokens: int, **params: object) -> list[Request]:
+    """Add a request of several outputs; return all of them."""
+    params = {"n": NUM_OUTPUTS, "max_tokens": 6, "ignore_eos": True} | params
+    request = make_request("r", prompt_of(num_prompt_tokens), **params)
+    scheduler.add(request)
+    return [request, *request.followers]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("budget", [4, 32])
+def test_the_full_blocks_of_a_prompt_are_computed_once(depth, budget):
+    scheduler = make_scheduler(
+        enable_prefix_caching=True, max_steps_in_flight=depth, max_num_batched_tokens=budget
+    )
+    num_prompt_tokens = 5 * BLOCK_SIZE + 2
+    family = family_of(scheduler, num_prompt_tokens)
+    plans = drain(scheduler, make_runner(scheduler))
+    num_prefilled = num_prompt_tokens + (NUM_OUTPUTS - 1) * 2
+    num_decoded = NUM_OUTPUTS * (6 - 1)  # the last token is never computed
+    assert sum(plan.num_scheduled_tokens.sum() for plan in plans) == num_prefilled + num_decoded
+    outputs = [request.output_token_ids for request in family]
+    assert outputs == [expected_output(request)[0] for request in family]
+    assert len(set(map(tuple, outputs))) == NUM_OUTPUTS
+    assert [request.num_cached_tokens for request in family] == [0] + [5 * BLOCK_SIZE] * 3
+
+
+@pytest.mark.parametrize(
+    ("caching", "num_prompt_tokens"), [(False, 5 * BLOCK_SIZE), (True, BLOCK_SIZE)]
+)
+def test_nobody_waits_where_no_block_can_be_shared(caching, num_prompt_tokens):
+    scheduler = make_scheduler(enable_prefix_caching=caching, max_num_batched_tokens=100)
+    family_of(scheduler, num_prompt_tokens)
+    assert scheduler.schedule().req_ids == ("r", "r#1", "r#2", "r#3")
+
+
+def test_others_overtake_followers_that_wait_and_not_later():
+    scheduler = make_scheduler(enable_prefix_caching=True, max_num_seqs=9, max_steps_in_flight=1)
+    family_of(scheduler, 2 * BLOCK_SIZE)
+    for name in "ab":
+        scheduler.add(make_request(name, prompt_of(3), max_tokens=9, ignore_eos=True))
+    assert scheduler.num_waiting == 6
+    plan = scheduler.schedule()
+    assert plan.req_ids == ("r", "a", "b")
+    scheduler.add(make_request("c", prompt_of(3), max_tokens=9, ignore_eos=True))
+    assert scheduler.num_waiting == 4
+    scheduler.update(output_of(plan, (5,), (5,), (5,)))
+    assert scheduler.schedule().req_ids == ("r", "a", "b", "r#1", "r#2", "r#3", "c")
+
+
+def test_one_that_fails_leaves_the_others():
+    scheduler = make_scheduler(enable_prefix_caching=True, max_steps_in_flight=1)
+    family = family_of(scheduler, 2 * BLOCK_SIZE)
+    runner = make_runner(scheduler)
+    runner.execute(scheduler.schedule())
+    scheduler.update(runner.result())
+    runner.execute(scheduler.schedule())
+    scheduler.update(runner.result(fail_rows=frozenset([2])))
+    drain(scheduler, runner)
+    assert [r.finish_reason for r in family] == ["length", "length", "error", "length"]
+    assert isinstance(family[2].error, RequestError)
+    for request in (*family[:2], family[3]):
+        assert request.output_token_ids == expected_output(request)[0]
+
+
+@pytest.mark.parametrize("how", ["abort", "fail"])
+def test_followers_go_on_when_the_first_one_ends_before_its_first_token(how):
+    scheduler = make_scheduler(
+        enable_prefix_caching=True, max_num_batched_tokens=BLOCK_SIZE, max_steps_in_flight=1
+    )
+    family = family_of(scheduler, 3 * BLOCK_SIZE)
+    runner = make_runner(scheduler)
+    plan = scheduler.schedule()
+    if how == "abort":
+        runner.execute(plan)
+        scheduler.abort("r")
+        scheduler.update(runner.result())
+    else:
+        runner.execute(plan, fails=True)
+        failed = scheduler.fail_step(plan, StepError("boom", step_id=0))
+        assert failed == family[:1]
+    drain(scheduler, runner)
+    assert [r.finish_reason for r in family] == [how.replace("fail", "error"), *["length"] * 3]
+    assert [r.output_token_ids for r in family[1:]] == [expected_output(r)[0] for r in family[1:]]
+
+
+def test_a_follower_that_waits_for_the_prompt_can_be_aborted():
+    scheduler = make_scheduler(enable_prefix_caching=True)
+    family = family_of(scheduler, 2 * BLOCK_SIZE)
+    assert scheduler.abort("r#2") is family[2]
+    assert scheduler.abort("r#2") is None
+    drain(scheduler, make_runner(scheduler))
+    assert [r.finish_reason for r in family] == ["length", "length", "abort", "length"]
+    assert not scheduler.has_unfinished_requests
+
+
+def test_an_id_of_a_follower_that_is_in_use_is_refused_and_nothing_is_queued():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("r#2", (1,)))
+    with pytest.raises(RequestError, match="request_id: 'r#2' is in use"):
+        family_of(scheduler, 3)
+    assert [request.req_id for request in scheduler.unfinished] == ["r#2"]
+
+
+def test_the_plan_tells_the_child():
+    scheduler = make_scheduler()
+    family = family_of(scheduler, 3)
+    assert [request.child for request in scheduler.schedule().new] == [0, 1, 2, 3]
+    assert {request.seed for request in family} == {0}

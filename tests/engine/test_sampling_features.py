@@ -1,0 +1,324 @@
+"""What a request may ask of the sampler, end to end: transformers' model and rules in Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mrv1 import LLM, LogitsContext, SamplingParams
+from tests.models.families import tiny_checkpoint
+
+NUM_TOKENS = 20
+PROMPTS = ([5, 9, 23, 41, 77], [11] * 20, [7, 8, 9, 7, 8, 9, 7])
+VOCAB = 160
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token, and the logits it was drawn from: the model's, and those after the edits."""
+
+    token: int
+    raw: torch.Tensor
+    edited: torch.Tensor
+
+
+def next_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([list(ids)], device=model.device)).logits[0]
+
+
+def edited(
+    logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
+) -> torch.Tensor:
+    """Apply the documented rules in their order, token by token."""
+    logits = logits.clone()
+    if params.allowed_token_ids is not None:
+        for token in set(range(len(logits))) - set(params.allowed_token_ids):
+            logits[token] = -torch.inf
+    for *prefix, last in params.bad_words_token_ids:
+        if not prefix or list(output[-len(prefix) :]) == prefix:
+            logits[last] = -torch.inf
+    if len(output) < params.min_tokens:
+        for token in params.stop_token_ids:
+            logits[token] = -torch.inf
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    for token in {*prompt, *output}:
+        factor = params.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token, count in Counter(output).items():
+        logits[token] -= params.frequency_penalty * count
+        logits[token] -= params.presence_penalty
+    return logits
+
+
+def greedy(
+    model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams
+) -> Iterator[Drawn]:
+    output: list[int] = []
+    while len(output) < params.max_tokens and not (
+        len(output) > params.min_tokens and output[-1] in params.stop_token_ids
+    ):
+        raw = next_logits(model, [*prompt, *output])[-1]
+        logits = edited(raw, prompt, output, params)
+        output.append(int(logits.argmax()))
+        yield Drawn(output[-1], raw, logits)
+
+
+def asked(**options: object) -> SamplingParams:
+    options = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | options
+    return SamplingParams(**options)
+
+
+FEATURES = {
+    "repetition": {"repetition_penalty": 1.7},
+    "repeating": {"repetition_penalty": 0.6},
+    "frequency": {"frequency_penalty": 0.8},
+    "presence": {"presence_penalty": -1.1},
+    "penalties": {
+        "repetition_penalty": 1.3, "frequency_penalty": -0.4, "presence_penalty": 1.5
+    },
+    "bias": {"logit_bias": {3: 4.0, 17: -100.0, 80: 2.5, 81: 100.0, 82: 99.5}},
+    "allowed": {"allowed_token_ids": [2, 31, 32, 33, 64, 95, 96, 127, 159]},
+    "one": {"allowed_token_ids": [159]},
+    "everything": {
+        "allowed_token_ids": list(range(0, VOCAB, 3)), "bad_words_token_ids": [[3], [6, 9], [12]],
+        "logit_bias": {0: -1.0, 9: 1.0, 15: 2.0}, "repetition_penalty": 1.2,
+        "frequency_penalty": 0.2, "presence_penalty": 0.1, "min_tokens": 7,
+        "stop_token_ids": [15, 18],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_tokens_are_those_of_the_rules(checkpoint, model, feature):
+    """With requests beside it that ask for nothing or for all, in few slots and in many."""
+    params = [asked(**FEATURES[feature]), asked(), asked(**FEATURES["everything"])]
+    expected = [
+        [drawn.token for drawn in greedy(model, prompt, own)]
+        for prompt, own in zip(PROMPTS, params, strict=True)
+    ]
+    free = [drawn.token for drawn in greedy(model, PROMPTS[0], asked())]
+    assert expected[0] != free
+    for max_num_seqs, overlap in ((1, True), (2, False), (8, True)):
+        with LLM(
+            str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=9,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate([list(prompt) for prompt in PROMPTS], params)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+def test_penalties_survive_preemption_and_prefix_hits(checkpoint, model):
+    """A pool too small for all: requests are computed again, their tokens counted again."""
+    params = asked(repetition_penalty=1.4, frequency_penalty=0.5, max_tokens=40)
+    prompts = [[*range(1, 33), first] for first in (40, 41, 42, 43)]
+    expected = [[drawn.token for drawn in greedy(model, prompt, params)] for prompt in prompts]
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=13, max_num_seqs=4
+    ) as llm:
+        first = llm.generate(prompts[:1], params)  # now its blocks are in the cache
+        outputs = llm.generate(prompts, params)
+        metrics = llm.metrics()
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert first[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    assert metrics["num_preemptions"] > 0
+    assert metrics["prefix_hit_tokens"] > 0
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 9])
+def test_nothing_stops_before_min_tokens(checkpoint, model, min_tokens):
+    free = [drawn.token for drawn in greedy(model, PROMPTS[0], asked())]
+    stop = free[1]
+    params = asked(stop_token_ids=[stop], min_tokens=min_tokens)
+    expected = [drawn.token for drawn in greedy(model, PROMPTS[0], params)]
+    assert min_tokens > 1 or expected[-1] == stop
+    with LLM(str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32) as llm:
+        (output,) = llm.generate([list(PROMPTS[0])], params)
+    assert list(output.outputs[0].token_ids) == expected
+
+
+@lru_cache
+def _sequences(free: tuple[int, ...]) -> dict[str, list[list[int]]]:
+    return {
+        "two": [list(free[4:6])],
+        "token": [[VOCAB - 1, VOCAB - 1], [free[7]]],
+        "eight": [list(free[2:10])],
+    }
+
+
+@pytest.mark.parametrize("name", ["two", "token", "eight"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_sequence_ends_the_output(checkpoint, model, name, overlap):
+    free = [drawn.token for drawn in greedy(model, PROMPTS[0], asked())]
+    sequences = _sequences(tuple(free))[name]
+    end = min(
+        end
+        for sequence in sequences
+        for end in range(len(sequence), len(free) + 1)
+        if free[end - len(sequence) : end] == sequence
+    )
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap
+    ) as llm:
+        prompts = [list(PROMPTS[0]), [*PROMPTS[0], *sequences[-1]]]  # a prompt never counts
+        params = [asked(stop_token_sequences=sequences), asked(stop_token_sequences=sequences)]
+        first, second = llm.generate(prompts, params)
+    assert list(first.outputs[0].token_ids) == free[:end]
+    assert first.outputs[0].finish_reason == "stop"
+    assert len(second.outputs[0].token_ids) > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_logprobs_are_those_of_a_softmax(checkpoint, model, mode, overlap):
+    features = FEATURES["everything"] | {"logit_bias": {9: 1.0}, "allowed_token_ids": None}
+    params = [
+        asked(logprobs=4, logprob_token_ids=[1, 99], **features),
+        asked(),
+        asked(logprobs=0),
+    ]
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, logprobs_mode=mode,
+        max_num_batched_tokens=9, overlap=overlap,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate([list(prompt) for prompt in PROMPTS], params)
+    assert outputs[1].outputs[0].logprobs is None
+    for index in (0, 2):
+        output = outputs[index].outputs[0]
+        drawn = [*greedy(model, PROMPTS[index], params[index])]
+        assert list(output.token_ids) == [each.token for each in drawn]
+        assert len(output.logprobs) == len(drawn)
+        for found, each in zip(output.logprobs, drawn, strict=True):
+            logits = each.raw if mode == "raw_logprobs" else each.edited
+            expected = logits.log_softmax(0)
+            top = expected.argsort(descending=True, stable=True)[: params[index].logprobs]
+            ids = {each.token, *top.tolist(), *params[index].logprob_token_ids}
+            assert set(found) == ids
+            for token in ids:
+                assert found[token].logprob == pytest.approx(float(expected[token]), abs=1e-5)
+                assert found[token].rank == 1 + int((logits > logits[token]).sum())
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_prompt_logprobs_are_those_of_a_softmax(checkpoint, model, chunk):
+    """In chunks, beside others, and where the prefix is cached."""
+    prompt = [*range(3, 40)]
+    params = asked(prompt_logprobs=2, max_tokens=3)
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32,
+        max_num_batched_tokens=chunk,
+    ) as llm:  # fmt: skip
+        llm.generate([prompt], asked(max_tokens=1))  # now it is in the cache
+        found, other = llm.generate([prompt, list(PROMPTS[0])], [params, asked()])
+    assert other.prompt_logprobs is None
+    assert len(found.prompt_logprobs) == len(prompt)
+    assert found.prompt_logprobs[0] is None
+    expected = next_logits(model, prompt).log_softmax(-1)
+    for position in range(1, len(prompt)):
+        row, own = expected[position - 1], found.prompt_logprobs[position]
+        ids = {prompt[position], *row.argsort(descending=True, stable=True)[:2].tolist()}
+        assert set(own) == ids
+        for token in ids:
+            assert own[token].logprob == pytest.approx(float(row[token]), abs=1e-5)
+            assert own[token].rank == 1 + int((row > row[token]).sum())
+
+
+def test_samples_of_one_request_differ_and_repeat(checkpoint):
+    params = asked(temperature=1.0, seed=5, n=3)
+    with LLM(str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=64) as llm:
+        (three,) = llm.generate([list(PROMPTS[0])], params)
+        (one,) = llm.generate([list(PROMPTS[0])], asked(temperature=1.0, seed=5))
+        beside, _ = llm.generate([list(PROMPTS[0]), list(PROMPTS[1])], [params, asked()])
+    tokens = [tuple(output.token_ids) for output in three.outputs]
+    assert [output.index for output in three.outputs] == [0, 1, 2]
+    assert len(set(tokens)) == 3
+    assert tokens[0] == tuple(one.outputs[0].token_ids)
+    assert tokens == [tuple(output.token_ids) for output in beside.outputs]
+
+
+def test_a_row_without_any_token_fails_alone_and_says_why(checkpoint):
+    params = [
+        asked(allowed_token_ids=[3, 4], bad_words_token_ids=[[3], [4]]),
+        asked(),
+    ]
+    with LLM(str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32) as llm:
+        failed, fine = llm.generate([list(PROMPTS[0]), list(PROMPTS[1])], params)
+    assert "allowed_token_ids" in str(failed.error)
+    assert "bad_words" in str(failed.error)
+    assert failed.outputs[0].finish_reason == "error"
+    assert len(fine.outputs[0].token_ids) == NUM_TOKENS
+
+
+def test_a_slot_taken_again_knows_nothing_of_before(checkpoint, model):
+    """One slot: requests that ask for everything, then for nothing, and so on."""
+    everything = asked(**FEATURES["everything"], logprobs=2)
+    params = [everything, asked(), everything, asked(repetition_penalty=1.7), asked()]
+    prompts = [list(PROMPTS[index % 3]) for index in range(len(params))]
+    expected = [
+        [drawn.token for drawn in greedy(model, prompt, own)]
+        for prompt, own in zip(prompts, params, strict=True)
+    ]
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, max_num_seqs=1
+    ) as llm:
+        outputs = llm.generate(prompts, params)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+class OnlyBehind:
+    """A processor: the token of rows whose request has a top_k of 77 is the one before, plus 1."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, bool] = {}
+        self.prompts: list[list[int]] = []
+
+    def add_request(self, slot: int, params: SamplingParams, token_ids) -> None:
+        self.slots[slot] = params.top_k == 77
+        self.prompts.append(token_ids.tolist())
+
+    def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
+        history = context.history
+        for row, slot in enumerate(context.idx_mapping.tolist()):
+            if slot >= 0 and self.slots[slot]:
+                before = history.token_ids[slot, history.num_tokens[slot] - 1]
+                logits[row] = -torch.inf
+                logits[row, (before + 1) % logits.shape[1]] = 0
+        return logits
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_custom_processor_changes_its_rows_and_no_others(checkpoint, model, overlap):
+    processor = OnlyBehind()
+    params = [asked(), asked(top_k=77), asked(repetition_penalty=1.3)]
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap,
+        max_num_seqs=2, max_num_batched_tokens=9, logits_processors=[processor],
+    ) as llm:  # fmt: skip
+        outputs = llm.generate([list(prompt) for prompt in PROMPTS], params)
+    assert processor.prompts == [list(prompt) for prompt in PROMPTS]
+    for index in (0, 2):
+        drawn = [drawn.token for drawn in greedy(model, PROMPTS[index], params[index])]
+        assert list(outputs[index].outputs[0].token_ids) == drawn
+    first = PROMPTS[1][-1]
+    expected = [(first + 1 + step) % VOCAB for step in range(NUM_TOKENS)]
+    assert list(outputs[1].outputs[0].token_ids) == expected
