@@ -57,6 +57,21 @@ def flashinfer(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
     return lambda: draw(sampling.softmax(logits, temperature=of_row["temperature"]))
 
 
+def vllm_mask(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
+    """Run vLLM's Triton mask of top-k and top-p on scaled logits, as its sampler does: no draw."""
+    from vllm.v1.sample.ops.topk_topp_triton import (  # type: ignore[import-not-found]
+        apply_top_k_top_p_triton,
+    )
+
+    _, has_top_k, has_top_p, has_min_p = _asks(of_row)
+    if has_min_p or not (has_top_k or has_top_p):
+        return None
+    temperature = of_row["temperature"][:, None]
+    top_k = of_row["top_k"] if has_top_k else None
+    top_p = of_row["top_p"] if has_top_p else None
+    return lambda: apply_top_k_top_p_triton(logits / temperature, top_k, top_p)
+
+
 def torch_sort(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
     """Filter by a sort, as a plain torch sampler does, then softmax and an exponential race."""
     greedy, has_top_k, has_top_p, has_min_p = _asks(of_row)
@@ -84,6 +99,7 @@ def torch_sort(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
 
 SAMPLER_PEERS: Mapping[str, SamplerPeer] = {
     "flashinfer": SamplerPeer(module="flashinfer", launch=flashinfer),
+    "vllm-mask": SamplerPeer(module="vllm", launch=vllm_mask),
     "torch-sort": SamplerPeer(module="torch", launch=torch_sort),
 }
 """By name."""

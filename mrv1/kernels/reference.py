@@ -685,7 +685,8 @@ def _draw(
     members = groups[torch.arange(num_rows, device=logits.device), group]
     token = group[:, None] * size + torch.arange(size, device=logits.device)
     noise = gumbel_noise(philox_words(seeds, positions, token, 0, child))
-    return group * size + (members + noise).argmax(1)
+    drawn: torch.Tensor = group * size + (members + noise).argmax(1)
+    return drawn
 
 
 @_counted
