@@ -31,7 +31,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from mrv1.device import has_dependent_launch
+from mrv1.device import device_info
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._triton import INTERPRET, tl, triton
@@ -50,7 +50,9 @@ MAX_PARTS = 64
 PROGRAMS = 1024
 """Most programs of a launch of fewer requests: an H200 has room for 1056 of 64 registers."""
 MAX_REGISTERS = 64
-"""Of a thread; with drafts they do not do."""
+"""Of a thread on an H200; with drafts they do not do, and on other GPUs something would spill."""
+LIMITED = ((9, 0),)
+"""Compute capabilities with that limit."""
 
 _ALLOWED = tl.constexpr(ALLOWED)
 _MIN_TOKENS = tl.constexpr(MIN_TOKENS)
@@ -66,15 +68,12 @@ def _mask_part(
 ):
     """Set the tokens of a part whose bit is 0 to -inf; ``first_token`` is a multiple of 32."""
     for tile in range(part_tiles):
-        word = (first_token + tile * TILE_VOCAB) // 32 + tl.arange(0, TILE_VOCAB // 32)
-        bits = tl.load(mask_row_ptr + word, mask=word * 32 < end_token, other=-1)
-        bit = tl.arange(0, 32)[None, :]
-        token = word[:, None] * 32 + bit
-        is_banned = ((bits[:, None] >> bit) & 1) == 0
-        # A word a warp: where few of a thread's neighbours are stored, 16 bytes a thread would
-        # be four stores of a quarter of each sector.
-        logit_ptr = tl.max_contiguous(logits_row_ptr + token, [1, 1])
-        tl.store(logit_ptr, float("-inf"), mask=is_banned & (token < end_token))
+        token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        bits = tl.load(mask_row_ptr + token // 32, mask=token < end_token, other=-1)
+        is_banned = ((bits >> (token % 32)) & 1) == 0
+        # A token a thread, hence a word a warp: 16 bytes a thread would be four stores, each of a
+        # quarter of every sector.
+        tl.store(tl.max_contiguous(logits_row_ptr + token, 1), float("-inf"), mask=is_banned)
 
 
 @triton.jit
@@ -122,9 +121,13 @@ def _penalize_part(
     TILE_VOCAB: tl.constexpr,
 ):
     """Penalize a part's tokens that have been seen; no other logit is read or written."""
+    token = first_token + tl.arange(0, TILE_VOCAB)
+    following = tl.load(counts_row_ptr + token, mask=token < end_token, other=0)
     for tile in range(part_tiles):
         token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
-        count = tl.load(counts_row_ptr + token, mask=token < end_token, other=0)
+        count = following  # the next are on their way while these are looked at
+        next_token = token + TILE_VOCAB
+        following = tl.load(counts_row_ptr + next_token, mask=next_token < end_token, other=0)
         if drafts_ptr is not None:
             for i in range(ahead):
                 is_draft = (token == tl.load(drafts_ptr + i)) & (token < end_token)
@@ -449,7 +452,8 @@ def edit_logits(
         return
     num_reqs = num_rows if draft_token_ids is None else draft_token_ids.shape[0]
     config = _config(vocab_size, num_reqs)
-    limited = draft_token_ids is None and has_dependent_launch(logits.device)
+    capability = None if INTERPRET else device_info(logits.device).capability
+    limited = draft_token_ids is None and capability in LIMITED
     _edit_logits_kernel[(num_reqs, config.num_parts(vocab_size))](
         logits,
         logits.stride(0),

@@ -6,6 +6,7 @@ import torch
 
 from mrv1.kernels._triton import triton
 from mrv1.kernels.edit_logits import (
+    LIMITED,
     MAX_REGISTERS,
     EditLogitsConfig,
     _apply_token_bitmask_kernel,
@@ -50,10 +51,11 @@ def _edit_logits(
             "TILE_BIAS": triton.next_power_of_2(max_bias),
             "TILE_VOCAB": config.tile_vocab,
             "enable_fp_fusion": False,
-            **({} if drafts or not target.has_dependent_launch else {"maxnreg": MAX_REGISTERS}),
+            **({"maxnreg": MAX_REGISTERS} if target.capability in LIMITED and not drafts else {}),
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,
+        parked_bytes=16,  # over the loops, on sm_89 (drafts) and sm_120
     )
 
 

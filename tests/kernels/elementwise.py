@@ -82,3 +82,10 @@ def assert_in_budget(
         f"error {error[worst]:.3e} where torch's largest is {torch_error.max():.3e} "
         f"and the floor is {floor[worst]:.3e}"
     )
+
+
+def with_strides(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy with the same strides: ``Tensor.to`` closes gaps between rows."""
+    num_elements = value.untyped_storage().nbytes() // value.itemsize
+    storage = value.as_strided((num_elements,), (1,), 0).to(device)
+    return storage.as_strided(value.shape, value.stride(), value.storage_offset())

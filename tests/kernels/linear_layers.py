@@ -96,12 +96,14 @@ def assert_linear_in_budget(
     Of each product the sum in float32 errs by a unit in the last place a step of 16 inputs, and
     what is rounded to the dtype by the way (a normed x that came out on the other side of a
     rounding; by the library, a gate and an up) like independent errors of the terms. Then the
-    activation, and one rounding of the result. The library may round a product before it adds.
+    activation, and one rounding of the result. The library may round a product before it adds, and
+    the parts that it cuts a sum into (torch's allow_*_reduced_precision_reduction).
     """
     small, tiny = torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps
     spread = torch.zeros((), dtype=torch.float64, device=x.device)
     if norm_weight is not None:
         x = reference.rms_norm(x, norm_weight, eps)
+    if norm_weight is not None or by_library:
         spread = 4 * small * (x.double().square() @ weight.double().square().T).sqrt()
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     magnitude = x.double().abs() @ weight.double().abs().T + exact.abs()

@@ -13,7 +13,7 @@ from mrv1 import kernels
 from mrv1.errors import UnsupportedDeviceError
 from mrv1.kernels import reference
 from mrv1.kernels.bad_words import BadWordsConfig
-from tests.kernels.elementwise import DTYPES, in_a_wider_row, normal, tiles
+from tests.kernels.elementwise import DTYPES, in_a_wider_row, normal, tiles, with_strides
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -464,12 +464,6 @@ def test_configurations():
 # --- errors ------------------------------------------------------------------------------------
 
 
-def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same strides: ``Tensor.to`` closes gaps between rows."""
-    storage = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return storage.copy_(value)
-
-
 INT32 = torch.zeros(9, dtype=torch.int32)
 WORDS = torch.zeros(2, 4, 4, dtype=torch.int32)
 
@@ -539,7 +533,7 @@ def test_wrong_arguments_are_named(device, change, error, message):
     slots = (Slot(words=((1,),)), Slot(words=((2,),)))
     arguments = _arguments(Case(slots, (Row(0), Row(1), Row(-1))), device)
     for name, value in change.items():
-        arguments[name] = _on(device, value) if isinstance(value, torch.Tensor) else value
+        arguments[name] = with_strides(value, device) if isinstance(value, torch.Tensor) else value
     before = arguments["logits"].clone()
     for ops in (reference, kernels):
         with pytest.raises(error, match=message):

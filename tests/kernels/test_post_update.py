@@ -19,7 +19,7 @@ from mrv1.kernels.post_update import (
     STOP_TOKEN,
     PostUpdateConfig,
 )
-from tests.kernels.elementwise import tiles
+from tests.kernels.elementwise import tiles, with_strides
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -508,7 +508,7 @@ INT32 = torch.zeros(3, dtype=torch.int32)
 def test_wrong_arguments_are_named(device, change, error, message):
     case = Case(rows=(Row(0), Row(1)), num_columns=4)
     change = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        name: with_strides(value, device) if isinstance(value, torch.Tensor) else value
         for name, value in change.items()
     }
     with pytest.raises(error, match=message):
