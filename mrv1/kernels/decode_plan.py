@@ -147,14 +147,13 @@ class DecodeAttentionConfig:
                 min_tiles=2 if many else 1,
                 max_registers=share,
             )
-        num_warps = 4 if many or has_window else 2
         return cls(
             tile_tokens=64,
-            num_warps=num_warps,
+            num_warps=4 if many or has_window else 2,
             num_stages=2,
             programs_per_sm=4,
             min_tiles=4 if many else 1,
-            max_registers=share if num_warps == 4 else None,
+            max_registers=share if has_window else None,
         )
 
 
