@@ -59,17 +59,14 @@ def flashinfer(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
 
 def vllm_mask(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
     """Run vLLM's Triton mask of top-k and top-p on scaled logits, as its sampler does: no draw."""
-    from vllm.v1.sample.ops.topk_topp_triton import (  # type: ignore[import-not-found]
-        apply_top_k_top_p_triton,
-    )
+    from mrv1.integrations.vllm_sampler import masked
 
     _, has_top_k, has_top_p, has_min_p = _asks(of_row)
     if has_min_p or not (has_top_k or has_top_p):
         return None
-    temperature = of_row["temperature"][:, None]
     top_k = of_row["top_k"] if has_top_k else None
     top_p = of_row["top_p"] if has_top_p else None
-    return lambda: apply_top_k_top_p_triton(logits / temperature, top_k, top_p)
+    return partial(masked, logits, of_row["temperature"], top_k, top_p)
 
 
 def torch_sort(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
