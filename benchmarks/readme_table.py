@@ -17,6 +17,7 @@ KERNELS_README = REPO / "benchmarks" / "README.md"
 RESULTS = REPO / "benchmarks" / "results"
 BEGIN, END = "<!-- results:generate -->", "<!-- /results:generate -->"
 KERNELS_BEGIN, KERNELS_END = "<!-- results:kernels -->", "<!-- /results:kernels -->"
+SAMPLER_BEGIN, SAMPLER_END = "<!-- results:sampler -->", "<!-- /results:sampler -->"
 RUNNER_BEGIN, RUNNER_END = "<!-- results:runner -->", "<!-- /results:runner -->"
 OURS = "mrv1"
 ENGINE_DEFAULTS = {"deterministic": False, "overlap": True, "cuda_graphs": True}
@@ -196,6 +197,42 @@ def _kernel_table(name: str, result: dict[str, Any]) -> str:
     return "\n".join([*_markdown([*head, *others], body), "", "; ".join(conditions) + "."])
 
 
+def sampler_tables(folder: Path = RESULTS) -> str:
+    """Return the Markdown for the results of ``mrv1 bench sampler``, by file name."""
+    paths = sorted(folder.glob("sampler*.json"))
+    return "\n\n".join(_sampler_table(json.loads(p.read_text("utf-8"))) for p in paths) or NONE_YET
+
+
+def _sampler_table(result: dict[str, Any]) -> str:
+    """Ours in microseconds and reads of the logits, and how many times that others take."""
+    rows = result["results"]
+    others = list(dict.fromkeys(n for row in rows for n in row["variants"] if n != OURS))
+    body = []
+    for row in rows:
+        ours = row["variants"][OURS]
+        share = ours["share_of_copy_bandwidth"]
+        body.append(
+            [
+                f"{row['rows']}",
+                f"{row['std']}",
+                row["params"],
+                f"{ours['median_us']:,.1f}",
+                _optional(share and 1 / share, "{:.1f}"),
+                *(_optional(row["peer_time_over_ours"].get(o), "{:.2f}x") for o in others),
+            ]
+        )
+    conditions, versions = result["conditions"], result["versions"] | result["peers"]
+    parts = [
+        f"{conditions['vocab_size']:,} ids, {result['dtype']} logits, temperature "
+        f"{conditions['temperature']}, {result['path']} path on one {result['device']['name']}",
+        f"copy bandwidth {_optional(result['copy_bandwidth_bytes_per_s'], '{:.3g}')} bytes/s",
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+        f"commit {result['commit'][:12]}, {result['date']}",
+    ]
+    head = ["rows", "std of logits", "parameters", "us", "reads", *others]
+    return "\n".join([*_markdown(head, body), "", "; ".join(parts) + "."])
+
+
 def with_table(readme: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """Return a README's text with what stands between the markers replaced.
 
@@ -221,6 +258,7 @@ def main(arguments: list[str]) -> int:
             KERNELS_README,
             (runner_tables(), RUNNER_BEGIN, RUNNER_END),
             (kernel_tables(), KERNELS_BEGIN, KERNELS_END),
+            (sampler_tables(), SAMPLER_BEGIN, SAMPLER_END),
         ),
     ):
         current = wanted = path.read_text("utf-8")

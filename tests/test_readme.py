@@ -191,6 +191,26 @@ def test_table_shows_what_is_new_and_what_is_not_the_default():
     assert "overlap" not in table
 
 
+def test_sampler_tables_show_reads_and_peers(tmp_path: Path):
+    variants = {"mrv1": {"median_us": 1234.56, "share_of_copy_bandwidth": 0.4}}
+    variants |= {name: {"median_us": 1.0} for name in ("flashinfer", "vllm-mask")}
+    entry = {
+        "rows": 256, "std": 2.5, "params": "top-k 50", "variants": variants,
+        "peer_time_over_ours": {"flashinfer": 8.444},
+    }  # fmt: skip
+    result = _result() | {"results": [entry], "peers": {"flashinfer": "0.6"}}
+    result["conditions"] |= {"vocab_size": 151_936, "temperature": 0.8}
+    (tmp_path / "sampler-x.json").write_text(json.dumps(result))
+    table = readme_table.sampler_tables(tmp_path)
+    for said in (
+        "| rows | std of logits | parameters | us | reads | flashinfer | vllm-mask |",
+        "| 256 | 2.5 | top-k 50 | 1,234.6 | 2.5 | 8.44x | - |",
+        "151,936 ids, ",
+        "flashinfer 0.6",
+    ):
+        assert said in table
+
+
 def test_runner_tables_show_steps_and_hosts(tmp_path: Path):
     names = ("schedule", "execute", "read", "update")
     host = {f"{name}_us": 10.4 * 10**i for i, name in enumerate(names)} | {"total_us": 12_345.6}
@@ -243,6 +263,7 @@ def test_check_says_whether_the_readme_would_change(tmp_path: Path, monkeypatch,
     kernels.write_text(
         f"{readme_table.RUNNER_BEGIN}\n{readme_table.RUNNER_END}\n"
         f"{readme_table.KERNELS_BEGIN}\n{readme_table.KERNELS_END}\n"
+        f"{readme_table.SAMPLER_BEGIN}\n{readme_table.SAMPLER_END}\n"
     )
     monkeypatch.setattr(readme_table, "KERNELS_README", kernels)
     assert readme_table.main(["--check"]) == 1
