@@ -135,7 +135,8 @@ def _penalize_part(
         is_seen = count != 0
         num_output = count & (_IN_PROMPT - 1)
         logit_ptr = tl.max_contiguous(logits_row_ptr + token, 4)  # as the counts are loaded
-        x = tl.load(logit_ptr, mask=is_seen, other=0.0).to(tl.float32)
+        # Not 0 where nothing is loaded: a GPU divides that the long way, and all others with it.
+        x = tl.load(logit_ptr, mask=is_seen, other=1.0).to(tl.float32)
         if repetition != 1.0:
             divisor = tl.full([TILE_VOCAB], 1.0, tl.float32) * repetition
             x = tl.where(x > 0, tl.div_rn(x, divisor), x * repetition)

@@ -246,8 +246,8 @@ class KVReport(TypedDict):
 class ModelRunner:
     """Executes the steps a scheduler plans; makes no scheduling decisions itself.
 
-    One host thread calls it. On a GPU all work goes to the current stream, outputs leave on a
-    stream of their own, and ``execute`` returns before the GPU is done.
+    One host thread calls it. On a GPU all work goes to the current stream, and ``execute`` returns
+    before the GPU is done.
     """
 
     def __init__(
