@@ -129,6 +129,10 @@ class RequestState:
         self._check_rows(plan)
         return False
 
+    def are_known_ones(self, counts: Int32Array) -> bool:
+        """Whether these are the last plan's counts, of a token in each row."""
+        return self._last is not None and counts is self._last.ones
+
     def _goes_on(self, plan: StepPlan) -> bool:
         """Whether the plan gives the last one's rows a token each: then it has been checked."""
         last, counts = self._last, plan.num_scheduled_tokens

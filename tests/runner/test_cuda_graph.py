@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mrv1 import SamplingParams
 from mrv1.engine.core import EngineCore
 from mrv1.runner import cuda_graph
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs, decode_sizes, prompt_sizes
@@ -132,4 +133,33 @@ def test_padding_changes_no_token(checkpoint, overlap, monkeypatch):
             assert {shape.num_decodes for shape in with_prompts} == {0, 4, 40}
             assert len(with_prompts) < len(whole)
         core.runner.close()
+    assert outputs[0] == outputs[1]
+
+
+def test_a_step_that_goes_on_writes_nothing_for_the_device(checkpoint, monkeypatch):
+    """Once each slot of the ring holds the rows, an upload is due with new blocks only."""
+    outputs = []
+    for goes_on in (True, False):
+        core = make_core(checkpoint, device="cpu", dtype="float64", max_num_seqs=4)
+        runner = core.runner
+        runner._graphs = LaunchedGraphs(core)
+        sent = []
+        send = runner._staging.send
+        monkeypatch.setattr(
+            runner._staging,
+            "send",
+            lambda *a, send=send, sent=sent, **k: sent.append(a) or send(*a, **k),
+        )
+        if not goes_on:
+            monkeypatch.setattr(runner.state, "_goes_on", lambda _: False)
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        requests = [core.add_request(str(i), [5, 6, 7 + i], params) for i in range(3)]
+        steps = run(core)
+        outputs.append(tokens(requests))
+        num_growing = -(-103 // core.config.block_size)
+        if goes_on:
+            assert len(sent) <= 2 * runner._outputs.num_slots * num_growing < steps
+        else:
+            assert len(sent) >= 100
+        runner.close()
     assert outputs[0] == outputs[1]
