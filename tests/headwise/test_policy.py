@@ -1,0 +1,204 @@
+"""Head policies: every source against its rule in Python, what they say of blocks by walking."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import ConfigError
+from mrv1.headwise import FULL, HeadPolicy, Visible
+
+visibles = st.one_of(
+    st.just(FULL), st.builds(Visible, window=st.integers(1, 200), sink=st.integers(0, 70))
+)
+policies = st.tuples(st.integers(1, 5), st.integers(1, 8)).flatmap(
+    lambda shape: st.lists(
+        st.tuples(*[visibles] * shape[1]), min_size=shape[0], max_size=shape[0]
+    ).map(lambda heads: HeadPolicy(tuple(heads)))
+)
+
+
+# --- sources ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [(0, 0), (0.01, 1), (0.125, 1), (0.1875, 2), (0.3125, 2), (0.5, 4), (0.99, 8), (1, 8)],
+)
+def test_a_ratio_streams_leading_heads(ratio, expected):
+    policy = HeadPolicy.of_ratio(3, 8, ratio, window=64, sink=4)
+    for layer in policy.heads:
+        assert layer == (Visible(64, 4),) * expected + (FULL,) * (8 - expected)
+
+
+@given(
+    num_layers=st.integers(1, 12),
+    every=st.one_of(st.none(), st.integers(2, 14)),
+    ratio=st.floats(0, 1),
+)
+def test_every_nth_layer_is_full(num_layers, every, ratio):
+    policy = HeadPolicy.of_ratio(num_layers, 4, ratio, window=9, full_layers_every=every)
+    mixed = HeadPolicy.of_ratio(1, 4, ratio, window=9).heads[0]
+    for layer, heads in enumerate(policy.heads):
+        is_full = every is not None and (layer + 1) % every == 0
+        assert heads == ((FULL,) * 4 if is_full else mixed)
+
+
+def test_a_checkpoint_may_ask_for_a_policy():
+    assert HeadPolicy.of_config({"window_size": 4096}, 2, 4) is None
+    fields = {
+        "head_wise_swa_ratio": 0.25, "window_size": 32, "sink_size": 4, "window_attn_skip_freq": 2
+    }  # fmt: skip
+    expected = HeadPolicy.of_ratio(4, 4, 0.25, window=32, sink=4, full_layers_every=2)
+    assert HeadPolicy.of_config(fields, 4, 4) == expected
+    listed = HeadPolicy.of_config(fields | {"window_attn_skip_freq": [1, 0, 1, 0]}, 4, 4)
+    assert listed == expected
+    without = HeadPolicy.of_config(fields | {"window_attn_skip_freq": None}, 4, 4)
+    assert without == HeadPolicy.of_ratio(4, 4, 0.25, window=32, sink=4)
+
+
+def test_a_models_own_windows_are_a_policy():
+    policy = HeadPolicy.of_layer_windows([-1, 512, -1], 2)
+    assert policy.heads == ((FULL,) * 2, (Visible(512),) * 2, (FULL,) * 2)
+    assert policy.groups == (FULL, Visible(512))
+    assert HeadPolicy.full(3, 2) == HeadPolicy.of_layer_windows([-1] * 3, 2)
+
+
+@given(
+    weights=st.lists(
+        st.lists(st.integers(-2, 12).map(lambda n: n / 10), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    sparsity=st.floats(0, 1),
+)
+def test_duo_attention_streams_its_least_weights(tmp_path_factory, weights, sparsity):
+    folder = tmp_path_factory.mktemp("pattern")
+    np.savetxt(folder / "full_attention_heads.tsv", np.array(weights), delimiter="\t")
+    (folder / "config.json").write_text(json.dumps({"sink_size": 16, "recent_size": 64}))
+    policy = HeadPolicy.of_duo_attention(folder, sparsity=sparsity)
+    flat = [seen for layer in policy.heads for seen in layer]
+    clipped = [min(max(weight, 0), 1) for row in weights for weight in row]
+    assert set(flat) <= {FULL, Visible(64, 16)}
+    assert sum(not seen.is_full for seen in flat) == round(sparsity * len(flat))
+    for seen, weight in zip(flat, clipped, strict=True):
+        for other, other_weight in zip(flat, clipped, strict=True):
+            assert not (weight < other_weight and seen.is_full and not other.is_full)
+
+
+@given(policy=policies)
+def test_what_is_saved_is_loaded(tmp_path_factory, policy):
+    path = tmp_path_factory.mktemp("policy") / "policy.json"
+    policy.save(path)
+    assert HeadPolicy.load(path) == policy
+
+
+def test_what_cannot_be_is_named(tmp_path):
+    path = tmp_path / "policy.json"
+    for make, message in (
+        (lambda: HeadPolicy(()), "layers of one number"),
+        (lambda: HeadPolicy(((FULL,), (FULL, FULL))), r"got \[1, 2\]"),
+        (lambda: HeadPolicy(((FULL, Visible(0)),)), "layer 0, head 1: expected window >= 1"),
+        (lambda: HeadPolicy(((Visible(-2),),)), "got -2 and 0"),
+        (lambda: HeadPolicy(((Visible(-1, 4),),)), "got -1 and 4"),
+        (lambda: HeadPolicy.of_ratio(1, 4, 1.5, window=4), "streaming_ratio: expected 0 to 1"),
+        (lambda: HeadPolicy.of_ratio(1, 4, float("nan"), window=4), "got nan"),
+        (
+            lambda: HeadPolicy.of_ratio(1, 4, 0.5, window=4, full_layers_every=1),
+            "full_layers_every: expected at least 2",
+        ),
+        (
+            lambda: HeadPolicy.of_config({"head_wise_swa_ratio": 0.5}, 1, 4),
+            "window_size: expected",
+        ),
+        (
+            lambda: HeadPolicy.of_config(
+                {"head_wise_swa_ratio": 0.5, "window_size": 4, "window_attn_skip_freq": [1]}, 2, 4
+            ),
+            "a 0 or 1 for each of 2 layers",
+        ),
+        (lambda: HeadPolicy.of_duo_attention(tmp_path), "DuoAttention pattern"),
+        (lambda: HeadPolicy.of_duo_attention(tmp_path, sparsity=2), "sparsity: expected 0 to 1"),
+        (lambda: HeadPolicy.load(path), "policy.json"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()
+    for text in ("{", "[]", '{"version": 2, "heads": []}', '{"version": 1, "heads": [[4]]}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="policy"):
+            HeadPolicy.load(path)
+
+
+# --- what it says -------------------------------------------------------------------------------
+
+
+@given(policy=policies, size=st.sampled_from([1, 2, 4, 8]))
+def test_ranks_have_their_heads_in_order(policy, size):
+    heads = policy.num_kv_heads
+    if heads % size and size % heads:
+        with pytest.raises(ConfigError, match=f"{heads} KV heads"):
+            policy.slice(0, size)
+        return
+    for layer in range(policy.num_layers):
+        dealt = [policy.slice(rank, size).heads[layer] for rank in range(size)]
+        if heads >= size:
+            assert sum(dealt, ()) == policy.heads[layer]
+        else:  # each head has size / heads ranks, next to each other
+            expected = [seen for seen in policy.heads[layer] for _ in range(size // heads)]
+            assert [head for (head,) in dealt] == expected
+
+
+def visible_tokens(seen: Visible, position: int) -> set[int]:
+    """The tokens that a query at a position sees, one by one."""
+    return {
+        token
+        for token in range(position + 1)
+        if seen.is_full or token < seen.sink or position - token < seen.window
+    }
+
+
+@given(
+    seen=visibles, num_tokens=st.integers(0, 300), block_size=st.sampled_from([16, 32]),
+    query_len=st.integers(1, 40),
+)  # fmt: skip
+def test_blocks_are_those_that_someone_sees(seen, num_tokens, block_size, query_len):
+    later = set().union(*(visible_tokens(seen, p) for p in (num_tokens, num_tokens + 999)))
+    freed = seen.freed_blocks(num_tokens, block_size)
+    blocks = range(-(-num_tokens // block_size))
+    for block in blocks:
+        tokens = set(range(block * block_size, (block + 1) * block_size))
+        if block in freed:
+            assert not tokens & visible_tokens(seen, num_tokens)
+        elif seen.is_full or block * block_size < seen.sink:
+            assert tokens & later
+        else:
+            assert tokens & visible_tokens(seen, num_tokens) or block == blocks[-1]
+    if not seen.is_full:
+        queries = range(num_tokens, num_tokens + query_len)
+        touched = {t // block_size for p in queries for t in visible_tokens(seen, p)}
+        assert len(touched) <= seen.num_blocks(block_size, query_len)
+
+
+def test_the_issue_names_this_range():
+    assert Visible(64, 32).freed_blocks(512, 16) == range(2, 28)
+    with pytest.raises(ValueError, match="expected a streaming head"):
+        FULL.num_blocks(16)
+
+
+@given(policy=policies, num_tokens=st.integers(0, 300))
+def test_held_tokens_are_what_the_next_token_sees(policy, num_tokens):
+    expected = sum(
+        len(visible_tokens(seen, num_tokens)) - 1 for layer in policy.heads for seen in layer
+    )
+    held = policy.num_tokens_held(num_tokens)
+    assert held >= expected
+    if all(seen.sink == 0 for layer in policy.heads for seen in layer):
+        assert held == expected
+    assert policy.full_share * policy.num_layers * policy.num_kv_heads == pytest.approx(
+        sum(seen == FULL for layer in policy.heads for seen in layer)
+    )
+    assert [role.window for role in policy.roles(0)] == [seen.window for seen in policy.heads[0]]
