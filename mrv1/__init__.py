@@ -14,6 +14,7 @@ from mrv1.errors import (
     StepError,
     UnsupportedDeviceError,
 )
+from mrv1.headwise import HeadPolicy
 from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
 from mrv1.sampler import LogitsContext, LogitsProcessor, SamplingParams
 
@@ -26,6 +27,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
+    "HeadPolicy",
     "LogitsContext",
     "LogitsProcessor",
     "Logprob",

@@ -192,6 +192,10 @@ def generate(
         str,
         typer.Option(help="raw_logprobs or processed_logprobs.", rich_help_panel=ENGINE),
     ] = "raw_logprobs",
+    head_policy: Annotated[
+        Path | None,
+        typer.Option(help="JSON: what each KV head sees.", rich_help_panel=ENGINE),
+    ] = None,
 ) -> None:
     """Continue a prompt, or every prompt of a JSONL file.
 
@@ -237,6 +241,7 @@ def generate(
         "max_logit_bias": max_logit_bias,
         "max_logprobs": max_logprobs,
         "logprobs_mode": cast("LogprobsModeName", logprobs_mode),
+        "head_policy": head_policy,
     }
     with one_line_errors():
         _check_mode(prompt, input_file, output_file)

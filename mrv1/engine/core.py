@@ -16,6 +16,7 @@ from mrv1.engine.request import Request, Status
 from mrv1.engine.request_limits import check_params
 from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import RequestError, StepError
+from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel
 from mrv1.runner import AsyncOutput, ModelRunner, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
@@ -78,13 +79,18 @@ class EngineCore:
         config: EngineConfig,
         *,
         model: DecoderModel | None = None,
+        head_policy: HeadPolicy | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         progress: bool = True,
     ) -> None:
         """Build runner and scheduler; arguments and errors are those of ``ModelRunner``."""
         self.config = config
         self.runner = ModelRunner(
-            config, model=model, logits_processors=logits_processors, progress=progress
+            config,
+            model=model,
+            head_policy=head_policy,
+            logits_processors=logits_processors,
+            progress=progress,
         )
         self.scheduler = Scheduler(
             num_blocks=self.runner.kv_cache.num_blocks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -23,6 +24,7 @@ from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import RequestError
+from mrv1.headwise import HeadPolicy
 from mrv1.runner import KVReport
 from mrv1.sampler import LogitsProcessor, SamplingParams
 
@@ -72,6 +74,7 @@ class LLM:
         max_logprobs: int = 20,
         logprobs_mode: LogprobsModeName = "raw_logprobs",
         logits_processors: Sequence[LogitsProcessor] = (),
+        head_policy: HeadPolicy | str | Path | None = None,
         seed: int = 0,
     ) -> None:
         """Load ``model`` and allocate its KV cache.
@@ -118,6 +121,8 @@ class LLM:
             logprobs_mode: ``raw_logprobs``, of the model's logits, or ``processed_logprobs``, of
                 what a token is drawn from: edited, scaled and filtered.
             logits_processors: edits of the caller's own, of every step's logits.
+            head_policy: what each KV head sees, or a JSON file that says so; None = all that its
+                layer does. What a streaming head no longer sees is kept nevertheless.
             seed: from which requests without a seed of their own draw theirs.
 
         Raises:
@@ -154,7 +159,11 @@ class LLM:
             seed=seed,
             **{name: value for name, value in limits.items() if value is not None},
         )
-        self._core: EngineCore | None = EngineCore(config, logits_processors=logits_processors)
+        if head_policy is not None and not isinstance(head_policy, HeadPolicy):
+            head_policy = HeadPolicy.load(head_policy)
+        self._core: EngineCore | None = EngineCore(
+            config, head_policy=head_policy, logits_processors=logits_processors
+        )
         self._tokenizer = Tokenizer(checkpoint_dir(config.model))
         self._groups: dict[str, RequestGroup] = {}
         """What was asked for and has not been delivered whole, by id."""

@@ -252,6 +252,29 @@ class HeadPolicy:
         text = f'{{\n "version": {VERSION},\n "heads": [\n  {body}\n ]\n}}\n'
         Path(path).write_text(text, encoding="utf-8")
 
+    def within(self, layer_windows: Sequence[int]) -> HeadPolicy:
+        """Return the policy for a model whose layers have windows of their own, -1 = none.
+
+        Full heads see what their layer sees.
+
+        Raises:
+            ConfigError: another number of layers, or streaming heads in a layer with a window.
+        """
+        if len(layer_windows) != self.num_layers:
+            raise ConfigError(
+                f"head_policy: expected {len(layer_windows)} layers, as the model has, got "
+                f"{self.num_layers}"
+            )
+        layers = []
+        for index, (window, layer) in enumerate(zip(layer_windows, self.heads, strict=True)):
+            if window >= 0 and not all(seen.is_full for seen in layer):
+                raise ConfigError(
+                    f"head_policy: expected full heads in layer {index}, which has a window of "
+                    f"its own ({window}), got {list(layer)}"
+                )
+            layers.append(tuple(Visible(window) if seen.is_full else seen for seen in layer))
+        return HeadPolicy(tuple(layers))
+
     # --- what it says ---------------------------------------------------------------------
 
     @property

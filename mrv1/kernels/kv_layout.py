@@ -195,9 +195,13 @@ class KVLayout:
         *,
         window: int = -1,
         sink: int = 0,
+        roles: Sequence[HeadRole] | None = None,
         device: torch.device | str = "cpu",
     ) -> KVLayout:
-        """Return ``[blocks, heads, block_size, head_dim]``, the default: a page is contiguous."""
+        """Return ``[blocks, heads, block_size, head_dim]``, the default: a page is contiguous.
+
+        All heads have ``window`` and ``sink``, or with ``roles`` each its own.
+        """
         page = block_size * head_dim
         return cls.build(
             block_size=block_size,
@@ -205,7 +209,7 @@ class KVLayout:
             token_stride=head_dim,
             head_base=[h * page for h in range(num_kv_heads)],
             block_stride=[num_kv_heads * page] * num_kv_heads,
-            roles=[HeadRole(window=window, sink=sink)] * num_kv_heads,
+            roles=roles or [HeadRole(window=window, sink=sink)] * num_kv_heads,
             device=device,
         )
 

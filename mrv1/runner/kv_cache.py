@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mrv1.errors import CapacityError
+from mrv1.headwise import HeadPolicy
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales, ScaleGranularity, scales_per_block
 from mrv1.models.batch import LayerCache
@@ -76,17 +77,19 @@ class CacheSpec:
         return -(-num_tokens // self.block_size)
 
 
-def layer_layouts(
-    spec: CacheSpec, layer_windows: Sequence[int], device: torch.device
-) -> list[KVLayout]:
-    """Return each layer's layout on ``device``; layers of one window (-1 = full) share theirs."""
+def layer_layouts(spec: CacheSpec, policy: HeadPolicy, device: torch.device) -> list[KVLayout]:
+    """Return each layer's layout on ``device``; layers whose heads see the same share theirs."""
     layouts = {
-        window: KVLayout.hnd(
-            spec.num_kv_heads, spec.block_size, spec.head_dim, window=window, device=device
+        policy.heads[layer]: KVLayout.hnd(
+            spec.num_kv_heads,
+            spec.block_size,
+            spec.head_dim,
+            roles=policy.roles(layer),
+            device=device,
         )
-        for window in set(layer_windows)
+        for layer in range(spec.num_layers)
     }
-    return [layouts[window] for window in layer_windows]
+    return [layouts[heads] for heads in policy.heads]
 
 
 class KVCache:

@@ -23,6 +23,7 @@ from mrv1.config import (
 )
 from mrv1.device import device_info, fp8_path, kernel_path, memory_bytes, resolve_device
 from mrv1.errors import ConfigError, StepError
+from mrv1.headwise import HeadPolicy
 from mrv1.kernels.compilations import watch_compilations
 from mrv1.kernels.debug import find_bad_block_ids
 from mrv1.kernels.ops import select_ops
@@ -255,6 +256,7 @@ class ModelRunner:
         config: EngineConfig,
         *,
         model: DecoderModel | None = None,
+        head_policy: HeadPolicy | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         progress: bool = True,
     ) -> None:
@@ -263,6 +265,8 @@ class ModelRunner:
         Args:
             config: what to build.
             model: a model that is on the device already; None loads ``config.model``.
+            head_policy: what each KV head sees; None = all that its layer does. The pages that a
+                streaming head no longer sees are kept nevertheless.
             logits_processors: applied in this order in every step.
             progress: show a progress bar while weights load.
 
@@ -274,6 +278,7 @@ class ModelRunner:
         self.config = config
         self._closed = False
         self._processors = tuple(logits_processors)
+        self._given_policy = head_policy
         self._pending: _Forwarded | None = None
         """The step of ``forward`` that ``sample`` is to complete."""
         self._kv_listener: KVListener | None = None
@@ -309,7 +314,9 @@ class ModelRunner:
             dtype=torch.float8_e4m3fn if is_fp8 else self.model.dtype,
             granularity=config.kv_scale if is_fp8 else None,
         )
-        self._layouts = layer_layouts(self.spec, self.model_config.layer_windows, self.device)
+        self.head_policy = self._resolve_policy()
+        """What each KV head sees."""
+        self._layouts = layer_layouts(self.spec, self.head_policy, self.device)
         self._head_scales = (
             load_kv_scales(checkpoint_dir(config.model), self.model_config)
             if self.spec.granularity == "head"
@@ -897,6 +904,19 @@ class ModelRunner:
             if self._on_gpu:
                 torch.cuda.synchronize()  # the next one writes the upload anew
 
+    def _resolve_policy(self) -> HeadPolicy:
+        """Return the policy asked for, else the model's own."""
+        windows, num_kv_heads = self.model_config.layer_windows, self.model_config.num_kv_heads
+        policy = self._given_policy
+        if policy is None:
+            return HeadPolicy.of_layer_windows(windows, num_kv_heads)
+        if policy.num_kv_heads != num_kv_heads:
+            raise ConfigError(
+                f"head_policy: expected {num_kv_heads} KV heads, as the model has, got "
+                f"{policy.num_kv_heads}"
+            )
+        return policy.within(windows)
+
     def _load_model(self, progress: bool) -> DecoderModel:
         path = checkpoint_dir(self.config.model)
         model_config = ModelConfig.from_pretrained(path)
@@ -983,10 +1003,15 @@ class ModelRunner:
             how += ", attention by FlashInfer (one step in flight)"
         return (
             f"{self.model_config.architecture} on {device_info(self.device).name}: {how}, "
-            f"{dtype}, KV {self._describe_kv()}, all heads full, "
+            f"{dtype}, KV {self._describe_kv()}, {self._describe_heads()}, "
             f"{self.kv_cache.num_blocks} blocks of {self.spec.block_size} tokens "
             f"({self.kv_cache.nbytes / 2**20:.1f} MiB), {self._describe_graphs()}"
         )
+
+    def _describe_heads(self) -> str:
+        if self._given_policy is None:
+            return "all heads full"
+        return f"{self._given_policy.full_share:.0%} of the heads full"
 
     def _describe_graphs(self) -> str:
         if not self._captures:

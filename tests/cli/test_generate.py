@@ -152,6 +152,7 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
         (["--max-logit-bias", "0"], "max_logit_bias: expected an integer >= 1"),
         (["--max-logprobs", "0"], "max_logprobs: expected an integer >= 1"),
         (["--logprobs-mode", "raw"], "logprobs_mode: expected one of ('raw_logprobs', "),
+        (["--head-policy", "none.json"], "head policy none.json: FileNotFoundError"),
         (["--block-size", "20"], "block_size: expected one of (16, 32, 64, 128), got 20"),
         (["--dtype", "int8"], "dtype: expected one of"),
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of ('auto', 'fp8_e4m3'), got"),

@@ -10,6 +10,7 @@ import torch
 from mrv1 import CapacityError, ConfigError, EngineConfig, ModelRunner, UnsupportedDeviceError
 from mrv1.config import KVScaleName
 from mrv1.device import Fp8Choice
+from mrv1.headwise import HeadPolicy
 from mrv1.kernels.kv_scales import ScaleGranularity
 from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
 from tests.models.families import tiny_checkpoint
@@ -34,7 +35,9 @@ def make_spec(dtype: torch.dtype, granularity: ScaleGranularity | None = None) -
 
 def make_cache(spec: CacheSpec, num_blocks: int) -> KVCache:
     scales = torch.rand(LAYERS, 2, HEADS) if spec.granularity == "head" else None
-    layouts = layer_layouts(spec, [-1, 10, -1], CPU)
+    layouts = layer_layouts(
+        spec, HeadPolicy.of_layer_windows([-1, 10, -1], spec.num_kv_heads), CPU
+    )
     return KVCache(spec, num_blocks, layouts, CPU, scales)
 
 

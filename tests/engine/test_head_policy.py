@@ -1,0 +1,137 @@
+"""Head policies in the engine: transformers' model with a mask of its own for each head."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mrv1 import LLM, ConfigError, HeadPolicy, SamplingParams
+from mrv1.headwise import FULL, Visible
+from tests.models.families import tiny_checkpoint
+
+NUM_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float64, attn_implementation="eager"
+    )
+
+
+def head_masks(policy: HeadPolicy, layer: int, group: int, length: int) -> torch.Tensor:
+    """Return ``[1, query heads, length, length]``, 0 where a head sees and -inf elsewhere."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    masks = []
+    for seen in policy.heads[layer]:
+        visible = key <= query
+        if not seen.is_full:
+            visible &= (query - key < seen.window) | (key < seen.sink)
+        mask = torch.zeros(length, length, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+        masks += [mask] * group
+    return torch.stack(masks)[None]
+
+
+def greedy_under(
+    model: PreTrainedModel, policy: HeadPolicy, prompt: Sequence[int], num_tokens: int
+) -> list[int]:
+    """Greedy tokens of transformers' model whose heads see what the policy says."""
+    config = model.config
+    group = config.num_attention_heads // config.num_key_value_heads
+    length = len(prompt)
+
+    def masked(layer: int):
+        def hook(_module, args, kwargs):
+            mask = head_masks(policy, layer, group, length)
+            return args, kwargs | {"attention_mask": mask}
+
+        return hook
+
+    handles = [
+        layer.self_attn.register_forward_pre_hook(masked(index), with_kwargs=True)
+        for index, layer in enumerate(model.model.layers)
+    ]
+    tokens = list(prompt)
+    try:
+        for _ in range(num_tokens):
+            length = len(tokens)
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tokens[len(prompt) :]
+
+
+def policies(model: PreTrainedModel) -> st.SearchStrategy[HeadPolicy]:
+    config = model.config
+    seen = st.one_of(
+        st.just(FULL), st.builds(Visible, window=st.integers(1, 40), sink=st.integers(0, 20))
+    )
+    layer = st.tuples(*[seen] * config.num_key_value_heads)
+    return st.tuples(*[layer] * config.num_hidden_layers).map(HeadPolicy)
+
+
+@settings(max_examples=6)
+@given(data=st.data())
+def test_tokens_are_those_of_a_model_that_masks_by_head(checkpoint, model, data):
+    """Contexts across every edge, in chunks, side by side, and from the prefix cache."""
+    policy = data.draw(policies(model))
+    lengths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    chunk = data.draw(st.sampled_from([7, 64]))
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 150) for _ in range(length)] for length in lengths]
+    expected = [greedy_under(model, policy, prompt, NUM_TOKENS) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, head_policy=policy,
+        max_num_batched_tokens=chunk,
+    ) as llm:  # fmt: skip
+        for _ in range(2):
+            outputs = llm.generate(prompts, params)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert f"{policy.full_share:.0%} of the heads full" in llm.describe()
+
+
+def test_a_policy_may_come_from_a_file_and_must_be_the_models(checkpoint, model, tmp_path):
+    config = model.config
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    path = tmp_path / "policy.json"
+    policy = HeadPolicy.of_ratio(layers, heads, 0.5, window=8, sink=4)
+    policy.save(path)
+    prompt = list(range(3, 60))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, head_policy=str(path)
+    ) as llm:
+        (output,) = llm.generate([prompt], params)
+    assert list(output.outputs[0].token_ids) == greedy_under(model, policy, prompt, 8)
+    for wrong, message in (
+        (HeadPolicy.full(layers + 1, heads), f"expected {layers} layers"),
+        (HeadPolicy.full(layers, heads + 1), f"expected {heads} KV heads"),
+        (str(tmp_path / "none.json"), "head policy"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(str(checkpoint), device="cpu", num_kv_blocks=32, head_policy=wrong)
+
+
+def test_a_layer_with_a_window_of_its_own_keeps_it():
+    policy = HeadPolicy.full(2, 2).within([-1, 30])
+    assert policy == HeadPolicy.of_layer_windows([-1, 30], 2)
+    with pytest.raises(ConfigError, match="full heads in layer 1, which has a window"):
+        HeadPolicy.of_ratio(2, 2, 0.5, window=9).within([-1, 30])
