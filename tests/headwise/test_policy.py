@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from mrv1 import ConfigError
 from mrv1.headwise import FULL, HeadPolicy, Visible
 
-visibles = st.one_of(
+some_heads = st.one_of(
     st.just(FULL), st.builds(Visible, window=st.integers(1, 200), sink=st.integers(0, 70))
 )
 policies = st.tuples(st.integers(1, 5), st.integers(1, 8)).flatmap(
     lambda shape: st.lists(
-        st.tuples(*[visibles] * shape[1]), min_size=shape[0], max_size=shape[0]
+        st.tuples(*[some_heads] * shape[1]), min_size=shape[0], max_size=shape[0]
     ).map(lambda heads: HeadPolicy(tuple(heads)))
 )
 
@@ -162,7 +162,7 @@ def visible_tokens(seen: Visible, position: int) -> set[int]:
 
 
 @given(
-    seen=visibles, num_tokens=st.integers(0, 300), block_size=st.sampled_from([16, 32]),
+    seen=some_heads, num_tokens=st.integers(0, 300), block_size=st.sampled_from([16, 32]),
     query_len=st.integers(1, 40),
 )  # fmt: skip
 def test_blocks_are_those_that_someone_sees(seen, num_tokens, block_size, query_len):
