@@ -296,7 +296,7 @@ class EngineCore:
         while self._in_flight:
             changed += self._take_oldest()
         masks: dict[int, npt.NDArray[np.int32]] = {}
-        num_words = -(-self.runner.model_config.vocab_size // 32)
+        num_words = self.runner.sampler.limits.mask_words
         for row, request in rows:
             if request.matcher is None or request.status is not Status.RUNNING:
                 continue  # it has ended: what the row draws is dropped

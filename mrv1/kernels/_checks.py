@@ -71,3 +71,37 @@ def check_reachable(name: str, tensor: torch.Tensor, device: torch.device) -> No
             f"{name}: expected a tensor on {device} or in pinned host memory, got one on "
             f"{tensor.device}" + (", not pinned" if tensor.device.type == "cpu" else "")
         )
+
+
+def check_drafts(
+    logits: torch.Tensor, ahead: torch.Tensor | None, draft_token_ids: torch.Tensor | None
+) -> None:
+    """Raise unless the drafts that rows of logits are behind are there, whole, or not at all.
+
+    Args:
+        logits: [rows, vocab].
+        ahead: [rows] int32 or int64, contiguous.
+        draft_token_ids: [requests, most drafts] int32, unit last stride; each request has as many
+            rows.
+    """
+    if ahead is None and draft_token_ids is None:
+        return
+    if ahead is None or draft_token_ids is None:
+        raise ValueError("ahead, draft_token_ids: expected both or neither, got one")
+    num_rows, device = logits.shape[0], logits.device
+    integers = (torch.int32, torch.int64)
+    check_tensor("ahead", ahead, shape=(num_rows,), dtype=integers, device=device, contiguous=True)
+    check_tensor(
+        "draft_token_ids",
+        draft_token_ids,
+        shape=(None, None),
+        dtype=torch.int32,
+        device=device,
+        unit_last_stride=True,
+    )
+    num_reqs = draft_token_ids.shape[0]
+    if num_rows and (num_reqs == 0 or num_rows % num_reqs):
+        raise ValueError(
+            f"draft_token_ids: expected a number of rows that divides the {num_rows} of logits, "
+            f"got {num_reqs}"
+        )

@@ -32,7 +32,7 @@ from functools import lru_cache, partial
 import torch
 
 from mrv1.device import device_info
-from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._checks import FLOAT_DTYPES, check_drafts, check_launchable, check_tensor
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._triton import INTERPRET, tl, triton
 
@@ -581,19 +581,7 @@ def check_edit_logits(
         unit_last_stride=True,
     )
     check("counted", counted, shape=(max_num_reqs, MAX_PARTS), contiguous=True)
-    if ahead is None and draft_token_ids is None:
-        return
-    if ahead is None or draft_token_ids is None:
-        raise ValueError("ahead, draft_token_ids: expected both or neither, got one")
-    integers = (torch.int32, torch.int64)
-    check("ahead", ahead, shape=(num_rows,), dtype=integers, contiguous=True)
-    check("draft_token_ids", draft_token_ids, shape=(None, None), unit_last_stride=True)
-    num_reqs = draft_token_ids.shape[0]
-    if num_rows and (num_reqs == 0 or num_rows % num_reqs):
-        raise ValueError(
-            f"draft_token_ids: expected a number of rows that divides the {num_rows} of logits, "
-            f"got {num_reqs}"
-        )
+    check_drafts(logits, ahead, draft_token_ids)
 
 
 def check_token_bitmask(

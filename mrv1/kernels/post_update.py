@@ -19,6 +19,7 @@ the first that ends the request is found by a minimum.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -436,6 +437,12 @@ def _check_state(
             device=device,
             unit_last_stride=True,
         )
+    _check_per_slot(max_num_reqs, device, per_slot)
+
+
+def _check_per_slot(
+    max_num_reqs: int | None, device: torch.device, per_slot: Mapping[str, torch.Tensor | None]
+) -> None:
     for name, tensor in per_slot.items():
         check_tensor(
             name,
@@ -484,15 +491,7 @@ def _check_sequences(
         device=device,
         unit_last_stride=True,
     )
-    for name, tensor in per_slot.items():
-        check_tensor(
-            name,
-            tensor,
-            shape=(max_num_reqs,),
-            dtype=torch.int32,
-            device=device,
-            contiguous=True,
-        )
+    _check_per_slot(max_num_reqs, device, per_slot)
 
 
 def _check_outputs(

@@ -563,7 +563,7 @@ class ModelRunner:
         self, step: _Forwarded, bitmask: npt.NDArray[np.int32], rows: Sequence[int]
     ) -> _Masks:
         """Return masks on the device, for rows of the logits."""
-        num_words = -(-self.model_config.vocab_size // 32)
+        num_words = self.sampler.limits.mask_words
         if bitmask.shape != (len(rows), num_words) or bitmask.dtype != np.int32:
             raise ValueError(
                 f"bitmask: expected int32 {[len(rows), num_words]}, a mask for each of rows, got "
@@ -744,9 +744,10 @@ class ModelRunner:
         self.sampler.edit(
             logits, idx_mapping, history, ahead=ahead, draft_token_ids=draft_token_ids
         )
-        for processor in self._processors:
+        if self._processors:
             context = LogitsContext(idx_mapping=idx_mapping, history=history)
-            logits = processor.apply(logits, context)
+            for processor in self._processors:
+                logits = processor.apply(logits, context)
         tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
         if wanted is None:
             return tokens, None

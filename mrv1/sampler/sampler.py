@@ -103,7 +103,7 @@ class Sampler:
         ops: Ops,
     ) -> None:
         self._ops = ops
-        self._limits = limits
+        self.limits = limits
         self._slots = dict(slots)
         words = self._slots["bad_words"]
         self._slots["bad_words"] = words.unflatten(1, (-1, limits.bad_words_max_len))
@@ -174,12 +174,12 @@ class Sampler:
         }
 
     def _allowed_of(self, params: SamplingParams) -> Fields:
-        bits = np.zeros(32 * self._limits.mask_words, dtype=np.bool_)
+        bits = np.zeros(32 * self.limits.mask_words, dtype=np.bool_)
         bits[list(params.allowed_token_ids or ())] = True
         return {"allowed_mask": np.packbits(bits, bitorder="little").view(np.int32)}
 
     def _bad_words_of(self, params: SamplingParams, sequences: Sequence[Sequence[int]]) -> Fields:
-        words = np.full((len(sequences), self._limits.bad_words_max_len), -1, dtype=np.int32)
+        words = np.full((len(sequences), self.limits.bad_words_max_len), -1, dtype=np.int32)
         for row, sequence in zip(words, sequences, strict=True):
             row[: len(sequence)] = sequence
         return {
