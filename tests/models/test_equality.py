@@ -5,6 +5,7 @@ On a GPU the same tests run the Triton kernels; then, and in the interpreter, no
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import tempfile
@@ -81,21 +82,29 @@ def check_model(
     schedules: Iterable[tuple[int, int | None]],
     seed: int,
 ) -> None:
-    """Run ``prompts`` through pages under every schedule and compare with transformers' logits."""
-    expected = [expected_logits(oracle, prompt) for prompt in prompts]
+    """Run ``prompts`` through pages under every schedule and compare with transformers' logits.
+
+    With those in float64. Some random models make much of a rounding: in float32 transformers' own
+    error is half of the tolerance and more, and twice that error is granted beside it.
+    """
+    exact = copy.deepcopy(oracle).double()
+    expected = [expected_logits(exact, prompt) for prompt in prompts]
+    theirs = [expected_logits(oracle, prompt).double() for prompt in prompts]
+    errors = [float((a - b).abs().max()) for a, b in zip(theirs, expected, strict=True)]
     reference.calls.clear()
     for block_size, chunk in schedules:
         num_blocks = blocks_needed(prompts, block_size)
         driver = PagedDriver(model, block_size=block_size, num_blocks=num_blocks, seed=seed)
         logits = driver.logits(prompts, chunk)
         assert not driver.free_blocks
-        torch.testing.assert_close(
-            logits,
-            expected,
-            rtol=0,
-            atol=TOLERANCE,
-            msg=lambda m, case=(block_size, chunk): f"block size, chunk = {case}: {m}",
-        )
+        for got, want, error in zip(logits, expected, errors, strict=True):
+            torch.testing.assert_close(
+                got.double(),
+                want,
+                rtol=0,
+                atol=TOLERANCE + 2 * error,
+                msg=lambda m, case=(block_size, chunk): f"block size, chunk = {case}: {m}",
+            )
     assert bool(reference.calls) == (kernel_path(model.device) == "reference")
 
 

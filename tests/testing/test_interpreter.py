@@ -233,6 +233,33 @@ def test_reductions_over_everything_and_with_kept_dimensions():
 
 
 @triton.jit
+def _fold_rows_kernel(sum_ptr, max_ptr, min_ptr, scan_ptr, x_ptr, TILE: tl.constexpr):
+    row = tl.arange(0, TILE)
+    index = row[:, None] * TILE + row[None, :]
+    x = tl.load(x_ptr + index)
+    tl.store(sum_ptr + row, tl.sum(x, axis=1))
+    tl.store(max_ptr + row, tl.max(x, axis=1))
+    tl.store(min_ptr + row, tl.min(x, axis=1))
+    tl.store(scan_ptr + index, tl.cumsum(x, axis=1))
+
+
+def test_rows_of_padding_may_overflow_and_hold_nothing_but_nan():
+    """On a GPU neither is an event; numpy warns of both, and a warning is an error here."""
+    x = _random(0, 4, 4, dtype=torch.float32)
+    x[1], x[2, 0], x[3] = 3e38, torch.nan, torch.nan
+    total, greatest, least, scanned = (torch.empty(n) for n in (4, 4, 4, 16))
+    _fold_rows_kernel[(1,)](total, greatest, least, scanned, x, TILE=4)
+    assert total[1].isposinf()
+    assert total[2:].isnan().all()
+    torch.testing.assert_close(total[0], x[0].sum())
+    torch.testing.assert_close(scanned.view(4, 4)[:2], x[:2].cumsum(1))
+    assert torch.equal(greatest[:3], torch.stack([x[0].max(), x[1, 0], x[2, 1:].max()]))
+    assert torch.equal(least[:3], torch.stack([x[0].min(), x[1, 0], x[2, 1:].min()]))
+    assert greatest[3].isnan()
+    assert least[3].isnan()
+
+
+@triton.jit
 def _sort_kernel(x_ptr, TILE: tl.constexpr):
     index = tl.arange(0, TILE)
     tl.store(x_ptr + index, tl.sort(tl.load(x_ptr + index)))
