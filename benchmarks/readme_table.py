@@ -207,20 +207,25 @@ def _sampler_table(result: dict[str, Any]) -> str:
     """Ours in microseconds and reads of the logits, and how many times that others take."""
     rows = result["results"]
     others = list(dict.fromkeys(n for row in rows for n in row["variants"] if n != OURS))
+    has_targets = "target_us" in rows[0]  # not in files of before cases did more than draw
+    head = ["rows", "std of logits", "parameters", "us", "reads", *others]
+    if has_targets:
+        head[2:5] = ["case", "us", "target, us", "reads", "of copy bandwidth"]
     body = []
     for row in rows:
         ours = row["variants"][OURS]
         share = ours["share_of_copy_bandwidth"]
-        body.append(
-            [
-                f"{row['rows']}",
-                f"{row['std']}",
-                row["params"],
-                f"{ours['median_us']:,.1f}",
-                _optional(share and 1 / share, "{:.1f}"),
-                *(_optional(row["peer_time_over_ours"].get(o), "{:.2f}x") for o in others),
+        cells = [f"{row['rows']}", f"{row['std']}", row["params"], f"{ours['median_us']:,.1f}"]
+        if has_targets:
+            cells += [
+                _optional(row["target_us"], "{:,.1f}"),
+                _optional(ours["reads"], "{:.1f}"),
+                _optional(share, "{:.0%}"),
             ]
-        )
+        else:  # of one read
+            cells.append(_optional(share and 1 / share, "{:.1f}"))
+        cells += (_optional(row["peer_time_over_ours"].get(o), "{:.2f}x") for o in others)
+        body.append(cells)
     conditions, versions = result["conditions"], result["versions"] | result["peers"]
     parts = [
         f"{conditions['vocab_size']:,} ids, {result['dtype']} logits, temperature "
@@ -229,7 +234,6 @@ def _sampler_table(result: dict[str, Any]) -> str:
         ", ".join(f"{name} {version}" for name, version in versions.items()),
         f"commit {result['commit'][:12]}, {result['date']}",
     ]
-    head = ["rows", "std of logits", "parameters", "us", "reads", *others]
     return "\n".join([*_markdown(head, body), "", "; ".join(parts) + "."])
 
 

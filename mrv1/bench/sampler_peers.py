@@ -1,6 +1,7 @@
-"""Other samplers on the same logits; imported only when asked for.
+"""Other samplers on the same data; imported only when asked for.
 
-They draw with their own generators: what they return is not compared.
+They draw with their own generators: what they return is not compared. FlashInfer and vLLM take
+the draws only; plain torch takes every case.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ from functools import partial
 
 import torch
 
+from mrv1.bench.sampler_cases import BAD_WORD_LEN, NUM_TOP, PROMPT_TOKENS, Work
 from mrv1.bench.timing import Launch
-
-Arguments = Mapping[str, torch.Tensor]
-"""What rows ask for, by the op's names, each ``[rows]`` and the same in all rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,25 +22,26 @@ class SamplerPeer:
 
     module: str
     """What must be importable."""
-    launch: Callable[[torch.Tensor, Arguments], Launch | None]
-    """Of logits ``[rows, vocab]``; None = it has nothing for these parameters."""
+    launch: Callable[[Work], Launch | None]
+    """Of one buffer set; None = it has nothing for the case."""
 
 
-def _asks(of_row: Arguments) -> tuple[bool, bool, bool, bool]:
+def _asks(work: Work) -> tuple[bool, bool, bool, bool]:
     """Return whether rows are greedy, and use top-k, top-p, min-p."""
-    first = {name: value[0].item() for name, value in of_row.items()}
+    first = {n: work.slots[n][0].item() for n in ("temperature", "top_k", "top_p", "min_p")}
     return first["temperature"] == 0, first["top_k"] > 0, first["top_p"] < 1, first["min_p"] > 0
 
 
-def flashinfer(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
+def flashinfer(work: Work) -> Launch | None:
     """Run FlashInfer's softmax, with the temperature, and its fused filter and draw."""
     # Not a dependency of mrv1, so there is nothing to check its types against.
     from flashinfer import sampling  # type: ignore[import-not-found]
 
-    greedy, has_top_k, has_top_p, has_min_p = _asks(of_row)
-    top_k, top_p, min_p = (of_row[name] for name in ("top_k", "top_p", "min_p"))
-    if greedy:
+    greedy, has_top_k, has_top_p, has_min_p = _asks(work)
+    if greedy or work.case.stage != "draw":
         return None
+    temperature = work.slots["temperature"]
+    top_k, top_p, min_p = (work.slots[name] for name in ("top_k", "top_p", "min_p"))
     draw = sampling.sampling_from_probs
     if has_min_p:
         draw = partial(sampling.min_p_sampling_from_probs, min_p=min_p)
@@ -54,28 +54,107 @@ def flashinfer(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
         draw = partial(sampling.top_k_sampling_from_probs, top_k=top_k)
     elif has_top_p:
         draw = partial(sampling.top_p_sampling_from_probs, top_p=top_p)
-    return lambda: draw(sampling.softmax(logits, temperature=of_row["temperature"]))
+    return lambda: draw(sampling.softmax(work.logits, temperature=temperature))
 
 
-def vllm_mask(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
+def vllm_mask(work: Work) -> Launch | None:
     """Run vLLM's Triton mask of top-k and top-p on scaled logits, as its sampler does: no draw."""
     from mrv1.integrations.vllm_sampler import masked
 
-    _, has_top_k, has_top_p, has_min_p = _asks(of_row)
-    if has_min_p or not (has_top_k or has_top_p):
+    _, has_top_k, has_top_p, has_min_p = _asks(work)
+    if work.case.stage != "draw" or has_min_p or not (has_top_k or has_top_p):
         return None
-    top_k = of_row["top_k"] if has_top_k else None
-    top_p = of_row["top_p"] if has_top_p else None
-    return partial(masked, logits, of_row["temperature"], top_k, top_p)
+    top_k = work.slots["top_k"] if has_top_k else None
+    top_p = work.slots["top_p"] if has_top_p else None
+    return partial(masked, work.logits, work.slots["temperature"], top_k, top_p)
 
 
-def torch_sort(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
-    """Filter by a sort, as a plain torch sampler does, then softmax and an exponential race."""
-    greedy, has_top_k, has_top_p, has_min_p = _asks(of_row)
+def plain_torch(work: Work) -> Launch:
+    """Run plain torch, as a sampler without kernels of its own does; edits are in place."""
+    if work.case.stage in ("logprobs", "raw logprobs"):
+        return _logprobs(work)
+    steps = []
+    if work.case.num_bad_words:
+        steps.append(_ban(work))
+    if work.case.num_allowed:
+        steps.append(_mask(work))
+    if work.case.num_bias:
+        steps.append(_bias(work))
+    if work.case.sampling_params(work.logits.shape[1]).penalizes:
+        steps.append(_penalize(work))
+    if work.case.stage in ("draw", "edit and draw"):
+        steps.append(_draw(work))
+
+    def launch() -> object:
+        result = None
+        for step in steps:
+            result = step()
+        return result
+
+    return launch
+
+
+def _ban(work: Work) -> Launch:
+    """Compare all words, of one length here, with the ends of the histories."""
+    count = work.case.num_bad_words
+    words = work.slots["bad_words"].unflatten(1, (-1, BAD_WORD_LEN))[:, :count].long()
+    prefix, last = words[:, :, :-1], words[:, :, -1]
+    before = torch.arange(1 - BAD_WORD_LEN, 0, device=words.device)
+    history, num_tokens = work.history.token_ids, work.history.num_tokens.long()
+
+    def launch() -> None:
+        end = history.gather(1, num_tokens[:, None] + before)
+        completes = (prefix == end[:, None]).all(2)
+        banned = work.logits.gather(1, last).masked_fill(completes, -torch.inf)
+        work.logits.scatter_(1, last, banned)
+
+    return launch
+
+
+def _mask(work: Work) -> Launch:
+    """Fill by a mask of booleans, which is there."""
+    bits = work.slots["allowed_mask"][:, :, None] >> torch.arange(32, device=work.logits.device)
+    is_banned = (bits & 1 == 0).flatten(1)[:, : work.logits.shape[1]].contiguous()
+    return partial(work.logits.masked_fill_, is_banned, -torch.inf)
+
+
+def _bias(work: Work) -> Launch:
+    count = int(work.slots["num_bias"][0])
+    ids, values = work.slots["bias_ids"][:, :count].long(), work.slots["bias_values"][:, :count]
+    return partial(work.logits.scatter_add_, 1, ids, values)
+
+
+def _penalize(work: Work) -> Launch:
+    """Count the history anew in every step, and penalize the whole vocabulary."""
+    repetition, frequency, presence = (
+        work.slots[f"{name}_penalty"][:, None] for name in ("repetition", "frequency", "presence")
+    )
+    prompt, output = work.history.token_ids.long().tensor_split([PROMPT_TOKENS], dim=1)
+    logits = work.logits
+
+    def counts(token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(logits).scatter_add_(
+            1, token_ids, logits.new_ones(1, 1).expand_as(token_ids)
+        )
+
+    def launch() -> None:
+        num_output = counts(output)
+        is_seen = (counts(prompt) + num_output) > 0
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        scaled = torch.where(is_seen, scaled, logits) - frequency * num_output
+        torch.sub(scaled, presence * (num_output > 0), out=logits)
+
+    return launch
+
+
+def _draw(work: Work) -> Launch:
+    """Filter by a sort, then softmax and an exponential race."""
+    greedy, has_top_k, has_top_p, has_min_p = _asks(work)
+    logits = work.logits
     if greedy:
         return partial(logits.argmax, dim=1)
-    top_k, top_p = int(of_row["top_k"][0]), of_row["top_p"][:, None]
-    temperature, min_p = of_row["temperature"][:, None], of_row["min_p"][:, None]
+    top_k, top_p = int(work.slots["top_k"][0]), work.slots["top_p"][:, None]
+    temperature, min_p = work.slots["temperature"][:, None], work.slots["min_p"][:, None]
 
     def launch() -> torch.Tensor:
         probs = (logits / temperature).softmax(1)
@@ -94,9 +173,21 @@ def torch_sort(logits: torch.Tensor, of_row: Arguments) -> Launch | None:
     return launch
 
 
+def _logprobs(work: Work) -> Launch:
+    """Take the whole log-softmax, its best, and count what is greater than the token drawn."""
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        logits = work.logits.clone() if work.case.stage == "raw logprobs" else work.logits
+        logprobs = logits.log_softmax(1)
+        drawn = logprobs.gather(1, work.drawn)
+        return drawn, 1 + (logprobs > drawn).sum(1), *logprobs.topk(NUM_TOP, dim=1)
+
+    return launch
+
+
 SAMPLER_PEERS: Mapping[str, SamplerPeer] = {
     "flashinfer": SamplerPeer(module="flashinfer", launch=flashinfer),
     "vllm-mask": SamplerPeer(module="vllm", launch=vllm_mask),
-    "torch-sort": SamplerPeer(module="torch", launch=torch_sort),
+    "torch": SamplerPeer(module="torch", launch=plain_torch),
 }
 """By name."""

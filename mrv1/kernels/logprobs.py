@@ -4,10 +4,11 @@
     rank(v)    = 1 + #{u : x_u > x_v}
 
 No log-softmax is materialised and no row is sorted. The first launch reads the logits once and
-leaves of each group of 128 consecutive ids its maximum and its sum of exponentials. The second
-needs little more: a row's sum is that of its groups, the k best tokens are in the k groups with
-the best maxima (each of which has a token at least as good as any outside), and a token is
-outranked only from groups whose maximum is above it. The rest of the row is not read again.
+leaves of each group of 128 consecutive ids (more beyond 524,288) its maximum and its sum of
+exponentials; and counts on its way, for each token asked for, which are better. The second, one
+program a row, needs little more: sums and counts are added up, and the k best tokens are in the k
+groups with the best maxima (each of which has a token at least as good as any outside). The rest
+of the row is not read again.
 
 The best tokens come one after the other, each as the maximum of what is left. A token's logit and
 id make one integer, in whose order ties go to the lowest id and no two are equal::
@@ -25,14 +26,12 @@ import torch
 
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._sampling_groups import group_size, group_sums_kernel
 from mrv1.kernels._triton import INTERPRET, tl, triton
 
-GROUP = 128
-"""Consecutive token ids that are summed up together."""
 MAX_VOCAB_SIZE = 1 << 20
 """Token ids of a row: a program looks at all its groups at once."""
 
-_GROUP = tl.constexpr(GROUP)
 _ROUND = tl.constexpr(32)  # best tokens that are found together, in as many groups
 _NO_KEY = tl.constexpr(-(2**63))  # below every key: of what has been taken
 _LOW_BITS = tl.constexpr(2**31 - 1)
@@ -89,46 +88,6 @@ def _inverse_temperature(temperature_ptr, slot):
 
 @triton.jit(
     # what differs from batch to batch must not compile a kernel
-    do_not_specialize=["part_tiles"],
-    do_not_specialize_on_alignment=["idx_mapping_ptr", "temperature_ptr"],
-)
-def _sum_groups_kernel(
-    group_max_ptr,  # [num_rows, num_groups] float32, NaN left out
-    group_sum_ptr,  # [num_rows, num_groups] float32
-    logits_ptr,  # [num_rows, vocab_size], unit last stride
-    stride_logits_row,
-    idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: temperature is in row order
-    temperature_ptr,  # [num_rows or slots] float32, or None
-    vocab_size,
-    num_groups,
-    part_tiles,
-    TILE_GROUPS: tl.constexpr,
-    OVERLAP: tl.constexpr,  # see _overlap
-):
-    """Grid (num_rows, num_parts): one program sums up part_tiles tiles of a row's groups."""
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    slot = row
-    if idx_mapping_ptr is not None:
-        slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
-    if slot < 0:
-        return
-    inverse = _inverse_temperature(temperature_ptr, slot)
-    for tile in range(part_tiles):
-        group = (tl.program_id(1) * part_tiles + tile) * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
-        token = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-        logit_ptr = logits_ptr + row * stride_logits_row + token
-        x = tl.load(logit_ptr, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-        best = tl.max(tl.where(x == x, x, float("-inf")), axis=1)
-        pivot = tl.where(best == float("-inf"), 0.0, best)
-        total = tl.sum(tl.exp((x - pivot[:, None]) * inverse), axis=1)
-        in_row = group < num_groups
-        tl.store(group_max_ptr + row * num_groups + group, best, mask=in_row)
-        tl.store(group_sum_ptr + row * num_groups + group, total, mask=in_row)
-
-
-@triton.jit(
     do_not_specialize=["stride_token_ids_row", "num_tokens", "num_top"],
     do_not_specialize_on_alignment=["token_ids_ptr", "idx_mapping_ptr", "temperature_ptr"],
 )
@@ -137,8 +96,9 @@ def _top_logprobs_kernel(
     ranks_ptr,  # [num_rows, num_tokens] int64, contiguous
     top_token_ids_ptr,  # [num_rows, num_top] int64, contiguous
     top_logprobs_ptr,  # [num_rows, num_top] float32, contiguous
-    group_max_ptr,  # [num_rows, num_groups] float32
+    group_max_ptr,  # [num_rows, num_groups] float32, NaN left out
     group_sum_ptr,  # [num_rows, num_groups] float32
+    num_better_ptr,  # [num_rows, num_tokens, num_parts] int32
     logits_ptr,  # [num_rows, vocab_size], unit last stride
     stride_logits_row,
     token_ids_ptr,  # [num_rows, num_tokens] int64, -1 = none
@@ -149,61 +109,54 @@ def _top_logprobs_kernel(
     num_top,
     vocab_size,
     num_groups,
+    num_parts,
+    GROUP: tl.constexpr,
     TILE_GROUPS: tl.constexpr,  # power of two >= num_groups
-    TILE_RANKED: tl.constexpr,  # groups whose tokens are compared together
+    TILE_PARTS: tl.constexpr,  # power of two >= num_parts
     OVERLAP: tl.constexpr,  # see _overlap
 ):
-    """Grid (num_rows, num_tokens + 1): a program judges a token, the last finds the best ones."""
+    """Grid (num_rows,): one program judges a row's tokens, then finds its best ones."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     slot = row
     if idx_mapping_ptr is not None:
         slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
-    token = tl.full([], -1, tl.int64)
-    if column < num_tokens:
-        token = tl.load(token_ids_ptr + row * stride_token_ids_row + column)
-        if (slot < 0) | (token < 0) | (token >= vocab_size):
+    if slot < 0:
+        for column in range(num_tokens):
             tl.store(logprobs_ptr + row * num_tokens + column, float("-inf"))
             tl.store(ranks_ptr + row * num_tokens + column, 0)
-            return
-    if slot < 0:
         for i in range(num_top):
             tl.store(top_token_ids_ptr + row * num_top + i, -1)
             tl.store(top_logprobs_ptr + row * num_top + i, float("-inf"))
         return
 
     logits_row_ptr = logits_ptr + row * stride_logits_row
-    group_max_row_ptr = group_max_ptr + row * num_groups
     inverse = _inverse_temperature(temperature_ptr, slot)
     group = tl.arange(0, TILE_GROUPS)
     in_row = group < num_groups
-    group_max = tl.load(group_max_row_ptr + group, mask=in_row, other=float("-inf"))
-    group_sum = tl.load(group_sum_ptr + row * num_groups + group, mask=in_row, other=0.0)
+    row_group = row * num_groups + group
+    group_max = tl.load(group_max_ptr + row_group, mask=in_row, other=float("-inf"))
+    group_sum = tl.load(group_sum_ptr + row_group, mask=in_row, other=0.0)
     best = tl.max(group_max, axis=0)
     log_sum = tl.log(tl.sum(group_sum * tl.exp((group_max - best) * inverse), axis=0))
-    lane = tl.arange(0, _GROUP)[None, :]
 
-    if column < num_tokens:
-        x = tl.load(logits_row_ptr + token).to(tl.float32)
-        num_better = tl.zeros([TILE_RANKED], tl.int32)
-        for first in range(0, num_groups, TILE_RANKED):
-            ranked = first + tl.arange(0, TILE_RANKED)
-            its_max = tl.load(
-                group_max_row_ptr + ranked, mask=ranked < num_groups, other=float("-inf")
-            )
-            other = ranked[:, None] * _GROUP + lane
-            has_better = (its_max > x)[:, None] & (other < vocab_size)
-            y = tl.load(logits_row_ptr + other, mask=has_better, other=float("-inf"))
-            num_better += tl.sum((y.to(tl.float32) > x).to(tl.int32), axis=1)
-        tl.store(logprobs_ptr + row * num_tokens + column, (x - best) * inverse - log_sum)
-        rank = 1 + tl.sum(num_better, axis=0)
-        tl.store(ranks_ptr + row * num_tokens + column, rank.to(tl.int64))
-        return
+    part = tl.arange(0, TILE_PARTS)
+    for column in range(num_tokens):
+        token = tl.load(token_ids_ptr + row * stride_token_ids_row + column)
+        is_token = (token >= 0) & (token < vocab_size)
+        x = tl.load(logits_row_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
+        output = row * num_tokens + column
+        better_ptr = num_better_ptr + output * num_parts + part
+        rank = 1 + tl.sum(tl.load(better_ptr, mask=part < num_parts, other=0), axis=0)
+        logprob = tl.where(is_token, (x - best) * inverse - log_sum, float("-inf"))
+        tl.store(logprobs_ptr + output, logprob)
+        tl.store(ranks_ptr + output, tl.where(is_token, rank, 0).to(tl.int64))
 
     # Groups in the order of what is left in them, of equal ones the first: the next best tokens
     # are in as many of them.
     group_keys = _keys(group_max, group)
+    lane = tl.arange(0, GROUP)[None, :]
     last = tl.full([], 2**63 - 1, tl.int64)  # the key taken last
     nth = tl.arange(0, _ROUND)
     for start in range(0, num_top, _ROUND):
@@ -213,7 +166,7 @@ def _top_logprobs_kernel(
             key = tl.max(group_keys, axis=0)
             chosen = tl.where(nth == i, _index_of(key), chosen)
             group_keys = tl.where(group_keys == key, _NO_KEY, group_keys)
-        candidate = chosen[:, None] * _GROUP + lane
+        candidate = chosen[:, None] * GROUP + lane
         is_token = (chosen[:, None] >= 0) & (candidate < vocab_size)
         y = tl.load(logits_row_ptr + candidate, mask=is_token, other=float("-inf"))
         keys = _keys(y.to(tl.float32), candidate)
@@ -238,50 +191,37 @@ def _top_logprobs_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobsConfig:
-    """How a row is cut into programs; only the rounding of a sum depends on it."""
+    """How a row is cut into programs; may change a sum's last bits, so never by the rows."""
 
     tile_groups: int
-    """Groups that a program of the first launch sums up together."""
-    part_tiles: int
-    """Tiles of such a program."""
-    tile_ranked: int
-    """Groups in which a program of the second launch looks for better tokens together."""
+    """Groups that a program of the first launch sums up."""
     num_warps: int
     """Of a program of the first launch."""
-    num_ranking_warps: int
+    num_row_warps: int
     """Of a program of the second."""
 
     @classmethod
-    @lru_cache(maxsize=1024)
-    def default_for(cls, vocab_size: int, num_rows: int) -> TopLogprobsConfig:
+    @lru_cache(maxsize=64)
+    def default_for(cls, vocab_size: int) -> TopLogprobsConfig:
         """Return the GPU's choice.
 
-        A tile is 16 logits a thread whatever the batch, so that a row's sums do not depend on the
-        other rows; where rows alone fill the GPU, a program goes through several.
+        The first launch is cut like a draw's, 16 elements a thread. Two programs of the second
+        fit a multiprocessor, so that 256 rows run at once.
         """
-        num_groups = triton.cdiv(vocab_size, GROUP)
-        part_tiles = min(max(num_rows * triton.cdiv(num_groups, 16) // 4096, 1), 8)
-        warps = 8 if num_groups <= 2048 else 16
+        size = group_size(vocab_size)
+        num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
         return cls(
-            tile_groups=16,
-            part_tiles=part_tiles,
-            tile_ranked=64,
+            tile_groups=min(2048 // size, num_groups),
             num_warps=4,
-            num_ranking_warps=warps,
+            num_row_warps=8 if num_groups <= 2048 else 16,
         )
 
     @classmethod
     def for_interpreter(cls, vocab_size: int) -> TopLogprobsConfig:
-        """Return a whole row a program, up to 2^18 ids a tile."""
-        tile = min(triton.next_power_of_2(triton.cdiv(vocab_size, GROUP)), 2**11)
-        part_tiles = triton.cdiv(vocab_size, tile * GROUP)
-        return cls(
-            tile_groups=tile,
-            part_tiles=part_tiles,
-            tile_ranked=tile,
-            num_warps=1,
-            num_ranking_warps=1,
-        )
+        """Return up to 2^18 ids a program."""
+        size = group_size(vocab_size)
+        num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
+        return cls(tile_groups=min(num_groups, 2**18 // size), num_warps=1, num_row_warps=1)
 
 
 def top_logprobs(
@@ -322,7 +262,8 @@ def top_logprobs(
     Numerics: float32, within 1e-5 of torch's log_softmax; ranks and top_token_ids are exact. A
         row's results do not depend on the other rows.
     Stream: two launches on the current stream, no synchronisation, CUDA-graph safe; none if
-        nothing is asked for. Allocates 8 bytes for each 128 logits, and the results.
+        nothing is asked for. Allocates the results, 8 bytes for each 128 logits, and for each
+        token asked for 4 bytes a program of its row, of 2048 logits on a GPU.
     """
     num_rows, num_tokens, vocab_size = check_top_logprobs(
         logits, token_ids, num_top, idx_mapping, temperature, FLOAT_DTYPES
@@ -337,14 +278,16 @@ def top_logprobs(
     )
     if num_rows == 0 or num_tokens + num_top == 0:
         return results
-    num_groups = triton.cdiv(vocab_size, GROUP)
     if INTERPRET:
         config = TopLogprobsConfig.for_interpreter(vocab_size)
     else:
-        config = TopLogprobsConfig.default_for(vocab_size, num_rows)
-    group_max, group_sum = (empty((num_rows, num_groups), dtype=torch.float32) for _ in range(2))
-    num_parts = triton.cdiv(num_groups, config.tile_groups * config.part_tiles)
-    _sum_groups_kernel[(num_rows, num_parts)](
+        config = TopLogprobsConfig.default_for(vocab_size)
+    size = group_size(vocab_size)
+    num_groups = triton.cdiv(vocab_size, size)
+    num_parts = triton.cdiv(num_groups, config.tile_groups)
+    group_max, group_sum = empty((2, num_rows, num_groups), dtype=torch.float32)
+    num_better = empty((num_rows, num_tokens, num_parts), dtype=torch.int32)
+    group_sums_kernel[(num_rows * num_parts,)](
         group_max,
         group_sum,
         logits,
@@ -353,15 +296,22 @@ def top_logprobs(
         temperature,
         vocab_size,
         num_groups,
-        config.part_tiles,
+        num_parts,
+        GROUP=size,
         TILE_GROUPS=config.tile_groups,
+        SUM_GREEDY=True,
+        num_better_ptr=num_better,
+        token_ids_ptr=token_ids,
+        stride_token_ids_row=token_ids.stride(0),
+        num_tokens=num_tokens,
         num_warps=config.num_warps,
         **overlap_options(logits.device),
     )
-    _top_logprobs_kernel[(num_rows, num_tokens + (num_top > 0))](
+    _top_logprobs_kernel[(num_rows,)](
         *results,
         group_max,
         group_sum,
+        num_better,
         logits,
         logits.stride(0),
         token_ids,
@@ -372,9 +322,11 @@ def top_logprobs(
         num_top,
         vocab_size,
         num_groups,
+        num_parts,
+        GROUP=size,
         TILE_GROUPS=triton.next_power_of_2(num_groups),
-        TILE_RANKED=config.tile_ranked,
-        num_warps=config.num_ranking_warps,
+        TILE_PARTS=triton.next_power_of_2(num_parts),
+        num_warps=config.num_row_warps,
         **overlap_options(logits.device),
     )
     return results

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mrv1.kernels._sampling_groups import group_size, group_sums_kernel
 from mrv1.kernels._triton import triton
-from mrv1.kernels.logprobs import (
-    GROUP,
-    TopLogprobsConfig,
-    _sum_groups_kernel,
-    _top_logprobs_kernel,
-)
+from mrv1.kernels.logprobs import TopLogprobsConfig, _top_logprobs_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,34 +21,47 @@ def cases(target: Target) -> list[AotCase]:
 
 
 def _top_logprobs(target: Target, dtype: torch.dtype, vocab_size: int) -> list[AotCase]:
-    config = TopLogprobsConfig.default_for(vocab_size, 256)
-    num_groups = triton.cdiv(vocab_size, GROUP)
+    config, size = TopLogprobsConfig.default_for(vocab_size), group_size(vocab_size)
+    num_groups = triton.cdiv(vocab_size, size)
+    num_parts = triton.cdiv(num_groups, config.tile_groups)
     int32, int64, float32 = (pointer(d) for d in (torch.int32, torch.int64, torch.float32))
     name = f"{str(dtype).removeprefix('torch.')}-{vocab_size}"
     overlap = {"OVERLAP": target.has_dependent_launch}
     return [
         AotCase(
-            name=f"sum_groups-{name}",
-            kernel=_sum_groups_kernel,
+            name=f"group_sums-{name}",
+            kernel=group_sums_kernel,
             args=(
-                *(float32, float32, pointer(dtype), vocab_size, int32, float32),
-                *(vocab_size, num_groups, config.part_tiles),
+                *(float32, float32, pointer(dtype), vocab_size, None, None),
+                *(vocab_size, num_groups, num_parts),
             ),
-            constexprs={"TILE_GROUPS": config.tile_groups} | overlap,
+            constexprs={
+                "GROUP": size,
+                "TILE_GROUPS": config.tile_groups,
+                "SUM_GREEDY": True,
+                "num_better_ptr": int32,
+                "token_ids_ptr": int64,
+                "stride_token_ids_row": 1,
+                "num_tokens": 1,
+            }
+            | overlap,
             num_warps=config.num_warps,
         ),
         AotCase(
             name=f"top_logprobs-{name}",
             kernel=_top_logprobs_kernel,
             args=(
-                *(float32, int64, int64, float32, float32, float32, pointer(dtype), vocab_size),
-                *(int64, 1, int32, float32, 1, 20, vocab_size, num_groups),
+                *(float32, int64, int64, float32, float32, float32, int32),
+                *(pointer(dtype), vocab_size, int64, 1, int32, float32, 1, 20),
+                *(vocab_size, num_groups, num_parts),
             ),
             constexprs={
+                "GROUP": size,
                 "TILE_GROUPS": triton.next_power_of_2(num_groups),
-                "TILE_RANKED": config.tile_ranked,
+                "TILE_PARTS": triton.next_power_of_2(num_parts),
             }
             | overlap,
-            num_warps=config.num_ranking_warps,
+            num_warps=config.num_row_warps,
+            programs_per_sm=2 if (target.name, vocab_size) == ("sm_90", 151_936) else 0,
         ),
     ]

@@ -202,7 +202,9 @@ def test_a_row_does_not_depend_on_the_others(device, case):
 # --- edges -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("vocab", "as_on_gpu"), [(5000, True), (32_000, False), (151_936, False)])
+@pytest.mark.parametrize(
+    ("vocab", "as_on_gpu"), [(5000, True), (32_000, False), (151_936, False), (600_000, False)]
+)
 def test_large_vocabularies(device, vocab, as_on_gpu):
     """Good tokens and bad ones, with ties in the second row."""
     logits = normal((2, vocab), torch.float32, "cpu") * 3
@@ -301,12 +303,11 @@ def test_a_captured_launch_follows_the_logits(device):
 
 
 def test_configurations():
-    """The sums of a row must not change with the batch: only the tiles of a program do."""
-    one, many = (TopLogprobsConfig.default_for(151_936, n) for n in (1, 256))
-    assert (one.part_tiles, many.part_tiles) == (1, 4)
-    assert (one.tile_groups, one.num_warps) == (many.tile_groups, many.num_warps) == (16, 4)
-    assert TopLogprobsConfig.default_for(1 << 20, 1).num_ranking_warps == 16
-    assert TopLogprobsConfig.for_interpreter(1 << 20).part_tiles == 4
+    """A program of the first launch is 2048 ids, whatever the groups; the rows do not enter."""
+    small, usual, largest = map(TopLogprobsConfig.default_for, (1000, 151_936, MAX_VOCAB_SIZE))
+    assert (small.tile_groups, usual.tile_groups, largest.tile_groups) == (8, 16, 8)
+    assert (usual.num_row_warps, largest.num_row_warps) == (8, 16)
+    assert TopLogprobsConfig.for_interpreter(MAX_VOCAB_SIZE).tile_groups == 2**18 // 256
 
 
 # --- errors ------------------------------------------------------------------------------------
