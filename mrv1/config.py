@@ -32,9 +32,12 @@ MAX_STOP_SEQS_VARIABLE = "MRV1_MAX_STOP_SEQS_NUM"
 STOP_SEQS_LEN_VARIABLE = "MRV1_STOP_SEQS_MAX_LEN"
 """``EngineConfig.stop_seqs_max_len`` where that is not given; else 8."""
 
+HEAD_POLICY_VARIABLE = "MRV1_HEAD_POLICY"
+"""``EngineConfig.head_policy`` where that is not given."""
+
 VARIABLES = (
     DEBUG_VARIABLE, DEBUG_SYNC_VARIABLE, MAX_BAD_WORDS_VARIABLE, BAD_WORDS_LEN_VARIABLE,
-    MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE,
+    MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE, HEAD_POLICY_VARIABLE,
 )  # fmt: skip
 """Every variable of mrv1's own."""
 
@@ -140,7 +143,17 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations and KV cache together."""
     num_kv_blocks: int | None = None
-    """KV blocks to allocate; None = what memory allows, at most what can be used."""
+    """KV blocks to allocate for heads that see everything; None = what memory allows, at most what
+    can be used. Heads with a window have as many or, if that is less, what they can use."""
+    head_policy: str | None = field(default_factory=lambda: os.environ.get(HEAD_POLICY_VARIABLE))
+    """JSON file of a ``HeadPolicy``; None = what the checkpoint says, else every head sees all
+    that its layer does."""
+    window_recycling: bool = True
+    """Give back the blocks that heads with a window no longer see; else they are kept, in one
+    table for all heads. FlashInfer has one table."""
+    streaming_cache_blocks: int | None = None
+    """Blocks, of each group of heads with a window, that the prefix cache may keep beside those of
+    running requests; None = what 64 requests hold."""
     attention_backend: AttentionBackendName = "triton"
     """Who attends: mrv1's kernels, or FlashInfer if it is installed."""
     enable_prefix_caching: bool = True
@@ -205,6 +218,7 @@ class EngineConfig:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("num_kv_blocks", 1),
+            ("streaming_cache_blocks", 0),
             ("max_bad_words_num", 1),
             ("bad_words_max_len", 1),
             ("max_stop_seqs_num", 1),
@@ -224,7 +238,7 @@ class EngineConfig:
             raise ConfigError(f"seed: expected an integer, got {self.seed!r}")
         for name in (
             "enable_prefix_caching", "overlap", "cuda_graphs", "deterministic", "debug",
-            "debug_sync",
+            "debug_sync", "window_recycling",
         ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")

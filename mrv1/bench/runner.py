@@ -210,7 +210,7 @@ def steady(core: EngineCore, bench: RunnerBench, batch: int) -> Iterator[None]:
             raise CapacityError(
                 f"batch: expected {batch} requests to decode together for {bench.steps} steps, "
                 f"got {num_lost} preemptions and {len(core.scheduler.running)} at the end; "
-                f"{core.scheduler.pool.num_blocks} KV blocks of {bench.block_size} tokens, "
+                f"{core.scheduler.pools[0].num_blocks} KV blocks of {bench.block_size} tokens, "
                 f"max_num_batched_tokens {bench.max_num_batched_tokens}"
             )
     finally:

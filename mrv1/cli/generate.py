@@ -196,6 +196,17 @@ def generate(
         Path | None,
         typer.Option(help="JSON: what each KV head sees.", rich_help_panel=ENGINE),
     ] = None,
+    window_recycling: Annotated[
+        bool,
+        typer.Option(help="Give back what windows have left behind.", rich_help_panel=ENGINE),
+    ] = True,
+    streaming_cache_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks of heads with a window that stay cached, at most.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
 ) -> None:
     """Continue a prompt, or every prompt of a JSONL file.
 
@@ -242,6 +253,8 @@ def generate(
         "max_logprobs": max_logprobs,
         "logprobs_mode": cast("LogprobsModeName", logprobs_mode),
         "head_policy": head_policy,
+        "window_recycling": window_recycling,
+        "streaming_cache_blocks": streaming_cache_blocks,
     }
     with one_line_errors():
         _check_mode(prompt, input_file, output_file)

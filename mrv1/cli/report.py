@@ -34,32 +34,20 @@ class Usage:
     """Counts what a generation used; ``observe`` sees the outputs of every step."""
 
     llm: LLM
-    peak_blocks: int = 0
     num_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
     def observe(self, outputs: list[RequestOutput]) -> None:
         """Count the finished among the outputs of one step."""
-        report, metrics = self.llm.kv_report(), self.llm.metrics()
-        held = report["num_blocks"] - metrics["num_free_blocks"]
         for output in outputs:
             if not output.finished or output.metrics is None:
                 continue
-            # Its blocks are free again by now, but were held in the step that ended it; the last
-            # token of an output was never written to the cache, and outputs share the prompt.
-            num_prompt, block_size = len(output.prompt_token_ids), report["block_size"]
-            num_shared = num_prompt // block_size if len(output.outputs) > 1 else 0
-            held += num_shared
-            for completion in output.outputs:
-                num_output = len(completion.token_ids)
-                self.num_tokens += num_output
-                held += -(-(num_prompt + num_output - 1) // block_size) - num_shared
+            self.num_tokens += sum(len(each.token_ids) for each in output.outputs)
             if output.metrics.first_token_time is not None:
                 self.first_token_s.append(
                     output.metrics.first_token_time - output.metrics.arrival_time
                 )
-        self.peak_blocks = max(self.peak_blocks, held)
 
     def line(self, path: str) -> str:
         """Return the summary line; ``path`` says what ran."""
@@ -73,7 +61,7 @@ class Usage:
                 f"{median}time to first token {statistics.median(self.first_token_s) * 1e3:.0f} ms"
             )
         parts.append(
-            f"KV cache {mib(self.peak_blocks * report['block_bytes'])} used at most of "
+            f"KV cache {mib(report['peak_held_bytes'])} used at most of "
             f"{mib(report['total_bytes'])} allocated"
         )
         return " | ".join([*parts, path])

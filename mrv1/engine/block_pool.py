@@ -22,12 +22,18 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.peak_held = 0
+        """Most blocks that requests have held at a time."""
         self._num_refs = [0] * num_blocks
         self._free = deque(range(num_blocks))
         self._evictable: OrderedDict[int, bytes] = OrderedDict()
         """Block -> its digest; least recently used first."""
-        self._quarantine: OrderedDict[int, int] = OrderedDict()
-        """Block -> the step after which it may be allocated; steps ascend."""
+        self._quarantine: dict[int, int] = {}
+        """Block -> the step after which it may be allocated."""
+        self._used_until: dict[int, int] = {}
+        """Block -> the newest step of a former holder, while others hold it."""
+        self._released = -1
+        """The newest step that is over."""
         self._cached: dict[bytes, int] = {}
         """Digest of a prefix -> the block that ends it."""
         self._digests: list[bytes | None] = [None] * num_blocks
@@ -66,6 +72,7 @@ class BlockPool:
                 f"block pool: expected {count} free blocks, got {self.num_free} of "
                 f"{self.num_blocks}; raise num_kv_blocks"
             )
+        self.peak_held = max(self.peak_held, self.num_held + count)
         num_evicted = max(count - len(self._free), 0)
         taken = [self._free.popleft() for _ in range(count - num_evicted)]
         if num_evicted:
@@ -80,8 +87,9 @@ class BlockPool:
 
         Args:
             blocks: in the order in which they should be reused or evicted.
-            last_step: the newest step that may use them; what nobody holds any more stays in
-                quarantine until it is released. None = no step does. Steps never descend.
+            last_step: the newest step in which their holder may use them; what nobody holds any
+                more stays in quarantine until it is released, and until those of former holders
+                are. None = no step does. Steps never descend.
 
         Raises:
             ValueError: a block is not held (freed twice, or never this pool's) or named twice.
@@ -92,18 +100,22 @@ class BlockPool:
         for block in blocks:
             self._num_refs[block] -= 1
             if self._num_refs[block]:
+                if last_step is not None:
+                    self._used_until[block] = last_step
                 continue
-            if last_step is None:
+            former = self._used_until.pop(block, -1)
+            step = former if last_step is None else last_step
+            if step <= self._released:
                 self._settle(block)
             else:
-                self._quarantine[block] = last_step
+                self._quarantine[block] = step
 
     def release(self, step: int) -> None:
         """End the quarantine of blocks whose last step is ``step`` or before."""
-        while self._quarantine:
-            block, last_step = next(iter(self._quarantine.items()))
-            if last_step > step:
-                return
+        self._released = max(step, self._released)
+        if not self._quarantine:
+            return
+        for block in [b for b, last_step in self._quarantine.items() if last_step <= step]:
             del self._quarantine[block]
             self._settle(block)
 
@@ -129,6 +141,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def known(self, digests: Iterable[bytes]) -> list[int]:
+        """Return the block of every digest, -1 where none is cached."""
+        return [self._cached.get(digest, -1) for digest in digests]
+
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """Return how many of ``blocks`` count as free, and no more once they are shared."""
         return sum(block in self._evictable for block in blocks)
@@ -140,7 +156,7 @@ class BlockPool:
                 if block in self._evictable:
                     del self._evictable[block]
                 else:
-                    del self._quarantine[block]
+                    self._used_until[block] = self._quarantine.pop(block)
             self._num_refs[block] += 1
 
     def reset_cache(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel
-from mrv1.runner import AsyncOutput, ModelRunner, StepPlan
+from mrv1.runner import AsyncOutput, KVUsage, ModelRunner, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
 
@@ -35,8 +36,9 @@ class Metrics(TypedDict):
     num_waiting_requests: int
     num_preemptions: int
     num_free_blocks: int
-    """Blocks that a request could have now."""
+    """Blocks that a request could have now, of every head group."""
     num_kv_blocks: int
+    """Of the first head group: heads that see everything, if there are any."""
     num_prefix_queries: int
     """Tokens of admitted requests that the prefix cache was asked for."""
     prefix_hit_tokens: int
@@ -94,6 +96,7 @@ class EngineCore:
         )
         self.scheduler = Scheduler(
             num_blocks=self.runner.kv_cache.num_blocks,
+            keeps=[group.keeps for group in self.runner.head_groups.groups],
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -343,6 +346,24 @@ class EngineCore:
         self.runner.discard()
         self._ended += self.scheduler.abandon(error)
 
+    def kv_report(self) -> KVUsage:
+        """Return the KV cache's sizes in bytes, and what requests hold of them."""
+        report, pools = self.runner.kv_report(), self.scheduler.pools
+        block_bytes = [group["block_bytes"] for group in report["groups"]]
+
+        def nbytes(counts: Iterable[int]) -> int:
+            return sum(map(operator.mul, counts, block_bytes))
+
+        held = [pool.num_held for pool in pools]
+        return KVUsage(
+            **report,
+            held_blocks=held,
+            held_bytes=nbytes(held),
+            peak_held_bytes=nbytes(pool.peak_held for pool in pools),
+            free_share=nbytes(pool.num_free for pool in pools)
+            / nbytes(pool.num_blocks for pool in pools),
+        )
+
     def metrics(self) -> Metrics:
         """Return the counters as a plain dict."""
         scheduler, runner = self.scheduler, self.runner
@@ -354,8 +375,8 @@ class EngineCore:
             num_running_requests=len(scheduler.running),
             num_waiting_requests=scheduler.num_waiting,
             num_preemptions=scheduler.num_preemptions,
-            num_free_blocks=scheduler.pool.num_free,
-            num_kv_blocks=scheduler.pool.num_blocks,
+            num_free_blocks=scheduler.pools.num_free,
+            num_kv_blocks=scheduler.pools[0].num_blocks,
             num_prefix_queries=scheduler.num_prefix_queries,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             wasted_tokens=scheduler.wasted_tokens,

@@ -25,7 +25,7 @@ from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import RequestError
 from mrv1.headwise import HeadPolicy
-from mrv1.runner import KVReport
+from mrv1.runner import KVUsage
 from mrv1.sampler import LogitsProcessor, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -75,6 +75,8 @@ class LLM:
         logprobs_mode: LogprobsModeName = "raw_logprobs",
         logits_processors: Sequence[LogitsProcessor] = (),
         head_policy: HeadPolicy | str | Path | None = None,
+        window_recycling: bool = True,
+        streaming_cache_blocks: int | None = None,
         seed: int = 0,
     ) -> None:
         """Load ``model`` and allocate its KV cache.
@@ -97,8 +99,9 @@ class LLM:
             max_num_seqs: requests that run at the same time.
             max_num_batched_tokens: token budget of a step; longer prompts are prefilled in chunks.
             gpu_memory_utilization: share of the GPU's memory for weights, activations and cache.
-            num_kv_blocks: KV blocks to allocate; None = what memory allows, at most what can be
-                used.
+            num_kv_blocks: KV blocks to allocate, of heads that see everything; None = what memory
+                allows, at most what can be used. Heads with a window have as many or, if that is
+                less, what they can use.
             enable_prefix_caching: keep the blocks of prompts and outputs for requests that begin
                 alike; not with ``kv_scale="quarter"``, nor is ``deterministic``.
             overlap: launch a step before the result of the one before it is known (never with
@@ -121,8 +124,13 @@ class LLM:
             logprobs_mode: ``raw_logprobs``, of the model's logits, or ``processed_logprobs``, of
                 what a token is drawn from: edited, scaled and filtered.
             logits_processors: edits of the caller's own, of every step's logits.
-            head_policy: what each KV head sees, or a JSON file that says so; None = all that its
-                layer does. What a streaming head no longer sees is kept nevertheless.
+            head_policy: what each KV head sees, or a JSON file that says so; None = the file that
+                the environment variable ``MRV1_HEAD_POLICY`` names, else what the checkpoint's
+                configuration asks for, else all that its layer does.
+            window_recycling: give back the blocks that heads with a window no longer see; else
+                all heads share one table, and they are kept. FlashInfer has one table.
+            streaming_cache_blocks: blocks, of each group of heads with a window, that the prefix
+                cache may keep beside those of running requests; None = what 64 requests hold.
             seed: from which requests without a seed of their own draw theirs.
 
         Raises:
@@ -156,6 +164,8 @@ class LLM:
             max_logit_bias=max_logit_bias,
             max_logprobs=max_logprobs,
             logprobs_mode=logprobs_mode,
+            window_recycling=window_recycling,
+            streaming_cache_blocks=streaming_cache_blocks,
             seed=seed,
             **{name: value for name, value in limits.items() if value is not None},
         )
@@ -289,9 +299,9 @@ class LLM:
         """Return the start-up line: model, device, path, dtypes, blocks."""
         return self._engine.runner.describe()
 
-    def kv_report(self) -> KVReport:
-        """Return the KV cache's sizes in bytes."""
-        return self._engine.runner.kv_report()
+    def kv_report(self) -> KVUsage:
+        """Return the KV cache's sizes in bytes by head group, and what requests hold of them."""
+        return self._engine.kv_report()
 
     def metrics(self) -> Metrics:
         """Return counters of steps, tokens, requests and blocks as a plain dict."""

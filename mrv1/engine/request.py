@@ -75,7 +75,8 @@ class Request:
     slot: int = -1
     """Row in the runner's state while running."""
     epoch: int = -1
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Per head group, the ids of its logical blocks; -1 = given up."""
     block_digests: list[bytes] = field(default_factory=list)
     """Digests of its leading full blocks, as far as they are worked out."""
     num_cached_tokens: int = 0

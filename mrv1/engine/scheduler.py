@@ -7,14 +7,16 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from mrv1.engine.block_pool import BlockPool
+from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.prefix_cache import extend_chain
 from mrv1.engine.request import FinishReason, Request, Status
 from mrv1.errors import Mrv1Error, RequestError
+from mrv1.headwise import FULL, Visible
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.runner.step import (
     Int32Array,
@@ -126,20 +128,37 @@ class Scheduler:
     succeeded stay known by their content, and an admitted request starts behind the longest
     prefix found, its last token excepted. What names a block is worked out when a request is
     looked up, or leaves: a step that only goes on has nothing to do for it.
+
+    **Head groups.** A request takes as many blocks of every group. Of a group whose heads have a
+    window it gives back those that left the window once the step has returned that moved it on:
+    steps in flight start behind that one, so that none of them reads what is given back.
     """
 
     def __init__(
         self,
         *,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        keeps: Sequence[Visible] = (FULL,),
         eos_token_ids: Iterable[int] = (),
         max_steps_in_flight: int = 2,
         enable_prefix_caching: bool = False,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        """Make the pools of the head groups.
+
+        Args:
+            num_blocks: of each head group.
+            block_size: tokens per block.
+            max_num_seqs: requests that run at the same time.
+            max_num_batched_tokens: token budget of a step.
+            keeps: what each group's heads see; those that see everything first.
+            eos_token_ids: end-of-sequence tokens.
+            max_steps_in_flight: plans that may await their output.
+            enable_prefix_caching: keep blocks for requests that begin alike.
+        """
+        self.pools = HeadPools(num_blocks, block_size, keeps)
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_steps_in_flight = max_steps_in_flight
@@ -194,6 +213,8 @@ class Scheduler:
         """Tokens whose K and V are in the cache by steps that are over and succeeded."""
         self._num_cached_blocks = per_slot()
         """Leading blocks that were offered to the prefix cache."""
+        self._first_live = {group: per_slot() for group, _ in self.pools.streaming}
+        """Of groups with a window: the first logical block behind the sink that is held."""
         self._without_token: set[Request] = set()
         """Running requests that have yet to get their first token."""
 
@@ -248,12 +269,12 @@ class Scheduler:
                 raise RequestError(
                     f"request_id: {member.req_id!r} is in use by an unfinished request"
                 )
-        needed = self._blocks_for(request.max_total_tokens)
-        if needed > self.pool.num_blocks:
+        if not self.pools.fits(request.max_total_tokens, self.max_num_batched_tokens):
+            num_blocks = self.pools[0].num_blocks
             raise RequestError(
-                f"prompt and max_tokens: expected at most {self.pool.num_blocks * self.block_size}"
-                f" tokens (num_kv_blocks = {self.pool.num_blocks} of {self.block_size}), got up "
-                f"to {request.max_total_tokens}; raise num_kv_blocks or lower max_tokens"
+                f"prompt and max_tokens: expected at most {num_blocks * self.block_size} tokens "
+                f"(num_kv_blocks = {num_blocks} of {self.block_size}), got up to "
+                f"{request.max_total_tokens}; raise num_kv_blocks or lower max_tokens"
             )
         self._check_spans(request)
         eos = () if request.params.ignore_eos else self._eos_token_ids
@@ -314,7 +335,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; nothing that was computed until now is shared again."""
-        self.pool.reset_cache()
+        self.pools.reset_cache()
         self._num_cached_blocks.fill(NEVER)
 
     # --- one step -------------------------------------------------------------------------
@@ -386,10 +407,11 @@ class Scheduler:
             num_tokens = int(counts.sum())
         if num_tokens <= self.max_num_batched_tokens:
             # A row can lack blocks only for what it computes: no more than that many in all.
-            if self.pool.num_free >= num_tokens:
+            num_free = self.pools.num_free
+            if num_free >= num_tokens:
                 return ends, counts, False
             short = -(-(ends - self._capacity[index]) // self.block_size)
-            if self.pool.num_free >= np.maximum(short, 0).sum():
+            if num_free >= np.maximum(short, 0).sum():
                 return ends, counts, False
         ends, starved = self._ends_one_by_one()
         return ends, ends - self._num_computed[self._running_rows().index], starved
@@ -405,10 +427,10 @@ class Scheduler:
             computed = int(self._num_computed[slot])
             known = min(int(self._num_tokens[slot]), int(self._max_computed[slot]))
             count = self._uncut(request, computed, min(known - computed, budget))
-            needed = self._blocks_for(computed + count) - len(request.block_ids)
-            while needed > 0 and claimed + needed > self.pool.num_free:
+            needed = self._blocks_for(computed + count) - self._num_blocks(slot)
+            while needed > 0 and claimed + needed > self.pools.num_free:
                 starved = True
-                if claimed + needed <= self.pool.num_free + self._num_soon_free():
+                if claimed + needed <= self._num_free_soon():
                     count = 0  # its blocks stay claimed, so that later rows do not take them
                     break
                 # The last of the running has no row in this step yet: rows are filled in order.
@@ -428,15 +450,16 @@ class Scheduler:
             return {}
         index = rows.index[short]
         counts = -(-(ends[short] - self._capacity[index]) // self.block_size)
-        blocks = self.pool.allocate(int(counts.sum()))
+        blocks = self.pools.allocate(int(counts.sum()))
         self._capacity[index] += counts * self.block_size
         new_blocks: NewBlocks = {}
         at = 0
         for row, slot, count in zip(short.tolist(), index.tolist(), counts.tolist(), strict=True):
-            own = blocks[at : at + count]
+            own = tuple(map(itemgetter(slice(at, at + count)), blocks))
             at += count
-            rows.requests[row].block_ids += own
-            new_blocks[slot] = (own,)
+            for held, fresh in zip(rows.requests[row].block_ids, own, strict=True):
+                held += fresh
+            new_blocks[slot] = own
         return new_blocks
 
     def _admit_waiting(self, entering: _Entering, new_blocks: NewBlocks, budget: int) -> None:
@@ -446,16 +469,14 @@ class Scheduler:
         while budget and self.waiting and self._free_slots:
             request = next(iter(self.waiting.values()))
             hit = self._find_prefix(request)
-            needed = self._blocks_for(request.num_tokens) - len(hit)
-            if needed > self.pool.num_free - self.pool.num_evictable(hit):
-                return
-            num_cached = len(hit) * self.block_size
+            num_hit = len(hit[0])
+            num_cached = num_hit * self.block_size
             count = self._uncut(request, num_cached, min(request.num_tokens - num_cached, budget))
-            if not count:
+            if not count or self.pools.lacks(hit, self._blocks_to_admit(request, num_hit, count)):
                 return
             self._enter(request, hit)
-            fresh = self._grow(request, self._blocks_for(num_cached + count) - len(hit))
-            new_blocks[request.slot] = ((*hit, *fresh),)
+            self._grow(request, self._blocks_for(num_cached + count) - num_hit)
+            new_blocks[request.slot] = tuple([tuple(own) for own in request.block_ids])
             (entering.resumed if request.num_preemptions else entering.new).append(
                 SlotRequest(
                     req_id=request.req_id,
@@ -696,7 +717,7 @@ class Scheduler:
         for request in failed:
             self.fail(request, error)
         self._in_flight.clear()
-        self.pool.release(self._next_step_id - 1)
+        self.pools.release(self._next_step_id - 1)
         return failed
 
     # --- steps in flight ------------------------------------------------------------------
@@ -705,7 +726,7 @@ class Scheduler:
         """Take a step out of flight; blocks that only it and steps before it used are free."""
         self._in_flight.remove(step)
         oldest = self._in_flight[0].step_id if self._in_flight else self._next_step_id
-        self.pool.release(oldest - 1)
+        self.pools.release(oldest - 1)
 
     def _live_rows(self, step: _Launched) -> BoolArray:
         """Return ``[rows]`` whether each request is still in its slot; count the others.
@@ -727,11 +748,24 @@ class Scheduler:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _grow(self, request: Request, num_blocks: int) -> tuple[int, ...]:
-        blocks = self.pool.allocate(num_blocks)
-        request.block_ids.extend(blocks)
-        self._capacity[request.slot] = len(request.block_ids) * self.block_size
-        return blocks
+    def _num_blocks(self, slot: int) -> int:
+        """Return a running request's logical blocks."""
+        return int(self._capacity[slot]) // self.block_size
+
+    def _blocks_to_admit(self, request: Request, num_hit: int, count: int) -> list[int]:
+        """Return the blocks of each group that have to be there for a waiting request.
+
+        Those of all its known tokens, or, where what leaves the window is given back, of the
+        first so many behind its cached blocks.
+        """
+        in_step = self._blocks_for(num_hit * self.block_size + count) - num_hit
+        known = self._blocks_for(request.num_tokens) - num_hit
+        return [known if seen.is_full else in_step for seen in self.pools.keeps]
+
+    def _grow(self, request: Request, num_blocks: int) -> None:
+        for held, fresh in zip(request.block_ids, self.pools.allocate(num_blocks), strict=True):
+            held += fresh
+        self._capacity[request.slot] += num_blocks * self.block_size
 
     def _uncut(self, request: Request, start: int, count: int) -> int:
         """Return ``count`` tokens from ``start``, or fewer to end before a span, not inside it."""
@@ -740,10 +774,21 @@ class Scheduler:
                 return span_start - start
         return count
 
-    def _num_soon_free(self) -> int:
-        """Blocks that come free when the steps in flight are over, whatever these produce."""
-        ending = (r for r in self.running.values() if self._is_ending(r))
-        return self.pool.num_quarantined + sum(self.pool.num_sole(r.block_ids) for r in ending)
+    def _num_free_soon(self) -> int:
+        """Blocks of every group that are free when the steps in flight are over.
+
+        Whatever these produce: what ends by length, and what windows leave behind.
+        """
+        num_free = np.array([pool.num_free + pool.num_quarantined for pool in self.pools])
+        for request in self.running.values():
+            if self._is_ending(request):
+                num_free += self.pools.num_sole(request.block_ids)
+                continue
+            for group, seen in self.pools.streaming:
+                start = int(self._first_live[group][request.slot])
+                end = int(self.pools.first_live(seen, self._num_computed[request.slot]))
+                num_free[group] += self.pools[group].num_sole(request.block_ids[group][start:end])
+        return int(num_free.min())
 
     def _is_ending(self, request: Request) -> bool:
         """Whether the last token of a running request is pending."""
@@ -753,19 +798,21 @@ class Scheduler:
         """The last arrival that gains by waiting: one that ends soon gives its blocks anyway."""
         return next(r for r in reversed(self.running.values()) if not self._is_ending(r))
 
-    def _find_prefix(self, request: Request) -> list[int]:
-        """Return cached blocks of the request's first tokens: full ones, not its last token's."""
+    def _find_prefix(self, request: Request) -> list[list[int]]:
+        """Return, per group, cached blocks of the request's first tokens.
+
+        Full ones, and not its last token's.
+        """
         if not self.enable_prefix_caching or request.lacks_prompt_logprobs:
-            return []
+            return [[] for _ in self.pools]
         self._extend_digests(request, request.num_tokens)
-        num_tokens = request.num_tokens - 1
-        blocks = self.pool.find(request.block_digests[: num_tokens // self.block_size])
+        num_blocks = (request.num_tokens - 1) // self.block_size
+
         # The start of a span that would be cut may be within a block, hence within another span.
-        while (uncut := self._uncut(request, 0, len(blocks) * self.block_size)) < (
-            len(blocks) * self.block_size
-        ):
-            blocks = blocks[: uncut // self.block_size]
-        return blocks
+        def cut(count: int) -> int:
+            return self._uncut(request, 0, count * self.block_size) // self.block_size
+
+        return self.pools.find(request.block_digests[:num_blocks], cut)
 
     def _land(self, step: _Launched, live: BoolArray) -> None:
         """Note what a step computed of the requests that are live and did not fail."""
@@ -773,6 +820,27 @@ class Scheduler:
         if live is not step.rows.everyone:
             index, ends = index[live], ends[live]
         self._num_landed[index] = ends
+        if self.pools.streaming:
+            requests: Sequence[Request] = step.rows.requests
+            if live is not step.rows.everyone:
+                requests = [requests[row] for row in live.nonzero()[0].tolist()]
+            self._give_up_behind_windows(requests, index, ends)
+
+    def _give_up_behind_windows(
+        self, requests: Sequence[Request], index: Int64Array, num_landed: Int64Array
+    ) -> None:
+        """Give back the blocks that no token behind those that have landed will see."""
+        for group, seen in self.pools.streaming:
+            starts = self._first_live[group][index]
+            ends = self.pools.first_live(seen, num_landed)
+            for row in (ends > starts).nonzero()[0].tolist():
+                request = requests[row]
+                if self.enable_prefix_caching:
+                    self._cache_blocks(request)
+                self.pools.give_up(
+                    group, request.block_ids[group], int(starts[row]), int(ends[row])
+                )
+            self._first_live[group][index] = np.maximum(starts, ends)
 
     def _cache_running_blocks(self) -> None:
         """Let the full blocks of all that run be found by their content.
@@ -791,10 +859,7 @@ class Scheduler:
         end = int(self._num_landed[request.slot]) // self.block_size
         if start < end:
             self._extend_digests(request, end * self.block_size)
-            for block, digest in zip(
-                request.block_ids[start:end], request.block_digests[start:end], strict=True
-            ):
-                self.pool.cache(block, digest)
+            self.pools.cache(request.block_ids, request.block_digests, start, end)
             self._num_cached_blocks[request.slot] = end
 
     def _extend_digests(self, request: Request, num_tokens: int) -> None:
@@ -815,27 +880,29 @@ class Scheduler:
             self._rows = _Rows.of(self.running.values())
         return self._rows
 
-    def _enter(self, request: Request, hit: list[int]) -> None:
+    def _enter(self, request: Request, hit: list[list[int]]) -> None:
         """Take a waiting request into a slot, behind the cached blocks of its prefix."""
-        num_cached = len(hit) * self.block_size
+        num_cached = len(hit[0]) * self.block_size
         if self.enable_prefix_caching:
             self.num_prefix_queries += request.num_tokens
             self.prefix_hit_tokens += num_cached
-        self.pool.share(hit)
+        self.pools.share(hit)
         del self.waiting[request.req_id]
         self.running[request.req_id] = request
         self._rows = None
         slot = self._free_slots.popleft()
         request.slot, request.epoch = slot, int(self._epochs[slot])
         request.status = Status.RUNNING
-        request.block_ids.extend(hit)
+        request.block_ids = hit
         request.num_cached_tokens = num_cached
         self._num_tokens[slot] = request.num_tokens
         self._num_computed[slot] = num_cached
         self._max_computed[slot] = request.max_total_tokens - 1
         self._capacity[slot] = num_cached
         self._num_landed[slot] = num_cached
-        self._num_cached_blocks[slot] = len(hit)
+        self._num_cached_blocks[slot] = len(hit[0])
+        for group, seen in self.pools.streaming:
+            self._first_live[group][slot] = self.pools.first_live(seen, self._num_landed[slot])
         if request.first_token_time is None:
             self._without_token.add(request)
 
@@ -883,9 +950,8 @@ class Scheduler:
         self._rows = self._newest = None
         self._without_token.discard(request)
         last_step = self._next_step_id - 1 if self._in_flight else None
-        # The end of a prefix goes first: without its beginning it could not be found.
-        self.pool.free(request.block_ids[::-1], last_step=last_step)
-        request.block_ids.clear()
+        self.pools.free(request.block_ids, last_step=last_step)
+        request.block_ids = []
         self._epochs[request.slot] += 1
         self._free_slots.append(request.slot)
         request.slot = -1

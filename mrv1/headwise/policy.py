@@ -34,6 +34,10 @@ class Visible(NamedTuple):
         """Whether it sees everything."""
         return self.window < 0
 
+    def sink_blocks(self, block_size: int) -> int:
+        """Return the leading blocks that it always sees."""
+        return -(-self.sink // block_size)
+
     def num_blocks(self, block_size: int, query_len: int = 1) -> int:
         """Return the blocks that a request needs of a streaming head at most, at any length.
 
@@ -46,12 +50,12 @@ class Visible(NamedTuple):
         """
         if self.is_full:
             raise ValueError("num_blocks: expected a streaming head, got a full one")
-        sink_blocks = -(-self.sink // block_size)
-        return sink_blocks + -(-(self.window + query_len - 2) // block_size) + 1
+        live = -(-(self.window + query_len - 2) // block_size) + 1
+        return self.sink_blocks(block_size) + live
 
     def freed_blocks(self, num_tokens: int, block_size: int) -> range:
         """Return the logical blocks that nobody sees any more behind ``num_tokens`` tokens."""
-        first = -(-self.sink // block_size)
+        first = self.sink_blocks(block_size)
         if self.is_full:
             return range(first, first)
         # The next token, at position num_tokens, sees window - 1 tokens before it.

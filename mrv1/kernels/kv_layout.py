@@ -101,9 +101,12 @@ class KVLayout:
         head_base: Sequence[int],
         block_stride: Sequence[int],
         roles: Sequence[HeadRole],
+        num_groups: int | None = None,
         device: torch.device | str = "cpu",
     ) -> KVLayout:
         """Return a layout from plain numbers, checked on the host.
+
+        ``num_groups``: rows of ``slot_mapping``; None = as many as the roles name.
 
         Raises:
             ValueError: an impossible size, an unaligned base or stride, or a role that
@@ -171,7 +174,7 @@ class KVLayout:
             sink=column([r.sink for r in roles], torch.int32),
             ring_blocks=column([r.ring_blocks for r in roles], torch.int32),
             group_of_head=column([r.group for r in roles], torch.int32),
-            num_groups=max(r.group for r in roles) + 1,
+            num_groups=num_groups or max(r.group for r in roles) + 1,
             address_unit=math.gcd(head_dim, token_stride, *head_base, *block_stride),
             has_window=any(r.window >= 0 for r in roles),
             has_ring=any(r.ring_blocks > 0 for r in roles),
@@ -248,7 +251,8 @@ class KVLayout:
         """Return the layout of several head groups in one buffer.
 
         Group ``g`` starts at element ``group_base[g]`` and is an HND cache of its own heads:
-        ``[blocks of g, heads of g, block_size, head_dim]``.
+        ``[blocks of g, heads of g, block_size, head_dim]``. It may have none: other layers' heads
+        may be in it.
         """
         page = block_size * head_dim
         size = [sum(role.group == g for role in roles) for g in range(len(group_base))]
@@ -269,6 +273,7 @@ class KVLayout:
             head_base=bases,
             block_stride=strides,
             roles=roles,
+            num_groups=len(group_base),
             device=device,
         )
 

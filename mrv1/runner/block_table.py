@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 import torch
 
+from mrv1.headwise import HeadGroup
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
 from mrv1.runner.step import Int32Array, Int64Array, StepPlan
 
 NO_PAGE = -1
 """Entry of a block table that names no page; kernels skip it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupColumns:
-    """The columns of a table row that belong to one head group."""
-
-    offset: int
-    """First column."""
-    width: int
-    """Columns."""
-    sink: int = 0
-    """Leading tokens kept by a streaming group; 0 for a full group."""
-    ring_blocks: int = 0
-    """Ring width in blocks; 0 = a column is the logical block."""
 
 
 class BlockTables:
@@ -42,7 +28,7 @@ class BlockTables:
     """
 
     @staticmethod
-    def fields(groups: Sequence[GroupColumns]) -> Mapping[str, Field]:
+    def fields(groups: Sequence[HeadGroup]) -> Mapping[str, Field]:
         """Return what a slot holds on the device."""
         return {"block_table": Field(width=sum(group.width for group in groups))}
 
@@ -50,7 +36,7 @@ class BlockTables:
         self,
         slots: SlotState,
         max_num_reqs: int,
-        groups: Sequence[GroupColumns],
+        groups: Sequence[HeadGroup],
         device: torch.device,
     ) -> None:
         self.groups = tuple(groups)
@@ -60,21 +46,26 @@ class BlockTables:
         """Columns of all groups."""
         self._first_word = slots.first_word("block_table", 0)
         self.num_blocks_np = np.zeros((max_num_reqs, len(self.groups)), dtype=np.int32)
-        """[max_num_reqs, groups], the host's count of each segment's valid columns."""
+        """[max_num_reqs, groups], the host's count of each segment's logical blocks."""
 
         def per_group(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         self.group_table_offset = per_group([g.offset for g in groups])
-        self.group_sink = per_group([g.sink for g in groups])
+        self.group_sink = per_group([g.keeps.sink if g.ring_blocks else 0 for g in groups])
         self.group_ring_blocks = per_group([g.ring_blocks for g in groups])
 
-    def stage(self, plan: StepPlan, num_pool_blocks: int, upload: StepUpload) -> None:
+    def stage(self, plan: StepPlan, num_pool_blocks: Sequence[int], upload: StepUpload) -> None:
         """Count the plan's new blocks on the host; add their ids, and -1 behind a new row's.
+
+        Args:
+            plan: of the step.
+            num_pool_blocks: of each head group: ids are less.
+            upload: what the step changes on the device.
 
         Raises:
             ValueError: a slot without a row, another number of groups, an id outside the pool, or
-                more blocks in a row than its segment has columns; nothing is counted then.
+                more blocks in a row than the longest request has; nothing is counted then.
         """
         if not (plan.new_block_ids or plan.new or plan.resumed):
             return
@@ -89,16 +80,17 @@ class BlockTables:
             for index, (group, ids) in enumerate(zip(self.groups, per_group, strict=True)):
                 starts = num_blocks[slots, index]
                 ends = starts + np.fromiter(map(len, ids), dtype=np.int32, count=len(ids))
-                _check_ids(group, slots, ends, ids, num_pool_blocks)
+                _check_ids(group, slots, ends, ids, num_pool_blocks[index])
                 num_blocks[slots, index] = ends
-                firsts = first_words + (starts + group.offset)
-                for first, own in zip(firsts.tolist(), ids, strict=True):
-                    if own:
-                        upload.put(first, own)
+                firsts = (first_words + group.offset).tolist()
+                for first, start, own in zip(firsts, starts.tolist(), ids, strict=True):
+                    for column, piece in _pieces(group, start, own):
+                        upload.put(first + column, piece)
         for index, group in enumerate(self.groups if entering else ()):
             for slot, count in zip(entering, num_blocks[entering, index].tolist(), strict=True):
-                first = self._first_word + slot * self.row_width + group.offset + count
-                upload.fill(first, group.width - count)
+                used = min(count, group.width)
+                first = self._first_word + slot * self.row_width + group.offset + used
+                upload.fill(first, group.width - used)
         self.num_blocks_np = num_blocks
 
     def _check(self, plan: StepPlan) -> Int64Array:
@@ -113,21 +105,47 @@ class BlockTables:
         return index
 
 
+def _pieces(
+    group: HeadGroup, start: int, ids: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield runs of ids and the column where each begins; what a ring no longer has is left out.
+
+    Args:
+        group: whose segment it is.
+        start: logical block of the first id.
+        ids: of consecutive logical blocks.
+    """
+    sink, ring, end = group.sink_blocks, group.ring_blocks, start + len(ids)
+    if not ring:
+        if ids:
+            yield start, ids
+        return
+    if start < min(sink, end):
+        yield start, ids[: sink - start]
+    first = max(start, sink, end - ring)
+    while first < end:
+        turn = (first - sink) % ring
+        last = min(end, first + ring - turn)
+        yield sink + turn, ids[first - start : last - start]
+        first = last
+
+
 def _check_ids(
-    group: GroupColumns,
+    group: HeadGroup,
     slots: Int64Array,
     ends: Int32Array,
     ids: Sequence[Sequence[int]],
     num_pool_blocks: int,
 ) -> None:
-    """Check that a group's new blocks are the pool's and end within its columns."""
-    if ends.max() > group.width:
+    """Check that a group's new blocks are the pool's and no more than a request can have."""
+    if ends.max() > group.max_blocks:
         longest = ends.argmax()
         raise ValueError(
-            f"new_block_ids: expected at most {group.width} blocks in slot {slots[longest]}, "
+            f"new_block_ids: expected at most {group.max_blocks} blocks in slot {slots[longest]}, "
             f"got {ends[longest]}"
         )
+    least = 0 if group.keeps.is_full else NO_PAGE  # where a prefix's blocks are out of the window
     every = [*chain.from_iterable(ids)]
-    if every and not 0 <= min(every) <= max(every) < num_pool_blocks:
-        outside = tuple(block for block in every if not 0 <= block < num_pool_blocks)
+    if every and not least <= min(every) <= max(every) < num_pool_blocks:
+        outside = tuple(block for block in every if not least <= block < num_pool_blocks)
         raise ValueError(f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {outside}")

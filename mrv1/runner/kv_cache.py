@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from mrv1.errors import CapacityError
-from mrv1.headwise import HeadPolicy
+from mrv1.headwise import HeadGroup, HeadGroups
 from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales, ScaleGranularity, scales_per_block
 from mrv1.models.batch import LayerCache
@@ -20,7 +20,10 @@ CPU_KV_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """Shapes and dtypes of a cache's pages and scales; the only source of its bytes."""
+    """Shapes and dtypes of a cache's pages and scales; the only source of its bytes.
+
+    A *page* is a block of one KV head of one layer, keys or values.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -32,64 +35,154 @@ class CacheSpec:
     granularity: ScaleGranularity | None = None
     """What has a float32 scale of its own; None = a cache without scales."""
 
-    def pages_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return ``[layers, 2, blocks, kv_heads, block_size, head_dim]``: keys, then values."""
-        return (
-            self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim,
-        )  # fmt: skip
+    @property
+    def page_elements(self) -> int:
+        """Elements of a page."""
+        return self.block_size * self.head_dim
 
-    def scales_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return ``[layers, 2, ...]``, then what ``KVScales`` takes; ``[0]`` without scales."""
-        match self.granularity:
-            case None:
-                return (0,)
-            case "head":
-                return (self.num_layers, 2, self.num_kv_heads)
-            case "token" | "quarter" as granularity:
-                per_block = scales_per_block(granularity, self.block_size)
-                return (*self.pages_shape(num_blocks)[:-2], per_block)
+    @property
+    def page_scales(self) -> int:
+        """Scales of a page, but for static ones."""
+        if self.granularity is None:
+            return 0
+        return scales_per_block(self.granularity, self.block_size)
 
-    def scale_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of all scales of a cache of ``num_blocks`` blocks."""
-        return math.prod(self.scales_shape(num_blocks)) * torch.float32.itemsize
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page and its scales."""
+        scales = self.page_scales * torch.float32.itemsize
+        return self.page_elements * self.dtype.itemsize + scales
 
-    def nbytes(self, num_blocks: int) -> int:
-        """Return the bytes of a cache of ``num_blocks`` blocks, pages and scales."""
-        pages = math.prod(self.pages_shape(num_blocks)) * self.dtype.itemsize
-        return pages + self.scale_bytes(num_blocks)
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of the scales that heads have, whatever the number of blocks."""
+        heads = self.num_layers * self.num_kv_heads if self.granularity == "head" else 0
+        return 2 * heads * torch.float32.itemsize
+
+    def group_bytes(self, num_heads: Sequence[int]) -> int:
+        """Return the bytes of one block of so many heads in each layer, keys and values."""
+        return 2 * sum(num_heads) * self.page_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block and its scales over all layers and heads, K and V."""
-        return self.nbytes(1) - self.nbytes(0)
+        """Bytes of one block over all layers and heads."""
+        return self.group_bytes([self.num_kv_heads] * self.num_layers)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token and its share of the scales over all layers and heads, K and V."""
+        """Bytes of one token and its share of the scales over all layers and heads."""
         return self.block_bytes // self.block_size
 
-    def blocks_in(self, num_bytes: int) -> int:
-        """Return how many blocks a cache of at most ``num_bytes`` has; none if negative."""
-        return max(0, num_bytes - self.nbytes(0)) // self.block_bytes
+    def nbytes(self, groups: HeadGroups, num_blocks: Sequence[int]) -> int:
+        """Return the bytes of a cache with ``num_blocks`` blocks of each head group."""
+        return self.static_bytes + sum(
+            count * self.group_bytes(group.num_heads)
+            for group, count in zip(groups.groups, num_blocks, strict=True)
+        )
+
+    def scale_bytes(self, groups: HeadGroups, num_blocks: Sequence[int]) -> int:
+        """Return the bytes of all scales of such a cache."""
+        num_pages = 2 * sum(
+            count * sum(group.num_heads)
+            for group, count in zip(groups.groups, num_blocks, strict=True)
+        )
+        return self.static_bytes + num_pages * self.page_scales * torch.float32.itemsize
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
 
-def layer_layouts(spec: CacheSpec, policy: HeadPolicy, device: torch.device) -> list[KVLayout]:
-    """Return each layer's layout on ``device``; layers whose heads see the same share theirs."""
-    layouts = {
-        policy.heads[layer]: KVLayout.hnd(
-            spec.num_kv_heads,
-            spec.block_size,
-            spec.head_dim,
-            roles=policy.roles(layer),
-            device=device,
+def layer_layouts(
+    spec: CacheSpec, groups: HeadGroups, num_blocks: Sequence[int], device: torch.device
+) -> list[KVLayout]:
+    """Return each layer's layout on ``device``: one head group's pages behind the other's.
+
+    Layers whose heads have the same roles share theirs.
+    """
+    layouts: dict[object, KVLayout] = {}
+    for layer in range(spec.num_layers):
+        roles = groups.roles(layer)
+        if roles not in layouts:
+            layouts[roles] = KVLayout.head_groups(
+                roles,
+                _group_bases(groups, num_blocks, layer, spec.page_elements),
+                spec.block_size,
+                spec.head_dim,
+                device=device,
+            )
+    return [layouts[groups.roles(layer)] for layer in range(spec.num_layers)]
+
+
+def _group_bases(
+    groups: HeadGroups, num_blocks: Sequence[int], layer: int, per_page: int
+) -> list[int]:
+    """Return where each group of a layer begins, if a page takes ``per_page`` elements."""
+    sizes = [
+        count * group.num_heads[layer] * per_page
+        for group, count in zip(groups.groups, num_blocks, strict=True)
+    ]
+    return list(accumulate(sizes[:-1], initial=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingDemand:
+    """What decides about the blocks that head groups with a window can use."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    steps_in_flight: int
+    cache_blocks: int | None
+    """Blocks of each group that the prefix cache may keep; None = those of 64 requests."""
+    caches_prefixes: bool
+
+    def request_blocks(self, group: HeadGroup, block_size: int) -> int:
+        """Return the most blocks that a decoding request holds of a group.
+
+        Blocks are given up once the step has returned that moved the window past them, so that
+        steps in flight count like tokens of one step.
+        """
+        return group.keeps.num_blocks(block_size, self.steps_in_flight)
+
+    def num_blocks(self, group: HeadGroup, block_size: int) -> int:
+        """Return the blocks of a group that are of use: for decodes, prompts and the cache.
+
+        The tokens of a step share one term for their prompts, every step in flight and the last
+        block of every request counted.
+        """
+        of_request = self.request_blocks(group, block_size)
+        prompts = self.steps_in_flight * -(-self.max_num_batched_tokens // block_size)
+        cached = 64 * of_request if self.cache_blocks is None else self.cache_blocks
+        return (
+            self.max_num_seqs * (of_request + 1)
+            + prompts
+            + (cached if self.caches_prefixes else 0)
         )
-        for layer in range(spec.num_layers)
-    }
-    return [layouts[heads] for heads in policy.heads]
+
+    def divide(self, groups: HeadGroups, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Return the blocks of every group where one that keeps everything has ``num_blocks``.
+
+        A streaming group never needs more than that: no request has more blocks in it.
+        """
+        return tuple(
+            num_blocks
+            if group.keeps.is_full
+            else min(num_blocks, self.num_blocks(group, block_size))
+            for group in groups.groups
+        )
+
+    def divide_bytes(
+        self, spec: CacheSpec, groups: HeadGroups, num_bytes: int, most: int
+    ) -> tuple[int, ...]:
+        """Return the blocks of every group that fit ``num_bytes``, ``most`` at most in each."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if spec.nbytes(groups, self.divide(groups, middle, spec.block_size)) <= num_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return self.divide(groups, low, spec.block_size)
 
 
 class KVCache:
@@ -101,67 +194,108 @@ class KVCache:
     def __init__(
         self,
         spec: CacheSpec,
-        num_blocks: int,
-        layouts: Sequence[KVLayout],
+        groups: HeadGroups,
+        num_blocks: Sequence[int],
         device: torch.device,
         head_scales: torch.Tensor | None = None,
     ) -> None:
         """Allocate.
 
         Args:
-            spec: the cache's shape.
-            num_blocks: blocks of every layer.
-            layouts: of each layer, as ``layer_layouts`` returns them.
+            spec: of the pages.
+            groups: which heads share blocks.
+            num_blocks: blocks of each group, in every layer.
             device: where the cache lives.
             head_scales: ``[layers, 2, kv_heads]`` float32, the static scales that granularity
                 ``head`` needs; None with any other.
 
         Raises:
-            CapacityError: fewer than one block fits, or the device has no room.
+            CapacityError: fewer than one block of a group fits, or the device has no room.
         """
-        if num_blocks < 1:
+        if min(num_blocks) < 1:
             raise CapacityError(
                 f"KV cache: no block of {spec.block_bytes} bytes fits; raise "
                 "gpu_memory_utilization or num_kv_blocks"
             )
         self.spec = spec
-        self.num_blocks = num_blocks
+        self.groups = groups
+        self.num_blocks = tuple(num_blocks)
+        self._head_scales = head_scales
+        layer_pages = [
+            sum(
+                count * group.num_heads[layer]
+                for group, count in zip(groups.groups, num_blocks, strict=True)
+            )
+            for layer in range(spec.num_layers)
+            for _ in "kv"
+        ]
         try:
-            self._pages = torch.empty(
-                spec.pages_shape(num_blocks), dtype=spec.dtype, device=device
+            pages = torch.empty(
+                sum(layer_pages), spec.page_elements, dtype=spec.dtype, device=device
             )
-            self._scales = torch.empty(
-                spec.scales_shape(num_blocks), dtype=torch.float32, device=device
+            scales = torch.empty(
+                sum(layer_pages), spec.page_scales, dtype=torch.float32, device=device
             )
+            if head_scales is not None:
+                self._head_scales = head_scales.to(device)
         except RuntimeError as error:  # a CPU has no OutOfMemoryError of its own
             raise CapacityError(
-                f"KV cache: {num_blocks} blocks of {spec.block_bytes} bytes do not fit on "
-                f"{device}; lower num_kv_blocks or gpu_memory_utilization"
+                f"KV cache: {' + '.join(map(str, num_blocks))} blocks of {spec.block_bytes} "
+                f"bytes do not fit on {device}; lower num_kv_blocks or gpu_memory_utilization"
             ) from error
-        if head_scales is not None:
-            self._scales.copy_(head_scales)
-        self.layers = [
-            LayerCache(
-                k=self._pages[layer, 0],
-                v=self._pages[layer, 1],
-                layout=layout,
-                scales=self._layer_scales(layer),
+        layouts = layer_layouts(spec, groups, num_blocks, device)
+        pages_of, scales_of = pages.split(layer_pages), scales.split(layer_pages)
+        self.layers: list[LayerCache] = []
+        for layer, layout in enumerate(layouts):
+            k, v = (self._shaped(x, spec.head_dim) for x in pages_of[2 * layer : 2 * layer + 2])
+            self.layers.append(
+                LayerCache(
+                    k=k,
+                    v=v,
+                    layout=layout,
+                    scales=self._layer_scales(layer, scales_of[2 * layer : 2 * layer + 2]),
+                )
             )
-            for layer, layout in enumerate(layouts)
-        ]
 
-    def _layer_scales(self, layer: int) -> KVScales | None:
-        match self.spec.granularity:
-            case None:
-                return None
-            case "head":
-                return KVScales.per_head(*self._scales[layer])
-            case "token":
-                return KVScales.per_token(*self._scales[layer])
-            case "quarter":
-                return KVScales.per_quarter(*self._scales[layer])
+    def _shaped(self, pages: torch.Tensor, width: int) -> torch.Tensor:
+        """Return a layer's pages, or their scales, as its kernels take them.
+
+        ``[blocks, kv_heads, ..., width]`` where all heads share their blocks, else flat.
+        """
+        if len(self.num_blocks) > 1:
+            return pages.view(-1)
+        return pages.view(self.num_blocks[0], self.spec.num_kv_heads, -1, width)
+
+    def _layer_scales(self, layer: int, scales: Sequence[torch.Tensor]) -> KVScales | None:
+        granularity = self.spec.granularity
+        if granularity is None:
+            return None
+        if self._head_scales is not None:
+            return KVScales.per_head(*self._head_scales[layer])
+        per_page = self.spec.page_scales
+        k, v = (self._shaped(x, per_page) for x in scales)
+        if len(self.num_blocks) == 1:
+            k, v = k.squeeze(2), v.squeeze(2)
+        return KVScales.head_groups(
+            k,
+            v,
+            self.groups.roles(layer),
+            _group_bases(self.groups, self.num_blocks, layer, per_page),
+            self.spec.block_size,
+            granularity=granularity,
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages and scales."""
-        return self.spec.nbytes(self.num_blocks)
+        return self.spec.nbytes(self.groups, self.num_blocks)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the tensors that hold them."""
+        tensors = []
+        for layer in self.layers:
+            tensors += [layer.k, layer.v]
+            if layer.scales is not None:
+                tensors += [layer.scales.k_scale, layer.scales.v_scale]
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)

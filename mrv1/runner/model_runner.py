@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Concatenate, ParamSpec, Self, TypedDict, TypeVar
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +23,28 @@ from mrv1.config import (
 )
 from mrv1.device import device_info, fp8_path, kernel_path, memory_bytes, resolve_device
 from mrv1.errors import ConfigError, StepError
-from mrv1.headwise import HeadPolicy
+from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels.compilations import watch_compilations
 from mrv1.kernels.debug import find_bad_block_ids
 from mrv1.kernels.ops import select_ops
 from mrv1.kernels.post_update import MAX_SAMPLED_TOKENS
 from mrv1.models import DecoderModel, ModelConfig, load_kv_scales, load_model
+from mrv1.models.files import read_json
 from mrv1.runner import input_batch
 from mrv1.runner.async_output import AsyncOutput, OutputRing
 from mrv1.runner.attention_backends import select_backend
-from mrv1.runner.block_table import BlockTables, GroupColumns
+from mrv1.runner.block_table import BlockTables
 from mrv1.runner.cuda_graph import StepGraphs
 from mrv1.runner.debug_sync import synced
 from mrv1.runner.input_batch import InputBatch, StepShape
-from mrv1.runner.kv_cache import CPU_KV_BYTES, CacheSpec, KVCache, layer_layouts
+from mrv1.runner.kv_cache import (
+    CPU_KV_BYTES,
+    CacheSpec,
+    KVCache,
+    StreamingDemand,
+    layer_layouts,
+)
+from mrv1.runner.kv_report import KVReport, report_of
 from mrv1.runner.logprobs import LogprobReport, LogprobRequests, Wanted
 from mrv1.runner.profile import run_profile_step
 from mrv1.runner.request_state import RequestState
@@ -227,23 +235,6 @@ def _decodes_first(plan: StepPlan) -> tuple[StepPlan, Int64Array | None]:
     return ordered, order
 
 
-class KVReport(TypedDict):
-    """Where the KV cache's bytes are."""
-
-    dtype: str
-    kv_scale: str | None
-    """What has a scale of its own; None = a cache without scales."""
-    block_size: int
-    num_blocks: int
-    token_bytes: int
-    """Of a token and its scales over all layers."""
-    block_bytes: int
-    """Of a block and its scales over all layers."""
-    scale_bytes: int
-    """Of all scales, counted in ``total_bytes`` too."""
-    total_bytes: int
-
-
 class ModelRunner:
     """Executes the steps a scheduler plans; makes no scheduling decisions itself.
 
@@ -257,6 +248,7 @@ class ModelRunner:
         *,
         model: DecoderModel | None = None,
         head_policy: HeadPolicy | None = None,
+        per_head_ids: bool = False,
         logits_processors: Sequence[LogitsProcessor] = (),
         progress: bool = True,
     ) -> None:
@@ -265,8 +257,10 @@ class ModelRunner:
         Args:
             config: what to build.
             model: a model that is on the device already; None loads ``config.model``.
-            head_policy: what each KV head sees; None = all that its layer does. The pages that a
-                streaming head no longer sees are kept nevertheless.
+            head_policy: what each KV head sees; None = what ``config.head_policy`` or the
+                checkpoint says, else all that its layer does.
+            per_head_ids: every KV head index is a head group of its own, whose blocks the caller
+                of ``execute`` manages: a table of full width for each, and nothing is recycled.
             logits_processors: applied in this order in every step.
             progress: show a progress bar while weights load.
 
@@ -279,6 +273,7 @@ class ModelRunner:
         self._closed = False
         self._processors = tuple(logits_processors)
         self._given_policy = head_policy
+        self._per_head_ids = per_head_ids
         self._pending: _Forwarded | None = None
         """The step of ``forward`` that ``sample`` is to complete."""
         self._kv_listener: KVListener | None = None
@@ -314,18 +309,29 @@ class ModelRunner:
             dtype=torch.float8_e4m3fn if is_fp8 else self.model.dtype,
             granularity=config.kv_scale if is_fp8 else None,
         )
-        self.head_policy = self._resolve_policy()
+        self.head_policy = self._resolve_policy(is_checkpoint=model is None)
         """What each KV head sees."""
-        self._layouts = layer_layouts(self.spec, self.head_policy, self.device)
+        self.head_groups = self._resolve_groups()
+        """Which of them share blocks."""
+        self._streaming_demand = StreamingDemand(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            steps_in_flight=config.steps_in_flight,
+            cache_blocks=config.streaming_cache_blocks,
+            caches_prefixes=config.enable_prefix_caching,
+        )
         self._head_scales = (
             load_kv_scales(checkpoint_dir(config.model), self.model_config)
             if self.spec.granularity == "head"
             else None
         )
+        groups = self.head_groups.groups
         self.attention = select_backend(
-            config.attention_backend, self.model, self.spec, self._layouts
+            config.attention_backend,
+            self.model,
+            self.spec,
+            layer_layouts(self.spec, self.head_groups, [1] * len(groups), self.device),
         )
-        groups = [GroupColumns(offset=0, width=self.spec.blocks_for(self.max_model_len))]
         num_slots, depth = config.max_num_seqs, config.steps_in_flight
         limits = SamplerLimits(
             vocab_size=self.model_config.vocab_size,
@@ -370,6 +376,7 @@ class ModelRunner:
         """By slot: the rows of the upload that it holds, if that tells of nothing else."""
         self._graphs = self._new_graphs()
         self.kv_cache = self._new_kv_cache(self._num_kv_blocks())
+        self._layouts = {id(x): x for x in (layer.layout for layer in self.kv_cache.layers)}
         if self._captures:
             with torch.inference_mode():
                 self._graphs.capture(self._graphs.shapes, self._run_padding, progress=progress)
@@ -836,21 +843,23 @@ class ModelRunner:
 
     def _check_block_ids(self, plan: StepPlan, batch: InputBatch) -> None:
         """Raise if the step would follow a block id out of the pool; waits for the device."""
-        query_lens = torch.from_numpy(plan.num_scheduled_tokens).to(self.device)
-        for layout in {id(layout): layout for layout in self._layouts}.values():
+        query_lens = torch.tensor(plan.num_scheduled_tokens, device=self.device)
+        num_blocks = self.kv_cache.num_blocks
+        for layout in self._layouts.values():
             bad = find_bad_block_ids(
                 batch.attention.block_table,
                 batch.attention.seq_lens,
                 query_lens,
                 layout,
-                [self.kv_cache.num_blocks] * layout.num_groups,
+                num_blocks,
             )
             if bad:
                 first = bad[0]
+                limit = num_blocks[layout.roles[first.head].group]
                 raise ValueError(
                     f"block table of request {plan.req_ids[first.row]!r}, KV head {first.head}: "
-                    f"expected a block id in [0, {self.kv_cache.num_blocks}) in column "
-                    f"{first.column}, got {first.block_id} ({len(bad)} such entries in the step)"
+                    f"expected a block id in [0, {limit}) in column {first.column}, got "
+                    f"{first.block_id} ({len(bad)} such entries in the step)"
                 )
 
     # --- construction ---------------------------------------------------------------------
@@ -905,10 +914,22 @@ class ModelRunner:
             if self._on_gpu:
                 torch.cuda.synchronize()  # the next one writes the upload anew
 
-    def _resolve_policy(self) -> HeadPolicy:
-        """Return the policy asked for, else the model's own."""
+    def _resolve_policy(self, *, is_checkpoint: bool) -> HeadPolicy:
+        """Return the policy that was given, the configured one, the checkpoint's, or the model's.
+
+        Args:
+            is_checkpoint: whether the model is that of ``config.model``.
+
+        Raises:
+            ConfigError: it cannot be read, or is not of this model.
+        """
         windows, num_kv_heads = self.model_config.layer_windows, self.model_config.num_kv_heads
         policy = self._given_policy
+        if policy is None and self.config.head_policy is not None:
+            policy = HeadPolicy.load(self.config.head_policy)
+        if policy is None and is_checkpoint:
+            raw = read_json(checkpoint_dir(self.config.model) / "config.json")
+            policy = HeadPolicy.of_config(raw, len(windows), num_kv_heads)
         if policy is None:
             return HeadPolicy.of_layer_windows(windows, num_kv_heads)
         if policy.num_kv_heads != num_kv_heads:
@@ -917,6 +938,19 @@ class ModelRunner:
                 f"{policy.num_kv_heads}"
             )
         return policy.within(windows)
+
+    def _resolve_groups(self) -> HeadGroups:
+        """Return which heads share blocks; FlashInfer has one table for all."""
+        sizes = {"block_size": self.config.block_size, "max_model_len": self.max_model_len}
+        if self._per_head_ids:
+            return HeadGroups.of_heads(self.head_policy, **sizes)
+        if not self.config.window_recycling or self.config.attention_backend == "flashinfer":
+            return HeadGroups.shared(self.head_policy, **sizes)
+        return HeadGroups.of_roles(
+            self.head_policy,
+            **sizes,
+            max_query_len=min(self.config.max_num_batched_tokens, self.max_model_len),
+        )
 
     def _load_model(self, progress: bool) -> DecoderModel:
         path = checkpoint_dir(self.config.model)
@@ -931,15 +965,23 @@ class ModelRunner:
             deterministic=self.config.deterministic,
         )
 
-    def _new_kv_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(self.spec, num_blocks, self._layouts, self.device, self._head_scales)
+    def _new_kv_cache(self, num_blocks: Sequence[int]) -> KVCache:
+        return KVCache(self.spec, self.head_groups, num_blocks, self.device, self._head_scales)
 
-    def _num_kv_blocks(self) -> int:
-        """Return the blocks asked for, else what memory allows, at most what can be used."""
-        if self.config.num_kv_blocks is not None:
-            return self.config.num_kv_blocks
-        usable = self.config.max_num_seqs * self.spec.blocks_for(self.max_model_len)
-        return min(usable, self.spec.blocks_in(self._kv_bytes()))
+    def _tiny_kv_cache(self) -> KVCache:
+        """Return a cache for steps of padding: a block of each group."""
+        return self._new_kv_cache([1] * len(self.head_groups.groups))
+
+    def _num_kv_blocks(self) -> tuple[int, ...]:
+        """Return the blocks of each head group: as asked for, else what memory allows.
+
+        None has more than can be used.
+        """
+        config, groups, demand = self.config, self.head_groups, self._streaming_demand
+        if config.num_kv_blocks is not None:
+            return demand.divide(groups, config.num_kv_blocks, config.block_size)
+        usable = config.max_num_seqs * self.spec.blocks_for(self.max_model_len)
+        return demand.divide_bytes(self.spec, groups, self._kv_bytes(), usable)
 
     def _kv_bytes(self) -> int:
         """Return the bytes left for the KV cache beside the activations of a full step."""
@@ -950,7 +992,8 @@ class ModelRunner:
             self.model,
             self.sampler,
             self.state,
-            self._new_kv_cache(1),
+            self._tiny_kv_cache(),
+            row_width=self.block_tables.row_width,
             num_tokens=self.config.max_num_batched_tokens,
             max_query_len=self.max_model_len,
             num_sampled=self.config.max_num_seqs,
@@ -964,7 +1007,7 @@ class ModelRunner:
 
     def _graph_bytes(self) -> int:
         """Return what the graphs take: all share the memory of the largest."""
-        self.kv_cache = self._new_kv_cache(1)
+        self.kv_cache = self._tiny_kv_cache()
         graphs = self._new_graphs()
         torch.cuda.empty_cache()  # which a capture does too: it would hide what that takes
         before, _ = memory_bytes(self.device)
@@ -1005,14 +1048,26 @@ class ModelRunner:
         return (
             f"{self.model_config.architecture} on {device_info(self.device).name}: {how}, "
             f"{dtype}, KV {self._describe_kv()}, {self._describe_heads()}, "
-            f"{self.kv_cache.num_blocks} blocks of {self.spec.block_size} tokens "
+            f"{' + '.join(map(str, self.kv_cache.num_blocks))} blocks of "
+            f"{self.spec.block_size} tokens "
             f"({self.kv_cache.nbytes / 2**20:.1f} MiB), {self._describe_graphs()}"
         )
 
     def _describe_heads(self) -> str:
-        if self._given_policy is None:
+        streaming = [seen for seen in self.head_policy.groups if not seen.is_full]
+        if not streaming:
             return "all heads full"
-        return f"{self._given_policy.full_share:.0%} of the heads full"
+        seen = ", ".join(
+            f"{each.window} tokens" + (f" and {each.sink} in front" if each.sink else "")
+            for each in streaming
+        )
+        kept = "" if self._recycles else ", all of which is kept"
+        return f"{self.head_policy.full_share:.0%} of the heads full, others see {seen}{kept}"
+
+    @property
+    def _recycles(self) -> bool:
+        """Whether what no head of a group sees any more is given back."""
+        return any(not group.keeps.is_full for group in self.head_groups.groups)
 
     def _describe_graphs(self) -> str:
         if not self._captures:
@@ -1031,16 +1086,7 @@ class ModelRunner:
 
     def kv_report(self) -> KVReport:
         """Return the KV cache's sizes in bytes."""
-        return KVReport(
-            dtype=str(self.spec.dtype).removeprefix("torch."),
-            kv_scale=self.spec.granularity,
-            block_size=self.spec.block_size,
-            num_blocks=self.kv_cache.num_blocks,
-            token_bytes=self.spec.token_bytes,
-            block_bytes=self.spec.block_bytes,
-            scale_bytes=self.spec.scale_bytes(self.kv_cache.num_blocks),
-            total_bytes=self.kv_cache.nbytes,
-        )
+        return report_of(self.kv_cache, self._streaming_demand)
 
     def close(self) -> None:
         """Give the device memory back; the runner cannot be used afterwards."""

@@ -166,7 +166,7 @@ def test_a_steady_batch_decodes_and_leaves_nothing(core: EngineCore, bench: Runn
         assert not core.scheduler.has_unfinished_requests
         assert core.scheduler.num_steps_in_flight == 0
         assert core.scheduler.num_free_slots == 3
-        assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
+        assert core.scheduler.pools[0].num_free == core.scheduler.pools[0].num_blocks
 
 
 def test_a_long_prefill_leaves_tokens_for_the_steps():

@@ -100,19 +100,24 @@ def test_peak_blocks_are_those_the_tokens_needed():
             params = SamplingParams(max_tokens=num_output, ignore_eos=True)
             for output in llm.stream([5] * 16, params):
                 usage.observe([output])
-            assert usage.peak_blocks == num_blocks
+            report = llm.kv_report()
+            assert report["peak_held_bytes"] == num_blocks * report["block_bytes"]
             assert usage.num_tokens == num_output
 
 
 def test_blocks_of_a_prompt_that_outputs_share_count_once():
-    """17 + 17 tokens, the last never cached: a shared block, and two of each output's own."""
+    """17 + 17 tokens, the last never cached: a shared block, and two of each output's own.
+
+    The first output has ended before the others, a token later, need their last one.
+    """
     with LLM("tiny", device="cpu", num_kv_blocks=8) as llm:
         usage = Usage(llm)
         params = SamplingParams(max_tokens=17, ignore_eos=True, n=3)
         for output in llm.stream([5] * 17, params):
             usage.observe([output])
         assert usage.num_tokens == 3 * 17
-        assert usage.peak_blocks == 1 + 3 * 2
+        report = llm.kv_report()
+        assert report["peak_held_bytes"] == (1 + 2 + 2) * report["block_bytes"]
 
 
 def test_cache_options_reach_the_engine(mrv1: Mrv1):

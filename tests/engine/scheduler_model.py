@@ -3,20 +3,21 @@
 The model's next token is a hash of the whole prefix, so that what a request must yield is known in
 closed form; the outputs of one request differ by their child. The device executes launched steps
 as late as it can, when their result is asked for, and keeps a hash of the prefix where a cache
-keeps K and V: a page that was shared wrongly, reused too early, written twice or never written is
-found by the step that reads it.
+keeps K and V, once for every head group: a page that was shared wrongly, reused or given up too
+early, written twice or never written is found by the step that reads it.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mrv1 import SamplingParams
 from mrv1.engine.request import FinishReason, Request
 from mrv1.engine.scheduler import Scheduler
+from mrv1.headwise import FULL, Visible
 from mrv1.runner import SlotRequest, StepOutput, StepPlan
 
 VOCAB = 24
@@ -78,7 +79,8 @@ class Slot:
     """Of every prefix: ``hashes[n]`` is that of ``n`` tokens."""
     num_computed_tokens: int
     output: list[int]
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]]
+    """Per head group."""
     stopped: bool = False
 
     @property
@@ -90,9 +92,12 @@ class Slot:
 class FakeRunner:
     """Executes plans in launch order, as late as their results allow."""
 
-    num_blocks: int
+    num_blocks: Sequence[int]
+    """Of each head group."""
     block_size: int
     max_tokens: int
+    keeps: Sequence[Visible] = (FULL,)
+    """What the heads of each group see."""
     cache_keys: dict[str, bytes] = field(default_factory=dict)
     stops_on_device: bool = True
     """Whether a stopped row does no further work; else it runs on until the host knows."""
@@ -102,8 +107,8 @@ class FakeRunner:
     """Steps whose launch failed."""
 
     def __post_init__(self) -> None:
-        self.cells: list[list[int | None]] = [
-            [POISON] * self.block_size for _ in range(self.num_blocks)
+        self.cells: list[list[list[int | None]]] = [
+            [[POISON] * self.block_size for _ in range(count)] for count in self.num_blocks
         ]
 
     # --- host side ------------------------------------------------------------------------
@@ -115,12 +120,20 @@ class FakeRunner:
         assert len(set(plan.slots.tolist())) == len(plan.slots) == len(plan.req_ids)
         assert {r.slot for r in plan.entering} <= set(plan.slots.tolist())
         num_shared = {r.slot: r.num_computed_tokens // self.block_size for r in plan.entering}
-        for slot, (ids,) in plan.new_block_ids.items():
-            for block in ids[num_shared.get(slot, 0) :]:
-                self.cells[block] = [POISON] * self.block_size
+        for slot, per_group in plan.new_block_ids.items():
+            for cells, ids in zip(self.cells, per_group, strict=True):
+                for block in ids[num_shared.get(slot, 0) :]:
+                    assert block >= 0, "what is not shared is fresh"
+                    cells[block] = [POISON] * self.block_size
         self.launched.append(plan)
         if fails:
             self.not_launched.add(plan.step_id)
+
+    def poison_free(self, scheduler: Scheduler) -> None:
+        """Overwrite every block whose content is said to mean nothing, at once."""
+        for cells, pool in zip(self.cells, scheduler.pools, strict=True):
+            for block in pool._free:
+                cells[block] = [POISON] * self.block_size
 
     def result(
         self, *, fail_rows: frozenset[int] = frozenset(), fails: bool = False
@@ -140,8 +153,9 @@ class FakeRunner:
         for request in plan.entering:
             assert request.slot not in self.slots, "a slot is given once"
             self._enter(request)
-        for slot, (ids,) in plan.new_block_ids.items():
-            self.slots[slot].blocks += ids
+        for slot, per_group in plan.new_block_ids.items():
+            for held, ids in zip(self.slots[slot].blocks, per_group, strict=True):
+                held += ids
         if plan.step_id in self.not_launched:
             for slot in plan.slots.tolist():
                 self.slots[slot].stopped = True
@@ -179,22 +193,31 @@ class FakeRunner:
         for token in request.token_ids.tolist():
             hashes.append(extend_hash(hashes[-1], token))
         output = request.token_ids[request.prompt_len :].tolist()
-        self.slots[request.slot] = Slot(request, hashes, request.num_computed_tokens, output)
+        blocks: list[list[int]] = [[] for _ in self.keeps]
+        self.slots[request.slot] = Slot(
+            request, hashes, request.num_computed_tokens, output, blocks
+        )
 
     def _run_row(self, state: Slot, count: int, broken: bool) -> tuple[int, ...]:
         """Write the K and V of ``count`` tokens, read all, and sample after the last token."""
         start, end = state.num_computed_tokens, state.num_computed_tokens + count
         assert end <= state.num_tokens, "only known tokens are computed"
-        assert len(state.blocks) == -(-end // self.block_size), "blocks for just these tokens"
-        for position in range(end):
-            block = self.cells[state.blocks[position // self.block_size]]
-            offset = position % self.block_size
-            if position >= start:
-                if block[offset] is not POISON:
-                    raise DeviceError(f"{state.request.req_id}: position {position} is in use")
-                block[offset] = POISON if broken else state.hashes[position + 1]
-            elif block[offset] != state.hashes[position + 1]:
-                raise DeviceError(f"{state.request.req_id}: position {position} was overwritten")
+        for cells, seen, blocks in zip(self.cells, self.keeps, state.blocks, strict=True):
+            assert len(blocks) == -(-end // self.block_size), "blocks for just these tokens"
+            oldest = 0 if seen.is_full else start - seen.window + 1  # that the first token sees
+            for position in range(end):
+                if seen.sink <= position < oldest:
+                    continue
+                assert blocks[position // self.block_size] >= 0, "what is seen is held"
+                block = cells[blocks[position // self.block_size]]
+                offset = position % self.block_size
+                name = f"{state.request.req_id}: position {position}"
+                if position >= start:
+                    if block[offset] is not POISON:
+                        raise DeviceError(f"{name} is in use")
+                    block[offset] = POISON if broken else state.hashes[position + 1]
+                elif block[offset] != state.hashes[position + 1]:
+                    raise DeviceError(f"{name} was overwritten")
         state.num_computed_tokens = end
         if broken or end < state.num_tokens:
             return ()
@@ -238,20 +261,25 @@ def make_request(
 
 
 def make_scheduler(**overrides: object) -> Scheduler:
+    """A scheduler with ``num_blocks`` of each group that ``keeps`` names, one full one if none."""
     options = {
         "num_blocks": 64,
         "block_size": BLOCK_SIZE,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 32,
+        "keeps": (FULL,),
     } | overrides
+    if isinstance(options["num_blocks"], int):
+        options["num_blocks"] = [options["num_blocks"]] * len(options["keeps"])
     return Scheduler(**options, eos_token_ids=[EOS])
 
 
 def make_runner(scheduler: Scheduler, **options: object) -> FakeRunner:
     return FakeRunner(
-        scheduler.pool.num_blocks,
+        [pool.num_blocks for pool in scheduler.pools],
         scheduler.block_size,
         scheduler.max_num_batched_tokens,
+        scheduler.pools.keeps,
         **options,
     )
 
@@ -295,5 +323,6 @@ def drain(scheduler: Scheduler, runner: FakeRunner, limit: int = 20_000) -> list
             assert len(plans) < limit, "the scheduler makes progress"
         elif scheduler.num_steps_in_flight:
             scheduler.update(runner.result())
+            runner.poison_free(scheduler)
         else:
             return plans

@@ -25,7 +25,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.held: Counter[int] = Counter()
         self.quarantine: dict[int, int] = {}
         self.cached: dict[bytes, int] = {}
-        self.newest_step = 0
+        self.newest_step = self.newest_over = 0
+        self.used_until: dict[int, int] = {}
+        """The newest step of a holder that has let go of a block which others still hold."""
 
     @property
     def num_free(self) -> int:
@@ -63,7 +65,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.share(blocks)
         self.held.update(blocks)
         for block in blocks:
-            self.quarantine.pop(block, None)
+            if block in self.quarantine:
+                self.used_until[block] = self.quarantine.pop(block)
         return tuple(blocks)
 
     @rule(blocks=consumes(holdings), in_flight=st.booleans())
@@ -72,15 +75,19 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_sole(blocks) == sum(self.held[block] == 1 for block in blocks)
         self.pool.free(blocks, last_step=self.newest_step if in_flight else None)
         self.held.subtract(blocks)
-        gone = [block for block in blocks if not self.held[block]]
         if in_flight:
-            self.quarantine |= dict.fromkeys(gone, self.newest_step)
+            self.used_until |= dict.fromkeys(blocks, self.newest_step)
+        gone = [block for block in blocks if not self.held[block]]
+        for block in gone:
+            if (step := self.used_until.pop(block, 0)) > self.newest_over:
+                self.quarantine[block] = step
         if gone:
             with pytest.raises(ValueError, match="expected blocks held once"):
                 self.pool.free(blocks)
 
     @rule(lag=st.integers(0, 3))
     def release(self, lag):
+        self.newest_over = max(self.newest_over, self.newest_step - lag)
         self.pool.release(self.newest_step - lag)
         self.quarantine = {b: s for b, s in self.quarantine.items() if s > self.newest_step - lag}
 

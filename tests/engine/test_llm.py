@@ -181,7 +181,7 @@ def llm(checkpoint):
         yield engine
         scheduler = engine._engine.scheduler
         if not scheduler.has_unfinished_requests:
-            assert scheduler.pool.num_free == 32
+            assert scheduler.pools[0].num_free == 32
             assert scheduler.num_free_slots == engine._engine.config.max_num_seqs
 
 
@@ -410,7 +410,7 @@ def test_a_stop_string_ends_the_text_and_no_other_request(spoken, overlap, inclu
     with LLM("tiny", device="cpu", overlap=overlap) as llm:
         stopped, other = llm.generate(["ROMEO:", "JULIET:"], [params, SAYS])
         streamed = [part.outputs[0] for part in llm.stream("ROMEO:", params)]
-        pool = llm._engine.scheduler.pool
+        pool = llm._engine.scheduler.pools[0]
         assert pool.num_free == pool.num_blocks
         assert llm.metrics()["num_finished_requests"] == 3
         decode = llm._tokenizer.decode

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from mrv1 import LLM, SamplingParams
+from mrv1 import LLM, HeadPolicy, SamplingParams
+from mrv1.headwise import FULL, Visible
 from mrv1.kernels import reference
 from tests.engine.test_bad_words import greedy_by_hand
 from tests.engine.test_fp8_generation import greedy_over_a_rounded_cache
+from tests.engine.test_head_policy import greedy_under
 from tests.engine.test_llm import greedy_by_transformers, random_prompts
 from tests.models.families import SLIDING, tiny_checkpoint
 from tests.models.test_fp8_cache import HEAD_SCALES, add_tensors, scale_tensors
@@ -34,6 +38,29 @@ def test_greedy_tokens_equal_transformers_and_no_oracle_ran(tmp_path, device, fa
     ) as llm:
         outputs = llm.generate(prompts, params)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert not reference.calls
+
+
+def test_streaming_heads_give_pages_back_and_change_no_token(tmp_path, device):
+    """Heads of three roles, rings that turn more than once, full and streaming in one launch."""
+    tiny_checkpoint(tmp_path, "qwen3")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, attn_implementation="eager"
+    )
+    policy = HeadPolicy(((Visible(8, 4), FULL), (Visible(20), Visible(8, 4))))
+    prompts = random_prompts((100, 30))
+    expected = [greedy_under(model, policy, prompt, NUM_TOKENS) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    reference.calls.clear()
+    with LLM(
+        str(tmp_path), dtype="float32", max_num_seqs=2, max_num_batched_tokens=20,
+        num_kv_blocks=16, head_policy=policy, enable_prefix_caching=False,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(prompts, params)
+        report = llm.kv_report()
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert [group["num_heads"] for group in report["groups"]] == [1, 2, 1]
+    assert report["peak_held_bytes"] < 9 * report["block_bytes"], "130 tokens would be 9 blocks"
     assert not reference.calls
 
 

@@ -94,7 +94,7 @@ def drained(core: EngineCore) -> None:
     core.step()
     core.step()
     assert not core._in_flight
-    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
+    assert core.scheduler.pools[0].num_free == core.scheduler.pools[0].num_blocks
     assert core.scheduler.num_free_slots == core.config.max_num_seqs
 
 

@@ -100,11 +100,11 @@ def test_a_block_is_shared_only_once_its_step_has_succeeded():
     second = scheduler.schedule()
     assert scheduler.prefix_hit_tokens == 0, "the first step is in flight"
     scheduler.update(output_of(first, (5,), (5,)))
-    a_blocks = scheduler.get("a").block_ids[:2]
+    a_blocks = scheduler.get("a").block_ids[0][:2]
     scheduler.add(make_request("d", prompt_of(40), max_tokens=5))
     third = scheduler.schedule()
-    assert scheduler.pool.num_cached == 2, "of a's and b's equal blocks the first stay"
-    assert sorted(scheduler.pool._cached.values()) == sorted(a_blocks)
+    assert scheduler.pools[0].num_cached == 2, "of a's and b's equal blocks the first stay"
+    assert sorted(scheduler.pools[0]._cached.values()) == sorted(a_blocks)
     assert new_blocks(third, "d")[:2] == tuple(a_blocks)
     assert scheduled(third)["d"] == 8
     assert new_blocks(second, "c")[:2] != tuple(a_blocks)
@@ -122,7 +122,7 @@ def test_what_a_failed_step_computed_is_never_shared(how):
     else:
         scheduler.abort("a")
         scheduler.update(output_of(plan, (5,)))
-    assert scheduler.pool.num_cached == 0
+    assert scheduler.pools[0].num_cached == 0
     scheduler.add(make_request("b", prompt_of(40), max_tokens=5))
     assert scheduled(scheduler.schedule()) == {"b": 40}
 
@@ -232,7 +232,7 @@ def test_the_least_recently_used_prefix_is_evicted_from_its_end():
     old, new = prompt_of(9, 0), prompt_of(9, 5)
     run("old", old)
     run("new", new)
-    assert scheduler.pool.num_free == 6, "cached blocks that nobody holds count as free"
+    assert scheduler.pools[0].num_free == 6, "cached blocks that nobody holds count as free"
     assert run("other", prompt_of(12, 11)) == 0, "takes the two free blocks, then old's second"
     assert run("old again", old) == 4
     assert run("other again", prompt_of(12, 11)) == 8, "in use after new, which lost a block"
@@ -280,15 +280,15 @@ def test_blocks_in_quarantine_can_be_shared_but_not_overwritten():
     scheduler.add(make_request("a", prompt_of(40), max_tokens=9, ignore_eos=True))
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.update(output_of(first, (5,)))
-    blocks = tuple(scheduler.get("a").block_ids)
+    blocks = tuple(scheduler.get("a").block_ids[0])
     scheduler.abort("a")
-    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (1, 3)
+    assert (scheduler.pools[0].num_free, scheduler.pools[0].num_quarantined) == (1, 3)
     scheduler.add(make_request("b", prompt_of(40), max_tokens=9))
     third = scheduler.schedule()
     assert new_blocks(third, "b")[:2] == blocks[:2]
     assert new_blocks(third, "b")[2] not in blocks
     scheduler.update(output_of(second, (5,)))
-    assert (scheduler.pool.num_free, scheduler.pool.num_held) == (1, 3)
+    assert (scheduler.pools[0].num_free, scheduler.pools[0].num_held) == (1, 3)
 
 
 def test_admission_counts_a_shared_block_that_was_free_once():
@@ -300,7 +300,7 @@ def test_admission_counts_a_shared_block_that_was_free_once():
     scheduler.add(make_request("c", prompt_of(40), max_tokens=9, ignore_eos=True))
     plan = scheduler.schedule()
     assert scheduled(plan) == {"b": 8, "c": 8}, "two shared blocks and one each"
-    assert scheduler.pool.num_free == 0
+    assert scheduler.pools[0].num_free == 0
     scheduler.add(make_request("d", prompt_of(40), max_tokens=9))
     queries = scheduler.num_prefix_queries
     scheduler.schedule()
@@ -316,7 +316,7 @@ def test_a_reset_forgets_what_was_computed_before_it():
     runner.execute(scheduler.schedule())
     scheduler.reset_prefix_cache()
     drain(scheduler, runner)
-    assert scheduler.pool.num_cached == 0
+    assert scheduler.pools[0].num_cached == 0
     scheduler.add(make_request("again", prompt_of(40), max_tokens=1))
     assert scheduled(scheduler.schedule()) == {"again": 40}
 

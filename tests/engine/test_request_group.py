@@ -87,7 +87,7 @@ def test_abort_ends_all_outputs_and_delivers_them_once(llm):
     assert output.finished
     assert output.error is None
     assert not llm.has_unfinished_requests()
-    pool = llm._engine.scheduler.pool
+    pool = llm._engine.scheduler.pools[0]
     assert pool.num_free == pool.num_blocks
 
 

@@ -16,13 +16,13 @@ from mrv1 import RequestError, StepError
 from mrv1.engine.block_pool import BlockPool
 from mrv1.engine.request import Request, Status
 from mrv1.engine.scheduler import Scheduler
+from mrv1.headwise import FULL, Visible
 from mrv1.runner import StepOutput, StepPlan
 from tests.engine.scheduler_model import (
     BLOCK_SIZE,
     EOS,
     VOCAB,
     DeviceError,
-    FakeRunner,
     drain,
     expected_output,
     make_request,
@@ -36,8 +36,14 @@ from tests.engine.scheduler_model import (
 
 def check_pool(scheduler: Scheduler) -> None:
     """Every block is held as often as it is referred to, or free, cached or in quarantine once."""
-    pool = scheduler.pool
-    held = Counter(b for r in scheduler.running.values() for b in r.block_ids)
+    for group, pool in enumerate(scheduler.pools):
+        lists = [r.block_ids[group] for r in scheduler.running.values()]
+        check_group(pool, Counter(b for blocks in lists for b in blocks if b >= 0))
+        if not scheduler.num_steps_in_flight:
+            assert pool.num_quarantined == 0
+
+
+def check_group(pool: BlockPool, held: Counter[int]) -> None:
     assert pool._num_refs == [held[b] for b in range(pool.num_blocks)]
     unheld = [*pool._free, *pool._evictable, *pool._quarantine]
     assert sorted([*held, *unheld]) == list(range(pool.num_blocks))
@@ -47,8 +53,6 @@ def check_pool(scheduler: Scheduler) -> None:
     }
     assert all(pool._digests[b] is None for b in pool._free)
     assert all(pool._digests[b] == d for b, d in pool._evictable.items())
-    if not scheduler.num_steps_in_flight:
-        assert pool.num_quarantined == 0
 
 
 class ForgetfulScheduler(Scheduler):
@@ -92,16 +96,30 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(4, 24),
+        streaming=st.lists(
+            st.tuples(st.integers(1, 20), st.integers(0, 9), st.integers(0, 6)), max_size=2
+        ),
+        all_stream=st.booleans(),
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(1, 32),
         depth=st.integers(1, 3),
         caching=st.booleans(),
         stops_on_device=st.booleans(),
     )
-    def start(self, num_blocks, max_num_seqs, budget, depth, caching, stops_on_device):
+    def start(
+        self, num_blocks, streaming, all_stream, max_num_seqs, budget, depth, caching,
+        stops_on_device,
+    ):  # fmt: skip
+        keeps, pools = [Visible(window, sink) for window, sink, _ in streaming], []
+        for seen, (_, _, spare) in zip(keeps, streaming, strict=True):
+            pools.append(min(num_blocks, seen.num_blocks(BLOCK_SIZE, budget) + spare))
+        if not (streaming and all_stream):
+            keeps, pools = [FULL, *keeps], [num_blocks, *pools]
+        self.keeps, self.pools = keeps, pools
         self.scheduler, self.forgetful = (
             made(
-                num_blocks=num_blocks,
+                num_blocks=pools,
+                keeps=keeps,
                 block_size=BLOCK_SIZE,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=budget,
@@ -111,8 +129,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             for made in (Scheduler, ForgetfulScheduler)
         )
-        self.max_num_seqs, self.num_blocks, self.budget = max_num_seqs, num_blocks, budget
-        self.runner = FakeRunner(num_blocks, BLOCK_SIZE, budget, stops_on_device=stops_on_device)
+        self.max_num_seqs, self.budget = max_num_seqs, budget
+        self.runner = make_runner(self.scheduler, stops_on_device=stops_on_device)
         self.requests: dict[str, Request] = {}
         self.ended_by_hand: set[str] = set()
         self.plans: list[StepPlan] = []
@@ -162,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for _ in range(2)
         )
         message = None
-        if -(-request.max_total_tokens // BLOCK_SIZE) > self.num_blocks:
+        if not self.could_ever_fit(request):
             message = "raise num_kv_blocks"
         elif any(end - start > self.budget for start, end in spans):
             message = "unsplittable: expected spans of at most"
@@ -175,6 +193,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for member in (request, *request.followers):
             self.requests[member.req_id] = member
             self.runner.cache_keys[member.req_id] = cache_key
+
+    def could_ever_fit(self, request):
+        """Whether all that a request sees at a time fits the pools, chunk by chunk."""
+        for seen, num_blocks in zip(self.keeps, self.pools, strict=True):
+            needed = -(-request.max_total_tokens // BLOCK_SIZE)
+            if not seen.is_full:
+                needed = min(needed, seen.num_blocks(BLOCK_SIZE, self.budget))
+            if needed > num_blocks:
+                return False
+        return True
 
     @precondition(
         lambda self: self.scheduler.num_steps_in_flight < self.scheduler.max_steps_in_flight
@@ -224,6 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for req_id, first_time in first_times.items():
             assert first_time in (None, self.requests[req_id].first_token_time)
         same = self.forgetful.update(output)
+        self.runner.poison_free(self.scheduler)
         assert list(map(how_far, changed)) == list(map(how_far, same))
         for request in changed:
             assert len(request.output_token_ids) - before[request.req_id] in (0, 1)
@@ -248,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if chance == 0:
             self.scheduler.reset_prefix_cache()
             self.forgetful.reset_prefix_cache()
-            assert self.scheduler.pool.num_cached == 0
+            assert all(pool.num_cached == 0 for pool in self.scheduler.pools)
 
     @invariant()
     def nothing_leaks(self):
@@ -257,6 +286,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         running = scheduler.running.values()
         check_pool(scheduler)
+        for request in running:
+            landed = int(scheduler._num_landed[request.slot])
+            for seen, blocks in zip(self.keeps, request.block_ids, strict=True):
+                given_up = [index for index, block in enumerate(blocks) if block < 0]
+                assert given_up == [*seen.freed_blocks(landed, BLOCK_SIZE)]
         for name in ("wasted_tokens", "num_stale_outputs", "num_preemptions", "prefix_hit_tokens"):
             assert getattr(scheduler, name) == getattr(self.forgetful, name), name
         assert scheduler.num_free_slots + len(running) == self.max_num_seqs
@@ -291,10 +325,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.forgetful = self.scheduler
         self.nothing_leaks()
         assert all(request.finished for request in self.requests.values())
-        assert self.scheduler.pool.num_free == self.num_blocks
+        assert [pool.num_free for pool in self.scheduler.pools] == self.pools
         assert self.scheduler.num_free_slots == self.max_num_seqs
         if not self.scheduler.enable_prefix_caching:
-            assert self.scheduler.pool.num_cached == 0
+            assert all(pool.num_cached == 0 for pool in self.scheduler.pools)
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -559,13 +593,13 @@ def reuse_blocks_of_an_aborted_request(scheduler: Scheduler) -> StepPlan | None:
 def test_a_freed_block_waits_for_the_steps_that_use_it():
     scheduler = make_scheduler(num_blocks=4)
     assert reuse_blocks_of_an_aborted_request(scheduler) is None
-    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (4, 0)
+    assert (scheduler.pools[0].num_free, scheduler.pools[0].num_quarantined) == (4, 0)
     assert scheduled(scheduler.schedule()) == {"b": 12}
 
 
 def test_without_quarantine_a_step_in_flight_reads_another_requests_pages():
     scheduler = make_scheduler(num_blocks=4)
-    scheduler.pool = UnguardedPool(4)
+    scheduler.pools._pools = (UnguardedPool(4),)
     with pytest.raises(DeviceError, match=r"a: position . was overwritten"):
         reuse_blocks_of_an_aborted_request(scheduler)
 
@@ -575,11 +609,11 @@ def test_a_freed_block_waits_for_the_newest_of_the_steps_in_flight():
     scheduler.add(make_request("a", (1,), max_tokens=7, ignore_eos=True))
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.abort("a")
-    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (1, 1)
+    assert (scheduler.pools[0].num_free, scheduler.pools[0].num_quarantined) == (1, 1)
     scheduler.update(output_of(first, (5,)))
-    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (1, 1)
+    assert (scheduler.pools[0].num_free, scheduler.pools[0].num_quarantined) == (1, 1)
     scheduler.update(output_of(second, (5,)))
-    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (2, 0)
+    assert (scheduler.pools[0].num_free, scheduler.pools[0].num_quarantined) == (2, 0)
 
 
 def test_a_step_that_fails_before_an_older_one_frees_nothing_the_older_one_uses():
@@ -587,9 +621,9 @@ def test_a_step_that_fails_before_an_older_one_frees_nothing_the_older_one_uses(
     scheduler.add(make_request("a", (1,), max_tokens=7, ignore_eos=True))
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.fail_step(second, StepError("launch", step_id=1, req_ids=("a",)))
-    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (1, 1)
+    assert (scheduler.pools[0].num_free, scheduler.pools[0].num_quarantined) == (1, 1)
     scheduler.update(output_of(first, (5,)))
-    assert (scheduler.pool.num_free, scheduler.pool.num_quarantined) == (2, 0)
+    assert (scheduler.pools[0].num_free, scheduler.pools[0].num_quarantined) == (2, 0)
 
 
 def test_preemption_takes_the_last_arrival_and_resumes_it_first():
@@ -652,7 +686,7 @@ def test_nobody_is_preempted_for_blocks_that_are_about_to_come_free():
     assert scheduled(second) == {"a": 1}, "a's twelfth token is its third block's last"
     scheduler.update(output_of(first, (5,), (6,)))
     assert c.output_token_ids == [6]
-    assert scheduler.pool.num_quarantined == 1, "until the second step is over"
+    assert scheduler.pools[0].num_quarantined == 1, "until the second step is over"
     assert scheduler.schedule() is None
     scheduler.update(output_of(second, (7,)))
     assert scheduled(scheduler.schedule()) == {"a": 1}
@@ -753,7 +787,7 @@ def test_a_request_is_admitted_when_all_its_known_tokens_have_blocks():
     scheduler.add(make_request("c", (1,), max_tokens=2, ignore_eos=True))
     plan = scheduler.schedule()
     assert scheduled(plan) == {"a": 9}, "b lacks a block, and c does not overtake it"
-    assert scheduler.pool.num_free == 3
+    assert scheduler.pools[0].num_free == 3
 
 
 def test_a_request_that_can_never_fit_is_refused():

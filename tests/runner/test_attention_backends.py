@@ -20,7 +20,7 @@ import torch
 from mrv1 import LLM, ConfigError, SamplingParams, UnsupportedDeviceError
 from mrv1.config import checkpoint_dir
 from mrv1.device import kernel_path
-from mrv1.headwise import HeadPolicy
+from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels import HeadRole, KVLayout, reference
 from mrv1.kernels.ops import select_ops
 from mrv1.models import attention, load_model
@@ -244,9 +244,9 @@ def some_model(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any
 def some_cache(head_dim: int = 64, **options: Any) -> tuple[CacheSpec, list[KVLayout]]:
     fields = {"dtype": torch.bfloat16} | options
     spec = CacheSpec(num_layers=2, num_kv_heads=2, block_size=16, head_dim=head_dim, **fields)
-    return spec, layer_layouts(
-        spec, HeadPolicy.of_layer_windows([-1, 20], spec.num_kv_heads), torch.device("cpu")
-    )
+    policy = HeadPolicy.of_layer_windows([-1, 20], spec.num_kv_heads)
+    groups = HeadGroups.shared(policy, block_size=16, max_model_len=64)
+    return spec, layer_layouts(spec, groups, [1], torch.device("cpu"))
 
 
 def test_what_flashinfer_does_passes():

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrv1.runner.block_table import NO_PAGE, BlockTables, GroupColumns
+from mrv1.headwise import FULL, HeadGroup, Visible
+from mrv1.runner.block_table import NO_PAGE, BlockTables
 from mrv1.runner.slot_state import Field, SlotState
 from tests.runner.host_state import AppliedUpload, entering, plan_of
 
@@ -17,32 +18,67 @@ ANYTHING = 77
 """In the table before a request takes the slot."""
 
 
-def make_tables(widths: list[int]) -> tuple[BlockTables, AppliedUpload]:
-    offsets = np.cumsum([0, *widths[:-1]]).tolist()
-    groups = [GroupColumns(offset=o, width=w) for o, w in zip(offsets, widths, strict=True)]
+Shape = tuple[int, int, int]
+"""Of a group: blocks of the longest request, columns in front of a ring, and of it; 0 = none."""
+
+
+def make_tables(shapes: list[Shape]) -> tuple[BlockTables, AppliedUpload]:
+    groups, offset = [], 0
+    for max_blocks, sink, ring in shapes:
+        width = sink + ring if ring else max_blocks
+        groups.append(
+            HeadGroup(
+                keeps=Visible(window=5) if ring else FULL,
+                num_heads=(1,),
+                offset=offset,
+                width=width,
+                max_blocks=max_blocks,
+                sink_blocks=sink,
+                ring_blocks=ring,
+            )
+        )
+        offset += width
     fields = {"other": Field(), **BlockTables.fields(groups)}
     slots = SlotState(NUM_SLOTS, fields, torch.device("cpu"))
     slots.buffer.fill_(ANYTHING)
     return BlockTables(slots, NUM_SLOTS, groups, torch.device("cpu")), AppliedUpload(slots.buffer)
 
 
-@given(data=st.data(), widths=st.lists(st.integers(1, 5), min_size=1, max_size=3))
-def test_a_row_is_its_groups_blocks_and_no_page_behind_them(data, widths):
-    tables, upload = make_tables(widths)
+def columns_of(shape: Shape, blocks: list[int]) -> list[int]:
+    """A segment, block by block: in a ring the later one stays."""
+    max_blocks, sink, ring = shape
+    columns = [NO_PAGE] * (sink + ring if ring else max_blocks)
+    for logical, block in enumerate(blocks):
+        behind = ring and logical >= sink
+        columns[sink + (logical - sink) % ring if behind else logical] = block
+    return columns
+
+
+@given(
+    data=st.data(),
+    shapes=st.lists(
+        st.tuples(st.integers(1, 9), st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=3
+    ),
+)
+def test_a_row_is_its_groups_blocks_and_no_page_behind_them(data, shapes):
+    tables, upload = make_tables(shapes)
     held: dict[int, list[list[int]]] = {}
     for _ in range(data.draw(st.integers(1, 8))):
         new = data.draw(st.sets(st.integers(0, NUM_SLOTS - 1)), label="new")
-        held |= {slot: [[] for _ in widths] for slot in new}
+        held |= {slot: [[] for _ in shapes] for slot in new}
         rows = new | data.draw(st.sets(st.sampled_from(sorted(held)))) if held else new
         new_block_ids = {}
         for slot in data.draw(st.permutations(sorted(rows))):
             ids = tuple(
                 tuple(
                     data.draw(
-                        st.lists(st.integers(0, NUM_POOL_BLOCKS - 1), max_size=width - len(blocks))
+                        st.lists(
+                            st.integers(NO_PAGE if ring else 0, NUM_POOL_BLOCKS - 1),
+                            max_size=max_blocks - len(blocks),
+                        )
                     )
                 )
-                for width, blocks in zip(widths, held[slot], strict=True)
+                for (max_blocks, _, ring), blocks in zip(shapes, held[slot], strict=True)
             )
             if any(ids) or data.draw(st.booleans()):
                 new_block_ids[slot] = ids
@@ -51,15 +87,12 @@ def test_a_row_is_its_groups_blocks_and_no_page_behind_them(data, widths):
         plan = plan_of(
             sorted(rows), new=tuple(map(entering, sorted(new))), new_block_ids=new_block_ids
         )
-        tables.stage(plan, NUM_POOL_BLOCKS, upload)
+        tables.stage(plan, [NUM_POOL_BLOCKS] * len(shapes), upload)
         for slot in range(NUM_SLOTS):
-            expected = [ANYTHING] * sum(widths)
+            expected = [ANYTHING] * tables.row_width
             if slot in held:
-                padded = (
-                    [*blocks, *[NO_PAGE] * (width - len(blocks))]
-                    for width, blocks in zip(widths, held[slot], strict=True)
-                )
-                expected = [block for blocks in padded for block in blocks]
+                segments = map(columns_of, shapes, held[slot])
+                expected = [block for columns in segments for block in columns]
                 assert tables.num_blocks_np[slot].tolist() == list(map(len, held[slot]))
             assert tables.table[slot].tolist() == expected
 
@@ -81,12 +114,12 @@ def test_a_row_is_its_groups_blocks_and_no_page_behind_them(data, widths):
 )
 def test_a_wrong_plan_is_refused_and_counts_nothing(new_block_ids, message):
     """Slot 1 holds a block of each group; slot 0 enters in the wrong plan, which held some."""
-    tables, upload = make_tables([3, 2])
+    tables, upload = make_tables([(3, 0, 0), (2, 0, 0)])
     both = {0: ((9,), (8,)), 1: ((7,), (6,))}
     plan = plan_of([0, 1], new=(entering(0), entering(1)), new_block_ids=both)
-    tables.stage(plan, NUM_POOL_BLOCKS, upload)
+    tables.stage(plan, [NUM_POOL_BLOCKS] * 2, upload)
     before = tables.num_blocks_np.copy()
     wrong = plan_of([0, 1], new=(entering(0, epoch=1),), new_block_ids=new_block_ids)
     with pytest.raises(ValueError, match=message):
-        tables.stage(wrong, NUM_POOL_BLOCKS, upload)
+        tables.stage(wrong, [NUM_POOL_BLOCKS] * 2, upload)
     np.testing.assert_array_equal(tables.num_blocks_np, before)

@@ -10,9 +10,9 @@ import torch
 from mrv1 import CapacityError, ConfigError, EngineConfig, ModelRunner, UnsupportedDeviceError
 from mrv1.config import KVScaleName
 from mrv1.device import Fp8Choice
-from mrv1.headwise import HeadPolicy
+from mrv1.headwise import FULL, HeadGroups, HeadPolicy, Visible
 from mrv1.kernels.kv_scales import ScaleGranularity
-from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
+from mrv1.runner.kv_cache import CacheSpec, KVCache, StreamingDemand
 from tests.models.families import tiny_checkpoint
 from tests.models.test_fp8_cache import HEAD_SCALES, add_tensors, scale_tensors
 
@@ -33,12 +33,13 @@ def make_spec(dtype: torch.dtype, granularity: ScaleGranularity | None = None) -
     )
 
 
+WINDOWED = HeadPolicy.of_layer_windows([-1, 10, -1], HEADS)
+SHARED = HeadGroups.shared(WINDOWED, block_size=BLOCK_SIZE, max_model_len=999)
+
+
 def make_cache(spec: CacheSpec, num_blocks: int) -> KVCache:
     scales = torch.rand(LAYERS, 2, HEADS) if spec.granularity == "head" else None
-    layouts = layer_layouts(
-        spec, HeadPolicy.of_layer_windows([-1, 10, -1], spec.num_kv_heads), CPU
-    )
-    return KVCache(spec, num_blocks, layouts, CPU, scales)
+    return KVCache(spec, SHARED, [num_blocks], CPU, scales)
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -65,9 +66,9 @@ def make_cache(spec: CacheSpec, num_blocks: int) -> KVCache:
 def test_bytes_by_hand(spec: CacheSpec, token_bytes: int, scale_bytes_of_5_blocks: int):
     assert spec.token_bytes == token_bytes
     assert spec.block_bytes == BLOCK_SIZE * token_bytes
-    assert spec.scale_bytes(5) == scale_bytes_of_5_blocks
+    assert spec.scale_bytes(SHARED, [5]) == scale_bytes_of_5_blocks
     fixed = VECTORS * 4 if spec.granularity == "head" else 0
-    assert spec.nbytes(5) == 5 * BLOCK_SIZE * token_bytes + fixed
+    assert spec.nbytes(SHARED, [5]) == 5 * BLOCK_SIZE * token_bytes + fixed
 
     cache = make_cache(spec, 5)
     held = {
@@ -79,16 +80,112 @@ def test_bytes_by_hand(spec: CacheSpec, token_bytes: int, scale_bytes_of_5_block
             *((layer.scales.k_scale, layer.scales.v_scale) if layer.scales else ()),
         )
     }
-    assert sum(held.values()) == cache.nbytes == spec.nbytes(5)
+    assert sum(held.values()) == cache.nbytes == cache.allocated_bytes == spec.nbytes(SHARED, [5])
+
+
+def demand(**options: object) -> StreamingDemand:
+    settings = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 100,
+        "steps_in_flight": 2,
+        "cache_blocks": None,
+        "caches_prefixes": False,
+    } | options
+    return StreamingDemand(**settings)
 
 
 @pytest.mark.parametrize("granularity", [None, "token", "quarter", "head"])
 def test_as_many_blocks_as_fit(granularity: ScaleGranularity | None):
     spec = make_spec(torch.float8_e4m3fn, granularity)
     for num_blocks in (0, 1, 7):
-        assert spec.blocks_in(spec.nbytes(num_blocks)) == num_blocks
-        assert spec.blocks_in(spec.nbytes(num_blocks + 1) - 1) == num_blocks
-    assert spec.blocks_in(-1) == 0
+        for spare in (0, spec.block_bytes - 1):
+            num_bytes = spec.nbytes(SHARED, [num_blocks]) + spare
+            assert demand().divide_bytes(spec, SHARED, num_bytes, 99) == (num_blocks,)
+    assert demand().divide_bytes(spec, SHARED, -1, 99) == (0,)
+    assert demand().divide_bytes(spec, SHARED, 1 << 40, 99) == (99,), "no more than are of use"
+
+
+# --- head groups ---------------------------------------------------------------------------------
+
+MIXED = HeadPolicy(
+    (
+        (FULL, Visible(40, 5), Visible(40, 5), FULL),
+        (Visible(40, 5),) * 4,
+        (Visible(9), FULL, FULL, FULL),
+    )
+)
+GROUPS = HeadGroups.of_roles(
+    MIXED, block_size=BLOCK_SIZE, max_model_len=99 * BLOCK_SIZE, max_query_len=100
+)
+
+
+def test_groups_are_the_roles_and_their_columns_what_a_chunk_may_need():
+    """A window of 40 and a chunk of 100 see 139 tokens, in 6 blocks of 32 at most; a sink of 5."""
+    full, wide, narrow = GROUPS.groups
+    assert [g.keeps for g in GROUPS.groups] == [FULL, Visible(40, 5), Visible(9)]
+    assert (full.offset, full.width, full.ring_blocks) == (0, 99, 0)
+    assert (wide.offset, wide.width, wide.sink_blocks, wide.ring_blocks) == (99, 1 + 6, 1, 6)
+    assert (narrow.offset, narrow.width, narrow.ring_blocks) == (106, 5, 5)
+    assert [g.num_heads for g in GROUPS.groups] == [(2, 0, 3), (2, 4, 0), (0, 0, 1)]
+    assert GROUPS.group_of_head == ((0, 1, 1, 0), (1, 1, 1, 1), (2, 0, 0, 0))
+    short = HeadGroups.of_roles(
+        MIXED, block_size=BLOCK_SIZE, max_model_len=7 * BLOCK_SIZE, max_query_len=100
+    )
+    assert [g.width for g in short.groups] == [7, 7, 5], "a ring is not wider than all blocks"
+    assert [g.ring_blocks for g in short.groups] == [0, 0, 5]
+    own = HeadGroups.of_heads(MIXED, block_size=BLOCK_SIZE, max_model_len=99)
+    assert [g.offset for g in own.groups] == [0, 4, 8, 12]
+    assert {g.num_heads for g in own.groups} == {(1, 1, 1)}
+    assert [role.group for role in own.roles(1)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("granularity", [None, "token", "quarter", "head"])
+def test_every_page_of_every_group_has_its_own_bytes(granularity: ScaleGranularity | None):
+    """Fill each page by the layout's addresses: nothing overlaps and nothing is left over."""
+    spec = make_spec(torch.uint8 if granularity else torch.float32, granularity)
+    num_blocks = [3, 2, 4]
+    scales = torch.rand(LAYERS, 2, HEADS) if granularity == "head" else None
+    cache = KVCache(spec, GROUPS, num_blocks, CPU, scales)
+    pages = sum(n * sum(g.num_heads) for n, g in zip(num_blocks, GROUPS.groups, strict=True))
+    per_page = BLOCK_SIZE * DIM * spec.dtype.itemsize
+    per_page += {"token": BLOCK_SIZE * 4, "quarter": 16}.get(granularity, 0)
+    static = VECTORS * 4 if granularity == "head" else 0
+    assert cache.allocated_bytes == cache.nbytes == 2 * pages * per_page + static
+    for index, layer in enumerate(cache.layers):
+        layout, seen = layer.layout, []
+        for head in range(HEADS):
+            group = GROUPS.group_of_head[index][head]
+            for block in range(num_blocks[group]):
+                start = int(layout.head_base[head] + block * layout.block_stride[head])
+                seen += range(start, start + BLOCK_SIZE * DIM)
+        assert sorted(seen) == list(range(layer.k.numel())) == list(range(layer.v.numel()))
+        if granularity in ("token", "quarter"):
+            per_block = {"token": BLOCK_SIZE, "quarter": 4}[granularity]
+            seen = []
+            for head in range(HEADS):
+                group = GROUPS.group_of_head[index][head]
+                for block in range(num_blocks[group]):
+                    address = layer.scales.base[head] + block * layer.scales.block_stride[head]
+                    seen += range(int(address), int(address) + per_block)
+            assert sorted(seen) == list(range(layer.scales.k_scale.numel()))
+
+
+def test_streaming_groups_take_what_they_can_use_and_full_ones_the_rest():
+    """Three requests, each 1 sink block and 3 of a window of 40 moved by 2; a block and a prompt.
+
+    2 steps of 100 tokens take 4 blocks each.
+    """
+    assert demand().divide(GROUPS, 99, BLOCK_SIZE) == (99, 3 * (1 + 3 + 1) + 8, 3 * (2 + 1) + 8)
+    assert demand().divide(GROUPS, 10, BLOCK_SIZE) == (10, 10, 10)
+    cached = demand(caches_prefixes=True, cache_blocks=7).divide(GROUPS, 99, BLOCK_SIZE)
+    assert cached == (99, 23 + 7, 17 + 7)
+    assert demand(caches_prefixes=True).divide(GROUPS, 999, BLOCK_SIZE)[1] == 23 + 64 * 4
+    spec = make_spec(torch.float32)
+    for num_bytes in (0, 10**6, 10**7, 10**8):
+        counts = demand().divide_bytes(spec, GROUPS, num_bytes, 9999)
+        assert spec.nbytes(GROUPS, counts) <= num_bytes
+        more = demand().divide(GROUPS, counts[0] + 1, BLOCK_SIZE)
+        assert spec.nbytes(GROUPS, more) > num_bytes
 
 
 def test_no_block_is_a_capacity_error():
@@ -162,7 +259,7 @@ def test_memory_for_scales_is_memory_without_blocks(
     budget = 10 * 2 * 2 * 2 * 16 * (32 + 4)
     monkeypatch.setattr("mrv1.runner.model_runner.CPU_KV_BYTES", budget)
     runner = make_runner(checkpoint, **FP8, num_kv_blocks=None)
-    assert runner.kv_cache.num_blocks == 10
+    assert runner.kv_cache.num_blocks == (10,)
     assert runner.kv_report()["total_bytes"] == budget
     runner.close()
 

@@ -294,7 +294,7 @@ def test_kv_report_counts_every_byte(runner):
 
 def test_without_a_number_the_cache_holds_what_can_be_used(checkpoint):
     runner = make_runner(checkpoint, num_kv_blocks=None, max_num_seqs=3, device="cpu")
-    assert runner.kv_cache.num_blocks == 3 * 512 // BLOCK_SIZE
+    assert runner.kv_cache.num_blocks == (3 * 512 // BLOCK_SIZE,)
     runner.close()
 
 
@@ -314,7 +314,7 @@ def test_the_profile_step_names_a_page_for_every_token(checkpoint):
     runner.model.forward = watched
     run_profile_step(
         runner.model, runner.sampler, runner.state, runner.kv_cache,
-        num_tokens=70, max_query_len=40, num_sampled=4,
+        row_width=3, num_tokens=70, max_query_len=40, num_sampled=4,
     )  # fmt: skip
     assert widths == [3, 3]
     runner.close()
@@ -327,7 +327,7 @@ def test_on_a_gpu_the_cache_fills_the_share_of_the_memory(checkpoint):
         checkpoint, num_kv_blocks=None, max_num_seqs=256, gpu_memory_utilization=0.5
     )
     total = torch.cuda.get_device_properties(0).total_memory
-    assert runner.kv_cache.num_blocks == 256 * 512 // BLOCK_SIZE  # the tiny model needs no more
+    assert runner.kv_cache.num_blocks == (256 * 512 // BLOCK_SIZE,)  # the tiny model needs no more
     assert runner.kv_cache.nbytes < 0.5 * total
     runner.close()
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from mrv1 import AsyncOutput, EngineConfig, ModelRunner, SamplingParams
+from mrv1 import AsyncOutput, EngineConfig, HeadPolicy, ModelRunner, SamplingParams
 from mrv1.engine.block_pool import BlockPool
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
+from mrv1.headwise import FULL, Visible
 from mrv1.runner.input_batch import InputBatch
 from tests.models.families import tiny_checkpoint
 from tests.models.test_decoder import no_waiting
@@ -30,7 +31,9 @@ def checkpoint(tmp_path_factory) -> Path:
     return path
 
 
-def make_core(checkpoint: Path, **options: object) -> EngineCore:
+def make_core(
+    checkpoint: Path, head_policy: HeadPolicy | None = None, **options: object
+) -> EngineCore:
     config = EngineConfig(
         **(
             {
@@ -40,7 +43,7 @@ def make_core(checkpoint: Path, **options: object) -> EngineCore:
             | options
         )
     )  # fmt: skip
-    return EngineCore(config, progress=False)
+    return EngineCore(config, head_policy=head_policy, progress=False)
 
 
 def add_many(
@@ -213,7 +216,8 @@ def test_a_block_is_free_only_when_every_step_that_had_it_is_over(
     """
     core = make_core(checkpoint, enable_prefix_caching=False)
     pool_type = BlockPool if guarded else UnguardedPool
-    pool = core.scheduler.pool = pool_type(core.scheduler.pool.num_blocks)
+    pool = pool_type(core.scheduler.pools[0].num_blocks)
+    core.scheduler.pools._pools = (pool,)
     launched: list[tuple[frozenset[int], AsyncOutput]] = []
     execute = core.runner.execute
 
@@ -221,7 +225,7 @@ def test_a_block_is_free_only_when_every_step_that_had_it_is_over(
         torch.cuda._sleep(DELAY_CYCLES)
         output = execute(plan)
         running = core.scheduler.running.values()
-        blocks = [r.block_ids for r in running if r.slot in plan.slots]
+        blocks = [r.block_ids[0] for r in running if r.slot in plan.slots]
         launched.append((frozenset().union(*blocks), output))
         return output
 
@@ -230,12 +234,32 @@ def test_a_block_is_free_only_when_every_step_that_had_it_is_over(
     too_early = 0
     while core.scheduler.has_unfinished_requests:
         core.step()
-        held = {b for r in core.scheduler.running.values() for b in r.block_ids}
+        held = {b for r in core.scheduler.running.values() for b in r.block_ids[0]}
         free = set(range(pool.num_blocks)) - held - set(pool._quarantine)
         launched = [(blocks, output) for blocks, output in launched if not output.ready()]
         too_early += sum(bool(free & blocks) for blocks, _ in launched)
     assert (too_early == 0) == guarded
     core.runner.close()
+
+
+def test_giving_pages_back_changes_no_token(checkpoint):
+    """Streaming heads on rings and on a table that keeps everything: the same graphs and kernels.
+
+    In deterministic mode, as otherwise a product rounds with its batch.
+    """
+    policy = HeadPolicy(((Visible(24, 8), FULL), (Visible(24, 8), Visible(60))))
+    outputs = {}
+    for recycles in (False, True):
+        core = make_core(
+            checkpoint, policy, window_recycling=recycles, deterministic=True,
+            enable_prefix_caching=False, num_kv_blocks=200,
+        )  # fmt: skip
+        requests = add_many(core, 40, max_tokens=150)
+        run(core)
+        outputs[recycles] = tokens(requests)
+        assert all(pool.num_free == pool.num_blocks for pool in core.scheduler.pools)
+        core.runner.close()
+    assert outputs[True] == outputs[False]
 
 
 def test_overlap_equals_no_overlap_over_a_long_run(checkpoint):
@@ -257,6 +281,6 @@ def test_overlap_equals_no_overlap_over_a_long_run(checkpoint):
             steps += run(core)
             outputs[overlap] += tokens(requests)
             rounds += 1
-        assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
+        assert core.scheduler.pools[0].num_free == core.scheduler.pools[0].num_blocks
         core.runner.close()
     assert outputs[True][: len(outputs[False])] == outputs[False][: len(outputs[True])]

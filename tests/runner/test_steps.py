@@ -38,7 +38,7 @@ class ForeignScheduler:
         self.runner, self.step_id = runner, 0
         self.waiting: deque[tuple[str, list[int], int]] = deque()
         self.free_slots = deque(range(num_slots))
-        self.free_blocks = deque(range(runner.kv_cache.num_blocks))
+        self.free_blocks = deque(range(runner.kv_cache.num_blocks[0]))
         self.running: dict[int, tuple[str, list[int], int, list[int]]] = {}
         self.epochs = [0] * num_slots
         self.computed = [0] * num_slots

@@ -1,0 +1,203 @@
+"""The block pools of all head groups, from which a request takes blocks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mrv1.engine.block_pool import BlockPool
+from mrv1.headwise import FULL, Visible
+
+GIVEN_UP = -1
+"""In a request's list of blocks: one that no head of the group sees any more."""
+
+GroupBlocks = Sequence[Sequence[int]]
+"""Per head group, ids of a request's logical blocks."""
+
+
+class HeadPools:
+    """A ``BlockPool`` for each head group.
+
+    A request's tokens are in the same logical blocks in every group, so that it takes as many of
+    each at a time. Groups differ in what they give up: blocks that are out of all their heads'
+    sight.
+
+    Index or iterate it for the pools of the groups.
+
+    Attributes:
+        keeps: what each group's heads see.
+    """
+
+    def __init__(
+        self, num_blocks: Sequence[int], block_size: int, keeps: Sequence[Visible] = (FULL,)
+    ) -> None:
+        self._pools = tuple([BlockPool(count) for count in num_blocks])
+        self.keeps = tuple(keeps)
+        self.block_size = block_size
+        self.streaming = tuple(
+            [(index, seen) for index, seen in enumerate(keeps) if not seen.is_full]
+        )
+        """Groups that give blocks up."""
+
+    def __getitem__(self, group: int) -> BlockPool:
+        """Return the pool of a group."""
+        return self._pools[group]
+
+    def __iter__(self) -> Iterator[BlockPool]:
+        """Return the pools, group by group."""
+        return iter(self._pools)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that ``allocate`` can give now, of every group."""
+        return min([pool.num_free for pool in self._pools])
+
+    def fits(self, num_tokens: int, chunk: int) -> bool:
+        """Return whether a request of so many tokens fits while nobody else holds a block.
+
+        Args:
+            num_tokens: that it may reach.
+            chunk: most tokens of one step.
+        """
+        num_blocks = -(-num_tokens // self.block_size)
+        return all(
+            pool.num_blocks
+            >= (
+                num_blocks
+                if seen.is_full
+                else min(num_blocks, seen.num_blocks(self.block_size, chunk))
+            )
+            for pool, seen in zip(self._pools, self.keeps, strict=True)
+        )
+
+    # --- holding --------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> list[tuple[int, ...]]:
+        """Take ``count`` blocks of every group, all or none.
+
+        Raises:
+            CapacityError: a group has fewer.
+        """
+        taken: list[tuple[int, ...]] = []
+        try:
+            for pool in self._pools:
+                taken += [pool.allocate(count)]
+        except BaseException:  # an interrupt, too
+            for pool, blocks in zip(self._pools, taken, strict=False):
+                pool.free(blocks)
+            raise
+        return taken
+
+    def share(self, blocks: GroupBlocks) -> None:
+        """Take one more reference to each of ``blocks``, which ``find`` returned."""
+        for pool, own in zip(self._pools, blocks, strict=True):
+            pool.share(_held(own))
+
+    def free(self, blocks: GroupBlocks, *, last_step: int | None) -> None:
+        """Give back what a request holds; see ``BlockPool.free``."""
+        for pool, own in zip(self._pools, blocks, strict=True):
+            # The end of a prefix goes first: without its beginning it could not be found.
+            pool.free(_held(own)[::-1], last_step=last_step)
+
+    def release(self, step: int) -> None:
+        """End the quarantine of blocks whose last step is ``step`` or before."""
+        for pool in self._pools:
+            pool.release(step)
+
+    def num_sole(self, blocks: GroupBlocks) -> npt.NDArray[np.int64]:
+        """Return ``[groups]`` how many of a request's blocks are given up when it ends."""
+        return np.array(
+            [pool.num_sole(_held(own)) for pool, own in zip(self._pools, blocks, strict=True)],
+            dtype=np.int64,
+        )
+
+    # --- prefix cache ---------------------------------------------------------------------
+
+    def cache(self, blocks: GroupBlocks, digests: Sequence[bytes], start: int, end: int) -> None:
+        """Let the logical blocks ``[start, end)`` be found by their digests."""
+        for pool, own in zip(self._pools, blocks, strict=True):
+            for block, digest in zip(own[start:end], digests[start:end], strict=True):
+                if block != GIVEN_UP:
+                    pool.cache(block, digest)
+
+    def find(
+        self, digests: Sequence[bytes], cut: Callable[[int], int] = lambda count: count
+    ) -> list[list[int]]:
+        """Return, per group, the blocks of the longest prefix that every group has.
+
+        A group with a window needs what the token behind the prefix sees of it: other blocks are
+        ``GIVEN_UP``.
+
+        Args:
+            digests: of the blocks of a prefix.
+            cut: returns how many of so many blocks may be taken; as many, or fewer.
+        """
+        found = [pool.known(digests) for pool in self._pools]
+        usable = np.ones(len(digests) + 1, dtype=np.bool_)
+        """[blocks of a prefix] whether every group has it."""
+        counts = np.arange(len(digests) + 1)
+        for seen, blocks in zip(self.keeps, found, strict=True):
+            is_missing = np.array([-1, *blocks], dtype=np.int64) == GIVEN_UP
+            is_missing[0] = False
+            newest = np.maximum.accumulate(np.where(is_missing, counts, 0))
+            """[blocks of a prefix] number of its last block that is not cached; 0 = none."""
+            if seen.is_full:
+                usable &= newest == 0
+                continue
+            sink = seen.sink_blocks(self.block_size)
+            oldest = self.first_live(seen, counts * self.block_size)
+            usable &= (newest <= oldest) & (newest[np.minimum(counts, sink)] == 0)
+        count = int(usable.nonzero()[0][-1])
+        while (allowed := cut(count)) < count:
+            count = int(usable[: allowed + 1].nonzero()[0][-1])
+        hit = []
+        for seen, blocks in zip(self.keeps, found, strict=True):
+            own = blocks[:count]
+            if not seen.is_full:
+                sink = seen.sink_blocks(self.block_size)
+                first = int(self.first_live(seen, np.array(count * self.block_size)))
+                own[sink:first] = [GIVEN_UP] * (min(first, count) - min(sink, count))
+            hit.append(own)
+        return hit
+
+    def lacks(self, blocks: GroupBlocks, counts: Sequence[int]) -> bool:
+        """Return whether a group lacks blocks to admit a request.
+
+        Args:
+            blocks: that it would share.
+            counts: blocks that it would take of each group beside them.
+        """
+        return any(
+            count > pool.num_free - pool.num_evictable(_held(own))
+            for pool, own, count in zip(self._pools, blocks, counts, strict=True)
+        )
+
+    def reset_cache(self) -> None:
+        """Forget all content."""
+        for pool in self._pools:
+            pool.reset_cache()
+
+    # --- windows --------------------------------------------------------------------------
+
+    def first_live(
+        self, seen: Visible, num_tokens: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the first logical block, behind the sink, that the next token sees.
+
+        Args:
+            seen: what a group's heads see.
+            num_tokens: in front of that token.
+        """
+        oldest = (num_tokens - (seen.window - 1)) // self.block_size
+        return np.maximum(oldest, seen.sink_blocks(self.block_size))
+
+    def give_up(self, group: int, blocks: list[int], start: int, end: int) -> None:
+        """Free the logical blocks ``[start, end)`` of a request, which no step will read."""
+        self._pools[group].free(blocks[start:end])
+        blocks[start:end] = [GIVEN_UP] * (end - start)
+
+
+def _held(blocks: Sequence[int]) -> list[int]:
+    return [block for block in blocks if block != GIVEN_UP]

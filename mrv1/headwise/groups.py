@@ -1,0 +1,142 @@
+"""KV heads by the blocks that they share: what each group keeps, and where its table begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mrv1.headwise.policy import FULL, HeadPolicy, Visible
+from mrv1.kernels.kv_layout import HeadRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadGroup:
+    """KV heads, over all layers, that share a list of blocks."""
+
+    keeps: Visible
+    """What its blocks hold of a context; its heads see that, or less."""
+    num_heads: tuple[int, ...]
+    """[layers] heads of each layer."""
+    offset: int
+    """First column of its segment of a block-table row."""
+    width: int
+    """Columns of the segment."""
+    max_blocks: int
+    """Logical blocks of the longest request."""
+    sink_blocks: int = 0
+    """Columns in front of the ring."""
+    ring_blocks: int = 0
+    """Columns that blocks share in turn; 0 = a column is the logical block."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroups:
+    """A policy's heads in groups.
+
+    Attributes:
+        policy: what each head sees.
+        groups: those whose heads see everything come first.
+        group_of_head: ``[layers][kv_heads]``.
+    """
+
+    policy: HeadPolicy
+    groups: tuple[HeadGroup, ...]
+    group_of_head: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of_roles(
+        cls, policy: HeadPolicy, *, block_size: int, max_model_len: int, max_query_len: int
+    ) -> HeadGroups:
+        """Return a group for each (window, sink), which keeps nothing that its heads do not see.
+
+        Where that takes fewer columns than the longest request has blocks, a streaming group's
+        table is a ring.
+
+        Args:
+            policy: what each head sees.
+            block_size: tokens of a block.
+            max_model_len: tokens of the longest request.
+            max_query_len: most tokens of one request in one step.
+        """
+        seen = policy.groups
+
+        def ring(keeps: Visible) -> int:
+            if keeps.is_full:
+                return 0
+            blocks = keeps.num_blocks(block_size, max_query_len)
+            is_narrower = blocks < -(-max_model_len // block_size)
+            return blocks - keeps.sink_blocks(block_size) if is_narrower else 0
+
+        return cls._build(
+            policy, seen, lambda layer, head: seen.index(policy.heads[layer][head]),
+            block_size=block_size, max_model_len=max_model_len, ring=ring,
+        )  # fmt: skip
+
+    @classmethod
+    def shared(cls, policy: HeadPolicy, *, block_size: int, max_model_len: int) -> HeadGroups:
+        """Return all heads as one group, which keeps everything whatever its heads see."""
+        return cls._build(
+            policy, [FULL], lambda *_: 0, block_size=block_size, max_model_len=max_model_len
+        )
+
+    @classmethod
+    def of_heads(cls, policy: HeadPolicy, *, block_size: int, max_model_len: int) -> HeadGroups:
+        """Return a group for each head index, for callers who manage the pages of each head.
+
+        The form of FastDeploy's pull request 7718: ``num_kv_heads`` tables of full width.
+        """
+        return cls._build(
+            policy, [FULL] * policy.num_kv_heads, lambda _, head: head,
+            block_size=block_size, max_model_len=max_model_len,
+        )  # fmt: skip
+
+    @classmethod
+    def _build(
+        cls,
+        policy: HeadPolicy,
+        keeps: Sequence[Visible],
+        group_of: Callable[[int, int], int],
+        *,
+        block_size: int,
+        max_model_len: int,
+        ring: Callable[[Visible], int] = lambda _: 0,
+    ) -> HeadGroups:
+        group_of_head = tuple(
+            tuple(group_of(layer, head) for head in range(policy.num_kv_heads))
+            for layer in range(policy.num_layers)
+        )
+        max_blocks = -(-max_model_len // block_size)
+        groups: list[HeadGroup] = []
+        offset = 0
+        for index, seen in enumerate(keeps):
+            ring_blocks = ring(seen)
+            sink_blocks = seen.sink_blocks(block_size) if ring_blocks else 0
+            width = sink_blocks + ring_blocks if ring_blocks else max_blocks
+            groups.append(
+                HeadGroup(
+                    keeps=seen,
+                    num_heads=tuple(heads.count(index) for heads in group_of_head),
+                    offset=offset,
+                    width=width,
+                    max_blocks=max_blocks,
+                    sink_blocks=sink_blocks,
+                    ring_blocks=ring_blocks,
+                )
+            )
+            offset += width
+        return cls(policy, tuple(groups), group_of_head)
+
+    def roles(self, layer: int) -> tuple[HeadRole, ...]:
+        """Return a layer's heads as kernels take them."""
+        return tuple(
+            HeadRole(
+                window=seen.window,
+                sink=seen.sink,
+                ring_blocks=self.groups[group].ring_blocks,
+                table_offset=self.groups[group].offset,
+                group=group,
+            )
+            for seen, group in zip(
+                self.policy.heads[layer], self.group_of_head[layer], strict=True
+            )
+        )
