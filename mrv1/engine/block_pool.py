@@ -112,7 +112,8 @@ class BlockPool:
 
     def release(self, step: int) -> None:
         """End the quarantine of blocks whose last step is ``step`` or before."""
-        self._released = max(step, self._released)
+        if step > self._released:
+            self._released = step
         if not self._quarantine:
             return
         for block in [b for b, last_step in self._quarantine.items() if last_step <= step]:

@@ -52,6 +52,8 @@ class HeadPools:
     @property
     def num_free(self) -> int:
         """Blocks that ``allocate`` can give now, of every group."""
+        if len(self._pools) == 1:  # asked for in every step
+            return self._pools[0].num_free
         return min([pool.num_free for pool in self._pools])
 
     def fits(self, num_tokens: int, chunk: int) -> bool:
