@@ -102,7 +102,9 @@ def _scopes(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST]]:
 BASE = {"errors", "device"}
 OPS = BASE | {"kernels", "config"}
 STEP = OPS | {"sampler", "models", "headwise", "runner"}
-APP = STEP | {"engine", "testing", "bench", "cli", "integrations", "__init__", "__main__"}
+APP = STEP | {
+    "engine", "testing", "calibration", "bench", "cli", "integrations", "__init__", "__main__",
+}  # fmt: skip
 MAY_IMPORT = {
     "errors": set(),
     "device": {"errors"},
@@ -114,6 +116,7 @@ MAY_IMPORT = {
     "headwise": OPS | {"headwise"},
     "runner": STEP,
     "engine": STEP | {"engine"},
+    "calibration": OPS | {"models", "headwise", "calibration"},
     "integrations": APP,
     "bench": APP,
     "cli": APP,

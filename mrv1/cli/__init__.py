@@ -1,4 +1,4 @@
-"""The ``mrv1`` command: generate, doctor, bench."""
+"""The ``mrv1`` command: generate, calibrate, doctor, bench."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mrv1 import __version__
-from mrv1.cli import bench, doctor, generate
+from mrv1.cli import bench, calibrate, doctor, generate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,6 +16,7 @@ app = typer.Typer(
     help="A Triton-first GPU model runner for LLM inference.",
 )
 app.command("generate")(generate.generate)
+app.command("calibrate")(calibrate.calibrate_command)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

@@ -1,6 +1,20 @@
-"""Which KV heads see everything, and which only sinks and a window."""
+"""Which KV heads see everything, and which only sinks and a window; and how to find out."""
 
+from mrv1.headwise.calibrate import HeadRanking, rank_heads, rankable_heads
 from mrv1.headwise.groups import HeadGroup, HeadGroups
 from mrv1.headwise.policy import FULL, HeadPolicy, Visible
+from mrv1.headwise.recall import RecallLines, RecallPrompt, recall_prompt
 
-__all__ = ["FULL", "HeadGroup", "HeadGroups", "HeadPolicy", "Visible"]
+__all__ = [
+    "FULL",
+    "HeadGroup",
+    "HeadGroups",
+    "HeadPolicy",
+    "HeadRanking",
+    "RecallLines",
+    "RecallPrompt",
+    "Visible",
+    "rank_heads",
+    "rankable_heads",
+    "recall_prompt",
+]

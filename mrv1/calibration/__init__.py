@@ -1,0 +1,20 @@
+"""Calibration of head policies: a model, prompts, and what heads lose when they stream."""
+
+from mrv1.calibration.forward import PolicyModel
+from mrv1.calibration.losses import Losses, measure
+from mrv1.calibration.options import CalibrateOptions
+from mrv1.calibration.plot import plot_ranking
+from mrv1.calibration.prompts import Texts, load_texts
+from mrv1.calibration.run import Calibration, calibrate
+
+__all__ = [
+    "CalibrateOptions",
+    "Calibration",
+    "Losses",
+    "PolicyModel",
+    "Texts",
+    "calibrate",
+    "load_texts",
+    "measure",
+    "plot_ranking",
+]

@@ -1,0 +1,120 @@
+"""A model that takes whole prompts, its heads seeing what a policy says."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mrv1.config import KVCacheDtypeName
+from mrv1.errors import ConfigError
+from mrv1.headwise import HeadPolicy, Visible
+from mrv1.headwise.recall import TokenIds
+from mrv1.kernels.kv_layout import KVLayout
+from mrv1.kernels.kv_scales import KVScales
+from mrv1.models import AttentionBatch, DecoderModel, LayerCache
+
+BLOCK_SIZE = 16
+"""Tokens of a block: what an fp8 cache holds does not depend on it."""
+
+
+class PolicyModel:
+    """A decoder and the paged cache of one prompt, in which policies change between prompts.
+
+    The kernels are those that serve; only that a streaming head keeps all its pages. One thread
+    owns it.
+
+    Args:
+        model: the decoder.
+        num_tokens: of every prompt.
+        kv_cache_dtype: as an engine takes it; an fp8 cache has scales per token.
+
+    Raises:
+        ConfigError: more tokens than the model has positions for.
+    """
+
+    def __init__(
+        self, model: DecoderModel, num_tokens: int, *, kv_cache_dtype: KVCacheDtypeName = "auto"
+    ) -> None:
+        config = model.config
+        if not 1 <= num_tokens <= config.max_model_len:
+            raise ConfigError(
+                f"num_tokens: expected 1 to {config.max_model_len}, the model's positions, got "
+                f"{num_tokens}"
+            )
+        self.model = model
+        self.num_tokens = num_tokens
+        is_fp8 = kv_cache_dtype == "fp8_e4m3"
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        pages = (
+            config.num_layers,
+            2,
+            num_blocks,
+            config.num_kv_heads,
+            BLOCK_SIZE,
+            config.head_dim,
+        )
+        dtype = torch.float8_e4m3fn if is_fp8 else model.dtype
+        self._pages = torch.empty(pages, dtype=dtype, device=model.device)
+        self._scales: list[KVScales | None] = [None] * config.num_layers
+        if is_fp8:
+            scales = torch.empty(pages[:-1], dtype=torch.float32, device=model.device)
+            self._scales = [KVScales.per_token(*layer) for layer in scales]
+        self._layouts: dict[tuple[Visible, ...], KVLayout] = {}
+        self._positions = torch.arange(num_tokens, device=model.device)
+        self._block_table = torch.arange(num_blocks, dtype=torch.int32, device=model.device)[None]
+        self._num_tokens = torch.tensor([num_tokens], dtype=torch.int32, device=model.device)
+        self._starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=model.device)
+
+    def hidden(self, tokens: TokenIds, policy: HeadPolicy) -> torch.Tensor:
+        """Return the hidden states of a prompt after the final norm.
+
+        Args:
+            tokens: ``[num_tokens]``.
+            policy: what the heads see; full heads see what the model's own layers do.
+
+        Returns:
+            ``[num_tokens, hidden]`` in the model's dtype.
+
+        Raises:
+            ConfigError: another number of tokens, or a policy of another shape.
+
+        Stream:
+            Current stream; one copy to the device.
+        """
+        if tokens.shape != (self.num_tokens,):
+            raise ConfigError(f"tokens: expected [{self.num_tokens}], got {list(tokens.shape)}")
+        batch = AttentionBatch(
+            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self.model.device),
+            positions=self._positions,
+            slot_mapping=self._positions[None],
+            block_table=self._block_table,
+            seq_lens=self._num_tokens,
+            query_start_loc=self._starts,
+            max_query_len=self.num_tokens,
+            query_len=None,
+            num_tokens=self.num_tokens,
+            num_reqs=1,
+        )
+        with torch.inference_mode():
+            return self.model.forward(batch, self._caches(policy))
+
+    def _caches(self, policy: HeadPolicy) -> list[LayerCache]:
+        config = self.model.config
+        if policy.num_kv_heads != config.num_kv_heads:
+            raise ConfigError(
+                f"head policy: expected {config.num_kv_heads} KV heads, got {policy.num_kv_heads}"
+            )
+        policy = policy.within(config.layer_windows)
+        for layer, heads in enumerate(policy.heads):
+            if heads not in self._layouts:
+                self._layouts[heads] = KVLayout.hnd(
+                    config.num_kv_heads,
+                    BLOCK_SIZE,
+                    config.head_dim,
+                    roles=policy.roles(layer),
+                    device=self.model.device,
+                )
+        return [
+            LayerCache(k=pages[0], v=pages[1], layout=self._layouts[heads], scales=scales)
+            for pages, heads, scales in zip(self._pages, policy.heads, self._scales, strict=True)
+        ]

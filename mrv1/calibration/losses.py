@@ -1,0 +1,92 @@
+"""What a policy costs on prompts: at the answers of recall, and over the text around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from mrv1.calibration.forward import PolicyModel
+from mrv1.headwise import HeadPolicy, RecallPrompt
+
+LOGIT_ROWS = 512
+"""Rows whose logits are held at a time: 300 MB of a vocabulary of 150,000."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Means over prompts."""
+
+    recall: float
+    """Nats an answer."""
+    accuracy: float
+    """Share of the answers that are the argmax over the whole vocabulary."""
+    num_answers: int
+    text: float | None
+    """Nats a token of the text; None = the filler is none."""
+
+    @property
+    def total(self) -> float:
+        """What calibration keeps low: both, a nat of an answer for a nat a token."""
+        return self.recall + (self.text or 0.0)
+
+
+def measure(
+    model: PolicyModel,
+    prompts: Sequence[RecallPrompt],
+    policy: HeadPolicy,
+    *,
+    with_text: bool,
+    on_forward: Callable[[], None] = lambda: None,
+) -> Losses:
+    """Return what a model whose heads see what the policy says loses on prompts.
+
+    Args:
+        model: which model.
+        prompts: at least one.
+        policy: of the heads.
+        with_text: whether the fillers are text to be predicted.
+        on_forward: is called after every prompt.
+
+    Numerics:
+        Logits in float32 (float64 of a float64 model), summed over tokens in float64.
+    """
+    recall, text, correct = [], [], []
+    for prompt in prompts:
+        hidden = model.hidden(prompt.tokens, policy)
+        losses, hits = _of_tokens(model, hidden, prompt.tokens, prompt.answers)
+        recall.append(losses)
+        correct.append(hits)
+        if with_text:
+            targets = np.flatnonzero(prompt.is_filler[1:]) + 1  # nothing predicts the first
+            text.append(_of_tokens(model, hidden, prompt.tokens, targets)[0])
+        on_forward()
+    hits = torch.cat(correct)
+    return Losses(
+        recall=float(torch.cat(recall).mean()),
+        accuracy=float(hits.double().mean()),
+        num_answers=len(hits),
+        text=float(torch.cat(text).mean()) if with_text else None,
+    )
+
+
+@torch.inference_mode()
+def _of_tokens(
+    model: PolicyModel,
+    hidden: torch.Tensor,
+    tokens: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.int64],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each target's loss (float64) and whether it is its logits' argmax."""
+    rows = torch.from_numpy(targets - 1).to(hidden.device)
+    expected = torch.from_numpy(tokens[targets]).to(hidden.device)
+    losses, hits = [], []
+    for part, token in zip(rows.split(LOGIT_ROWS), expected.split(LOGIT_ROWS), strict=True):
+        logits = model.model.compute_logits(hidden[part])
+        losses.append(functional.cross_entropy(logits, token, reduction="none").double())
+        hits.append(logits.argmax(-1) == token)
+    return torch.cat(losses), torch.cat(hits)

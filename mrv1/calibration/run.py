@@ -1,0 +1,102 @@
+"""Calibration of one checkpoint, from its files to a policy and what the policy costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mrv1.calibration.forward import PolicyModel
+from mrv1.calibration.losses import Losses, measure
+from mrv1.calibration.options import CalibrateOptions
+from mrv1.calibration.prompts import load_texts
+from mrv1.config import checkpoint_dir, resolve_dtype
+from mrv1.device import kernel_path, resolve_device
+from mrv1.headwise import HeadPolicy, HeadRanking, RecallPrompt, rank_heads, rankable_heads
+from mrv1.headwise.calibrate import num_losses
+from mrv1.kernels.ops import select_ops
+from mrv1.models import ModelConfig, load_model
+
+Progress = Callable[[int, int], None]
+"""Is told how many forward passes are done, and of how many as far as it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What came out."""
+
+    policy: HeadPolicy
+    ranking: HeadRanking
+    full: Losses
+    """Of the model as it is, on prompts that the ranking has not seen."""
+    calibrated: Losses
+    """Of the model under the policy, on the same."""
+
+
+def calibrate(
+    options: CalibrateOptions, on_progress: Progress = lambda done, total: None
+) -> Calibration:
+    """Rank a checkpoint's KV heads by what they lose when they stream, and cut at the budget.
+
+    Raises:
+        ConfigError: the checkpoint, its tokenizer or the data cannot be used, the prompts are too
+            short for their facts, or a loss is not finite.
+        UnsupportedDeviceError: there is no such device.
+    """
+    directory = checkpoint_dir(options.model)
+    device = resolve_device(options.device)
+    config = ModelConfig.from_pretrained(directory)
+    heads = rankable_heads(config.layer_windows, config.num_kv_heads)
+    texts = load_texts(directory, options.data, options.num_tokens)
+    # What ranks and what judges are drawn apart: the same text at most, other places, other facts.
+    ranked_on, judged_on = (
+        texts.prompts(
+            np.random.default_rng([options.seed, part]),
+            options.num_prompts,
+            num_tokens=options.num_tokens,
+            num_facts=options.num_facts,
+            sink=options.sink,
+            distance=options.window + 1,  # what stands a window back is visible to the question
+        )
+        for part in range(2)
+    )
+    decoder = load_model(
+        directory,
+        device=device,
+        dtype=resolve_dtype(options.dtype, config.torch_dtype, device),
+        ops=select_ops(kernel_path(device)),
+    )
+    model = PolicyModel(decoder, options.num_tokens, kv_cache_dtype=options.kv_cache_dtype)
+    done, total = 0, options.num_prompts * (num_losses(len(heads), options.method) + 2)
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total)
+
+    def begin_round(num_left: int) -> None:
+        """Count anew: one loss of them is known, and two come behind the ranking."""
+        nonlocal total
+        total = done + options.num_prompts * (num_losses(num_left, options.method) + 1)
+
+    def losses(prompts: list[RecallPrompt], policy: HeadPolicy) -> Losses:
+        with_text = texts.ids is not None
+        return measure(model, prompts, policy, with_text=with_text, on_forward=advance)
+
+    ranking = rank_heads(
+        config.num_layers,
+        config.num_kv_heads,
+        heads,
+        options.streaming,
+        lambda policy: losses(ranked_on, policy).total,
+        method=options.method,
+        on_round=begin_round,
+    )
+    policy = ranking.policy(options.budget, options.streaming)
+    return Calibration(
+        policy=policy,
+        ranking=ranking,
+        full=losses(judged_on, HeadPolicy.full(config.num_layers, config.num_kv_heads)),
+        calibrated=losses(judged_on, policy),
+    )

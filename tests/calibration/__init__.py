@@ -1,0 +1,1 @@
+"""Tests of calibration: models under policies, losses, prompts."""

@@ -1,0 +1,129 @@
+"""``mrv1 calibrate`` on the embedded model, whose recall rests on one head."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mrv1 import HeadPolicy
+from mrv1.config import checkpoint_dir
+from mrv1.headwise import Visible
+from tests.cli.conftest import Mrv1
+from tests.models.families import tiny_checkpoint
+from training.corpus import CORPUS_PATH
+
+QUICK = (
+    "--model", "tiny", "--device", "cpu", "--window", "24", "--sink", "4",
+    "--num-prompts", "1", "--num-tokens", "256", "--num-facts", "6",
+)  # fmt: skip
+RECALL_HEAD = (3, 0)
+"""Found by measurement: without it recall is gone, without all others it is not."""
+
+
+def full_heads(policy: HeadPolicy) -> set[tuple[int, int]]:
+    return {
+        (layer, head)
+        for layer, heads in enumerate(policy.heads)
+        for head, seen in enumerate(heads)
+        if seen.is_full
+    }
+
+
+def test_the_head_that_recalls_stays_full(mrv1: Mrv1, tmp_path: Path):
+    output, report = tmp_path / "policy.json", tmp_path / "report.json"
+    result = mrv1(
+        "calibrate", *QUICK, "--data", CORPUS_PATH, "--budget", "0.25", "--output", output,
+        "--report", report,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    policy = HeadPolicy.load(output)
+    assert policy.full_share == 0.25
+    assert set(policy.groups[1:]) == {Visible(24, 4)}
+    assert RECALL_HEAD in full_heads(policy)
+    assert (tmp_path / "policy.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"calibrate .* (\d+)/\1 ", result.stderr)  # the progress bar, at its end
+    assert "policy written to" in result.stderr
+    assert "25% of the heads full" in result.stdout
+    measured = json.loads(report.read_text("utf-8"))
+    order = [(each["layer"], each["head"]) for each in measured["order"]]
+    assert order[-1] == RECALL_HEAD
+    assert full_heads(policy) == set(order[-4:])
+    assert measured["full"]["accuracy"] == measured["calibrated"]["accuracy"] == 1.0
+    assert measured["full"]["num_answers"] == 6
+    assert measured["options"]["window"] == 24
+    assert measured["device"]["type"] == "cpu"
+
+
+def test_the_policy_serves(mrv1: Mrv1, tmp_path: Path):
+    """One head full of sixteen still answers from far back; none does not."""
+    words = "What light through yonder window breaks? " * 12
+    prompt = f"\nREMEMBER: crown soldier.\n{words}\nRECALL: crown"
+    answers = []
+    for budget in (0.05, 0):
+        output = tmp_path / f"{budget}.json"
+        calibrated = mrv1(
+            "calibrate", *QUICK, "--method", "single", "--no-plot", "--budget", str(budget),
+            "--output", output,
+        )  # fmt: skip
+        assert calibrated.exit_code == 0, calibrated.stderr
+        generated = mrv1(
+            "generate", "--model", "tiny", "--device", "cpu", "--num-kv-blocks", "64",
+            "--head-policy", output, "--prompt", prompt, "--max-tokens", "1", "--temperature", "0",
+        )  # fmt: skip
+        assert generated.exit_code == 0, generated.stderr
+        answers.append(generated.stdout.strip())
+    assert answers[0] == "soldier"
+    assert answers[1] != "soldier"
+
+
+def test_synthetic_words_do_as_well(mrv1: Mrv1, tmp_path: Path):
+    output = tmp_path / "policy.json"
+    result = mrv1(
+        "calibrate", *QUICK, "--data", "synthetic", "--method", "single", "--no-plot",
+        "--budget", "0.01", "--kv-cache-dtype", "fp8_e4m3", "--output", output,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert full_heads(HeadPolicy.load(output)) == {RECALL_HEAD}
+    assert [path.name for path in tmp_path.iterdir()] == ["policy.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "2"), "budget: expected 0 to 1, got 2.0"),
+        (("--method", "best"), "method: expected one of"),
+        (("--window", "0"), "window: expected >= 1, got 0"),
+        (("--num-prompts", "0"), "num_prompts: expected >= 1, got 0"),
+        (("--num-tokens", "4096"), "num_tokens: expected 1 to 2048"),
+        (("--num-facts", "99"), "num_tokens: expected room for 99 facts"),
+        (("--data", "none.txt"), "data: cannot read 'none.txt'"),
+        (("--model", "none"), "model: expected a checkpoint directory"),
+        (("--kv-cache-dtype", "int4"), "kv_cache_dtype: expected"),
+        (("--dtype", "int4"), "dtype: expected"),
+        (("--output", "none/policy.json"), "--output: expected an existing directory, got none"),
+        (("--output", "policy.png"), "--output: expected a file other than a .png"),
+    ],
+)
+def test_a_mistake_is_one_line(mrv1: Mrv1, tmp_path: Path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = mrv1("calibrate", *QUICK, "--output", "policy.json", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_does_not_recall_is_said_to(mrv1: Mrv1, tmp_path: Path):
+    """Random weights, with the embedded model's tokenizer."""
+    folder = tmp_path / "random"
+    tiny_checkpoint(folder, "qwen3", vocab_size=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint_dir("tiny") / name, folder)
+    output = tmp_path / "policy.json"
+    result = mrv1("calibrate", *QUICK, "--model", folder, "--no-plot", "--output", output)
+    assert result.exit_code == 0, result.stderr
+    assert "warning: with all heads full the model recalls 0% of the facts" in result.stderr
+    assert HeadPolicy.load(output).full_share == 0.25

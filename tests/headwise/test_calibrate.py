@@ -1,0 +1,156 @@
+"""Ranking: made-up losses in which it is known which heads matter."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import ConfigError
+from mrv1.headwise import FULL, HeadPolicy, Visible, rank_heads, rankable_heads
+from mrv1.headwise.calibrate import METHODS, Head, HeadRanking, Method, num_losses
+
+STREAMING = Visible(64, 16)
+
+
+def streaming_heads(policy: HeadPolicy) -> set[Head]:
+    found = set()
+    for layer, heads in enumerate(policy.heads):
+        for head, seen in enumerate(heads):
+            assert seen in (FULL, STREAMING)
+            if seen == STREAMING:
+                found.add((layer, head))
+    return found
+
+
+def rank(
+    shape: Head, loss: Callable[[set[Head]], float], method: Method = "greedy"
+) -> HeadRanking:
+    """Rank all heads by a loss of the set of those that stream."""
+    heads = rankable_heads((-1,) * shape[0], shape[1])
+    return rank_heads(
+        *shape, heads, STREAMING, lambda policy: loss(streaming_heads(policy)), method=method
+    )
+
+
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 5)),
+    method=st.sampled_from(METHODS),
+    seed=st.integers(0, 2**16),
+)
+def test_heads_that_lose_alone_are_ranked_by_what_they_lose(shape, method, seed):
+    rng = random.Random(seed)
+    weights = {
+        (layer, head): rng.randrange(-9, 1000)
+        for layer in range(shape[0])
+        for head in range(shape[1])
+    }
+    ranking = rank(shape, lambda streams: 5.0 + sum(weights[head] for head in streams), method)
+    assert [weights[head] for head in ranking.order] == sorted(weights.values())
+    assert list(ranking.losses) == [weights[head] for head in ranking.order]
+    losses = ranking.loss_map()
+    assert all(losses[head] == weight for head, weight in weights.items())
+    num_full = rng.randint(0, len(weights))
+    policy = ranking.policy(num_full / len(weights), STREAMING)
+    assert streaming_heads(policy) == set(ranking.order[: len(weights) - num_full])
+
+
+def test_of_two_heads_that_stand_in_for_each_other_greedy_keeps_one():
+    """Alone neither loses anything, together they are what matters."""
+
+    def loss(streams: set[Head]) -> float:
+        others = 0.01 * len(streams - {(0, 1), (2, 3)})
+        return others + 10.0 * ({(0, 1), (2, 3)} <= streams)
+
+    single, greedy = (rank((4, 4), loss, method) for method in ("single", "greedy"))
+    budget = 1 / 16
+    assert loss(streaming_heads(single.policy(budget, STREAMING))) > 10
+    assert loss(streaming_heads(greedy.policy(budget, STREAMING))) < 1
+    assert greedy.losses[-1] == pytest.approx(10)
+
+
+def test_only_what_a_round_loses_together_halves_it():
+    """Neither large losses are a reason, nor a little more than their sum."""
+    asked: list[int] = []
+
+    def loss(streams: set[Head]) -> float:
+        asked.append(len(streams))
+        return 3.0 * len(streams) + 0.001 * len(streams) ** 2 / 4
+
+    rank((1, 8), loss)
+    assert len(asked) == num_losses(8, "greedy")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("num_heads", [*range(1, 20), 224])
+def test_the_number_of_losses_is_known_in_advance(num_heads, method):
+    calls = 0
+
+    def loss(streams: set[Head]) -> float:
+        nonlocal calls
+        calls += 1
+        return len(streams)
+
+    ranking = rank((1, num_heads), loss, method)
+    assert sorted(ranking.order) == [(0, head) for head in range(num_heads)]
+    assert calls == num_losses(num_heads, method)
+    if num_heads == 224:  # a model of 28 layers: minutes, not the 25,200 of one head a round
+        assert calls == (225 if method == "single" else 929)
+
+
+def test_equal_losses_stream_in_the_order_of_the_heads():
+    ranking = rank((2, 2), lambda streams: 0.0, "single")
+    assert ranking.order == ((0, 0), (0, 1), (1, 0), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_full"),
+    [
+        (0, 0),
+        (0.001, 1),
+        (0.25, 2),
+        (0.3, 2),
+        (0.3125, 2),
+        (0.4375, 4),
+        (0.5, 4),
+        (0.97, 8),
+        (1, 8),
+    ],
+)
+def test_a_budget_is_the_share_of_full_heads(budget, num_full):
+    ranking = rank((2, 4), lambda streams: len(streams))
+    policy = ranking.policy(budget, STREAMING)
+    assert policy.full_share == num_full / 8
+    assert streaming_heads(policy) == set(ranking.order[: 8 - num_full])
+
+
+def test_a_policy_survives_its_file(tmp_path):
+    policy = rank((3, 2), len).policy(0.5, STREAMING)
+    policy.save(tmp_path / "policy.json")
+    assert HeadPolicy.load(tmp_path / "policy.json") == policy
+
+
+def test_layers_with_a_window_of_their_own_stay_full():
+    heads = rankable_heads((-1, 24, -1), 2)
+    assert heads == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    ranking = rank_heads(3, 2, heads, STREAMING, lambda policy: -policy.full_share)
+    policy = ranking.policy(0, STREAMING)
+    assert streaming_heads(policy) == set(heads)
+    assert math.isnan(ranking.loss_map()[1, 0])
+    policy.within([-1, 24, -1])  # does not raise
+    with pytest.raises(ConfigError, match="a layer without a window of its own"):
+        rankable_heads((24, 24), 2)
+
+
+def test_errors_say_what_was_expected():
+    with pytest.raises(ConfigError, match=r"method: expected one of .*'greedy'.* got 'best'"):
+        rank((1, 2), len, "best")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected a finite loss, got nan"):
+        rank((1, 2), lambda streams: math.nan if streams else 0.0)
+    for budget in (-0.1, 1.1, math.nan):
+        with pytest.raises(ConfigError, match="budget: expected 0 to 1"):
+            rank((1, 2), len).policy(budget, STREAMING)
