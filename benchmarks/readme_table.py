@@ -7,6 +7,7 @@ python benchmarks/readme_table.py --check   exit 1 if one is not what the files 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ BEGIN, END = "<!-- results:generate -->", "<!-- /results:generate -->"
 KERNELS_BEGIN, KERNELS_END = "<!-- results:kernels -->", "<!-- /results:kernels -->"
 SAMPLER_BEGIN, SAMPLER_END = "<!-- results:sampler -->", "<!-- /results:sampler -->"
 RUNNER_BEGIN, RUNNER_END = "<!-- results:runner -->", "<!-- /results:runner -->"
+RECALL_BEGIN, RECALL_END = "<!-- results:recall -->", "<!-- /results:recall -->"
+RECALL_KINDS = {
+    "full": "all",
+    "greedy": "calibrated",
+    "single": "calibrated, each head alone",
+    "leading heads stream": "leading heads stream",
+    "random": "random, 5 seeds",
+}
+"""Kinds of policies, as they are shown."""
 OURS = "mrv1"
 ENGINE_DEFAULTS = {"deterministic": False, "overlap": True, "cuda_graphs": True}
 NONE_YET = "Nothing has been measured yet."
@@ -237,6 +247,51 @@ def _sampler_table(result: dict[str, Any]) -> str:
     return "\n".join([*_markdown(head, body), "", "; ".join(parts) + "."])
 
 
+def recall_tables(folder: Path = RESULTS) -> str:
+    """Return the Markdown for the results of ``benchmarks.recall``, by file name."""
+    paths = sorted(folder.glob("recall*.json"))
+    return "\n\n".join(recall_table(json.loads(p.read_text("utf-8"))) for p in paths) or NONE_YET
+
+
+def recall_table(result: dict[str, Any]) -> str:
+    """Return a result of ``benchmarks.recall``; of random policies the mean and the range."""
+    results, conditions = result["results"], result["conditions"]
+    full = next(entry for entry in results if entry["kind"] == "full")
+    lines = [
+        "| heads | full | cache | recall | nats per token | against all full |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for cache in dict.fromkeys(entry["kv_cache_dtype"] for entry in results):
+        for kind, name in RECALL_KINDS.items():
+            entries = [e for e in results if (e["kv_cache_dtype"], e["kind"]) == (cache, kind)]
+            for budget in dict.fromkeys(entry["budget"] for entry in entries):
+                chosen = [entry for entry in entries if entry["budget"] == budget]
+                recalls = [entry["recall_accuracy"] for entry in chosen]
+                text = statistics.fmean(entry["text_nats"] for entry in chosen)
+                recall = f"{statistics.fmean(recalls):.1%}"
+                if len(chosen) > 1:
+                    recall += f" ({min(recalls):.0%} to {max(recalls):.0%})"
+                cells = [
+                    name,
+                    f"{len(chosen[0]['full_heads'])} of {len(full['full_heads'])}",
+                    conditions["dtype"] if cache == "auto" else "FP8",
+                    recall,
+                    f"{text:.4f}",
+                    f"{text / full['text_nats'] - 1:+.2%}",
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Embedded model; streaming heads see a window of {conditions['window']} tokens and "
+            f"{conditions['sink']} sinks; recall of {results[0]['num_answers']} facts, "
+            f"{conditions['distance']:,} tokens back; reference path on a CPU, torch "
+            f"{result['versions']['torch']} (commit {result['commit'][:12]}, {result['date']}).",
+        ]
+    )
+
+
 def with_table(readme: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """Return a README's text with what stands between the markers replaced.
 
@@ -263,6 +318,7 @@ def main(arguments: list[str]) -> int:
             (runner_tables(), RUNNER_BEGIN, RUNNER_END),
             (kernel_tables(), KERNELS_BEGIN, KERNELS_END),
             (sampler_tables(), SAMPLER_BEGIN, SAMPLER_END),
+            (recall_tables(), RECALL_BEGIN, RECALL_END),
         ),
     ):
         current = wanted = path.read_text("utf-8")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.readme_table import RECALL_KINDS
 from mrv1.bench.provenance import provenance
 from mrv1.calibration import (
     CalibrateOptions,
@@ -52,14 +52,6 @@ SMALLER_BUDGETS = (1 / 16, 0.0)
 NUM_RANDOM = 5
 METHODS: tuple[Method, ...] = ("greedy", "single")
 CACHES: tuple[KVCacheDtypeName, ...] = ("auto", "fp8_e4m3")
-NAMES = {
-    "full": "all",
-    "greedy": "calibrated",
-    "single": "calibrated, each head alone",
-    "leading heads stream": "leading heads stream",
-    "random": f"random, {NUM_RANDOM} seeds",
-}
-"""Kinds of policies, as they are shown."""
 MEASURING_SEED = 1
 """Calibration's is 0."""
 
@@ -199,45 +191,6 @@ def run(commit: str | None = None) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return a result as Markdown; of random policies the mean and the range."""
-    results, conditions = result["results"], result["conditions"]
-    full = next(entry for entry in results if entry["kind"] == "full")
-    lines = [
-        "| heads | full | cache | recall | nats per token | against all full |",
-        "|---|---:|---|---:|---:|---:|",
-    ]
-    for cache in CACHES:
-        for kind, name in NAMES.items():
-            entries = [e for e in results if (e["kv_cache_dtype"], e["kind"]) == (cache, kind)]
-            for budget in dict.fromkeys(entry["budget"] for entry in entries):
-                chosen = [entry for entry in entries if entry["budget"] == budget]
-                recalls = [entry["recall_accuracy"] for entry in chosen]
-                text = statistics.fmean(entry["text_nats"] for entry in chosen)
-                recall = f"{statistics.fmean(recalls):.1%}"
-                if len(chosen) > 1:
-                    recall += f" ({min(recalls):.0%} to {max(recalls):.0%})"
-                cells = [
-                    name,
-                    f"{len(chosen[0]['full_heads'])} of {len(full['full_heads'])}",
-                    conditions["dtype"] if cache == "auto" else "FP8",
-                    recall,
-                    f"{text:.4f}",
-                    f"{text / full['text_nats'] - 1:+.2%}",
-                ]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Embedded model; streaming heads see a window of {conditions['window']} tokens and "
-            f"{conditions['sink']} sinks; recall of {results[0]['num_answers']} facts, "
-            f"{conditions['distance']:,} tokens back; reference path on a CPU, torch "
-            f"{result['versions']['torch']} (commit {result['commit'][:12]}, {result['date']}).",
-        ]
-    )
-
-
 def plot(result: dict[str, Any], path: Path) -> None:
     """Write a PNG: recall over the share of full heads, and the rise of the text loss."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -260,7 +213,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
             )
             budgets, accuracies, rises = zip(*points, strict=True)
             cache_name = conditions["dtype"] if cache == "auto" else "FP8"
-            look = {"color": color, "alpha": 0.7, "label": f"{NAMES[kind]}, {cache_name} cache"}
+            look = {
+                "color": color,
+                "alpha": 0.7,
+                "label": f"{RECALL_KINDS[kind]}, {cache_name} cache",
+            }
             recall.plot(budgets, accuracies, style, **look)
             text.plot(budgets, [100 * rise for rise in rises], style, **look)
     recall.set_ylabel(f"recall at {conditions['distance']:,} tokens")

@@ -145,6 +145,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     """KV blocks to allocate for heads that see everything; None = what memory allows, at most what
     can be used. Heads with a window have as many or, if that is less, what they can use."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of the KV cache, where ``num_kv_blocks`` is not given; None = what is left of
+    ``gpu_memory_utilization``."""
     head_policy: str | None = field(default_factory=lambda: os.environ.get(HEAD_POLICY_VARIABLE))
     """JSON file of a ``HeadPolicy``; None = what the checkpoint says, else every head sees all
     that its layer does."""
@@ -218,6 +221,7 @@ class EngineConfig:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("num_kv_blocks", 1),
+            ("kv_cache_memory_bytes", 1),
             ("streaming_cache_blocks", 0),
             ("max_bad_words_num", 1),
             ("bad_words_max_len", 1),
@@ -227,10 +231,13 @@ class EngineConfig:
             ("max_logprobs", 1),
         ):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or not least <= value <= INT32_MAX):
-                raise ConfigError(
-                    f"{name}: expected an integer >= {least} that fits int32, got {value!r}"
-                )
+            most = None if name.endswith("_bytes") else INT32_MAX
+            if value is None or (
+                type(value) is int and least <= value and (most is None or value <= most)
+            ):
+                continue
+            limit = "" if most is None else " that fits int32"
+            raise ConfigError(f"{name}: expected an integer >= {least}{limit}, got {value!r}")
         share: object = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")

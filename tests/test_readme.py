@@ -264,6 +264,7 @@ def test_check_says_whether_the_readme_would_change(tmp_path: Path, monkeypatch,
         f"{readme_table.RUNNER_BEGIN}\n{readme_table.RUNNER_END}\n"
         f"{readme_table.KERNELS_BEGIN}\n{readme_table.KERNELS_END}\n"
         f"{readme_table.SAMPLER_BEGIN}\n{readme_table.SAMPLER_END}\n"
+        f"{readme_table.RECALL_BEGIN}\n{readme_table.RECALL_END}\n"
     )
     monkeypatch.setattr(readme_table, "KERNELS_README", kernels)
     assert readme_table.main(["--check"]) == 1

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mrv1.bench import SHAPES, GenerateBench, RunnerBench, run_generate, run_runner
-from mrv1.cli import bench_kernels, bench_sampler
+from mrv1.cli import bench_headwise, bench_kernels, bench_sampler
 from mrv1.cli.bench_kernels import check_target, write_result
 from mrv1.cli.console import one_line_errors, say
 from mrv1.config import AttentionBackendName, DtypeName, KVCacheDtypeName, KVScaleName
@@ -21,6 +21,8 @@ app = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
 app.command("attention")(bench_kernels.attention)
 app.command("kv-write")(bench_kernels.kv_write)
 app.command("sampler")(bench_sampler.sampler)
+app.command("capacity")(bench_headwise.capacity)
+app.command("headwise")(bench_headwise.headwise)
 
 DEFAULT_SHAPE = "qwen3-0.6b"
 DEFAULT_BATCHES = (1, 32, 256)

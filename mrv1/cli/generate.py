@@ -137,6 +137,10 @@ def generate(
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of the GPU's memory to use.", rich_help_panel=ENGINE)
     ] = 0.9,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(help="Bytes of the KV cache, in place of a share.", rich_help_panel=ENGINE),
+    ] = None,
     num_kv_blocks: Annotated[
         int | None,
         typer.Option(help="KV blocks; unset: what memory allows.", rich_help_panel=ENGINE),
@@ -240,6 +244,7 @@ def generate(
         "max_num_batched_tokens": max_num_batched_tokens,
         "gpu_memory_utilization": gpu_memory_utilization,
         "num_kv_blocks": num_kv_blocks,
+        "kv_cache_memory_bytes": kv_cache_memory_bytes,
         "enable_prefix_caching": enable_prefix_caching,
         "overlap": overlap,
         "cuda_graphs": cuda_graphs,

@@ -61,6 +61,7 @@ class LLM:
         max_num_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.9,
         num_kv_blocks: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         overlap: bool = True,
         cuda_graphs: bool = True,
@@ -102,6 +103,8 @@ class LLM:
             num_kv_blocks: KV blocks to allocate, of heads that see everything; None = what memory
                 allows, at most what can be used. Heads with a window have as many or, if that is
                 less, what they can use.
+            kv_cache_memory_bytes: bytes of the KV cache where ``num_kv_blocks`` is not given;
+                None = what is left of ``gpu_memory_utilization``.
             enable_prefix_caching: keep the blocks of prompts and outputs for requests that begin
                 alike; not with ``kv_scale="quarter"``, nor is ``deterministic``.
             overlap: launch a step before the result of the one before it is known (never with
@@ -156,6 +159,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
             num_kv_blocks=num_kv_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             overlap=overlap,
             cuda_graphs=cuda_graphs,

@@ -981,7 +981,8 @@ class ModelRunner:
         if config.num_kv_blocks is not None:
             return demand.divide(groups, config.num_kv_blocks, config.block_size)
         usable = config.max_num_seqs * self.spec.blocks_for(self.max_model_len)
-        return demand.divide_bytes(self.spec, groups, self._kv_bytes(), usable)
+        num_bytes = config.kv_cache_memory_bytes or self._kv_bytes()
+        return demand.divide_bytes(self.spec, groups, num_bytes, usable)
 
     def _kv_bytes(self) -> int:
         """Return the bytes left for the KV cache beside the activations of a full step."""

@@ -264,6 +264,17 @@ def test_memory_for_scales_is_memory_without_blocks(
     runner.close()
 
 
+def test_the_cache_may_be_given_its_bytes(checkpoint: Path):
+    """A block of the tiny model, K and V, 2 layers of 2 heads of 32 float32, takes 16 KiB."""
+    runner = make_runner(checkpoint, num_kv_blocks=None, kv_cache_memory_bytes=5 * 2**14 + 1)
+    assert runner.kv_cache.num_blocks == (5,)
+    runner.close()
+    with pytest.raises(CapacityError, match=r"no block of 16384 bytes fits"):
+        make_runner(checkpoint, num_kv_blocks=None, kv_cache_memory_bytes=2**14 - 1)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes: expected an integer >= 1, got"):
+        make_runner(checkpoint, kv_cache_memory_bytes=0)
+
+
 def test_the_static_scales_are_the_checkpoints(checkpoint: Path):
     runner = make_runner(checkpoint, **FP8, kv_scale="head")
     held = [(layer.scales.k_scale, layer.scales.v_scale) for layer in runner.kv_cache.layers]

@@ -1,0 +1,251 @@
+"""A policy served: time to first token, time between tokens, throughput, against uniform heads."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mrv1.bench.headwise_options import HeadwiseOptions
+from mrv1.bench.provenance import provenance
+from mrv1.bench.timing import WrongResultError
+from mrv1.device import resolve_device
+from mrv1.engine import EngineCore
+from mrv1.engine.prefix_cache import extend_chain
+from mrv1.engine.request import Request
+from mrv1.errors import ConfigError
+from mrv1.models import DecoderModel
+from mrv1.sampler import SamplingParams
+
+SCHEMA = 1
+"""Version of the result's layout; raised when a field changes its meaning or goes."""
+
+CHECKED_TOKENS = 64
+"""Generated alone by variants that must agree, before anything is timed."""
+
+FILL_ELEMENTS = 1 << 24
+"""Random values that are laid side by side where contexts are planted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadwiseBench(HeadwiseOptions):
+    """What is served.
+
+    Raises:
+        ConfigError: a field is out of its range; the message names it.
+    """
+
+    prompt_tokens: int = 8192
+    output_tokens: int = 64
+    num_requests: int = 6
+    """Added at once."""
+    planted: bool = False
+    """Whether prompts are found in the prefix cache, but for their last tokens, with random keys
+    and values: to measure decodes of contexts that would take minutes to compute."""
+    repeats: int = 1
+    """Runs that count, after one that does not."""
+
+    def __post_init__(self) -> None:
+        """Check what the engine will not."""
+        HeadwiseOptions.__post_init__(self)
+        for name, least in (("output_tokens", 2), ("num_requests", 1), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: expected >= {least}, got {getattr(self, name)}")
+        if not 1 <= self.prompt_tokens <= self.context - self.output_tokens:
+            raise ConfigError(
+                f"prompt_tokens: expected 1 to {self.context - self.output_tokens}, what context "
+                f"leaves beside output_tokens, got {self.prompt_tokens}"
+            )
+
+
+def run_headwise(
+    bench: HeadwiseBench, say: Callable[[str], None] = lambda _: None
+) -> dict[str, object]:
+    """Serve the same requests in every variant and return the result, ready for JSON.
+
+    Raises:
+        ConfigError: an option is wrong.
+        UnsupportedDeviceError: the device is not there or cannot run mrv1.
+        CapacityError: the KV cache does not fit.
+        StepError, RequestError: a request failed.
+        WrongResultError: pages that were given back have changed a token.
+    """
+    device = resolve_device(bench.device)
+    model = bench.new_model(device)
+    results: list[dict[str, Any]] = []
+    alone: list[int] | None = None
+    for name in bench.variants:
+        with bench.engine(name, model, enable_prefix_caching=bench.planted) as core:
+            say(core.runner.describe())
+            if name in ("kept", "recycled"):
+                alone = _checked(core, bench, alone)
+            if bench.planted:
+                fill_randomly(core, bench.seed)
+            runs = []
+            for run in range(bench.repeats + 1):
+                prompts = _prompts(bench, model, run)
+                runs.append(_serve(core, prompts, bench))
+                say(
+                    f"{name}, {f'run {run}' if run else 'warm-up'}: "
+                    f"{runs[-1]['tokens_per_s']:.0f} tokens/s, "
+                    f"{runs[-1]['between_tokens_ms']:.2f} ms between tokens, "
+                    f"first after {runs[-1]['first_token_ms']:.0f} ms"
+                )
+            results.append(_summary(name, core, runs[1:], results))
+    return {
+        "op": "headwise",
+        "schema": SCHEMA,
+        "shape": bench.shape,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **provenance(device, bench.commit),
+        "conditions": {
+            **bench.conditions(),
+            "prompt_tokens": bench.prompt_tokens,
+            "output_tokens": bench.output_tokens,
+            "num_requests": bench.num_requests,
+            "planted": bench.planted,
+            "repeats": bench.repeats,
+            "warm_up_runs": 1,
+        },
+        "results": results,
+    }
+
+
+def _prompts(bench: HeadwiseBench, model: DecoderModel, run: int) -> list[list[int]]:
+    generator = np.random.default_rng([bench.seed, run])
+    shape = (bench.num_requests, bench.prompt_tokens)
+    prompts: list[list[int]] = generator.integers(model.config.vocab_size, size=shape).tolist()
+    return prompts
+
+
+def _params(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def _run(core: EngineCore, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
+    requests = [
+        core.add_request(f"{index}", prompt, _params(num_tokens))
+        for index, prompt in enumerate(prompts)
+    ]
+    while core.has_unfinished_requests:
+        core.step()
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return requests
+
+
+def _checked(core: EngineCore, bench: HeadwiseBench, expected: list[int] | None) -> list[int]:
+    """Return the tokens of a request alone, long enough to leave pages behind."""
+    length = min(bench.context - CHECKED_TOKENS, max(2 * bench.window + bench.sink, 64))
+    vocab_size = core.runner.model_config.vocab_size
+    prompt = np.random.default_rng(bench.seed).integers(vocab_size, size=length).tolist()
+    (request,) = _run(core, [prompt], CHECKED_TOKENS)
+    if expected is not None and request.output_token_ids != expected:
+        raise WrongResultError("recycled: its tokens are not those of pages that were kept")
+    return request.output_token_ids
+
+
+def _serve(
+    core: EngineCore, prompts: Sequence[Sequence[int]], bench: HeadwiseBench
+) -> dict[str, float]:
+    """Serve all prompts at once; return what one run shows."""
+    if bench.planted:
+        for prompt in prompts:
+            plant_prefix(core, prompt)
+    before = core.metrics()
+    start = time.perf_counter()
+    requests = _run(core, prompts, bench.output_tokens)
+    seconds = time.perf_counter() - start
+    after = core.metrics()
+    times = [
+        (request.arrival_time, request.first_token_time, request.finish_time)
+        for request in requests
+    ]
+    spans = [
+        (first - arrival, finish - first)
+        for arrival, first, finish in times
+        if first is not None and finish is not None
+    ]
+    return {
+        "seconds": seconds,
+        "tokens_per_s": len(requests) * bench.output_tokens / seconds,
+        "first_token_ms": statistics.median(first for first, _ in spans) * 1e3,
+        "between_tokens_ms": statistics.median(rest for _, rest in spans)
+        / (bench.output_tokens - 1)
+        * 1e3,
+        "num_preemptions": after["num_preemptions"] - before["num_preemptions"],
+        "cached_tokens": after["prefix_hit_tokens"] - before["prefix_hit_tokens"],
+    }
+
+
+def _summary(
+    name: str,
+    core: EngineCore,
+    runs: Sequence[dict[str, float]],
+    results: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return a variant's entry: medians, and ratios to the first variant."""
+    entry: dict[str, Any] = {
+        key: statistics.median(run[key] for run in runs)
+        for key in ("tokens_per_s", "first_token_ms", "between_tokens_ms", "num_preemptions")
+    }
+    first = results[0] if results else entry
+    return {
+        "variant": name,
+        "kv_cache": core.kv_report(),
+        **entry,
+        "throughput_ratio": entry["tokens_per_s"] / first["tokens_per_s"],
+        "first_token_speedup": first["first_token_ms"] / entry["first_token_ms"],
+        "between_tokens_speedup": first["between_tokens_ms"] / entry["between_tokens_ms"],
+        "runs": list(runs),
+    }
+
+
+# --- contexts that nobody computed ---------------------------------------------------------------
+
+
+def plant_prefix(core: EngineCore, prompt: Sequence[int]) -> None:
+    """Let all full blocks in front of a prompt's last token be found in the prefix cache.
+
+    Of heads with a window only what the token behind them sees, as if a request had been there.
+
+    Raises:
+        CapacityError: the pools lack the blocks.
+    """
+    pools = core.scheduler.pools
+    num_blocks = (len(prompt) - 1) // pools.block_size
+    digests: list[bytes] = []
+    extend_chain(digests, list(prompt[: num_blocks * pools.block_size]), pools.block_size)
+    for pool, seen in zip(pools, pools.keeps, strict=True):
+        gone = seen.freed_blocks(num_blocks * pools.block_size, pools.block_size)
+        wanted = [digest for index, digest in enumerate(digests) if index not in gone]
+        blocks = pool.allocate(len(wanted))
+        for block, digest in zip(blocks, wanted, strict=True):
+            pool.cache(block, digest)
+        pool.free(blocks)
+
+
+def fill_randomly(core: EngineCore, seed: int) -> None:
+    """Write random keys, values and scales to every page: what is read must not be NaN."""
+    device = core.runner.device
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(FILL_ELEMENTS, device=device, generator=generator)
+    for layer in core.runner.kv_cache.layers:
+        for cache in (layer.k, layer.v):
+            largest = 100.0 if layer.scales is not None else 1.0  # codes use their range
+            _tile(cache.view(-1), (values * largest).to(cache.dtype))
+        if layer.scales is not None:
+            for scale in (layer.scales.k_scale, layer.scales.v_scale):
+                _tile(scale.view(-1), values.sigmoid() / 50 + 1e-3)
+
+
+def _tile(target: torch.Tensor, values: torch.Tensor) -> None:
+    for start in range(0, len(target), len(values)):
+        piece = target[start : start + len(values)]
+        piece.copy_(values[: len(piece)])

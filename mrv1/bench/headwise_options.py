@@ -1,0 +1,156 @@
+"""What the head-wise benchmarks run: a shape, a policy, and caches that differ in one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from mrv1.bench.shapes import shape_config
+from mrv1.config import DtypeName, EngineConfig, KVCacheDtypeName, resolve_dtype
+from mrv1.device import kernel_path
+from mrv1.engine import EngineCore
+from mrv1.errors import ConfigError
+from mrv1.headwise import HeadPolicy
+from mrv1.kernels.ops import select_ops
+from mrv1.models import DecoderModel, ModelConfig, random_weights
+
+
+class Variant(NamedTuple):
+    """A cache for the same model and bytes."""
+
+    uses_policy: bool
+    """Else every head sees, and keeps, everything."""
+    recycles: bool
+    kv_cache_dtype: KVCacheDtypeName
+
+
+VARIANTS = {
+    "uniform": Variant(False, True, "auto"),
+    "kept": Variant(True, False, "auto"),
+    "recycled": Variant(True, True, "auto"),
+    "uniform-fp8": Variant(False, True, "fp8_e4m3"),
+    "recycled-fp8": Variant(True, True, "fp8_e4m3"),
+}
+"""``uniform`` walks every page of every head; ``kept`` walks what heads see, of one table that
+keeps everything; ``recycled`` gives back what they have left behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadwiseOptions:
+    """Which model, with which policy, in which caches.
+
+    Raises:
+        ConfigError: a field is out of its range; the message names it.
+    """
+
+    shape: str = "llama3-8b"
+    """Name in ``SHAPES``, run with random weights."""
+    policy: HeadPolicy | None = None
+    """None = ``streaming_ratio``, ``window`` and ``sink``."""
+    streaming_ratio: float = 0.75
+    window: int = 256
+    sink: int = 64
+    full_layers_every: int | None = None
+    variants: tuple[str, ...] = ("uniform", "recycled", "recycled-fp8")
+    context: int = 131_072
+    """Tokens of the longest request."""
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 8192
+    kv_cache_memory_bytes: int | None = None
+    """Of every variant; None = what this GPU has left."""
+    block_size: int = 16
+    dtype: DtypeName = "auto"
+    device: str = "auto"
+    cuda_graphs: bool = True
+    seed: int = 0
+    commit: str | None = None
+    """Commit of the source; None asks git."""
+
+    def __post_init__(self) -> None:
+        """Check what the engine will not."""
+        unknown = [name for name in self.variants if name not in VARIANTS]
+        if unknown or not self.variants:
+            raise ConfigError(
+                f"variants: expected some of {', '.join(VARIANTS)}, got {list(self.variants)}"
+            )
+        if self.context < 2:
+            raise ConfigError(f"context: expected >= 2, got {self.context}")
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The shape, for as long a context as is asked for."""
+        config = shape_config(self.shape)
+        return replace(config, max_model_len=max(config.max_model_len, self.context))
+
+    def head_policy(self) -> HeadPolicy:
+        """Return the policy of the variants that have one.
+
+        Raises:
+            ConfigError: it cannot be, or is not of this model.
+        """
+        config = self.model_config
+        policy = self.policy
+        if policy is None:
+            policy = HeadPolicy.of_ratio(
+                config.num_layers,
+                config.num_kv_heads,
+                self.streaming_ratio,
+                window=self.window,
+                sink=self.sink,
+                full_layers_every=self.full_layers_every,
+            )
+        return policy.within(config.layer_windows)
+
+    def conditions(self) -> dict[str, object]:
+        """Return what the figures depend on, for the result."""
+        policy = self.head_policy()
+        return {
+            "context": self.context,
+            "full_share": policy.full_share,
+            "roles": [list(seen) for seen in policy.groups],
+            "block_size": self.block_size,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
+            "cuda_graphs": self.cuda_graphs,
+            "seed": self.seed,
+            "clocks": "as found, not locked",
+        }
+
+    def new_model(self, device: torch.device) -> DecoderModel:
+        """Return the model, with random weights on the device."""
+        config = self.model_config
+        dtype = resolve_dtype(self.dtype, config.torch_dtype, device)
+        weights = random_weights(config, device=device, dtype=dtype, seed=self.seed)
+        return DecoderModel(config, weights, select_ops(kernel_path(device)))
+
+    @contextmanager
+    def engine(
+        self, name: str, model: DecoderModel, *, enable_prefix_caching: bool = False
+    ) -> Iterator[EngineCore]:
+        """Make a variant's engine around the model, and close it."""
+        variant = VARIANTS[name]
+        config = EngineConfig(
+            model=self.shape,
+            dtype=self.dtype,
+            device=str(model.device),
+            kv_cache_dtype=variant.kv_cache_dtype,
+            block_size=self.block_size,
+            max_model_len=self.context,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            enable_prefix_caching=enable_prefix_caching,
+            window_recycling=variant.recycles,
+            cuda_graphs=self.cuda_graphs,
+        )
+        policy = self.head_policy() if variant.uses_policy else None
+        core = EngineCore(config, model=model, head_policy=policy, progress=False)
+        try:
+            yield core
+        finally:
+            core.runner.close()

@@ -1,0 +1,180 @@
+"""The head-wise benchmarks: counts against arithmetic, planted contexts, schema, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mrv1.bench.capacity import num_admitted, predicted_requests, request_bytes, run_capacity
+from mrv1.bench.headwise import HeadwiseBench, fill_randomly, plant_prefix, run_headwise
+from mrv1.bench.headwise_options import HeadwiseOptions
+from mrv1.bench.timing import WrongResultError
+from mrv1.cli import app
+from mrv1.engine import EngineCore
+from mrv1.engine.scheduler import Scheduler
+from mrv1.errors import ConfigError
+from mrv1.headwise import FULL, Visible
+from mrv1.sampler import SamplingParams
+
+SMALL = {
+    "shape": "tiny-random", "device": "cpu", "streaming_ratio": 0.5, "window": 32, "sink": 16,
+    "context": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 4_000_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "keeps", "expected"),
+    [
+        ([100], [FULL], 100 // (256 // 16 + 2)),  # two more for the tokens behind the prompt
+        ([400], [FULL], 8),  # slots
+        ([400, 40], [FULL, Visible(32, 16)], 8),  # 1 + 3 blocks each, and two chunks of 4
+        ([400, 22], [FULL, Visible(32, 16)], 4),
+    ],
+)
+def test_requests_are_counted_when_the_first_has_to_wait(num_blocks, keeps, expected):
+    scheduler = Scheduler(
+        num_blocks=num_blocks, keeps=keeps, block_size=16, max_num_seqs=8,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    assert num_admitted(scheduler, 256) == pytest.approx(expected, abs=1)
+
+
+def test_capacity_is_what_arithmetic_says_and_the_scheduler_admits():
+    """2 layers of 2 heads, 32 float32 elements each: a page of 16 tokens is 2 KiB, K and V 4."""
+    num_bytes = 2_500_000
+    options = SMALL | {"kv_cache_memory_bytes": num_bytes, "variants": ("uniform", "recycled")}
+    result = run_capacity(HeadwiseOptions(**options))
+    assert json.loads(json.dumps(result)) == result
+    uniform, recycled = result["results"]
+    page = 2 * 16 * 32 * 4
+    assert uniform["request_bytes"] == [4 * page * 512 // 16]
+    assert recycled["request_bytes"] == [
+        2 * page * 512 // 16,
+        2 * page * (1 + math.ceil((32 + 2 - 2) / 16) + 1),
+    ]
+    assert uniform["kv_cache"]["allocated_bytes"] <= num_bytes
+    assert uniform["longest_context"] == num_bytes // (4 * page) * 16
+    assert uniform["predicted_requests"] == num_bytes // (4 * page) // (512 // 16) == 4
+    assert recycled["predicted_requests"] == (num_bytes - 48 * 2 * page) // (2 * page) // 32 == 8
+    for entry in (uniform, recycled):  # tokens behind the prompt take some blocks
+        assert 0 <= entry["predicted_requests"] - entry["requests"] <= 1
+    assert uniform["ratio"] == 1.0
+    assert recycled["ratio"] == recycled["requests"] / uniform["requests"] >= 1.5
+
+
+def planted_core(name: str = "recycled") -> tuple[HeadwiseBench, EngineCore]:
+    bench = HeadwiseBench(**SMALL, prompt_tokens=200, output_tokens=5)
+    model = bench.new_model(torch.device("cpu"))
+    return bench, bench.engine(name, model, enable_prefix_caching=True)
+
+
+@pytest.mark.parametrize("name", ["uniform", "kept", "recycled", "recycled-fp8"])
+def test_a_planted_prompt_is_found_but_for_its_last_block(name):
+    _, engine = planted_core(name)
+    prompt = [7 + i % 300 for i in range(200)]
+    with engine as core:
+        fill_randomly(core, 0)
+        for layer in core.runner.kv_cache.layers:
+            assert layer.k.float().isfinite().all()
+            assert layer.k.float().std() > 0.5
+        plant_prefix(core, prompt)
+        assert all(pool.num_held == 0 for pool in core.scheduler.pools)
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        request = core.add_request("a", prompt, params)
+        while core.has_unfinished_requests:
+            core.step()
+    assert request.error is None
+    assert request.num_cached_tokens == 192
+    assert len(request.output_token_ids) == 5
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_every_variant_serves_the_same_requests(planted):
+    bench = HeadwiseBench(
+        **SMALL, variants=("uniform", "kept", "recycled"), prompt_tokens=90, output_tokens=6,
+        num_requests=3, planted=planted,
+    )  # fmt: skip
+    said: list[str] = []
+    result = run_headwise(bench, said.append)
+    assert json.loads(json.dumps(result)) == result
+    assert [entry["variant"] for entry in result["results"]] == ["uniform", "kept", "recycled"]
+    assert len(said) == 3 * 3  # what runs, a warm-up, a run
+    for entry in result["results"]:
+        (run,) = entry["runs"]
+        assert run["tokens_per_s"] == pytest.approx(3 * 6 / run["seconds"])
+        assert 0 < run["first_token_ms"] < run["seconds"] * 1e3
+        assert 5 * run["between_tokens_ms"] < run["seconds"] * 1e3
+        assert run["cached_tokens"] == (3 * 80 if planted else 0)
+    first, _, last = result["results"]
+    assert last["throughput_ratio"] == pytest.approx(last["tokens_per_s"] / first["tokens_per_s"])
+    assert last["between_tokens_speedup"] == pytest.approx(
+        first["between_tokens_ms"] / last["between_tokens_ms"]
+    )
+
+
+def test_other_tokens_of_recycled_pages_are_told_before_anything_is_timed(monkeypatch):
+    """Here the recycled variant alone loses what its pages hold, step by step."""
+    bench = HeadwiseBench(
+        **SMALL, variants=("kept", "recycled"), prompt_tokens=90, output_tokens=6, num_requests=1
+    )
+    run = EngineCore.step
+
+    def careless(core: EngineCore) -> object:
+        changed = run(core)
+        if len(core.scheduler.pools.keeps) > 1:
+            for layer in core.runner.kv_cache.layers:
+                layer.v.mul_(0.5)
+        return changed
+
+    monkeypatch.setattr(EngineCore, "step", careless)
+    with pytest.raises(WrongResultError, match="recycled"):
+        run_headwise(bench)
+
+
+def test_predictions_leave_room_for_prompts():
+    bench = HeadwiseOptions(**SMALL)
+    model = bench.new_model(torch.device("cpu"))
+    with bench.engine("recycled", model) as core:
+        report = core.kv_report()
+        full, streaming = report["groups"]
+        chunks = 2 * 64 // 16
+        assert streaming["num_blocks"] == 8 * (streaming["request_blocks"] + 1) + chunks
+        assert predicted_requests(core, 512) == min(full["num_blocks"] // 32, 8)
+        assert sum(request_bytes(report, 16)) == report["block_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variants": ("best",)}, r"variants: expected some of uniform, .*got \['best'\]"),
+        ({"prompt_tokens": 512}, "prompt_tokens: expected 1 to"),
+        ({"output_tokens": 1}, "output_tokens: expected >= 2"),
+        ({"streaming_ratio": 2.0}, "streaming_ratio: expected 0 to 1"),
+        ({"shape": "best"}, "shape: expected one of"),
+    ],
+)
+def test_a_wrong_option_is_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        run_headwise(HeadwiseBench(**(SMALL | {"prompt_tokens": 90} | options)))
+
+
+def test_the_commands_print_a_table_and_write_json(tmp_path):
+    shared = [
+        "--shape", "tiny-random", "--device", "cpu", "--context", "256", "--window", "32",
+        "--max-num-seqs", "8", "--max-num-batched-tokens", "64",
+        "--kv-cache-memory-bytes", "4000000", "--output", str(tmp_path / "result.json"),
+    ]  # fmt: skip
+    sizes = ["--prompt-tokens", "40", "--output-tokens", "4", "--num-requests", "2"]
+    for command, more, column in (
+        ("capacity", [], "predicted"),
+        ("headwise", [*sizes, "--planted"], "between"),
+    ):
+        result = CliRunner().invoke(app, ["bench", command, *shared, *more])
+        assert result.exit_code == 0, result.output
+        assert column in result.stdout
+        assert json.loads((tmp_path / "result.json").read_text())["op"] == command
