@@ -29,7 +29,7 @@ def _top_logprobs(target: Target, dtype: torch.dtype, vocab_size: int) -> list[A
     overlap = {"OVERLAP": target.has_dependent_launch}
     return [
         AotCase(
-            name=f"group_sums-{name}",
+            name=f"ranked_group_sums-{name}",
             kernel=group_sums_kernel,
             args=(
                 *(float32, float32, pointer(dtype), vocab_size, None, None),
