@@ -24,6 +24,8 @@ class Wanted:
     """Likeliest tokens."""
     token_ids: tuple[int, ...] = ()
     """Tokens by id."""
+    edits: bool = False
+    """Whether its logits are edited before a token is drawn."""
 
 
 class LogprobRequests:
@@ -54,7 +56,8 @@ class LogprobRequests:
         for row in self._asks_np[slots].nonzero()[0].tolist():
             params = self._params[slots[row]]
             if params is not None:
-                found.append(Wanted(row, params.logprobs or 0, params.logprob_token_ids))
+                ids, edits = params.logprob_token_ids, params.edits_logits
+                found.append(Wanted(row, params.logprobs or 0, ids, edits))
         return found
 
     def of_prompts(

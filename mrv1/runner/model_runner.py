@@ -157,10 +157,21 @@ class _Wanted:
         rows = [wish.row if of_plan is None else int(of_plan[wish.row]) for wish in wishes]
         return cls(wishes=_in_callers_order(wishes, order), rows=rows)
 
-    def rows_of_logits(self, num_columns: int) -> torch.Tensor:
-        """Return the rows of logits, ``num_columns`` of each row of the step."""
+    @property
+    def edits(self) -> bool:
+        """Whether the logits of one of the rows are edited before a token is drawn."""
+        return any(wish.edits for wish in self.wishes)
+
+    def pick(self, values: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """Return their rows of ``values``, ``num_columns`` of each row of the step.
+
+        A copy, but for rows that are in front of all others: that is no small part of the logits.
+        """
+        if self.rows == list(range(len(self.rows))):
+            return values[: len(self.rows) * num_columns]
         first = torch.tensor(self.rows)[:, None] * num_columns
-        return (first + torch.arange(num_columns)).flatten()
+        rows = (first + torch.arange(num_columns)).flatten()
+        return values.index_select(0, rows.to(values.device, non_blocking=True))
 
 
 def _in_callers_order(wishes: list[Wanted], order: Int64Array | None) -> list[Wanted]:
@@ -739,12 +750,10 @@ class ModelRunner:
         draft_token_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, LogprobReport | None]:
         """Return a token of each row of logits, ``[rows]``, and what is to be reported of it."""
-        raw = None
-        if wanted is not None:
-            num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
-            picked = wanted.rows_of_logits(num_columns).to(self.device, non_blocking=True)
-            if self.config.logprobs_mode == "raw_logprobs":  # before they are edited in place
-                raw = logits.index_select(0, picked)
+        raw, is_raw = None, self.config.logprobs_mode == "raw_logprobs"
+        num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
+        if wanted is not None and is_raw and (wanted.edits or self._processors):
+            raw = wanted.pick(logits, num_columns).clone()  # before they are edited in place
         history = self._history
         if masks is not None:
             self._ops.apply_token_bitmask(logits, masks.bitmask, rows=masks.rows)
@@ -758,12 +767,11 @@ class ModelRunner:
         tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
         if wanted is None:
             return tokens, None
-        reported = raw
-        if reported is None:
-            reported = self.sampler.filtered(
-                logits.index_select(0, picked), idx_mapping.index_select(0, picked)
-            )
-        drawn = tokens.index_select(0, picked)
+        reported = wanted.pick(logits, num_columns) if raw is None else raw
+        if not is_raw:
+            rows = wanted.pick(idx_mapping, num_columns)
+            reported = self.sampler.filtered(reported, rows)
+        drawn = wanted.pick(tokens, num_columns)
         return tokens, LogprobReport.of(wanted.wishes, [(reported, drawn)], self._ops)
 
     def _sample_drafts(

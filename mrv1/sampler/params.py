@@ -317,6 +317,18 @@ class SamplingParams:
         )
 
     @property
+    def edits_logits(self) -> bool:
+        """Whether logits change before the temperature."""
+        return (
+            self.penalizes
+            or self.bans_words
+            or bool(self.logit_bias)
+            or self.allowed_token_ids is not None
+            or self.min_tokens > 0
+            or self.structured_output is not None
+        )
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities of output tokens are to be reported."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
