@@ -241,6 +241,9 @@ class EngineConfig:
         share: object = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")
+        policy: object = self.head_policy
+        if policy is not None and not isinstance(policy, str):
+            raise ConfigError(f"head_policy: expected the name of a JSON file, got {policy!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed: expected an integer, got {self.seed!r}")
         for name in (

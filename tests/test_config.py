@@ -53,6 +53,11 @@ def test_auto_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(name, devic
     assert resolve_dtype(name, torch.bfloat16, device) is expected
 
 
+def test_a_policy_is_named_by_its_file():
+    with pytest.raises(ConfigError, match="head_policy: expected the name of a JSON file, got 5"):
+        EngineConfig(model="tiny", head_policy=5)  # type: ignore[arg-type]
+
+
 def test_float64_needs_the_cpu():
     with pytest.raises(ConfigError, match="float64 runs on the CPU reference path only"):
         resolve_dtype("float64", torch.bfloat16, CUDA)

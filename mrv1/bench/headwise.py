@@ -28,6 +28,9 @@ SCHEMA = 1
 CHECKED_TOKENS = 64
 """Generated alone by variants that must agree, before anything is timed."""
 
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 2, 32
+"""Before the runs that count."""
+
 FILL_ELEMENTS = 1 << 24
 """Random values that are laid side by side where contexts are planted."""
 
@@ -48,7 +51,7 @@ class HeadwiseBench(HeadwiseOptions):
     """Whether prompts are found in the prefix cache, but for their last tokens, with random keys
     and values: to measure decodes of contexts that would take minutes to compute."""
     repeats: int = 1
-    """Runs that count, after one that does not."""
+    """Runs that count, after a few requests that do not."""
 
     def __post_init__(self) -> None:
         """Check what the engine will not."""
@@ -86,17 +89,18 @@ def run_headwise(
                 alone = _checked(core, bench, alone)
             if bench.planted:
                 fill_randomly(core, bench.seed)
+            some = _prompts(bench, model, 0)[:WARM_UP_REQUESTS]
+            _serve(core, some, min(bench.output_tokens, WARM_UP_TOKENS), planted=bench.planted)
             runs = []
-            for run in range(bench.repeats + 1):
+            for run in range(1, bench.repeats + 1):
                 prompts = _prompts(bench, model, run)
-                runs.append(_serve(core, prompts, bench))
+                runs.append(_serve(core, prompts, bench.output_tokens, planted=bench.planted))
                 say(
-                    f"{name}, {f'run {run}' if run else 'warm-up'}: "
-                    f"{runs[-1]['tokens_per_s']:.0f} tokens/s, "
+                    f"{name}, run {run}: {runs[-1]['tokens_per_s']:.0f} tokens/s, "
                     f"{runs[-1]['between_tokens_ms']:.2f} ms between tokens, "
                     f"first after {runs[-1]['first_token_ms']:.0f} ms"
                 )
-            results.append(_summary(name, core, runs[1:], results))
+            results.append(_summary(name, core, runs, results))
     return {
         "op": "headwise",
         "schema": SCHEMA,
@@ -110,7 +114,7 @@ def run_headwise(
             "num_requests": bench.num_requests,
             "planted": bench.planted,
             "repeats": bench.repeats,
-            "warm_up_runs": 1,
+            "warm_up": f"{WARM_UP_REQUESTS} requests of at most {WARM_UP_TOKENS} tokens",
         },
         "results": results,
     }
@@ -152,15 +156,15 @@ def _checked(core: EngineCore, bench: HeadwiseBench, expected: list[int] | None)
 
 
 def _serve(
-    core: EngineCore, prompts: Sequence[Sequence[int]], bench: HeadwiseBench
+    core: EngineCore, prompts: Sequence[Sequence[int]], output_tokens: int, *, planted: bool
 ) -> dict[str, float]:
     """Serve all prompts at once; return what one run shows."""
-    if bench.planted:
+    if planted:
         for prompt in prompts:
             plant_prefix(core, prompt)
     before = core.metrics()
     start = time.perf_counter()
-    requests = _run(core, prompts, bench.output_tokens)
+    requests = _run(core, prompts, output_tokens)
     seconds = time.perf_counter() - start
     after = core.metrics()
     times = [
@@ -174,10 +178,10 @@ def _serve(
     ]
     return {
         "seconds": seconds,
-        "tokens_per_s": len(requests) * bench.output_tokens / seconds,
+        "tokens_per_s": len(requests) * output_tokens / seconds,
         "first_token_ms": statistics.median(first for first, _ in spans) * 1e3,
         "between_tokens_ms": statistics.median(rest for _, rest in spans)
-        / (bench.output_tokens - 1)
+        / (output_tokens - 1)
         * 1e3,
         "num_preemptions": after["num_preemptions"] - before["num_preemptions"],
         "cached_tokens": after["prefix_hit_tokens"] - before["prefix_hit_tokens"],

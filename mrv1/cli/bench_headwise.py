@@ -125,7 +125,7 @@ def headwise(
     planted: Annotated[
         bool, typer.Option("--planted", help="Find prompts cached, with random K and V.")
     ] = False,
-    repeats: Annotated[int, typer.Option(help="Runs that count, after a warm-up.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Runs that count.")] = 1,
     max_num_seqs: Seqs = 64,
     max_num_batched_tokens: Budget = 8192,
     kv_cache_memory_bytes: KVBytes = None,

@@ -549,6 +549,8 @@ def test_a_closed_engine_says_so(checkpoint):
         ({"max_num_seqs": 0}, "max_num_seqs: expected an integer >= 1 that fits int32, got 0"),
         ({"max_num_seqs": 10**10}, "max_num_seqs: expected an integer >= 1 that fits int32"),
         ({"num_kv_blocks": 10**19}, "num_kv_blocks: expected an integer >= 1 that fits int32"),
+        ({"streaming_cache_blocks": -1}, "streaming_cache_blocks: expected an integer >= 0"),
+        ({"window_recycling": 1}, "window_recycling: expected True or False, got 1"),
         ({"gpu_memory_utilization": "a"}, r"gpu_memory_utilization: expected \(0, 1\], got 'a'"),
         ({"max_num_batched_tokens": True}, "max_num_batched_tokens: expected an integer >= 1"),
         ({"num_kv_blocks": 0}, "num_kv_blocks: expected an integer >= 1 that fits int32, got 0"),
