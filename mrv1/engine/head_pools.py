@@ -136,33 +136,34 @@ class HeadPools:
             digests: of the blocks of a prefix.
             cut: returns how many of so many blocks may be taken; as many, or fewer.
         """
-        found = [pool.known(digests) for pool in self._pools]
+        for pool, seen in zip(self._pools, self.keeps, strict=True):
+            if seen.is_full:
+                digests = digests[: len(pool.find(digests))]
         usable = np.ones(len(digests) + 1, dtype=np.bool_)
         """[blocks of a prefix] whether every group has it."""
-        counts = np.arange(len(digests) + 1)
-        for seen, blocks in zip(self.keeps, found, strict=True):
-            is_missing = np.array([-1, *blocks], dtype=np.int64) == GIVEN_UP
-            is_missing[0] = False
-            newest = np.maximum.accumulate(np.where(is_missing, counts, 0))
-            """[blocks of a prefix] number of its last block that is not cached; 0 = none."""
-            if seen.is_full:
-                usable &= newest == 0
-                continue
-            sink = seen.sink_blocks(self.block_size)
-            oldest = self.first_live(seen, counts * self.block_size)
-            usable &= (newest <= oldest) & (newest[np.minimum(counts, sink)] == 0)
+        found = [pool.known(digests) for pool in self._pools]
+        for group, seen in self.streaming:
+            usable &= self._has_windows(found[group], seen)
         count = int(usable.nonzero()[0][-1])
         while (allowed := cut(count)) < count:
             count = int(usable[: allowed + 1].nonzero()[0][-1])
-        hit = []
-        for seen, blocks in zip(self.keeps, found, strict=True):
-            own = blocks[:count]
-            if not seen.is_full:
-                sink = seen.sink_blocks(self.block_size)
-                first = int(self.first_live(seen, np.array(count * self.block_size)))
-                own[sink:first] = [GIVEN_UP] * (min(first, count) - min(sink, count))
-            hit.append(own)
+        hit = [blocks[:count] for blocks in found]
+        for group, seen in self.streaming:
+            sink = min(seen.sink_blocks(self.block_size), count)
+            first = min(int(self.first_live(seen, np.array(count * self.block_size))), count)
+            hit[group][sink:first] = [GIVEN_UP] * (first - sink)
         return hit
+
+    def _has_windows(self, blocks: Sequence[int], seen: Visible) -> npt.NDArray[np.bool_]:
+        """Return, by length, whether a prefix's sink and window are there; ``blocks``: -1 = no."""
+        counts = np.arange(len(blocks) + 1)
+        is_missing = np.array([0, *blocks]) == GIVEN_UP
+        newest = np.maximum.accumulate(np.where(is_missing, counts, 0))
+        """Number of a prefix's last block that is not there, from 1 on; 0 = none."""
+        has_sink = newest[np.minimum(counts, seen.sink_blocks(self.block_size))] == 0
+        first: npt.NDArray[np.int64] = self.first_live(seen, counts * self.block_size)
+        has_both: npt.NDArray[np.bool_] = has_sink & (newest <= first)
+        return has_both
 
     def lacks(self, blocks: GroupBlocks, counts: Sequence[int]) -> bool:
         """Return whether a group lacks blocks to admit a request.

@@ -641,7 +641,8 @@ class Scheduler:
 
     def _note_first_tokens(self, requests: Sequence[Request]) -> None:
         now = time.perf_counter()
-        for request in self._without_token.intersection(requests):
+        first = [request for request in requests if request in self._without_token]
+        for request in reversed(first):  # the followers of who came first go first
             request.first_token_time = now
             self._admit_followers(request)
         self._without_token.difference_update(requests)

@@ -366,3 +366,14 @@ def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when,
     assert scheduler.get("b").num_cached_tokens == 32
     with pytest.raises(DeviceError, match="b: position 0 was overwritten"):
         runner.result()
+
+
+def test_followers_go_on_in_the_order_of_their_leaders():
+    scheduler = caching_scheduler(max_num_seqs=8)
+    names = list("abcdef")
+    for name in names:
+        scheduler.add(make_request(name, prompt_of(20), max_tokens=3, n=2, ignore_eos=True))
+    plan = scheduler.schedule()
+    assert plan.req_ids == tuple(names)
+    scheduler.update(output_of(plan, *[(5,)] * len(names)))
+    assert list(scheduler.waiting) == [f"{name}#1" for name in names]
