@@ -130,3 +130,24 @@ def test_free_blocks_go_first_then_the_least_recently_used():
     assert pool.allocate(2) == (3, c)
     assert pool.allocate(1) == (b,)
     assert (pool.find([b"a"]), pool.find([b"b"])) == ([a], [])
+
+
+@pytest.mark.parametrize("is_shared_late", [False, True])
+def test_a_block_waits_for_the_steps_of_every_former_holder(is_shared_late):
+    """One leaves while its step 3 is in flight; the last one needs the block no more at once."""
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    pool.cache(block, b"a")
+    if not is_shared_late:
+        pool.share([block])
+    pool.free([block], last_step=3)
+    if is_shared_late:  # out of quarantine
+        pool.share([block])
+    assert (pool.num_held, pool.num_quarantined) == (1, 0)
+    pool.free([block])
+    for step, num_free in ((2, 3), (3, 4)):
+        pool.release(step)
+        assert (pool.num_free, pool.num_quarantined) == (num_free, 4 - num_free)
+    pool.share([block])
+    pool.free([block])
+    assert pool.num_free == 4, "step 3 is over"
