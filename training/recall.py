@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from mrv1.headwise.recall import scattered_starts
 from training.corpus import TokenIds
 
 LINE_TOKENS = 6  # line end, REMEMBER or RECALL, ":", key, value, ".\n"
@@ -74,12 +75,6 @@ class RecallVocabulary:
         return lines
 
 
-def scattered_starts(rng: np.random.Generator, num_lines: int, num_tokens: int) -> TokenIds:
-    """Draw ascending starts of non-overlapping lines, uniform over all placements."""
-    gaps = np.sort(rng.integers(0, num_tokens - num_lines * LINE_TOKENS + 1, num_lines))
-    return gaps + np.arange(num_lines) * LINE_TOKENS
-
-
 def draw_distances(rng: np.random.Generator, count: int, max_distance: int) -> TokenIds:
     """Draw distances, half of them log-uniform (the short ones teach), half uniform."""
     log_uniform = np.exp(rng.uniform(np.log(MIN_DISTANCE), np.log(max_distance), count))
@@ -110,7 +105,7 @@ def recall_row(
         tokens [num_tokens], and what the loss makes of each as a target [num_tokens].
     """
     num_tokens = len(filler)
-    starts = scattered_starts(rng, num_lines, num_tokens)
+    starts = scattered_starts(rng, num_lines, LINE_TOKENS, num_tokens)
     # Facts grow rarer along the row, so that most questions have far facts to ask for.
     is_fact = rng.random(num_lines) < rng.uniform(0.6, 1.2) * (1.0 - starts / num_tokens)
     is_fact[0] = True
@@ -188,7 +183,7 @@ def recall_trial(
     fact_start = int(rng.integers(0, num_tokens - distance - VALUE_OFFSET + 1))
     between_start = fact_start + LINE_TOKENS
     distractor_starts = between_start + scattered_starts(
-        rng, NUM_DISTRACTORS, distance - LINE_TOKENS
+        rng, NUM_DISTRACTORS, LINE_TOKENS, distance - LINE_TOKENS
     )
     words = rng.choice(vocabulary.words, 2 * (NUM_DISTRACTORS + 1), replace=False)
     keys, values = np.split(words, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +46,7 @@ def run_capacity(
                     "request_bytes": request_bytes(report, bench.context),
                     "predicted_requests": predicted_requests(core, bench.context),
                     "requests": requests,
-                    "ratio": requests / first if first else None,
+                    "ratio": requests / first,
                     "longest_context": report["num_blocks"] * report["block_size"],
                 }
             )
@@ -99,8 +98,8 @@ def num_admitted(scheduler: Scheduler, context: int) -> int:
     budget = scheduler.max_num_batched_tokens
     num_steps = (scheduler.num_free_slots + 1) * (context // budget + 2)  # nobody ends before
     computed: dict[str, int] = {}
-    for number in itertools.count():
-        req_id = f"{number}"
+    while True:
+        req_id = f"{len(computed)}"  # everybody before has been admitted
         scheduler.add(
             Request(
                 req_id=req_id,
@@ -113,14 +112,13 @@ def num_admitted(scheduler: Scheduler, context: int) -> int:
         while req_id in scheduler.waiting:
             plan = scheduler.schedule()
             if plan is None:
-                break
+                return len(scheduler.running)
             counts = plan.num_scheduled_tokens.tolist()
             for name, count in zip(plan.req_ids, counts, strict=True):
                 computed[name] = computed.get(name, 0) + count
             scheduler.update(_output(plan, computed, context))
             if sum(counts) < budget and req_id in scheduler.waiting:
                 return len(scheduler.running)
-    raise AssertionError("unreachable: slots are finite")
 
 
 def _output(plan: StepPlan, computed: Mapping[str, int], prompt_tokens: int) -> StepOutput:

@@ -24,7 +24,7 @@ from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError
 from mrv1.kernels._triton import triton
 from mrv1.kernels.ops import select_ops
-from mrv1.models import DecoderModel, random_weights
+from mrv1.models import DecoderModel, ModelConfig, random_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +161,30 @@ def _new_core(bench: EngineBench, device: torch.device, max_model_len: int) -> E
     )
     if bench.shape is None:
         return EngineCore(config)
-    shape = shape_config(bench.shape)
-    dtype = resolve_dtype(bench.dtype, shape.torch_dtype, device)
-    weights = random_weights(shape, device=device, dtype=dtype, seed=bench.seed)
-    model = DecoderModel(
-        shape, weights, select_ops(kernel_path(device)), deterministic=bench.deterministic
+    model = random_model(
+        shape_config(bench.shape),
+        bench.dtype,
+        device,
+        seed=bench.seed,
+        deterministic=bench.deterministic,
     )
     return EngineCore(config, model=model)
+
+
+def random_model(
+    config: ModelConfig,
+    dtype: DtypeName,
+    device: torch.device,
+    *,
+    seed: int,
+    deterministic: bool = False,
+) -> DecoderModel:
+    """Return a model of a shape with random weights, on the device.
+
+    Raises:
+        ConfigError: the device has no such dtype.
+    """
+    resolved = resolve_dtype(dtype, config.torch_dtype, device)
+    weights = random_weights(config, device=device, dtype=resolved, seed=seed)
+    ops = select_ops(kernel_path(device))
+    return DecoderModel(config, weights, ops, deterministic=deterministic)

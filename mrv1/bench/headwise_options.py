@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from mrv1.bench.engine import random_model
 from mrv1.bench.shapes import shape_config
-from mrv1.config import DtypeName, EngineConfig, KVCacheDtypeName, resolve_dtype
-from mrv1.device import kernel_path
+from mrv1.config import DtypeName, EngineConfig, KVCacheDtypeName
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadPolicy
-from mrv1.kernels.ops import select_ops
-from mrv1.models import DecoderModel, ModelConfig, random_weights
+from mrv1.models import DecoderModel, ModelConfig
 
 
 class Variant(NamedTuple):
@@ -123,10 +122,7 @@ class HeadwiseOptions:
 
     def new_model(self, device: torch.device) -> DecoderModel:
         """Return the model, with random weights on the device."""
-        config = self.model_config
-        dtype = resolve_dtype(self.dtype, config.torch_dtype, device)
-        weights = random_weights(config, device=device, dtype=dtype, seed=self.seed)
-        return DecoderModel(config, weights, select_ops(kernel_path(device)))
+        return random_model(self.model_config, self.dtype, device, seed=self.seed)
 
     @contextmanager
     def engine(

@@ -27,7 +27,7 @@ class HeadPools:
     Index or iterate it for the pools of the groups.
 
     Attributes:
-        keeps: what each group's heads see.
+        keeps: what each group's heads see; those that see everything first.
     """
 
     def __init__(
@@ -136,12 +136,15 @@ class HeadPools:
             digests: of the blocks of a prefix.
             cut: returns how many of so many blocks may be taken; as many, or fewer.
         """
+        found = []
         for pool, seen in zip(self._pools, self.keeps, strict=True):
             if seen.is_full:
-                digests = digests[: len(pool.find(digests))]
+                found.append(pool.find(digests))
+                digests = digests[: len(found[-1])]  # no prefix is longer
+            else:
+                found.append(pool.known(digests))
         usable = np.ones(len(digests) + 1, dtype=np.bool_)
         """[blocks of a prefix] whether every group has it."""
-        found = [pool.known(digests) for pool in self._pools]
         for group, seen in self.streaming:
             usable &= self._has_windows(found[group], seen)
         count = int(usable.nonzero()[0][-1])
@@ -150,7 +153,7 @@ class HeadPools:
         hit = [blocks[:count] for blocks in found]
         for group, seen in self.streaming:
             sink = min(seen.sink_blocks(self.block_size), count)
-            first = min(int(self.first_live(seen, np.array(count * self.block_size))), count)
+            first = min(int(seen.first_live(count * self.block_size, self.block_size)), count)
             hit[group][sink:first] = [GIVEN_UP] * (first - sink)
         return hit
 
@@ -161,7 +164,7 @@ class HeadPools:
         newest = np.maximum.accumulate(np.where(is_missing, counts, 0))
         """Number of a prefix's last block that is not there, from 1 on; 0 = none."""
         has_sink = newest[np.minimum(counts, seen.sink_blocks(self.block_size))] == 0
-        first: npt.NDArray[np.int64] = self.first_live(seen, counts * self.block_size)
+        first = seen.first_live(counts * self.block_size, self.block_size)
         has_both: npt.NDArray[np.bool_] = has_sink & (newest <= first)
         return has_both
 
@@ -183,18 +186,6 @@ class HeadPools:
             pool.reset_cache()
 
     # --- windows --------------------------------------------------------------------------
-
-    def first_live(
-        self, seen: Visible, num_tokens: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Return the first logical block, behind the sink, that the next token sees.
-
-        Args:
-            seen: what a group's heads see.
-            num_tokens: in front of that token.
-        """
-        oldest = (num_tokens - (seen.window - 1)) // self.block_size
-        return np.maximum(oldest, seen.sink_blocks(self.block_size))
 
     def give_up(self, group: int, blocks: list[int], start: int, end: int) -> None:
         """Free the logical blocks ``[start, end)`` of a request, which no step will read."""

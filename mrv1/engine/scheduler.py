@@ -787,7 +787,7 @@ class Scheduler:
                 continue
             for group, seen in self.pools.streaming:
                 start = int(self._first_live[group][request.slot])
-                end = int(self.pools.first_live(seen, self._num_computed[request.slot]))
+                end = int(seen.first_live(self._num_computed[request.slot], self.block_size))
                 num_free[group] += self.pools[group].num_sole(request.block_ids[group][start:end])
         return int(num_free.min())
 
@@ -833,7 +833,7 @@ class Scheduler:
         """Give back the blocks that no token behind those that have landed will see."""
         for group, seen in self.pools.streaming:
             starts = self._first_live[group][index]
-            ends = self.pools.first_live(seen, num_landed)
+            ends = seen.first_live(num_landed, self.block_size)
             for row in (ends > starts).nonzero()[0].tolist():
                 request = requests[row]
                 if self.enable_prefix_caching:
@@ -903,7 +903,7 @@ class Scheduler:
         self._num_landed[slot] = num_cached
         self._num_cached_blocks[slot] = len(hit[0])
         for group, seen in self.pools.streaming:
-            self._first_live[group][slot] = self.pools.first_live(seen, self._num_landed[slot])
+            self._first_live[group][slot] = seen.first_live(num_cached, self.block_size)
         if request.first_token_time is None:
             self._without_token.add(request)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from mrv1.errors import ConfigError
 from mrv1.kernels.kv_layout import HeadRole
@@ -53,14 +54,21 @@ class Visible(NamedTuple):
         live = -(-(self.window + query_len - 2) // block_size) + 1
         return self.sink_blocks(block_size) + live
 
+    def first_live(
+        self, num_tokens: npt.NDArray[np.int64] | int, block_size: int
+    ) -> npt.NDArray[np.int64]:
+        """Return the first logical block behind the sink's that a streaming head still sees.
+
+        The next token, at position ``num_tokens``, sees window - 1 tokens before it.
+        """
+        oldest = (num_tokens - (self.window - 1)) // block_size
+        return np.maximum(oldest, self.sink_blocks(block_size))
+
     def freed_blocks(self, num_tokens: int, block_size: int) -> range:
         """Return the logical blocks that nobody sees any more behind ``num_tokens`` tokens."""
         first = self.sink_blocks(block_size)
-        if self.is_full:
-            return range(first, first)
-        # The next token, at position num_tokens, sees window - 1 tokens before it.
-        oldest = max(num_tokens - self.window + 1, 0)
-        return range(first, max(oldest // block_size, first))
+        end = first if self.is_full else int(self.first_live(num_tokens, block_size))
+        return range(first, end)
 
 
 FULL = Visible()

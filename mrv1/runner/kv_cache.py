@@ -247,7 +247,8 @@ class KVCache:
         pages_of, scales_of = pages.split(layer_pages), scales.split(layer_pages)
         self.layers: list[LayerCache] = []
         for layer, layout in enumerate(layouts):
-            k, v = (self._shaped(x, spec.head_dim) for x in pages_of[2 * layer : 2 * layer + 2])
+            page = spec.block_size, spec.head_dim
+            k, v = (self._shaped(x, *page) for x in pages_of[2 * layer : 2 * layer + 2])
             self.layers.append(
                 LayerCache(
                     k=k,
@@ -257,14 +258,14 @@ class KVCache:
                 )
             )
 
-    def _shaped(self, pages: torch.Tensor, width: int) -> torch.Tensor:
+    def _shaped(self, values: torch.Tensor, *page: int) -> torch.Tensor:
         """Return a layer's pages, or their scales, as its kernels take them.
 
-        ``[blocks, kv_heads, ..., width]`` where all heads share their blocks, else flat.
+        ``[blocks, kv_heads, *page]`` where all heads share their blocks, else flat.
         """
         if len(self.num_blocks) > 1:
-            return pages.view(-1)
-        return pages.view(self.num_blocks[0], self.spec.num_kv_heads, -1, width)
+            return values.view(-1)
+        return values.view(self.num_blocks[0], self.spec.num_kv_heads, *page)
 
     def _layer_scales(self, layer: int, scales: Sequence[torch.Tensor]) -> KVScales | None:
         granularity = self.spec.granularity
@@ -274,8 +275,6 @@ class KVCache:
             return KVScales.per_head(*self._head_scales[layer])
         per_page = self.spec.page_scales
         k, v = (self._shaped(x, per_page) for x in scales)
-        if len(self.num_blocks) == 1:
-            k, v = k.squeeze(2), v.squeeze(2)
         return KVScales.head_groups(
             k,
             v,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -162,16 +163,18 @@ class _Wanted:
         """Whether the logits of one of the rows are edited before a token is drawn."""
         return any(wish.edits for wish in self.wishes)
 
-    def pick(self, values: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """Return their rows of ``values``, ``num_columns`` of each row of the step.
+    def picker(
+        self, num_columns: int, device: torch.device
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what picks their rows of a tensor, ``num_columns`` of each row of the step.
 
-        A copy, but for rows that are in front of all others: that is no small part of the logits.
+        It copies, but for rows in front of all others: that is no small part of the logits.
         """
         if self.rows == list(range(len(self.rows))):
-            return values[: len(self.rows) * num_columns]
+            return itemgetter(slice(len(self.rows) * num_columns))
         first = torch.tensor(self.rows)[:, None] * num_columns
-        rows = (first + torch.arange(num_columns)).flatten()
-        return values.index_select(0, rows.to(values.device, non_blocking=True))
+        rows = (first + torch.arange(num_columns)).flatten().to(device, non_blocking=True)
+        return partial(torch.index_select, dim=0, index=rows)
 
 
 def _in_callers_order(wishes: list[Wanted], order: Int64Array | None) -> list[Wanted]:
@@ -387,7 +390,6 @@ class ModelRunner:
         """By slot: the rows of the upload that it holds, if that tells of nothing else."""
         self._graphs = self._new_graphs()
         self.kv_cache = self._new_kv_cache(self._num_kv_blocks())
-        self._layouts = {id(x): x for x in (layer.layout for layer in self.kv_cache.layers)}
         if self._captures:
             with torch.inference_mode():
                 self._graphs.capture(self._graphs.shapes, self._run_padding, progress=progress)
@@ -752,8 +754,9 @@ class ModelRunner:
         """Return a token of each row of logits, ``[rows]``, and what is to be reported of it."""
         raw, is_raw = None, self.config.logprobs_mode == "raw_logprobs"
         num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
-        if wanted is not None and is_raw and (wanted.edits or self._processors):
-            raw = wanted.pick(logits, num_columns).clone()  # before they are edited in place
+        pick = None if wanted is None else wanted.picker(num_columns, self.device)
+        if wanted is not None and pick and is_raw and (wanted.edits or self._processors):
+            raw = pick(logits).clone()  # before they are edited in place
         history = self._history
         if masks is not None:
             self._ops.apply_token_bitmask(logits, masks.bitmask, rows=masks.rows)
@@ -765,14 +768,13 @@ class ModelRunner:
             for processor in self._processors:
                 logits = processor.apply(logits, context)
         tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
-        if wanted is None:
+        if wanted is None or pick is None:
             return tokens, None
-        reported = wanted.pick(logits, num_columns) if raw is None else raw
+        reported = pick(logits) if raw is None else raw
         if not is_raw:
-            rows = wanted.pick(idx_mapping, num_columns)
-            reported = self.sampler.filtered(reported, rows)
-        drawn = wanted.pick(tokens, num_columns)
-        return tokens, LogprobReport.of(wanted.wishes, [(reported, drawn)], self._ops)
+            reported = self.sampler.filtered(reported, pick(idx_mapping))
+        report = LogprobReport.of(wanted.wishes, [(reported, pick(tokens))], self._ops)
+        return tokens, report
 
     def _sample_drafts(
         self,
@@ -853,7 +855,8 @@ class ModelRunner:
         """Raise if the step would follow a block id out of the pool; waits for the device."""
         query_lens = torch.tensor(plan.num_scheduled_tokens, device=self.device)
         num_blocks = self.kv_cache.num_blocks
-        for layout in self._layouts.values():
+        layouts = {id(layer.layout): layer.layout for layer in self.kv_cache.layers}
+        for layout in layouts.values():
             bad = find_bad_block_ids(
                 batch.attention.block_table,
                 batch.attention.seq_lens,
@@ -1105,7 +1108,7 @@ class ModelRunner:
             with suppress(torch.AcceleratorError):  # a GPU that has failed runs nothing any more
                 torch.cuda.synchronize(self.device)
         for name in (
-            "model", "attention", "kv_cache", "_layouts", "_head_scales",
+            "model", "attention", "kv_cache", "_head_scales",
             "state", "block_tables", "sampler", "_slots", "_staging", "_outputs", "_graphs",
         ):  # fmt: skip
             self.__dict__.pop(name, None)

@@ -291,6 +291,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             for seen, blocks in zip(self.keeps, request.block_ids, strict=True):
                 given_up = [index for index, block in enumerate(blocks) if block < 0]
                 assert given_up == [*seen.freed_blocks(landed, BLOCK_SIZE)]
+                assert given_up == [
+                    index
+                    for index in range(len(blocks))
+                    if not seen.is_full
+                    and index * BLOCK_SIZE >= seen.sink
+                    and landed - ((index + 1) * BLOCK_SIZE - 1) >= seen.window
+                ]
         for name in ("wasted_tokens", "num_stale_outputs", "num_preemptions", "prefix_hit_tokens"):
             assert getattr(scheduler, name) == getattr(self.forgetful, name), name
         assert scheduler.num_free_slots + len(running) == self.max_num_seqs
