@@ -239,7 +239,8 @@ def fill_randomly(core: EngineCore, seed: int) -> None:
     """Write random keys, values and scales to every page: what is read must not be NaN."""
     device = core.runner.device
     generator = torch.Generator(device).manual_seed(seed)
-    values = torch.randn(FILL_ELEMENTS, device=device, generator=generator)
+    # Past 4.48, times 100, a code would be NaN.
+    values = torch.randn(FILL_ELEMENTS, device=device, generator=generator).clamp_(-4, 4)
     for layer in core.runner.kv_cache.layers:
         for cache in (layer.k, layer.v):
             largest = 100.0 if layer.scales is not None else 1.0  # codes use their range

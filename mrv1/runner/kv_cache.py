@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -130,6 +131,7 @@ class StreamingDemand:
     """What decides about the blocks that head groups with a window can use."""
 
     max_num_seqs: int
+    max_model_len: int
     max_num_batched_tokens: int
     steps_in_flight: int
     cache_blocks: int | None
@@ -159,15 +161,43 @@ class StreamingDemand:
             + (cached if self.caches_prefixes else 0)
         )
 
+    def most_blocks(self, group: HeadGroup, full_heads: int, num_blocks: int, bs: int) -> int:
+        """Return the most blocks that a group may have beside ``num_blocks`` of the full heads.
+
+        Where memory is short, blocks of streaming heads limit how many short requests fit, those
+        of full heads how many long ones. A group with so many blocks loses as much, against the
+        best division, to requests as long as its window as to requests of ``max_model_len``:
+        with ``a`` full heads, ``b`` streaming ones, windows of ``w`` blocks and contexts of ``m``,
+        ``(a + b) S = (a + b w / m) F``.
+
+        Args:
+            group: heads with a window.
+            full_heads: heads of all layers that see everything.
+            num_blocks: of those heads.
+            bs: block size, in tokens.
+        """
+        if full_heads == 0:
+            return num_blocks
+        own_heads = sum(group.num_heads)
+        context = -(-self.max_model_len // bs)
+        seen = min(self.request_blocks(group, bs), context)
+        even = (full_heads * context + own_heads * seen) / ((full_heads + own_heads) * context)
+        prefilled = group.keeps.num_blocks(bs, min(self.max_num_batched_tokens, self.max_model_len))
+        return min(num_blocks, max(math.ceil(even * num_blocks), prefilled))
+
     def divide(self, groups: HeadGroups, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the blocks of every group where one that keeps everything has ``num_blocks``.
 
-        A streaming group never needs more than that: no request has more blocks in it.
+        A streaming group never has more than that: no request has more blocks in it.
         """
+        full_heads = sum(sum(group.num_heads) for group in groups.groups if group.keeps.is_full)
         return tuple(
             num_blocks
             if group.keeps.is_full
-            else min(num_blocks, self.num_blocks(group, block_size))
+            else min(
+                self.most_blocks(group, full_heads, num_blocks, block_size),
+                self.num_blocks(group, block_size),
+            )
             for group in groups.groups
         )
 

@@ -329,6 +329,7 @@ class ModelRunner:
         """Which of them share blocks."""
         self._streaming_demand = StreamingDemand(
             max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
             steps_in_flight=config.steps_in_flight,
             cache_blocks=config.streaming_cache_blocks,

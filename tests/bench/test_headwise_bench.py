@@ -93,6 +93,18 @@ def test_a_planted_prompt_is_found_but_for_its_last_block(name):
     assert len(request.output_token_ids) == 5
 
 
+def test_no_code_of_a_planted_fp8_cache_is_nan():
+    """Of two million normal values, 100 wide, some are beyond FP8's 448."""
+    options = SMALL | {"max_num_seqs": 64, "kv_cache_memory_bytes": 40_000_000}
+    bench = HeadwiseBench(**options, prompt_tokens=200, output_tokens=5)
+    with bench.engine("uniform-fp8", bench.new_model(torch.device("cpu"))) as core:
+        fill_randomly(core, 0)
+        for layer in core.runner.kv_cache.layers:
+            assert layer.k.numel() > 2_000_000
+            assert layer.k.float().isfinite().all()
+            assert layer.v.float().abs().max() == 384, "100 times 4, rounded to even"
+
+
 @pytest.mark.parametrize("planted", [False, True])
 def test_every_variant_serves_the_same_requests(planted):
     bench = HeadwiseBench(

@@ -86,6 +86,7 @@ def test_bytes_by_hand(spec: CacheSpec, token_bytes: int, scale_bytes_of_5_block
 def demand(**options: object) -> StreamingDemand:
     settings = {
         "max_num_seqs": 3,
+        "max_model_len": 99 * BLOCK_SIZE,
         "max_num_batched_tokens": 100,
         "steps_in_flight": 2,
         "cache_blocks": None,
@@ -176,7 +177,7 @@ def test_streaming_groups_take_what_they_can_use_and_full_ones_the_rest():
     2 steps of 100 tokens take 4 blocks each.
     """
     assert demand().divide(GROUPS, 99, BLOCK_SIZE) == (99, 3 * (1 + 3 + 1) + 8, 3 * (2 + 1) + 8)
-    assert demand().divide(GROUPS, 10, BLOCK_SIZE) == (10, 10, 10)
+    assert demand().divide(GROUPS, 6, BLOCK_SIZE) == (6, 6, 6), "a prompt's chunk must fit"
     cached = demand(caches_prefixes=True, cache_blocks=7).divide(GROUPS, 99, BLOCK_SIZE)
     assert cached == (99, 23 + 7, 17 + 7)
     assert demand(caches_prefixes=True).divide(GROUPS, 999, BLOCK_SIZE)[1] == 23 + 64 * 4
@@ -186,6 +187,32 @@ def test_streaming_groups_take_what_they_can_use_and_full_ones_the_rest():
         assert spec.nbytes(GROUPS, counts) <= num_bytes
         more = demand().divide(GROUPS, counts[0] + 1, BLOCK_SIZE)
         assert spec.nbytes(GROUPS, more) > num_bytes
+
+
+@pytest.mark.parametrize("num_full", [0, 1, 2, 7])
+def test_short_memory_is_divided_fairly_between_short_and_long_requests(num_full: int):
+    """Against the best division for each length, none is served worse than the extremes."""
+    window, context, block_size = 40 * 16, 400, 16
+    policy = HeadPolicy(((FULL,) * num_full + (Visible(window),) * (8 - num_full),))
+    sizes = {"max_model_len": context * block_size, "max_query_len": 64}
+    groups = HeadGroups.of_roles(policy, block_size=block_size, **sizes)
+    asked = demand(max_num_seqs=1000, max_model_len=sizes["max_model_len"])
+    counts = asked.divide(groups, 10_000, block_size)
+    if num_full == 0:
+        assert counts == (10_000,)
+        return
+    full, streaming = counts
+    seen = asked.request_blocks(groups.groups[1], block_size)
+    total = num_full * full + (8 - num_full) * streaming
+
+    def share_of_best(length: int) -> float:
+        kept = min(length, seen)
+        best = total / (num_full * length + (8 - num_full) * kept)
+        return min(full / length, streaming / kept) / best
+
+    extremes = share_of_best(seen), share_of_best(context)
+    assert extremes[0] == pytest.approx(extremes[1], rel=1e-3)
+    assert min(map(share_of_best, range(1, context + 1))) >= min(extremes) * (1 - 1e-9)
 
 
 def test_no_block_is_a_capacity_error():
