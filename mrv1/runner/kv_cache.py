@@ -161,58 +161,71 @@ class StreamingDemand:
             + (cached if self.caches_prefixes else 0)
         )
 
-    def most_blocks(self, group: HeadGroup, full_heads: int, num_blocks: int, bs: int) -> int:
-        """Return the most blocks that a group may have beside ``num_blocks`` of the full heads.
-
-        Where memory is short, blocks of streaming heads limit how many short requests fit, those
-        of full heads how many long ones. A group with so many blocks loses as much, against the
-        best division, to requests as long as its window as to requests of ``max_model_len``:
-        with ``a`` full heads, ``b`` streaming ones, windows of ``w`` blocks and contexts of ``m``,
-        ``(a + b) S = (a + b w / m) F``.
-
-        Args:
-            group: heads with a window.
-            full_heads: heads of all layers that see everything.
-            num_blocks: of those heads.
-            bs: block size, in tokens.
-        """
-        if full_heads == 0:
-            return num_blocks
-        own_heads = sum(group.num_heads)
-        context = -(-self.max_model_len // bs)
-        seen = min(self.request_blocks(group, bs), context)
-        even = (full_heads * context + own_heads * seen) / ((full_heads + own_heads) * context)
-        prefilled = group.keeps.num_blocks(bs, min(self.max_num_batched_tokens, self.max_model_len))
-        return min(num_blocks, max(math.ceil(even * num_blocks), prefilled))
-
     def divide(self, groups: HeadGroups, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the blocks of every group where one that keeps everything has ``num_blocks``.
 
-        A streaming group never has more than that: no request has more blocks in it.
+        A streaming group never needs more than that: no request has more blocks in it.
         """
-        full_heads = sum(sum(group.num_heads) for group in groups.groups if group.keeps.is_full)
         return tuple(
             num_blocks
             if group.keeps.is_full
-            else min(
-                self.most_blocks(group, full_heads, num_blocks, block_size),
-                self.num_blocks(group, block_size),
-            )
+            else min(num_blocks, self.num_blocks(group, block_size))
             for group in groups.groups
         )
 
     def divide_bytes(
         self, spec: CacheSpec, groups: HeadGroups, num_bytes: int, most: int
     ) -> tuple[int, ...]:
-        """Return the blocks of every group that fit ``num_bytes``, ``most`` at most in each."""
+        """Return the blocks of every group that fit ``num_bytes``, ``most`` at most in each.
+
+        Where memory is short, no streaming group has more than ``fair_blocks``.
+        """
+        full_heads = sum(sum(group.num_heads) for group in groups.groups if group.keeps.is_full)
+
+        def division(num_blocks: int) -> tuple[int, ...]:
+            wanted = self.divide(groups, num_blocks, spec.block_size)
+            return tuple(
+                count
+                if group.keeps.is_full
+                else min(count, self.fair_blocks(group, full_heads, num_blocks, spec.block_size))
+                for group, count in zip(groups.groups, wanted, strict=True)
+            )
+
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if spec.nbytes(groups, self.divide(groups, middle, spec.block_size)) <= num_bytes:
+            if spec.nbytes(groups, division(middle)) <= num_bytes:
                 low = middle
             else:
                 high = middle - 1
-        return self.divide(groups, low, spec.block_size)
+        return division(low)
+
+    def fair_blocks(
+        self, group: HeadGroup, full_heads: int, num_blocks: int, block_size: int
+    ) -> int:
+        """Return the blocks of a streaming group that serve short and long requests equally well.
+
+        Its blocks limit how many short requests fit, those of full heads how many long ones.
+        Against the best division for either, requests as long as the window lose as much as
+        those of ``max_model_len`` if ``(a + b) S = (a + b w / m) F``: ``a`` full heads with ``F``
+        blocks, ``b`` of this group with ``S``, of which a request holds ``w`` and would hold
+        ``m``. A prompt's chunk fits in any case.
+
+        Args:
+            group: heads with a window.
+            full_heads: heads of all layers that see everything.
+            num_blocks: of those heads.
+            block_size: tokens of a block.
+        """
+        if full_heads == 0:
+            return num_blocks
+        own_heads = sum(group.num_heads)
+        context = -(-self.max_model_len // block_size)
+        held = min(self.request_blocks(group, block_size), context)
+        share = (full_heads + own_heads * held / context) / (full_heads + own_heads)
+        chunk = min(self.max_num_batched_tokens, self.max_model_len)
+        least = group.keeps.num_blocks(block_size, chunk)
+        return min(num_blocks, max(math.ceil(share * num_blocks), least))
 
 
 class KVCache:

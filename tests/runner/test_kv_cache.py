@@ -177,7 +177,7 @@ def test_streaming_groups_take_what_they_can_use_and_full_ones_the_rest():
     2 steps of 100 tokens take 4 blocks each.
     """
     assert demand().divide(GROUPS, 99, BLOCK_SIZE) == (99, 3 * (1 + 3 + 1) + 8, 3 * (2 + 1) + 8)
-    assert demand().divide(GROUPS, 6, BLOCK_SIZE) == (6, 6, 6), "a prompt's chunk must fit"
+    assert demand().divide(GROUPS, 10, BLOCK_SIZE) == (10, 10, 10)
     cached = demand(caches_prefixes=True, cache_blocks=7).divide(GROUPS, 99, BLOCK_SIZE)
     assert cached == (99, 23 + 7, 17 + 7)
     assert demand(caches_prefixes=True).divide(GROUPS, 999, BLOCK_SIZE)[1] == 23 + 64 * 4
@@ -185,34 +185,44 @@ def test_streaming_groups_take_what_they_can_use_and_full_ones_the_rest():
     for num_bytes in (0, 10**6, 10**7, 10**8):
         counts = demand().divide_bytes(spec, GROUPS, num_bytes, 9999)
         assert spec.nbytes(GROUPS, counts) <= num_bytes
-        more = demand().divide(GROUPS, counts[0] + 1, BLOCK_SIZE)
-        assert spec.nbytes(GROUPS, more) > num_bytes
+        assert spec.nbytes(GROUPS, [count + 1 for count in counts]) > num_bytes
 
 
-@pytest.mark.parametrize("num_full", [0, 1, 2, 7])
+@pytest.mark.parametrize("num_full", [1, 2, 7])
 def test_short_memory_is_divided_fairly_between_short_and_long_requests(num_full: int):
     """Against the best division for each length, none is served worse than the extremes."""
-    window, context, block_size = 40 * 16, 400, 16
-    policy = HeadPolicy(((FULL,) * num_full + (Visible(window),) * (8 - num_full),))
+    num_heads, window, context, block_size = 8, 40 * 16, 400, 16
+    policy = HeadPolicy(((FULL,) * num_full + (Visible(window),) * (num_heads - num_full),))
     sizes = {"max_model_len": context * block_size, "max_query_len": 64}
     groups = HeadGroups.of_roles(policy, block_size=block_size, **sizes)
     asked = demand(max_num_seqs=1000, max_model_len=sizes["max_model_len"])
-    counts = asked.divide(groups, 10_000, block_size)
-    if num_full == 0:
-        assert counts == (10_000,)
-        return
-    full, streaming = counts
-    seen = asked.request_blocks(groups.groups[1], block_size)
-    total = num_full * full + (8 - num_full) * streaming
+    spec = CacheSpec(
+        num_layers=1, num_kv_heads=num_heads, block_size=block_size, head_dim=16,
+        dtype=torch.float32,
+    )  # fmt: skip
+    full, streaming = asked.divide_bytes(spec, groups, 80_000 * 2 * spec.page_bytes, 99_999)
+    total = num_full * full + (num_heads - num_full) * streaming
+    assert 80_000 - num_heads < total <= 80_000
+    window_blocks = asked.request_blocks(groups.groups[1], block_size)
 
     def share_of_best(length: int) -> float:
-        kept = min(length, seen)
-        best = total / (num_full * length + (8 - num_full) * kept)
-        return min(full / length, streaming / kept) / best
+        held = min(length, window_blocks)
+        best = total / (num_full * length + (num_heads - num_full) * held)
+        return min(full / length, streaming / held) / best
 
-    extremes = share_of_best(seen), share_of_best(context)
+    extremes = share_of_best(window_blocks), share_of_best(context)
     assert extremes[0] == pytest.approx(extremes[1], rel=1e-3)
     assert min(map(share_of_best, range(1, context + 1))) >= min(extremes) * (1 - 1e-9)
+
+
+def test_however_short_memory_is_a_chunk_of_a_prompt_fits():
+    """Of 100 tokens, before which the first sees 39 and a sink: 7 blocks; 5 for the narrow."""
+    spec = make_spec(torch.float32)
+    num_bytes = spec.nbytes(GROUPS, [7, 7, 7])
+    full, wide, narrow = demand().divide_bytes(spec, GROUPS, num_bytes, 99)
+    assert (full, wide) == (7, 7)
+    assert 5 <= narrow <= 7
+    assert demand().fair_blocks(GROUPS.groups[1], 0, 50, BLOCK_SIZE) == 50, "no full head"
 
 
 def test_no_block_is_a_capacity_error():
