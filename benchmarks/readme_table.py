@@ -144,7 +144,7 @@ def _runner_table(result: dict[str, Any]) -> str:
                 ),
             ]
         )
-    names = ("total_us", "schedule_us", "execute_us", "read_us", "update_us")
+    names = ("total_us", "quietest_us", "schedule_us", "execute_us", "read_us", "update_us")
     hosts = [
         [f"{entry['batch']}", waiting, *(f"{entry['host'][name]:,.0f}" for name in names)]
         for waiting, entry in [
@@ -154,7 +154,16 @@ def _runner_table(result: dict[str, Any]) -> str:
     ]
     step_head = ["batch", "ms per step", "deterministic", "GPU idle", "between launches"]
     step_head += ["copies up", "graphs", "other kernels", "event waits", "other waits"]
-    host_head = ["batch", "waiting", "host, us", "schedule", "execute", "read", "update"]
+    host_head = [
+        "batch",
+        "waiting",
+        "host, us",
+        "quietest",
+        "schedule",
+        "execute",
+        "read",
+        "update",
+    ]
     return "\n".join(
         [
             *_markdown(step_head, steps), "",

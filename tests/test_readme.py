@@ -213,7 +213,9 @@ def test_sampler_tables_show_reads_and_peers(tmp_path: Path):
 
 def test_runner_tables_show_steps_and_hosts(tmp_path: Path):
     names = ("schedule", "execute", "read", "update")
-    host = {f"{name}_us": 10.4 * 10**i for i, name in enumerate(names)} | {"total_us": 12_345.6}
+    host = {f"{name}_us": 10.4 * 10**i for i, name in enumerate(names)} | {
+        "total_us": 12_345.6, "quietest_us": 11_111.1
+    }  # fmt: skip
     trace = {
         "idle_share": 0.0346, "idle_between_launches_share": 0.0315, "graph_launches": 1.0,
         "kernel_launches": 0.0, "host_to_device_copies": 1.0, "event_waits": 0.98,
@@ -232,8 +234,8 @@ def test_runner_tables_show_steps_and_hosts(tmp_path: Path):
     for said in (
         "| 256 | 2.751 | 1.15x | 3.5% | 3.1% | 1 | 1 | 0 | 0.98 | 0 |",
         "| 1 | 2.751 | - | - | - | - | - | - | - | - |",
-        "| 256 | none | 12,346 | 10 | 104 | 1,040 | 10,400 |",
-        "| 256 | 10,000 | 1,000 | 10 | 104 | 1,040 | 10,400 |",
+        "| 256 | none | 12,346 | 11,111 | 10 | 104 | 1,040 | 10,400 |",
+        "| 256 | 10,000 | 1,000 | 11,111 | 10 | 104 | 1,040 | 10,400 |",
         "128 prompt tokens, then 50 steps; torch 2.11.0, triton 3.6.0; clocks as found (commit",
     ):
         assert said in table

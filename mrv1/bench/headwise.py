@@ -131,13 +131,19 @@ def _params(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
 
-def _run(core: EngineCore, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
+def _run(
+    core: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    after_step: Callable[[Sequence[Request]], None] = lambda _: None,
+) -> list[Request]:
     requests = [
         core.add_request(f"{index}", prompt, _params(num_tokens))
         for index, prompt in enumerate(prompts)
     ]
     while core.has_unfinished_requests:
         core.step()
+        after_step(requests)
     for request in requests:
         if request.error is not None:
             raise request.error
@@ -157,14 +163,25 @@ def _checked(core: EngineCore, bench: HeadwiseBench, expected: list[int] | None)
 
 def _serve(
     core: EngineCore, prompts: Sequence[Sequence[int]], output_tokens: int, *, planted: bool
-) -> dict[str, float]:
-    """Serve all prompts at once; return what one run shows."""
+) -> dict[str, Any]:
+    """Serve all prompts at once; return what one run shows.
+
+    ``crowded_tokens_per_s`` is up to the last step that had a request wait: without the end, when
+    few are left. None where nobody waited.
+    """
     if planted:
         for prompt in prompts:
             plant_prefix(core, prompt)
     before = core.metrics()
     start = time.perf_counter()
-    requests = _run(core, prompts, output_tokens)
+    crowded = (start, 0)
+
+    def note(requests: Sequence[Request]) -> None:
+        nonlocal crowded
+        if core.scheduler.num_waiting:
+            crowded = time.perf_counter(), sum(len(r.output_token_ids) for r in requests)
+
+    requests = _run(core, prompts, output_tokens, note)
     seconds = time.perf_counter() - start
     after = core.metrics()
     times = [
@@ -179,6 +196,7 @@ def _serve(
     return {
         "seconds": seconds,
         "tokens_per_s": len(requests) * output_tokens / seconds,
+        "crowded_tokens_per_s": crowded[1] / (crowded[0] - start) if crowded[1] else None,
         "first_token_ms": statistics.median(first for first, _ in spans) * 1e3,
         "between_tokens_ms": statistics.median(rest for _, rest in spans)
         / (output_tokens - 1)
@@ -191,7 +209,7 @@ def _serve(
 def _summary(
     name: str,
     core: EngineCore,
-    runs: Sequence[dict[str, float]],
+    runs: Sequence[dict[str, Any]],
     results: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return a variant's entry: medians, and ratios to the first variant."""
@@ -199,11 +217,16 @@ def _summary(
         key: statistics.median(run[key] for run in runs)
         for key in ("tokens_per_s", "first_token_ms", "between_tokens_ms", "num_preemptions")
     }
+    crowded = [run["crowded_tokens_per_s"] for run in runs]
+    entry["crowded_tokens_per_s"] = None if None in crowded else statistics.median(crowded)
     first = results[0] if results else entry
+    were_crowded = entry["crowded_tokens_per_s"] and first["crowded_tokens_per_s"]
     return {
         "variant": name,
         "kv_cache": core.kv_report(),
         **entry,
+        "crowded_ratio": were_crowded
+        and entry["crowded_tokens_per_s"] / first["crowded_tokens_per_s"],
         "throughput_ratio": entry["tokens_per_s"] / first["tokens_per_s"],
         "first_token_speedup": first["first_token_ms"] / entry["first_token_ms"],
         "between_tokens_speedup": first["between_tokens_ms"] / entry["between_tokens_ms"],

@@ -27,6 +27,9 @@ class HostTimes:
     """Of everything the engine does in a step."""
     mean_total_us: float
     """The mean, in which rare pauses show."""
+    quietest_us: float
+    """The least median of a window of steps: who else uses the machine slows the host down for
+    tenths of a second at a time."""
     schedule_us: float
     """``Scheduler.schedule``."""
     execute_us: float
@@ -37,13 +40,13 @@ class HostTimes:
     """``Scheduler.update``."""
 
 
-def host_times(core: EngineCore, num_steps: int) -> HostTimes:
-    """Run ``num_steps`` steady steps, and some before that do not count, and time their parts."""
+def host_times(core: EngineCore, num_steps: int, num_windows: int = 1) -> HostTimes:
+    """Run windows of ``num_steps`` steady steps, some before that do not count; time the parts."""
     steps: list[dict[str, float]] = []
     with _clock(core) as seconds:
         for _ in range(core.config.steps_in_flight):  # their outputs come from before the clock
             core.step()
-        for _ in range(num_steps):
+        for _ in range(num_windows * num_steps):
             before = dict(seconds)
             start = time.perf_counter()
             core.step()
@@ -54,9 +57,12 @@ def host_times(core: EngineCore, num_steps: int) -> HostTimes:
     def median_us(part: str) -> float:
         return statistics.median(step[part] for step in steps) * 1e6
 
+    totals = [step["total"] for step in steps]
+    windows = [totals[start : start + num_steps] for start in range(0, len(totals), num_steps)]
     return HostTimes(
         total_us=median_us("total"),
-        mean_total_us=statistics.mean(step["total"] for step in steps) * 1e6,
+        mean_total_us=statistics.mean(totals) * 1e6,
+        quietest_us=min(map(statistics.median, windows)) * 1e6,
         schedule_us=median_us("schedule"),
         execute_us=median_us("execute"),
         read_us=median_us("read"),

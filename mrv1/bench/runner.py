@@ -26,6 +26,9 @@ SCHEMA = 1
 WARM_STEPS = 10
 """Decode steps before those that count, at each measurement."""
 
+HOST_WINDOWS = 10
+"""How often as many steps are looked at for the host's time: its machine has other users."""
+
 Say = Callable[[str], None]
 
 
@@ -59,7 +62,7 @@ class RunnerBench(EngineBench):
         num_prefill_steps = -(
             -max(self.batches) * self.prompt_tokens // self.max_num_batched_tokens
         )
-        return self.steps + 3 * WARM_STEPS + 2 * num_prefill_steps
+        return HOST_WINDOWS * self.steps + 3 * WARM_STEPS + 2 * num_prefill_steps
 
 
 def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, object]:
@@ -100,7 +103,7 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
             "path": core.runner.path,
             **provenance(device, bench.commit),
             "conditions": bench.conditions(device)
-            | {"steps": bench.steps, "warm_steps": WARM_STEPS},
+            | {"steps": bench.steps, "warm_steps": WARM_STEPS, "host_windows": HOST_WINDOWS},
             "results": entries,
             "waiting": waiting,
         }
@@ -142,9 +145,12 @@ def _measure_batch(
         steps_ms = step_times(core, bench.steps)
         after = core.metrics()
     with steady(core, bench, batch):
-        host = host_times(core, bench.steps)
+        host = host_times(core, bench.steps, HOST_WINDOWS)
     step_ms = float(np.median(steps_ms))
-    say(f"batch {batch}: {step_ms:.3f} ms a step, host {host.total_us:.0f} us")
+    say(
+        f"batch {batch}: {step_ms:.3f} ms a step, host {host.total_us:.0f} us, "
+        f"{host.quietest_us:.0f} at best"
+    )
     on_gpu = core.runner.device.type == "cuda"
     gpu_seconds = after["gpu_seconds"] - before["gpu_seconds"]
     return {
@@ -166,7 +172,7 @@ def _measure_waiting(
 ) -> dict[str, object]:
     batch = max(bench.batches)
     with steady(core, bench, batch), queued(core, bench, number):
-        host = host_times(core, bench.steps)
+        host = host_times(core, bench.steps, HOST_WINDOWS)
     say(f"{number} waiting beside batch {batch}: host {host.total_us:.0f} us")
     return {"batch": batch, "waiting": number, "host": asdict(host)}
 

@@ -268,7 +268,9 @@ def _trace_table(result: dict[str, Any]) -> Table:
 
 def _host_table(result: dict[str, Any]) -> Table:
     table = Table(title="host us per step", caption="waits for the device excepted; medians")
-    for heading in ("batch", "waiting", "total", "mean", "schedule", "execute", "read", "update"):
+    for heading in (
+        "batch", "waiting", "total", "mean", "quietest", "schedule", "execute", "read", "update",
+    ):  # fmt: skip
         table.add_column(heading, justify="right")
     for entry in [*(entry | {"waiting": None} for entry in result["results"]), *result["waiting"]]:
         host = entry["host"]
@@ -278,8 +280,8 @@ def _host_table(result: dict[str, Any]) -> Table:
             *(
                 f"{host[name]:.1f}"
                 for name in (
-                    "total_us", "mean_total_us", "schedule_us", "execute_us", "read_us",
-                    "update_us",
+                    "total_us", "mean_total_us", "quietest_us", "schedule_us", "execute_us",
+                    "read_us", "update_us",
                 )
             ),
         )  # fmt: skip

@@ -168,19 +168,21 @@ def headwise(
         write_result(result, output)
     table = Table(
         title=f"{result['shape']}, {num_requests} requests of {prompt_tokens:,} + "
-        f"{output_tokens:,} tokens, on {result['device']['name']}"
+        f"{output_tokens:,} tokens, on {result['device']['name']}",
+        caption="crowded: while requests wait; ratios to the first row, above 1 is better",
     )
-    for name in ("cache", "tokens/s", "", "first, ms", " ", "between, ms", "  ", "preempted"):
+    for name in ("cache", "tokens/s", "crowded", "first, ms", "between, ms", "preempted"):
         table.add_column(name, justify="left" if name == "cache" else "right")
     for entry in result["results"]:
+        crowded = "-"
+        if entry["crowded_ratio"] is not None:
+            crowded = f"{entry['crowded_tokens_per_s']:,.0f} {entry['crowded_ratio']:.2f}x"
         table.add_row(
             entry["variant"],
-            f"{entry['tokens_per_s']:,.0f}",
-            f"{entry['throughput_ratio']:.2f}x",
-            f"{entry['first_token_ms']:.1f}",
-            f"{entry['first_token_speedup']:.2f}x",
-            f"{entry['between_tokens_ms']:.2f}",
-            f"{entry['between_tokens_speedup']:.2f}x",
+            f"{entry['tokens_per_s']:,.0f} {entry['throughput_ratio']:.2f}x",
+            crowded,
+            f"{entry['first_token_ms']:,.0f} {entry['first_token_speedup']:.2f}x",
+            f"{entry['between_tokens_ms']:.2f} {entry['between_tokens_speedup']:.2f}x",
             f"{entry['num_preemptions']:.0f}",
         )
     Console().print(table)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from mrv1.bench import headwise
 from mrv1.bench.capacity import num_admitted, predicted_requests, request_bytes, run_capacity
 from mrv1.bench.headwise import HeadwiseBench, fill_randomly, plant_prefix, run_headwise
 from mrv1.bench.headwise_options import HeadwiseOptions
@@ -122,11 +124,34 @@ def test_every_variant_serves_the_same_requests(planted):
         assert 0 < run["first_token_ms"] < run["seconds"] * 1e3
         assert 5 * run["between_tokens_ms"] < run["seconds"] * 1e3
         assert run["cached_tokens"] == (3 * 80 if planted else 0)
+        assert run["crowded_tokens_per_s"] is entry["crowded_ratio"] is None, "there is room"
     first, _, last = result["results"]
     assert last["throughput_ratio"] == pytest.approx(last["tokens_per_s"] / first["tokens_per_s"])
     assert last["between_tokens_speedup"] == pytest.approx(
         first["between_tokens_ms"] / last["between_tokens_ms"]
     )
+
+
+def test_the_time_in_which_requests_wait_is_told_apart(monkeypatch):
+    """Two of five run at once, 11 steps each for 10 tokens; by a clock of a second a step."""
+    seconds, step = [0.0], EngineCore.step
+
+    def timed(core: EngineCore) -> object:
+        seconds[0] += 1
+        return step(core)
+
+    monkeypatch.setattr(headwise, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    monkeypatch.setattr(EngineCore, "step", timed)
+    options = SMALL | {"max_num_seqs": 2, "variants": ("uniform", "recycled")}
+    bench = HeadwiseBench(**options, prompt_tokens=20, output_tokens=10, num_requests=5)
+    result = run_headwise(bench)
+    for entry in result["results"]:
+        (run,) = entry["runs"]
+        assert entry["crowded_tokens_per_s"] == run["crowded_tokens_per_s"]
+        # Of the last two that wait, one is alone at the end.
+        assert 1.5 < run["crowded_tokens_per_s"] <= 2
+        assert run["tokens_per_s"] == 50 / run["seconds"] < run["crowded_tokens_per_s"]
+        assert entry["crowded_ratio"] == 1
 
 
 def test_other_tokens_of_recycled_pages_are_told_before_anything_is_timed(monkeypatch):

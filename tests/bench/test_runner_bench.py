@@ -40,12 +40,16 @@ ENTRY_KEYS = {
     "batch", "step_ms", "step_p20_ms", "step_p80_ms", "gpu_ms", "staging_waits", "host", "trace",
     "deterministic_step_ms", "deterministic_over_default", "samples_ms",
 }  # fmt: skip
-HOST_KEYS = {"total_us", "mean_total_us", "schedule_us", "execute_us", "read_us", "update_us"}
+HOST_KEYS = {
+    "total_us", "mean_total_us", "quietest_us", "schedule_us", "execute_us", "read_us",
+    "update_us",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _few_warm_steps(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "WARM_STEPS", 1)
+    monkeypatch.setattr(runner, "HOST_WINDOWS", 3)
 
 
 # --- the trace -----------------------------------------------------------------------------------
@@ -278,6 +282,28 @@ def test_host_time_is_split_and_waits_are_left_out(
     assert times.mean_total_us == pytest.approx(11_011)
 
 
+def test_of_windows_the_quietest_is_told(
+    core: EngineCore, bench: RunnerBench, monkeypatch: pytest.MonkeyPatch
+):
+    """The clock's own steps, then windows of 3: two slow, one with a pause in it."""
+    clock = Clock()
+    steps = iter([0] * core.config.steps_in_flight + [8, 9, 8] + [5, 900, 4] + [8, 8, 7])
+    step = EngineCore.step
+
+    def timed(core: EngineCore) -> object:
+        clock.us += next(steps)
+        return step(core)
+
+    with steady(core, bench, 2):
+        monkeypatch.setattr(host_clock, "time", clock)
+        monkeypatch.setattr(EngineCore, "step", timed)
+        times = host_times(core, 3, 3)
+        monkeypatch.undo()
+    assert times.quietest_us == pytest.approx(5)
+    assert times.total_us == pytest.approx(8)
+    assert times.mean_total_us == pytest.approx((25 + 909 + 23) / 9)
+
+
 def test_the_engine_is_left_as_it_was(core: EngineCore, bench: RunnerBench):
     before = [set(vars(part)) for part in (core, core.scheduler, core.runner)]
     with steady(core, bench, 1):
@@ -304,6 +330,7 @@ def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch
     assert result.keys() == KEYS
     assert (result["op"], result["path"], result["dtype"]) == ("runner", "reference", "float32")
     assert result["conditions"]["steps"] == 3
+    assert result["conditions"]["host_windows"] == 3
     assert result["conditions"]["overlap"] is True
     assert [entry["batch"] for entry in result["results"]] == [1, 3]
     for entry in result["results"]:
