@@ -20,6 +20,7 @@ BEGIN, END = "<!-- results:generate -->", "<!-- /results:generate -->"
 KERNELS_BEGIN, KERNELS_END = "<!-- results:kernels -->", "<!-- /results:kernels -->"
 SAMPLER_BEGIN, SAMPLER_END = "<!-- results:sampler -->", "<!-- /results:sampler -->"
 RUNNER_BEGIN, RUNNER_END = "<!-- results:runner -->", "<!-- /results:runner -->"
+HEADWISE_BEGIN, HEADWISE_END = "<!-- results:headwise -->", "<!-- /results:headwise -->"
 RECALL_BEGIN, RECALL_END = "<!-- results:recall -->", "<!-- /results:recall -->"
 RECALL_KINDS = {
     "full": "all",
@@ -256,6 +257,70 @@ def _sampler_table(result: dict[str, Any]) -> str:
     return "\n".join([*_markdown(head, body), "", "; ".join(parts) + "."])
 
 
+def headwise_tables(folder: Path = RESULTS) -> str:
+    """Return the Markdown for ``mrv1 bench capacity`` and ``headwise``, by file name."""
+    paths = [*sorted(folder.glob("capacity*.json")), *sorted(folder.glob("headwise*.json"))]
+    tables = [_headwise_table(path.stem, json.loads(path.read_text("utf-8"))) for path in paths]
+    return "\n\n".join(tables) or NONE_YET
+
+
+def _headwise_table(name: str, result: dict[str, Any]) -> str:
+    """One row for each cache; ratios to the first, above 1 is better."""
+    conditions = result["conditions"]
+    if result["op"] == "capacity":
+        head = ["GiB", "GiB a request", "predicted", "requests", "ratio", "longest context"]
+        served = f"requests of {conditions['context']:,} tokens"
+    else:
+        head = [
+            "tokens/s",
+            "while some wait",
+            "first token, ms",
+            "between tokens, ms",
+            "preempted",
+        ]
+        served = (
+            f"{conditions['num_requests']} requests of {conditions['prompt_tokens']:,} + "
+            f"{conditions['output_tokens']:,} tokens"
+            + (", prompts found cached" if conditions["planted"] else "")
+        )
+    lines = [f"| cache | {' | '.join(head)} |", f"|---|{'---:|' * len(head)}"]
+    for entry in result["results"]:
+        if result["op"] == "capacity":
+            cells = [
+                f"{entry['kv_cache']['allocated_bytes'] / 2**30:.1f}",
+                f"{sum(entry['request_bytes']) / 2**30:.2f}",
+                f"{entry['predicted_requests']}",
+                f"{entry['requests']}",
+                f"{entry['ratio']:.2f}x",
+                f"{entry['longest_context']:,}",
+            ]
+        else:
+            crowded = entry.get("crowded_tokens_per_s")  # not in files of before it was measured
+            cells = [
+                f"{entry['tokens_per_s']:,.0f} ({entry['throughput_ratio']:.2f}x)",
+                "-" if crowded is None else f"{crowded:,.0f} ({entry['crowded_ratio']:.2f}x)",
+                f"{entry['first_token_ms']:,.0f} ({entry['first_token_speedup']:.2f}x)",
+                f"{entry['between_tokens_ms']:.2f} ({entry['between_tokens_speedup']:.2f}x)",
+                f"{entry['num_preemptions']:.0f}",
+            ]
+        lines.append(f"| {entry['variant']} | {' | '.join(cells)} |")
+    window, sink = next(([w, s] for w, s in conditions["roles"] if w >= 0), (None, None))
+    streaming = "" if window is None else f", the others see {window:,} tokens and {sink} in front"
+    memory = conditions["kv_cache_memory_bytes"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"`{name}.json`: {result['shape']} shape, {served}; {conditions['full_share']:.0%} of "
+            f"the heads full{streaming}; KV cache "
+            f"{'as the GPU allows' if memory is None else f'of {memory / 1e9:g} GB'}, at most "
+            f"{conditions['max_num_seqs']} requests and {conditions['max_num_batched_tokens']:,} "
+            f"tokens a step; {result['dtype']}, one {result['device']['name']}, torch "
+            f"{result['versions']['torch']} (commit {result['commit'][:12]}, {result['date']}).",
+        ]
+    )
+
+
 def recall_tables(folder: Path = RESULTS) -> str:
     """Return the Markdown for the results of ``benchmarks.recall``, by file name."""
     paths = sorted(folder.glob("recall*.json"))
@@ -327,6 +392,7 @@ def main(arguments: list[str]) -> int:
             (runner_tables(), RUNNER_BEGIN, RUNNER_END),
             (kernel_tables(), KERNELS_BEGIN, KERNELS_END),
             (sampler_tables(), SAMPLER_BEGIN, SAMPLER_END),
+            (headwise_tables(), HEADWISE_BEGIN, HEADWISE_END),
             (recall_tables(), RECALL_BEGIN, RECALL_END),
         ),
     ):

@@ -241,8 +241,48 @@ def test_runner_tables_show_steps_and_hosts(tmp_path: Path):
         assert said in table
 
 
+def test_headwise_tables_show_ratios_to_the_first_cache(tmp_path: Path):
+    conditions = {
+        "context": 32_768, "full_share": 0.5, "roles": [[-1, 0], [4096, 0]], "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 5_000_000_000,
+        "num_requests": 6, "prompt_tokens": 8192, "output_tokens": 4096, "planted": True,
+    }  # fmt: skip
+    result = _result() | {"conditions": conditions}
+    capacity = {
+        "variant": "uniform", "kv_cache": {"allocated_bytes": 3 * 2**30},
+        "request_bytes": [2**30, 2**29], "predicted_requests": 7, "requests": 6, "ratio": 4.1666,
+        "longest_context": 123_456,
+    }  # fmt: skip
+    served = {
+        "variant": "recycled", "tokens_per_s": 1234.5, "throughput_ratio": 1.3049,
+        "crowded_tokens_per_s": 1500.4, "crowded_ratio": 1.4, "first_token_ms": 10_000.2,
+        "first_token_speedup": 0.9, "between_tokens_ms": 2.345, "between_tokens_speedup": 2.0,
+        "num_preemptions": 3.0,
+    }  # fmt: skip
+    calm = served | {"crowded_tokens_per_s": None, "crowded_ratio": None}
+    everywhere = conditions | {"roles": [[-1, 0]], "kv_cache_memory_bytes": None, "planted": False}
+    for name, of in (
+        ("capacity-x", {"op": "capacity", "results": [capacity]}),
+        ("headwise-x", {"op": "headwise", "results": [served, calm]}),
+        ("headwise-y", {"op": "headwise", "results": [calm], "conditions": everywhere}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result | of))
+    table = readme_table.headwise_tables(tmp_path)
+    for said in (
+        "| uniform | 3.0 | 1.50 | 7 | 6 | 4.17x | 123,456 |",
+        "| recycled | 1,234 (1.30x) | 1,500 (1.40x) | 10,000 (0.90x) | 2.35 (2.00x) | 3 |",
+        "| recycled | 1,234 (1.30x) | - | 10,000",
+        "`capacity-x.json`: qwen3-0.6b shape, requests of 32,768 tokens; 50% of the heads full, "
+        "the others see 4,096 tokens and 0 in front; KV cache of 5 GB, at most 8 requests and ",
+        "6 requests of 8,192 + 4,096 tokens, prompts found cached; 50%",
+        "4,096 tokens; 50% of the heads full; KV cache as the GPU allows",
+    ):
+        assert said in table
+
+
 def test_no_results_are_no_figures(tmp_path: Path):
     assert readme_table.runner_tables(tmp_path) == readme_table.NONE_YET
+    assert readme_table.headwise_tables(tmp_path) == readme_table.NONE_YET
     assert readme_table.load_results(tmp_path) == []
     assert readme_table.kernel_tables(tmp_path) == readme_table.NONE_YET
     assert readme_table.generate_table([]) == readme_table.NONE_YET
@@ -266,6 +306,7 @@ def test_check_says_whether_the_readme_would_change(tmp_path: Path, monkeypatch,
         f"{readme_table.RUNNER_BEGIN}\n{readme_table.RUNNER_END}\n"
         f"{readme_table.KERNELS_BEGIN}\n{readme_table.KERNELS_END}\n"
         f"{readme_table.SAMPLER_BEGIN}\n{readme_table.SAMPLER_END}\n"
+        f"{readme_table.HEADWISE_BEGIN}\n{readme_table.HEADWISE_END}\n"
         f"{readme_table.RECALL_BEGIN}\n{readme_table.RECALL_END}\n"
     )
     monkeypatch.setattr(readme_table, "KERNELS_README", kernels)
