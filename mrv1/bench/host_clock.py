@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ class HostTimes:
     mean_total_us: float
     """The mean, in which rare pauses show."""
     quietest_us: float
-    """The least median of a window of steps: who else uses the machine slows the host down for
+    """The least median of a window of steps: who else uses the machine slows some CPUs down, for
     tenths of a second at a time."""
     schedule_us: float
     """``Scheduler.schedule``."""
@@ -41,18 +42,30 @@ class HostTimes:
 
 
 def host_times(core: EngineCore, num_steps: int, num_windows: int = 1) -> HostTimes:
-    """Run windows of ``num_steps`` steady steps, some before that do not count; time the parts."""
+    """Time the parts of steady steps, some before that do not count: windows of ``num_steps``.
+
+    More windows than one take turns on the CPUs that this thread may run on.
+    """
     steps: list[dict[str, float]] = []
-    with _clock(core) as seconds:
-        for _ in range(core.config.steps_in_flight):  # their outputs come from before the clock
-            core.step()
-        for _ in range(num_windows * num_steps):
-            before = dict(seconds)
-            start = time.perf_counter()
-            core.step()
-            elapsed = time.perf_counter() - start
-            parts = {part: seconds[part] - before[part] for part in PARTS}
-            steps.append(parts | {"total": elapsed - parts["wait"]})
+    cpus = sorted(os.sched_getaffinity(0))
+    try:
+        with _clock(core) as seconds:
+            for _ in range(
+                core.config.steps_in_flight
+            ):  # their outputs come from before the clock
+                core.step()
+            for window in range(num_windows):
+                if num_windows > 1:
+                    os.sched_setaffinity(0, {cpus[window % len(cpus)]})
+                for _ in range(num_steps):
+                    before = dict(seconds)
+                    start = time.perf_counter()
+                    core.step()
+                    elapsed = time.perf_counter() - start
+                    parts = {part: seconds[part] - before[part] for part in PARTS}
+                    steps.append(parts | {"total": elapsed - parts["wait"]})
+    finally:
+        os.sched_setaffinity(0, cpus)
 
     def median_us(part: str) -> float:
         return statistics.median(step[part] for step in steps) * 1e6

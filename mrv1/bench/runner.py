@@ -26,8 +26,9 @@ SCHEMA = 1
 WARM_STEPS = 10
 """Decode steps before those that count, at each measurement."""
 
-HOST_WINDOWS = 10
-"""How often as many steps are looked at for the host's time: its machine has other users."""
+HOST_WINDOWS = 16
+"""How often as many steps are looked at for the host's time, each time on another CPU: their
+machine has other users."""
 
 Say = Callable[[str], None]
 

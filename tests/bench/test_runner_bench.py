@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from types import SimpleNamespace
@@ -286,12 +287,13 @@ def test_of_windows_the_quietest_is_told(
     core: EngineCore, bench: RunnerBench, monkeypatch: pytest.MonkeyPatch
 ):
     """The clock's own steps, then windows of 3: two slow, one with a pause in it."""
-    clock = Clock()
+    clock, places, allowed = Clock(), [], os.sched_getaffinity(0)
     steps = iter([0] * core.config.steps_in_flight + [8, 9, 8] + [5, 900, 4] + [8, 8, 7])
     step = EngineCore.step
 
     def timed(core: EngineCore) -> object:
         clock.us += next(steps)
+        places.append(os.sched_getaffinity(0))
         return step(core)
 
     with steady(core, bench, 2):
@@ -302,6 +304,9 @@ def test_of_windows_the_quietest_is_told(
     assert times.quietest_us == pytest.approx(5)
     assert times.total_us == pytest.approx(8)
     assert times.mean_total_us == pytest.approx((25 + 909 + 23) / 9)
+    cpus = [{cpu} for cpu in sorted(allowed)] * 3
+    assert places[-9:] == [place for place in cpus[:3] for _ in range(3)]
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_the_engine_is_left_as_it_was(core: EngineCore, bench: RunnerBench):
