@@ -22,6 +22,7 @@ from mrv1.models import DecoderModel
 from mrv1.runner import AsyncOutput, KVUsage, ModelRunner, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
+from mrv1.sampler.params import short
 
 
 class Metrics(TypedDict):
@@ -103,6 +104,7 @@ class EngineCore:
             eos_token_ids=self.runner.model_config.eos_token_ids,
             max_steps_in_flight=config.steps_in_flight,
             enable_prefix_caching=config.enable_prefix_caching,
+            custom_masks=("logits_processors",) if logits_processors else (),
         )
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
         self._ended: list[Request] = []
@@ -157,7 +159,7 @@ class EngineCore:
         if len(prompt) + params.min_tokens > longest:
             raise RequestError(
                 f"min_tokens: expected at most {longest - len(prompt)} behind a prompt of "
-                f"{len(prompt)} tokens (max_model_len), got {params.min_tokens}"
+                f"{len(prompt)} tokens (max_model_len), got {short(params.min_tokens)}"
             )
         request = Request(
             req_id=req_id,

@@ -56,23 +56,24 @@ class HeadPools:
             return self._pools[0].num_free
         return min([pool.num_free for pool in self._pools])
 
-    def fits(self, num_tokens: int, chunk: int) -> bool:
-        """Return whether a request of so many tokens fits while nobody else holds a block.
+    def lacking(self, num_tokens: int, chunk: int) -> tuple[int, int] | None:
+        """Return a group that a request cannot fit while nobody else holds a block; None = it can.
 
         Args:
             num_tokens: that it may reach.
             chunk: most tokens of one step.
+
+        Returns:
+            The group, and the blocks of it that the request may need at once.
         """
         num_blocks = -(-num_tokens // self.block_size)
-        return all(
-            pool.num_blocks
-            >= (
-                num_blocks
-                if seen.is_full
-                else min(num_blocks, seen.num_blocks(self.block_size, chunk))
-            )
-            for pool, seen in zip(self._pools, self.keeps, strict=True)
-        )
+        for group, (pool, seen) in enumerate(zip(self._pools, self.keeps, strict=True)):
+            needed = num_blocks
+            if not seen.is_full:
+                needed = min(num_blocks, seen.num_blocks(self.block_size, chunk))
+            if needed > pool.num_blocks:
+                return group, needed
+        return None
 
     # --- holding --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from mrv1.errors import Mrv1Error
+from mrv1.errors import Mrv1Error, RequestError
 from mrv1.runner.step import Int32Array, TokenLogprobs
 from mrv1.sampler import GrammarMatcher, SamplingParams
 
@@ -91,7 +91,10 @@ class Request:
         self._prompt.flags.writeable = False  # plans share it
         self.asks_logprobs = self.params.wants_logprobs or self.params.prompt_logprobs is not None
         grammar = self.params.structured_output
-        self.matcher = None if grammar is None else grammar.matcher()
+        try:
+            self.matcher = None if grammar is None else grammar.matcher()
+        except Exception as error:  # whatever a grammar raises fails its request alone
+            raise RequestError(f"structured_output: {error!r}") from error
 
     def add_followers(self) -> None:
         """Make the other outputs that its parameters ask for: requests that differ in ``child``.

@@ -128,7 +128,8 @@ class _Completion:
         if isinstance(reason, tuple):
             included = request.params.include_stop_str_in_output
             return token_ids if included else token_ids[: -len(reason)]
-        return token_ids[:-1]
+        ends = token_ids[-1] in request.stop_token_ids  # else a grammar is through with it
+        return token_ids[:-1] if ends else token_ids
 
 
 def _dicts(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> list[dict[int, Logprob]]:

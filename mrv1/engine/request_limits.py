@@ -8,6 +8,7 @@ from itertools import chain
 from mrv1.config import MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE, EngineConfig
 from mrv1.errors import RequestError
 from mrv1.sampler import SamplingParams
+from mrv1.sampler.params import short
 
 NUM_SHOWN = 8
 """Wrong ids that a message lists."""
@@ -26,7 +27,7 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
             more = ", ..." if len(outside) > NUM_SHOWN else ""
             raise RequestError(
                 f"{name}: expected ids in [0, {vocab_size}), got "
-                f"[{', '.join(map(str, outside[:NUM_SHOWN]))}{more}]"
+                f"[{', '.join(map(short, outside[:NUM_SHOWN]))}{more}]"
             )
     longest = max(map(len, params.stop_token_sequences), default=0)
     for name, unit, got, limit, how in (
@@ -62,7 +63,9 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
         ),
     ):
         if got > limit:
-            raise RequestError(f"{name}: expected at most {limit} {unit}, got {got}; raise {how}")
+            raise RequestError(
+                f"{name}: expected at most {limit} {unit}, got {short(got)}; raise {how}"
+            )
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocab_size:
             raise RequestError(
@@ -77,3 +80,4 @@ def _token_ids(params: SamplingParams) -> Iterator[tuple[str, Collection[int]]]:
     yield "logit_bias", params.logit_bias
     yield "allowed_token_ids", params.allowed_token_ids or ()
     yield "logprob_token_ids", params.logprob_token_ids
+    yield "bad_words_token_ids", tuple(chain.from_iterable(params.bad_words_token_ids))

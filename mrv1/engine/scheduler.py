@@ -26,6 +26,7 @@ from mrv1.runner.step import (
     StepOutput,
     StepPlan,
 )
+from mrv1.sampler import GrammarMatcher
 
 BoolArray = npt.NDArray[np.bool_]
 NewBlocks = dict[int, tuple[tuple[int, ...], ...]]
@@ -145,6 +146,7 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         max_steps_in_flight: int = 2,
         enable_prefix_caching: bool = False,
+        custom_masks: tuple[str, ...] = (),
     ) -> None:
         """Make the pools of the head groups.
 
@@ -157,6 +159,7 @@ class Scheduler:
             eos_token_ids: end-of-sequence tokens.
             max_steps_in_flight: plans that may await their output.
             enable_prefix_caching: keep blocks for requests that begin alike.
+            custom_masks: what may mask every request's tokens, for errors to name.
         """
         self.pools = HeadPools(num_blocks, block_size, keeps)
         self.block_size = block_size
@@ -183,6 +186,7 @@ class Scheduler:
         """Tokens of admitted requests, looked up in the prefix cache."""
         self.prefix_hit_tokens = 0
         """Of those, tokens that it had."""
+        self._custom_masks = custom_masks
         self._requests: dict[str, Request] = {}
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._rows: _Rows | None = None
@@ -269,13 +273,7 @@ class Scheduler:
                 raise RequestError(
                     f"request_id: {member.req_id!r} is in use by an unfinished request"
                 )
-        if not self.pools.fits(request.max_total_tokens, self.max_num_batched_tokens):
-            num_blocks = self.pools[0].num_blocks
-            raise RequestError(
-                f"prompt and max_tokens: expected at most {num_blocks * self.block_size} tokens "
-                f"(num_kv_blocks = {num_blocks} of {self.block_size}), got up to "
-                f"{request.max_total_tokens}; raise num_kv_blocks or lower max_tokens"
-            )
+        self._check_blocks(request)
         self._check_spans(request)
         eos = () if request.params.ignore_eos else self._eos_token_ids
         stop_token_ids = tuple(dict.fromkeys((*request.params.stop_token_ids, *eos)))
@@ -295,6 +293,25 @@ class Scheduler:
             self._held[request] = list(request.followers)
         else:
             self.waiting.update((member.req_id, member) for member in request.followers)
+
+    def _check_blocks(self, request: Request) -> None:
+        lacking = self.pools.lacking(request.max_total_tokens, self.max_num_batched_tokens)
+        if lacking is None:
+            return
+        group, needed = lacking
+        num_blocks, seen = self.pools[group].num_blocks, self.pools.keeps[group]
+        if seen.is_full:
+            raise RequestError(
+                f"prompt and max_tokens: expected at most {num_blocks * self.block_size} tokens "
+                f"(num_kv_blocks = {num_blocks} of {self.block_size}), got up to "
+                f"{request.max_total_tokens}; raise num_kv_blocks or lower max_tokens"
+            )
+        raise RequestError(
+            f"prompt and max_tokens: expected to need at most the {num_blocks} blocks of heads "
+            f"that see {seen.window} tokens, got {needed} for {request.max_total_tokens} tokens, "
+            f"up to {self.max_num_batched_tokens} a step; raise num_kv_blocks or lower "
+            "max_num_batched_tokens"
+        )
 
     def _check_spans(self, request: Request) -> None:
         previous_end = 0
@@ -600,8 +617,12 @@ class Scheduler:
                     ended[request] = "stop"
         if step.rows.any_grammars:
             for request in requests:
-                if request.matcher is not None and request.matcher.is_finished():
-                    ended.setdefault(request, "stop")
+                try:
+                    if request.matcher is not None and request.matcher.is_finished():
+                        ended.setdefault(request, "stop")
+                except Exception as error:  # whatever a matcher raises fails its request alone
+                    ended[request] = "error"
+                    request.error = RequestError(f"structured_output: {error!r}")
         for row in step.last_rows:
             if live[row]:
                 ended.setdefault(step.rows.requests[row], "length")
@@ -625,6 +646,8 @@ class Scheduler:
         for row in live.nonzero()[0].tolist():
             request, row_tokens = step.rows.requests[row], output.token_ids[row]
             reason = self._failure(step, output, row)
+            if reason is None and row_tokens and request.matcher is not None:
+                reason = _refusal(request, request.matcher, row_tokens[0])
             if reason is not None:
                 ended[request] = "error"
                 request.error = RequestError(f"request {request.req_id!r}: {reason}")
@@ -633,8 +656,6 @@ class Scheduler:
             if step.rows.any_logprobs:
                 self._take_logprobs(step, output, row)
             if row_tokens:  # else an unfinished prefill
-                if request.matcher is not None:
-                    request.matcher.accept(row_tokens[0])  # False only of a token that ends it
                 requests.append(request)
                 tokens.append(row_tokens[0])
         return requests, tokens
@@ -653,7 +674,7 @@ class Scheduler:
         reason = output.errors.get(row)
         if reason is not None:
             self.num_nan_rows += reason == RowFailure.NAN
-            masks = request.params.masks(len(request.output_token_ids))
+            masks = request.params.masks(len(request.output_token_ids)) + self._custom_masks
             if reason == RowFailure.MASKED and masks:
                 return f"{reason}, by {', '.join(masks)}"
             return reason
@@ -918,10 +939,8 @@ class Scheduler:
         self._admit_followers(request)
         if reason == "stop":
             last = request.output_token_ids[-1]
-            if last in request.params.stop_token_ids:
-                request.stop_reason = last
-            elif last not in request.stop_token_ids:
-                request.stop_reason = request.stop_sequence
+            named = last in request.params.stop_token_ids
+            request.stop_reason = last if named else request.stop_sequence
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.finish_time = time.perf_counter()
@@ -956,6 +975,16 @@ class Scheduler:
         self._epochs[request.slot] += 1
         self._free_slots.append(request.slot)
         request.slot = -1
+
+
+def _refusal(request: Request, matcher: GrammarMatcher, token: int) -> str | None:
+    """Let a grammar follow a token; return why it does not. What ends a request it need not."""
+    try:
+        if matcher.accept(token) or token in request.stop_token_ids:
+            return None
+    except Exception as error:  # whatever a matcher raises fails its request alone
+        return f"structured_output: {error!r}"
+    return f"structured_output: token {token}, which its bitmask allowed, was not accepted"
 
 
 def _one_each(token_ids: Sequence[tuple[int, ...]]) -> list[int] | None:

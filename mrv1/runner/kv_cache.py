@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -144,7 +144,8 @@ class StreamingDemand:
         Blocks are given up once the step has returned that moved the window past them, so that
         steps in flight count like tokens of one step.
         """
-        return group.keeps.num_blocks(block_size, self.steps_in_flight)
+        live = group.keeps.num_blocks(block_size, self.steps_in_flight)
+        return min(live, -(-self.max_model_len // block_size))
 
     def num_blocks(self, group: HeadGroup, block_size: int) -> int:
         """Return the blocks of a group that are of use: for decodes, prompts and the cache.
@@ -178,27 +179,32 @@ class StreamingDemand:
     ) -> tuple[int, ...]:
         """Return the blocks of every group that fit ``num_bytes``, ``most`` at most in each.
 
-        Where memory is short, no streaming group has more than ``fair_blocks``.
+        Where memory is short, no streaming group has more than ``fair_blocks``, beside what it was
+        asked to keep for the prefix cache.
         """
         full_heads = sum(sum(group.num_heads) for group in groups.groups if group.keeps.is_full)
+        asked = (self.cache_blocks or 0) if self.caches_prefixes else 0
 
-        def division(num_blocks: int) -> tuple[int, ...]:
+        def division(num_blocks: int, spare: int = 0) -> tuple[int, ...]:
             wanted = self.divide(groups, num_blocks, spec.block_size)
             return tuple(
                 count
                 if group.keeps.is_full
-                else min(count, self.fair_blocks(group, full_heads, num_blocks, spec.block_size))
+                else min(
+                    count,
+                    self.fair_blocks(group, full_heads, num_blocks, spec.block_size)
+                    + asked
+                    + spare,
+                )
                 for group, count in zip(groups.groups, wanted, strict=True)
             )
 
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if spec.nbytes(groups, division(middle)) <= num_bytes:
-                low = middle
-            else:
-                high = middle - 1
-        return division(low)
+        def fits(blocks: tuple[int, ...]) -> bool:
+            return spec.nbytes(groups, blocks) <= num_bytes
+
+        num_blocks = _largest(lambda count: fits(division(count)), most)
+        spare = _largest(lambda count: fits(division(num_blocks, count)), num_blocks)
+        return division(num_blocks, spare)
 
     def fair_blocks(
         self, group: HeadGroup, full_heads: int, num_blocks: int, block_size: int
@@ -221,11 +227,23 @@ class StreamingDemand:
             return num_blocks
         own_heads = sum(group.num_heads)
         context = -(-self.max_model_len // block_size)
-        held = min(self.request_blocks(group, block_size), context)
+        held = self.request_blocks(group, block_size)
         share = (full_heads + own_heads * held / context) / (full_heads + own_heads)
         chunk = min(self.max_num_batched_tokens, self.max_model_len)
         least = group.keeps.num_blocks(block_size, chunk)
         return min(num_blocks, max(math.ceil(share * num_blocks), least))
+
+
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to ``most`` for which something holds that holds for less."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class KVCache:

@@ -52,7 +52,7 @@ from mrv1.runner.request_state import RequestState
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import Staged, Staging, StepUpload
 from mrv1.runner.step import Int32Array, Int64Array, StepPlan
-from mrv1.sampler import LogitsContext, LogitsProcessor, Sampler, SamplerLimits
+from mrv1.sampler import LogitsContext, LogitsProcessor, Sampler, SamplerLimits, process
 
 logger = logging.getLogger(__name__)
 
@@ -286,6 +286,12 @@ class ModelRunner:
         self.config = config
         self._closed = False
         self._processors = tuple(logits_processors)
+        for processor in self._processors:
+            if not isinstance(processor, LogitsProcessor):
+                raise ConfigError(
+                    "logits_processors: expected objects with add_request and apply, got "
+                    f"{processor!r}"
+                )
         self._given_policy = head_policy
         self._per_head_ids = per_head_ids
         self._pending: _Forwarded | None = None
@@ -766,8 +772,7 @@ class ModelRunner:
         )
         if self._processors:
             context = LogitsContext(idx_mapping=idx_mapping, history=history)
-            for processor in self._processors:
-                logits = processor.apply(logits, context)
+            logits = process(self._processors, logits, context)
         tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
         if wanted is None or pick is None:
             return tokens, None

@@ -19,7 +19,7 @@ class RowFailure(enum.StrEnum):
     """Why the sampler had no token for a row."""
 
     MASKED = "every token is masked"
-    NAN = "its logits hold NaN"
+    NAN = "its logits hold NaN or +inf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

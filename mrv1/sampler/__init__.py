@@ -2,7 +2,7 @@
 
 from mrv1.sampler.grammar import Grammar, GrammarMatcher
 from mrv1.sampler.params import SamplingParams
-from mrv1.sampler.processors import LogitsContext, LogitsProcessor
+from mrv1.sampler.processors import LogitsContext, LogitsProcessor, process
 from mrv1.sampler.sampler import History, Sampler, SamplerLimits
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "Sampler",
     "SamplerLimits",
     "SamplingParams",
+    "process",
 ]

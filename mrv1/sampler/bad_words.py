@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from mrv1.config import BAD_WORDS_LEN_VARIABLE, MAX_BAD_WORDS_VARIABLE
 from mrv1.errors import RequestError
-from mrv1.sampler.params import SamplingParams
+from mrv1.sampler.params import SamplingParams, short
 
 TOKENIZATIONS = 2
-"""Of a word, at most: as it is, and with a space in front."""
+"""Of a word, at most: without and with a space in front."""
 
 
 def banned_token_sequences(
@@ -21,7 +22,7 @@ def banned_token_sequences(
     """Return the sequences that a request bans, each once: at most ``TOKENIZATIONS`` of a word.
 
     A word of text is banned as it begins a text and as it stands behind another word, however many
-    tokens that takes.
+    tokens that takes; one of whitespace alone as it is.
 
     Args:
         params: of the request.
@@ -30,24 +31,35 @@ def banned_token_sequences(
         max_len: tokens that each of their tokenizations may have.
 
     Raises:
-        RequestError: too many words, one of too many tokens, or text without a tokenizer.
+        RequestError: too many words, one of too many tokens or of none, or text without a
+            tokenizer; the message names the field, and how to raise a limit.
     """
     num_words = len(params.bad_words) + len(params.bad_words_token_ids)
     if num_words > max_words:
+        given = [name for name in ("bad_words", "bad_words_token_ids") if getattr(params, name)]
         raise RequestError(
-            f"bad_words: expected at most {max_words} words (max_bad_words_num), got {num_words}"
+            f"{' and '.join(given)}: expected at most {max_words} words, got {num_words}; "
+            f"raise max_bad_words_num or {MAX_BAD_WORDS_VARIABLE}"
         )
     if params.bad_words and encode is None:
         raise RequestError("bad_words: expected bad_words_token_ids, as there is no tokenizer")
     named = [("bad_words_token_ids", tuple(ids)) for ids in params.bad_words_token_ids]
     named += [
-        (f"bad_words: {word!r}", tuple(encode(text)) if encode else ())
+        (f"bad_words: {short(word)}", tuple(encode(text)) if encode else ())
         for word in params.bad_words
-        for text in (word, f" {word.lstrip()}")
+        for text in _forms(word)
     ]
     for name, sequence in named:
-        if not 1 <= len(sequence) <= max_len:
+        if not sequence:
+            raise RequestError(f"{name}: expected at least one token, got none")
+        if len(sequence) > max_len:
             raise RequestError(
-                f"{name}: expected 1 to {max_len} tokens (bad_words_max_len), got {list(sequence)}"
+                f"{name}: expected at most {max_len} tokens a word, got {len(sequence)}; "
+                f"raise bad_words_max_len or {BAD_WORDS_LEN_VARIABLE}"
             )
     return tuple(dict.fromkeys(sequence for _, sequence in named))
+
+
+def _forms(word: str) -> tuple[str, ...]:
+    bare = word.lstrip()
+    return (bare, f" {bare}") if bare else (word,)

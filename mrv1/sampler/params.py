@@ -6,7 +6,10 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Never
+
+import numpy as np
 
 from mrv1.errors import RequestError
 from mrv1.sampler.grammar import Grammar
@@ -42,12 +45,37 @@ def _is_real(value: object) -> bool:
 
 
 def _is_list_of_tokens(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_token, value))
+    return isinstance(value, tuple) and all(map(_is_token, value))
+
+
+def _plain(value: object, depth: int = 0) -> object:
+    """Return numbers, also numpy's, as Python's, lists so deep as tuples, others as they are."""
+    if value is None or type(value) in (bool, int, float, str):  # most are
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        try:
+            return float(value)
+        except OverflowError:  # a fraction
+            return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        value = value.tolist()
+    if depth and isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple([_plain(item, depth - 1) for item in value])
+    if depth and isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return value
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class SamplingParams:
     """How one request is sampled and when it ends. The names are vLLM's.
+
+    Numbers may be numpy's, and lists any sequence or a numpy array of ids: they are kept as
+    Python's numbers and tuples. None stands for an empty list, but for ``allowed_token_ids``.
 
     Attributes:
         temperature: 0, or from 1e-5 to 1e5; 0 is greedy: exactly the argmax, ties to the lowest
@@ -75,9 +103,9 @@ class SamplingParams:
         stop: a text, or several, that ends the request where its output first holds it.
         include_stop_str_in_output: keep that text, or sequence, at the end of the text, which is
             cut in front of it otherwise.
-        bad_words: texts that the output is not to hold, each as it begins a text and as it stands
-            behind a space: the last token of such a tokenization is never drawn where the output
-            ends with the others.
+        bad_words: texts that the output is not to hold, each without and with a space in front,
+            whatever whitespace it is given with; one of whitespace alone only as it is. The last
+            token of such a tokenization is never drawn where the output ends with the others.
         bad_words_token_ids: further token sequences of that kind.
         bad_words_match_prompt: whether tokens of the prompt count towards a word's beginning.
         logprobs: how many of the likeliest tokens to report the log-probabilities of, beside the
@@ -134,15 +162,15 @@ class SamplingParams:
         max_tokens: int | None = 16,
         min_tokens: int = 0,
         ignore_eos: bool = False,
-        stop_token_ids: Sequence[int] = (),
-        stop_token_sequences: Sequence[Sequence[int]] = (),
+        stop_token_ids: Sequence[int] | None = None,
+        stop_token_sequences: Sequence[Sequence[int]] | None = None,
         stop: str | Sequence[str] | None = None,
         include_stop_str_in_output: bool = False,
-        bad_words: Sequence[str] = (),
-        bad_words_token_ids: Sequence[Sequence[int]] = (),
+        bad_words: Sequence[str] | None = None,
+        bad_words_token_ids: Sequence[Sequence[int]] | None = None,
         bad_words_match_prompt: bool = False,
         logprobs: int | None = None,
-        logprob_token_ids: Sequence[int] = (),
+        logprob_token_ids: Sequence[int] | None = None,
         prompt_logprobs: int | None = None,
         structured_output: Grammar | None = None,
         **unknown: Never,
@@ -152,7 +180,7 @@ class SamplingParams:
             raise RequestError(_unknown_message(sorted(unknown)))
         values = {
             "temperature": temperature,
-            "top_k": 0 if top_k == -1 else top_k,
+            "top_k": top_k,
             "top_p": top_p,
             "min_p": min_p,
             "repetition_penalty": repetition_penalty,
@@ -165,34 +193,25 @@ class SamplingParams:
             "max_tokens": max_tokens,
             "min_tokens": min_tokens,
             "ignore_eos": ignore_eos,
-            "stop_token_ids": stop_token_ids,
-            "stop_token_sequences": stop_token_sequences,
+            "stop_token_ids": () if stop_token_ids is None else stop_token_ids,
+            "stop_token_sequences": () if stop_token_sequences is None else stop_token_sequences,
             "stop": (stop,) if isinstance(stop, str) else () if stop is None else stop,
             "include_stop_str_in_output": include_stop_str_in_output,
-            "bad_words": bad_words,
-            "bad_words_token_ids": bad_words_token_ids,
+            "bad_words": () if bad_words is None else bad_words,
+            "bad_words_token_ids": () if bad_words_token_ids is None else bad_words_token_ids,
             "bad_words_match_prompt": bad_words_match_prompt,
             "logprobs": logprobs,
-            "logprob_token_ids": logprob_token_ids,
+            "logprob_token_ids": () if logprob_token_ids is None else logprob_token_ids,
             "prompt_logprobs": prompt_logprobs,
             "structured_output": structured_output,
         }
         for name, value in values.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, _plain(value, depth=2))
+        if _is_int(self.top_k) and self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         self._validate_numbers()
         self._validate_tokens()
         self._validate_texts_and_flags()
-        own: dict[str, object] = {
-            name: tuple(getattr(self, name))
-            for name in ("stop_token_ids", "stop", "bad_words", "logprob_token_ids")
-        }
-        for name in ("stop_token_sequences", "bad_words_token_ids"):
-            own[name] = tuple(map(tuple, getattr(self, name)))
-        own["logit_bias"] = dict(self.logit_bias)
-        if allowed_token_ids is not None:
-            own["allowed_token_ids"] = tuple(allowed_token_ids)
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
 
     def _validate_numbers(self) -> None:
         temperature = self.temperature
@@ -201,14 +220,15 @@ class SamplingParams:
         ):
             raise RequestError(
                 f"temperature: expected 0 or a number from {TEMPERATURE_MIN} to "
-                f"{TEMPERATURE_MAX:g}, got {_short(temperature)}"
+                f"{TEMPERATURE_MAX:g}, got {short(temperature)}"
             )
         if not _is_int(self.top_k) or not 0 <= self.top_k <= TOP_K_MAX:
             raise RequestError(
-                f"top_k: expected an integer >= 1, or 0 or -1 for all, got {self.top_k!r}"
+                f"top_k: expected an integer from 1 to {TOP_K_MAX}, or 0 or -1 for all, got "
+                f"{short(self.top_k)}"
             )
         if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
+            raise RequestError(f"top_p: expected a number in (0, 1], got {short(self.top_p)}")
         for name, least, most in (
             ("min_p", 0, 1),
             ("repetition_penalty", REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX),
@@ -218,12 +238,15 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_real(value) or not least <= value <= most:
                 raise RequestError(
-                    f"{name}: expected a number from {least:g} to {most:g}, got {_short(value)}"
+                    f"{name}: expected a number from {least:g} to {most:g}, got {short(value)}"
                 )
         if self.seed is not None and not (
             _is_int(self.seed) and SEED_MIN <= self.seed <= SEED_MAX
         ):
-            raise RequestError(f"seed: expected a 64-bit integer or None, got {self.seed!r}")
+            raise RequestError(
+                "seed: expected an integer from -2^63 to 2^63 - 1, or None, got "
+                f"{short(self.seed)}"
+            )
         for name, least, is_optional in (
             ("n", 1, False),
             ("max_tokens", 1, True),
@@ -235,34 +258,34 @@ class SamplingParams:
             if not (value is None and is_optional) and not (_is_int(value) and value >= least):
                 raise RequestError(
                     f"{name}: expected an integer >= {least}{' or None' if is_optional else ''}, "
-                    f"got {_short(value)}"
+                    f"got {short(value)}"
                 )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens: expected at most max_tokens, {self.max_tokens}, "
-                f"got {self.min_tokens}"
+                f"min_tokens: expected at most max_tokens, {short(self.max_tokens)}, "
+                f"got {short(self.min_tokens)}"
             )
 
     def _validate_tokens(self) -> None:
         for name in ("stop_token_ids", "logprob_token_ids"):
             if not _is_list_of_tokens(getattr(self, name)):
                 raise RequestError(
-                    f"{name}: expected a list of token ids >= 0, got {_short(getattr(self, name))}"
+                    f"{name}: expected a list of token ids >= 0, got {short(getattr(self, name))}"
                 )
         allowed = self.allowed_token_ids
         if allowed is not None and not (_is_list_of_tokens(allowed) and allowed):
             raise RequestError(
                 "allowed_token_ids: expected a list of token ids >= 0 that is not empty, or None, "
-                f"got {_short(allowed)}"
+                f"got {short(allowed)}"
             )
         for name in ("stop_token_sequences", "bad_words_token_ids"):
             sequences: object = getattr(self, name)
-            if not isinstance(sequences, list | tuple) or not all(
+            if not isinstance(sequences, tuple) or not all(
                 _is_list_of_tokens(sequence) and sequence for sequence in sequences
             ):
                 raise RequestError(
                     f"{name}: expected lists of token ids >= 0 that are not empty, got "
-                    f"{_short(sequences)}"
+                    f"{short(sequences)}"
                 )
         bias: object = self.logit_bias
         if not isinstance(bias, Mapping) or not all(
@@ -271,26 +294,26 @@ class SamplingParams:
         ):
             raise RequestError(
                 f"logit_bias: expected a dict of token ids >= 0 and numbers from "
-                f"{-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, got {_short(bias)}"
+                f"{-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, got {short(bias)}"
             )
 
     def _validate_texts_and_flags(self) -> None:
         for name in ("stop", "bad_words"):
             texts: object = getattr(self, name)
-            if not isinstance(texts, list | tuple) or not all(
+            if not isinstance(texts, tuple) or not all(
                 isinstance(text, str) and text for text in texts
             ):
                 raise RequestError(
-                    f"{name}: expected texts that are not empty, got {_short(texts)}"
+                    f"{name}: expected texts that are not empty, got {short(texts)}"
                 )
         if not isinstance(self.structured_output, Grammar | None):
             raise RequestError(
                 "structured_output: expected a Grammar (mrv1.integrations.xgrammar) or None, got "
-                f"{_short(self.structured_output)}"
+                f"{short(self.structured_output)}"
             )
         for name in ("ignore_eos", "include_stop_str_in_output", "bad_words_match_prompt"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}: expected a bool, got {getattr(self, name)!r}")
+                raise RequestError(f"{name}: expected a bool, got {short(getattr(self, name))}")
 
     @property
     def bans_words(self) -> bool:
@@ -342,9 +365,12 @@ class SamplingParams:
         return tuple(masks)
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """Return the repr of ``value``, cut where nobody reads on."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # sys.get_int_max_str_digits
+        text = f"{type(value).__name__} of too many digits to print"
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
@@ -353,5 +379,5 @@ def _unknown_message(names: list[str]) -> str:
     hints = []
     for name in names:
         close = difflib.get_close_matches(name, known, n=1)
-        hints.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+        hints.append(short(name) + (f" (did you mean {close[0]!r}?)" if close else ""))
     return f"sampling parameter: expected one of {', '.join(known)}; got {', '.join(hints)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -43,3 +44,32 @@ class LogitsProcessor(Protocol):
     def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
         """Return the logits to draw from, ``[rows, vocab]`` float32, perhaps the same tensor."""
         ...
+
+
+def process(
+    processors: Sequence[LogitsProcessor], logits: torch.Tensor, context: LogitsContext
+) -> torch.Tensor:
+    """Apply custom processors in their order.
+
+    Raises:
+        TypeError: one returned something else than logits of the shape, dtype and device given.
+    """
+    for processor in processors:
+        edited: object = processor.apply(logits, context)
+        if not isinstance(edited, torch.Tensor) or not _is_alike(edited, logits):
+            raise TypeError(
+                f"logits_processors: expected {type(processor).__name__}.apply to return "
+                f"{_described(logits)}, got {_described(edited)}"
+            )
+        logits = edited
+    return logits
+
+
+def _is_alike(given: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return (given.shape, given.dtype, given.device) == (wanted.shape, wanted.dtype, wanted.device)
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{value.dtype} {list(value.shape)} on {value.device}"

@@ -142,12 +142,15 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
             "temperature: expected 0 or a number from 1e-05 to 100000, got -1.0",
         ),
         (["--top-p", "1.5"], "top_p: expected a number in (0, 1], got 1.5"),
-        (["--top-k", "-2"], "top_k: expected an integer >= 1, or 0 or -1 for all, got -2"),
+        (
+            ["--top-k", "-2"],
+            "top_k: expected an integer from 1 to 2147483647, or 0 or -1 for all, got -2",
+        ),
         (["--stop-token-id", "99999"], "stop_token_ids: expected ids in [0, "),
         (["--stop", ""], "stop: expected texts that are not empty"),
         (
             ["--bad-word", "a", "--bad-word", "b", "--max-bad-words-num", "1"],
-            "bad_words: expected at most 1 words (max_bad_words_num), got 2",
+            "bad_words: expected at most 1 words, got 2; raise max_bad_words_num or MRV1_MAX_BAD_",
         ),
         (["--min-p", "2"], "min_p: expected a number from 0 to 1, got 2.0"),
         (["--repetition-penalty", "0"], "repetition_penalty: expected a number from 1e-05 to 2"),

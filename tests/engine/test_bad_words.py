@@ -99,6 +99,23 @@ def test_a_word_of_text_is_banned_with_and_without_a_space():
         assert tokens != free.token_ids
 
 
+@pytest.mark.parametrize("space", ["", " ", "  ", "\n", "\t ", "\u3000"])
+def test_the_space_that_a_word_is_given_with_does_not_count(space):
+    params = SamplingParams(bad_words=[f"{space}king", f"{space}my lord "])
+    banned = banned_token_sequences(params, lambda t: list(map(ord, t)), max_words=2, max_len=9)
+    texts = {"".join(map(chr, sequence)) for sequence in banned}
+    assert texts == {"king", " king", "my lord ", " my lord "}
+
+
+def test_a_word_of_whitespace_is_banned_as_it_is():
+    with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
+        encode = llm._tokenizer.encode_word
+    for word in (" ", "\n", "\t", "\n\n", " \n"):
+        params = SamplingParams(bad_words=[word])
+        (banned,) = banned_token_sequences(params, encode, max_words=1, max_len=8)
+        assert banned == tuple(encode(word))
+
+
 def test_a_request_beyond_a_limit_fails_alone(checkpoint):
     core = EngineCore(
         EngineConfig(
@@ -108,12 +125,17 @@ def test_a_request_beyond_a_limit_fails_alone(checkpoint):
         progress=False,
     )  # fmt: skip
     for words, message in (
-        ([[1], [2], [3]], r"bad_words: expected at most 2 words \(max_bad_words_num\), got 3"),
+        (
+            [[1], [2], [3]],
+            "^bad_words_token_ids: expected at most 2 words, got 3; raise max_bad_words_num or "
+            "MRV1_MAX_BAD_WORDS_NUM$",
+        ),
         (
             [[1, 2, 3, 4]],
-            r"bad_words_token_ids: expected 1 to 3 tokens \(bad_words_max_len\), got",
+            "^bad_words_token_ids: expected at most 3 tokens a word, got 4; raise "
+            "bad_words_max_len or MRV1_BAD_WORDS_MAX_LEN$",
         ),
-        ([[5, 10_000]], r"bad_words: expected ids in \[0, \d+\), got \[\[5, 10000\]\]"),
+        ([[5, 10_000]], r"^bad_words_token_ids: expected ids in \[0, \d+\), got \[10000\]$"),
     ):
         with pytest.raises(RequestError, match=message):
             core.add_request("x", [5], SamplingParams(bad_words_token_ids=words))
@@ -129,11 +151,29 @@ def test_a_request_beyond_a_limit_fails_alone(checkpoint):
 def test_a_word_of_too_many_tokens_is_named():
     params = SamplingParams(bad_words=["ab", "abc"])
     with pytest.raises(
-        RequestError, match=r"bad_words: 'abc': expected 1 to 3 tokens .*got \[32, "
+        RequestError,
+        match=r"^bad_words: 'abc': expected at most 3 tokens a word, got 4; raise "
+        r"bad_words_max_len or MRV1_BAD_WORDS_MAX_LEN$",
     ):
         banned_token_sequences(params, lambda text: list(map(ord, text)), max_words=9, max_len=3)
-    with pytest.raises(RequestError, match=r"bad_words: 'ab': expected 1 to 3 tokens .*got \[\]"):
+    with pytest.raises(
+        RequestError, match=r"^bad_words: 'ab': expected at least one token, got none$"
+    ):
         banned_token_sequences(params, lambda _: [], max_words=9, max_len=3)
+    with pytest.raises(RequestError, match=r"^bad_words: 'a{50,60}\.\.\.: expected at most 3 tok"):
+        banned_token_sequences(
+            SamplingParams(bad_words=["a" * 1000]), lambda t: [1] * len(t), max_words=9, max_len=3
+        )
+
+
+def test_too_many_words_are_counted_over_both_fields_and_name_them():
+    for fields, name in (
+        ({"bad_words": ["a", "b"]}, "bad_words"),
+        ({"bad_words_token_ids": [[1], [2]]}, "bad_words_token_ids"),
+        ({"bad_words": ["a"], "bad_words_token_ids": [[1]]}, "bad_words and bad_words_token_ids"),
+    ):
+        with pytest.raises(RequestError, match=f"^{name}: expected at most 1 words, got 2; raise"):
+            banned_token_sequences(SamplingParams(**fields), lambda _: [1], max_words=1, max_len=3)
 
 
 def test_limits_come_from_the_environment_and_a_slip_is_named(monkeypatch):

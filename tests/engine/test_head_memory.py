@@ -172,11 +172,18 @@ def test_thousands_of_steps_in_a_tiny_pool(checkpoint, num_steps):
 # --- prefixes ------------------------------------------------------------------------------------
 
 
-def test_a_prefix_is_found_though_its_first_request_has_moved_on(checkpoint):
+@pytest.mark.parametrize(
+    "memory",
+    [{}, {"num_kv_blocks": None}, {"num_kv_blocks": None, "streaming_cache_blocks": 400}],
+    ids=["blocks", "plenty", "asked for"],
+)
+def test_a_prefix_is_found_though_its_first_request_has_moved_on(checkpoint, memory):
     """A and B share 1,024 tokens; B comes when A has generated 1,000 more."""
     shared = random_prompt(5, 1024)
     prompts = {name: [*shared, *random_prompt(seed, 40)] for name, seed in (("a", 6), ("b", 7))}
-    core = make_core(checkpoint, max_num_batched_tokens=256, debug=False)
+    core = make_core(
+        checkpoint, max_num_batched_tokens=256, debug=False, **({"max_num_seqs": 1} | memory)
+    )
     first = core.add_request("a", prompts["a"], greedy(1010))
     while len(first.output_token_ids) < 1000:
         core.step()

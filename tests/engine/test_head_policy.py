@@ -46,17 +46,16 @@ def head_masks(policy: HeadPolicy, layer: int, group: int, length: int) -> torch
     return torch.stack(masks)[None]
 
 
-def greedy_under(
-    model: PreTrainedModel, policy: HeadPolicy, prompt: Sequence[int], num_tokens: int
-) -> list[int]:
-    """Greedy tokens of transformers' model whose heads see what the policy says."""
+def logits_under(
+    model: PreTrainedModel, policy: HeadPolicy, tokens: Sequence[int]
+) -> torch.Tensor:
+    """Return ``[tokens, vocab]`` of transformers' model whose heads see what the policy says."""
     config = model.config
     group = config.num_attention_heads // config.num_key_value_heads
-    length = len(prompt)
 
     def masked(layer: int):
         def hook(_module, args, kwargs):
-            mask = head_masks(policy, layer, group, length)
+            mask = head_masks(policy, layer, group, len(tokens))
             return args, kwargs | {"attention_mask": mask}
 
         return hook
@@ -65,16 +64,21 @@ def greedy_under(
         layer.self_attn.register_forward_pre_hook(masked(index), with_kwargs=True)
         for index, layer in enumerate(model.model.layers)
     ]
-    tokens = list(prompt)
     try:
-        for _ in range(num_tokens):
-            length = len(tokens)
-            with torch.no_grad():
-                logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-            tokens.append(int(logits.argmax()))
+        with torch.no_grad():
+            return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     finally:
         for handle in handles:
             handle.remove()
+
+
+def greedy_under(
+    model: PreTrainedModel, policy: HeadPolicy, prompt: Sequence[int], num_tokens: int
+) -> list[int]:
+    """Return greedy tokens under a policy."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(logits_under(model, policy, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -107,6 +111,35 @@ def test_tokens_are_those_of_a_model_that_masks_by_head(checkpoint, model, data)
             assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         share = f"{policy.full_share:.0%} of the" if policy.full_share < 1 else "all"
         assert f"{share} heads full" in llm.describe()
+
+
+@settings(max_examples=5)
+@given(
+    data=st.data(), chunk=st.sampled_from([7, 64]), num_blocks=st.sampled_from([7, 32]),
+    lengths=st.lists(st.integers(1, 70), min_size=2, max_size=4),
+)  # fmt: skip
+def test_float32_logits_are_those_of_masks_by_head(
+    checkpoint, model, data, chunk, num_blocks, lengths
+):
+    """In chunks, from the prefix cache, and computed again where 7 blocks are too few for all."""
+    policy = data.draw(policies(model))
+    shared = [random.Random(0).randrange(3, 150) for _ in range(40)]
+    prompts = [[*shared, *range(3, 3 + length)][:length] for length in lengths]
+    vocab_size = model.config.vocab_size
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=vocab_size
+    )
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float32", num_kv_blocks=num_blocks,
+        head_policy=policy, max_num_batched_tokens=chunk, max_logprobs=vocab_size,
+    ) as llm:  # fmt: skip
+        for output in llm.generate(prompts, params) + llm.generate(prompts, params):
+            (answer,) = output.outputs
+            tokens = [*output.prompt_token_ids, *answer.token_ids]
+            want = logits_under(model, policy, tokens[:-1]).log_softmax(-1)[-NUM_TOKENS:]
+            for row, logprobs in zip(want, answer.logprobs, strict=True):
+                got = torch.tensor([logprobs[token].logprob for token in range(vocab_size)])
+                torch.testing.assert_close(got.double(), row, rtol=0, atol=1e-4)
 
 
 def test_a_policy_may_come_from_a_file_and_must_be_the_models(checkpoint, model, tmp_path):

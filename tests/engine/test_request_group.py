@@ -155,6 +155,21 @@ def test_the_text_ends_in_front_of_a_stop_sequence(llm, include):
     assert all(parts[-1].text.startswith(part.text) for part in parts)
 
 
+def test_a_stop_sequence_that_ends_with_eos_is_named_and_not_text(llm, monkeypatch):
+    whole = llm.generate("ROMEO:", GREEDY)[0].outputs[0].token_ids
+    end = next(i for i, token in enumerate(whole) if i > 4 and token not in whole[:i])
+    monkeypatch.setattr(llm._engine.scheduler, "_eos_token_ids", (whole[end],))
+    sequence = whole[end - 1 : end + 1]
+    for params, reason, num_text in (
+        (replace(GREEDY, ignore_eos=False), None, end),
+        (replace(GREEDY, ignore_eos=False, stop_token_sequences=[sequence]), sequence, end - 1),
+    ):
+        output = llm.generate("ROMEO:", params)[0].outputs[0]
+        assert (output.finish_reason, output.stop_reason) == ("stop", reason)
+        assert output.token_ids == whole[: end + 1]
+        assert output.text == llm._tokenizer.decode(whole[:num_text])
+
+
 def test_neither_the_prompt_nor_the_first_tokens_hold_a_stop_sequence(llm):
     whole = llm.generate("ROMEO:", GREEDY)[0]
     tokens = whole.outputs[0].token_ids

@@ -17,6 +17,7 @@ AT_LIMITS = {
     "logprob_token_ids": [99] * 7,
     "allowed_token_ids": list(range(100)),
     "stop_token_ids": [99] * 50,
+    "bad_words_token_ids": [[99, 0]],
 }
 
 
@@ -39,6 +40,15 @@ def config() -> EngineConfig:
         ),
         ({"logprob_token_ids": [100]}, r"logprob_token_ids: expected ids .* got \[100\]"),
         (
+            {"bad_words_token_ids": [[5], [5, 100]]},
+            r"^bad_words_token_ids: expected ids in \[0, 100\), got \[100\]",
+        ),
+        (
+            {"stop_token_ids": [10**5000]},
+            r"^stop_token_ids: expected ids .* got \[int of too many digits to print\]",
+        ),
+        ({"logprobs": 10**5000}, "^logprobs: expected at most 7 tokens, got int of too many dig"),
+        (
             {"logit_bias": dict.fromkeys(range(4), 1.0)},
             "logit_bias: expected at most 3 tokens, got 4; raise max_logit_bias",
         ),
@@ -58,8 +68,6 @@ def config() -> EngineConfig:
     ],
 )
 def test_beyond_a_limit_is_refused_by_name(config, params, message):
-    if "allowed_token_ids" in params:
-        params = {"allowed_token_ids": list(params["allowed_token_ids"])}
     with pytest.raises(RequestError, match=message):
         check_params(SamplingParams(**params), config, VOCAB)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mrv1 import LLM, LogitsContext, SamplingParams
+from mrv1.errors import ConfigError
 from tests.models.families import tiny_checkpoint
 
 NUM_TOKENS = 20
@@ -283,6 +285,117 @@ def test_a_slot_taken_again_knows_nothing_of_before(checkpoint, model):
     ) as llm:
         outputs = llm.generate(prompts, params)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+# --- grammars and processors of users, which may fail --------------------------------------------
+
+WORD = (9, 23, 41)
+
+
+@dataclass
+class Word:
+    """A grammar of one output, ``WORD``, and its matcher, which may be at fault."""
+
+    fault: str = ""
+    at: int = 0
+
+    def matcher(self) -> Word:
+        if self.fault == "matcher":
+            raise ValueError("at matcher")
+        return Word(self.fault)
+
+    def fill_bitmask(self, bitmask) -> None:
+        if self.fault == "fill_bitmask":
+            raise ValueError("at fill_bitmask")
+        bitmask[WORD[self.at] // 32] = 1 << WORD[self.at] % 32
+
+    def accept(self, token_id: int) -> bool:
+        if self.fault == "accept":
+            raise ValueError("at accept")
+        self.at += 1
+        return self.fault != "refuse" or self.at < 2
+
+    def is_finished(self) -> bool:
+        if self.fault == "is_finished":
+            raise ValueError("at is_finished")
+        return self.at == len(WORD)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "said", "num_tokens"),
+    [
+        ("matcher", "structured_output: ValueError('at matcher')", 0),
+        ("fill_bitmask", "structured_output: ValueError('at fill_bitmask')", 0),
+        ("accept", "structured_output: ValueError('at accept')", 0),
+        ("refuse", "structured_output: token 23, which its bitmask allowed, was not accepted", 1),
+        ("is_finished", "structured_output: ValueError('at is_finished')", 1),
+    ],
+)
+def test_a_grammar_that_fails_ends_its_request_alone(
+    checkpoint, model, overlap, fault, said, num_tokens
+):
+    params = [asked(structured_output=Word(fault)), asked(), asked(structured_output=Word())]
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap
+    ) as llm:
+        bad, free, good = llm.generate([list(prompt) for prompt in PROMPTS], params)
+        held = llm.kv_report()["held_blocks"]
+    assert said in str(bad.error)
+    assert sum(len(output.token_ids) for output in bad.outputs) == num_tokens
+    expected = [drawn.token for drawn in greedy(model, PROMPTS[1], params[1])]
+    assert list(free.outputs[0].token_ids) == expected
+    assert good.error is None
+    assert good.outputs[0].token_ids == WORD
+    assert good.outputs[0].finish_reason == "stop"
+    assert held == [0]
+
+
+def test_the_last_token_of_a_grammar_is_text():
+    with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
+        (output,) = llm.generate("A", asked(structured_output=Word()))
+        assert output.outputs[0].text == llm._tokenizer.decode(WORD)
+
+
+class Returns:
+    """A processor that returns what it is told."""
+
+    def __init__(self, edit) -> None:
+        self.edit = edit
+
+    def add_request(self, slot: int, params: SamplingParams, token_ids) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor, context: LogitsContext) -> object:
+        return self.edit(logits)
+
+
+@pytest.mark.parametrize(
+    ("edit", "got"),
+    [
+        (lambda logits: logits[:, :100], r"got torch\.float64 \[1, 100\] on cpu"),
+        (lambda logits: logits.float(), r"got torch\.float32 \[1, 160\] on cpu"),
+        (lambda logits: None, "got None"),
+    ],
+    ids=["shape", "dtype", "none"],
+)
+def test_what_a_custom_processor_returns_is_checked(checkpoint, edit, got):
+    options = {"device": "cpu", "dtype": "float64", "num_kv_blocks": 32}
+    with LLM(str(checkpoint), **options, logits_processors=[Returns(edit)]) as llm:
+        (output,) = llm.generate([list(PROMPTS[0])], [asked()])
+    wanted = r"expected Returns\.apply to return torch\.float64 \[1, 160\] on cpu, "
+    assert re.search(f"logits_processors: {wanted}{got}", str(output.error))
+    with pytest.raises(ConfigError, match="logits_processors: expected objects with add_request"):
+        LLM(str(checkpoint), **options, logits_processors=[object()])
+
+
+def test_a_custom_processor_that_masks_everything_is_named(checkpoint):
+    processor = Returns(lambda logits: torch.full_like(logits, -torch.inf))
+    with LLM(
+        str(checkpoint), device="cpu", num_kv_blocks=32, logits_processors=[processor]
+    ) as llm:
+        (output,) = llm.generate([list(PROMPTS[0])], [asked()])
+    assert "every token is masked, by logits_processors" in str(output.error)
 
 
 class OnlyBehind:

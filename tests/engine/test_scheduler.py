@@ -424,6 +424,19 @@ def test_an_id_in_use_is_refused():
         scheduler.add(make_request("r", (1,), max_tokens=1))
 
 
+def test_a_request_that_cannot_fit_is_told_what_it_lacks():
+    """Blocks of 4: of heads with a window of 8, a chunk of 64 needs 19, one of 16 only 7."""
+    options = {"block_size": 4, "keeps": (FULL, Visible(8)), "max_num_seqs": 1}
+    request = make_request("r", tuple(range(1, 101)), max_tokens=4)
+    scheduler = make_scheduler(num_blocks=[40, 12], max_num_batched_tokens=64, **options)
+    with pytest.raises(RequestError, match="the 12 blocks of heads that see 8 tokens, got 19 for"):
+        scheduler.add(request)
+    scheduler = make_scheduler(num_blocks=[25, 12], max_num_batched_tokens=16, **options)
+    with pytest.raises(RequestError, match=r"expected at most 100 tokens .* got up to 104"):
+        scheduler.add(request)
+    make_scheduler(num_blocks=[26, 12], max_num_batched_tokens=16, **options).add(request)
+
+
 # --- steps in flight -----------------------------------------------------------------------------
 
 

@@ -215,6 +215,32 @@ def test_short_memory_is_divided_fairly_between_short_and_long_requests(num_full
     assert min(map(share_of_best, range(1, context + 1))) >= min(extremes) * (1 - 1e-9)
 
 
+def test_memory_that_full_heads_cannot_use_is_for_the_others():
+    """5, 6 and 1 heads in all layers; the wide group could use 23 blocks, the narrow one 17."""
+    spec = make_spec(torch.float32)
+    assert demand().divide_bytes(spec, GROUPS, spec.nbytes(GROUPS, [20, 20, 17]), 20) == (
+        20,
+        20,
+        17,
+    )
+    # A fair division is 20, 10 and 17; 28 of the 205 pages are left, 6 for each block of the wide.
+    scarce = spec.nbytes(GROUPS, [20, 15, 15])
+    assert demand().divide_bytes(spec, GROUPS, scarce, 20) == (20, 14, 17)
+    keeping = demand(caches_prefixes=True, cache_blocks=4)
+    short = spec.nbytes(GROUPS, [20, 10, 10])
+    without = demand().divide_bytes(spec, GROUPS, short, 999)
+    with_cache = keeping.divide_bytes(spec, GROUPS, short, 999)
+    assert with_cache[1] / with_cache[0] > without[1] / without[0]
+
+
+def test_a_window_wider_than_the_context_needs_no_more_than_the_context():
+    long = HeadPolicy(((FULL, Visible(5000)),))
+    groups = HeadGroups.of_roles(
+        long, block_size=BLOCK_SIZE, max_model_len=99 * BLOCK_SIZE, max_query_len=100
+    )
+    assert demand().request_blocks(groups.groups[1], BLOCK_SIZE) == 99
+
+
 def test_however_short_memory_is_a_chunk_of_a_prompt_fits():
     """Of 100 tokens, before which the first sees 39 and a sink: 7 blocks; 5 for the narrow."""
     spec = make_spec(torch.float32)

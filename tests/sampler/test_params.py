@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from mrv1 import RequestError, SamplingParams
@@ -23,6 +26,10 @@ def test_defaults_are_vllms():
     assert params.stop_token_ids == ()
 
 
+LOOP: list[object] = []
+LOOP.append(LOOP)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
@@ -34,9 +41,13 @@ def test_defaults_are_vllms():
         ("temperature", float("inf"), "0 or a number from 1e-05"),
         ("temperature", "hot", "0 or a number from 1e-05"),
         ("temperature", True, "0 or a number from 1e-05"),
-        ("top_k", 2**31, "an integer >= 1"),
-        ("top_k", -2, "an integer >= 1"),
-        ("top_k", 1.5, "an integer >= 1"),
+        ("temperature", Fraction(10**400), "0 or a number from 1e-05"),
+        ("temperature", np.bool_(True), "0 or a number from 1e-05"),
+        ("top_k", 2**31, "an integer from 1 to 2147483647, or 0 or -1 for all, got 2147483648"),
+        ("top_k", -2, "an integer from 1 to 2147483647"),
+        ("top_k", 1.5, "an integer from 1 to 2147483647"),
+        ("top_k", -1.0, "an integer from 1 to 2147483647"),
+        ("top_k", np.array([1.5, 2.5]), "an integer from 1 to 2147483647"),
         ("top_p", 0.0, r"a number in \(0, 1\]"),
         ("top_p", 1.01, r"a number in \(0, 1\]"),
         ("min_p", -0.1, "a number from 0 to 1"),
@@ -68,10 +79,10 @@ def test_defaults_are_vllms():
         ("logprobs", -1, "an integer >= 0 or None, got -1"),
         ("logprobs", 1.0, "an integer >= 0 or None"),
         ("logprob_token_ids", [-1], "a list of token ids >= 0"),
-        ("logprob_token_ids", None, "a list of token ids >= 0"),
         ("prompt_logprobs", -1, "an integer >= 0 or None"),
-        ("seed", 2**63, "a 64-bit integer"),
-        ("seed", "7", "a 64-bit integer"),
+        ("seed", 2**63, r"an integer from -2\^63 to 2\^63 - 1, or None, got 9223372036854775808"),
+        ("seed", "7", r"an integer from -2\^63 to 2\^63 - 1, or None"),
+        ("seed", np.bool_(True), r"an integer from -2\^63 to 2\^63 - 1, or None"),
         ("max_tokens", 0, "an integer >= 1"),
         ("max_tokens", -5, "an integer >= 1"),
         ("max_tokens", 2.0, "an integer >= 1"),
@@ -79,6 +90,14 @@ def test_defaults_are_vllms():
         ("stop_token_ids", [-1], "a list of token ids"),
         ("stop_token_ids", "12", "a list of token ids"),
         ("stop_token_ids", 3, "a list of token ids"),
+        ("stop_token_ids", b"12", "a list of token ids"),
+        ("stop_token_ids", {1: 2}, "a list of token ids"),
+        ("stop_token_ids", [np.bool_(True)], "a list of token ids"),
+        ("stop_token_ids", np.array([1.0]), "a list of token ids"),
+        ("stop_token_ids", np.array([True]), "a list of token ids"),
+        ("stop_token_ids", np.array([[1]]), "a list of token ids"),
+        ("stop_token_sequences", np.array([[[1]]]), "lists of token ids"),
+        ("stop_token_sequences", LOOP, "lists of token ids"),
         ("stop", "", "texts that are not empty"),
         ("stop", ["a", ""], "texts that are not empty"),
         ("stop", [3], "texts that are not empty"),
@@ -98,9 +117,32 @@ def test_a_value_out_of_range_is_refused_by_name(field, value, expected):
         SamplingParams(**{field: value})
 
 
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(SamplingParams)])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        pytest.param(-(10**5000), "int of too many digits to print", id="int"),
+        pytest.param([[-(10**5000)]], "tuple of too many digits to print", id="lists"),
+        pytest.param({-1: "x" * 1000}, "{-1: 'xxx", id="dict"),
+    ],
+)
+def test_a_refusal_shows_a_value_that_is_large_and_no_more_than_its_beginning(field, value, shown):
+    with pytest.raises(RequestError, match=f"^{field}: expected .*, got {shown}") as refusal:
+        SamplingParams(**{field: value})
+    assert len(str(refusal.value)) < 200
+
+
+def test_a_refusal_shows_two_large_values():
+    with pytest.raises(RequestError, match="min_tokens: expected at most max_tokens, int of too "):
+        SamplingParams(max_tokens=10**5000, min_tokens=10**5001)
+
+
 def test_an_unknown_parameter_is_refused_with_a_suggestion():
     with pytest.raises(RequestError, match=r"'temprature' \(did you mean 'temperature'\?\)"):
         SamplingParams(temprature=1.0)
+    with pytest.raises(RequestError, match=r"got 'xxx.*\.\.\.$") as refusal:
+        SamplingParams(**{"x" * 10_000: 1})
+    assert len(str(refusal.value)) < 1000
 
 
 def test_top_k_minus_one_keeps_all():
@@ -130,6 +172,56 @@ def test_params_of_other_containers_are_equal_and_kept():
     assert dataclasses.replace(params, n=1) == params
     assert pickle.loads(pickle.dumps(params)) == params
     assert params != dataclasses.replace(params, logit_bias={3: 1.0})
+
+
+def test_none_is_an_empty_list():
+    nothing = {
+        "logit_bias": None, "stop_token_ids": None, "stop_token_sequences": None, "stop": None,
+        "bad_words": None, "bad_words_token_ids": None, "logprob_token_ids": None,
+    }  # fmt: skip
+    assert SamplingParams(**nothing) == SamplingParams()
+    assert SamplingParams().stop_token_sequences == ()
+    assert SamplingParams(**json.loads('{"stop_token_ids": null}')).stop_token_ids == ()
+
+
+def parts_of(value: object) -> list[object]:
+    """A value, and what it holds, however deep."""
+    if not isinstance(value, tuple | dict):
+        return [value]
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    return [value, *(part for item in inner for part in parts_of(item))]
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint8, np.int32])
+@pytest.mark.parametrize("real", [np.float32, np.float64, np.float16, Fraction])
+def test_numbers_of_numpy_are_kept_as_pythons(integer, real):
+    ids = np.array([3, 4], dtype=integer)
+    pairs = np.array([[1, 2], [3, 4]], dtype=integer)
+    params = SamplingParams(
+        temperature=real(0.5), top_p=real(0.25), min_p=real(0), repetition_penalty=real(1),
+        top_k=integer(5), seed=integer(6), n=integer(2), max_tokens=integer(9),
+        min_tokens=integer(1), logprobs=integer(2), prompt_logprobs=integer(3),
+        ignore_eos=np.bool_(True), include_stop_str_in_output=np.bool_(False),
+        logit_bias={integer(3): real(1.5)}, stop_token_ids=ids, allowed_token_ids=list(ids),
+        logprob_token_ids=range(3, 5), stop_token_sequences=pairs,
+        bad_words_token_ids=[pairs[0], list(pairs[1]), range(2)],
+    )  # fmt: skip
+    assert params == SamplingParams(
+        temperature=0.5, top_p=0.25, min_p=0.0, repetition_penalty=1.0, top_k=5, seed=6, n=2,
+        max_tokens=9, min_tokens=1, logprobs=2, prompt_logprobs=3, ignore_eos=True,
+        logit_bias={3: 1.5}, stop_token_ids=[3, 4], allowed_token_ids=(3, 4),
+        logprob_token_ids=[3, 4], stop_token_sequences=[[1, 2], [3, 4]],
+        bad_words_token_ids=[[1, 2], [3, 4], [0, 1]],
+    )  # fmt: skip
+    values = [getattr(params, field.name) for field in dataclasses.fields(params)]
+    kinds = {type(part) for value in values for part in parts_of(value)}
+    assert kinds <= {int, float, bool, type(None), tuple, dict}
+    assert json.loads(json.dumps(params.logit_bias)) == {"3": 1.5}
+    hash(params)
+
+
+def test_numpys_minus_one_keeps_all():
+    assert SamplingParams(top_k=np.int64(-1)) == SamplingParams()
 
 
 def test_what_is_asked_for_is_told():
