@@ -291,7 +291,7 @@ def _headwise_table(name: str, result: dict[str, Any]) -> str:
                 f"{sum(entry['request_bytes']) / 2**30:.2f}",
                 f"{entry['predicted_requests']}",
                 f"{entry['requests']}",
-                f"{entry['ratio']:.2f}x",
+                "-" if entry["ratio"] is None else f"{entry['ratio']:.2f}x",
                 f"{entry['longest_context']:,}",
             ]
         else:

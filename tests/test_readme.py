@@ -262,7 +262,7 @@ def test_headwise_tables_show_ratios_to_the_first_cache(tmp_path: Path):
     calm = served | {"crowded_tokens_per_s": None, "crowded_ratio": None}
     everywhere = conditions | {"roles": [[-1, 0]], "kv_cache_memory_bytes": None, "planted": False}
     for name, of in (
-        ("capacity-x", {"op": "capacity", "results": [capacity]}),
+        ("capacity-x", {"op": "capacity", "results": [capacity, capacity | {"ratio": None}]}),
         ("headwise-x", {"op": "headwise", "results": [served, calm]}),
         ("headwise-y", {"op": "headwise", "results": [calm], "conditions": everywhere}),
     ):
@@ -270,6 +270,7 @@ def test_headwise_tables_show_ratios_to_the_first_cache(tmp_path: Path):
     table = readme_table.headwise_tables(tmp_path)
     for said in (
         "| uniform | 3.0 | 1.50 | 7 | 6 | 4.17x | 123,456 |",
+        "| uniform | 3.0 | 1.50 | 7 | 6 | - | 123,456 |",
         "| recycled | 1,234 (1.30x) | 1,500 (1.40x) | 10,000 (0.90x) | 2.35 (2.00x) | 3 |",
         "| recycled | 1,234 (1.30x) | - | 10,000",
         "`capacity-x.json`: qwen3-0.6b shape, requests of 32,768 tokens; 50% of the heads full, "

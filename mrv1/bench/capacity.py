@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mrv1.bench.headwise_options import HeadwiseOptions
 from mrv1.bench.provenance import provenance
+from mrv1.config import INT32_MAX
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
 from mrv1.engine.request import Request
@@ -14,7 +15,7 @@ from mrv1.engine.scheduler import Scheduler
 from mrv1.runner import KVReport, StepOutput, StepPlan
 from mrv1.sampler import SamplingParams
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning or goes."""
 
 
@@ -37,17 +38,23 @@ def run_capacity(
         with bench.engine(name, model) as core:
             say(core.runner.describe())
             report = core.kv_report()
-            requests = num_admitted(core.scheduler, bench.context)
+            predicted = request_bytes(report, bench.context)
+            requests, held_blocks = num_admitted(core.scheduler, bench.context)
             first = results[0]["requests"] if results else requests
             results.append(
                 {
                     "variant": name,
                     "kv_cache": report,
-                    "request_bytes": request_bytes(report, bench.context),
+                    "request_bytes": predicted,
                     "predicted_requests": predicted_requests(core, bench.context),
                     "requests": requests,
-                    "ratio": requests / first,
-                    "longest_context": report["num_blocks"] * report["block_size"],
+                    "held_bytes": [
+                        count * group["block_bytes"]
+                        for count, group in zip(held_blocks, report["groups"], strict=True)
+                    ],
+                    "predicted_held_bytes": [requests * nbytes for nbytes in predicted],
+                    "ratio": requests / first if first else None,
+                    "longest_context": longest_context(core),
                 }
             )
             say(f"{name}: {requests} requests of {bench.context} tokens")
@@ -62,73 +69,97 @@ def run_capacity(
     }
 
 
-def _blocks_of(report: KVReport, context: int) -> list[int]:
-    """Return the blocks that a decoding request of so many tokens has of each group."""
-    num_blocks = -(-context // report["block_size"])
-    return [min(num_blocks, group["request_blocks"] or num_blocks) for group in report["groups"]]
-
-
 def request_bytes(report: KVReport, context: int) -> list[int]:
-    """Return the bytes that a decoding request of so many tokens takes of each group."""
+    """Return the bytes that a decoding request of so many tokens takes of each group at most."""
+    num_blocks = -(-context // report["block_size"])
     return [
-        count * group["block_bytes"]
-        for count, group in zip(_blocks_of(report, context), report["groups"], strict=True)
+        min(num_blocks, group["request_blocks"] or num_blocks) * group["block_bytes"]
+        for group in report["groups"]
     ]
+
+
+def longest_context(core: EngineCore) -> int:
+    """Return the tokens of the longest request that memory has room for.
+
+    Where every group gives blocks up, memory sets no limit, and the engine's is what remains.
+    """
+    pools = core.scheduler.pools
+    if pools.keeps[0].is_full:
+        return pools[0].num_blocks * pools.block_size
+    return core.max_model_len
 
 
 def predicted_requests(core: EngineCore, context: int) -> int:
-    """Return how many requests of so many tokens fit by arithmetic, prompts' chunks set aside."""
-    report, config = core.kv_report(), core.config
-    chunks = config.steps_in_flight * -(-config.max_num_batched_tokens // config.block_size)
-    fitting = [
-        (group["num_blocks"] - (chunks if group["request_blocks"] else 0)) // count
-        for count, group in zip(_blocks_of(report, context), report["groups"], strict=True)
-    ]
-    return min(*fitting, config.max_num_seqs)
+    """Return how many requests of so many tokens fit by arithmetic.
+
+    The last one to come computes its prompt, a chunk at a time, while the others decode: of
+    ``num_blocks`` of a group that gives blocks up it then holds window and chunk, ``prompt``, and
+    every other one its window, ``decode`` on average over where that begins within a block. With
+    it ``1 + (num_blocks - prompt) / decode`` fit. Of a group that keeps everything both are
+    ``context`` tokens, so that this is ``num_blocks / decode``. A step has a token for everyone.
+    """
+    pools, budget = core.scheduler.pools, core.scheduler.max_num_batched_tokens
+    fitting = [core.config.max_num_seqs, budget]
+    for pool, seen in zip(pools, pools.keeps, strict=True):
+        prompt = -(-context // pools.block_size)
+        decode: float = prompt
+        if not seen.is_full:
+            window = (seen.window - 1) / pools.block_size + 1
+            decode = min(prompt, seen.sink_blocks(pools.block_size) + window)
+            prompt = min(prompt, seen.num_blocks(pools.block_size, budget))
+        fitting.append(max(int(1 + (pool.num_blocks - prompt) / decode), 0))
+    return min(fitting)
 
 
-def num_admitted(scheduler: Scheduler, context: int) -> int:
+class Admitted(NamedTuple):
+    """Requests that run at once, all through their prompt."""
+
+    requests: int
+    held_blocks: tuple[int, ...]
+    """What they hold of each group."""
+
+
+def num_admitted(scheduler: Scheduler, context: int) -> Admitted:
     """Return how many requests of ``context`` tokens run when one first waits for blocks.
 
     Those that are through their prompt go on meanwhile, by a token in every step.
-
-    Raises:
-        RequestError: not even one fits.
     """
-    budget = scheduler.max_num_batched_tokens
-    num_steps = (scheduler.num_free_slots + 1) * (context // budget + 2)  # nobody ends before
+    pools = scheduler.pools
+    if pools.lacking(context, scheduler.max_num_batched_tokens):
+        return Admitted(0, (0,) * len(pools.keeps))
     computed: dict[str, int] = {}
     while True:
-        req_id = f"{len(computed)}"  # everybody before has been admitted
-        scheduler.add(
-            Request(
-                req_id=req_id,
-                prompt_token_ids=(0,) * context,
-                params=SamplingParams(max_tokens=num_steps, ignore_eos=True),
-                seed=0,
-                max_total_tokens=context + num_steps,
-            )
+        request = Request(
+            req_id=f"{len(computed)}",
+            prompt_token_ids=(0,) * context,
+            params=SamplingParams(ignore_eos=True),
+            seed=0,
+            max_total_tokens=context,
         )
-        while req_id in scheduler.waiting:
+        scheduler.add(request)
+        request.max_total_tokens = INT32_MAX  # it has to fit its context alone, and never ends
+        while request.req_id in scheduler.waiting:
+            admitted = Admitted(len(scheduler.running), tuple(pool.num_held for pool in pools))
+            all_decode = all(computed[name] >= context for name in scheduler.running)
             plan = scheduler.schedule()
-            if plan is None:
-                return len(scheduler.running)
+            if plan is None or (all_decode and request.req_id in scheduler.waiting):
+                return admitted
+            computed.update((entered.req_id, 0) for entered in (*plan.new, *plan.resumed))
             counts = plan.num_scheduled_tokens.tolist()
             for name, count in zip(plan.req_ids, counts, strict=True):
-                computed[name] = computed.get(name, 0) + count
-            scheduler.update(_output(plan, computed, context))
-            if sum(counts) < budget and req_id in scheduler.waiting:
-                return len(scheduler.running)
+                computed[name] += count
+            scheduler.update(_output(plan, computed, scheduler))
 
 
-def _output(plan: StepPlan, computed: Mapping[str, int], prompt_tokens: int) -> StepOutput:
-    """Return what a step would yield: token 0 of every row that is through its prompt."""
+def _output(plan: StepPlan, computed: Mapping[str, int], scheduler: Scheduler) -> StepOutput:
+    """Return what a step would yield: token 0 of every row whose tokens are all computed."""
+    requests = [scheduler.running[req_id] for req_id in plan.req_ids]
     return StepOutput(
         step_id=plan.step_id,
         req_ids=plan.req_ids,
         slots=plan.slots,
         epochs=plan.epochs,
         token_ids=tuple(
-            [(0,) if computed[req_id] >= prompt_tokens else () for req_id in plan.req_ids]
+            [(0,) if computed[each.req_id] == each.num_tokens else () for each in requests]
         ),
     )

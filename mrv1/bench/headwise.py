@@ -26,7 +26,8 @@ SCHEMA = 1
 """Version of the result's layout; raised when a field changes its meaning or goes."""
 
 CHECKED_TOKENS = 64
-"""Generated alone by variants that must agree, before anything is timed."""
+"""Generated alone by variants that must agree, before anything is timed; at most half of the
+context."""
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 2, 32
 """Before the runs that count."""
@@ -152,10 +153,11 @@ def _run(
 
 def _checked(core: EngineCore, bench: HeadwiseBench, expected: list[int] | None) -> list[int]:
     """Return the tokens of a request alone, long enough to leave pages behind."""
-    length = min(bench.context - CHECKED_TOKENS, max(2 * bench.window + bench.sink, 64))
+    num_tokens = min(CHECKED_TOKENS, bench.context // 2)
+    length = min(bench.context - num_tokens, max(2 * bench.window + bench.sink, 64))
     vocab_size = core.runner.model_config.vocab_size
     prompt = np.random.default_rng(bench.seed).integers(vocab_size, size=length).tolist()
-    (request,) = _run(core, [prompt], CHECKED_TOKENS)
+    (request,) = _run(core, [prompt], num_tokens)
     if expected is not None and request.output_token_ids != expected:
         raise WrongResultError("recycled: its tokens are not those of pages that were kept")
     return request.output_token_ids

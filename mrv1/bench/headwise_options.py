@@ -78,6 +78,7 @@ class HeadwiseOptions:
             )
         if self.context < 2:
             raise ConfigError(f"context: expected >= 2, got {self.context}")
+        self.head_policy()
 
     @property
     def model_config(self) -> ModelConfig:
@@ -101,6 +102,11 @@ class HeadwiseOptions:
                 window=self.window,
                 sink=self.sink,
                 full_layers_every=self.full_layers_every,
+            )
+        if policy.num_kv_heads != config.num_kv_heads:
+            raise ConfigError(
+                f"head_policy: expected {config.num_kv_heads} KV heads, as {self.shape} has, got "
+                f"{policy.num_kv_heads}"
             )
         return policy.within(config.layer_windows)
 
@@ -143,6 +149,7 @@ class HeadwiseOptions:
             enable_prefix_caching=enable_prefix_caching,
             window_recycling=variant.recycles,
             cuda_graphs=self.cuda_graphs,
+            head_policy=None,  # whatever the environment says
         )
         policy = self.head_policy() if variant.uses_policy else None
         core = EngineCore(config, model=model, head_policy=policy, progress=False)

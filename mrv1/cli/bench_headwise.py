@@ -104,7 +104,7 @@ def capacity(
             f"{sum(entry['request_bytes']) / 2**30:.3f}",
             str(entry["predicted_requests"]),
             str(entry["requests"]),
-            f"{entry['ratio']:.2f}x",
+            "-" if entry["ratio"] is None else f"{entry['ratio']:.2f}x",
             f"{entry['longest_context']:,}",
         )
     Console().print(table)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from mrv1.config import INT32_MAX
 from mrv1.errors import ConfigError
 from mrv1.kernels.kv_layout import HeadRole
 
@@ -26,9 +28,9 @@ class Visible(NamedTuple):
     """What a KV head sees of a context."""
 
     window: int = -1
-    """Tokens up to and including the current one; -1 = all."""
+    """Tokens up to and including the current one, 1 to 2^31 - 1; -1 = all."""
     sink: int = 0
-    """Leading tokens that stay visible beside a window."""
+    """Leading tokens that stay visible beside a window, 0 to 2^31 - 1."""
 
     @property
     def is_full(self) -> bool:
@@ -75,6 +77,57 @@ FULL = Visible()
 """A head that sees everything."""
 
 
+def _expect(is_right: bool, name: str, expected: str, got: object) -> None:
+    """Raise the error that names what is wrong; of a long value its beginning."""
+    if not is_right:
+        raise ConfigError(f"{name}: expected {expected}, got {got!r:.500}")
+
+
+def _is_int(value: object, least: int) -> bool:
+    """Return whether it is an integer (a bool is none) that fits an int32 of a kernel."""
+    return type(value) is int and least <= value <= INT32_MAX
+
+
+def _is_share(value: object) -> bool:
+    """Return whether it is a real number (a bool and NaN are none) from 0 to 1."""
+    return not isinstance(value, bool) and isinstance(value, Real) and value <= 1 and not value < 0
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    """Refuse what is no integer from ``least`` on."""
+    _expect(_is_int(value, least), name, f"an integer from {least} to {INT32_MAX}", value)
+
+
+def _check_share(name: str, value: object) -> None:
+    """Refuse what is no share."""
+    _expect(_is_share(value), name, "a number from 0 to 1", value)
+
+
+def _is_visible(seen: object) -> bool:
+    """Return whether it is what a KV head may see."""
+    if not isinstance(seen, Visible):
+        return False
+    return _is_int(seen.window, -1) and _is_int(seen.sink, 0) and (seen.window > 0 or seen == FULL)
+
+
+def _check_heads(name: str, heads: Any) -> None:  # noqa: ANN401 - it may be anything
+    """Refuse what is no ``[layers][kv_heads]``, or a head in it that cannot be."""
+    is_table = isinstance(heads, tuple) and all(isinstance(layer, tuple) for layer in heads)
+    _expect(is_table, name, "a tuple of layers, each a tuple of KV heads", heads)
+    widths = {len(layer) for layer in heads}
+    is_even = len(widths) == 1 and widths != {0}
+    _expect(is_even, name, "layers of one number of KV heads", sorted(widths))
+    for layer, row in enumerate(heads):
+        for head, seen in enumerate(row):
+            _expect(
+                _is_visible(seen),
+                f"{name}, layer {layer}, head {head}",
+                f"a Visible ([window, sink] in JSON) of integers, window 1 to {INT32_MAX} and "
+                f"sink 0 to {INT32_MAX}, or -1 and 0 for all",
+                tuple(seen) if isinstance(seen, Visible) else seen,
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class HeadPolicy:
     """What each KV head sees; it alone decides about kernels, tables, memory and reports.
@@ -83,27 +136,15 @@ class HeadPolicy:
         heads: ``[layers][kv_heads]``.
 
     Raises:
-        ConfigError: no layer or head, layers of different numbers of heads, a window or a sink
-            that cannot be.
+        ConfigError: no tuple of tuples, no layer or head, layers of different numbers of heads, a
+            window or a sink that is no integer or out of its range.
     """
 
     heads: tuple[tuple[Visible, ...], ...]
 
     def __post_init__(self) -> None:
         """Check."""
-        widths = {len(layer) for layer in self.heads}
-        if len(widths) != 1 or widths == {0}:
-            raise ConfigError(
-                f"head policy: expected layers of one number of KV heads, got {sorted(widths)}"
-            )
-        for index, layer in enumerate(self.heads):
-            for head, seen in enumerate(layer):
-                is_wrong = seen.sink != 0 if seen.is_full else seen.window < 1 or seen.sink < 0
-                if is_wrong or seen.window < -1:
-                    raise ConfigError(
-                        f"head policy, layer {index}, head {head}: expected window >= 1 and sink "
-                        f">= 0, or -1 and 0 for all, got {seen.window} and {seen.sink}"
-                    )
+        _check_heads("head policy", self.heads)
 
     # --- sources --------------------------------------------------------------------------
 
@@ -135,20 +176,25 @@ class HeadPolicy:
             num_kv_heads: of each layer, all ranks together.
             streaming_ratio: in [0, 1]. The leading heads stream: none at 0, all at 1, else as
                 many as the ratio rounds to (half to even), at least one.
-            window: tokens that they see, the current one among them.
-            sink: leading tokens that they see too.
+            window: tokens that they see, the current one among them, 1 to 2^31 - 1.
+            sink: leading tokens that they see too, 0 to 2^31 - 1.
             full_layers_every: layers i, from 0 on, with (i + 1) % full_layers_every == 0 have full
-                heads alone; None = no layer.
+                heads alone, at least 2; None = no layer.
 
         Raises:
-            ConfigError: an argument is out of its range.
+            ConfigError: an argument is of another type or out of its range.
         """
-        if not 0 <= streaming_ratio <= 1:
-            raise ConfigError(f"streaming_ratio: expected 0 to 1, got {streaming_ratio}")
-        if full_layers_every is not None and full_layers_every < 2:
-            raise ConfigError(
-                f"full_layers_every: expected at least 2 or None, got {full_layers_every}"
-            )
+        _check_int("num_layers", num_layers, 1)
+        _check_int("num_kv_heads", num_kv_heads, 1)
+        _check_share("streaming_ratio", streaming_ratio)
+        _check_int("window", window, 1)
+        _check_int("sink", sink, 0)
+        _expect(
+            full_layers_every is None or _is_int(full_layers_every, 2),
+            "full_layers_every",
+            f"None or an integer from 2 to {INT32_MAX}",
+            full_layers_every,
+        )
         if streaming_ratio in (0, 1):
             num_streaming = int(streaming_ratio) * num_kv_heads
         else:
@@ -173,33 +219,44 @@ class HeadPolicy:
 
         The fields are FastDeploy's: ``head_wise_swa_ratio`` is the share of streaming heads,
         ``window_size`` and ``sink_size`` what they see, ``window_attn_skip_freq`` the period of
-        full layers or a 0 (full) or 1 for each layer.
+        full layers or a 0 (full) or 1 for each layer. At a ratio of 0 every head is full, whatever
+        the other fields say.
 
         Raises:
-            ConfigError: a field is missing or out of its range.
+            ConfigError: a field is missing, of another type or out of its range.
         """
-        if config.get("head_wise_swa_ratio") is None:
+        ratio = config.get("head_wise_swa_ratio")
+        if ratio is None:
             return None
-        window, every = config.get("window_size"), config.get("window_attn_skip_freq")
-        if not isinstance(window, int):
-            raise ConfigError(
-                f"window_size: expected an integer beside head_wise_swa_ratio, got {window!r}"
-            )
+        _check_share("head_wise_swa_ratio", ratio)
+        if ratio == 0:
+            return cls.full(num_layers, num_kv_heads)
+        window: Any = config.get("window_size")
+        sink: Any = 0 if config.get("sink_size") is None else config["sink_size"]
+        every: Any = config.get("window_attn_skip_freq")
+        _check_int("window_size", window, 1)
+        _check_int("sink_size", sink, 0)
+        is_listed = (
+            isinstance(every, list | tuple)
+            and len(every) == num_layers
+            and all(_is_int(each, 0) and each <= 1 for each in every)
+        )
+        _expect(
+            every is None or _is_int(every, 2) or is_listed,
+            "window_attn_skip_freq",
+            f"an integer from 2 to {INT32_MAX}, or a 0 or 1 for each of {num_layers} layers",
+            every,
+        )
         policy = cls.of_ratio(
             num_layers,
             num_kv_heads,
-            config["head_wise_swa_ratio"],
+            ratio,
             window=window,
-            sink=config.get("sink_size") or 0,
-            full_layers_every=every if isinstance(every, int) else None,
+            sink=sink,
+            full_layers_every=None if is_listed else every,
         )
-        if not isinstance(every, list | tuple):
+        if not is_listed:
             return policy
-        if len(every) != num_layers or not set(every) <= {0, 1}:
-            raise ConfigError(
-                f"window_attn_skip_freq: expected a 0 or 1 for each of {num_layers} layers, got "
-                f"{list(every)}"
-            )
         only_full = (FULL,) * num_kv_heads
         return cls(
             tuple(
@@ -213,25 +270,34 @@ class HeadPolicy:
         """Return the policy of a pattern that DuoAttention has trained.
 
         Args:
-            folder: holds ``full_attention_heads.tsv``, ``[layers, kv_heads]`` weights, and
-                ``config.json`` with ``sink_size`` and ``recent_size``.
+            folder: holds ``full_attention_heads.tsv``, ``[layers, kv_heads]`` finite weights, and
+                ``config.json`` with the integers ``sink_size`` and ``recent_size``, 1 or more.
             sparsity: share of heads that stream, those of the least weights; of equal ones the
                 first.
 
         Raises:
             ConfigError: a file is missing or not as described, or the sparsity is not in [0, 1].
         """
-        if not 0 <= sparsity <= 1:
-            raise ConfigError(f"sparsity: expected 0 to 1, got {sparsity}")
+        _check_share("sparsity", sparsity)
         folder = Path(folder)
+        table, sizes = folder / "full_attention_heads.tsv", folder / "config.json"
         try:
-            weights = np.loadtxt(
-                folder / "full_attention_heads.tsv", delimiter="\t", ndmin=2, dtype=float
-            )
-            config = json.loads((folder / "config.json").read_text("utf-8"))
-            seen = Visible(int(config["recent_size"]), int(config["sink_size"]))
-        except (OSError, ValueError, KeyError) as error:
+            weights = np.loadtxt(table, delimiter="\t", ndmin=2, dtype=float)
+            config = json.loads(sizes.read_text("utf-8"))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"DuoAttention pattern {folder}: {error!r}") from error
+        finite = np.isfinite(weights)
+        _expect(
+            weights.size > 0 and bool(finite.all()),
+            str(table),
+            "[layers, kv_heads] finite weights",
+            weights[~finite].tolist(),
+        )
+        is_object = isinstance(config, dict)
+        _expect(is_object, str(sizes), "an object with sink_size and recent_size", config)
+        seen = Visible(config.get("recent_size"), config.get("sink_size"))
+        _check_int(f"{sizes}, recent_size", seen.window, 1)
+        _check_int(f"{sizes}, sink_size", seen.sink, 0)
         order = np.argsort(weights.clip(0, 1), axis=None, kind="stable")
         streams = np.zeros(weights.size, dtype=np.bool_)
         streams[order[: round(sparsity * weights.size)]] = True
@@ -245,17 +311,25 @@ class HeadPolicy:
         Raises:
             ConfigError: the file cannot be read, or is none.
         """
+        name = f"head policy {path}"
         try:
             content = json.loads(Path(path).read_text("utf-8"))
-            if content["version"] != VERSION:
-                raise ConfigError(
-                    f"head policy {path}: expected version {VERSION}, got {content['version']}"
-                )
-            return cls(tuple(tuple(Visible(*seen) for seen in row) for row in content["heads"]))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"head policy {path}: {error!r}") from error
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(f"{name}: {error!r}") from error
+        is_ours = isinstance(content, dict) and content.get("version") == VERSION
+        _expect(is_ours, name, f"an object of version {VERSION}", content)
+        rows = content.get("heads")
+        is_table = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+        _expect(is_table, f"{name}, heads", "[layers][kv_heads] of [window, sink]", rows)
+        heads = tuple(
+            tuple(
+                Visible(*seen) if isinstance(seen, list) and len(seen) == 2 else seen
+                for seen in row
+            )
+            for row in rows
+        )
+        _check_heads(name, heads)  # to name the file
+        return cls(heads)
 
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON: ``heads`` is ``[layers][kv_heads]`` of ``[window, sink]``."""

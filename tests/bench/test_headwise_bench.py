@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from mrv1.cli import app
 from mrv1.engine import EngineCore
 from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import ConfigError
-from mrv1.headwise import FULL, Visible
+from mrv1.headwise import FULL, HeadPolicy, Visible
 from mrv1.sampler import SamplingParams
 
 SMALL = {
@@ -43,7 +44,38 @@ def test_requests_are_counted_when_the_first_has_to_wait(num_blocks, keeps, expe
         num_blocks=num_blocks, keeps=keeps, block_size=16, max_num_seqs=8,
         max_num_batched_tokens=64,
     )  # fmt: skip
-    assert num_admitted(scheduler, 256) == pytest.approx(expected, abs=1)
+    assert num_admitted(scheduler, 256).requests == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(32, 1), (31, 0), (63, 1)])
+def test_a_request_counts_where_its_context_fits_and_no_token_more(num_blocks, expected):
+    scheduler = Scheduler(
+        num_blocks=[num_blocks], block_size=16, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    admitted = num_admitted(scheduler, 512)
+    assert admitted.requests == expected
+    assert admitted.held_blocks[0] in range(32 * expected, num_blocks + 1)
+
+
+def test_requests_are_counted_where_decodes_take_the_whole_budget():
+    scheduler = Scheduler(
+        num_blocks=[400], block_size=16, max_num_seqs=8, max_num_batched_tokens=5
+    )
+    assert num_admitted(scheduler, 32).requests == 5
+
+
+@pytest.mark.parametrize("budget", [64, 512])
+@pytest.mark.parametrize("seen", [Visible(32, 64), Visible(20), Visible(100, 4)])
+@pytest.mark.parametrize("spare", [0, 10, 50, 130])
+def test_what_streaming_heads_are_predicted_to_hold_is_admitted(budget, seen, spare):
+    """Blocks for one prompt's chunks at least, as an engine makes sure of."""
+    options = {"block_size": 16, "max_num_seqs": 32, "max_num_batched_tokens": budget}
+    num_blocks = min(512 // 16, seen.num_blocks(16, budget)) + spare
+    scheduler = Scheduler(num_blocks=[num_blocks], keeps=[seen], **options)
+    core: Any = SimpleNamespace(scheduler=scheduler, config=SimpleNamespace(max_num_seqs=32))
+    predicted = predicted_requests(core, 512)
+    assert num_admitted(scheduler, 512).requests == pytest.approx(predicted, abs=1)
+    assert predicted >= 1
 
 
 def test_capacity_is_what_arithmetic_says_and_the_scheduler_admits():
@@ -63,10 +95,51 @@ def test_capacity_is_what_arithmetic_says_and_the_scheduler_admits():
     assert uniform["longest_context"] == num_bytes // (4 * page) * 16
     assert uniform["predicted_requests"] == num_bytes // (4 * page) // (512 // 16) == 4
     assert recycled["predicted_requests"] == (num_bytes - 48 * 2 * page) // (2 * page) // 32 == 8
+    assert uniform["held_bytes"][0] >= uniform["requests"] * 4 * page * 32
+    assert recycled["held_bytes"][0] >= recycled["requests"] * 2 * page * 32
+    # A sink's block, and two or three of the window for each.
+    assert 3 <= recycled["held_bytes"][1] / (recycled["requests"] * 2 * page) <= 4
     for entry in (uniform, recycled):  # tokens behind the prompt take some blocks
         assert 0 <= entry["predicted_requests"] - entry["requests"] <= 1
+        assert entry["predicted_held_bytes"] == [
+            entry["requests"] * nbytes for nbytes in entry["request_bytes"]
+        ]
+        assert sum(entry["held_bytes"]) == pytest.approx(
+            sum(entry["predicted_held_bytes"]), rel=0.1
+        )
     assert uniform["ratio"] == 1.0
     assert recycled["ratio"] == recycled["requests"] / uniform["requests"] >= 1.5
+
+
+def test_memory_sets_streaming_heads_no_longest_context_and_may_hold_nothing_else():
+    options = SMALL | {"streaming_ratio": 1.0, "kv_cache_memory_bytes": 31 * 16_384}
+    result = run_capacity(HeadwiseOptions(**options, variants=("uniform", "recycled")))
+    uniform, recycled = result["results"]
+    assert uniform["requests"] == uniform["predicted_requests"] == sum(uniform["held_bytes"]) == 0
+    assert uniform["longest_context"] == 31 * 16
+    assert recycled["requests"] > 1
+    assert recycled["ratio"] is None
+    assert recycled["longest_context"] == 512
+
+
+def test_uniform_heads_are_full_whatever_the_environment_says(tmp_path, monkeypatch):
+    HeadPolicy.of_ratio(2, 2, 1.0, window=16).save(tmp_path / "policy.json")
+    monkeypatch.setenv("MRV1_HEAD_POLICY", str(tmp_path / "policy.json"))
+    bench = HeadwiseOptions(**SMALL)
+    model = bench.new_model(torch.device("cpu"))
+    with bench.engine("uniform", model) as core:
+        assert core.runner.head_policy == HeadPolicy.full(2, 2)
+    with bench.engine("recycled", model) as core:
+        assert core.runner.head_policy == bench.head_policy()
+
+
+@pytest.mark.parametrize("context", [4, 60, 64])
+def test_short_contexts_are_checked_too(context):
+    bench = HeadwiseBench(
+        **(SMALL | {"context": context}), variants=("kept", "recycled"), prompt_tokens=2,
+        output_tokens=2, num_requests=1,
+    )  # fmt: skip
+    assert len(run_headwise(bench)["results"]) == 2
 
 
 def planted_core(name: str = "recycled") -> tuple[HeadwiseBench, EngineCore]:
@@ -191,13 +264,18 @@ def test_predictions_leave_room_for_prompts():
         ({"variants": ("best",)}, r"variants: expected some of uniform, .*got \['best'\]"),
         ({"prompt_tokens": 512}, "prompt_tokens: expected 1 to"),
         ({"output_tokens": 1}, "output_tokens: expected >= 2"),
-        ({"streaming_ratio": 2.0}, "streaming_ratio: expected 0 to 1"),
+        ({"streaming_ratio": 2.0}, "streaming_ratio: expected"),
+        ({"policy": HeadPolicy.full(3, 2)}, "head_policy: expected 2 layers"),
+        (
+            {"policy": HeadPolicy.full(2, 4)},
+            "head_policy: expected 2 KV heads, as tiny-random has",
+        ),
         ({"shape": "best"}, "shape: expected one of"),
     ],
 )
-def test_a_wrong_option_is_named(options, message):
+def test_a_wrong_option_is_named_before_anything_runs(options, message):
     with pytest.raises(ConfigError, match=message):
-        run_headwise(HeadwiseBench(**(SMALL | {"prompt_tokens": 90} | options)))
+        HeadwiseBench(**(SMALL | {"prompt_tokens": 90} | options))
 
 
 def test_the_commands_print_a_table_and_write_json(tmp_path):

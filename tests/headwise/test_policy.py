@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -102,14 +103,17 @@ def test_what_cannot_be_is_named(tmp_path):
     for make, message in (
         (lambda: HeadPolicy(()), "layers of one number"),
         (lambda: HeadPolicy(((FULL,), (FULL, FULL))), r"got \[1, 2\]"),
-        (lambda: HeadPolicy(((FULL, Visible(0)),)), "layer 0, head 1: expected window >= 1"),
-        (lambda: HeadPolicy(((Visible(-2),),)), "got -2 and 0"),
-        (lambda: HeadPolicy(((Visible(-1, 4),),)), "got -1 and 4"),
-        (lambda: HeadPolicy.of_ratio(1, 4, 1.5, window=4), "streaming_ratio: expected 0 to 1"),
+        (lambda: HeadPolicy(((FULL, Visible(0)),)), r"layer 0, head 1: expected .* got \(0, 0\)"),
+        (lambda: HeadPolicy(((Visible(-2),),)), r"got \(-2, 0\)"),
+        (lambda: HeadPolicy(((Visible(-1, 4),),)), r"got \(-1, 4\)"),
+        (
+            lambda: HeadPolicy.of_ratio(1, 4, 1.5, window=4),
+            "streaming_ratio: expected a number from 0 to 1, got 1.5",
+        ),
         (lambda: HeadPolicy.of_ratio(1, 4, float("nan"), window=4), "got nan"),
         (
             lambda: HeadPolicy.of_ratio(1, 4, 0.5, window=4, full_layers_every=1),
-            "full_layers_every: expected at least 2",
+            "full_layers_every: expected None or an integer from 2 to 2147483647, got 1",
         ),
         (
             lambda: HeadPolicy.of_config({"head_wise_swa_ratio": 0.5}, 1, 4),
@@ -122,7 +126,10 @@ def test_what_cannot_be_is_named(tmp_path):
             "a 0 or 1 for each of 2 layers",
         ),
         (lambda: HeadPolicy.of_duo_attention(tmp_path), "DuoAttention pattern"),
-        (lambda: HeadPolicy.of_duo_attention(tmp_path, sparsity=2), "sparsity: expected 0 to 1"),
+        (
+            lambda: HeadPolicy.of_duo_attention(tmp_path, sparsity=2),
+            "sparsity: expected a number from 0 to 1, got 2",
+        ),
         (lambda: HeadPolicy.load(path), "policy.json"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -131,6 +138,132 @@ def test_what_cannot_be_is_named(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match="policy"):
             HeadPolicy.load(path)
+
+
+NO_INT = ["4", 4.0, 4.5, float("nan"), True, None, [4], 2**31]
+NO_SHARE = ["0.5", float("nan"), True, -0.1, 1.5, [0.5]]
+
+
+def refused(name, got):
+    """Expect an error of a field that names what came."""
+    return pytest.raises(
+        ConfigError, match=rf"(^|, ){name}: expected .*{re.escape(f'got {got!r}')}$"
+    )
+
+
+@pytest.mark.parametrize(
+    "seen", [[256.5, 64], [True, 0], [64, False], [float("nan"), 0], [float("inf"), 0], [2**31, 0],
+             [4, 2**31], [4, -1], [-1.0, 0], ["5", 0], [], [5], [4, 0, 0], "45", 4, None]
+)  # fmt: skip
+def test_a_head_is_a_pair_of_integers_in_their_range(tmp_path, seen):
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"version": 1, "heads": [[[-1, 0]] * 2, [[-1, 0], seen]]}))
+    got = tuple(seen) if isinstance(seen, list) and len(seen) == 2 else seen
+    with refused(r".*policy\.json, layer 1, head 1", got):
+        HeadPolicy.load(path)
+    if isinstance(got, tuple):
+        for head in (Visible(*got), got):  # a tuple that is no Visible is none either
+            with refused("head policy, layer 1, head 1", got):
+                HeadPolicy(((FULL, FULL), (FULL, head)))
+
+
+@pytest.mark.parametrize("heads", [None, 5, [5], ["45"], "heads", {"0": []}, [], [[]]])
+def test_a_table_has_layers_of_heads(tmp_path, heads):
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"version": 1, "heads": heads}))
+    with pytest.raises(ConfigError, match=r"policy\.json(, heads)?: expected"):
+        HeadPolicy.load(path)
+    with pytest.raises(ConfigError, match="head policy: expected"):
+        HeadPolicy(heads)
+
+
+def test_the_greatest_window_and_sink_are_served(tmp_path):
+    policy = HeadPolicy.of_ratio(1, 2, 0.5, window=2**31 - 1, sink=2**31 - 1)
+    policy.save(tmp_path / "policy.json")
+    assert HeadPolicy.load(tmp_path / "policy.json") == policy
+
+
+RATIO = {
+    "num_layers": 4, "num_kv_heads": 4, "streaming_ratio": 0.5, "window": 32, "sink": 4,
+    "full_layers_every": 2,
+}  # fmt: skip
+CHECKPOINT = {
+    "head_wise_swa_ratio": 0.5, "window_size": 32, "sink_size": 4, "window_attn_skip_freq": 2
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("streaming_ratio", value) for value in [*NO_SHARE, None]]
+    + [("num_layers", value) for value in [*NO_INT[:-1], 0]]
+    + [("num_kv_heads", value) for value in [*NO_INT[:-1], 0]]
+    + [("window", value) for value in [*NO_INT, 0, -1]]
+    + [("sink", value) for value in [*NO_INT, -1]]
+    + [("full_layers_every", value) for value in [*NO_INT, 0, 1] if value is not None],
+)
+def test_a_ratios_arguments_are_checked(field, value):
+    with refused(field, value):
+        HeadPolicy.of_ratio(**RATIO | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("head_wise_swa_ratio", value) for value in NO_SHARE]
+    + [("window_size", value) for value in [*NO_INT, 0, -1, [32, 32]]]
+    + [("sink_size", value) for value in [*NO_INT, -1, "", [], False] if value is not None]
+    + [
+        ("window_attn_skip_freq", value)
+        for value in ["2", 2.0, True, 0, 1, 2**31, {"a": 1}, [1, 0], [[1], 0, 1, 0], [1, 0, 1, 2],
+                      [True, False, True, False], [1.0, 0, 1, 0]]
+    ],
+)  # fmt: skip
+def test_a_checkpoints_fields_are_checked_by_their_names(field, value):
+    with refused(field, value):
+        HeadPolicy.of_config(CHECKPOINT | {field: value}, 4, 4)
+
+
+@pytest.mark.parametrize("ratio", [0, 0.0])
+@pytest.mark.parametrize("others", [{}, {"window_size": None}, {"window_size": 0}])
+def test_a_checkpoint_without_streaming_heads_needs_no_window(ratio, others):
+    policy = HeadPolicy.of_config({"head_wise_swa_ratio": ratio} | others, 3, 2)
+    assert policy == HeadPolicy.full(3, 2)
+
+
+@pytest.mark.filterwarnings("ignore:loadtxt. input contained no data")
+@pytest.mark.parametrize(
+    ("table", "config", "message"),
+    [
+        ("nan\t0.9", {}, r"heads\.tsv: expected .* finite weights, got \[nan\]"),
+        ("1\tinf", {}, r"heads\.tsv: expected .* finite weights, got \[inf\]"),
+        ("", {}, r"heads\.tsv: expected \[layers, kv_heads\]"),
+        ("1\t2", [], r"config\.json: expected an object with sink_size and recent_size, got \[\]"),
+        *(
+            ("1\t2", {"sink_size": value}, r"config\.json, sink_size: expected an integer from 0")
+            for value in [*NO_INT, -1]
+        ),
+        *(
+            (
+                "1\t2",
+                {"recent_size": value},
+                r"config\.json, recent_size: expected an integer from 1",
+            )
+            for value in [*NO_INT, 2.7, 0, -1]
+        ),
+    ],
+)
+def test_a_duo_attention_pattern_is_checked(tmp_path, table, config, message):
+    (tmp_path / "full_attention_heads.tsv").write_text(table)
+    sizes = {"sink_size": 0, "recent_size": 64}
+    content = sizes | config if isinstance(config, dict) else config
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        HeadPolicy.of_duo_attention(tmp_path)
+
+
+@pytest.mark.parametrize("sparsity", NO_SHARE)
+def test_a_sparsity_is_a_share(tmp_path, sparsity):
+    with refused("sparsity", sparsity):
+        HeadPolicy.of_duo_attention(tmp_path, sparsity=sparsity)
 
 
 # --- what it says -------------------------------------------------------------------------------
