@@ -236,7 +236,7 @@ def works(case: Case, buffers: Sequence[torch.Tensor], ops: Ops, seed: int) -> l
             num_tokens=torch.full_like(idx_mapping, num_tokens),
             prompt_len=torch.full_like(idx_mapping, PROMPT_TOKENS),
             min_total_tokens=torch.zeros_like(idx_mapping),
-            stop_token_ids=idx_mapping.new_full((num_rows, MAX_STOP_TOKENS), -1),
+            late_token_ids=idx_mapping.new_full((num_rows, MAX_STOP_TOKENS), -1),
         )
         on_device = {name: values.to(device, copy=True) for name, values in slots.items()}
         sampler = Sampler(num_rows, limits, on_device, _launched(case, ops))

@@ -66,8 +66,10 @@ class Request:
     """Its bad words, as the tokenizer writes them, and those given as tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Every token that ends it, end-of-sequence tokens among them unless ignored."""
+    late_token_ids: tuple[int, ...] = ()
+    """These and the end-of-sequence tokens: not drawn before its ``min_tokens``."""
     ending_token_ids: tuple[int, ...] = ()
-    """These, and the last ones of its stop sequences."""
+    """Every token that ends it, and the last ones of its stop sequences."""
     asks_logprobs: bool = field(init=False)
     """Whether a step may have to tell log-probabilities of it."""
     matcher: GrammarMatcher | None = field(init=False)

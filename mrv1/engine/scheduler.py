@@ -275,16 +275,18 @@ class Scheduler:
                 )
         self._check_blocks(request)
         self._check_spans(request)
-        eos = () if request.params.ignore_eos else self._eos_token_ids
-        stop_token_ids = tuple(dict.fromkeys((*request.params.stop_token_ids, *eos)))
-        if request.params.min_tokens and len(stop_token_ids) > MAX_STOP_TOKENS:
+        named = tuple(dict.fromkeys(request.params.stop_token_ids))
+        late_token_ids = tuple(dict.fromkeys((*named, *self._eos_token_ids)))
+        stop_token_ids = named if request.params.ignore_eos else late_token_ids
+        if request.params.min_tokens and len(late_token_ids) > MAX_STOP_TOKENS:
             raise RequestError(
                 f"stop_token_ids: expected at most {MAX_STOP_TOKENS} beside min_tokens, the "
-                f"model's end-of-sequence tokens among them, got {len(stop_token_ids)}"
+                f"model's end-of-sequence tokens among them, got {len(late_token_ids)}"
             )
         last_of_sequences = [sequence[-1] for sequence in request.params.stop_token_sequences]
         for member in family:
             member.stop_token_ids = stop_token_ids
+            member.late_token_ids = late_token_ids
             member.ending_token_ids = (*stop_token_ids, *last_of_sequences)
             self._requests[member.req_id] = member
         self.waiting[request.req_id] = request
@@ -510,6 +512,7 @@ class Scheduler:
                     stop_token_ids=request.stop_token_ids[:MAX_STOP_TOKENS],
                     stop_token_sequences=request.params.stop_token_sequences,
                     min_total_tokens=len(request.prompt_token_ids) + request.params.min_tokens,
+                    late_token_ids=request.late_token_ids[:MAX_STOP_TOKENS],
                 )
             )
             entering.ends.append(num_cached + count)

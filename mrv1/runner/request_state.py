@@ -56,6 +56,7 @@ class RequestState:
             "prompt_len": Field(),
             "max_total_tokens": Field(),  # where it stops
             "stop_token_ids": Field(width=MAX_STOP_TOKENS),  # -1 = none
+            "late_token_ids": Field(width=MAX_STOP_TOKENS),  # not drawn before min_total_tokens
             "stop_sequences": Field(width=max_stop_seqs_num * stop_seqs_max_len),
             "stop_sequence_lens": Field(width=max_stop_seqs_num),
             "num_stop_sequences": Field(),  # those behind them do not count
@@ -72,6 +73,7 @@ class RequestState:
         self.prompt_len = slots["prompt_len"]
         self.max_total_tokens = slots["max_total_tokens"]
         self.stop_token_ids = slots["stop_token_ids"]
+        self.late_token_ids = slots["late_token_ids"]
         self.stop_sequence_lens = slots["stop_sequence_lens"]
         self.stop_sequences = slots["stop_sequences"].unflatten(
             1, (self.stop_sequence_lens.shape[1], -1)
@@ -93,7 +95,7 @@ class RequestState:
             num_tokens=self.num_tokens,
             prompt_len=self.prompt_len,
             min_total_tokens=self.min_total_tokens,
-            stop_token_ids=self.stop_token_ids,
+            late_token_ids=self.late_token_ids,
         )
 
     def stage(self, plan: StepPlan, upload: StepUpload) -> bool:
@@ -154,8 +156,6 @@ class RequestState:
         return True
 
     def _stage_entering(self, request: SlotRequest, upload: StepUpload) -> None:
-        stop_token_ids = request.stop_token_ids
-        padding = [-1] * (MAX_STOP_TOKENS - len(stop_token_ids))
         first_word = self._slots.first_word
         upload.write(
             first_word("token_ids", request.slot), np.asarray(request.token_ids, dtype=np.int32)
@@ -165,12 +165,14 @@ class RequestState:
             ("num_computed_tokens", [request.num_computed_tokens]),
             ("prompt_len", [request.prompt_len]),
             ("max_total_tokens", [request.max_total_tokens]),
-            ("stop_token_ids", [*stop_token_ids, *padding]),
+            ("stop_token_ids", _padded(request.stop_token_ids)),
             ("num_stop_sequences", [len(request.stop_token_sequences)]),
             ("min_total_tokens", [request.min_total_tokens]),
             ("stopped", [RUNNING]),
         ):
             upload.put(first_word(name, request.slot), words)
+        if request.min_total_tokens > request.prompt_len:
+            upload.put(first_word("late_token_ids", request.slot), _padded(_late_tokens(request)))
         if request.stop_token_sequences:
             width = self.stop_sequences.shape[2]
             lens = [len(sequence) for sequence in request.stop_token_sequences]
@@ -204,11 +206,14 @@ class RequestState:
                 f"num_computed_tokens {name}: expected 0 to {num_tokens - 1}, "
                 f"got {request.num_computed_tokens}"
             )
-        if len(request.stop_token_ids) > MAX_STOP_TOKENS:
-            raise ValueError(
-                f"stop_token_ids {name}: expected at most {MAX_STOP_TOKENS}, "
-                f"got {len(request.stop_token_ids)}"
-            )
+        for field, token_ids in (
+            ("stop_token_ids", request.stop_token_ids),
+            ("late_token_ids", _late_tokens(request)),
+        ):
+            if len(token_ids) > MAX_STOP_TOKENS:
+                raise ValueError(
+                    f"{field} {name}: expected at most {MAX_STOP_TOKENS}, got {len(token_ids)}"
+                )
         max_num, max_len = self.stop_sequences.shape[1:]
         lens = [len(sequence) for sequence in request.stop_token_sequences]
         if len(lens) > max_num or any(not 1 <= length <= max_len for length in lens):
@@ -292,3 +297,12 @@ class RequestState:
         self.num_tokens_np[index] += samples
         if samples.all() and not plan.slots.flags.writeable:
             self._last = _Rows(slots=plan.slots, epochs=plan.epochs, index=index)
+
+
+def _late_tokens(request: SlotRequest) -> tuple[int, ...]:
+    late = request.late_token_ids
+    return request.stop_token_ids if late is None else late
+
+
+def _padded(token_ids: Sequence[int]) -> list[int]:
+    return [*token_ids, *[-1] * (MAX_STOP_TOKENS - len(token_ids))]

@@ -55,6 +55,8 @@ class SlotRequest:
     configuration allows."""
     min_total_tokens: int = 0
     """Prompt and output tokens before which no stop token is drawn and no sequence ends it."""
+    late_token_ids: tuple[int, ...] | None = None
+    """Up to 16 tokens that are not drawn before then; None = ``stop_token_ids``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,8 +94,9 @@ class SamplingParams:
         seed: 64-bit integer; None derives one from the engine's seed and the order of admission.
         n: outputs of the request, >= 1; equal seeds do not make them equal.
         max_tokens: tokens to generate, >= 1; None = as many as the context holds.
-        min_tokens: tokens before which nothing ends the output: stop tokens are not drawn, and
-            stop texts and sequences do not count.
+        min_tokens: tokens before which nothing ends the output: stop tokens, and the model's
+            end-of-sequence tokens even if ignored, are not drawn, and stop texts and sequences do
+            not count.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         stop_token_ids: further tokens that end the request.
         stop_token_sequences: token sequences, each of which ends the request where its output

@@ -51,9 +51,9 @@ class History:
     prompt_len: torch.Tensor
     """[max_num_reqs]."""
     min_total_tokens: torch.Tensor
-    """[max_num_reqs] before which no stop token is drawn."""
-    stop_token_ids: torch.Tensor
-    """[max_num_reqs, most], -1 = none."""
+    """[max_num_reqs] before which some tokens are not drawn."""
+    late_token_ids: torch.Tensor
+    """[max_num_reqs, most], what is not drawn before then; -1 = none."""
 
 
 class Sampler:
@@ -230,7 +230,7 @@ class Sampler:
             edits=slots["edits"],
             allowed_mask=slots["allowed_mask"],
             min_total_tokens=history.min_total_tokens,
-            stop_token_ids=history.stop_token_ids,
+            stop_token_ids=history.late_token_ids,
             bias_ids=slots["bias_ids"],
             bias_values=slots["bias_values"],
             num_bias=slots["num_bias"],

@@ -56,10 +56,11 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
     for token in request.prompt_token_ids:
         prefix_hash = extend_hash(prefix_hash, token)
     params, output = request.params, []
-    stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    late = {*params.stop_token_ids, EOS}
+    stops = {*params.stop_token_ids} if params.ignore_eos else late
     while True:
         is_early = len(output) < params.min_tokens
-        token = next_token(prefix_hash, request.child, stops if is_early else ())
+        token = next_token(prefix_hash, request.child, late if is_early else ())
         output.append(token)
         if token in stops:
             return output, "stop"
@@ -223,7 +224,7 @@ class FakeRunner:
             return ()
         request = state.request
         is_early = state.num_tokens < request.min_total_tokens
-        masked = request.stop_token_ids if is_early else ()
+        masked = request.late_token_ids if is_early else ()
         token = next_token(state.hashes[-1], request.child, masked)
         state.hashes.append(extend_hash(state.hashes[-1], token))
         state.output.append(token)

@@ -83,14 +83,19 @@ def test_at_the_limits_is_accepted(config):
 def test_more_stop_tokens_than_the_device_masks_cannot_wait_for_min_tokens():
     scheduler = make_scheduler()
     many = list(range(1, 17))
-    with pytest.raises(RequestError, match=r"stop_token_ids: expected at most 16 .* got 17"):
-        scheduler.add(make_request("r", (1, 2), stop_token_ids=many, min_tokens=1))
+    for ignore_eos in (False, True):
+        params = {"stop_token_ids": many, "min_tokens": 1, "ignore_eos": ignore_eos}
+        with pytest.raises(RequestError, match=r"stop_token_ids: expected at most 16 .* got 17"):
+            scheduler.add(make_request("r", (1, 2), **params))
     assert not scheduler.has_unfinished_requests
     scheduler.add(make_request("a", (1, 2), stop_token_ids=many))
-    scheduler.add(make_request("b", (1, 2), stop_token_ids=many, min_tokens=1, ignore_eos=True))
-    scheduler.add(make_request("c", (1, 2), stop_token_ids=[*many[:15], EOS], min_tokens=1))
+    fewer = many[:15]
+    scheduler.add(make_request("b", (1, 2), stop_token_ids=fewer, min_tokens=1, ignore_eos=True))
+    scheduler.add(make_request("c", (1, 2), stop_token_ids=[*fewer, EOS], min_tokens=1))
     a, b, c = scheduler.schedule().new
-    assert len(a.stop_token_ids) == len(b.stop_token_ids) == len(c.stop_token_ids) == 16
+    assert [len(each.stop_token_ids) for each in (a, b, c)] == [16, 15, 16]
+    assert [len(each.late_token_ids) for each in (a, b, c)] == [16, 16, 16]
+    assert b.late_token_ids == (*fewer, EOS)
     assert (a.min_total_tokens, b.min_total_tokens) == (2, 3)
 
 

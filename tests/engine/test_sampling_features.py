@@ -20,6 +20,7 @@ from tests.models.families import tiny_checkpoint
 NUM_TOKENS = 20
 PROMPTS = ([5, 9, 23, 41, 77], [11] * 20, [7, 8, 9, 7, 8, 9, 7])
 VOCAB = 160
+EOS = 2
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def edited(
         if not prefix or list(output[-len(prefix) :]) == prefix:
             logits[last] = -torch.inf
     if len(output) < params.min_tokens:
-        for token in params.stop_token_ids:
+        for token in (*params.stop_token_ids, EOS):
             logits[token] = -torch.inf
     for token, bias in params.logit_bias.items():
         logits[token] += bias
@@ -157,6 +158,23 @@ def test_nothing_stops_before_min_tokens(checkpoint, model, min_tokens):
     with LLM(str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32) as llm:
         (output,) = llm.generate([list(PROMPTS[0])], params)
     assert list(output.outputs[0].token_ids) == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_end_of_sequence_waits_for_min_tokens_though_it_be_ignored(checkpoint, overlap):
+    """A token that would always be drawn: ignored, it comes once it may, and ends nothing."""
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap
+    ) as llm:
+        assert llm._engine.runner.model_config.eos_token_ids == (EOS,)
+        options = {"logit_bias": {EOS: 100.0}, "min_tokens": 5}
+        params = [asked(**options), asked(**options, ignore_eos=False), asked(**options, seed=3)]
+        ignored, heeded, beside = llm.generate([list(PROMPTS[0])] * 3, params)
+    tokens = list(ignored.outputs[0].token_ids)
+    assert EOS not in tokens[:5]
+    assert tokens[5:] == [EOS] * (NUM_TOKENS - 5)
+    assert list(heeded.outputs[0].token_ids) == tokens[:6]
+    assert list(beside.outputs[0].token_ids) == tokens
 
 
 @lru_cache

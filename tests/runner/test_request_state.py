@@ -119,10 +119,26 @@ def test_mirrors_count_what_launched_steps_will_have_done(data):
             assert mirrors == (num_tokens, num_computed)
 
 
+@pytest.mark.parametrize(
+    ("late", "held"), [(None, [7, 8]), ((), []), ((8, 9, 2), [8, 9, 2])], ids=str
+)
+def test_what_waits_for_min_tokens_is_what_stops_unless_said_otherwise(late, held):
+    state, upload = make_state()
+    request = entering(
+        1, 4, epoch=0, stop_token_ids=(7, 8), min_total_tokens=9, late_token_ids=late
+    )
+    take(state, upload, plan_of(frozen([1]), num_scheduled_tokens=frozen([4]), new=(request,)))
+    assert state.late_token_ids[1].tolist() == held + [-1] * (16 - len(held))
+    assert state.stop_token_ids[1].tolist() == [7, 8] + [-1] * 14
+    many = entering(2, 4, epoch=0, late_token_ids=tuple(range(17)))
+    with pytest.raises(ValueError, match=r"late_token_ids .*: expected at most 16, got 17"):
+        state.stage(plan_of(frozen([2]), num_scheduled_tokens=frozen([4]), new=(many,)), upload)
+
+
 def test_the_sampler_reads_the_same_slots():
     state, _ = make_state()
     history = state.history()
-    for name in ("token_ids", "num_tokens", "prompt_len", "min_total_tokens", "stop_token_ids"):
+    for name in ("token_ids", "num_tokens", "prompt_len", "min_total_tokens", "late_token_ids"):
         assert getattr(history, name) is getattr(state, name)
 
 

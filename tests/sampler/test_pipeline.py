@@ -120,7 +120,7 @@ def test_mixed_rows_are_edited_and_drawn_by_the_rules(device, data, vocab, dtype
         "num_tokens": torch.full((NUM_SLOTS,), PROMPT + OUTPUT, dtype=torch.int32),
         "prompt_len": torch.full((NUM_SLOTS,), PROMPT, dtype=torch.int32),
         "min_total_tokens": torch.zeros(NUM_SLOTS, dtype=torch.int32),
-        "stop_token_ids": torch.full((NUM_SLOTS, MAX_STOP_TOKENS), -1, dtype=torch.int32),
+        "late_token_ids": torch.full((NUM_SLOTS, MAX_STOP_TOKENS), -1, dtype=torch.int32),
     }
     on_cpu = Sampler(NUM_SLOTS, limits, slots, kernels)
     for slot, of_row in zip(slots_of_rows, params, strict=True):
@@ -131,7 +131,7 @@ def test_mixed_rows_are_edited_and_drawn_by_the_rules(device, data, vocab, dtype
             slots[name].view(NUM_SLOTS, -1)[slot, : values.size] = torch.from_numpy(values.ravel())
         history["min_total_tokens"][slot] = PROMPT + of_row.min_tokens
         stops = torch.tensor(of_row.stop_token_ids, dtype=torch.int32)
-        history["stop_token_ids"][slot, : len(stops)] = stops
+        history["late_token_ids"][slot, : len(stops)] = stops
     sampler = Sampler(
         NUM_SLOTS, limits, {name: x.to(device) for name, x in slots.items()}, kernels
     )
