@@ -50,9 +50,7 @@ def host_times(core: EngineCore, num_steps: int, num_windows: int = 1) -> HostTi
     cpus = sorted(os.sched_getaffinity(0))
     try:
         with _clock(core) as seconds:
-            for _ in range(
-                core.config.steps_in_flight
-            ):  # their outputs come from before the clock
+            for _ in range(core.config.steps_in_flight):  # outputs of before the clock
                 core.step()
             for window in range(num_windows):
                 if num_windows > 1:

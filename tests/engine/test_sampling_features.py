@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mrv1 import LLM, LogitsContext, SamplingParams
 from mrv1.errors import ConfigError
 from tests.models.families import tiny_checkpoint
+from tests.sampler.rules import edited
 
 NUM_TOKENS = 20
 PROMPTS = ([5, 9, 23, 41, 77], [11] * 20, [7, 8, 9, 7, 8, 9, 7])
@@ -49,31 +49,6 @@ def next_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
         return model(torch.tensor([list(ids)], device=model.device)).logits[0]
 
 
-def edited(
-    logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
-) -> torch.Tensor:
-    """Apply the documented rules in their order, token by token."""
-    logits = logits.clone()
-    if params.allowed_token_ids is not None:
-        for token in set(range(len(logits))) - set(params.allowed_token_ids):
-            logits[token] = -torch.inf
-    for *prefix, last in params.bad_words_token_ids:
-        if not prefix or list(output[-len(prefix) :]) == prefix:
-            logits[last] = -torch.inf
-    if len(output) < params.min_tokens:
-        for token in (*params.stop_token_ids, EOS):
-            logits[token] = -torch.inf
-    for token, bias in params.logit_bias.items():
-        logits[token] += bias
-    for token in {*prompt, *output}:
-        factor = params.repetition_penalty
-        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
-    for token, count in Counter(output).items():
-        logits[token] -= params.frequency_penalty * count
-        logits[token] -= params.presence_penalty
-    return logits
-
-
 def greedy(
     model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams
 ) -> Iterator[Drawn]:
@@ -82,7 +57,7 @@ def greedy(
         len(output) > params.min_tokens and output[-1] in params.stop_token_ids
     ):
         raw = next_logits(model, [*prompt, *output])[-1]
-        logits = edited(raw, prompt, output, params)
+        logits = edited(raw, prompt, output, params, (*params.stop_token_ids, EOS))
         output.append(int(logits.argmax()))
         yield Drawn(output[-1], raw, logits)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +14,7 @@ from mrv1.sampler import History, Sampler, SamplerLimits
 from tests.kernels.elementwise import normal
 from tests.kernels.elementwise import seeds as small_seeds
 from tests.kernels.test_sampling import FILTER_DTYPES, _assert_near_best
+from tests.sampler.rules import edited
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -51,30 +49,6 @@ def requests(draw, vocab: int) -> SamplingParams:
         stop_token_ids=maybe(some, [])[:MAX_STOP_TOKENS],
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
     )
-
-
-def edited(logits: torch.Tensor, history: Sequence[int], params: SamplingParams) -> torch.Tensor:
-    """Apply the documented rules to a row, in their order, in float64."""
-    logits = logits.double()
-    prompt, output = history[:PROMPT], list(history[PROMPT:])
-    if params.allowed_token_ids is not None:
-        is_allowed = torch.zeros(len(logits), dtype=torch.bool)
-        is_allowed[list(params.allowed_token_ids)] = True
-        logits = logits.masked_fill(~is_allowed, -torch.inf)
-    seen = list(history) if params.bad_words_match_prompt else output
-    for *prefix, last in params.bad_words_token_ids:
-        if seen[len(seen) - len(prefix) :] == prefix:
-            logits[last] = -torch.inf
-    if len(output) < params.min_tokens:
-        logits[list(params.stop_token_ids)] = -torch.inf
-    for token, bias in params.logit_bias.items():
-        logits[token] += bias
-    for token in {*prompt, *output}:
-        factor = params.repetition_penalty
-        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
-    for token, count in Counter(output).items():
-        logits[token] -= params.frequency_penalty * count + params.presence_penalty
-    return logits
 
 
 @settings(max_examples=10 if INTERPRET else 60)
@@ -143,7 +117,8 @@ def test_mixed_rows_are_edited_and_drawn_by_the_rules(device, data, vocab, dtype
     tokens = sampler.draw(got, idx_mapping, state).cpu()
 
     for row, (slot, of_row, kind) in enumerate(zip(slots_of_rows, params, kinds, strict=True)):
-        want = edited(logits[row], token_ids[slot].tolist(), of_row).to(dtype)
+        prompt, output = token_ids[slot, :PROMPT].tolist(), token_ids[slot, PROMPT:].tolist()
+        want = edited(logits[row], prompt, output, of_row, of_row.stop_token_ids).to(dtype)
         assert torch.equal(got[row].cpu().nan_to_num(nan=7e7), want.nan_to_num(nan=7e7))
         if kind == "nan" and bool(want.isnan().any()):
             assert tokens[row] == NAN
