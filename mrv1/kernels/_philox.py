@@ -23,15 +23,15 @@ def _multiply_wide(a, b):
 
 
 @triton.jit
-def philox_word(seed, position, index, PURPOSE: tl.constexpr, child):
-    """Return word 0 of philox4x32-10 of counter (position, index, PURPOSE, child), key seed.
+def philox_word(seed, position, index, purpose, child):
+    """Return word 0 of philox4x32-10 of counter (position, index, purpose, child), key seed.
 
-    Args are int64 scalar, int64 scalar, an int32 block, a number and an int32 scalar; the result
-    is a uint32 block. Rounds on scalars stay on scalars.
+    Args are int64 scalar, int64 scalar, an int32 block and two int32 scalars, of which purpose may
+    be a number; the result is a uint32 block. Rounds on scalars stay on scalars.
     """
     k0, k1 = seed.to(tl.uint32), (seed.to(tl.uint64) >> 32).to(tl.uint32)
     c0, c1, c3 = position.to(tl.uint32), index.to(tl.uint32), child.to(tl.uint32)
-    c2 = c0 * 0 + PURPOSE
+    c2 = c0 * 0 + purpose
     for _ in tl.static_range(10):
         high0, low0 = _multiply_wide(c0, _MULTIPLIER_0)
         high1, low1 = _multiply_wide(c2, _MULTIPLIER_1)

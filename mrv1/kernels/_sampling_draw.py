@@ -10,12 +10,11 @@ from mrv1.kernels._sampling_search import (
     search_groups,
     search_list,
     search_row,
-    total,
 )
 from mrv1.kernels._triton import tl, triton
 
 _LN_2 = tl.constexpr(0.6931471805599453)
-_TOKEN = tl.constexpr(0)  # purposes of random words
+_TOKEN = tl.constexpr(0)  # purposes of random words; twice the round is added to them
 _GROUP = tl.constexpr(1)
 _LAST = tl.constexpr(2**31 - 1)
 
@@ -27,10 +26,117 @@ def _log(x):
 
 
 @triton.jit
-def _draw_group(group, log_weight, seed, position, child):
+def _draw_group(group, log_weight, seed, position, purpose, child):
     """Return argmax(log_weight + noise), the lowest of equal ones."""
-    score = log_weight + gumbel(philox_word(seed, position, group, _GROUP, child))
+    score = log_weight + gumbel(philox_word(seed, position, group, purpose, child))
     return tl.min(tl.where(score == tl.max(score, axis=0), group, _LAST), axis=0)
+
+
+@triton.jit
+def _draw_token(
+    logits_row_ptr,
+    group,
+    floor,
+    top,
+    temperature,
+    seed,
+    position,
+    purpose,
+    child,
+    vocab_size,
+    GROUP: tl.constexpr,
+):
+    """Return a token above ``floor`` of a group, and its logit; the best of a greedy row."""
+    token = group * GROUP + tl.arange(0, GROUP)
+    in_vocab = token < vocab_size
+    x = tl.load(logits_row_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
+    score = x
+    if temperature != 0.0:
+        noise = gumbel(philox_word(seed, position, token, purpose, child))
+        score = (x - top) * (scale_of(temperature) * _LN_2) + noise
+        score = tl.where(x > floor, score, float("-inf"))
+    is_best = in_vocab & (score == tl.max(score, axis=0))
+    drawn = tl.min(tl.where(is_best, token, _LAST), axis=0)
+    return drawn, tl.max(tl.where(token == drawn, x, float("-inf")), axis=0)
+
+
+@triton.jit
+def _draw_nucleus(
+    logits_row_ptr,
+    group_sum_row_ptr,  # *written*
+    scratch_row_ptr,
+    group_max,
+    group_sum,
+    top,
+    temperature,
+    seed,
+    position,
+    child,
+    top_p,
+    vocab_size,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    FEW_GROUPS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Return a token of a row that only top-p filters, drawn in rounds.
+
+    Of the tokens above one that was drawn, whose mass decides about it, only groups with such
+    tokens are read.
+    """
+    STEP: tl.constexpr = (FEW_GROUPS + 1) // 2  # its buffers leave room for a second program
+    scale = scale_of(temperature)
+    group = tl.arange(0, TILE_GROUPS)
+    member = tl.arange(0, GROUP)[None, :]
+    part = tl.arange(0, STEP)
+    log_mass = (group_max - top) * (scale * _LN_2) + _log(group_sum)
+    target = top_p * tl.sum(group_sum * tl.exp2((group_max - top) * scale), axis=0)
+    floor = float("-inf")
+    purpose = 0
+    token = 0
+    is_open = 1
+    while is_open != 0:
+        chosen = _draw_group(group, log_mass, seed, position, purpose + _GROUP, child)
+        token, x = _draw_token(
+            logits_row_ptr,
+            chosen,
+            floor,
+            top,
+            temperature,
+            seed,
+            position,
+            purpose + _TOKEN,
+            child,
+            vocab_size,
+            GROUP,
+        )
+        is_open = (x < top).to(tl.int32)
+        if is_open != 0:
+            floor = x
+            at = group_max > floor
+            num_listed = tl.sum(at.to(tl.int32))
+            index = tl.cumsum(at.to(tl.int32), axis=0) - 1
+            tl.debug_barrier()  # nobody reads what an earlier round left
+            tl.store(scratch_row_ptr + index, group.to(tl.float32), mask=at)
+            tl.debug_barrier()
+            for first in tl.range(0, num_listed, STEP, num_stages=NUM_STAGES):
+                is_listed = first + part < num_listed
+                listed = tl.load(scratch_row_ptr + first + part, mask=is_listed, other=0.0)
+                listed = listed.to(tl.int32)
+                of_group = listed[:, None] * GROUP + member
+                others = tl.load(
+                    logits_row_ptr + of_group,
+                    mask=is_listed[:, None] & (of_group < vocab_size),
+                    other=float("-inf"),
+                ).to(tl.float32)
+                weight = tl.where(others > floor, tl.exp2((others - top) * scale), 0.0)
+                tl.store(group_sum_row_ptr + listed, tl.sum(weight, axis=1), mask=is_listed)
+            tl.debug_barrier()
+            mass = tl.load(group_sum_row_ptr + group, mask=at, other=0.0)
+            log_mass = _log(mass)
+            purpose += 2
+            is_open = (tl.sum(mass, axis=0) >= target).to(tl.int32)
+    return token
 
 
 @triton.jit
@@ -40,7 +146,6 @@ def _draw_filtered_group(
     group_sum_row_ptr,  # *written*
     scratch_row_ptr,
     group_max,
-    group_sum,
     top,
     temperature,
     seed,
@@ -70,20 +175,13 @@ def _draw_filtered_group(
         base = before(top + temperature * tl.log(min_p))
 
     # The groups to look into: all that min_p leaves, or those of the largest maxima. As many
-    # tokens as there are such groups are above the floor at least, which is enough for top-k;
-    # for top-p it has to be seen.
+    # tokens as there are such groups are above the floor at least, which is enough for top-k.
     floor = base
-    is_sure = True
     least = tl.min(tl.where(group_max > float("-inf"), group_max, float("inf")), axis=0)
-    target = -1.0
-    if (k == 0) & (top_p < 1.0) & (min_p <= 0.0):
-        target = top_p * tl.sum(group_sum * tl.exp2((group_max - top) * scale), axis=0)
     num_few = tl.sum((group_max > base).to(tl.int32))
     most = tl.where(k > FEW_GROUPS, tl.maximum(tl.minimum(k + k // 4, num_few - 1), k), FEW_GROUPS)
-    if (num_few > most) & ((k > 0) | ((top_p < 1.0) & (min_p <= 0.0))):
-        fewest = tl.where(k > 0, k, FEW_GROUPS // 2)
-        floor, num_few = search_groups(group_max, base, top, fewest, most)
-        is_sure = k > 0
+    if (num_few > most) & (k > 0):
+        floor, num_few = search_groups(group_max, base, top, k, most)
 
     chosen = 0
     is_done = False
@@ -105,35 +203,25 @@ def _draw_filtered_group(
         in_group = tl.sum(is_in, axis=1)
         num = tl.sum(in_group, axis=0)
         is_done = num <= LISTED
-        if not is_sure:
-            is_done = is_done & (total(tl.exp2((x - top) * scale)) >= target)
         if is_done:
             rank = (tl.cumsum(in_group, axis=0) - in_group)[:, None] + tl.cumsum(is_in, axis=1)
             list_ptr = scratch_row_ptr + FEW_GROUPS
             tl.store(list_ptr + (rank - 1), x, mask=is_in != 0)
             tl.debug_barrier()
-            floor = search_list(list_ptr, num, k, top_p, target, top, scale, LISTED)
+            floor = search_list(list_ptr, num, k, top_p, top, scale, LISTED)
             mass = tl.sum(tl.where(x > floor, tl.exp2((x - top) * scale), 0.0), axis=1)
-            chosen = _draw_group(listed, _log(mass), seed, position, child)
+            chosen = _draw_group(listed, _log(mass), seed, position, _GROUP, child)
 
     if not is_done:
-        if not is_sure:
-            floor = base
         if (k > 0) | (top_p < 1.0):
-            low = floor
-            if target > 0.0:
-                # Were every token below this, they had less than 1 - top_p of the mass.
-                share = target * (1.0 - top_p) / (top_p * vocab_size)
-                low = tl.minimum(top + temperature * (tl.log(share) - 1.0), before(top))
             floor = search_row(
                 logits_row_ptr,
                 scratch_row_ptr,
-                low,
+                floor,
                 (k == 0).to(tl.int32),
-                ((k > 0) & (k <= LANES * DEPTH // 4) & (low > float("-inf"))).to(tl.int32),
+                ((k > 0) & (k <= LANES * DEPTH // 4) & (floor > float("-inf"))).to(tl.int32),
                 k,
                 top_p,
-                target,
                 top,
                 least,
                 scale,
@@ -158,7 +246,7 @@ def _draw_filtered_group(
             tl.store(group_sum_row_ptr + here, tl.sum(weight, axis=1), mask=here < num_groups)
         tl.debug_barrier()
         mass = tl.load(group_sum_row_ptr + group, mask=group < num_groups, other=0.0)
-        chosen = _draw_group(group, _log(mass), seed, position, child)
+        chosen = _draw_group(group, _log(mass), seed, position, _GROUP, child)
     return chosen, floor
 
 
@@ -237,13 +325,36 @@ def draw_kernel(
             return
 
     logits_row_ptr = logits_ptr + row * stride_logits_row
+    if scratch_ptr is not None:
+        if (temperature != 0.0) & (top_p < 1.0) & (k == 0) & (min_p <= 0.0):
+            token = _draw_nucleus(
+                logits_row_ptr,
+                group_sum_row_ptr,
+                scratch_ptr + row * stride_scratch_row,
+                group_max,
+                group_sum,
+                top,
+                temperature,
+                seed,
+                position,
+                child,
+                top_p,
+                vocab_size,
+                GROUP,
+                TILE_GROUPS,
+                FEW_GROUPS,
+                NUM_STAGES,
+            )
+            tl.store(out_ptr + row, token.to(tl.int64))
+            return
+
     floor = tl.where(is_row, float("-inf"), top)
     if temperature == 0.0:
         chosen = tl.min(tl.where(group_max == top, group, _LAST), axis=0)
     else:
         log_weight = (group_max - top) * (scale_of(temperature) * _LN_2) + _log(group_sum)
         if scratch_ptr is None:
-            chosen = _draw_group(group, log_weight, seed, position, child)
+            chosen = _draw_group(group, log_weight, seed, position, _GROUP, child)
         elif (k > 0) | (top_p < 1.0) | (min_p > 0.0):
             chosen, floor = _draw_filtered_group(
                 logits_row_ptr,
@@ -251,7 +362,6 @@ def draw_kernel(
                 group_sum_row_ptr,
                 scratch_ptr + row * stride_scratch_row,
                 group_max,
-                group_sum,
                 top,
                 temperature,
                 seed,
@@ -272,15 +382,19 @@ def draw_kernel(
                 NUM_STAGES,
             )
         else:
-            chosen = _draw_group(group, log_weight, seed, position, child)
+            chosen = _draw_group(group, log_weight, seed, position, _GROUP, child)
 
-    token = chosen * GROUP + tl.arange(0, GROUP)
-    in_vocab = token < vocab_size
-    x = tl.load(logits_row_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
-    score = x
-    if temperature != 0.0:
-        noise = gumbel(philox_word(seed, position, token, _TOKEN, child))
-        score = (x - top) * (scale_of(temperature) * _LN_2) + noise
-        score = tl.where(x > floor, score, float("-inf"))
-    is_best = in_vocab & (score == tl.max(score, axis=0))
-    tl.store(out_ptr + row, tl.min(tl.where(is_best, token, _LAST), axis=0).to(tl.int64))
+    token, _ = _draw_token(
+        logits_row_ptr,
+        chosen,
+        floor,
+        top,
+        temperature,
+        seed,
+        position,
+        _TOKEN,
+        child,
+        vocab_size,
+        GROUP,
+    )
+    tl.store(out_ptr + row, token.to(tl.int64))

@@ -98,12 +98,11 @@ def search_tile(x, weight, low, high, num_high, mass_high, k, target, BY_MASS: t
 
 
 @triton.jit
-def search_list(list_ptr, num_listed, k, top_p, target, top, scale, LISTED: tl.constexpr):
+def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr):
     """Return the floor of top-k, then top-p, by comparing every pair of the tokens in a list.
 
     ``list_ptr`` points to [2, LISTED] float32: the logits of all 1 to LISTED tokens above some
-    value, then scratch. k = 0 is all. If ``target`` is less than 0, the mass that is enough for
-    top-p is its share of what top-k keeps.
+    value, then scratch. k = 0 is all.
     """
     STEP: tl.constexpr = 16
     index, part = tl.arange(0, LISTED), tl.arange(0, STEP)
@@ -119,7 +118,7 @@ def search_list(list_ptr, num_listed, k, top_p, target, top, scale, LISTED: tl.c
     is_kept = (index < num_listed) & (tl.sum(larger, axis=0) < tl.where(k > 0, k, LISTED))
     if top_p < 1.0:
         weight = tl.where(is_kept, tl.exp2((x - top) * scale), 0.0)
-        enough = tl.where(target < 0.0, top_p * tl.sum(weight, axis=0), target)
+        enough = top_p * tl.sum(weight, axis=0)
         tl.store(list_ptr + LISTED + index, weight)
         tl.debug_barrier()
         mass = tl.zeros([STEP, LISTED], tl.float32)
@@ -174,7 +173,6 @@ def search_row(
     collect,  # whether few tokens are likely to be above low
     k,
     top_p,
-    target,  # mass that is enough for top-p; < 0: of what is above low, not known yet
     top,  # the row's maximum
     least,  # some value that is not far from most tokens
     scale,
@@ -195,6 +193,7 @@ def search_row(
     high = top
     num_high = 0
     mass_high = 0.0
+    target = -1.0  # mass that is enough for top-p; < 0: not known yet
     num_passes = 0
     is_open = 1
     while is_open != 0:

@@ -663,6 +663,53 @@ def kept_tokens(
 
 
 def _draw(
+    scaled: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    child: torch.Tensor | None,
+    purpose: int = 0,
+) -> torch.Tensor:
+    """Return a token of each row: of a group, drawn by what is above -inf of it."""
+    num_rows, vocab_size = scaled.shape
+    size = group_size(vocab_size)
+    groups = torch.nn.functional.pad(scaled, (0, -vocab_size % size), value=-torch.inf)
+    groups = groups.unflatten(1, (-1, size))
+    index = torch.arange(groups.shape[1], device=scaled.device)
+    noise = gumbel_noise(philox_words(seeds, positions, index, purpose + 1, child))
+    group = (groups.logsumexp(2) + noise).argmax(1)
+    members = groups[torch.arange(num_rows, device=scaled.device), group]
+    token = group[:, None] * size + torch.arange(size, device=scaled.device)
+    noise = gumbel_noise(philox_words(seeds, positions, token, purpose, child))
+    drawn: torch.Tensor = group * size + (members + noise).argmax(1)
+    return drawn
+
+
+def _draw_nucleus(
+    scaled: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    child: torch.Tensor | None,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """Return a token of each row, in rounds: until strictly likelier ones have less than top_p."""
+    probs = scaled.softmax(1)
+    tokens = torch.zeros_like(seeds)
+    rows = torch.arange(len(scaled), device=scaled.device)
+    purpose = 0
+    while rows.numel():
+        of_child = None if child is None else child[rows]
+        drawn = _draw(scaled[rows], seeds[rows], positions[rows], of_child, purpose)
+        value = scaled[rows].gather(1, drawn[:, None])
+        above = probs[rows].where(scaled[rows] > value, 0).sum(1)
+        tokens[rows] = drawn
+        is_open = (above > 0) & (above >= top_p[rows].double())
+        scaled[rows] = scaled[rows].where(scaled[rows] > value, -torch.inf)
+        rows = rows[is_open]
+        purpose += 2
+    return tokens
+
+
+def _draw_filtered(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     seeds: torch.Tensor,
@@ -671,22 +718,24 @@ def _draw(
     **filters: torch.Tensor,
 ) -> torch.Tensor:
     """Return a token of each row, all of which are drawn and have one to draw."""
-    num_rows, vocab_size = logits.shape
     logits = logits.double()
     scaled = (logits - logits.amax(1, keepdim=True)) / temperature.double()[:, None]
-    if filters:
-        scaled = scaled.masked_fill(~kept_tokens(scaled, **filters), -torch.inf)
-    size = group_size(vocab_size)
-    groups = torch.nn.functional.pad(scaled, (0, -vocab_size % size), value=-torch.inf)
-    groups = groups.unflatten(1, (-1, size))
-    index = torch.arange(groups.shape[1], device=logits.device)
-    noise = gumbel_noise(philox_words(seeds, positions, index, 1, child))
-    group = (groups.logsumexp(2) + noise).argmax(1)
-    members = groups[torch.arange(num_rows, device=logits.device), group]
-    token = group[:, None] * size + torch.arange(size, device=logits.device)
-    noise = gumbel_noise(philox_words(seeds, positions, token, 0, child))
-    drawn: torch.Tensor = group * size + (members + noise).argmax(1)
-    return drawn
+    if not filters:
+        return _draw(scaled, seeds, positions, child)
+    kept = scaled.masked_fill(~kept_tokens(scaled, **filters), -torch.inf)
+    tokens = _draw(kept, seeds, positions, child)
+    if "top_p" in filters:
+        in_rounds = filters["top_p"] < 1
+        if "top_k" in filters:
+            in_rounds &= (filters["top_k"] == 0) | (filters["top_k"] >= logits.shape[1])
+        if "min_p" in filters:
+            in_rounds &= filters["min_p"] <= 0
+        rows = in_rounds.nonzero().flatten()
+        children = None if child is None else child[rows]
+        tokens[rows] = _draw_nucleus(
+            scaled[rows], seeds[rows], positions[rows], children, filters["top_p"][rows]
+        )
+    return tokens
 
 
 @_counted
@@ -720,7 +769,7 @@ def sample_tokens(
     tokens = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(1)
     rows = (drawn & ~failed & ~empty).nonzero().flatten()
     of_row = {name: value[rows] for name, value in of_row.items()}
-    tokens[rows] = _draw(logits[rows], child=of_row.pop("child", None), **of_row)
+    tokens[rows] = _draw_filtered(logits[rows], child=of_row.pop("child", None), **of_row)
     tokens = tokens.masked_fill(empty, -1).masked_fill(failed, -2)
     return tokens if out is None else out.copy_(tokens)
 

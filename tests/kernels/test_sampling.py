@@ -44,27 +44,50 @@ FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.fl
 def _near_best(logits, temperature, seeds, positions, child, **filters):
     """Return which tokens are the oracle's, or as good as it to within a near tie: [vocab] bool.
 
-    Of one drawn row, in float64: both of its draws, the group's and the token's.
+    Of one drawn row, in float64.
     """
     scaled = (logits.double() - logits.double().max()) / temperature.double()
+    noise = (seeds, positions, child)
+    if _is_in_rounds(scaled.numel(), **filters):
+        return _near_in_rounds(scaled, scaled.softmax(0), filters["top_p"].item(), noise, 0)
     scaled = scaled.masked_fill(~reference.kept_tokens(scaled[None], **filters)[0], -torch.inf)
+    return _near_draw(scaled, noise, 0)
+
+
+def _is_in_rounds(vocab, top_k=None, top_p=None, min_p=None):
+    is_all = top_k is None or top_k.item() in (0, *range(vocab, 5001))
+    return top_p is not None and top_p.item() < 1 and is_all and (min_p is None or min_p.item() == 0)
+
+
+def _near_in_rounds(scaled, probs, top_p, noise, purpose):
+    """Likewise of top-p alone: a token near the best, if it is kept, or what may come after it."""
+    found = torch.zeros_like(scaled, dtype=torch.bool)
+    for token in _near_draw(scaled, noise, purpose).nonzero().flatten().tolist():
+        mass = probs.where(scaled > scaled[token], 0).sum().item()
+        if mass < top_p * (1 + ROUNDING):
+            found[token] = True
+        if mass > 0 and mass > top_p * (1 - ROUNDING):
+            likelier = scaled.masked_fill(scaled <= scaled[token], -torch.inf)
+            found |= _near_in_rounds(likelier, probs, top_p, noise, purpose + 2)
+    return found
+
+
+def _near_draw(scaled, noise, purpose):
+    """Return the tokens that may win both draws, the group's and the token's: [vocab] bool."""
+    seeds, positions, child = noise
     size = reference.group_size(scaled.numel())
     groups = torch.nn.functional.pad(scaled, (0, -scaled.numel() % size), value=-torch.inf)
     groups = groups.view(-1, size)
 
     def near(scores, purpose):
-        index = torch.arange(scores.shape[-1])
+        index = torch.arange(scores.numel())
         words = reference.philox_words(seeds, positions, index, purpose, child)
-        scores = scores + reference.gumbel_noise(words)[0]
+        scores = scores + reference.gumbel_noise(words).view(scores.shape)
         best = scores.amax(-1, keepdim=True)
         return (best - scores <= NEAR_TIE * best.abs().clamp_min(16)) & (scores > -torch.inf)
 
-    of_group = near(groups.logsumexp(1), 1)
-    words = reference.philox_words(seeds, positions, torch.arange(groups.numel()), 0, child)
-    scores = groups + reference.gumbel_noise(words).view(groups.shape)
-    best = scores.amax(1, keepdim=True)
-    of_token = (best - scores <= NEAR_TIE * best.abs().clamp_min(16)) & (scores > -torch.inf)
-    return (of_group[:, None] & of_token).flatten()[: scaled.numel()]
+    of_group = near(groups.logsumexp(1), purpose + 1)
+    return (of_group[:, None] & near(groups, purpose)).flatten()[: scaled.numel()]
 
 
 def _assert_near_best(tokens, logits, temperature, seeds, positions, **options) -> None:
@@ -414,6 +437,7 @@ def _assert_draws_from(probabilities: torch.Tensor, tokens: torch.Tensor) -> Non
         ("positions", {}),
         ("seeds", {"top_k": 20}),
         ("child", {"top_p": 0.7}),
+        ("seeds", {"top_p": 0.1}),  # some in five rounds
         ("positions", {"min_p": 0.3}),
         ("seeds", {"top_k": 40, "top_p": 0.8}),
     ],
@@ -478,6 +502,24 @@ def test_the_oracle_keeps_what_the_definitions_say(data, values, num_masked):
     got = reference.kept_tokens(scaled[None], **filters)[0]
     of_row = {name: x.double().item() for name, x in filters.items()}
     assert torch.equal(got, _kept_by_hand(scaled.tolist(), **of_row))
+
+
+@settings(max_examples=SOME)
+@given(
+    vocab=st.sampled_from(VOCABS), top_p=st.floats(0.0625, 0.96875, width=32), as_on_gpu=st.booleans(),
+    seed=small_seeds,
+)  # fmt: skip
+def test_top_p_keeps_the_token_that_is_drawn_without_it(device, vocab, top_p, as_on_gpu, seed):
+    arguments = _arguments(4, vocab, torch.float32, device, seed, temperatures=(0.5, 1.0))
+    with tiles("sampling", as_on_gpu=as_on_gpu):
+        plain = kernels.sample_tokens(*arguments).cpu()
+        tokens = kernels.sample_tokens(*arguments, **_filters(4, device, top_p=top_p)).cpu()
+    scaled = (arguments[0].double() / arguments[1].double()[:, None]).cpu()
+    probs = scaled.softmax(1)
+    for row in range(4):
+        likelier = probs[row].where(scaled[row] > scaled[row, plain[row]], 0).sum().item()
+        if abs(likelier - top_p) > ROUNDING:
+            assert (tokens[row] == plain[row]) == (likelier < top_p)
 
 
 def test_a_flat_vocabulary_is_drawn_evenly():
