@@ -325,7 +325,7 @@ def draw_kernel(
             return
 
     logits_row_ptr = logits_ptr + row * stride_logits_row
-    if scratch_ptr is not None:
+    if scratch_ptr is not None:  # noqa: SIM102 - decided when compiled
         if (temperature != 0.0) & (top_p < 1.0) & (k == 0) & (min_p <= 0.0):
             token = _draw_nucleus(
                 logits_row_ptr,

@@ -22,9 +22,9 @@ What is kept, in this order::
 
 Where top_p is the only filter, nobody has to know what it keeps: a token of all is drawn, and if
 strictly likelier ones have too much mass, one of those is, and so on, in round r with the purposes
-2 r and 2 r + 1 in place of 0 and 1. What is turned down was not kept, nor was what is left out with
-it, so that each kept token is as likely as it should be; and at least ``top_p`` of the rows end in
-the first round, with the token that they would draw without a filter.
+2 r and 2 r + 1 in place of 0 and 1. What is turned down was not kept, nor was what is left out
+with it, so that each kept token is as likely as it should be; and at least ``top_p`` of the rows
+end in the first round, with the token that they would draw without a filter.
 
 Two launches. The first reads the logits and leaves each group's maximum and sum; the second, one
 program a row, does the rest from these, and reads again only where it has to: the 50 best tokens
