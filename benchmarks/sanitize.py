@@ -172,10 +172,10 @@ def _sample_tokens(ops: ModuleType, device: torch.device) -> Outputs:
     for vocab_size in (320, 10_000):
         logits, rows = _normal(5, vocab_size, device=device), torch.arange(5, device=device)
         yield ops.sample_tokens(logits, rows / 4, rows, rows)
-        for top_k in (7, 300):  # few enough for a tile, and more
+        for top_k in (0, 7, 300):  # none: top-p alone, or with min-p; few enough for a tile; more
             yield ops.sample_tokens(
                 logits, rows / 4, rows, rows, top_k=torch.full_like(rows, top_k).int(),
-                top_p=torch.full_like(rows / 4, 0.9), min_p=rows / 1000, child=rows.int(),
+                top_p=torch.full_like(rows / 4, 0.9), min_p=rows // 3 / 1000, child=rows.int(),
             )  # fmt: skip
 
 
