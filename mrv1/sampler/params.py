@@ -26,6 +26,10 @@ TOP_K_MAX = 2**31 - 1
 REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 1e-5, 2.0
 """As (0, 2], but for what float32 logits overflow under."""
 
+N_MAX = 1 << 14
+"""Outputs are requests of their own: what one caller asks for must leave the host's memory to
+others. vLLM's default."""
+
 LOGIT_BIAS_MAX = 100.0
 """Of either sign: more than the logits of a model differ by."""
 
@@ -92,7 +96,7 @@ class SamplingParams:
         logit_bias: token id -> from -100 to 100, added to its logit.
         allowed_token_ids: tokens of which the output is made; None = all.
         seed: 64-bit integer; None derives one from the engine's seed and the order of admission.
-        n: outputs of the request, >= 1; equal seeds do not make them equal.
+        n: outputs of the request, 1 to 16,384; equal seeds do not make them equal.
         max_tokens: tokens to generate, >= 1; None = as many as the context holds.
         min_tokens: tokens before which nothing ends the output: stop tokens, and the model's
             end-of-sequence tokens even if ignored, are not drawn, and stop texts and sequences do
@@ -248,8 +252,9 @@ class SamplingParams:
                 "seed: expected an integer from -2^63 to 2^63 - 1, or None, got "
                 f"{short(self.seed)}"
             )
+        if not _is_int(self.n) or not 1 <= self.n <= N_MAX:
+            raise RequestError(f"n: expected an integer from 1 to {N_MAX}, got {short(self.n)}")
         for name, least, is_optional in (
-            ("n", 1, False),
             ("max_tokens", 1, True),
             ("min_tokens", 0, False),
             ("logprobs", 0, True),
