@@ -697,14 +697,13 @@ def _draw_nucleus(
     rows = torch.arange(len(scaled), device=scaled.device)
     purpose = 0
     while rows.numel():
-        of_child = None if child is None else child[rows]
-        drawn = _draw(scaled[rows], seeds[rows], positions[rows], of_child, purpose)
-        value = scaled[rows].gather(1, drawn[:, None])
-        above = probs[rows].where(scaled[rows] > value, 0).sum(1)
+        left, of_child = scaled[rows], None if child is None else child[rows]
+        drawn = _draw(left, seeds[rows], positions[rows], of_child, purpose)
+        is_likelier = left > left.gather(1, drawn[:, None])
+        mass = probs[rows].where(is_likelier, 0).sum(1)
         tokens[rows] = drawn
-        is_open = (above > 0) & (above >= top_p[rows].double())
-        scaled[rows] = scaled[rows].where(scaled[rows] > value, -torch.inf)
-        rows = rows[is_open]
+        scaled[rows] = left.where(is_likelier, -torch.inf)
+        rows = rows[(mass > 0) & (mass >= top_p[rows].double())]
         purpose += 2
     return tokens
 

@@ -111,7 +111,10 @@ class SampleTokensConfig:
 
     @property
     def scratch_size(self) -> int:
-        """Elements of a row's scratch: tokens of all lanes, or listed groups, then tokens."""
+        """Elements of a row's scratch: tokens of all lanes, or listed groups, then tokens.
+
+        There is room for all groups of a row as well, which top-p alone may list.
+        """
         return max(self.lanes * self.depth, self.few_groups + 2 * self.listed)
 
 

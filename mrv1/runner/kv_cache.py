@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -236,14 +237,7 @@ class StreamingDemand:
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
     """Return the largest number up to ``most`` for which something holds that holds for less."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda count: not holds(count))
 
 
 class KVCache:

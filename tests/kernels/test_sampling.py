@@ -603,6 +603,7 @@ def test_configurations_cover_the_vocabulary(vocab):
         for tile in (config.tile_groups, config.few_groups, config.lanes, config.depth):
             assert tile & (tile - 1) == 0
         assert config.scratch_size >= config.lanes * config.depth
+        assert config.scratch_size >= -(-vocab // size)
 
 
 # --- errors ------------------------------------------------------------------------------------
