@@ -9,12 +9,15 @@ cuts the segments into *items*, the work of one program each::
 
 and lists the segments with several pieces, whose partial results are merged: by the program that
 ends last of a segment's, or where there may be many by a second launch. ``size`` is the smallest
-with as many items as run at the same time, so that there is one wave of programs and no tail; a
-batch with more segments than that keeps them whole, except the few that are much longer than an
-equal share, and short segments are not cut at all (``min_tiles``). Lengths are read on the device
-and bounds follow from shapes alone: a captured graph serves any lengths. A deterministic plan cuts
-each segment by its own length alone, whatever else the batch holds. One plan serves every layer
-with the same head roles.
+with as many items as run at the same time, so that there is one wave of programs and no tail, or
+with twice as many where pieces are long (``LONG_PIECE``) and segments many: what lengths leave
+over then matters less. A batch with more segments than programs keeps them whole, except the few
+that are much longer than an equal share, and short segments are not cut at all (``min_tiles``).
+Segments of half a ``size`` or less (heads with a window, short requests beside long ones) come
+last and count by their tiles: several follow each other where one of ``size`` runs, and they leave
+its programs to the long ones. Lengths are read on the device and bounds follow from shapes alone:
+a captured graph serves any lengths. A deterministic plan cuts each segment by its own length
+alone, whatever else the batch holds. One plan serves every layer with the same head roles.
 
 Source: the idea of a plan apart from the run is FlashInfer's (arXiv:2501.01005), made on the host
 there; Stream-K (arXiv:2301.03598) for equal shares over the device.
@@ -50,6 +53,10 @@ SPLIT_TOKENS = 512
 MAX_PIECES = 64
 """A deterministic plan cuts a segment every SPLIT_TOKENS keys, or twice as many and so on until
 there are no more than MAX_PIECES pieces: by the segment's own length alone."""
+
+LONG_PIECE = 2048
+"""Keys from which on equal shares are halved where there are many segments: what is left over of
+each then evens out. On an H200 that is 0 to 6% faster there, 3 to 6% slower from 1,024 keys on."""
 
 MERGED_PIECES = 16
 """Up to so many pieces of a segment, where all are alike, the last of its programs merges them. On
@@ -175,6 +182,10 @@ class DecodePlan:
     deterministic: bool
     """Whether the pieces of a segment follow from its own length, whatever the batch."""
     max_items: int
+    most_items: int
+    """Items that equal shares make, those of short segments counted by their tiles."""
+    fine_items: int
+    """As many instead where pieces are long: they even out what runs beside each other."""
     max_pieces: int
     """Bound on the pieces of one segment."""
     max_merges: int
@@ -257,20 +268,27 @@ class DecodePlan:
         max_tiles = max(1, -(-max_keys // config.tile_tokens))
         if deterministic:
             max_pieces = max(1, min(-(-max_keys // SPLIT_TOKENS), MAX_PIECES))
-            max_items = segments * max_pieces
+            max_items = most_items = fine_items = segments * max_pieces
         elif num_kv_splits is not None:
             max_pieces = min(num_kv_splits, max_tiles)
-            max_items = segments * max_pieces
+            max_items = most_items = fine_items = segments * max_pieces
         else:
             programs = config.programs_per_sm * info.num_sms
-            max_items = programs if segments <= programs else segments + programs // 2
+            most_items = programs if segments <= programs else segments + programs // 2
+            is_many = 8 * segments > programs
+            fine_items = 2 * programs if is_many and segments <= programs else most_items
             longest = -(-max_tiles // config.min_tiles)
-            max_pieces = min(max_items - segments + 1, longest)
+            # Of one segment all that the others leave: those may be short, and hardly count.
+            max_pieces = min(fine_items, longest)
+            # For short segments. A few of them cost an eighth at most where they have no room,
+            # and every launch starts programs for it.
+            spare = min(segments - 1, programs) if is_many else 0
+            max_items = min(fine_items + spare, segments * max_pieces)
         # A split segment makes an item more at least than segments there are.
         max_merges = min(segments, max_items - segments) if max_pieces > 1 else 0
         num_states = max_items if max_merges else 0
         num_full = sum(role.window < 0 for role in layout.roles) or num_kv_heads
-        usual_pieces = min(max_items // max(1, max_reqs * num_full), max_pieces)
+        usual_pieces = min(most_items // max(1, max_reqs * num_full), max_pieces)
         return cls(
             config=config,
             max_reqs=max_reqs,
@@ -280,6 +298,8 @@ class DecodePlan:
             num_kv_splits=num_kv_splits,
             deterministic=deterministic,
             max_items=max_items,
+            most_items=most_items,
+            fine_items=fine_items,
             max_pieces=max_pieces,
             max_merges=max_merges,
             items=torch.empty(max_items, ITEM_FIELDS, dtype=torch.int32, device=device),
@@ -317,16 +337,27 @@ def _sum(x):
 
 
 @triton.jit
-def _equal_size(tiles, most_items, MIN_TILES: tl.constexpr):
-    """Return the smallest size from MIN_TILES on that makes no more than ``most_items`` pieces.
+def _is_short(tiles, size):
+    """Return whether segments are no more than half a piece."""
+    return 2 * tiles <= size
 
-    By bisection; at most every segment whole.
+
+@triton.jit
+def _equal_size(tiles, is_segment, max_items, most_items, MIN_TILES: tl.constexpr):
+    """Return the smallest size from MIN_TILES on that makes no more items than may be.
+
+    No more than ``max_items``, or than ``most_items`` if short ones count as tiles / size. By
+    bisection; at most every segment whole.
     """
     too_small = MIN_TILES - 1
     size = tl.max(tl.max(tiles, axis=1), axis=0)  # every segment whole
     while size - too_small > 1:
         middle = (too_small + size) // 2
-        fits = _sum((tiles + middle - 1) // middle) <= most_items
+        is_short = is_segment & _is_short(tiles, middle)
+        pieces = _sum(tl.where(is_short, 0, (tiles + middle - 1) // middle))
+        short_tiles = _sum(tl.where(is_short, tiles, 0))
+        fits = pieces + (short_tiles + middle - 1) // middle <= most_items
+        fits &= pieces + _sum(is_short.to(tl.int32)) <= max_items
         too_small = tl.where(fits, too_small, middle)
         size = tl.where(fits, middle, size)
     return size
@@ -341,7 +372,7 @@ def _own_size(tiles, SPLIT_TILES: tl.constexpr):
     return size
 
 
-@triton.jit(do_not_specialize=["num_reqs", "max_items"])
+@triton.jit(do_not_specialize=["num_reqs", "max_items", "most_items", "fine_items"])
 def _plan_decode_kernel(
     items_ptr,  # [max_items, ITEM_FIELDS] int32
     merges_ptr,  # [max_merges, MERGE_FIELDS] int32
@@ -353,7 +384,9 @@ def _plan_decode_kernel(
     window_ptr,  # [NUM_KV_HEADS] int32
     sink_ptr,  # [NUM_KV_HEADS] int32
     ring_blocks_ptr,  # [NUM_KV_HEADS] int32
-    max_items,  # rows of items_ptr; equal shares make no more
+    max_items,  # rows of items_ptr
+    most_items,  # that equal shares make, short segments counted by their tiles
+    fine_items,  # as many instead of pieces of LONG_TILES or more
     NUM_KV_HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
@@ -361,6 +394,7 @@ def _plan_decode_kernel(
     NUM_SPLITS: tl.constexpr,  # pieces of the longest segment; 0 = equal shares
     SPLIT_TILES: tl.constexpr,  # tiles of a piece, doubled for long segments; 0 = NUM_SPLITS
     MIN_TILES: tl.constexpr,  # of a piece, with equal shares
+    LONG_TILES: tl.constexpr,  # of a piece that is halved
     TILE_REQS: tl.constexpr,  # power of two >= num_reqs
     TILE_HEADS: tl.constexpr,  # power of two >= NUM_KV_HEADS
     TILE_ITEMS: tl.constexpr,
@@ -369,10 +403,11 @@ def _plan_decode_kernel(
     """Grid (cdiv(max_items, TILE_ITEMS),): one program lists TILE_ITEMS items.
 
     Each of them settles on the same size first; program 0 lists the merges too. Items are ordered
-    by request, head and piece.
+    by request, head and piece, those of short segments behind all others.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
+    EQUAL: tl.constexpr = (SPLIT_TILES == 0) and (NUM_SPLITS == 0)
     first_item = tl.program_id(0) * TILE_ITEMS
     req = tl.arange(0, TILE_REQS)
     head = tl.arange(0, TILE_HEADS)
@@ -390,11 +425,17 @@ def _plan_decode_kernel(
     elif NUM_SPLITS:
         size = (tl.max(tl.max(tiles, axis=1), axis=0) + NUM_SPLITS - 1) // NUM_SPLITS
     else:
-        size = _equal_size(tiles, max_items, MIN_TILES)
+        size = _equal_size(tiles, is_segment, max_items, most_items, MIN_TILES)
+        if size >= LONG_TILES:
+            size = _equal_size(tiles, is_segment, max_items, fine_items, MIN_TILES)
     pieces = (tiles + size - 1) // size
-    req_items = tl.sum(pieces, axis=1)
-    end_of_req = tl.cumsum(req_items, axis=0)
-    num_items = tl.minimum(tl.sum(req_items, axis=0), max_items)  # no write past the buffer
+    is_short = is_segment & _is_short(tiles, size) & EQUAL
+    long_pieces = tl.where(is_short, 0, pieces)
+    req_long, req_short = tl.sum(long_pieces, axis=1), tl.sum(is_short.to(tl.int32), axis=1)
+    end_of_long, end_of_short = tl.cumsum(req_long, axis=0), tl.cumsum(req_short, axis=0)
+    num_long = tl.sum(req_long, axis=0)
+    # No write past the buffer.
+    num_items = tl.minimum(num_long + tl.sum(req_short, axis=0), max_items)
 
     if first_item == 0:
         segment = req[:, None] * NUM_KV_HEADS + head[None, :]
@@ -405,7 +446,7 @@ def _plan_decode_kernel(
         tl.store(counts_ptr + 1, tl.sum(splits, axis=0))
         merge = (tl.cumsum(splits, axis=0) - splits)[:, None]
         merge = merge + tl.cumsum(is_split.to(tl.int32), axis=1) - 1
-        first = (end_of_req - req_items)[:, None] + tl.cumsum(pieces, axis=1) - pieces
+        first = (end_of_long - req_long)[:, None] + tl.cumsum(long_pieces, axis=1) - long_pieces
         target = merges_ptr + merge * _MERGE_FIELDS
         tl.store(target, tl.broadcast_to(req[:, None], [TILE_REQS, TILE_HEADS]), mask=is_split)
         tl.store(
@@ -418,9 +459,12 @@ def _plan_decode_kernel(
         return
     item = first_item + tl.arange(0, TILE_ITEMS)
     is_item = item < num_items
-    is_before = end_of_req[None, :] <= item[:, None]
+    of_short = item >= num_long
+    index = tl.where(of_short, item - num_long, item)
+    end_of_req = tl.where(of_short[:, None], end_of_short[None, :], end_of_long[None, :])
+    is_before = end_of_req <= index[:, None]
     item_req = tl.sum(is_before.to(tl.int32), axis=1)
-    index = item - tl.sum(tl.where(is_before, req_items[None, :], 0), axis=1)
+    index -= tl.max(tl.where(is_before, end_of_req, 0), axis=1)
     seq_len = tl.load(seq_lens_ptr + item_req, mask=is_item, other=0)
     tiles = _segment_tiles(
         seq_len[:, None], window[None, :], sink[None, :], QUERY_LEN, TILE_TOKENS, HAS_WINDOW
@@ -428,7 +472,8 @@ def _plan_decode_kernel(
     tiles = tl.where(is_head[None, :], tiles, 0)
     if SPLIT_TILES:
         size = _own_size(tiles, SPLIT_TILES)
-    pieces = (tiles + size - 1) // size
+    is_alike = (_is_short(tiles, size) & EQUAL) == of_short[:, None]
+    pieces = tl.where(is_alike, (tiles + size - 1) // size, 0)
     end_of_head = tl.cumsum(pieces, axis=1)
     item_head = tl.sum((end_of_head <= index[:, None]).to(tl.int32), axis=1)
     is_mine = head[None, :] == item_head[:, None]
@@ -497,7 +542,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     tile_reqs = _tile_reqs(plan.max_reqs)
     tile_heads = max(2, triton.next_power_of_2(plan.num_kv_heads))  # triton 3.6 fails to compile 1
     if INTERPRET:  # the interpreter pays by program
-        tile_items = triton.next_power_of_2(plan.max_items)
+        tile_items = min(triton.next_power_of_2(plan.max_items), 2**20 // tile_reqs)
     else:
         tile_items = items_per_program(tile_reqs)
     _plan_decode_kernel[(triton.cdiv(plan.max_items, tile_items),)](
@@ -512,6 +557,8 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         layout.sink,
         layout.ring_blocks,
         plan.max_items,
+        plan.most_items,
+        plan.fine_items,
         NUM_KV_HEADS=plan.num_kv_heads,
         QUERY_LEN=plan.query_len,
         TILE_TOKENS=plan.config.tile_tokens,
@@ -519,6 +566,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         NUM_SPLITS=plan.num_kv_splits or 0,
         SPLIT_TILES=SPLIT_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
         MIN_TILES=plan.config.min_tiles,
+        LONG_TILES=LONG_PIECE // plan.config.tile_tokens,
         TILE_REQS=tile_reqs,
         TILE_HEADS=tile_heads,
         TILE_ITEMS=tile_items,
@@ -533,10 +581,10 @@ def items_per_program(tile_reqs: int) -> int:
 
 
 def plan_warps(num_segments: int) -> int:
-    """Return warps that hold so many segments in registers; from 8,192 on some of them spill."""
+    """Return warps that hold so many segments in registers."""
     if num_segments <= 2048:
         return 4
-    return 8 if num_segments <= 8192 else 16
+    return 8 if num_segments <= 4096 else 16
 
 
 def check_plan_options(

@@ -31,6 +31,7 @@ from mrv1.kernels._paged_checks import (
 )
 from mrv1.kernels.bad_words import check_bad_words
 from mrv1.kernels.decode_plan import (
+    LONG_PIECE,
     MAX_PIECES,
     SPLIT_TOKENS,
     DecodePlan,
@@ -1120,9 +1121,12 @@ def _mark_visited(
     visited[head, columns[head, block]] = 1
 
 
-def _fits(tiles: list[int], most_items: int, size: int) -> bool:
-    """Whether pieces of so many tiles are no more than ``most_items``."""
-    return sum(-(-t // size) for t in tiles) <= most_items
+def _fits(tiles: list[int], max_items: int, most_items: int, size: int) -> bool:
+    """Whether pieces of so many tiles are no more items than may be; short ones count by tiles."""
+    short = [t for t in tiles if 2 * t <= size]
+    pieces = sum(-(-t // size) for t in tiles if 2 * t > size)
+    counted = pieces - (-sum(short) // size)
+    return counted <= most_items and pieces + len(short) <= max_items
 
 
 @_counted
@@ -1146,8 +1150,12 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         size = -(-longest // plan.num_kv_splits)
     elif not plan.deterministic:
         sizes = range(min(plan.config.min_tiles, longest), longest + 1)
-        fits = partial(_fits, tiles, plan.max_items)
-        size = sizes[bisect_left(sizes, True, key=fits)]
+        for most_items in (plan.most_items, plan.fine_items):
+            if most_items == plan.most_items or size * tile >= LONG_PIECE:
+                fits = partial(_fits, tiles, plan.max_items, most_items)
+                size = sizes[bisect_left(sizes, True, key=fits)]
+        by_length = sorted(zip(segments, tiles, strict=True), key=lambda each: 2 * each[1] <= size)
+        segments, tiles = [each for each, _ in by_length], [count for _, count in by_length]
     items: list[tuple[int, ...]] = []
     merges: list[tuple[int, ...]] = []
     for (req, head, visible, rest), num_tiles in zip(segments, tiles, strict=True):

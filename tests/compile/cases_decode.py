@@ -178,7 +178,7 @@ def _plan(target: Target, num_reqs: int, num_kv_heads: int, streaming: bool) -> 
     return AotCase(
         name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, streaming),
         kernel=_plan_decode_kernel,
-        args=(*(int32,) * 5, num_reqs, *(int32,) * 4, 528),
+        args=(*(int32,) * 5, num_reqs, *(int32,) * 4, 1568, 528, 1056),
         constexprs={
             "NUM_KV_HEADS": num_kv_heads,
             "QUERY_LEN": 1,
@@ -187,6 +187,7 @@ def _plan(target: Target, num_reqs: int, num_kv_heads: int, streaming: bool) -> 
             "NUM_SPLITS": 0,
             "SPLIT_TILES": 0,
             "MIN_TILES": 1,
+            "LONG_TILES": 32,
             "TILE_REQS": num_reqs,
             "TILE_HEADS": num_kv_heads,
             "TILE_ITEMS": items_per_program(num_reqs),

@@ -110,6 +110,14 @@ def _lists(plan):
 # --- oracle ------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _long_from_96(monkeypatch):
+    """Halve shares of three tiles, and longer ones."""
+    for module in (decode_plan, reference):
+        monkeypatch.setattr(module, "LONG_PIECE", 96)
+
+
+@pytest.mark.usefixtures("_long_from_96")
 @given(plans())
 def test_kernel_is_the_oracle(device, drawn):
     if not drawn[0]:
@@ -117,6 +125,7 @@ def test_kernel_is_the_oracle(device, drawn):
     assert _lists(_made(kernels, device, *drawn)) == _lists(_made(reference, device, *drawn))
 
 
+@pytest.mark.usefixtures("_long_from_96")
 @given(plans())
 def test_items_cover_what_is_visible_once(device, drawn):
     """Against the definition of what a query sees, without the kernels' arithmetic."""
@@ -170,10 +179,50 @@ def test_equal_shares_fill_the_programs(device):
     assert merges == []
 
 
+def test_long_pieces_are_halved(device):
+    """Two programs; 300 tiles are two pieces, or four where there are enough segments."""
+    layout = _layout([HeadRole()], device)
+    for programs, lens, expected in (
+        (2, [9600], [2400] * 4),
+        (2, [4800], [1216, 1216, 1184, 1184]),
+        (2, [4000], [2016, 1984]),  # not so long
+        (8, [32000], [4000] * 8),  # a segment is not many
+        (4, [6400, 9600], [2144, 2144, 2112, *[1920] * 5]),
+    ):
+        plan = _allocate(len(lens), layout, programs=programs, max_keys=32000)
+        seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        kernels.plan_decode_attention(seq_lens, layout, plan)
+        items, _ = _lists(plan)
+        assert [end - first for _, _, first, end, *_ in items] == expected
+
+
 def test_a_long_request_among_many_short_ones_is_cut(device):
     items, merges = _lists(_made(kernels, device, [32] * 5 + [MAX_KEYS], [HeadRole()], 4, 1, {}))
-    assert [merge[:2] for merge in merges] == [[5, 0]]
-    assert len(items) == 5 + 3  # half as many items more than segments as programs: two
+    # 6 segments and half of the programs make eight items: five of up to three tiles and, of one
+    # tile each, two that count. The short ones come last.
+    assert merges == [[5, 0, 0, 5]]
+    assert [end - first for _, _, first, end, *_ in items] == [96, 96, 96, 64, 48] + [32] * 5
+
+
+def test_short_segments_leave_the_programs_to_long_ones(device):
+    """Eight heads see ten keys, one sees 400: it gets seven of eight programs, they the eighth."""
+    roles = [HeadRole(window=10)] * 3 + [HeadRole()] + [HeadRole(window=10)] * 5
+    items, merges = _lists(_made(kernels, device, [MAX_KEYS], roles, 8, 1, {}))
+    assert merges == [[0, 3, 0, 7]]
+    assert [head for _, head, *_ in items] == [3] * 7 + [0, 1, 2, 4, 5, 6, 7, 8]
+
+
+def test_no_more_items_than_the_buffers_hold(device):
+    """125 tiles among forty short segments, eight programs: 53 items, though 42 would count."""
+    layout = _layout([HeadRole()], device)
+    lens = torch.tensor([32] * 20 + [4000] + [32] * 20, dtype=torch.int32, device=device)
+    for ops in (kernels, reference):
+        plan = _allocate(41, layout, programs=8, max_keys=4000)
+        assert plan.max_items == 41 + 4 + 8
+        ops.plan_decode_attention(lens, layout, plan)
+        items, merges = _lists(plan)
+        assert merges == [[20, 0, 0, 13]]
+        assert len(items) == plan.max_items
 
 
 def test_no_piece_is_shorter_than_wanted(device):
@@ -221,8 +270,7 @@ def test_no_merge_where_no_segment_can_be_split(device):
     assert _allocate(3, layout, num_kv_splits=1).max_merges == 0
     assert _allocate(3, layout, num_kv_splits=1).states.numel() == 0
     assert _allocate(3, layout, tile_tokens=512).max_merges == 0
-    assert _allocate(3, layout, programs=3).max_merges == 0
-    assert _allocate(3, layout, programs=4).max_merges > 0
+    assert _allocate(3, layout, programs=3).max_merges > 0  # two may be short
 
 
 def test_many_pieces_and_those_of_a_deterministic_plan_are_merged_by_a_launch(device):
