@@ -24,7 +24,7 @@ import torch
 
 from mrv1 import kernels
 from mrv1.bench.provenance import provenance
-from mrv1.kernels import HeadRole, KVScales, reference
+from mrv1.kernels import HeadRole, KVScales, prefill_attention, reference
 from mrv1.kernels.edit_logits import MAX_PARTS
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 
@@ -107,12 +107,19 @@ def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
 
 
 def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
+    prefill_attention.MIN_SPLIT_STEPS = 1  # so that keys of short contexts too are cut
     for case in _paged((40, 33, 1), device):
         q = _normal(74, 16, 128, device=device)
-        yield ops.paged_prefill_attention(
-            q, case.k_cache, case.v_cache, case.block_table, case.query_start_loc, case.seq_lens,
-            case.layout, softmax_scale=0.1, max_query_len=40, scales=case.scales,
-        )  # fmt: skip
+        for num_splits in (1, 3):
+            splits = kernels.PrefillSplits.allocate(
+                num_tokens=74, num_reqs=3, max_query_len=40, layout=case.layout, num_q_heads=16,
+                dtype=q.dtype, is_fp8=case.scales is not None, num_splits=num_splits,
+            )  # fmt: skip
+            yield ops.paged_prefill_attention(
+                q, case.k_cache, case.v_cache, case.block_table, case.query_start_loc,
+                case.seq_lens, case.layout, softmax_scale=0.1, max_query_len=40, splits=splits,
+                scales=case.scales,
+            )  # fmt: skip
 
 
 def _copy_pages(ops: ModuleType, device: torch.device) -> Outputs:

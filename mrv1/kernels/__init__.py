@@ -25,7 +25,7 @@ from mrv1.kernels.linear import linear
 from mrv1.kernels.logprobs import TopLogprobs, top_logprobs
 from mrv1.kernels.merge_states import merge_states
 from mrv1.kernels.post_update import post_update
-from mrv1.kernels.prefill_attention import paged_prefill_attention
+from mrv1.kernels.prefill_attention import PrefillSplits, paged_prefill_attention
 from mrv1.kernels.qkv_cache_write import qkv_cache_write
 from mrv1.kernels.rms_norm import rms_norm
 from mrv1.kernels.rope import apply_rope
@@ -38,6 +38,7 @@ __all__ = [
     "HeadRole",
     "KVLayout",
     "KVScales",
+    "PrefillSplits",
     "TopLogprobs",
     "apply_bad_words",
     "apply_rope",

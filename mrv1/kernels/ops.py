@@ -14,6 +14,7 @@ from mrv1.kernels.kv_layout import KVLayout
 from mrv1.kernels.kv_scales import KVScales
 from mrv1.kernels.linear import Activation
 from mrv1.kernels.logprobs import TopLogprobs
+from mrv1.kernels.prefill_attention import PrefillSplits
 
 
 class Ops(Protocol):
@@ -231,6 +232,7 @@ class Ops(Protocol):
         softmax_scale: float,
         max_query_len: int,
         attn_mask_offsets: torch.Tensor | None = None,
+        splits: PrefillSplits | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         scales: KVScales | None = None,

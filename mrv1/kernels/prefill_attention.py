@@ -18,8 +18,12 @@ A program goes through its keys in steps, ascending::
 Only the edges are masked. Between them a step is two products, a softmax, and the loads of the
 next step, whose blocks are known by then.
 
+A short chunk behind a long context has few tiles with many keys each: ``PrefillSplits`` cuts the
+keys of a tile among several programs, the last of which to end weighs their results.
+
 Source: FlashAttention (arXiv:2205.14135) for the online softmax; the tile map is the one vLLM's
-Triton kernels use for ragged batches.
+Triton kernels use for ragged batches; Flash-Decoding (Dao et al., 2023,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys.
 """
 
 from __future__ import annotations
@@ -65,6 +69,18 @@ NO_WINDOW = tl.constexpr(1 << 30)
 
 SCAN_BLOCKS = tl.constexpr(1024)
 """Columns of a table row whose blocks are looked at at once."""
+
+MIN_SPLIT_STEPS = 8
+"""Steps of a program that shares a tile's keys with others, at least."""
+
+MAX_SPLITS = 16
+"""Programs of one tile: the last of them reads what the others have left."""
+
+PROGRAMS_PER_SM = 2
+"""Programs that run at the same time on a multiprocessor, for those who share tiles."""
+
+MERGED_ROWS = tl.constexpr(16)
+"""Rows of a tile that are merged at a time, so that they fit its registers."""
 
 _BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
@@ -144,6 +160,89 @@ class PrefillAttentionConfig:
         return replace(self, tile_rows=max(one, self.tile_rows))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSplits:
+    """What programs that share a tile's keys leave to each other; make it with :meth:`allocate`.
+
+    Launches that share it belong on one stream.
+    """
+
+    num_splits: int
+    """Programs of a tile, at most: it takes as many as have ``MIN_SPLIT_STEPS`` each."""
+    num_programs: int
+    """Programs of all tiles that share: where a batch has many tiles, each has fewer of them."""
+    states: torch.Tensor
+    """[num_splits, num_tokens, q_heads, head_dim] float32 scratch: partial results."""
+    states_lse: torch.Tensor
+    """[num_splits, num_tokens, q_heads] float32 scratch: their log-sum-exps."""
+    arrivals: torch.Tensor
+    """int32, programs of each tile that are there: zeros but while a launch merges."""
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_tokens: int,
+        num_reqs: int,
+        max_query_len: int,
+        layout: KVLayout,
+        num_q_heads: int,
+        dtype: torch.dtype,
+        is_fp8: bool = False,
+        num_splits: int | None = None,
+    ) -> PrefillSplits | None:
+        """Return the buffers for a launch of these shapes, on the layout's device.
+
+        Args:
+            num_tokens: rows of ``q``.
+            num_reqs: rows of ``seq_lens``.
+            max_query_len: as in ``paged_prefill_attention``.
+            layout: head roles and head dimension.
+            num_q_heads: query heads, a multiple of the layout's KV heads.
+            dtype: of the queries.
+            is_fp8: whether the cache has scales.
+            num_splits: programs of each tile, 1 to 16; None = as many as fill the device, with
+                the tiles that the batch turns out to have.
+
+        Returns:
+            None where a tile has one program.
+
+        Raises:
+            ValueError: ``num_splits`` is out of range.
+        """
+        if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
+            raise ValueError(f"num_splits: expected None or 1 to {MAX_SPLITS}, got {num_splits}")
+        device = layout.head_base.device
+        info = device_info(device)
+        group = num_q_heads // layout.num_kv_heads
+        config = PrefillAttentionConfig.default_for(
+            layout.head_dim,
+            torch.float8_e4m3fn if is_fp8 and dtype != torch.float32 else dtype,
+            info.capability,
+            layout.has_window,
+        ).fit_rows(group, max(max_query_len, 1))
+        tile_queries = config.tile_rows // group
+        num_tiles = num_tokens // tile_queries + num_reqs
+        if num_splits is None:
+            num_programs = PROGRAMS_PER_SM * info.num_sms
+            fewest = max(num_tokens // tile_queries, 1) * layout.num_kv_heads
+            num_splits = min(num_programs // fewest, MAX_SPLITS)
+        else:
+            num_programs = num_splits * num_tiles * layout.num_kv_heads
+        if num_splits < 2 or num_tokens == 0:
+            return None
+        shape = (num_splits, num_tokens, num_q_heads)
+        return cls(
+            num_splits=num_splits,
+            num_programs=num_programs,
+            states=torch.empty(*shape, layout.head_dim, device=device),
+            states_lse=torch.empty(shape, device=device),
+            arrivals=torch.zeros(
+                num_tiles * layout.num_kv_heads, dtype=torch.int32, device=device
+            ),
+        )
+
+
 @triton.jit
 def _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: tl.constexpr):
     """Return the last request whose first tile is not behind ``tile``."""
@@ -155,6 +254,23 @@ def _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: tl.constexp
         not_behind = in_batch & (query_start // TILE_QUERIES + other <= tile)
         req += tl.sum(not_behind.to(tl.int32), axis=0)
     return req
+
+
+@triton.jit
+def _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: tl.constexpr):
+    """Return how many tiles come before the padding behind the last token, at least one."""
+    end = tl.load(query_start_loc_ptr + num_reqs)
+    last_req = -1
+    last_start = 0
+    for first in range(0, num_reqs, SCAN_REQS):
+        other = first + tl.arange(0, SCAN_REQS)
+        query_start = tl.load(query_start_loc_ptr + other, mask=other < num_reqs, other=end)
+        has_tokens_behind = query_start < end
+        last_req += tl.sum(has_tokens_behind.to(tl.int32), axis=0)
+        starts = tl.where(has_tokens_behind, query_start, 0)
+        last_start = tl.maximum(last_start, tl.max(starts, axis=0))
+    first_tile = last_start // TILE_QUERIES + last_req
+    return tl.maximum(first_tile + tl.cdiv(end - last_start, TILE_QUERIES), 1)
 
 
 @triton.jit
@@ -260,6 +376,61 @@ def _load_blocks(
 
 
 @triton.jit
+def _merge_tile(
+    out_ptr,  # and so on to states_lse_ptr: the kernel's
+    stride_out_token,
+    stride_out_head,
+    lse_ptr,
+    stride_lse_token,
+    stride_lse_head,
+    states_ptr,
+    states_lse_ptr,
+    num_tokens,
+    num_q_heads,
+    splits,  # int32, programs that have left a state
+    query_start,
+    first_query,
+    end_query,
+    head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    """Weigh the states of a tile by their log-sum-exp, in order, and write its rows."""
+    dims = tl.arange(0, TILE_DIM)
+    for first_row in range(0, TILE_ROWS, MERGED_ROWS):
+        row = first_row + tl.arange(0, MERGED_ROWS)
+        query = first_query + row // GROUP
+        in_tile = query < end_query
+        token = (query_start + query).to(tl.int64)
+        q_head = (head * GROUP + row % GROUP).to(tl.int64)
+        mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+        top = tl.full([MERGED_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([MERGED_ROWS], tl.float32)
+        acc = tl.zeros([MERGED_ROWS, TILE_DIM], tl.float32)
+        for split in range(splits):
+            state = (split * num_tokens + token) * num_q_heads + q_head
+            lse = tl.load(states_lse_ptr + state, mask=in_tile, other=float("-inf")) * LOG2_E
+            part = tl.load(
+                states_ptr + state[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
+            )
+            new_top = tl.maximum(top, lse)
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weight = tl.exp2(lse - shift)
+            rescale = tl.exp2(top - shift)
+            total = total * rescale + weight
+            acc = acc * rescale[:, None] + weight[:, None] * part
+            top = new_top
+        out = normalized(acc, total).to(out_ptr.dtype.element_ty)
+        out_offsets = token * stride_out_token + q_head * stride_out_head
+        tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=mask)
+        if lse_ptr is not None:
+            lse_offsets = token * stride_lse_token + q_head * stride_lse_head
+            tl.store(lse_ptr + lse_offsets, natural_lse(top, total), mask=in_tile)
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs"])
 def _paged_prefill_attention_kernel(
     out_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
     stride_out_token,
@@ -267,6 +438,12 @@ def _paged_prefill_attention_kernel(
     lse_ptr,  # [num_tokens, q_heads] fp32, or None
     stride_lse_token,
     stride_lse_head,
+    states_ptr,  # [num_splits, num_tokens, q_heads, HEAD_DIM] fp32, or None: one program a tile
+    states_lse_ptr,  # [num_splits, num_tokens, q_heads] fp32
+    arrivals_ptr,  # [tiles * kv_heads] int32, 0 before and after a launch
+    num_splits,  # programs of a tile, at most
+    num_programs,  # of all that share tiles
+    num_tokens,
     visited_ptr,  # [num_reqs, kv_heads, row_width] uint8, contiguous, or None
     q_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
     stride_q_token,
@@ -305,15 +482,33 @@ def _paged_prefill_attention_kernel(
     PRECISION: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
     SCALES_PER_BLOCK: tl.constexpr,  # of each head; 0 = one for all blocks
+    MIN_STEPS: tl.constexpr,  # of a program that shares a tile
 ):
-    """Grid ((num_tokens // TILE_QUERIES + num_reqs) * kv_heads): one query tile of one KV head.
+    """Grid (tiles * kv_heads, and num_programs - kv_heads more where they share tiles).
+
+    A program has one query tile of one KV head, or some of its keys. There are
+    ``num_tokens // TILE_QUERIES + num_reqs`` tiles, padding included; the others share those of
+    the requests.
 
     A step takes TILE_TOKENS keys from an absolute multiple of it. A token's K scale is a factor of
     its logit, its V scale one of its weight. Weights are rounded to 16 bits in units of the
     largest V scale so far, lest small scales underflow.
     """
+    pairs = tl.num_programs(0)
+    if states_ptr is not None:
+        pairs -= num_programs - num_kv_heads
     # The last tiles of a chunk have the most keys: they go first. Heads side by side.
-    pair = tl.num_programs(0) - 1 - tl.program_id(0)
+    pair = pairs - 1 - tl.program_id(0)
+    split = 0
+    if states_ptr is not None:
+        tiles = _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES)
+        num_splits = tl.minimum(num_splits, num_programs // (tiles * num_kv_heads))
+        num_splits = tl.maximum(num_splits, 1)
+        if pair < 0:
+            split = 1 + (-1 - pair) // (tiles * num_kv_heads)
+            pair = (-1 - pair) % (tiles * num_kv_heads)
+        if split >= num_splits:
+            return
     head = pair % num_kv_heads
     tile_of_batch = pair // num_kv_heads
     req = _find_request(query_start_loc_ptr, tile_of_batch, num_reqs, TILE_QUERIES)
@@ -366,6 +561,24 @@ def _paged_prefill_attention_kernel(
     gap = tl.maximum(start // TILE_TOKENS, sink_tiles) - sink_tiles
     inner_start = tl.cdiv(tl.maximum(inner_start, 0), TILE_TOKENS)  # in tiles from here on
     inner_end = tl.maximum(inner_end, 0) // TILE_TOKENS
+    first_step = 0
+    end_step = tl.cdiv(end, TILE_TOKENS) - gap
+    first_tile = tl.where(sink_tiles > 0, 0, gap)
+    first_inner = inner_start
+    end_inner = inner_end
+    splits = 1
+    if states_ptr is not None:
+        share = tl.maximum(tl.cdiv(end_step, num_splits), MIN_STEPS)
+        splits = tl.maximum(tl.cdiv(end_step, share), 1)
+        first_step = split * share
+        end_step = tl.minimum(first_step + share, end_step)
+        if split >= splits:
+            return
+        first_tile = tl.where(first_step < sink_tiles, first_step, first_step + gap)
+        first_inner = tl.maximum(inner_start, first_tile)
+        end_inner = tl.minimum(
+            inner_end, tl.where(end_step > sink_tiles, end_step + gap, end_step)
+        )
 
     # The head's segment of the request's row, whose columns count from 0.
     table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_table_row + table_offset
@@ -375,8 +588,8 @@ def _paged_prefill_attention_kernel(
         visited_row_ptr = visited_ptr + visited_row * row_width + table_offset
     if not _holds_every_page(
         table_row_ptr,
-        inner_start * TILE_TOKENS // BLOCK_SIZE,
-        tl.cdiv(inner_end * TILE_TOKENS, BLOCK_SIZE),
+        first_inner * TILE_TOKENS // BLOCK_SIZE,
+        tl.cdiv(end_inner * TILE_TOKENS, BLOCK_SIZE),
         sink,
         ring_blocks,
         BLOCK_SIZE,
@@ -404,7 +617,7 @@ def _paged_prefill_attention_kernel(
     total = tl.zeros([TILE_ROWS], dtype=tl.float32)
     lane = tl.arange(0, TILE_TOKENS)
     # Blocks are looked up a step ahead, so that no load of pages waits for one of the table.
-    next_tile = tl.where(sink_tiles > 0, 0, gap)
+    next_tile = first_tile
     next_block = _load_blocks(
         table_row_ptr,
         visited_row_ptr,
@@ -424,7 +637,7 @@ def _paged_prefill_attention_kernel(
         HAS_RING,
         TILE_TOKENS,
     )
-    for step in range(tl.cdiv(end, TILE_TOKENS) - gap):
+    for step in range(first_step, end_step):
         tile = tl.where(step < sink_tiles, step, step + gap)
         block = next_block.to(tl.int64)
         next_tile = tl.where(step + 1 < sink_tiles, step + 1, step + 1 + gap)
@@ -522,14 +735,69 @@ def _paged_prefill_attention_kernel(
     query, in_tile, token, q_head = _tile_rows(
         query_start, first_query, end_query, head, GROUP, TILE_ROWS
     )
-    out_offsets = token * stride_out_token + q_head * stride_out_head
-    out = normalized(acc, total).to(out_ptr.dtype.element_ty)
     mask = in_tile[:, None] & in_head[None, :]
-    tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=mask)
-    if lse_ptr is not None:
-        lse_offsets = token * stride_lse_token + q_head * stride_lse_head
+    out = normalized(acc, total)
+    if splits == 1:
+        out_offsets = token * stride_out_token + q_head * stride_out_head
+        out_ptrs = out_ptr + out_offsets[:, None] + dims[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+        if lse_ptr is not None:
+            lse_offsets = token * stride_lse_token + q_head * stride_lse_head
+            lse = natural_lse(top * score_scale, total)
+            tl.store(lse_ptr + lse_offsets, lse, mask=in_tile)
+    elif states_ptr is not None:
+        num_q_heads = num_kv_heads * GROUP
+        state = (split * num_tokens + token) * num_q_heads + q_head
+        tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
         lse = natural_lse(top * score_scale, total)
-        tl.store(lse_ptr + lse_offsets, lse, mask=in_tile)
+        tl.store(states_lse_ptr + state, lse, mask=in_tile)
+        # The arrival releases this program's state, which all its threads have stored before the
+        # barrier, and acquires those of the programs that arrived before.
+        tl.debug_barrier()
+        arrival_ptr = arrivals_ptr + tile_of_batch * num_kv_heads + head
+        arrived = tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
+        if arrived == splits - 1:
+            tl.store(arrival_ptr, 0)
+            _merge_tile(
+                out_ptr,
+                stride_out_token,
+                stride_out_head,
+                lse_ptr,
+                stride_lse_token,
+                stride_lse_head,
+                states_ptr,
+                states_lse_ptr,
+                num_tokens,
+                num_q_heads,
+                splits,
+                query_start,
+                first_query,
+                end_query,
+                head,
+                GROUP,
+                HEAD_DIM,
+                TILE_ROWS,
+                TILE_DIM,
+            )
+
+
+def check_splits(splits: PrefillSplits | None, q: torch.Tensor) -> None:
+    """Raise unless ``splits`` is None or for as many rows and heads.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is for other shapes or on another device.
+    """
+    if splits is None:
+        return
+    if not isinstance(splits, PrefillSplits):
+        raise TypeError(f"splits: expected PrefillSplits or None, got {type(splits).__name__}")
+    expected, states = (splits.num_splits, *q.shape), splits.states
+    if states.shape != expected or states.device != q.device:
+        raise ValueError(
+            f"splits: expected states {expected} on {q.device}, got {tuple(states.shape)} on "
+            f"{states.device}"
+        )
 
 
 def paged_prefill_attention(
@@ -544,6 +812,7 @@ def paged_prefill_attention(
     softmax_scale: float,
     max_query_len: int,
     attn_mask_offsets: torch.Tensor | None = None,
+    splits: PrefillSplits | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scales: KVScales | None = None,
@@ -576,6 +845,9 @@ def paged_prefill_attention(
             lie beyond the query, as inside of an image; keys from ``seq_lens`` on are never seen,
             nor any if ``lo >= hi``. A window hides keys before its start that are no sink's, as
             ever. None = causal.
+        splits: for a batch of these shapes, to cut the keys of a tile among several programs,
+            where chunks are few and short and contexts long: changes the result by rounding only.
+            None = one program a tile.
         out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched behind. None =
             a new tensor, whose rows behind are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
@@ -598,7 +870,8 @@ def paged_prefill_attention(
         cache's dtype before the product with V. Tier B.
 
     Stream:
-        One launch on the current stream, its grid from shapes alone: CUDA-graph safe, no scratch.
+        One launch on the current stream, its grid from shapes alone: CUDA-graph safe, no scratch
+        but that of ``splits``.
 
     Source:
         arXiv:2205.14135, as in the module docstring.
@@ -621,6 +894,7 @@ def paged_prefill_attention(
     check_attn_mask_offsets(attn_mask_offsets, q)
     check_softmax_scale(softmax_scale)
     check_visited(visited, table, layout)
+    check_splits(splits, q)
     group = num_q_heads // layout.num_kv_heads
     check_head_dim(layout)
     check_launchable("q", q)
@@ -638,12 +912,26 @@ def paged_prefill_attention(
     config = config.fit_rows(group, max_query_len)
     tile_queries = config.tile_rows // group
     num_tiles = num_tokens // tile_queries + num_reqs
-    _paged_prefill_attention_kernel[(num_tiles * layout.num_kv_heads,)](
+    num_programs = num_tiles * layout.num_kv_heads
+    if splits is not None:
+        num_programs += splits.num_programs - layout.num_kv_heads
+        if splits.arrivals.numel() < num_tiles * layout.num_kv_heads:
+            raise ValueError(
+                f"splits: expected one for {num_reqs} requests of at most {max_query_len} "
+                f"queries, got one for fewer tiles"
+            )
+    _paged_prefill_attention_kernel[(num_programs,)](
         out,
         out.stride(0),
         out.stride(1),
         lse,
         *((0, 0) if lse is None else lse.stride()),
+        None if splits is None else splits.states,
+        None if splits is None else splits.states_lse,
+        None if splits is None else splits.arrivals,
+        0 if splits is None else splits.num_splits,
+        0 if splits is None else splits.num_programs,
+        num_tokens,
         visited,
         q,
         q.stride(0),
@@ -675,6 +963,7 @@ def paged_prefill_attention(
         TILE_TOKENS=config.tile_tokens,
         TILE_DIM=triton.next_power_of_2(layout.head_dim),
         PRECISION=dot_precision(q.dtype),
+        MIN_STEPS=MIN_SPLIT_STEPS,
         **fp8_constexprs(scales, layout, q.device),
         **config.launch_options(),
     )

@@ -57,6 +57,7 @@ from mrv1.kernels.kv_scales import (
 from mrv1.kernels.linear import Activation
 from mrv1.kernels.logprobs import TopLogprobs, check_top_logprobs
 from mrv1.kernels.post_update import FAILED, LENGTH, RUNNING, STOP_SEQUENCE, STOP_TOKEN
+from mrv1.kernels.prefill_attention import PrefillSplits, check_splits
 from mrv1.kernels.token_gather import check_queries
 
 P = ParamSpec("P")
@@ -1261,12 +1262,15 @@ def paged_prefill_attention(
     softmax_scale: float,
     max_query_len: int,
     attn_mask_offsets: torch.Tensor | None = None,
+    splits: PrefillSplits | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scales: KVScales | None = None,
     visited: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from a ragged batch of chunks; see :func:`mrv1.kernels.paged_prefill_attention`.
+
+    How the keys are cut is checked and has no effect here.
 
     Raises (besides the kernel's errors):
         ValueError: ``query_start_loc`` is not an ascending list of rows of ``q``, or a request has
@@ -1288,6 +1292,7 @@ def paged_prefill_attention(
     check_attn_mask_offsets(attn_mask_offsets, q)
     check_softmax_scale(softmax_scale)
     check_visited(visited, table, layout)
+    check_splits(splits, q)
     starts = query_start_loc.tolist()
     lengths = [end - begin for begin, end in pairwise(starts)]
     if starts[0] != 0 or starts[-1] > q.shape[0] or min(lengths, default=0) < 0:

@@ -13,6 +13,7 @@ import torch
 from mrv1.device import kernel_path
 from mrv1.kernels.decode_plan import DecodePlan
 from mrv1.kernels.ops import Ops
+from mrv1.kernels.prefill_attention import PrefillSplits
 from mrv1.models.batch import AttentionBatch, LayerCache
 
 LONG_QUERY = 256
@@ -59,6 +60,8 @@ class _Planned:
     """Of the decode rows, by the identity of the layout that layers share; none on a CPU."""
     prefill_start_loc: torch.Tensor | None
     """``query_start_loc`` of the rows behind them; None if there are none."""
+    splits: PrefillSplits | None = None
+    """What programs of the rows behind them share; None = a tile of queries has one program."""
 
 
 class KernelBackend:
@@ -124,6 +127,24 @@ class KernelBackend:
             prefill_start_loc=batch.query_start_loc[num_decodes:] - num_decodes
             if is_mixed
             else None,
+            splits=self._splits(batch, caches[0], num_decodes),
+        )
+
+    def _splits(
+        self, batch: AttentionBatch, cache: LayerCache, num_decodes: int
+    ) -> PrefillSplits | None:
+        """Return what all layers share where a few short chunks cannot fill the device."""
+        on_kernels = kernel_path(batch.seq_lens.device) != "reference"
+        if num_decodes == batch.num_reqs or self._deterministic or not on_kernels:
+            return None
+        return PrefillSplits.allocate(
+            num_tokens=batch.num_tokens - num_decodes,
+            num_reqs=batch.num_reqs - num_decodes,
+            max_query_len=batch.max_query_len,
+            layout=cache.layout,
+            num_q_heads=self._num_q_heads,
+            dtype=self._dtype,
+            is_fp8=cache.scales is not None,
         )
 
     def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
@@ -138,11 +159,12 @@ class KernelBackend:
         if planned.prefill_start_loc is not None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             self._decode(q[:count], batch, cache, count, plan, out[:count])
-            self._prefill(q[count:], batch, cache, count, planned.prefill_start_loc, out[count:])
+            starts = planned.prefill_start_loc
+            self._prefill(q[count:], batch, cache, count, starts, planned.splits, out[count:])
             return out
         if count:
             return self._decode(q, batch, cache, count, plan)
-        return self._prefill(q, batch, cache, 0, batch.query_start_loc)
+        return self._prefill(q, batch, cache, 0, batch.query_start_loc, planned.splits)
 
     def _decode(
         self,
@@ -175,6 +197,7 @@ class KernelBackend:
         cache: LayerCache,
         first_row: int,
         query_start_loc: torch.Tensor,
+        splits: PrefillSplits | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._ops.paged_prefill_attention(
@@ -189,6 +212,7 @@ class KernelBackend:
             max_query_len=max(batch.max_query_len, LONG_QUERY)
             if self._deterministic
             else batch.max_query_len,
+            splits=splits,
             out=out,
             scales=cache.scales,
         )

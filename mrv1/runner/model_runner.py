@@ -916,10 +916,13 @@ class ModelRunner:
 
     def _warm_up(self) -> None:
         """Launch steps of padding that no graph has, so that no request waits for a compiler."""
-        for lengths in ([9], [20], [1, 40], [1, 600]):
-            most = min(self.max_model_len, self.config.max_num_batched_tokens - 1)
-            num_rows = min(len(lengths), self.config.max_num_seqs)
-            query_lens = np.minimum(lengths, max(most, 1)).astype(np.int32)[-num_rows:]
+        most_rows, budget = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        most = max(min(self.max_model_len, budget - 1), 1)
+        # One short prompt, whose keys several programs share, and as many as there may be.
+        for lengths in ([9], [20], [9] * most_rows, [20] * most_rows, [1, 40], [1, 600]):
+            query_lens = np.minimum(lengths, most).astype(np.int32)[-most_rows:]
+            query_lens = query_lens[query_lens[::-1].cumsum()[::-1] <= budget]
+            num_rows = len(query_lens)
             upload = StepUpload()
             padding = np.full(num_rows, -1, dtype=np.int32)
             words = self._staging.send(0, upload, padding, query_lens)

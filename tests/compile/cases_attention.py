@@ -10,6 +10,7 @@ from mrv1.kernels._triton import triton
 from mrv1.kernels.kv_cache_write import KVCacheWriteConfig, _kv_cache_write_kernel
 from mrv1.kernels.kv_scales import ScaleGranularity, scales_per_block
 from mrv1.kernels.prefill_attention import (
+    MIN_SPLIT_STEPS,
     PrefillAttentionConfig,
     _paged_prefill_attention_kernel,
 )
@@ -47,6 +48,12 @@ def cases(target: Target) -> list[AotCase]:
             for ring in (False, True)
         ),
         _prefill(target, torch.bfloat16, 128, True, 4096, ring=False),
+        *(
+            _prefill(target, dtype, 128, ring, max_query_len, splits=True)
+            for dtype in (torch.bfloat16, torch.float32)
+            for ring in (False, True)
+            for max_query_len in (9, 4096)
+        ),
         *_fp8_cases(target),
     ]
 
@@ -60,7 +67,12 @@ def _fp8_cases(target: Target) -> list[AotCase]:
                 _prefill(target, dtype, dim, False, max_query_len, fp8=_fp8(target, scales))
                 for max_query_len in (1, 4096)
             )
-        found.append(_prefill(target, torch.bfloat16, 128, True, 4096, fp8=_fp8(target, scales)))
+        found += (
+            _prefill(
+                target, torch.bfloat16, 128, True, 4096, fp8=_fp8(target, scales), splits=splits
+            )
+            for splits in (False, True)
+        )
     quarter = _fp8(target, "quarter")
     found += (
         _prefill(target, torch.bfloat16, dim, False, 4096, fp8=quarter) for dim in (128, 256)
@@ -153,6 +165,7 @@ def _prefill(
     fp8: dict[str, object] = NO_FP8,
     offsets: bool = False,
     ring: bool = True,
+    splits: bool = False,
 ) -> AotCase:
     group = 2
     config = PrefillAttentionConfig.default_for(
@@ -160,7 +173,7 @@ def _prefill(
     )
     config = config.fit_rows(group, max_query_len)
     row = group * NUM_KV_HEADS * head_dim
-    int32 = pointer(torch.int32)
+    int32, float32 = pointer(torch.int32), pointer(torch.float32)
     return AotCase(
         name=_name(
             "prefill",
@@ -169,12 +182,15 @@ def _prefill(
             f"q{max_query_len}",
             *(["ring" if ring else "window"] if streaming else []),
             *(["offsets"] if offsets else []),
+            *(["splits"] if splits else []),
             *_fp8_name(fp8),
         ),
         kernel=_paged_prefill_attention_kernel,
         args=(
             *(pointer(dtype), row, head_dim),
-            *(pointer(torch.float32), group * NUM_KV_HEADS, 1),
+            *(float32, group * NUM_KV_HEADS, 1),
+            *((float32, float32, int32) if splits else (None,) * 3),
+            *(6, 264, 512),
             None,
             *(pointer(dtype), 2 * row, head_dim),
             *_pages(dtype, fp8),
@@ -193,11 +209,13 @@ def _prefill(
             "TILE_TOKENS": config.tile_tokens,
             "TILE_DIM": triton.next_power_of_2(head_dim),
             "PRECISION": dot_precision(dtype),
+            "MIN_STEPS": MIN_SPLIT_STEPS,
             **fp8,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # A window's scalars beside two programs a multiprocessor: an eighth faster than without.
-        parked_bytes=64 if streaming and config.max_registers else 0,
+        # Over the loop: which tile it is, for those who share it.
+        parked_bytes=64 if streaming and config.max_registers else 16 * splits,
     )

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from mrv1.kernels import DecodePlan, decode_plan, prefill_attention
+from mrv1.kernels import DecodePlan, PrefillSplits, decode_plan, prefill_attention
 from mrv1.testing.strategies import PagedCase
 
 SENTINEL = 7.0
@@ -76,6 +76,20 @@ def make_plan(case: PagedCase, q: torch.Tensor, **options) -> DecodePlan:
         query_len=case.batch.query_lens[0] if case.batch.query_lens else 1,
         is_fp8=case.scales is not None,
         **options,
+    )
+
+
+def make_splits(case: PagedCase, q: torch.Tensor, num_splits: int | None) -> PrefillSplits | None:
+    """Return what so many programs of a tile share, for the case."""
+    return PrefillSplits.allocate(
+        num_tokens=q.shape[0],
+        num_reqs=case.seq_lens.shape[0],
+        max_query_len=max(case.batch.query_lens, default=0),
+        layout=case.layout,
+        num_q_heads=q.shape[1],
+        dtype=q.dtype,
+        is_fp8=case.scales is not None,
+        num_splits=num_splits,
     )
 
 

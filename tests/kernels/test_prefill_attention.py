@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import kernels
-from mrv1.kernels import HeadRole, KVLayout, reference
+from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, prefill_attention, reference
 from mrv1.kernels.prefill_attention import PrefillAttentionConfig
 from mrv1.testing.strategies import (
     LayoutCase,
@@ -27,6 +27,7 @@ from tests.kernels.paged_attention import (
     empty_outputs,
     exact,
     make_queries,
+    make_splits,
     permuted,
     query_rows,
     run_prefill,
@@ -173,6 +174,108 @@ def test_outputs_are_optional(device):
     assert out.is_contiguous()
 
 
+# --- keys cut among programs -------------------------------------------------------------------
+
+
+@pytest.fixture
+def _any_share(monkeypatch):
+    """Let a program take a step alone."""
+    monkeypatch.setattr(prefill_attention, "MIN_SPLIT_STEPS", 1)
+
+
+@pytest.mark.usefixtures("_any_share")
+@given(
+    case=paged_caches(layouts=SMALL, dtypes=DTYPES), group=st.sampled_from([1, 3, 8]),
+    num_splits=st.sampled_from([2, 3, 16]), fewer=st.sampled_from([0, 3, 30]),
+)  # fmt: skip
+def test_programs_that_share_a_tile(device, case, group, num_splits, fewer):
+    """Twice, as the second launch finds what the first one left."""
+    case = case.to(device)
+    splits = make_splits(case, make_queries(case, group, spare_rows=1), num_splits)
+    num_programs = max(splits.num_programs - fewer, case.layout.num_kv_heads)
+    splits = replace(splits, num_programs=num_programs)
+    first = _check(case, group, splits=splits)
+    assert not splits.arrivals.any()
+    splits.states.fill_(torch.nan)
+    assert_equal(_check(case, group, splits=splits), first)
+
+
+@pytest.mark.usefixtures("_any_share")
+def test_programs_that_share_streaming_heads_of_a_long_context(device):
+    roles = (HeadRole(group=0), HeadRole(window=300, sink=40, ring_blocks=22, group=1))
+    layout = LayoutCase.head_groups(
+        roles=roles, head_dim=16, max_seq_len=700, max_reqs=2, max_query_len=40
+    )
+    batch = RaggedBatch(query_lens=(40, 1), seq_lens=(700, 333))
+    case = build_paged_cache(layout, batch, dtype=torch.float16).to(device)
+    splits = make_splits(case, make_queries(case, 2, spare_rows=1), 5)
+    _check(case, 2, splits=splits)
+    assert not splits.arrivals.any()
+
+
+def test_short_contexts_are_not_cut(device):
+    """48 tokens are two steps, fewer than a program wants: bit for bit as one program does it."""
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=48)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(7,), seq_lens=(48,))).to(device)
+    q = make_queries(case, 2)
+    splits = make_splits(case, q, 4)
+    assert_equal(run_prefill(kernels, case, q, splits=splits), run_prefill(kernels, case, q))
+
+
+@pytest.mark.usefixtures("_any_share")
+@pytest.mark.parametrize(("query_lens", "num_tiles"), [((32, 0, 0), 2), ((20, 5, 0), 3)])
+def test_padding_takes_no_program_from_the_tiles(device, query_lens, num_tiles):
+    """Of tiles of 16 queries, each has three programs where there are so many for three each."""
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=700)
+    lengths = RaggedBatch(query_lens=(*query_lens, 0, 0), seq_lens=(700, 600, 30, 0, 0))
+    case = build_paged_cache(layout, lengths).to(device)
+    q = make_queries(case, 2, spare_rows=1)
+    splits = replace(make_splits(case, q, 16), num_programs=3 * num_tiles)
+    splits.states_lse.fill_(torch.nan)
+    _check(case, 2, splits=splits)
+    written = ~splits.states_lse.isnan()
+    assert written[:3, :20].all()
+    assert not written[3:].any()
+
+
+def test_how_many_programs_share_a_tile(device, monkeypatch):
+    """Two programs a multiprocessor, the tiles of all heads, sixteen at most."""
+    monkeypatch.setattr(
+        prefill_attention, "device_info",
+        lambda _: type("Info", (), {"num_sms": 132, "capability": (9, 0)})(),
+    )  # fmt: skip
+    layout = KVLayout.hnd(8, 16, 128, device=device)
+
+    def found(num_tokens, **options):
+        splits = PrefillSplits.allocate(
+            num_tokens=num_tokens, num_reqs=3, max_query_len=num_tokens, layout=layout,
+            num_q_heads=16, dtype=torch.bfloat16, **options,
+        )  # fmt: skip
+        return splits and splits.num_splits
+
+    # 32 rows of a tile (as the fixture says) are 16 queries.
+    assert [found(n) for n in (0, 1, 16, 48, 256, 272)] == [None, 16, 16, 11, 2, None]
+    assert found(4096, num_splits=2) == 2
+    assert found(16, num_splits=1) is None
+
+
+@pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracle"])
+def test_splits_for_other_shapes(device, ops):
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=48)
+    case = build_paged_cache(layout, RaggedBatch(query_lens=(7,), seq_lens=(48,))).to(device)
+    q = make_queries(case, 2)
+    with pytest.raises(ValueError, match=r"splits: expected states \(3, 7, 2, 16\)"):
+        run_prefill(ops, case, q, splits=make_splits(case, make_queries(case, 4), 3))
+    if ops is kernels:  # whose tiles they are
+        few = replace(splits := make_splits(case, q, 3), arrivals=splits.arrivals[:0])
+        with pytest.raises(ValueError, match="splits: expected one for 1 requests of at most 7"):
+            run_prefill(ops, case, q, splits=few)
+    with pytest.raises(TypeError, match="splits: expected PrefillSplits or None, got int"):
+        run_prefill(ops, case, q, splits=3)
+    with pytest.raises(ValueError, match="num_splits: expected None or 1 to 16, got 17"):
+        make_splits(case, q, 17)
+
+
 # --- ranges of keys, pages that are read -------------------------------------------------------
 
 
@@ -203,13 +306,16 @@ def _limited(case, offsets):
     return replace(case, visible=tuple(visible))
 
 
+@pytest.mark.usefixtures("_any_share")
 @given(case=paged_caches(layouts=SMALL, dtypes=DTYPES), data=st.data())
 def test_ranges_of_keys(device, case, data):
     case = case.to(device)
     q = make_queries(case, 2)
     offsets = _draw_offsets(data.draw, case)
+    splits = make_splits(case, q, data.draw(st.sampled_from([1, 3])))
     got, oracle = (
-        run_prefill(ops, case, q, attn_mask_offsets=offsets) for ops in (kernels, reference)
+        run_prefill(ops, case, q, attn_mask_offsets=offsets, splits=splits)
+        for ops in (kernels, reference)
     )
     assert_in_budget(got, oracle, exact(_limited(case, offsets), q), case)
 
@@ -231,17 +337,19 @@ def test_pages_between_ranges_are_not_read(device):
         assert visited.flatten().tolist() == [1, 0, 0, 1]
 
 
+@pytest.mark.usefixtures("_any_share")
 @given(data=st.data())
 def test_no_page_is_read_that_no_query_sees(device, data):
     """The pages a debug build marks are those of the oracle: sink and window, nothing between."""
     case = data.draw(paged_caches(layouts=SMALL)).to(device)
     q = make_queries(case, 1)
     offsets = _draw_offsets(data.draw, case) if data.draw(st.booleans()) else None
+    splits = make_splits(case, q, data.draw(st.sampled_from([1, 3])))
     shape = (case.seq_lens.shape[0], case.layout.num_kv_heads, case.layout_case.row_width)
     marks = []
     for ops in (kernels, reference):
         visited = torch.zeros(shape, dtype=torch.uint8, device=device)
-        run_prefill(ops, case, q, attn_mask_offsets=offsets, visited=visited)
+        run_prefill(ops, case, q, attn_mask_offsets=offsets, splits=splits, visited=visited)
         marks.append(visited)
     assert torch.equal(*marks)
 
