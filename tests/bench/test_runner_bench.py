@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from types import SimpleNamespace
@@ -405,7 +406,9 @@ def test_on_a_gpu_a_step_is_one_graph_and_no_copy():
         assert trace["kernel_launches"] == trace["other_waits"] == 0
         assert trace["event_waits"] <= 1
         assert 0 < trace["idle_between_launches_share"] <= trace["idle_share"] < 1
-        assert 0 < entry["gpu_ms"] <= entry["step_ms"] * 1.5
+        # Both are means, so that it holds on a GPU that other programs use meanwhile too; the GPU
+        # works on a step at a time, one of which may have begun before the first sample.
+        assert 0 < entry["gpu_ms"] <= statistics.fmean(entry["samples_ms"]) * 1.5
 
 
 # --- options -------------------------------------------------------------------------------------
