@@ -199,6 +199,8 @@ def _kernel_table(name: str, result: dict[str, Any]) -> str:
         if head[-1] == "TFLOP/s":
             share = _optional(ours["flops_per_s"] and ours["flops_per_s"] / 1e12, "{:.0f}")
         cell = f"{row['tokens']:,}" if "tokens" in row else f"{row['batch']} x {row['context']}"
+        if 1 < row.get("query_len", 1) < row["context"]:
+            cell = f"{row['batch']} x {row['query_len']} of {row['context']}"
         ratios = [_optional(row["peer_time_over_ours"].get(o), "{:.2f}x") for o in others]
         median = f"{ours['median_us']:,.1f}"
         body.append([cell, median, share, *ratios])

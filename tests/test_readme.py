@@ -157,6 +157,9 @@ def test_kernel_tables_show_our_time_and_how_many_times_it_others_take(tmp_path:
     result["results"][0]["query_len"] = 4096
     (tmp_path / "attention-x.json").write_text(json.dumps(result))
     assert "| 8 x 4096 | 1,234.6 | 450 | 1.24x |" in readme_table.kernel_tables(tmp_path)
+    result["results"][0]["query_len"] = 64
+    (tmp_path / "attention-x.json").write_text(json.dumps(result))
+    assert "| 8 x 64 of 4096 | 1,234.6 |" in readme_table.kernel_tables(tmp_path)
 
 
 def test_table_shows_the_figures_and_their_conditions(tmp_path: Path):

@@ -34,6 +34,7 @@ from mrv1.bench.timing import (
 )
 from mrv1.device import kernel_path, memory_bytes, resolve_device
 from mrv1.errors import CapacityError
+from mrv1.kernels import PrefillSplits
 from mrv1.kernels.ops import Ops, select_ops
 
 SCHEMA = 2
@@ -46,6 +47,8 @@ AUTO = "mrv1-auto"
 """Our kernel on a cache of q's dtype, beside an fp8 one."""
 DETERMINISTIC = "mrv1-deterministic"
 """Our kernel with results that do not depend on the batch, on the same cache."""
+ONE = "mrv1-one"
+"""Our prefill with one program a tile of queries, beside several that share its keys."""
 
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative error that is still rounding; a skipped or doubled tile of keys is well above it."""
@@ -153,7 +156,10 @@ def _our_variants(
     """Return our kernel on the cell, and beside it on what the cell is to be compared with."""
     case, device = data.case, data.seq_lens.device
     ops = select_ops(kernel_path(device))
-    variants = {OURS: _checked(OURS, _ours(ops, data), data, bandwidth)}
+    splits = None if bench.mode == "decode" else data.new_splits()
+    variants = {OURS: _checked(OURS, _ours(ops, data, splits=splits), data, bandwidth)}
+    if splits is not None:
+        variants[ONE] = _checked(ONE, _ours(ops, data), data, bandwidth)
     if bench.deterministic:
         launches = _ours(ops, data, deterministic=True)
         variants[DETERMINISTIC] = _checked(DETERMINISTIC, launches, data, bandwidth)
@@ -163,7 +169,8 @@ def _our_variants(
     ):
         if other != case:
             twin = _new_data(other, device, bench.seed)
-            variants[name] = _checked(name, _ours(ops, twin), twin, bandwidth)
+            splits = None if bench.mode == "decode" else twin.new_splits()
+            variants[name] = _checked(name, _ours(ops, twin, splits=splits), twin, bandwidth)
     return variants
 
 
@@ -214,7 +221,13 @@ def _new_data(case: AttentionCase, device: torch.device, seed: int) -> Attention
     return make_data(case, num_layers, device, seed)
 
 
-def _ours(ops: Ops, data: AttentionData, *, deterministic: bool = False) -> list[Launch]:
+def _ours(
+    ops: Ops,
+    data: AttentionData,
+    *,
+    splits: PrefillSplits | None = None,
+    deterministic: bool = False,
+) -> list[Launch]:
     """Return our kernel's launch on every layer; a decode's plan is made before, for all."""
     case = data.case
     if case.query_len > 1:
@@ -222,7 +235,8 @@ def _ours(ops: Ops, data: AttentionData, *, deterministic: bool = False) -> list
             partial(
                 ops.paged_prefill_attention, layer.q, layer.k, layer.v, data.block_table,
                 data.query_start_loc, data.seq_lens, data.layout, max_query_len=case.query_len,
-                softmax_scale=data.softmax_scale, out=layer.out, scales=layer.scales,
+                softmax_scale=data.softmax_scale, splits=splits, out=layer.out,
+                scales=layer.scales,
             )
             for layer in data.layers
         ]  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mrv1.bench.attention_case import AttentionCase
-from mrv1.kernels import DecodePlan, HeadRole, KVLayout, KVScales
+from mrv1.kernels import DecodePlan, HeadRole, KVLayout, KVScales, PrefillSplits
 from mrv1.kernels.reference import quantize_e4m3, token_scale
 
 QUANTIZED_ROWS = 1 << 18
@@ -88,6 +88,19 @@ class AttentionData:
             dtype=case.dtype,
             is_fp8=case.is_fp8,
             deterministic=deterministic,
+        )
+
+    def new_splits(self) -> PrefillSplits | None:
+        """Return what programs of a prefill share, None where a tile has one."""
+        case = self.case
+        return PrefillSplits.allocate(
+            num_tokens=case.num_tokens,
+            num_reqs=case.cell.batch,
+            max_query_len=case.query_len,
+            layout=self.layout,
+            num_q_heads=case.num_q_heads,
+            dtype=case.dtype,
+            is_fp8=case.is_fp8,
         )
 
 

@@ -33,7 +33,9 @@ class AttentionBench:
     """
 
     mode: Literal["decode", "prefill"] = "decode"
-    """One query per request, or all of its tokens, causal."""
+    """One query per request, or ``query_len``, causal."""
+    query_len: int | None = None
+    """Tokens of each request that a prefill computes, its last ones; None = all."""
     cells: tuple[Cell, ...] = ()
     """Empty = ``DECODE_CELLS`` or ``PREFILL_CELLS``."""
     dtype: str = "bfloat16"
@@ -70,6 +72,15 @@ class AttentionBench:
             raise ConfigError(
                 f"kv_dtype: expected one of {', '.join(get_args(KVDtype))}, got {self.kv_dtype!r}"
             )
+        if self.query_len is not None:
+            if self.mode != "prefill":
+                raise ConfigError(f"query_len: expected mode prefill, got {self.mode}")
+            shortest = min(cell.context for cell in self.chosen_cells)
+            if not 2 <= self.query_len <= shortest:
+                raise ConfigError(
+                    f"query_len: expected 2 to {shortest}, the shortest context, "
+                    f"got {self.query_len}"
+                )
         if self.deterministic and self.mode != "decode":
             raise ConfigError(f"deterministic: expected mode decode, got {self.mode}")
         if len(set(self.cells)) < len(self.cells):
@@ -94,17 +105,21 @@ class AttentionBench:
             )
 
     @property
+    def chosen_cells(self) -> tuple[Cell, ...]:
+        """``cells``, or the mode's own."""
+        return self.cells or (DECODE_CELLS if self.mode == "decode" else PREFILL_CELLS)
+
+    @property
     def cell_names(self) -> list[str]:
         """The chosen cells as they are written."""
         return [str(cell) for cell in self.cells]
 
     def cases(self) -> list[AttentionCase]:
         """Return the cells with everything that belongs to their shape."""
-        decode = self.mode == "decode"
         return [
             AttentionCase(
                 cell=cell,
-                query_len=1 if decode else cell.context,
+                query_len=1 if self.mode == "decode" else self.query_len or cell.context,
                 num_q_heads=self.num_q_heads,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
@@ -115,5 +130,5 @@ class AttentionBench:
                 window=self.window,
                 sink=self.sink,
             )
-            for cell in self.cells or (DECODE_CELLS if decode else PREFILL_CELLS)
+            for cell in self.chosen_cells
         ]

@@ -261,6 +261,8 @@ def torch_sdpa(data: AttentionData) -> list[Launch]:
     It allocates its result: the copy of that to ``out`` is timed with it.
     """
     case = data.case
+    if case.query_len not in (1, case.cell.context):
+        raise ValueError("counts causal queries from the first key")
     flat = (case.cell.batch, case.query_len, case.num_q_heads, case.head_dim)
     on_gpu = data.seq_lens.device.type == "cuda"
     backend = SDPBackend.FLASH_ATTENTION if on_gpu else SDPBackend.MATH

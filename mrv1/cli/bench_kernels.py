@@ -40,6 +40,10 @@ Commit = Annotated[str | None, typer.Option(help="Commit to record; unset: what 
 
 def attention(
     mode: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
+    query_len: Annotated[
+        int | None,
+        typer.Option(help="Last tokens of each request that a prefill computes; unset: all."),
+    ] = None,
     cells: Annotated[
         str, typer.Option(help="BATCHxCONTEXT,...; unset: the mode's own grid.")
     ] = "",
@@ -75,6 +79,7 @@ def attention(
     with one_line_errors():
         bench = AttentionBench(
             mode=cast("Literal['decode', 'prefill']", mode),
+            query_len=query_len,
             cells=tuple(Cell.parse(cell) for cell in cells.split(",") if cells),
             dtype=dtype,
             kv_dtype=cast("KVDtype", kv_dtype),
@@ -212,10 +217,13 @@ def _attention_table(result: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if name else "right", no_wrap=name)
     for entry in result["results"]:
         table.add_section()
+        cell = f"{entry['batch']} x {entry['context']}"
+        if prefill and entry["query_len"] < entry["context"]:
+            cell = f"{entry['batch']} x {entry['query_len']} of {entry['context']}"
         for number, (name, variant) in enumerate(entry["variants"].items()):
             ratio = entry["peer_time_over_ours"].get(name)
             table.add_row(
-                "" if number else f"{entry['batch']} x {entry['context']}",
+                "" if number else cell,
                 name,
                 f"{variant['median_us']:.1f}",
                 f"{variant['bytes_moved'] / 1e6:.2f}",

@@ -134,8 +134,7 @@ class KernelBackend:
         self, batch: AttentionBatch, cache: LayerCache, num_decodes: int
     ) -> PrefillSplits | None:
         """Return what all layers share where a few short chunks cannot fill the device."""
-        on_kernels = kernel_path(batch.seq_lens.device) != "reference"
-        if num_decodes == batch.num_reqs or self._deterministic or not on_kernels:
+        if num_decodes == batch.num_reqs or self._deterministic:
             return None
         return PrefillSplits.allocate(
             num_tokens=batch.num_tokens - num_decodes,

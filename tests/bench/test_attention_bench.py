@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from mrv1.bench.attention_case import AttentionCase, KVDtype
 from mrv1.bench.attention_data import make_data, relative_error
 from mrv1.bench.peers import Peer
 from mrv1.errors import CapacityError, ConfigError
-from mrv1.kernels import reference
+from mrv1.kernels import PrefillSplits, reference
 
 SMALL = {
     "cells": (Cell(1, 40), Cell(3, 17)),
@@ -226,6 +227,26 @@ def test_result_has_the_schema_and_survives_json(mode: str, kv_dtype: KVDtype):
             assert variant["relative_error"] < variant["max_relative_error"] == 1e-2
 
 
+def test_a_prefill_of_the_last_tokens_of_each_request(monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, where programs share tiles; counted from the first key, a result is wrong."""
+    monkeypatch.setattr(PrefillSplits, "allocate", partial(PrefillSplits.allocate, num_splits=2))
+    seen = []
+    plain = reference.paged_prefill_attention
+
+    def prefill(*arguments, splits=None, **options):
+        seen.append(splits and splits.num_splits)
+        return plain(*arguments, splits=splits, **options)
+
+    monkeypatch.setattr(reference, "paged_prefill_attention", prefill)
+    bench = AttentionBench(**SMALL, mode="prefill", query_len=5, peers=("torch-sdpa",))
+    for entry in run_attention(bench)["results"]:
+        assert entry["query_len"] == 5
+        assert entry["variants"].keys() == {"mrv1", "mrv1-one"}
+        why = "ValueError: counts causal queries from the first key"
+        assert entry["failed_peers"] == {"torch-sdpa": why}
+    assert set(seen) == {2, None}
+
+
 def test_share_and_ratios_follow_from_bytes_and_times(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench_module, "copy_bandwidth", lambda _: 1e9)
     result = run_attention(AttentionBench(**SMALL, peers=("torch-sdpa",)))
@@ -293,8 +314,8 @@ def test_deterministic_is_asked_for_and_stands_beside(monkeypatch: pytest.Monkey
 def test_the_kernels_themselves_pass_the_check(device: torch.device, kv_dtype: KVDtype):
     options = SMALL | {"cells": (Cell(2, 100),), "full_heads": 0.5, "window": 40, "sink": 20}
     options |= {"device": str(device), "kv_dtype": kv_dtype}
-    for mode in ("decode", "prefill"):
-        result = run_attention(AttentionBench(**options, mode=mode))
+    for mode, query_len in (("decode", None), ("prefill", None), ("prefill", 30)):
+        result = run_attention(AttentionBench(**options, mode=mode, query_len=query_len))
         assert result["path"] == ("triton" if device.type == "cuda" else "interpreter")
         (entry,) = result["results"]
         assert entry["variants"]["mrv1"]["relative_error"] < 1e-2
@@ -370,6 +391,11 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
             "deterministic: expected mode decode, got prefill",
         ),
         ({"cells": (Cell(1, 2),) * 2}, r"cells: expected different ones, got \['1x2', '1x2'\]"),
+        ({"query_len": 2}, "query_len: expected mode prefill, got decode"),
+        (
+            {"mode": "prefill", "query_len": 18},
+            "query_len: expected 2 to 17, the shortest context, got 18",
+        ),
         ({"repeats": 0}, "repeats: expected >= 1, got 0"),
         ({"window": 0}, "window: expected >= 1, got 0"),
         ({"num_q_heads": 3}, "num_q_heads: expected a multiple of 2, got 3"),

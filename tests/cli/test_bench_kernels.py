@@ -39,10 +39,11 @@ def test_attention_file_table_and_plot_say_the_same(mrv1: Mrv1, tmp_path: Path):
 def test_prefill_and_roles_are_options(mrv1: Mrv1):
     result = mrv1(
         "bench", "attention", "--cells", "1x40", "--mode", "prefill", "--peers", "",
-        "--full-heads", "0.5", "--window", "16", "--sink", "4", *ON_CPU,
+        "--query-len", "8", "--full-heads", "0.5", "--window", "16", "--sink", "4", *ON_CPU,
     )  # fmt: skip
     assert result.exit_code == 0
     assert "TFLOP/s" in result.stdout
+    assert "1 x 8 of 40" in result.stdout
     assert "mrv1-uniform" in result.stdout
 
 
