@@ -54,9 +54,10 @@ MAX_PIECES = 64
 """A deterministic plan cuts a segment every SPLIT_TOKENS keys, or twice as many and so on until
 there are no more than MAX_PIECES pieces: by the segment's own length alone."""
 
-LONG_PIECE = 2048
-"""Keys from which on equal shares are halved where there are many segments: what is left over of
-each then evens out. On an H200 that is 0 to 6% faster there, 3 to 6% slower from 1,024 keys on."""
+LONG_PIECE = 1 << 20
+"""Bytes of K and V from which on equal shares are halved where there are many segments: what is
+left over of each then evens out. 2,048 keys in 16 bits; on an H200 that is 0 to 6% faster from
+there on, 3 to 6% slower from half of it on."""
 
 MERGED_PIECES = 16
 """Up to so many pieces of a segment, where all are alike, the last of its programs merges them. On
@@ -186,6 +187,8 @@ class DecodePlan:
     """Items that equal shares make, those of short segments counted by their tiles."""
     fine_items: int
     """As many instead where pieces are long: they even out what runs beside each other."""
+    long_tiles: int
+    """Tiles of a piece from which on it is long."""
     max_pieces: int
     """Bound on the pieces of one segment."""
     max_merges: int
@@ -266,6 +269,7 @@ class DecodePlan:
             info,
         )
         max_tiles = max(1, -(-max_keys // config.tile_tokens))
+        key_bytes = 2 * layout.head_dim * (1 if is_fp8 else dtype.itemsize)
         if deterministic:
             max_pieces = max(1, min(-(-max_keys // SPLIT_TOKENS), MAX_PIECES))
             max_items = most_items = fine_items = segments * max_pieces
@@ -300,6 +304,7 @@ class DecodePlan:
             max_items=max_items,
             most_items=most_items,
             fine_items=fine_items,
+            long_tiles=max(1, LONG_PIECE // (key_bytes * config.tile_tokens)),
             max_pieces=max_pieces,
             max_merges=max_merges,
             items=torch.empty(max_items, ITEM_FIELDS, dtype=torch.int32, device=device),
@@ -566,7 +571,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         NUM_SPLITS=plan.num_kv_splits or 0,
         SPLIT_TILES=SPLIT_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
         MIN_TILES=plan.config.min_tiles,
-        LONG_TILES=LONG_PIECE // plan.config.tile_tokens,
+        LONG_TILES=plan.long_tiles,
         TILE_REQS=tile_reqs,
         TILE_HEADS=tile_heads,
         TILE_ITEMS=tile_items,

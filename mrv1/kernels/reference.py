@@ -31,7 +31,6 @@ from mrv1.kernels._paged_checks import (
 )
 from mrv1.kernels.bad_words import check_bad_words
 from mrv1.kernels.decode_plan import (
-    LONG_PIECE,
     MAX_PIECES,
     SPLIT_TOKENS,
     DecodePlan,
@@ -1152,7 +1151,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     elif not plan.deterministic:
         sizes = range(min(plan.config.min_tiles, longest), longest + 1)
         for most_items in (plan.most_items, plan.fine_items):
-            if most_items == plan.most_items or size * tile >= LONG_PIECE:
+            if most_items == plan.most_items or size >= plan.long_tiles:
                 fits = partial(_fits, tiles, plan.max_items, most_items)
                 size = sizes[bisect_left(sizes, True, key=fits)]
         by_length = sorted(zip(segments, tiles, strict=True), key=lambda each: 2 * each[1] <= size)

@@ -110,11 +110,14 @@ def _lists(plan):
 # --- oracle ------------------------------------------------------------------------------------
 
 
+KEY_BYTES = 2 * 16 * 4
+"""K and V of a key here: 16 dimensions in float32."""
+
+
 @pytest.fixture
 def _long_from_96(monkeypatch):
     """Halve shares of three tiles, and longer ones."""
-    for module in (decode_plan, reference):
-        monkeypatch.setattr(module, "LONG_PIECE", 96)
+    monkeypatch.setattr(decode_plan, "LONG_PIECE", 96 * KEY_BYTES)
 
 
 @pytest.mark.usefixtures("_long_from_96")
@@ -179,8 +182,9 @@ def test_equal_shares_fill_the_programs(device):
     assert merges == []
 
 
-def test_long_pieces_are_halved(device):
+def test_long_pieces_are_halved(device, monkeypatch):
     """Two programs; 300 tiles are two pieces, or four where there are enough segments."""
+    monkeypatch.setattr(decode_plan, "LONG_PIECE", 2048 * KEY_BYTES)
     layout = _layout([HeadRole()], device)
     for programs, lens, expected in (
         (2, [9600], [2400] * 4),
@@ -194,6 +198,17 @@ def test_long_pieces_are_halved(device):
         kernels.plan_decode_attention(seq_lens, layout, plan)
         items, _ = _lists(plan)
         assert [end - first for _, _, first, end, *_ in items] == expected
+
+
+def test_a_piece_is_long_by_its_bytes(device):
+    """2,048 keys of 128 dimensions in 16 bits, and twice as many in 8."""
+    layout = KVLayout.hnd(2, 16, 128, device=device)
+    for is_fp8, keys in ((False, 2048), (True, 4096)):
+        plan = DecodePlan.allocate(
+            max_reqs=2, max_keys=100, layout=layout, num_q_heads=2, dtype=torch.bfloat16,
+            is_fp8=is_fp8,
+        )  # fmt: skip
+        assert plan.long_tiles * plan.config.tile_tokens == keys
 
 
 def test_a_long_request_among_many_short_ones_is_cut(device):
