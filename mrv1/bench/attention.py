@@ -156,7 +156,7 @@ def _our_variants(
     """Return our kernel on the cell, and beside it on what the cell is to be compared with."""
     case, device = data.case, data.seq_lens.device
     ops = select_ops(kernel_path(device))
-    splits = None if bench.mode == "decode" else data.new_splits()
+    splits = data.new_splits()
     variants = {OURS: _checked(OURS, _ours(ops, data, splits=splits), data, bandwidth)}
     if splits is not None:
         variants[ONE] = _checked(ONE, _ours(ops, data), data, bandwidth)
@@ -169,8 +169,8 @@ def _our_variants(
     ):
         if other != case:
             twin = _new_data(other, device, bench.seed)
-            splits = None if bench.mode == "decode" else twin.new_splits()
-            variants[name] = _checked(name, _ours(ops, twin, splits=splits), twin, bandwidth)
+            launches = _ours(ops, twin, splits=twin.new_splits())
+            variants[name] = _checked(name, launches, twin, bandwidth)
     return variants
 
 

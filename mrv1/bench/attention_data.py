@@ -91,8 +91,10 @@ class AttentionData:
         )
 
     def new_splits(self) -> PrefillSplits | None:
-        """Return what programs of a prefill share, None where a tile has one."""
+        """Return what programs of a prefill share, None where a tile has one, or in a decode."""
         case = self.case
+        if case.query_len == 1:
+            return None
         return PrefillSplits.allocate(
             num_tokens=case.num_tokens,
             num_reqs=case.cell.batch,

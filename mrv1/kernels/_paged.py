@@ -130,6 +130,32 @@ def load_page_rows(pointers, mask, dtype: tl.constexpr, FP8_PATH: tl.constexpr):
 
 
 @triton.jit
+def arrives_last(arrivals_ptr, programs):
+    """Return whether so many programs have left their states, of which the last resets the count.
+
+    The arrival releases this program's state, which all its threads have stored before the
+    barrier, and acquires those of the programs that arrived before.
+    """
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
+    is_last = arrived == programs - 1
+    if is_last:
+        tl.store(arrivals_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def add_states(acc, top, total, part, lse):
+    """Return (acc, top, total) with a state more in each row, weighed by its base-2 lse."""
+    new_top = tl.maximum(top, lse)
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
+    weight = tl.exp2(lse - shift)
+    rescale = tl.exp2(top - shift)
+    acc = acc * rescale[:, None] + weight[:, None] * part
+    return acc, new_top, total * rescale + weight
+
+
+@triton.jit
 def natural_lse(top, total):
     """Return the natural log-sum-exp of a base-2 (top, total); -inf where nothing was visible."""
     seen = total != 0.0  # true of NaN, which must come out as NaN

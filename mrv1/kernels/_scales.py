@@ -44,8 +44,6 @@ def fp8_constexprs(
     }
 
 
-def product_dtype(q: torch.Tensor, scales: KVScales | None) -> torch.dtype:
+def product_dtype(dtype: torch.dtype, is_fp8: bool) -> torch.dtype:
     """Return the dtype launch choices go by: the cache's, or float32 where products are."""
-    if scales is None or q.dtype == torch.float32:
-        return q.dtype
-    return torch.float8_e4m3fn
+    return torch.float8_e4m3fn if is_fp8 and dtype != torch.float32 else dtype

@@ -37,6 +37,8 @@ from mrv1.kernels._paged import (
     ALIGNED_ELEMENTS,
     LOG2_E,
     SMALLEST_UNIT,
+    add_states,
+    arrives_last,
     dot_precision,
     natural_lse,
     normalized,
@@ -281,16 +283,9 @@ def _merge_if_last(
     MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
     LOADED_STATES: tl.constexpr,
 ):
-    """Merge the states of a segment, in order, if this program is the last of its programs.
-
-    The arrival releases this program's state, which all its threads have stored before the
-    barrier, and acquires those of the programs that arrived before.
-    """
+    """Merge the states of a segment, in order, if this program is the last of its programs."""
     ROWS: tl.constexpr = QUERY_LEN * GROUP
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
-    if arrived == pieces - 1:
-        tl.store(arrivals_ptr, 0)
+    if arrives_last(arrivals_ptr, pieces):
         row = tl.arange(0, MERGE_ROWS)
         dims = tl.arange(0, TILE_DIM)
         in_tile = row < ROWS
@@ -317,13 +312,7 @@ def _merge_if_last(
                 parts += ((lse * LOG2_E, part),)  # type: ignore[assignment]
             for index in tl.static_range(LOADED_STATES):
                 lse, part = parts[index]
-                new_top = tl.maximum(top, lse)
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-                weight = tl.exp2(lse - shift)
-                rescale = tl.exp2(top - shift)
-                total = total * rescale + weight
-                acc = acc * rescale[:, None] + weight[:, None] * part
-                top = new_top
+                acc, top, total = add_states(acc, top, total, part, lse)
         out = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
         out_row = req * QUERY_LEN + row // GROUP
         q_head = (head * GROUP + row % GROUP).to(tl.int64)

@@ -34,6 +34,7 @@ from mrv1.kernels._checks import check_launchable, check_tensor
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._paged import visible_range
 from mrv1.kernels._paged_checks import check_num_kv_splits
+from mrv1.kernels._scales import product_dtype
 from mrv1.kernels._triton import INTERPRET, tl, triton
 from mrv1.kernels.kv_layout import KVLayout
 
@@ -262,7 +263,7 @@ class DecodePlan:
         info = device_info(device)
         config = DecodeAttentionConfig.default_for(
             layout.head_dim,
-            torch.float8_e4m3fn if is_fp8 and dtype != torch.float32 else dtype,
+            product_dtype(dtype, is_fp8),
             padded_rows(rows),
             0 if deterministic else segments,  # one choice, whatever the batch
             layout.has_window,

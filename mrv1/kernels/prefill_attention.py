@@ -41,6 +41,8 @@ from mrv1.kernels._paged import (
     LOG2_E,
     MIN_DOT_ROWS,
     SMALLEST_UNIT,
+    add_states,
+    arrives_last,
     dot_precision,
     load_head_role,
     load_page_rows,
@@ -213,18 +215,11 @@ class PrefillSplits:
         if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits: expected None or 1 to {MAX_SPLITS}, got {num_splits}")
         device = layout.head_base.device
-        info = device_info(device)
-        group = num_q_heads // layout.num_kv_heads
-        config = PrefillAttentionConfig.default_for(
-            layout.head_dim,
-            torch.float8_e4m3fn if is_fp8 and dtype != torch.float32 else dtype,
-            info.capability,
-            layout.has_window,
-        ).fit_rows(group, max(max_query_len, 1))
-        tile_queries = config.tile_rows // group
+        config = _config(layout, dtype, is_fp8, num_q_heads, max_query_len)
+        tile_queries = config.tile_rows * layout.num_kv_heads // num_q_heads
         num_tiles = num_tokens // tile_queries + num_reqs
         if num_splits is None:
-            num_programs = PROGRAMS_PER_SM * info.num_sms
+            num_programs = PROGRAMS_PER_SM * device_info(device).num_sms
             fewest = max(num_tokens // tile_queries, 1) * layout.num_kv_heads
             num_splits = min(num_programs // fewest, MAX_SPLITS)
         else:
@@ -241,6 +236,25 @@ class PrefillSplits:
                 num_tiles * layout.num_kv_heads, dtype=torch.int32, device=device
             ),
         )
+
+
+def _config(
+    layout: KVLayout,
+    dtype: torch.dtype,
+    is_fp8: bool,
+    num_q_heads: int,
+    max_query_len: int,
+    has_offsets: bool = False,
+) -> PrefillAttentionConfig:
+    """Return the choice for a launch, its tiles no larger than its chunks."""
+    config = PrefillAttentionConfig.default_for(
+        layout.head_dim,
+        product_dtype(dtype, is_fp8),
+        device_info(layout.head_base.device).capability,
+        layout.has_window,
+        has_offsets,
+    )
+    return config.fit_rows(num_q_heads // layout.num_kv_heads, max(max_query_len, 1))
 
 
 @triton.jit
@@ -415,13 +429,7 @@ def _merge_tile(
             part = tl.load(
                 states_ptr + state[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
             )
-            new_top = tl.maximum(top, lse)
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weight = tl.exp2(lse - shift)
-            rescale = tl.exp2(top - shift)
-            total = total * rescale + weight
-            acc = acc * rescale[:, None] + weight[:, None] * part
-            top = new_top
+            acc, top, total = add_states(acc, top, total, part, lse)
         out = normalized(acc, total).to(out_ptr.dtype.element_ty)
         out_offsets = token * stride_out_token + q_head * stride_out_head
         tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=mask)
@@ -751,13 +759,7 @@ def _paged_prefill_attention_kernel(
         tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
         lse = natural_lse(top * score_scale, total)
         tl.store(states_lse_ptr + state, lse, mask=in_tile)
-        # The arrival releases this program's state, which all its threads have stored before the
-        # barrier, and acquires those of the programs that arrived before.
-        tl.debug_barrier()
-        arrival_ptr = arrivals_ptr + tile_of_batch * num_kv_heads + head
-        arrived = tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
-        if arrived == splits - 1:
-            tl.store(arrival_ptr, 0)
+        if arrives_last(arrivals_ptr + tile_of_batch * num_kv_heads + head, splits):
             _merge_tile(
                 out_ptr,
                 stride_out_token,
@@ -901,15 +903,14 @@ def paged_prefill_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if num_reqs == 0 or num_tokens == 0 or max_query_len == 0:
         return out
-    capability = device_info(q.device).capability
-    config = PrefillAttentionConfig.default_for(
-        layout.head_dim,
-        product_dtype(q, scales),
-        capability,
-        layout.has_window,
+    config = _config(
+        layout,
+        q.dtype,
+        scales is not None,
+        num_q_heads,
+        max_query_len,
         attn_mask_offsets is not None,
     )
-    config = config.fit_rows(group, max_query_len)
     tile_queries = config.tile_rows // group
     num_tiles = num_tokens // tile_queries + num_reqs
     num_programs = num_tiles * layout.num_kv_heads

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from itertools import pairwise
 from typing import ParamSpec, TypeVar
 
@@ -1121,12 +1121,18 @@ def _mark_visited(
     visited[head, columns[head, block]] = 1
 
 
-def _fits(tiles: list[int], max_items: int, most_items: int, size: int) -> bool:
-    """Whether pieces of so many tiles are no more items than may be; short ones count by tiles."""
-    short = [t for t in tiles if 2 * t <= size]
-    pieces = sum(-(-t // size) for t in tiles if 2 * t > size)
-    counted = pieces - (-sum(short) // size)
-    return counted <= most_items and pieces + len(short) <= max_items
+def _equal_size(tiles: list[int], plan: DecodePlan, most_items: int) -> int:
+    """Return the fewest tiles of a piece that make no more items; short ones count by tiles."""
+
+    def fits(size: int) -> bool:
+        short = [t for t in tiles if 2 * t <= size]
+        pieces = sum(-(-t // size) for t in tiles if 2 * t > size)
+        counted = pieces - (-sum(short) // size)
+        return counted <= most_items and pieces + len(short) <= plan.max_items
+
+    longest = max(tiles, default=1)
+    sizes = range(min(plan.config.min_tiles, longest), longest + 1)
+    return sizes[bisect_left(sizes, True, key=fits)]
 
 
 @_counted
@@ -1149,11 +1155,9 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     if plan.num_kv_splits is not None:
         size = -(-longest // plan.num_kv_splits)
     elif not plan.deterministic:
-        sizes = range(min(plan.config.min_tiles, longest), longest + 1)
-        for most_items in (plan.most_items, plan.fine_items):
-            if most_items == plan.most_items or size >= plan.long_tiles:
-                fits = partial(_fits, tiles, plan.max_items, most_items)
-                size = sizes[bisect_left(sizes, True, key=fits)]
+        size = _equal_size(tiles, plan, plan.most_items)
+        if size >= plan.long_tiles:
+            size = _equal_size(tiles, plan, plan.fine_items)
         by_length = sorted(zip(segments, tiles, strict=True), key=lambda each: 2 * each[1] <= size)
         segments, tiles = [each for each, _ in by_length], [count for _, count in by_length]
     items: list[tuple[int, ...]] = []

@@ -245,6 +245,9 @@ def test_a_prefill_of_the_last_tokens_of_each_request(monkeypatch: pytest.Monkey
         why = "ValueError: counts causal queries from the first key"
         assert entry["failed_peers"] == {"torch-sdpa": why}
     assert set(seen) == {2, None}
+    one = AttentionBench(**SMALL | {"cells": (Cell(1, 1),)}, mode="prefill", peers=())
+    (entry,) = run_attention(one)["results"]  # a token is decoded
+    assert entry["variants"].keys() == {"mrv1"}
 
 
 def test_share_and_ratios_follow_from_bytes_and_times(monkeypatch: pytest.MonkeyPatch):
