@@ -32,6 +32,25 @@ def float32_of(handle: Handle) -> Array:
     return decode(handle.data, handle.dtype.scalar.name)
 
 
+def _float64_of(handle: Handle) -> Array:
+    values = float32_of(handle) if _is_packed(handle.dtype) else handle.data
+    return np.ascontiguousarray(values, dtype=np.float64)
+
+
+def _product(a: Array, b: Array) -> Array:
+    """Return ``a @ b`` of contiguous float64 matrices; no element depends on the shape of either.
+
+    ``np.matmul`` calls a BLAS that sums over K in an order of its own for each shape and CPU: a row
+    would have other bits alone than among 16, on a CPU without AVX-512. ``einsum`` walks the axis
+    of the smallest stride innermost, which is N in both ``b`` and the result, so each element is
+    summed from k = 0 upwards. A result of one column has no such axis: it gets a second one.
+    """
+    num_cols = b.shape[-1]
+    if num_cols == 1:
+        b = np.repeat(b, 2, axis=-1)
+    return np.einsum("...mk,...kn->...mn", a, b, optimize=False)[..., :num_cols]
+
+
 def _is_packed(dtype: DType) -> bool:
     return dtype.scalar.name in PACKED
 
@@ -124,11 +143,14 @@ class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
         input_precision: Opaque,
         max_num_imprecise_acc: Opaque,
     ) -> Handle:
-        """Multiply matrices; 8- and 16-bit operands accumulate in float32 as tensor cores do."""
+        """Return ``a @ b + d``, summed over K in one order and rounded once."""
+        if not a.dtype.is_floating():
+            return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
+        left, right, addend = (_float64_of(handle) for handle in (a, b, d))
         with np.errstate(all="ignore"):  # rows of padding may hold anything, as on a GPU
-            if not any(_is_packed(x.dtype) or x.data.dtype == np.float16 for x in (a, b)):
-                return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
-            return encode_as(np.matmul(float32_of(a), float32_of(b)) + float32_of(d), d.dtype)
+            total = _product(left, right) + addend
+            wide = np.float64 if d.dtype.scalar.name == "fp64" else np.float32
+            return encode_as(total.astype(wide), d.dtype)
 
     def get_bf16(self, value: float) -> Handle:
         """Return a bfloat16 constant (stock has none)."""

@@ -87,10 +87,15 @@ class CorrectedReduceOps(ti.ReduceOps):  # type: ignore[misc]
         return super().min_max(input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
     def sum(self, input: Tensor) -> Tensor:
-        """Sum; bfloat16 in float32, rounded once."""
-        if input.dtype.name != "bf16":
-            return super().sum(input)
-        return _rounded_to_bf16(super().sum(_bf16_in_float32(input)))
+        """Sum in one order, whatever else the array holds; bfloat16 in float32, rounded once."""
+        if input.dtype.name == "bf16":
+            return _rounded_to_bf16(self.sum(_bf16_in_float32(input)))
+        x = input.handle.data
+        # numpy sums pairwise along an axis that is contiguous, one by one along another: a column
+        # alone, whose axis is both, would have other bits than among others.
+        rows = x.reshape(-1) if self.axis is None else np.moveaxis(x, self.axis, -1)
+        total = np.sum(np.ascontiguousarray(rows), axis=-1)
+        return self.to_tensor(self._shaped(total, x.ndim), input.dtype)
 
 
 class CorrectedScanOps(ti.ScanOps):  # type: ignore[misc]
