@@ -717,10 +717,12 @@ def _paged_prefill_attention_kernel(
             )
             scores = tl.where((again >= 0)[None, :] & visible, scores, float("-inf"))
 
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # The maximum is kept scaled: a product in the exponent of the rescale would be fused with
+        # the subtraction, whose result is then its rounding error in each step, not zero.
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * score_scale)
         # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top * score_scale)
-        rescale = tl.exp2(top * score_scale - shift)
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = tl.exp2(top - shift)
         weights = tl.exp2(scores * score_scale[:, None] - shift[:, None])
         total = total * rescale + tl.sum(weights, axis=1)
         if SCALES_PER_BLOCK > 0:
@@ -751,13 +753,13 @@ def _paged_prefill_attention_kernel(
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
         if lse_ptr is not None:
             lse_offsets = token * stride_lse_token + q_head * stride_lse_head
-            lse = natural_lse(top * score_scale, total)
+            lse = natural_lse(top, total)
             tl.store(lse_ptr + lse_offsets, lse, mask=in_tile)
     elif states_ptr is not None:
         num_q_heads = num_kv_heads * GROUP
         state = (split * num_tokens + token) * num_q_heads + q_head
         tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
-        lse = natural_lse(top * score_scale, total)
+        lse = natural_lse(top, total)
         tl.store(states_lse_ptr + state, lse, mask=in_tile)
         if arrives_last(arrivals_ptr + tile_of_batch * num_kv_heads + head, splits):
             _merge_tile(

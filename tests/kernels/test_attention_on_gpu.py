@@ -54,6 +54,19 @@ def test_decode_of_long_contexts(device, head_dim, dtype, query_len):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("query_len", [4, 256])
+def test_lse_errs_no_more_after_many_steps(device, head_dim, dtype, query_len):
+    """Large scores: a rescale that is not exactly one where the maximum stays adds up by steps."""
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=head_dim, max_seq_len=4096)
+    batch = RaggedBatch(query_lens=(query_len,), seq_lens=(4096,))
+    case = build_paged_cache(layout, batch, dtype=dtype).to(device)
+    q = make_queries(case, 4) * 16
+    got, oracle = run_prefill(kernels, case, q), run_prefill(reference, case, q)
+    assert_in_budget(got, oracle, exact(case, q), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_prefill_of_long_chunks(device, head_dim, dtype):
     layout = _streaming(head_dim, 2048, 700)
