@@ -44,3 +44,20 @@ def test_prefetching_changes_nothing(device, num_tokens, features):
     for num_bytes in (1, 15, 16, 100_000, 20_000_000):
         later = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         assert torch.equal(kernels.linear(**arguments, prefetch=later), want)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 32, 33, 65])
+@pytest.mark.parametrize("size", [(300, 256), (1024, 1024), (4096, 1024)])
+def test_float32_errs_at_most_twice_as_much_as_torch(device, size, num_tokens, deterministic):
+    """Plus a rounding of the result; by root mean square, which one unlucky sum does not move."""
+    arguments = linear_arguments(num_tokens, *size, torch.float32, device)
+    x, weight = arguments["x"], arguments["weight"]
+    exact = x.double() @ weight.double().T
+    got = kernels.linear(x, weight, deterministic=deterministic)
+    errors = [
+        (result.double() - exact).square().mean().sqrt().item()
+        for result in (got, torch.nn.functional.linear(x, weight))
+    ]
+    rounding = torch.finfo(torch.float32).eps / 2 * exact.square().mean().sqrt().item()
+    assert errors[0] <= 2 * errors[1] + rounding, errors
