@@ -113,7 +113,7 @@ full-compile: $(VENV)/.dev
 # --- other ----------------------------------------------------------------------------------------
 
 test-gpu:
-	$(PYTHON) -m pytest -p no:benchmark -m gpu --durations=15
+	$(PYTHON) -m pytest -m gpu --durations=15
 
 # Pin what .venv holds now (after installing newer releases into it by hand).
 lock: $(VENV)/.dev

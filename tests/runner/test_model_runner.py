@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -332,6 +333,16 @@ def test_on_a_gpu_the_cache_fills_the_share_of_the_memory(checkpoint):
     runner.close()
 
 
+@pytest.fixture
+def _bounded_address_space():
+    """16 TiB at most: where the kernel overcommits memory, it would grant what nobody has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**44, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.usefixtures("_bounded_address_space")
 def test_a_cache_that_cannot_be_allocated_says_so(checkpoint):
     with pytest.raises(CapacityError, match=r"blocks of 16384 bytes do not fit on cpu"):
         make_runner(checkpoint, num_kv_blocks=2**31 - 1, device="cpu")
