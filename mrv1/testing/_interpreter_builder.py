@@ -40,10 +40,10 @@ def _float64_of(handle: Handle) -> Array:
 def _product(a: Array, b: Array) -> Array:
     """Return ``a @ b`` of contiguous float64 matrices; no element depends on the shape of either.
 
-    ``np.matmul`` calls a BLAS that sums over K in an order of its own for each shape and CPU: a row
-    would have other bits alone than among 16, on a CPU without AVX-512. ``einsum`` walks the axis
-    of the smallest stride innermost, which is N in both ``b`` and the result, so each element is
-    summed from k = 0 upwards. A result of one column has no such axis: it gets a second one.
+    ``np.matmul`` calls a BLAS that sums over K in an order of its own for each shape and CPU: on a
+    CPU without AVX-512 a row has other bits alone than among 16. ``einsum`` walks the axis of the
+    smallest stride innermost, which is N in both ``b`` and the result, so each element is summed
+    from k = 0 upwards. A result of one column has no such axis: it gets a second one.
     """
     num_cols = b.shape[-1]
     if num_cols == 1:

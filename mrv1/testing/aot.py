@@ -7,7 +7,8 @@ A process that has interpreted cannot compile, and a stand-in driver must not re
     problems = [report.problem for report in reports if report.problem]
 
 Each module named has a function ``cases(target: Target) -> list[AotCase]``. On the command line,
-``python -m mrv1.testing.aot TARGET MODULE...`` prints the reports as JSON.
+``python -m mrv1.testing.aot TARGET MODULE...`` prints the reports as JSON; with ``TARGET[1::3]``
+every third case is compiled, from the second on.
 """
 
 from __future__ import annotations
@@ -164,28 +165,27 @@ def pointer(dtype: torch.dtype) -> torch.Tensor:
 
 
 def compile_for(
-    target: str, modules: Sequence[str], *, timeout_s: float = 600.0
+    target: str, modules: Sequence[str], *, share: tuple[int, int] = (0, 1)
 ) -> list[AotReport]:
-    """Compile every case of ``modules`` for ``target`` in a child process.
+    """Compile the cases of ``modules`` for ``target`` in a child process.
 
     Args:
         target: a name in :data:`TARGETS`.
         modules: importable modules with a function ``cases``.
-        timeout_s: seconds the child may take.
+        share: ``(i, n)``: only every n-th case, from the i-th on. All are (0, 1).
 
     Raises:
         ConfigError: an unknown target.
         RuntimeError: the child failed outside the compiler; the message ends with its stderr.
     """
     _target(target)
-    command = [sys.executable, "-m", "mrv1.testing.aot", target, *modules]
+    first, step = share
+    command = [sys.executable, "-m", "mrv1.testing.aot", f"{target}[{first}::{step}]", *modules]
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
-    child = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False
-    )
+    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if child.returncode:
         raise RuntimeError(
             f"{' '.join(command)} exited {child.returncode}: {child.stderr[-2000:]}"
@@ -316,11 +316,13 @@ def _amd_usage(compiled: Any) -> tuple[int, int]:  # noqa: ANN401 - Triton's Com
 
 def main(arguments: Sequence[str]) -> int:
     """Compile the cases of the modules named after a target and print the reports as JSON."""
-    if len(arguments) < 2:
-        sys.stderr.write("usage: python -m mrv1.testing.aot TARGET MODULE...\n")
+    wanted = re.fullmatch(r"(\w+)(?:\[(\d+)::([1-9]\d*)\])?", arguments[0]) if arguments else None
+    if wanted is None or len(arguments) < 2:
+        sys.stderr.write("usage: python -m mrv1.testing.aot TARGET[FIRST::STEP] MODULE...\n")
         return 2
-    target = _target(arguments[0])
-    reports = compile_cases(target, collect_cases(target, arguments[1:]))
+    target = _target(wanted[1])
+    cases = collect_cases(target, arguments[1:])
+    reports = compile_cases(target, cases[int(wanted[2] or 0) :: int(wanted[3] or 1)])
     sys.stdout.write(json.dumps([asdict(report) for report in reports]) + "\n")
     return 0
 

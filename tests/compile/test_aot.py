@@ -9,23 +9,44 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.testing import aot
-from mrv1.testing.aot import TARGETS, AotReport, compile_for
+from mrv1.testing.aot import TARGETS, AotReport, collect_cases, compile_for
 
 pytestmark = pytest.mark.compile
 
-MODULES = sorted(f"{__package__}.{path.stem}" for path in Path(__file__).parent.glob("cases_*.py"))
+GROUPS = {
+    "attention": 4,
+    "decode": 3,
+    "linear": 3,
+    "elementwise edit_logits": 1,
+    "pages qkv quarter": 2,
+    "logprobs sampler sampling step": 1,
+}
+"""Modules of cases that one test compiles, and how many tests share them: each takes seconds."""
+SHARES = [(group, share, shares) for group, shares in GROUPS.items() for share in range(shares)]
 ALWAYS = ("sm_90", "gfx942")
 """What `make test` compiles for: the GPU that is measured, and the one that differs most."""
 
 
+def _modules(group: str) -> list[str]:
+    return [f"{__package__}.cases_{name}" for name in group.split()]
+
+
+def test_every_module_of_cases_is_in_a_group():
+    names = {path.stem.removeprefix("cases_") for path in Path(__file__).parent.glob("cases_*.py")}
+    assert sorted(" ".join(GROUPS).split()) == sorted(names)
+
+
+@pytest.mark.parametrize(("group", "share", "shares"), SHARES)
 @pytest.mark.parametrize(
     "target",
     [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in TARGETS],
 )
-def test_every_kernel_compiles(target):
-    reports = compile_for(target, MODULES)
-    names = [report.case for report in reports]
-    assert len(set(names)) == len(names) > 50
+def test_every_kernel_compiles(target, group, share, shares):
+    modules = _modules(group)
+    reports = compile_for(target, modules, share=(share, shares))
+    cases = collect_cases(TARGETS[target], modules)
+    assert [report.case for report in reports] == [case.name for case in cases[share::shares]]
+    assert len({case.name for case in cases}) == len(cases) > 20
     assert not [report.problem for report in reports if report.problem]
     assert all(report.registers > 0 for report in reports)
 
@@ -76,7 +97,7 @@ def test_a_pointer_is_aligned():
 
 def test_an_unknown_target_is_named():
     with pytest.raises(ConfigError, match=r"target: expected one of sm_80, .*, got 'sm_75'"):
-        compile_for("sm_75", MODULES)
+        compile_for("sm_75", ["no_such_module"])
 
 
 def test_a_failing_child_is_reported():
@@ -84,6 +105,9 @@ def test_a_failing_child_is_reported():
         compile_for("sm_90", ["no_such_module"])
 
 
-def test_usage(capsys):
-    assert aot.main(["sm_90"]) == 2
+@pytest.mark.parametrize(
+    "arguments", [(), ("sm_90",), ("sm_90[2]", "json"), ("sm_90[0::0]", "json")]
+)
+def test_usage(capsys, arguments):
+    assert aot.main(arguments) == 2
     assert "usage: python -m mrv1.testing.aot" in capsys.readouterr().err

@@ -236,6 +236,7 @@ def test_a_sum_has_the_same_order_whatever_is_beside_it(shape, axis, part, seed)
     torch.testing.assert_close(want.double(), rows.double().sum(1), rtol=1e-6, atol=1e-5)
     assert torch.equal(_sum(few, axis), want[-part:])
 
+
 @triton.jit
 def _compose(scale_a, shift_a, scale_b, shift_b):
     """Apply map a, then map b: associative, not commutative."""
