@@ -27,8 +27,17 @@ HOST := $(PYTEST)
 INTERP := TRITON_INTERPRET=1 $(PYTEST)
 LONG := full or slow or big
 
+# Prints the instruction sets that numpy would use beyond AVX2, as it wants them named.
+define BEYOND_AVX2
+import numpy
+found = numpy.show_config(mode="dicts")["SIMD Extensions"]["found"]
+print(*(name for name in found if name.startswith(("AVX512", "X86_V4"))))
+endef
+export BEYOND_AVX2
+
 .PHONY: help demo test test-full test-gpu install lint types hooks \
-	test-host test-interp test-compile full-host full-interp full-compile lock clean
+	test-host test-interp test-compile \
+	full-host full-interp full-avx2 full-compile lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -98,7 +107,7 @@ test-compile: $(VENV)/.dev
 # --- make test-full -------------------------------------------------------------------------------
 
 # What `make test` ran with fewer examples or not at all: properties, long tests, compile targets.
-test-full: test full-compile full-interp full-host
+test-full: test full-compile full-avx2 full-interp full-host
 
 full-host: $(VENV)/.dev
 	$(HOST) --hypothesis-profile=full \
@@ -109,6 +118,16 @@ full-interp: $(VENV)/.dev
 
 full-compile: $(VENV)/.dev
 	$(HOST) -m compile
+
+# The bits of the interpreter must not come from the CPU: the same lane as on one without AVX-512.
+full-avx2: $(VENV)/.dev
+	@if grep -qw avx512f /proc/cpuinfo; then \
+		export NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c "$$BEYOND_AVX2")"; \
+		export OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2; \
+		$(INTERP) -m "interp and not ($(LONG))"; \
+	else \
+		echo "full-avx2: not run: this CPU has no AVX-512, so that every lane ran without it"; \
+	fi
 
 # --- other ----------------------------------------------------------------------------------------
 

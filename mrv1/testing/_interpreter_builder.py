@@ -48,7 +48,8 @@ def _product(a: Array, b: Array) -> Array:
     num_cols = b.shape[-1]
     if num_cols == 1:
         b = np.repeat(b, 2, axis=-1)
-    return np.einsum("...mk,...kn->...mn", a, b, optimize=False)[..., :num_cols]
+    product: Array = np.einsum("...mk,...kn->...mn", a, b, optimize=False)
+    return product[..., :num_cols]
 
 
 def _is_packed(dtype: DType) -> bool:

@@ -106,12 +106,12 @@ def checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def requests(checkpoint) -> list[tuple[list[int], SamplingParams, list[int]]]:
     """Prompts and parameters, each with what it yields alone."""
-    prompts = random_prompts((1, 3, 16, 33, 40, 64, 90))
+    prompts = random_prompts((1, 3, 16, 40, 90))
     params = [
-        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         if index % 2 == 0
         else SamplingParams(
-            temperature=1.0, top_k=20, top_p=0.9, seed=index, max_tokens=24, ignore_eos=True
+            temperature=1.0, top_k=20, top_p=0.9, seed=index, max_tokens=16, ignore_eos=True
         )
         for index in range(len(prompts))
     ]
@@ -122,9 +122,8 @@ def requests(checkpoint) -> list[tuple[list[int], SamplingParams, list[int]]]:
     return list(zip(prompts, params, alone, strict=True))
 
 
-@pytest.mark.timeout(1200)  # 300 examples of whole engines in the full profile
 @given(
-    order=st.permutations(range(7)),
+    order=st.permutations(range(5)),
     arrivals=st.lists(st.integers(0, 3), max_size=8),
     block_size=st.sampled_from([16, 32, 64]),
     max_num_seqs=st.integers(1, 8),
