@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -35,12 +37,6 @@ STOP_SEQS_LEN_VARIABLE = "MRV1_STOP_SEQS_MAX_LEN"
 HEAD_POLICY_VARIABLE = "MRV1_HEAD_POLICY"
 """``EngineConfig.head_policy`` where that is not given."""
 
-VARIABLES = (
-    DEBUG_VARIABLE, DEBUG_SYNC_VARIABLE, MAX_BAD_WORDS_VARIABLE, BAD_WORDS_LEN_VARIABLE,
-    MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE, HEAD_POLICY_VARIABLE,
-)  # fmt: skip
-"""Every variable of mrv1's own."""
-
 INT32_MAX = 2**31 - 1
 """Counts, slots and block ids are int32 on the device."""
 
@@ -62,29 +58,61 @@ BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
 
 
-def check_variables() -> None:
-    """Raise unless every ``MRV1_*`` variable of the environment is one of ``VARIABLES``.
-
-    Raises:
-        ConfigError: one is not; the message says which was probably meant.
-    """
-    for name in os.environ:
-        if name.startswith("MRV1_") and name not in VARIABLES:
-            close = difflib.get_close_matches(name, VARIABLES, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            raise ConfigError(f"{name}: expected one of {', '.join(VARIABLES)}{hint}")
-
-
 def env_count(name: str, default: int) -> int:
     """Return an environment variable's number.
 
     Raises:
-        ConfigError: it is not an integer >= 1.
+        ConfigError: it is not an integer >= 1, or does not fit int32.
     """
     value = os.environ.get(name, str(default))
-    if not value.isdecimal() or not value.isascii() or int(value) < 1:
+    digits = value.lstrip("0")
+    if not digits.isdecimal() or not digits.isascii():
         raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
-    return int(value)
+    if len(digits) > len(str(INT32_MAX)) or int(digits) > INT32_MAX:
+        raise ConfigError(f"{name}: expected at most {INT32_MAX}, got {value!r}")
+    return int(digits)
+
+
+VARIABLES: dict[str, Callable[[], Any]] = {
+    DEBUG_VARIABLE: partial(env_flag, DEBUG_VARIABLE),
+    DEBUG_SYNC_VARIABLE: partial(env_flag, DEBUG_SYNC_VARIABLE),
+    MAX_BAD_WORDS_VARIABLE: partial(env_count, MAX_BAD_WORDS_VARIABLE, 16),
+    BAD_WORDS_LEN_VARIABLE: partial(env_count, BAD_WORDS_LEN_VARIABLE, 8),
+    MAX_STOP_SEQS_VARIABLE: partial(env_count, MAX_STOP_SEQS_VARIABLE, 5),
+    STOP_SEQS_LEN_VARIABLE: partial(env_count, STOP_SEQS_LEN_VARIABLE, 8),
+    HEAD_POLICY_VARIABLE: partial(os.environ.get, HEAD_POLICY_VARIABLE),
+}
+"""Every variable of mrv1's own, and how its value is read (``ConfigError`` for a wrong value)."""
+
+FOREIGN_VARIABLES = (
+    "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Variables of other packages that change what mrv1 does."""
+
+
+def environment() -> dict[str, str]:
+    """Return the values of ``VARIABLES`` and ``FOREIGN_VARIABLES`` that are set."""
+    names = (*VARIABLES, *FOREIGN_VARIABLES)
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def name_errors() -> list[str]:
+    """Return an error for each ``MRV1_*`` name of the environment that is not in ``VARIABLES``.
+
+    It says which variable was probably meant.
+    """
+    errors = []
+    for name in sorted(os.environ):
+        if name.startswith("MRV1_") and name not in VARIABLES:
+            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            errors.append(f"{name}: expected one of {', '.join(VARIABLES)}{hint}")
+    return errors
 
 
 def checkpoint_dir(model: str | Path) -> Path:
@@ -148,7 +176,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """Bytes of the KV cache, where ``num_kv_blocks`` is not given; None = what is left of
     ``gpu_memory_utilization``."""
-    head_policy: str | None = field(default_factory=lambda: os.environ.get(HEAD_POLICY_VARIABLE))
+    head_policy: str | None = field(default_factory=VARIABLES[HEAD_POLICY_VARIABLE])
     """JSON file of a ``HeadPolicy``; None = what the checkpoint says, else every head sees all
     that its layer does."""
     window_recycling: bool = True
@@ -167,13 +195,13 @@ class EngineConfig:
     """Capture steps of a few sizes as CUDA graphs, on a GPU."""
     deterministic: bool = False
     """Compute every row by itself alone: the bits of its result do not depend on the batch."""
-    max_bad_words_num: int = field(default_factory=lambda: env_count(MAX_BAD_WORDS_VARIABLE, 16))
+    max_bad_words_num: int = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
     """Bad words that a request may have."""
-    bad_words_max_len: int = field(default_factory=lambda: env_count(BAD_WORDS_LEN_VARIABLE, 8))
+    bad_words_max_len: int = field(default_factory=VARIABLES[BAD_WORDS_LEN_VARIABLE])
     """Tokens that a bad word may have."""
-    max_stop_seqs_num: int = field(default_factory=lambda: env_count(MAX_STOP_SEQS_VARIABLE, 5))
+    max_stop_seqs_num: int = field(default_factory=VARIABLES[MAX_STOP_SEQS_VARIABLE])
     """Stop sequences that a request may have."""
-    stop_seqs_max_len: int = field(default_factory=lambda: env_count(STOP_SEQS_LEN_VARIABLE, 8))
+    stop_seqs_max_len: int = field(default_factory=VARIABLES[STOP_SEQS_LEN_VARIABLE])
     """Tokens that a stop sequence may have."""
     max_logit_bias: int = 300
     """Tokens that a request may give a bias."""
@@ -183,15 +211,16 @@ class EngineConfig:
     """Of the model's logits, or of what a token is drawn from: edited, scaled and filtered."""
     seed: int = 0
     """Seed from which requests without their own draw theirs."""
-    debug: bool = field(default_factory=lambda: env_flag(DEBUG_VARIABLE))
+    debug: bool = field(default_factory=VARIABLES[DEBUG_VARIABLE])
     """Check every block id before a step reads or writes it; waits for the device each step."""
 
-    debug_sync: bool = field(default_factory=lambda: env_flag(DEBUG_SYNC_VARIABLE))
+    debug_sync: bool = field(default_factory=VARIABLES[DEBUG_SYNC_VARIABLE])
     """Wait behind every kernel, so that one that fails is named; no CUDA graphs then."""
 
     def __post_init__(self) -> None:
         """Check the environment's names and every field's range."""
-        check_variables()
+        for error in name_errors():
+            raise ConfigError(error)
         for name, choices in (
             ("dtype", get_args(DtypeName)),
             ("kv_cache_dtype", get_args(KVCacheDtypeName)),

@@ -204,23 +204,3 @@ def driver_version() -> str | None:
         return None
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
     return found[0] if found else None
-
-
-RELEVANT_VARIABLES = (
-    "MRV1_DEBUG",
-    "MRV1_DEBUG_SYNC",
-    "MRV1_MAX_BAD_WORDS_NUM",
-    "MRV1_BAD_WORDS_MAX_LEN",
-    "TRITON_INTERPRET",
-    "TRITON_CACHE_DIR",
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
-"""Variables that change what mrv1 does: its own (``mrv1.config``), and those of others."""
-
-
-def environment() -> dict[str, str]:
-    """Return those of ``RELEVANT_VARIABLES`` that are set, with their values."""
-    return {name: os.environ[name] for name in RELEVANT_VARIABLES if name in os.environ}

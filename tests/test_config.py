@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 import torch
 
 from mrv1 import ConfigError, EngineConfig, RequestError, StepError, UnsupportedDeviceError
-from mrv1.config import checkpoint_dir, resolve_dtype, resolve_max_model_len
+from mrv1.config import VARIABLES, checkpoint_dir, resolve_dtype, resolve_max_model_len
 from mrv1.device import INTERPRET, DeviceInfo, device_info, kernel_path, resolve_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -124,6 +125,38 @@ def test_debug_is_the_environments_unless_it_is_given(monkeypatch):
         EngineConfig(model="tiny")
     with pytest.raises(ConfigError, match="debug: expected True or False, got 1"):
         EngineConfig(model="tiny", debug=1)
+
+
+def test_every_variable_is_the_default_of_a_field(monkeypatch):
+    """So that none can be read without being one of those that ``mrv1 doctor`` tells."""
+    readers = {field.default_factory for field in fields(EngineConfig)}
+    assert readers - {MISSING} == set(VARIABLES.values())
+    for name, read in VARIABLES.items():
+        monkeypatch.setenv(name, "1")
+        assert read() in (True, 1, "1")
+        (field,) = (field for field in fields(EngineConfig) if field.default_factory == read)
+        assert getattr(EngineConfig(model="tiny"), field.name) == read()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("2147483648", "at most 2147483647"),
+        ("9" * 5000, "at most 2147483647"),  # int() refuses more than 4300 digits
+        ("000", "an integer >= 1"),
+        ("-1", "an integer >= 1"),
+        ("", "an integer >= 1"),
+        ("\u0663", "an integer >= 1"),
+    ],
+)
+def test_a_count_that_is_none_names_its_variable(monkeypatch, value, expected):
+    monkeypatch.setenv("MRV1_MAX_STOP_SEQS_NUM", value)
+    with pytest.raises(ConfigError, match=f"^MRV1_MAX_STOP_SEQS_NUM: expected {expected}, got"):
+        EngineConfig(model="tiny")
+    monkeypatch.setenv("MRV1_MAX_STOP_SEQS_NUM", "2147483647")
+    assert EngineConfig(model="tiny").max_stop_seqs_num == 2**31 - 1
+    monkeypatch.setenv("MRV1_MAX_STOP_SEQS_NUM", "007")
+    assert EngineConfig(model="tiny").max_stop_seqs_num == 7
 
 
 @pytest.mark.parametrize("option", ["deterministic", "enable_prefix_caching"])

@@ -17,7 +17,10 @@ from mrv1.cli.report import mib
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
-    """Show versions, GPUs, and what will be used for what; warn about what is not supported."""
+    """Show versions, GPUs, and what will be used for what; warn about what is not supported.
+
+    A warning leaves the exit code 0. MRV1_* variables that LLM refuses are among the warnings.
+    """
     facts = collect()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -43,6 +46,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
     """Return the lines of the screen: a name, and what there is to say."""
     versions = [f"{name} {version or '-'}" for name, version in facts["versions"].items()]
     rows = [("versions", ", ".join(versions[:2])), ("", ", ".join(versions[2:]))]
+    rows.append(("FlashInfer", facts["flashinfer"]))
     rows += [
         (
             f"GPU {gpu['index']}",

@@ -12,19 +12,27 @@ import torch
 from mrv1 import __version__
 from mrv1.bench.provenance import version_of
 from mrv1.cli.report import PATHS
-from mrv1.config import EMBEDDED_MODEL, checkpoint_dir
+from mrv1.config import (
+    EMBEDDED_MODEL,
+    HEAD_POLICY_VARIABLE,
+    VARIABLES,
+    checkpoint_dir,
+    environment,
+    name_errors,
+)
 from mrv1.device import (
     MIN_CAPABILITY,
     DeviceInfo,
     KernelPath,
     driver_version,
-    environment,
     fp8_path,
     kernel_path,
     resolve_device,
     visible_gpus,
 )
-from mrv1.errors import UnsupportedDeviceError
+from mrv1.errors import ConfigError, UnsupportedDeviceError
+from mrv1.headwise import HeadPolicy
+from mrv1.runner.attention_backends import import_flashinfer
 
 TRITON_SUPPORTED = ((3, 6), (3, 10))
 """First version that works, first that is not supported (it changes float fusion by default)."""
@@ -61,6 +69,8 @@ class Facts(TypedDict):
     """Everything ``mrv1 doctor`` says."""
 
     versions: dict[str, str | None]
+    flashinfer: str
+    """Its version, or why it cannot be used, in words."""
     gpus: list[Gpu]
     driver: str | None
     cuda: str | None
@@ -81,7 +91,9 @@ def collect() -> Facts:
     versions: dict[str, str | None] = {"mrv1": __version__, "python": platform.python_version()}
     versions |= {name: version_of(name) for name in PACKAGES}
     gpus = visible_gpus()
-    warnings = version_warnings(versions) + gpu_warnings(gpus)
+    flashinfer, flashinfer_warnings = find_flashinfer()
+    warnings = version_warnings(versions) + flashinfer_warnings + gpu_warnings(gpus)
+    warnings += variable_warnings()
     path: KernelPath | None = None
     device = resolved = None
     try:
@@ -95,6 +107,7 @@ def collect() -> Facts:
         warnings.append(f"the embedded model is incomplete: no weights in {embedded['path']}")
     return Facts(
         versions=versions,
+        flashinfer=flashinfer,
         gpus=[_gpu(index, info) for index, info in enumerate(gpus)],
         driver=driver_version(),
         cuda=f"hip {torch.version.hip}" if torch.version.hip else torch.version.cuda,
@@ -165,6 +178,31 @@ def version_warnings(versions: Mapping[str, str | None]) -> list[str]:
     if triton_version and not first <= _release(triton_version) < after:
         warnings.append(f"triton {triton_version} is not supported: expected >= 3.6, < 3.10")
     return warnings
+
+
+def find_flashinfer() -> tuple[str, list[str]]:
+    """Return which FlashInfer there is, and the error with which ``LLM`` refuses a broken one."""
+    version = version_of("flashinfer-python")
+    try:
+        import_flashinfer()
+    except ConfigError as error:
+        if version is None:
+            return "not installed", []
+        return f"{version}, cannot be imported", [str(error)]
+    return version or "unknown version", []
+
+
+def variable_warnings() -> list[str]:
+    """Return the errors with which ``LLM`` refuses the ``MRV1_*`` variables of this process."""
+    errors = name_errors()
+    for name, read in VARIABLES.items():
+        try:
+            value = read()
+            if name == HEAD_POLICY_VARIABLE and value is not None:
+                HeadPolicy.load(value)
+        except ConfigError as error:
+            errors.append(str(error))
+    return errors
 
 
 def gpu_warnings(gpus: tuple[DeviceInfo, ...]) -> list[str]:

@@ -77,6 +77,21 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
         require(page in layout.page_shapes, f"pages {page} (HND)", layout.page_shapes)
 
 
+def import_flashinfer() -> Any:  # noqa: ANN401 - a package without types
+    """Return the package.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be imported.
+    """
+    try:
+        return import_module("flashinfer")
+    except Exception as error:  # a broken installation may raise anything
+        raise ConfigError(
+            "attention_backend: expected the package flashinfer-python to be installed, "
+            f"got {error}; {_INSTEAD}"
+        ) from error
+
+
 class FlashInferBackend:
     """FlashInfer's paged wrappers over HND pages, a pair for each window among the layers.
 
@@ -92,15 +107,9 @@ class FlashInferBackend:
         """Import FlashInfer and take its workspace.
 
         Raises:
-            ConfigError: it is not installed.
+            ConfigError: it is not installed, or cannot be imported.
         """
-        try:
-            flashinfer = import_module("flashinfer")
-        except ImportError as error:
-            raise ConfigError(
-                "attention_backend: expected the package flashinfer-python to be installed, "
-                f"got {error}; {_INSTEAD}"
-            ) from error
+        flashinfer = import_flashinfer()
         workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=model.device)
         windows = {layout.roles[0].window for layout in layouts}
         self._decode: dict[int, Any] = {

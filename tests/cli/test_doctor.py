@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrv1 import UnsupportedDeviceError, __version__, device
+from mrv1 import LLM, ConfigError, UnsupportedDeviceError, __version__, config, device
 from mrv1.cli import facts
+from mrv1.config import VARIABLES
 from mrv1.device import DeviceInfo, choose_fp8_path, kernel_path, resolve_device
 from tests.cli.conftest import Mrv1
 
@@ -166,6 +167,93 @@ def test_interpreter_is_recognised_and_python_m_works():
     assert found["environment"]["TRITON_INTERPRET"] == "1"
 
 
+# --- the environment ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_every_variable_is_shown_and_a_wrong_value_is_refused_as_by_llm(
+    mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.setenv(name, "perhaps")  # no flag, no number, no file
+    with pytest.raises(ConfigError) as refused:
+        LLM("tiny", device="cpu", num_kv_blocks=8)
+    assert "perhaps" in str(refused.value)
+    found = json.loads(mrv1("doctor", "--json").stdout)
+    assert found["environment"][name] == "perhaps"
+    assert found["warnings"] == [str(refused.value)]
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_misspelled_variable_is_refused_as_by_llm(
+    mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.setenv(name[:-1] + "I", "1")
+    with pytest.raises(ConfigError) as refused:
+        LLM("tiny", device="cpu", num_kv_blocks=8)
+    assert str(refused.value).endswith(f"(did you mean {name}?)")
+    result = mrv1("doctor")
+    assert result.exit_code == 0
+    assert f"warning: {refused.value}" in " ".join(result.stdout.split())
+    assert "no warnings" not in result.stdout
+
+
+def test_every_wrong_variable_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MRV1_DEBUG", "perhaps")
+    monkeypatch.setenv("MRV1_STOP_SEQS_MAX_LEN", "0")
+    monkeypatch.setenv("MRV1_B", "")
+    monkeypatch.setenv("MRV1_A", "")
+    names = [warning.partition(":")[0] for warning in facts.variable_warnings()]
+    assert names == ["MRV1_A", "MRV1_B", "MRV1_DEBUG", "MRV1_STOP_SEQS_MAX_LEN"]
+
+
+# --- FlashInfer ----------------------------------------------------------------------------------
+
+
+def _install_flashinfer(monkeypatch, tmp_path: Path, code: str, version: str | None) -> None:
+    """Put a package of that name first on the path."""
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").write_text(code)
+    if version is not None:
+        info = tmp_path / f"flashinfer_python-{version}.dist-info"
+        info.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: flashinfer-python\nVersion: {version}\n"
+        (info / "METADATA").write_text(metadata)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(("version", "said"), [("9.8.7", "9.8.7"), (None, "unknown version")])
+def test_an_installed_flashinfer_is_said_with_its_version(
+    mrv1: Mrv1, monkeypatch, tmp_path: Path, version, said
+):
+    if version is None and facts.version_of("flashinfer-python") is not None:
+        pytest.skip("not run: flashinfer is installed, with a version")
+    _install_flashinfer(monkeypatch, tmp_path, "", version)
+    found = json.loads(mrv1("doctor", "--json").stdout)
+    assert (found["flashinfer"], found["warnings"]) == (said, [])
+    monkeypatch.delitem(sys.modules, "flashinfer")
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "AttributeError"])
+def test_a_broken_flashinfer_is_a_warning(mrv1: Mrv1, monkeypatch, tmp_path: Path, error):
+    _install_flashinfer(monkeypatch, tmp_path, f"raise {error}('no libcuda.so.1')", "9.8.7")
+    found = json.loads(mrv1("doctor", "--json").stdout)
+    assert found["flashinfer"] == "9.8.7, cannot be imported"
+    assert found["warnings"] == [
+        "attention_backend: expected the package flashinfer-python to be installed, "
+        "got no libcuda.so.1; choose attention_backend='triton'"
+    ]
+
+
+def test_no_flashinfer_is_no_warning(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setattr(facts, "version_of", lambda name: None if "flashinfer" in name else "3.7")
+    result = mrv1("doctor")
+    assert "FlashInfer" in result.stdout
+    assert "not installed" in result.stdout
+    assert "no warnings" in result.stdout
+
+
 # --- what device.py tells ------------------------------------------------------------------------
 
 
@@ -196,7 +284,7 @@ def test_environment_holds_only_what_is_set(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/x")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("SECRET", "y")
-    found = device.environment()
+    found = config.environment()
     assert found["TRITON_CACHE_DIR"] == "/x"
     assert "CUDA_VISIBLE_DEVICES" not in found
     assert "SECRET" not in found
