@@ -22,6 +22,8 @@ from mrv1.kernels.kv_layout import HeadRole
 
 VERSION = 1
 """Of the JSON form."""
+KEYS = ("version", "heads")
+"""Of the JSON form's object; the rest of it is lists."""
 
 
 class Visible(NamedTuple):
@@ -271,7 +273,8 @@ class HeadPolicy:
 
         Args:
             folder: holds ``full_attention_heads.tsv``, ``[layers, kv_heads]`` finite weights, and
-                ``config.json`` with the integers ``sink_size`` and ``recent_size``, 1 or more.
+                ``config.json`` with the integers ``sink_size`` and ``recent_size``, 1 or more;
+                its other fields are about the training, and are not read.
             sparsity: share of heads that stream, those of the least weights; of equal ones the
                 first.
 
@@ -309,7 +312,8 @@ class HeadPolicy:
         """Return the policy of a JSON file that ``save`` wrote.
 
         Raises:
-            ConfigError: the file cannot be read, or is none.
+            ConfigError: the file cannot be read, or is none; it has keys that ``save`` does not
+                write.
         """
         name = f"head policy {path}"
         try:
@@ -318,6 +322,8 @@ class HeadPolicy:
             raise ConfigError(f"{name}: {error!r}") from error
         is_ours = isinstance(content, dict) and content.get("version") == VERSION
         _expect(is_ours, name, f"an object of version {VERSION}", content)
+        unknown = [key for key in content if key not in KEYS]
+        _expect(not unknown, name, f"no keys but {list(KEYS)}", unknown)
         rows = content.get("heads")
         is_table = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
         _expect(is_table, f"{name}, heads", "[layers][kv_heads] of [window, sink]", rows)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrv1 import ConfigError
+from mrv1 import LLM, ConfigError
 from mrv1.headwise import FULL, HeadPolicy, Visible
 
 some_heads = st.one_of(
@@ -165,6 +165,25 @@ def test_a_head_is_a_pair_of_integers_in_their_range(tmp_path, seen):
         for head in (Visible(*got), got):  # a tuple that is no Visible is none either
             with refused("head policy, layer 1, head 1", got):
                 HeadPolicy(((FULL, FULL), (FULL, head)))
+
+
+@pytest.mark.parametrize("unknown", [["head"], ["window", "sink"], ["Heads"], [""]])
+def test_a_key_that_is_not_known_is_refused(tmp_path, unknown):
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"version": 1, "heads": [[[-1, 0]]]} | dict.fromkeys(unknown, 4)))
+    with refused(r".*policy\.json", unknown):
+        HeadPolicy.load(path)
+    with pytest.raises(ConfigError, match=r"no keys but \['version', 'heads'\]"):
+        LLM("tiny", device="cpu", num_kv_blocks=8, head_policy=path)
+
+
+@pytest.mark.parametrize("seen", [{"window": 64, "sink": 4}, {"window": 64, "snik": 4}, {}])
+def test_a_head_is_no_object(tmp_path, seen):
+    """So there are no keys below the outermost object."""
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"version": 1, "heads": [[seen]]}))
+    with refused(r".*policy\.json, layer 0, head 0", seen):
+        HeadPolicy.load(path)
 
 
 @pytest.mark.parametrize("heads", [None, 5, [5], ["45"], "heads", {"0": []}, [], [[]]])
