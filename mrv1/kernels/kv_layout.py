@@ -37,7 +37,7 @@ class HeadRole:
     window: int = -1
     """Visible tokens including the current one; -1 = full context."""
     sink: int = 0
-    """Leading tokens that stay visible when a window is set."""
+    """Leading tokens that stay visible beside a window; 0 without one."""
     ring_blocks: int = 0
     """0 = column is the logical block; else blocks of the ring behind the sink's columns."""
     table_offset: int = 0
@@ -109,8 +109,8 @@ class KVLayout:
         ``num_groups``: rows of ``slot_mapping``; None = as many as the roles name.
 
         Raises:
-            ValueError: an impossible size, an unaligned base or stride, or a role that
-                contradicts itself; the message names the argument.
+            ValueError: an impossible size, an unaligned base or stride, a role that contradicts
+                itself, or fewer groups than the roles name; the message names the argument.
         """
         num_kv_heads = len(roles)
         if block_size not in BLOCK_SIZES:
@@ -147,17 +147,26 @@ class KVLayout:
                     raise ValueError(
                         f"{field} of head {head}: expected >= 0, got {getattr(role, field)}"
                     )
-            if role.ring_blocks and role.window < 0:
-                raise ValueError(
-                    f"ring_blocks of head {head}: expected 0 for a full head, "
-                    f"got {role.ring_blocks}"
-                )
+            for field in ("sink", "ring_blocks"):
+                if role.window < 0 and getattr(role, field):
+                    raise ValueError(
+                        f"{field} of head {head}: expected 0 for a full head, "
+                        f"got {getattr(role, field)}"
+                    )
             least = -(-(role.window - 1) // block_size) + 1  # for steps of one token
             if role.ring_blocks and role.ring_blocks < least:
                 raise ValueError(
                     f"ring_blocks of head {head}: expected 0 or >= {least} to cover a window of "
                     f"{role.window}, got {role.ring_blocks}"
                 )
+
+        used_groups = max(r.group for r in roles) + 1
+        if num_groups is None:
+            num_groups = used_groups
+        elif num_groups < used_groups:
+            raise ValueError(
+                f"num_groups: expected at least the roles' {used_groups}, got {num_groups}"
+            )
 
         def column(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(list(values), dtype=dtype, device=device)
@@ -174,7 +183,7 @@ class KVLayout:
             sink=column([r.sink for r in roles], torch.int32),
             ring_blocks=column([r.ring_blocks for r in roles], torch.int32),
             group_of_head=column([r.group for r in roles], torch.int32),
-            num_groups=num_groups or max(r.group for r in roles) + 1,
+            num_groups=num_groups,
             address_unit=math.gcd(head_dim, token_stride, *head_base, *block_stride),
             has_window=any(r.window >= 0 for r in roles),
             has_ring=any(r.ring_blocks > 0 for r in roles),
@@ -204,7 +213,18 @@ class KVLayout:
         """Return ``[blocks, heads, block_size, head_dim]``, the default: a page is contiguous.
 
         All heads have ``window`` and ``sink``, or with ``roles`` each its own.
+
+        Raises:
+            ValueError: ``roles`` beside a window or a sink, or not one for each head.
         """
+        if roles is None:
+            roles = [HeadRole(window=window, sink=sink)] * num_kv_heads
+        elif (window, sink) != (-1, 0):
+            raise ValueError(
+                f"roles, window, sink: expected roles alone, got them beside {window=}, {sink=}"
+            )
+        elif len(roles) != num_kv_heads:
+            raise ValueError(f"roles: expected {num_kv_heads} heads, got {len(roles)}")
         page = block_size * head_dim
         return cls.build(
             block_size=block_size,
@@ -212,7 +232,7 @@ class KVLayout:
             token_stride=head_dim,
             head_base=[h * page for h in range(num_kv_heads)],
             block_stride=[num_kv_heads * page] * num_kv_heads,
-            roles=roles or [HeadRole(window=window, sink=sink)] * num_kv_heads,
+            roles=roles,
             device=device,
         )
 
@@ -292,10 +312,16 @@ class KVLayout:
         """Return HND pages with an independent block list per head (FastDeploy PR 7718's form).
 
         The block table is ``[batch * kv_heads, max_blocks]``; ``slot_mapping`` has a row per head.
+
+        Raises:
+            ValueError: not one window or sink for each head.
         """
         page = block_size * head_dim
         windows = [-1] * num_kv_heads if window is None else list(window)
         sinks = [0] * num_kv_heads if sink is None else list(sink)
+        for name, values in (("window", windows), ("sink", sinks)):
+            if len(values) != num_kv_heads:
+                raise ValueError(f"{name}: expected {num_kv_heads} values, got {len(values)}")
         return cls.build(
             block_size=block_size,
             head_dim=head_dim,

@@ -153,6 +153,15 @@ def test_dtypes_and_device():
             "ring_blocks of head 1: expected 0 for a full head, got 2",
         ),
         (
+            {"roles": [HeadRole(), HeadRole(sink=4)]},
+            "sink of head 1: expected 0 for a full head, got 4",
+        ),
+        (
+            {"roles": [HeadRole(), HeadRole(group=1)], "num_groups": 1},
+            "num_groups: expected at least the roles' 2, got 1",
+        ),
+        ({"num_groups": 0}, "num_groups: expected at least the roles' 1, got 0"),
+        (
             {"roles": [HeadRole(window=18, ring_blocks=2), HeadRole()]},
             "ring_blocks of head 0: expected 0 or >= 3 to cover a window of 18, got 2",
         ),
@@ -161,6 +170,43 @@ def test_dtypes_and_device():
 def test_build_checks_its_numbers(changes, message):
     with pytest.raises(ValueError, match=message):
         _build(**changes)
+
+
+@pytest.mark.parametrize("make", [KVLayout.hnd, KVLayout.nhd])
+def test_a_sink_needs_a_window(make):
+    with pytest.raises(ValueError, match="sink of head 0: expected 0 for a full head, got 4"):
+        make(3, 16, 16, sink=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 9}, "roles, window, sink: expected roles alone, got .* window=9, sink=0"),
+        ({"window": 9, "sink": 2}, "expected roles alone, got .* window=9, sink=2"),
+        ({"sink": 2}, "expected roles alone, got .* window=-1, sink=2"),
+        ({"roles": [HeadRole()]}, "roles: expected 2 heads, got 1"),
+        ({"roles": [HeadRole()] * 3}, "roles: expected 2 heads, got 3"),
+        ({"roles": []}, "roles: expected 2 heads, got 0"),
+    ],
+)
+def test_roles_are_of_each_head_and_stand_alone(options, message):
+    roles = [HeadRole(window=5, sink=1), HeadRole()]
+    layout = KVLayout.hnd(2, 16, 16, roles=roles)
+    assert (layout.window.tolist(), layout.sink.tolist()) == ([5, -1], [1, 0])
+    with pytest.raises(ValueError, match=message):
+        KVLayout.hnd(2, 16, 16, **{"roles": roles} | options)
+
+
+@pytest.mark.parametrize("name", ["window", "sink"])
+@pytest.mark.parametrize("length", [0, 2, 4])
+def test_per_head_ids_have_a_window_and_a_sink_for_each_head(name, length):
+    with pytest.raises(ValueError, match=f"{name}: expected 3 values, got {length}"):
+        KVLayout.per_head_ids(3, 16, 16, 7, **{name: [1] * length})
+
+
+def test_groups_without_heads_are_kept():
+    assert _build(num_groups=3).num_groups == 3
+    assert _build().num_groups == 1
 
 
 def test_the_smallest_rings_are_accepted():
