@@ -17,7 +17,8 @@ def require_matplotlib() -> None:
     """
     if find_spec("matplotlib") is None:
         raise ConfigError(
-            "--plot: expected matplotlib to be installed, got none; pip install 'mrv1[bench]'"
+            "--plot: expected the package matplotlib to be installed, got none; "
+            "pip install 'mrv1[bench]'"
         )
 
 

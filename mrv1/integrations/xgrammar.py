@@ -37,7 +37,8 @@ class XGrammar:
             import xgrammar
         except ImportError as error:
             raise ConfigError(
-                "xgrammar: not installed; install mrv1's extra 'structured'"
+                "XGrammar: expected the package xgrammar to be installed, "
+                f"got {error}; pip install 'mrv1[structured]'"
             ) from error
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=stop_token_ids

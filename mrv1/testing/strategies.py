@@ -15,7 +15,8 @@ it calls nothing of :class:`mrv1.kernels.kv_layout.KVLayout` but its constructor
         out = paged_decode_attention(q, case.k_cache, case.v_cache, case.block_table, ...)
         expected, _ = case.attention(q, softmax_scale)
 
-Needs ``hypothesis`` (the ``dev`` extra).
+Needs ``hypothesis`` (the ``dev`` extra): without it, importing this module is a
+``ModuleNotFoundError`` that says so.
 """
 
 from __future__ import annotations
@@ -28,8 +29,16 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
+
+try:
+    from hypothesis import strategies as st
+    from hypothesis.strategies import DrawFn, SearchStrategy
+except ImportError as error:
+    raise ModuleNotFoundError(
+        "mrv1.testing.strategies: expected the package hypothesis to be installed, "
+        f"got {error}; pip install 'mrv1[dev]'",
+        name="hypothesis",
+    ) from error
 
 from mrv1.kernels.kv_layout import HeadRole, KVLayout
 from mrv1.kernels.kv_scales import KVScales, ScaleGranularity

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mrv1 import testing
+from mrv1 import ConfigError, testing
 
 
 def test_strategies_come_on_first_use():
@@ -35,6 +35,49 @@ def test_kernels_import_without_hypothesis(interpret):
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     ).stdout
     assert int(printed) >= 11
+
+
+NOT_INSTALLED = (
+    "{name}: expected the package {package} to be installed, got import of {package} halted; "
+    "None in sys.modules; pip install 'mrv1[{extra}]'"
+)
+
+
+def _run_without(package: str, code: str) -> str:
+    """Run code in a process that has no such package: return what it prints, or its error."""
+    blocked = (
+        f"import sys; sys.modules['{package}'] = None\n"
+        f"try:\n    {code}\nexcept Exception as error:\n    print(repr(error))\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", blocked], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from mrv1.testing import paged_caches",
+        "import mrv1.testing; mrv1.testing.strategies",
+        "import mrv1.testing.strategies",
+    ],
+)
+def test_strategies_without_hypothesis_say_what_to_install(code):
+    expected = NOT_INSTALLED.format(
+        name="mrv1.testing.strategies", package="hypothesis", extra="dev"
+    )
+    assert _run_without("hypothesis", code) == repr(ModuleNotFoundError(expected))
+
+
+def test_the_rest_of_testing_needs_no_hypothesis():
+    code = "from mrv1.testing import aot, interpreter; print(aot.__name__, interpreter.__name__)"
+    assert _run_without("hypothesis", code) == "mrv1.testing.aot mrv1.testing.interpreter"
+
+
+def test_grammars_without_xgrammar_say_what_to_install():
+    code = "from mrv1.integrations.xgrammar import XGrammar; XGrammar(None, 8)"
+    expected = NOT_INSTALLED.format(name="XGrammar", package="xgrammar", extra="structured")
+    assert _run_without("xgrammar", code) == repr(ConfigError(expected))
 
 
 def test_a_cpu_tensor_is_refused_where_kernels_are_compiled():
