@@ -1,5 +1,9 @@
 """The errors mrv1 raises on purpose: ``Mrv1Error``s that also are the builtin they resemble."""
 
+from __future__ import annotations
+
+from typing import Self
+
 
 class Mrv1Error(Exception):
     """Base of every error mrv1 raises on purpose."""
@@ -19,6 +23,13 @@ class CapacityError(Mrv1Error, RuntimeError):
 
 class RequestError(Mrv1Error, ValueError):
     """One request is wrong and fails alone; the message names the field, expected and got."""
+
+    @classmethod
+    def caused_by(cls, error: Exception, hook: str) -> Self:
+        """Return the error of the request for which a hook of the caller's raised an exception."""
+        failure = cls(f"{hook}: {error!r}")
+        failure.__cause__ = error
+        return failure
 
 
 class StepError(Mrv1Error, RuntimeError):

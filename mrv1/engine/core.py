@@ -309,7 +309,8 @@ class EngineCore:
             try:
                 request.matcher.fill_bitmask(masks[row])
             except Exception as error:  # whatever a matcher raises, it fails its request alone
-                self.scheduler.fail(request, RequestError(f"structured_output: {error!r}"))
+                failure = RequestError.caused_by(error, "structured_output")
+                self.scheduler.fail(request, failure)
                 changed.append(request)
         if self._lost is None:
             self._num_grammar_waits += 1

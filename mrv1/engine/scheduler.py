@@ -625,7 +625,7 @@ class Scheduler:
                         ended.setdefault(request, "stop")
                 except Exception as error:  # whatever a matcher raises fails its request alone
                     ended[request] = "error"
-                    request.error = RequestError(f"structured_output: {error!r}")
+                    request.error = RequestError.caused_by(error, "structured_output")
         for row in step.last_rows:
             if live[row]:
                 ended.setdefault(step.rows.requests[row], "length")
@@ -654,6 +654,8 @@ class Scheduler:
             if reason is not None:
                 ended[request] = "error"
                 request.error = RequestError(f"request {request.req_id!r}: {reason}")
+                if isinstance(reason, RequestError):
+                    request.error.__cause__ = reason.__cause__
                 live[row] = False  # what it computed is not to be shared
                 continue
             if step.rows.any_logprobs:
@@ -671,7 +673,7 @@ class Scheduler:
             self._admit_followers(request)
         self._without_token.difference_update(requests)
 
-    def _failure(self, step: _Launched, output: StepOutput, row: int) -> str | None:
+    def _failure(self, step: _Launched, output: StepOutput, row: int) -> str | RequestError | None:
         """Return why a row has failed; None = it has not."""
         request, num_expected = step.rows.requests[row], int(step.samples[row])
         reason = output.errors.get(row)
@@ -980,13 +982,13 @@ class Scheduler:
         request.slot = -1
 
 
-def _refusal(request: Request, matcher: GrammarMatcher, token: int) -> str | None:
+def _refusal(request: Request, matcher: GrammarMatcher, token: int) -> str | RequestError | None:
     """Let a grammar follow a token; return why it does not. What ends a request it need not."""
     try:
         if matcher.accept(token) or token in request.stop_token_ids:
             return None
     except Exception as error:  # whatever a matcher raises fails its request alone
-        return f"structured_output: {error!r}"
+        return RequestError.caused_by(error, "structured_output")
     return f"structured_output: token {token}, which its bitmask allowed, was not accepted"
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from mrv1.errors import StepError
+from mrv1.errors import RequestError, StepError
 from mrv1.runner.gpu_clock import GpuClock
 from mrv1.runner.logprobs import LogprobReport
 from mrv1.runner.step import Int32Array, Int64Array, RowFailure, StepOutput, StepPlan
@@ -104,6 +104,7 @@ class OutputRing:
         num_rows: int,
         num_columns: int = 1,
         rows: Int32Array | None = None,
+        refusals: Mapping[int, RequestError] | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
         logprobs: LogprobReport | None = None,
         prompt_logprobs: Sequence[LogprobReport] = (),
@@ -115,6 +116,7 @@ class OutputRing:
             num_rows: of the step on the device, padding included.
             num_columns: tokens a row has, at most.
             rows: ``[rows]``, where the plan's rows are on the device; None = in order, in front.
+            refusals: by row of the plan, why it was not computed.
             on_output: is given the result once it is there.
             logprobs: of the tokens that the step draws, by row of the plan.
             prompt_logprobs: of prompts' tokens, likewise.
@@ -131,6 +133,7 @@ class OutputRing:
             tokens.reshape(num_rows, num_columns),
             done,
             rows=rows,
+            refusals=refusals,
             on_output=on_output,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -160,6 +163,7 @@ class AsyncOutput:
         done: torch.cuda.Event | None,
         *,
         rows: Int32Array | None = None,
+        refusals: Mapping[int, RequestError] | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
         logprobs: LogprobReport | None = None,
         prompt_logprobs: Sequence[LogprobReport] = (),
@@ -173,6 +177,7 @@ class AsyncOutput:
             tokens: ``[any, most tokens]``, likewise.
             done: recorded behind the step; None on a CPU.
             rows: ``[rows]``, where the plan's rows are among them; None = in order, in front.
+            refusals: by row of the plan, why it was not computed.
             on_output: is given the result once it is there.
             logprobs: of the tokens that the step draws, by row of the plan.
             prompt_logprobs: of prompts' tokens, likewise.
@@ -182,6 +187,7 @@ class AsyncOutput:
         self._tokens = tokens
         self._done = done
         self._rows = rows
+        self._refusals = refusals or {}
         self._on_output = on_output
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
@@ -255,7 +261,7 @@ class AsyncOutput:
         plan = self._plan
         rows = slice(len(plan.req_ids)) if self._rows is None else self._rows
         num_output, tokens = self._num_output[rows], self._tokens[rows]
-        errors: dict[int, str] = {}
+        errors: dict[int, str | RequestError] = {}
         token_ids: tuple[tuple[int, ...], ...]
         if (num_output == 1).all():  # a decode step: the one that must not cost time
             token_ids = tuple(zip(tokens[:, 0].tolist(), strict=True))
@@ -264,6 +270,7 @@ class AsyncOutput:
             pairs = zip(tokens.tolist(), counts, strict=True)
             token_ids = tuple([tuple(row[: max(count, 0)]) for row, count in pairs])
             errors = {row: FAILURES[count] for row, count in enumerate(counts) if count < 0}
+            errors |= self._refusals
         return StepOutput(
             step_id=plan.step_id,
             req_ids=plan.req_ids,

@@ -52,7 +52,13 @@ from mrv1.runner.request_state import RequestState
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import Staged, Staging, StepUpload
 from mrv1.runner.step import Int32Array, Int64Array, StepPlan
-from mrv1.sampler import LogitsContext, LogitsProcessor, Sampler, SamplerLimits, process
+from mrv1.sampler import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsProcessors,
+    Sampler,
+    SamplerLimits,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -285,13 +291,7 @@ class ModelRunner:
         """
         self.config = config
         self._closed = False
-        self._processors = tuple(logits_processors)
-        for processor in self._processors:
-            if not isinstance(processor, LogitsProcessor):
-                raise ConfigError(
-                    "logits_processors: expected objects with add_request and apply, got "
-                    f"{processor!r}"
-                )
+        self._processors = LogitsProcessors(logits_processors)
         self._given_policy = head_policy
         self._per_head_ids = per_head_ids
         self._pending: _Forwarded | None = None
@@ -577,6 +577,7 @@ class ModelRunner:
             num_rows=rows.shape.num_rows,
             num_columns=1 + max(map(len, plan.draft_token_ids)) if has_drafts else 1,
             rows=rows.in_order_of_plan(order),
+            refusals=self._processors.refusals(plan.slots),
             on_output=self.state.take_drafts if has_drafts else None,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -617,8 +618,7 @@ class ModelRunner:
         self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
         for request in plan.entering:
             self._logprobs.enter(request)
-            for processor in self._processors:
-                processor.add_request(request.slot, request.sampling_params, request.token_ids)
+            self._processors.add_request(request.slot, request.sampling_params, request.token_ids)
             fields = self.sampler.enter(
                 request.sampling_params,
                 request.seed,
@@ -653,15 +653,16 @@ class ModelRunner:
             and not self._processors
             and not self._logprobs.any(plan.slots, self._num_before(plan)),
         )
+        slots = self._processors.without_refused(plan.slots)
         captured = self._captured_shape(shape, upload)
         if captured is None or captured == shape:
             return _Rows(
                 shape=shape,
                 is_captured=captured is not None,
-                idx_mapping=plan.slots,
+                idx_mapping=slots,
                 query_lens=None if shape.query_len == 1 else query_lens,
             )
-        return _Rows.padded(captured, shape, plan.slots, query_lens)
+        return _Rows.padded(captured, shape, slots, query_lens)
 
     def _num_before(self, plan: StepPlan) -> Int32Array:
         """Return how many tokens of each row were computed before the step, which is staged."""
@@ -772,7 +773,7 @@ class ModelRunner:
         )
         if self._processors:
             context = LogitsContext(idx_mapping=idx_mapping, history=history)
-            logits = process(self._processors, logits, context)
+            logits = self._processors.apply(logits, context)
         tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
         if wanted is None or pick is None:
             return tokens, None

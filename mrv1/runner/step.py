@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from mrv1.errors import RequestError
 from mrv1.sampler import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -129,9 +130,9 @@ class StepOutput:
     """[rows] as at launch: a row whose slot has another epoch by now is stale and is dropped."""
     token_ids: tuple[tuple[int, ...], ...]
     """Per row: the sampled tokens; empty for an unfinished prefill or a failed row."""
-    errors: dict[int, str] = field(default_factory=dict)
-    """Row -> why it failed, a ``RowFailure`` if the sampler says so; the other rows are not
-    affected."""
+    errors: dict[int, str | RequestError] = field(default_factory=dict)
+    """Row -> why it failed: a ``RowFailure`` of the sampler, or the error of a request that a
+    custom processor refused; the other rows are not affected."""
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     """Row -> of each of its ``token_ids``, where its request asks for log-probabilities."""
     prompt_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from mrv1.sampler.grammar import Grammar, GrammarMatcher
 from mrv1.sampler.params import SamplingParams
-from mrv1.sampler.processors import LogitsContext, LogitsProcessor, process
+from mrv1.sampler.processors import LogitsContext, LogitsProcessor, LogitsProcessors
 from mrv1.sampler.sampler import History, Sampler, SamplerLimits
 
 __all__ = [
@@ -11,8 +11,8 @@ __all__ = [
     "History",
     "LogitsContext",
     "LogitsProcessor",
+    "LogitsProcessors",
     "Sampler",
     "SamplerLimits",
     "SamplingParams",
-    "process",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mrv1.errors import ConfigError, RequestError
 from mrv1.sampler.params import SamplingParams
 from mrv1.sampler.sampler import History
 
@@ -19,7 +20,7 @@ class LogitsContext:
     """What a custom processor may look at, all on the device. It must not wait for it."""
 
     idx_mapping: torch.Tensor
-    """[rows] int32, the slot of each row of logits; -1 = padding."""
+    """[rows] int32, the slot of each row of logits; -1 = padding, or a refused request."""
     history: History
     """The tokens of every slot, the last step's too, whether the host knows them or not."""
 
@@ -30,6 +31,10 @@ class LogitsProcessor(Protocol):
 
     A runner that has one launches the layers and the sampling apart. Rows of requests that it does
     not mean to change must come back as they were.
+
+    A request fails alone if ``add_request`` raises for it, or ``apply`` leaves it NaN or no token.
+    If ``apply`` raises, or returns other than it should, every request of the step fails: nothing
+    tells which of them it was for.
     """
 
     def add_request(
@@ -37,7 +42,8 @@ class LogitsProcessor(Protocol):
     ) -> None:
         """Learn that a request takes a slot, whose former one has ended.
 
-        ``token_ids`` are its prompt and, where it was preempted, its output so far.
+        ``token_ids`` are its prompt and, where it was preempted, its output so far. An exception
+        refuses the request: ``apply`` sees no row of it, and other processors are not asked.
         """
         ...
 
@@ -46,23 +52,80 @@ class LogitsProcessor(Protocol):
         ...
 
 
-def process(
-    processors: Sequence[LogitsProcessor], logits: torch.Tensor, context: LogitsContext
-) -> torch.Tensor:
-    """Apply custom processors in their order.
+class LogitsProcessors:
+    """The custom processors of a runner, and the slots whose requests they refused.
+
+    Args:
+        processors: in the order in which they are applied.
 
     Raises:
-        TypeError: one returned something else than logits of the shape, dtype and device given.
+        ConfigError: an object is no processor.
     """
-    for processor in processors:
-        edited: object = processor.apply(logits, context)
-        if not isinstance(edited, torch.Tensor) or not _is_alike(edited, logits):
-            raise TypeError(
-                f"logits_processors: expected {type(processor).__name__}.apply to return "
-                f"{_described(logits)}, got {_described(edited)}"
-            )
-        logits = edited
-    return logits
+
+    def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
+        self._processors = tuple(processors)
+        for processor in self._processors:
+            if not isinstance(processor, LogitsProcessor):
+                raise ConfigError(
+                    "logits_processors: expected objects with add_request and apply, got "
+                    f"{processor!r}"
+                )
+        self._refused: dict[int, RequestError] = {}
+        """By slot, why the request that holds it is not computed."""
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._processors)
+
+    def add_request(
+        self, slot: int, params: SamplingParams, token_ids: npt.NDArray[np.int32]
+    ) -> None:
+        """Tell every processor of the request that takes a slot, until one of them refuses it."""
+        self._refused.pop(slot, None)
+        for processor in self._processors:
+            try:
+                processor.add_request(slot, params, token_ids)
+            except torch.AcceleratorError:
+                raise  # a kernel failed, perhaps of an earlier step: it is not the request's fault
+            except Exception as error:  # whatever a processor raises fails its request alone
+                hook = f"logits_processors: {type(processor).__name__}.add_request"
+                self._refused[slot] = RequestError.caused_by(error, hook)
+                return
+
+    def without_refused(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the slots of rows, with -1, padding, for those of refused requests."""
+        if not self._refused:
+            return slots
+        return np.where(np.isin(slots, [*self._refused]), np.int32(-1), slots)
+
+    def refusals(self, slots: npt.NDArray[np.int32]) -> dict[int, RequestError]:
+        """Return, by row, why the requests of rows were refused."""
+        if not self._refused:
+            return {}
+        of_rows = enumerate(slots.tolist())
+        return {row: self._refused[slot] for row, slot in of_rows if slot in self._refused}
+
+    def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
+        """Apply the processors in their order.
+
+        Raises:
+            RuntimeError: a processor raised an exception, the ``__cause__``.
+            TypeError: a processor returned something else than logits of the shape, dtype and
+                device given.
+        """
+        for processor in self._processors:
+            name = f"{type(processor).__name__}.apply"
+            try:
+                edited: object = processor.apply(logits, context)
+            except Exception as error:
+                raise RuntimeError(f"logits_processors: {name}: {error!r}") from error
+            if not isinstance(edited, torch.Tensor) or not _is_alike(edited, logits):
+                raise TypeError(
+                    f"logits_processors: expected {name} to return {_described(logits)}, got "
+                    f"{_described(edited)}"
+                )
+            logits = edited
+        return logits
 
 
 def _is_alike(given: torch.Tensor, wanted: torch.Tensor) -> bool:

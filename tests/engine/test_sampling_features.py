@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mrv1 import LLM, LogitsContext, SamplingParams
-from mrv1.errors import ConfigError
+from mrv1.errors import ConfigError, RequestError
 from tests.models.families import tiny_checkpoint
 from tests.sampler.rules import edited
 
@@ -335,6 +335,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(
         bad, free, good = llm.generate([list(prompt) for prompt in PROMPTS], params)
         held = llm.kv_report()["held_blocks"]
     assert said in str(bad.error)
+    assert isinstance(bad.error.__cause__, ValueError) == (fault != "refuse")
     assert sum(len(output.token_ids) for output in bad.outputs) == num_tokens
     expected = [drawn.token for drawn in greedy(model, PROMPTS[1], params[1])]
     assert list(free.outputs[0].token_ids) == expected
@@ -428,3 +429,57 @@ def test_a_custom_processor_changes_its_rows_and_no_others(checkpoint, model, ov
     first = PROMPTS[1][-1]
     expected = [(first + 1 + step) % VOCAB for step in range(NUM_TOKENS)]
     assert list(outputs[1].outputs[0].token_ids) == expected
+
+
+class Picky(OnlyBehind):
+    """The same, but it raises for requests that have a top_k of 13, and has no slot of theirs."""
+
+    def add_request(self, slot: int, params: SamplingParams, token_ids) -> None:
+        self.slots.pop(slot, None)
+        if params.top_k == 13:
+            raise KeyError("unlucky")
+        super().add_request(slot, params, token_ids)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("max_num_seqs", [2, 8])
+def test_a_request_that_a_custom_processor_refuses_fails_alone(
+    checkpoint, model, overlap, max_num_seqs
+):
+    """Between others, in their chunks and slots, and as each of several outputs."""
+    params = [asked(), asked(top_k=13), asked(top_k=77), asked(n=2, top_k=13), asked()]
+    prompts = [list(PROMPTS[index % 3]) for index in range(len(params))]
+    with LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=9, logits_processors=[Picky()],
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(prompts, params)
+        held = llm.kv_report()["held_blocks"]
+    for index in (1, 3):
+        for completion in outputs[index].outputs:
+            assert "logits_processors: Picky.add_request: KeyError('unlucky')" in str(
+                completion.error
+            )
+            assert isinstance(completion.error, RequestError)
+            assert isinstance(completion.error.__cause__, KeyError)
+            assert (completion.token_ids, completion.finish_reason) == ((), "error")
+    for index in (0, 4):
+        drawn = [drawn.token for drawn in greedy(model, prompts[index], params[index])]
+        assert list(outputs[index].outputs[0].token_ids) == drawn
+    first = prompts[2][-1]
+    expected = [(first + 1 + step) % VOCAB for step in range(NUM_TOKENS)]
+    assert list(outputs[2].outputs[0].token_ids) == expected
+    assert held == [0]
+
+
+def test_a_custom_processor_that_raises_for_a_step_is_named(checkpoint):
+    def broken(logits: torch.Tensor) -> torch.Tensor:
+        raise KeyError("lost")
+
+    with LLM(
+        str(checkpoint), device="cpu", num_kv_blocks=32, logits_processors=[Returns(broken)]
+    ) as llm:
+        (output,) = llm.generate([list(PROMPTS[0])], [asked()])
+    assert "logits_processors: Returns.apply: KeyError('lost')" in str(output.error)
+    cause = output.error.__cause__
+    assert isinstance(cause.__cause__, KeyError)
