@@ -107,8 +107,8 @@ class EngineCore:
             custom_masks=("logits_processors",) if logits_processors else (),
         )
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
-        self._ended: list[Request] = []
-        """Requests that ended with an interrupted step, for the next one to return."""
+        self._changed: list[Request] = []
+        """Requests for ``step`` to return; the next one does where an exception ends a step."""
         self._lost: StepError | None = None
         """What made the device useless: the driver refuses all that comes after."""
         self._num_added = 0
@@ -233,10 +233,10 @@ class EngineCore:
         start = time.perf_counter()
         waited = self._wait_seconds
         try:
-            changed, awaits_masks = self._launch()
+            awaits_masks = self._launch()
             if self._in_flight and not awaits_masks:
-                changed += self._take_oldest()
-            changed += self._drain()
+                self._take_oldest()
+            self._drain()
         except BaseException as error:
             # An interrupt, say: what was launched will have no result that anyone takes.
             self._abandon(error)
@@ -244,13 +244,13 @@ class EngineCore:
         finally:
             elapsed = time.perf_counter() - start
             self._host_seconds += elapsed - (self._wait_seconds - waited)
-        ended, self._ended = self._ended, []
-        return ended + changed
+        changed, self._changed = self._changed, []
+        return changed
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything to do or to return."""
-        return self.scheduler.has_unfinished_requests or bool(self._ended)
+        return self.scheduler.has_unfinished_requests or bool(self._changed)
 
     def abort(self, req_id: str) -> Request | None:
         """End a request now and return it; None if no unfinished request has this id."""
@@ -263,21 +263,19 @@ class EngineCore:
         self.scheduler.stop(request, reason)
         self._drain()
 
-    def _drain(self) -> list[Request]:
+    def _drain(self) -> None:
         """Take in what is in flight once nobody waits for it, so that its blocks come back."""
-        changed = []
         while self._in_flight and not self.scheduler.has_unfinished_requests:
-            changed += self._take_oldest()
-        return changed
+            self._take_oldest()
 
-    def _launch(self) -> tuple[list[Request], bool]:
+    def _launch(self) -> bool:
         """Launch steps until as many are in flight as may be; none behind a launch that failed.
 
         What that one would have changed on the device has not been.
 
         Returns:
-            The requests that got a token or ended, and whether the newest step has grammars: the
-            result of that one is left for when the next one's layers run.
+            Whether the newest step has grammars: the result of that one is left for when the next
+            one's layers run.
         """
         while len(self._in_flight) < self.config.steps_in_flight:
             if self._in_flight and isinstance(self._in_flight[-1][1], StepError):
@@ -289,17 +287,17 @@ class EngineCore:
             try:
                 if rows:
                     self.runner.forward(plan)
-                    return self._complete(plan, rows), True
+                    self._complete(plan, rows)
+                    return True
                 self._in_flight.append((plan, self.runner.execute(plan)))
             except StepError as error:
                 self._in_flight.append((plan, error))  # in the order of launches, like a result
-        return [], False
+        return False
 
-    def _complete(self, plan: StepPlan, rows: list[tuple[int, Request]]) -> list[Request]:
+    def _complete(self, plan: StepPlan, rows: list[tuple[int, Request]]) -> None:
         """Take in the steps before the plan's, whose layers run, and mask what its rows draw."""
-        changed = []
         while self._in_flight:
-            changed += self._take_oldest()
+            self._take_oldest()
         masks: dict[int, npt.NDArray[np.int32]] = {}
         num_words = self.runner.sampler.limits.mask_words
         for row, request in rows:
@@ -311,7 +309,7 @@ class EngineCore:
             except Exception as error:  # whatever a matcher raises, it fails its request alone
                 failure = RequestError.caused_by(error, "structured_output")
                 self.scheduler.fail(request, failure)
-                changed.append(request)
+                self._changed.append(request)
         if self._lost is None:
             self._num_grammar_waits += 1
             bitmask = np.stack([*masks.values()]) if masks else None
@@ -319,35 +317,35 @@ class EngineCore:
                 self._in_flight.append((plan, self.runner.sample(bitmask, [*masks])))
             except StepError as error:
                 self._in_flight.append((plan, error))
-        return changed
 
-    def _take_oldest(self) -> list[Request]:
+    def _take_oldest(self) -> None:
+        """Take in the oldest step; once the GPU is lost, end every request."""
         plan, output = self._in_flight[0]
         start = time.perf_counter()
         outcome = output if isinstance(output, StepError) else output.take()
         self._wait_seconds += time.perf_counter() - start
         self._in_flight.popleft()
         self._num_steps += 1
-        if isinstance(outcome, StepError):
-            failed = self.scheduler.fail_step(plan, outcome)
-            if not outcome.device_lost:
-                return failed  # its launch failed; what was launched before it goes on
+        if not isinstance(outcome, StepError):
+            self._changed += self.scheduler.update(outcome)
+            return
+        self._changed += self.scheduler.fail_step(plan, outcome)
+        if outcome.device_lost:  # else its launch failed; what was launched before it goes on
             self._lost = outcome
             self._abandon(outcome)
             waiting = self.scheduler.unfinished
             for request in waiting:
                 self.scheduler.fail(request, outcome)
-            return [*failed, *waiting]
-        return self.scheduler.update(outcome)
+            self._changed += waiting
 
     def _abandon(self, error: BaseException) -> None:
-        """End every running request; the next ``step`` returns them."""
+        """End every running request, for ``step`` to return."""
         if not isinstance(error, StepError):
             step_id = self._in_flight[0][0].step_id if self._in_flight else self._num_steps
             error = StepError(repr(error), step_id=step_id)
         self._in_flight.clear()
+        self._changed += self.scheduler.abandon(error)
         self.runner.discard()
-        self._ended += self.scheduler.abandon(error)
 
     def kv_report(self) -> KVUsage:
         """Return the KV cache's sizes in bytes, and what requests hold of them."""

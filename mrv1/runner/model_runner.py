@@ -453,17 +453,17 @@ class ModelRunner:
         pending = self._pending
         if pending is None:
             raise RuntimeError("sample: expected a step that forward has launched, got none")
-        masks = None
         if bitmask is not None:
-            masks = self._placed(pending, bitmask, rows)
+            self._check_bitmask(pending, bitmask, rows)
         self._pending = None
-        return self._guarded(pending.plan, self._sample_only, pending, masks)
+        return self._guarded(pending.plan, self._sample_only, pending, bitmask, rows)
 
     def discard(self) -> None:
         """Give up the step that awaits ``sample``, if one does: its rows get no token."""
         if self._pending is not None:
             self._pending = None
-            self._give_up()
+            with suppress(torch.AcceleratorError):  # a GPU that has failed runs nothing any more
+                self._give_up()
 
     def _guarded(
         self,
@@ -517,8 +517,15 @@ class ModelRunner:
             self._give_up()
             raise
 
-    def _sample_only(self, plan: StepPlan, step: _Forwarded, masks: _Masks | None) -> AsyncOutput:
+    def _sample_only(
+        self,
+        plan: StepPlan,
+        step: _Forwarded,
+        bitmask: npt.NDArray[np.int32] | None,
+        rows: Sequence[int],
+    ) -> AsyncOutput:
         try:
+            masks = None if bitmask is None else self._placed(step, bitmask, rows)
             return self._complete(plan, step, masks)
         except BaseException:
             self._give_up()
@@ -587,10 +594,9 @@ class ModelRunner:
         self._outputs.give_up()
         self._slots[NEXT_UPLOAD].fill_(self._outputs.next_slot)
 
-    def _placed(
+    def _check_bitmask(
         self, step: _Forwarded, bitmask: npt.NDArray[np.int32], rows: Sequence[int]
-    ) -> _Masks:
-        """Return masks on the device, for rows of the logits."""
+    ) -> None:
         num_words = self.sampler.limits.mask_words
         if bitmask.shape != (len(rows), num_words) or bitmask.dtype != np.int32:
             raise ValueError(
@@ -599,6 +605,11 @@ class ModelRunner:
             )
         if step.rows.shape.has_drafts:
             raise ValueError("bitmask: expected a step without drafts, got one with some")
+
+    def _placed(
+        self, step: _Forwarded, bitmask: npt.NDArray[np.int32], rows: Sequence[int]
+    ) -> _Masks:
+        """Return masks on the device, for rows of the logits."""
         of_plan = step.rows.in_order_of_plan(step.order)
         places = np.array(rows, dtype=np.int32) if of_plan is None else of_plan[list(rows)]
         return _Masks(

@@ -311,3 +311,21 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_engine_usable(model, overlap
         if calls <= at:
             break
     assert at > 20
+
+
+def test_an_interrupt_behind_a_result_loses_no_request_of_it(model, monkeypatch):
+    """What the step took in before the interrupt, the next one returns."""
+    core = make_core(model, overlap=False)
+    request = core.add_request("a", [5, 6, 7], SamplingParams(max_tokens=1))
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "_drain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+    assert request.finished
+    assert core.has_unfinished_requests
+    assert core.step() == [request]
+    assert not core.has_unfinished_requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mrv1 import LLM, LogitsContext, SamplingParams
-from mrv1.errors import ConfigError, RequestError
+from mrv1.errors import ConfigError, RequestError, StepError
+from mrv1.runner import AsyncOutput, ModelRunner
+from mrv1.runner.async_output import OutputRing
 from tests.models.families import tiny_checkpoint
 from tests.sampler.rules import edited
 
@@ -343,6 +346,52 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     assert good.outputs[0].token_ids == WORD
     assert good.outputs[0].finish_reason == "stop"
     assert held == [0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fails", ["take", "_placed", "_post_process"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_gpu_that_fails_while_a_step_awaits_its_masks_ends_every_request(
+    checkpoint, monkeypatch, overlap, fails, at
+):
+    """From one result, upload of masks or launch on, the driver refuses everything."""
+    owner = AsyncOutput if fails == "take" else ModelRunner
+    method, calls = getattr(owner, fails), itertools.count(1)
+
+    def failing(self, *arguments, **options):
+        if next(calls) < at:
+            return method(self, *arguments, **options)
+        error = torch.AcceleratorError("an illegal memory access")
+        if fails != "take":
+            raise error
+        return StepError(str(error), step_id=self.step_id, device_lost=True)
+
+    def refused(self) -> None:
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(owner, fails, failing)
+    monkeypatch.setattr(OutputRing, "give_up", refused)
+    with LLM(
+        str(checkpoint), device="cpu", num_kv_blocks=32, overlap=overlap, max_num_seqs=2
+    ) as llm:
+        for params in (asked(structured_output=Word()), asked(), asked()):
+            llm.add_request([5, 6, 7], params)
+        ended = {}
+        for _ in range(20):
+            if not llm.has_unfinished_requests():
+                break
+            ended |= {output.request_id: output for output in llm.step() if output.finished}
+        scheduler = llm._engine.scheduler
+        assert not scheduler.has_unfinished_requests
+        assert llm.kv_report()["held_blocks"] == [0]
+        assert scheduler.pools[0].num_free == 32
+        assert (scheduler.num_free_slots, scheduler.num_steps_in_flight) == (2, 0)
+        assert sorted(ended) == ["0", "1", "2"]
+        for output in ended.values():
+            assert isinstance(output.error, StepError)
+            assert "an illegal memory access" in str(output.error)
+        with pytest.raises(StepError, match="the GPU failed and serves this process no more"):
+            llm.generate([5, 6, 7], asked())
 
 
 def test_the_last_token_of_a_grammar_is_text():
