@@ -37,7 +37,7 @@ class StepError(Mrv1Error, RuntimeError):
 
     Attributes:
         step_id: the step that failed.
-        req_ids: the requests that were in it.
+        req_ids: the requests that were in it, as the plan names them.
         device_lost: whether a kernel failed, after which the GPU serves this process no more.
     """
 
@@ -46,7 +46,7 @@ class StepError(Mrv1Error, RuntimeError):
         message: str,
         *,
         step_id: int,
-        req_ids: tuple[str, ...] = (),
+        req_ids: tuple[str | tuple[str, int], ...] = (),
         device_lost: bool = False,
     ) -> None:
         super().__init__(f"step {step_id} ({len(req_ids)} requests): {message}")

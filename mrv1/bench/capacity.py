@@ -12,7 +12,7 @@ from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
 from mrv1.engine.request import Request
 from mrv1.engine.scheduler import Scheduler
-from mrv1.runner import KVReport, StepOutput, StepPlan
+from mrv1.runner import KVReport, RequestId, StepOutput, StepPlan
 from mrv1.sampler import SamplingParams
 
 SCHEMA = 2
@@ -127,7 +127,7 @@ def num_admitted(scheduler: Scheduler, context: int) -> Admitted:
     pools = scheduler.pools
     if pools.lacking(context, scheduler.max_num_batched_tokens):
         return Admitted(0, (0,) * len(pools.keeps))
-    computed: dict[str, int] = {}
+    computed: dict[RequestId, int] = {}
     while True:
         request = Request(
             req_id=f"{len(computed)}",
@@ -151,7 +151,7 @@ def num_admitted(scheduler: Scheduler, context: int) -> Admitted:
             scheduler.update(_output(plan, computed, scheduler))
 
 
-def _output(plan: StepPlan, computed: Mapping[str, int], scheduler: Scheduler) -> StepOutput:
+def _output(plan: StepPlan, computed: Mapping[RequestId, int], scheduler: Scheduler) -> StepOutput:
     """Return what a step would yield: token 0 of every row whose tokens are all computed."""
     requests = [scheduler.running[req_id] for req_id in plan.req_ids]
     return StepOutput(

@@ -19,7 +19,7 @@ from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel
-from mrv1.runner import AsyncOutput, KVUsage, ModelRunner, StepPlan
+from mrv1.runner import AsyncOutput, KVUsage, ModelRunner, RequestId, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
 from mrv1.sampler.params import short
@@ -133,7 +133,7 @@ class EngineCore:
     ) -> Request:
         """Queue a request and return the first of its ``params.n`` outputs.
 
-        The others are its ``followers``: requests of their own, named ``req_id#1`` and so on.
+        The others are its ``followers``: requests of their own, ``(req_id, 1)`` and so on.
 
         Args:
             req_id: its name.
@@ -252,7 +252,7 @@ class EngineCore:
         """Whether ``step`` has anything to do or to return."""
         return self.scheduler.has_unfinished_requests or bool(self._changed)
 
-    def abort(self, req_id: str) -> Request | None:
+    def abort(self, req_id: RequestId) -> Request | None:
         """End a request now and return it; None if no unfinished request has this id."""
         request = self.scheduler.abort(req_id)
         self._drain()

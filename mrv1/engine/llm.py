@@ -341,9 +341,7 @@ class LLM:
         return self._core
 
     def _new_id(self) -> str:
-        scheduler = self._engine.scheduler
-        used = self._undelivered
-        return next(i for i in map(str, self._ids) if scheduler.get(i) is None and i not in used)
+        return next(req_id for req_id in map(str, self._ids) if req_id not in self._groups)
 
     def _add(self, prompt: Prompt, params: object, req_id: object) -> None:
         if not isinstance(params, SamplingParams):
@@ -354,6 +352,8 @@ class LLM:
             raise RequestError(f"request_id: expected a string that is not empty, got {req_id!r}")
         if req_id in self._undelivered:
             raise RequestError(f"request_id: {req_id!r} has an output that step() has yet to give")
+        if req_id in self._groups:
+            raise RequestError(f"request_id: {req_id!r} is in use by an unfinished request")
         if params.stop and not self._tokenizer.is_loaded:
             raise RequestError("stop: expected none, because the checkpoint has no tokenizer")
         request = self._engine.add_request(
@@ -387,8 +387,7 @@ class LLM:
         """Run a step, and end the requests whose text holds a stop string now."""
         changed = {}
         for request in self._engine.step():
-            first = request if request.leader is None else request.leader
-            group = self._groups.get(first.req_id)
+            group = self._groups.get(request.name)
             if group is None:
                 continue  # given up by ``generate`` or ``stream``, which an error ended
             found = group.find_stop(request)

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from mrv1.errors import Mrv1Error, RequestError
-from mrv1.runner.step import Int32Array, TokenLogprobs
+from mrv1.runner.step import Int32Array, RequestId, TokenLogprobs
 from mrv1.sampler import GrammarMatcher, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -31,7 +31,8 @@ class Status(enum.Enum):
 class Request:
     """What the engine knows of one request; changed by the scheduler only."""
 
-    req_id: str
+    req_id: RequestId
+    """No other unfinished request has it, whatever callers name theirs."""
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
@@ -106,7 +107,7 @@ class Request:
         params = replace(self.params, prompt_logprobs=None)
         self.followers = tuple(
             Request(
-                req_id=f"{self.req_id}#{child}",
+                req_id=(self.name, child),
                 prompt_token_ids=self.prompt_token_ids,
                 params=params,
                 seed=self.seed,
@@ -120,6 +121,11 @@ class Request:
             )
             for child in range(1, self.params.n)
         )
+
+    @property
+    def name(self) -> str:
+        """What the caller calls it, whichever of the outputs it is."""
+        return self.req_id if isinstance(self.req_id, str) else self.req_id[0]
 
     @property
     def stop_sequence(self) -> tuple[int, ...] | None:

@@ -28,7 +28,7 @@ class RequestGroup:
     @property
     def req_id(self) -> str:
         """What the caller calls it."""
-        return self.requests[0].req_id
+        return self.requests[0].name
 
     @property
     def finished(self) -> bool:

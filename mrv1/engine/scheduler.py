@@ -21,6 +21,7 @@ from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.runner.step import (
     Int32Array,
     Int64Array,
+    RequestId,
     RowFailure,
     SlotRequest,
     StepOutput,
@@ -41,7 +42,7 @@ class _Rows:
     """Requests as the rows of a step; made once and used until another request joins or leaves."""
 
     requests: tuple[Request, ...]
-    req_ids: tuple[str, ...]
+    req_ids: tuple[RequestId, ...]
     index: Int64Array
     """[rows] slots, as numpy indexes fastest."""
     slots: Int32Array
@@ -166,11 +167,11 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_steps_in_flight = max_steps_in_flight
         self.enable_prefix_caching = enable_prefix_caching
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
         """By request id, in order of admission."""
         self._held: dict[Request, list[Request]] = {}
         """Followers that wait for their leader's prompt."""
-        self.running: dict[str, Request] = {}
+        self.running: dict[RequestId, Request] = {}
         """By request id, in order of arrival."""
         self.num_preemptions = 0
         self.num_stale_outputs = 0
@@ -187,7 +188,7 @@ class Scheduler:
         self.prefix_hit_tokens = 0
         """Of those, tokens that it had."""
         self._custom_masks = custom_masks
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[RequestId, Request] = {}
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._rows: _Rows | None = None
         """Of ``running``; None = it has changed since."""
@@ -249,7 +250,7 @@ class Scheduler:
         """Every request that waits or runs, in order of arrival."""
         return tuple(self._requests.values())
 
-    def get(self, req_id: str) -> Request | None:
+    def get(self, req_id: RequestId) -> Request | None:
         """Return an unfinished request, or None."""
         return self._requests.get(req_id)
 
@@ -268,11 +269,8 @@ class Scheduler:
                 than ``min_tokens`` can keep from being drawn.
         """
         family = (request, *request.followers)
-        for member in family:
-            if member.req_id in self._requests:
-                raise RequestError(
-                    f"request_id: {member.req_id!r} is in use by an unfinished request"
-                )
+        if any(member.req_id in self._requests for member in family):
+            raise RequestError(f"request_id: {request.name!r} is in use by an unfinished request")
         self._check_blocks(request)
         self._check_spans(request)
         named = tuple(dict.fromkeys(request.params.stop_token_ids))
@@ -331,7 +329,7 @@ class Scheduler:
                 )
             previous_end = end
 
-    def abort(self, req_id: str) -> Request | None:
+    def abort(self, req_id: RequestId) -> Request | None:
         """End a request now and return it; None if no unfinished request has this id."""
         request = self._requests.get(req_id)
         if request is not None:
@@ -438,7 +436,7 @@ class Scheduler:
     def _ends_one_by_one(self) -> tuple[Int64Array, bool]:
         """Do what ``_running_ends`` promises where tokens or blocks do not suffice for all."""
         budget, claimed, starved = self.max_num_batched_tokens, 0, False
-        ends: dict[str, int] = {}
+        ends: dict[RequestId, int] = {}
         for request in tuple(self.running.values()):
             if request.req_id not in self.running:
                 continue  # preempted below, for a request that arrived before it
@@ -653,7 +651,7 @@ class Scheduler:
                 reason = _refusal(request, request.matcher, row_tokens[0])
             if reason is not None:
                 ended[request] = "error"
-                request.error = RequestError(f"request {request.req_id!r}: {reason}")
+                request.error = RequestError(f"request {request.name!r}: {reason}")
                 if isinstance(reason, RequestError):
                     request.error.__cause__ = reason.__cause__
                 live[row] = False  # what it computed is not to be shared

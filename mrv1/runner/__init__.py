@@ -3,7 +3,14 @@
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_report import KVGroupReport, KVReport, KVUsage
 from mrv1.runner.model_runner import KVListener, KVReady, ModelRunner
-from mrv1.runner.step import RowFailure, SlotRequest, StepOutput, StepPlan, TokenLogprobs
+from mrv1.runner.step import (
+    RequestId,
+    RowFailure,
+    SlotRequest,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+)
 
 __all__ = [
     "AsyncOutput",
@@ -13,6 +20,7 @@ __all__ = [
     "KVReport",
     "KVUsage",
     "ModelRunner",
+    "RequestId",
     "RowFailure",
     "SlotRequest",
     "StepOutput",

@@ -15,6 +15,9 @@ from mrv1.sampler import SamplingParams
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+RequestId = str | tuple[str, int]
+"""The caller's name for a request; with an index for its second output and those that follow."""
+
 
 class RowFailure(enum.StrEnum):
     """Why the sampler had no token for a row."""
@@ -27,8 +30,7 @@ class RowFailure(enum.StrEnum):
 class SlotRequest:
     """A request that takes a slot in this step: new, or resumed after preemption."""
 
-    req_id: str
-    """The caller's name for the request."""
+    req_id: RequestId
     slot: int
     """Row of all per-request state, from now until the request finishes or is preempted."""
     epoch: int
@@ -74,7 +76,7 @@ class StepPlan:
     """Slots given up by preemption before this step."""
     finished: tuple[int, ...] = ()
     """Slots of requests that ended (finish, abort, error) before this step."""
-    req_ids: tuple[str, ...]
+    req_ids: tuple[RequestId, ...]
     """Request of each row."""
     slots: Int32Array
     """[rows] slot of each row."""
@@ -123,7 +125,7 @@ class StepOutput:
     """What one step produced, row by row as in its plan."""
 
     step_id: int
-    req_ids: tuple[str, ...]
+    req_ids: tuple[RequestId, ...]
     slots: Int32Array
     """[rows] as at launch."""
     epochs: Int32Array

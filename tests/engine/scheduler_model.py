@@ -18,7 +18,7 @@ from mrv1 import SamplingParams
 from mrv1.engine.request import FinishReason, Request
 from mrv1.engine.scheduler import Scheduler
 from mrv1.headwise import FULL, Visible
-from mrv1.runner import SlotRequest, StepOutput, StepPlan
+from mrv1.runner import RequestId, SlotRequest, StepOutput, StepPlan
 
 VOCAB = 24
 EOS = 0
@@ -99,7 +99,7 @@ class FakeRunner:
     max_tokens: int
     keeps: Sequence[Visible] = (FULL,)
     """What the heads of each group see."""
-    cache_keys: dict[str, bytes] = field(default_factory=dict)
+    cache_keys: dict[RequestId, bytes] = field(default_factory=dict)
     stops_on_device: bool = True
     """Whether a stopped row does no further work; else it runs on until the host knows."""
     slots: dict[int, Slot] = field(default_factory=dict)
@@ -296,7 +296,7 @@ def output_of(plan: StepPlan, *token_ids: tuple[int, ...], **kwargs: object) -> 
     )
 
 
-def scheduled(plan: StepPlan) -> dict[str, int]:
+def scheduled(plan: StepPlan) -> dict[RequestId, int]:
     return dict(zip(plan.req_ids, plan.num_scheduled_tokens.tolist(), strict=True))
 
 

@@ -19,6 +19,8 @@ from tests.engine.scheduler_model import (
 )
 
 NUM_OUTPUTS = 4
+FOLLOWERS = tuple(("r", child) for child in range(1, NUM_OUTPUTS))
+"""Their ids."""
 
 
 def family_of(scheduler: Scheduler, num_prompt_tokens: int, **params: object) -> list[Request]:
@@ -53,7 +55,7 @@ def test_the_full_blocks_of_a_prompt_are_computed_once(depth, budget):
 def test_nobody_waits_where_no_block_can_be_shared(caching, num_prompt_tokens):
     scheduler = make_scheduler(enable_prefix_caching=caching, max_num_batched_tokens=100)
     family_of(scheduler, num_prompt_tokens)
-    assert scheduler.schedule().req_ids == ("r", "r#1", "r#2", "r#3")
+    assert scheduler.schedule().req_ids == ("r", *FOLLOWERS)
 
 
 def test_others_overtake_followers_that_wait_and_not_later():
@@ -67,7 +69,7 @@ def test_others_overtake_followers_that_wait_and_not_later():
     scheduler.add(make_request("c", prompt_of(3), max_tokens=9, ignore_eos=True))
     assert scheduler.num_waiting == 4
     scheduler.update(output_of(plan, (5,), (5,), (5,)))
-    assert scheduler.schedule().req_ids == ("r", "a", "b", "r#1", "r#2", "r#3", "c")
+    assert scheduler.schedule().req_ids == ("r", "a", "b", *FOLLOWERS, "c")
 
 
 def test_one_that_fails_leaves_the_others():
@@ -109,19 +111,36 @@ def test_followers_go_on_when_the_first_one_ends_before_its_first_token(how):
 def test_a_follower_that_waits_for_the_prompt_can_be_aborted():
     scheduler = make_scheduler(enable_prefix_caching=True)
     family = family_of(scheduler, 2 * BLOCK_SIZE)
-    assert scheduler.abort("r#2") is family[2]
-    assert scheduler.abort("r#2") is None
+    assert scheduler.abort(("r", 2)) is family[2]
+    assert scheduler.abort(("r", 2)) is None
     drain(scheduler, make_runner(scheduler))
     assert [r.finish_reason for r in family] == ["length", "length", "abort", "length"]
     assert not scheduler.has_unfinished_requests
 
 
-def test_an_id_of_a_follower_that_is_in_use_is_refused_and_nothing_is_queued():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("r#2", (1,)))
-    with pytest.raises(RequestError, match="request_id: 'r#2' is in use"):
+@pytest.mark.parametrize("first", ["family", "others"])
+def test_no_name_of_a_caller_is_the_id_of_a_follower(first):
+    """Names as followers would have them, were they strings, before and after the family."""
+    scheduler = make_scheduler(max_num_seqs=16)
+    names = ["r#1", "r#2", "('r', 1)", "r 1", "1"]
+
+    def others() -> list[Request]:
+        return [make_request(name, (1,), max_tokens=2) for name in names]
+
+    waiting = others() if first == "others" else []
+    for request in waiting:
+        scheduler.add(request)
+    family = family_of(scheduler, 3)
+    for request in others() if first == "family" else ():
+        scheduler.add(request)
+        waiting.append(request)
+    with pytest.raises(RequestError, match="request_id: 'r' is in use"):
         family_of(scheduler, 3)
-    assert [request.req_id for request in scheduler.unfinished] == ["r#2"]
+    drain(scheduler, make_runner(scheduler))
+    for request in (*family, *waiting):
+        assert request.error is None
+        assert request.output_token_ids == expected_output(request)[0]
+    assert {request.name for request in family} == {"r"}
 
 
 def test_the_plan_tells_the_child():

@@ -376,4 +376,4 @@ def test_followers_go_on_in_the_order_of_their_leaders():
     plan = scheduler.schedule()
     assert plan.req_ids == tuple(names)
     scheduler.update(output_of(plan, *[(5,)] * len(names)))
-    assert list(scheduler.waiting) == [f"{name}#1" for name in names]
+    assert list(scheduler.waiting) == [(name, 1) for name in names]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mrv1 import LLM, RequestError, SamplingParams, StepError
+from mrv1.engine.request import Status
 from mrv1.runner import AsyncOutput
 from mrv1.runner.step import RowFailure
 
@@ -104,7 +105,7 @@ def test_one_output_that_fails_leaves_the_others(llm, said, monkeypatch):
 
     def failing(self):
         output = collect(self)
-        row = next((r for r, i in enumerate(output.req_ids) if i.endswith("#1")), None)
+        row = next((r for r, i in enumerate(output.req_ids) if i[1:] == (1,)), None)
         if row is None:
             return output
         tokens = [() if r == row else t for r, t in enumerate(output.token_ids)]
@@ -118,6 +119,35 @@ def test_one_output_that_fails_leaves_the_others(llm, said, monkeypatch):
     assert isinstance(output.outputs[1].error, RequestError)
     assert (output.outputs[0], output.outputs[2]) == (said[0], said[2])
     assert llm.metrics()["num_nan_rows"] == before + 1
+
+
+def test_a_caller_may_use_any_name_beside_several_outputs(llm, said):
+    names = ["0#1", "0", "1#2", "('1', 1)"]
+    for name in names:
+        llm.add_request("JULIET:", GREEDY, request_id=name)
+    outputs = llm.generate([PROMPT] * 2, SAYS)  # of names that the engine chooses
+    assert [output.outputs for output in outputs] == [said] * 2
+    finished = {}
+    while llm.has_unfinished_requests():
+        finished |= {output.request_id: output for output in llm.step() if output.finished}
+    assert sorted(finished) == sorted(names)
+    (alone,) = llm.generate("JULIET:", GREEDY)
+    assert all(output.outputs == alone.outputs for output in finished.values())
+
+
+def test_a_name_is_in_use_until_the_last_of_several_outputs_has_ended(llm, said):
+    """The first output ends before the others, which the name still stands for."""
+    llm.add_request(PROMPT, SAYS, request_id="r")
+    group = llm._groups["r"]
+    while group.requests[0].status is not Status.RUNNING:
+        llm.step()
+    llm._engine.abort("r")
+    with pytest.raises(RequestError, match="request_id: 'r' is in use by an unfinished request"):
+        llm.add_request(PROMPT, GREEDY, request_id="r")
+    outputs = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    assert outputs[-1].outputs[1:] == said[1:]
 
 
 def test_a_request_has_failed_when_all_its_outputs_have(llm, monkeypatch):

@@ -262,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data):
-        req_id = data.draw(st.sampled_from(sorted(self.requests)))
+        req_id = data.draw(st.sampled_from(sorted(self.requests, key=str)))
         was_finished = self.requests[req_id].finished
         aborted = self.scheduler.abort(req_id)
         self.forgetful.abort(req_id)
