@@ -10,7 +10,14 @@ import torch
 from mrv1.errors import RequestError, StepError
 from mrv1.runner.gpu_clock import GpuClock
 from mrv1.runner.logprobs import LogprobReport
-from mrv1.runner.step import Int32Array, Int64Array, RowFailure, StepOutput, StepPlan
+from mrv1.runner.step import (
+    Int32Array,
+    Int64Array,
+    RowFailure,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+)
 
 POLL_SECONDS = 50e-6
 """How often a wait with a timeout looks at the event."""
@@ -106,7 +113,7 @@ class OutputRing:
         rows: Int32Array | None = None,
         refusals: Mapping[int, RequestError] | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
-        logprobs: LogprobReport | None = None,
+        logprobs: Sequence[LogprobReport] = (),
         prompt_logprobs: Sequence[LogprobReport] = (),
     ) -> AsyncOutput:
         """Return what the step will leave in its slot; the next step has the next one.
@@ -165,7 +172,7 @@ class AsyncOutput:
         rows: Int32Array | None = None,
         refusals: Mapping[int, RequestError] | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
-        logprobs: LogprobReport | None = None,
+        logprobs: Sequence[LogprobReport] = (),
         prompt_logprobs: Sequence[LogprobReport] = (),
     ) -> None:
         """Wait for nothing yet.
@@ -278,10 +285,16 @@ class AsyncOutput:
             epochs=plan.epochs,
             token_ids=token_ids,
             errors=errors,
-            logprobs={} if self._logprobs is None else self._logprobs.read(num_output.tolist()),
-            prompt_logprobs={
-                row: found
-                for report in self._prompt_logprobs
-                for row, found in report.read().items()
-            },
+            logprobs=_read(self._logprobs, num_output.tolist() if self._logprobs else None),
+            prompt_logprobs=_read(self._prompt_logprobs),
         )
+
+
+def _read(
+    reports: Sequence[LogprobReport], num_positions: Sequence[int] | None = None
+) -> dict[int, TokenLogprobs]:
+    """Return the log-probabilities of all reports by row of the plan."""
+    found: dict[int, TokenLogprobs] = {}
+    for report in reports:
+        found |= report.read(num_positions)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,6 +12,17 @@ import torch
 from mrv1.kernels.ops import Ops
 from mrv1.runner.step import Int32Array, SlotRequest, TokenLogprobs
 from mrv1.sampler import SamplingParams
+
+_Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+LOGITS_CHUNK = 256
+"""Rows of logits that may exist at the same time, though fewer requests run."""
+
+FILTER_CHUNK = 16
+"""Rows that are filtered at the same time: it takes up to ``FILTER_BYTES`` a logit."""
+
+FILTER_BYTES = 128
+"""Of device memory, what a sort may need by itself included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,50 +98,40 @@ class LogprobReport:
     Args:
         wanted: of each row that asks, for as many positions.
         num_top: likeliest tokens that were looked for.
-        token_ids: ``[rows that ask * positions, ids]`` int64: the token that is there, those asked
-            for by id, the likeliest.
-        logprobs: likewise, float32.
-        ranks: likewise, int64.
+        chunks: of consecutive parts of ``[rows that ask * positions]``, on the host: token ids
+            (the token that is there, those asked for by id, the likeliest), their
+            log-probabilities and ranks, ``[any, ids]``.
     """
 
-    def __init__(
-        self,
-        wanted: Sequence[Wanted],
-        num_top: int,
-        token_ids: torch.Tensor,
-        logprobs: torch.Tensor,
-        ranks: torch.Tensor,
-    ) -> None:
-        self._wanted, self._num_top = wanted, num_top
-        self._num_positions = len(token_ids) // len(wanted)
-        self._token_ids, self._logprobs = _to_host(token_ids), _to_host(logprobs)
-        self._ranks = _to_host(ranks)
+    def __init__(self, wanted: Sequence[Wanted], num_top: int, chunks: Sequence[_Chunk]) -> None:
+        self._wanted, self._num_top, self._chunks = wanted, num_top, chunks
 
     @classmethod
     def of(
         cls,
         wanted: Sequence[Wanted],
-        chunks: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        drawn: torch.Tensor,
+        logits_of: Callable[[slice], torch.Tensor],
         ops: Ops,
+        *,
+        chunk_rows: int,
     ) -> Self:
-        """Compute what is wanted.
+        """Compute what is wanted, chunk by chunk: one chunk's tensors are on the device at a time.
 
         Args:
             wanted: of each row that asks.
-            chunks: of ``[rows that ask * positions]``, all rows in one chunk if they are several:
-                logits ``[any, vocab]``, and the token that is there, ``[any]`` int64, negative =
-                none.
+            drawn: ``[rows that ask * positions]`` int64, the token that is there; negative = none.
+            logits_of: returns the logits of a range of these, ``[any, vocab]``.
             ops: for the device of both.
+            chunk_rows: length of the ranges.
         """
-        most, asked = max(each.num_top for each in wanted), _asked_ids(wanted)
-        parts = []
-        for logits, drawn in chunks:
-            num_top = min(most, logits.shape[1])
-            ids = asked.to(logits.device, non_blocking=True)
-            ids = ids.repeat_interleave(len(drawn) // len(wanted), dim=0)
-            parts.append(_of_chunk(logits, torch.cat([drawn[:, None], ids], dim=1), num_top, ops))
-        token_ids, logprobs, ranks = map(torch.cat, zip(*parts, strict=True))
-        return cls(wanted, num_top, token_ids, logprobs, ranks)
+        asked = _asked_ids(wanted).to(drawn.device, non_blocking=True)
+        asked = asked.repeat_interleave(len(drawn) // len(wanted), dim=0)
+        by_id = torch.cat([drawn[:, None], asked], dim=1)
+        most = max(each.num_top for each in wanted)
+        parts = [slice(start, start + chunk_rows) for start in range(0, len(drawn), chunk_rows)]
+        chunks = [_of_chunk(logits_of(part), by_id[part], most, ops) for part in parts]
+        return cls(wanted, chunks[0][0].shape[1] - by_id.shape[1], chunks)
 
     def read(self, num_positions: Sequence[int] | None = None) -> dict[int, TokenLogprobs]:
         """Return the log-probabilities by row of the plan.
@@ -139,37 +140,39 @@ class LogprobReport:
             num_positions: by row of the plan, how many of its positions count; None = all.
         """
         found = {}
+        arrays = zip(*self._chunks, strict=True)
+        token_ids, logprobs, ranks = (torch.cat(of_chunks).numpy() for of_chunks in arrays)
+        all_positions = len(token_ids) // len(self._wanted)
         for index, wanted in enumerate(self._wanted):
-            count = self._num_positions if num_positions is None else num_positions[wanted.row]
+            count = all_positions if num_positions is None else num_positions[wanted.row]
             if count <= 0:
                 continue
-            first = index * self._num_positions
+            first = index * all_positions
             rows = slice(first, first + count)
-            behind = self._token_ids.shape[1] - self._num_top
+            behind = token_ids.shape[1] - self._num_top
             columns = [
                 0,
                 *range(behind, behind + min(wanted.num_top, self._num_top)),
                 *range(1, 1 + len(wanted.token_ids)),
             ]
             found[wanted.row] = TokenLogprobs(
-                token_ids=self._token_ids.numpy()[rows, columns],
-                logprobs=self._logprobs.numpy()[rows, columns],
-                ranks=self._ranks.numpy()[rows, columns],
+                token_ids=token_ids[rows, columns],
+                logprobs=logprobs[rows, columns],
+                ranks=ranks[rows, columns],
             )
         return found
 
 
-def _of_chunk(
-    logits: torch.Tensor, by_id: torch.Tensor, num_top: int, ops: Ops
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_chunk(logits: torch.Tensor, by_id: torch.Tensor, num_top: int, ops: Ops) -> _Chunk:
     """Return token ids, log-probabilities and ranks, ``[rows, ids + num_top]`` each."""
+    num_top = min(num_top, logits.shape[1])
     logprobs, ranks, top, top_logprobs = ops.top_logprobs(logits, by_id, num_top)
-    top_logits = logits.gather(1, top)
-    is_greater = top_logits[:, :, None] < top_logits[:, None, :]
+    falling = -logits.gather(1, top)
+    num_greater = torch.searchsorted(falling, falling)  # of the likeliest, which come in order
     return (
-        torch.cat([by_id, top], dim=1),
-        torch.cat([logprobs, top_logprobs], dim=1),
-        torch.cat([ranks, 1 + is_greater.sum(dim=2)], dim=1),
+        _to_host(torch.cat([by_id, top], dim=1)),
+        _to_host(torch.cat([logprobs, top_logprobs], dim=1)),
+        _to_host(torch.cat([ranks, 1 + num_greater], dim=1)),
     )
 
 

@@ -46,7 +46,13 @@ from mrv1.runner.kv_cache import (
     layer_layouts,
 )
 from mrv1.runner.kv_report import KVReport, report_of
-from mrv1.runner.logprobs import LogprobReport, LogprobRequests, Wanted
+from mrv1.runner.logprobs import (
+    FILTER_CHUNK,
+    LOGITS_CHUNK,
+    LogprobReport,
+    LogprobRequests,
+    Wanted,
+)
 from mrv1.runner.profile import run_profile_step
 from mrv1.runner.request_state import RequestState
 from mrv1.runner.slot_state import Field, SlotState
@@ -70,9 +76,6 @@ NEXT_UPLOAD = "next_upload"
 
 SEGMENTS_PER_REQUEST = 40
 """Runs of words that a request changes as it enters, and some more."""
-
-PROMPT_LOGPROBS_CHUNK = 256
-"""Tokens of a prompt whose logits exist at the same time."""
 
 _NOTHING_TO_DO = nullcontext()
 
@@ -164,6 +167,23 @@ class _Wanted:
         rows = [wish.row if of_plan is None else int(of_plan[wish.row]) for wish in wishes]
         return cls(wishes=_in_callers_order(wishes, order), rows=rows)
 
+    def within(self, start: int, end: int) -> Self | None:
+        """Return what rows ``[start, end)`` want, counted from ``start``; None = nothing."""
+        inside = [
+            (wish, row - start)
+            for wish, row in zip(self.wishes, self.rows, strict=True)
+            if start <= row < end
+        ]
+        if not inside:
+            return None
+        wishes, rows = map(list, zip(*inside, strict=True))
+        return replace(self, wishes=wishes, rows=rows)
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether their rows are in front of all others, in order."""
+        return self.rows == list(range(len(self.rows)))
+
     @property
     def edits(self) -> bool:
         """Whether the logits of one of the rows are edited before a token is drawn."""
@@ -176,7 +196,7 @@ class _Wanted:
 
         It copies, but for rows in front of all others: that is no small part of the logits.
         """
-        if self.rows == list(range(len(self.rows))):
+        if self.is_leading:
             return itemgetter(slice(len(self.rows) * num_columns))
         first = torch.tensor(self.rows)[:, None] * num_columns
         rows = (first + torch.arange(num_columns)).flatten().to(device, non_blocking=True)
@@ -575,7 +595,7 @@ class ModelRunner:
         plan: StepPlan,
         rows: _Rows,
         order: Int64Array | None,
-        logprobs: LogprobReport | None = None,
+        logprobs: Sequence[LogprobReport] = (),
         prompt_logprobs: Sequence[LogprobReport] = (),
     ) -> AsyncOutput:
         has_drafts = rows.shape.has_drafts
@@ -713,12 +733,12 @@ class ModelRunner:
         hidden: torch.Tensor,
         wanted: _Wanted | None = None,
         masks: _Masks | None = None,
-    ) -> LogprobReport | None:
+    ) -> tuple[LogprobReport, ...]:
         """Sample a token for each row that is to have one, append it, see who stops."""
         if shape.has_drafts:
-            tokens, num_sampled, report = self._sample_drafts(staged, batch, hidden, wanted)
+            tokens, num_sampled, reports = self._sample_drafts(staged, batch, hidden, wanted)
         else:
-            tokens, report = self._sample(shape, batch, hidden, wanted, masks)
+            tokens, reports = self._sample(shape, batch, hidden, wanted, masks)
             num_sampled = None
         num_output, output = self._outputs.views(shape.num_rows, tokens.shape[1])
         self._ops.post_update(
@@ -743,7 +763,7 @@ class ModelRunner:
             num_output=num_output,
             ring_slot=staged.ring_slot,
         )
-        return report
+        return reports
 
     def _sample(
         self,
@@ -752,13 +772,13 @@ class ModelRunner:
         hidden: torch.Tensor,
         wanted: _Wanted | None,
         masks: _Masks | None,
-    ) -> tuple[torch.Tensor, LogprobReport | None]:
+    ) -> tuple[torch.Tensor, tuple[LogprobReport, ...]]:
         """Return a token of each row, ``[rows, 1]`` int64, and what is to be reported of it."""
         if shape.query_len != 1:  # else a row is a token
             hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
         logits = self.model.compute_logits(hidden)
         tokens, report = self._draw(logits, batch.idx_mapping, wanted, masks)
-        return tokens[:, None], report
+        return tokens[:, None], () if report is None else (report,)
 
     def _draw(
         self,
@@ -775,7 +795,8 @@ class ModelRunner:
         num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
         pick = None if wanted is None else wanted.picker(num_columns, self.device)
         if wanted is not None and pick and is_raw and (wanted.edits or self._processors):
-            raw = pick(logits).clone()  # before they are edited in place
+            raw = pick(logits)  # before they are edited in place
+            raw = raw.clone() if wanted.is_leading else raw
         history = self._history
         if masks is not None:
             self._ops.apply_token_bitmask(logits, masks.bitmask, rows=masks.rows)
@@ -788,10 +809,18 @@ class ModelRunner:
         tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
         if wanted is None or pick is None:
             return tokens, None
-        reported = pick(logits) if raw is None else raw
-        if not is_raw:
-            reported = self.sampler.filtered(reported, pick(idx_mapping))
-        report = LogprobReport.of(wanted.wishes, [(reported, pick(tokens))], self._ops)
+        reported, slots = pick(logits) if raw is None else raw, pick(idx_mapping)
+
+        def filtered(part: slice) -> torch.Tensor:
+            return self.sampler.filtered(reported[part], slots[part])
+
+        report = LogprobReport.of(
+            wanted.wishes,
+            pick(tokens),
+            reported.__getitem__ if is_raw else filtered,
+            self._ops,
+            chunk_rows=len(reported) if is_raw else FILTER_CHUNK,
+        )
         return tokens, report
 
     def _sample_drafts(
@@ -800,7 +829,7 @@ class ModelRunner:
         batch: InputBatch,
         hidden: torch.Tensor,
         wanted: _Wanted | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, LogprobReport | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[LogprobReport, ...]]:
         """Return each row's tokens behind its known one and its drafts, and how many count.
 
         A draft is accepted where it is what would have been drawn: noise belongs to a position,
@@ -812,18 +841,24 @@ class ModelRunner:
         ahead = torch.arange(drafts.shape[1] + 1, device=self.device)
         is_drawn = (ahead <= num_drafts[:, None]) & (batch.logits_rows >= 0)[:, None]
         rows = torch.where(is_drawn, batch.logits_rows[:, None] + ahead, 0)
-        logits = self.model.compute_logits(hidden.index_select(0, rows.flatten()))
-        idx_mapping, behind = (
-            batch.idx_mapping.repeat_interleave(len(ahead)),
-            ahead.repeat(len(rows)),
-        )
-        drawn, report = self._draw(
-            logits, idx_mapping, wanted, ahead=behind, draft_token_ids=drafts
-        )
-        tokens = drawn.view(rows.shape)
+
+        def draw(start: int, end: int) -> tuple[torch.Tensor, LogprobReport | None]:
+            part = rows[start:end]
+            return self._draw(
+                self.model.compute_logits(hidden.index_select(0, part.flatten())),
+                batch.idx_mapping[start:end].repeat_interleave(len(ahead)),
+                None if wanted is None else wanted.within(start, end),
+                ahead=ahead.repeat(len(part)),
+                draft_token_ids=drafts[start:end],
+            )
+
+        count = self._max_logits_rows // len(ahead)
+        drawn = [draw(start, start + count) for start in range(0, len(rows), count)]
+        tokens = torch.cat([of_part for of_part, _ in drawn]).view(rows.shape)
+        reports = tuple(report for _, report in drawn if report is not None)
         is_accepted = (tokens[:, :-1] == drafts) & (ahead[:-1] < num_drafts[:, None])
         num_accepted = is_accepted.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
-        return tokens, num_accepted + 1, report
+        return tokens, num_accepted + 1, reports
 
     def _report_prompts(
         self, plan: StepPlan, order: Int64Array | None, hidden: torch.Tensor
@@ -835,17 +870,23 @@ class ModelRunner:
         for wish, count in self._logprobs.of_prompts(plan.slots, num_before, query_lens):
             first, before = int(firsts[wish.row]), int(num_before[wish.row])
             following = self.state.token_ids[int(plan.slots[wish.row]), before + 1 :]
-            chunks = (
-                (
-                    self.model.compute_logits(hidden[first + start : first + end]),
-                    following[start:end].long(),
-                )
-                for start in range(0, count, PROMPT_LOGPROBS_CHUNK)
-                for end in (min(start + PROMPT_LOGPROBS_CHUNK, count),)
+            (wish,) = _in_callers_order([wish], order)
+            reports.append(
+                self._report_prompt(wish, hidden[first : first + count], following[:count])
             )
-            wishes = _in_callers_order([wish], order)
-            reports.append(LogprobReport.of(wishes, chunks, self._ops))
         return tuple(reports)
+
+    def _report_prompt(
+        self, wish: Wanted, hidden: torch.Tensor, following: torch.Tensor
+    ) -> LogprobReport:
+        """Return the log-probabilities of the tokens that follow some of a prompt's, in chunks."""
+        return LogprobReport.of(
+            [wish],
+            following.long(),
+            lambda part: self.model.compute_logits(hidden[part]),
+            self._ops,
+            chunk_rows=LOGITS_CHUNK,
+        )
 
     def set_kv_listener(self, listener: KVListener | None) -> None:
         """Have ``listener`` told of each layer's keys and values, layer by layer, as they come.
@@ -1021,22 +1062,51 @@ class ModelRunner:
         if not self._on_gpu:
             return CPU_KV_BYTES
         torch.cuda.empty_cache()
-        run_profile_step(
-            self.model,
-            self.sampler,
-            self.state,
-            self._tiny_kv_cache(),
-            row_width=self.block_tables.row_width,
-            num_tokens=self.config.max_num_batched_tokens,
-            max_query_len=self.max_model_len,
-            num_sampled=self.config.max_num_seqs,
-        )
+        self._run_profile_step()
         # The allocator keeps what the step needed, so what is free now is free beside a step; but
         # graphs have memory of their own.
         free_bytes, total_bytes = memory_bytes(self.device)
         graph_bytes = self._graph_bytes() if self._captures else 0
         reserved = int(total_bytes * (1 - self.config.gpu_memory_utilization))
         return free_bytes - graph_bytes - reserved
+
+    def _run_profile_step(self) -> None:
+        """Run the steps that need the most memory; see ``mrv1.runner.profile``."""
+        run_profile_step(
+            self.model,
+            self._tiny_kv_cache(),
+            self._sample_most,
+            row_width=self.block_tables.row_width,
+            num_tokens=self.config.max_num_batched_tokens,
+            max_query_len=self.max_model_len,
+            num_decodes=self.config.max_num_seqs,
+        )
+
+    @property
+    def _max_logits_rows(self) -> int:
+        """Rows of logits that exist at the same time, at most."""
+        return max(self.config.max_num_seqs, LOGITS_CHUNK)
+
+    def _sample_most(self, hidden: torch.Tensor) -> None:
+        """Launch, on rows of padding, all that may have to follow the layers of a step."""
+        num_rows, device = self._max_logits_rows, self.device
+        most = min(self.config.max_logprobs, self.model_config.vocab_size)
+        wishes = [Wanted(row, most, tuple(range(most)), edits=True) for row in range(num_rows)]
+        masks = _Masks(
+            bitmask=torch.full(
+                (num_rows, self.sampler.limits.mask_words), -1, dtype=torch.int32, device=device
+            ),
+            rows=torch.arange(num_rows, dtype=torch.int32, device=device),
+        )
+        rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._draw(
+            self.model.compute_logits(hidden.index_select(0, rows)),
+            torch.full((num_rows,), -1, dtype=torch.int32, device=device),
+            _Wanted(wishes=wishes, rows=list(range(num_rows))),
+            masks,
+        )
+        some = hidden[:LOGITS_CHUNK]
+        self._report_prompt(Wanted(0, most), some, rows[: len(some)])
 
     def _graph_bytes(self) -> int:
         """Return what the graphs take: all share the memory of the largest."""

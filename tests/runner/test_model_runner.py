@@ -314,8 +314,8 @@ def test_the_profile_step_names_a_page_for_every_token(checkpoint):
 
     runner.model.forward = watched
     run_profile_step(
-        runner.model, runner.sampler, runner.state, runner.kv_cache,
-        row_width=3, num_tokens=70, max_query_len=40, num_sampled=4,
+        runner.model, runner.kv_cache, runner._sample_most,
+        row_width=3, num_tokens=70, max_query_len=40, num_decodes=4,
     )  # fmt: skip
     assert widths == [3, 3]
     runner.close()

@@ -1,0 +1,162 @@
+"""What a step allocates besides its layers: bounded, and no more than the profile step does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mrv1 import SamplingParams
+from mrv1.kernels import reference
+from mrv1.runner import ModelRunner
+from mrv1.runner.logprobs import FILTER_BYTES, FILTER_CHUNK, LOGITS_CHUNK
+from tests.models.families import tiny_checkpoint
+from tests.runner.test_model_runner import enter, make_plan, make_runner
+
+VOCAB = 2000
+MAX_LEN = 512
+MAX_LOGPROBS = 5
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators have made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in before:
+                storage = leaf.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    with PeakBytes() as counter:
+        call()
+    return counter.peak
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """Few layers of few heads, and a vocabulary whose logits outweigh all else."""
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3", vocab_size=VOCAB)
+    return path
+
+
+def runner_of(checkpoint: Path, monkeypatch, max_num_seqs: int, mode: str) -> ModelRunner:
+    """A runner of no layers, whose kernels allocate as little as on a GPU, not as the oracles."""
+
+    def top_logprobs(logits, token_ids, num_top):
+        rows, count = token_ids.shape
+        return (
+            torch.zeros(rows, count),
+            torch.ones(rows, count, dtype=torch.int64),
+            torch.arange(num_top).repeat(rows, 1),
+            torch.zeros(rows, num_top),
+        )
+
+    def sample_tokens(logits, *_, **__):
+        return torch.zeros(len(logits), dtype=torch.int64)
+
+    for name in ("apply_bad_words", "edit_logits", "apply_token_bitmask"):
+        monkeypatch.setattr(reference, name, lambda *_, **__: None)
+    monkeypatch.setattr(reference, "top_logprobs", top_logprobs)
+    monkeypatch.setattr(reference, "sample_tokens", sample_tokens)
+    runner = make_runner(
+        checkpoint, device="cpu", max_num_seqs=max_num_seqs, max_model_len=MAX_LEN,
+        max_num_batched_tokens=1024, num_kv_blocks=256, logprobs_mode=mode,
+        max_logprobs=MAX_LOGPROBS,
+    )  # fmt: skip
+
+    def forward(batch, *_: object) -> torch.Tensor:
+        return torch.zeros(batch.num_tokens, runner.model_config.hidden_size)
+
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), VOCAB)
+
+    runner.model.forward = forward  # type: ignore[method-assign]
+    runner.model.compute_logits = compute_logits  # type: ignore[method-assign]
+    return runner
+
+
+def bound_of(runner: ModelRunner) -> int:
+    """The bound that ``mrv1.runner.profile`` states, and the hidden states of a step."""
+    num_tokens, hidden_size = runner.config.max_num_batched_tokens, runner.model_config.hidden_size
+    num_rows = max(runner.config.max_num_seqs, LOGITS_CHUNK)
+    is_raw = runner.config.logprobs_mode == "raw_logprobs"
+    return (
+        2 * num_rows * VOCAB * 4
+        + num_rows * VOCAB // 8
+        + (0 if is_raw else FILTER_CHUNK * VOCAB * FILTER_BYTES)
+        + 64 * num_rows * (1 + 2 * MAX_LOGPROBS)
+        + (24 + 4 * hidden_size) * num_tokens
+    )
+
+
+def drafts_of_everyone(runner: ModelRunner) -> None:
+    """Verify 7 drafts of every request, all with log-probabilities of edited logits."""
+    num_reqs = runner.config.max_num_seqs
+    params = SamplingParams(
+        temperature=0, logprobs=MAX_LOGPROBS, presence_penalty=0.5, ignore_eos=True
+    )
+    rows = {str(slot): (slot, 2, (slot,)) for slot in range(num_reqs)}
+    new = tuple(enter(str(slot), slot, [5, 6], sampling_params=params) for slot in range(num_reqs))
+    runner.execute(make_plan(0, rows, new=new)).result()
+    rows = {str(slot): (slot, 8, ()) for slot in range(num_reqs)}
+    drafts = ((0,) * 7,) * num_reqs
+    output = runner.execute(make_plan(1, rows, draft_token_ids=drafts)).result()
+    assert all(len(tokens) == len(output.logprobs[row]) == 8 for row, tokens in enumerate(
+        output.token_ids
+    ))  # fmt: skip
+
+
+def prompts_of_a_step(runner: ModelRunner) -> None:
+    """Compute two prompts that fill a step, and report of all their tokens."""
+    params = SamplingParams(temperature=0, prompt_logprobs=MAX_LOGPROBS)
+    lengths = [MAX_LEN - 1, MAX_LEN - 3]
+    rows, new = {}, []
+    for slot, length in enumerate(lengths):
+        ids = tuple(range(slot * MAX_LEN // 16, (slot + 1) * MAX_LEN // 16))
+        rows[str(slot)] = (slot, length, ids)
+        new.append(enter(str(slot), slot, [5] * length, sampling_params=params))
+    output = runner.execute(make_plan(0, rows, new=tuple(new))).result()
+    assert [len(output.prompt_logprobs[row]) for row in (0, 1)] == [n - 1 for n in lengths]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("max_num_seqs", [4, 64])
+@pytest.mark.parametrize("step", [drafts_of_everyone, prompts_of_a_step])
+def test_a_step_holds_no_more_than_the_bound_and_the_profile_step(
+    checkpoint, monkeypatch, step, max_num_seqs, mode
+):
+    runner = runner_of(checkpoint, monkeypatch, max_num_seqs, mode)
+    profiled = peak_of(runner._run_profile_step)
+    needed = peak_of(lambda: step(runner))
+    runner.close()
+    assert needed <= profiled
+    assert profiled <= bound_of(runner)
+
+
+def test_the_profile_step_needs_what_a_full_step_does(checkpoint, monkeypatch):
+    """Of every row of logits a copy: half of the bound's first term would be too little."""
+    runner = runner_of(checkpoint, monkeypatch, 64, "raw_logprobs")
+    assert peak_of(runner._run_profile_step) >= 2 * LOGITS_CHUNK * VOCAB * 4
+    runner.close()
