@@ -91,10 +91,13 @@ class KVReady:
     """One layer's keys and values of a step are written, as soon as the event has passed."""
 
     plan: StepPlan
-    """The step, its rows in the order they are computed."""
+    """The step, its rows in any order: row by row the next ``num_scheduled_tokens`` positions of
+    the request in ``slots``, in the blocks that it has been given up to this plan. Nothing is
+    written for a request that had stopped, or that a custom processor refused."""
     layer: int
     event: torch.cuda.Event | None
-    """Recorded behind the write; None on a CPU, where it is done."""
+    """Recorded behind the write, or behind the CUDA graph that does it: several layers may share
+    one. None on a CPU, where it is done."""
 
 
 KVListener = Callable[[KVReady], None]
@@ -520,6 +523,7 @@ class ModelRunner:
             shape = step.rows.shape
             if step.rows.is_captured and shape.samples:
                 self._graphs.replay(shape)
+                self._tell_kv_of_graph(plan)
                 self.num_graph_steps += 1
                 return self._deliver(plan, step.rows, order)
             return self._complete(plan, self._launch_layers(plan, ordered, order, step))
@@ -559,6 +563,7 @@ class ModelRunner:
         with torch.inference_mode():
             if step.rows.is_captured:
                 forwarded = self._graphs.replay(shape)
+                self._tell_kv_of_graph(ordered)
                 staged = self._staging.static_view(shape.num_rows)
             else:
                 staged = self._staging.staged(
@@ -889,20 +894,41 @@ class ModelRunner:
         )
 
     def set_kv_listener(self, listener: KVListener | None) -> None:
-        """Have ``listener`` told of each layer's keys and values, layer by layer, as they come.
+        """Have ``listener`` told of the keys and values of every step launched from now on.
 
-        It is called on the launching thread during ``execute`` of steps that are not one CUDA
-        graph, prefills above all, and must not wait. Once ``KVReady.event`` has passed, another
-        stream may read the pages and scales that the step wrote in that layer, until the request's
-        blocks are given back. None = nobody listens, which costs nothing.
+        It is called once a layer, in order, on the thread that launches, during ``execute`` or
+        ``forward``, and must not wait; an exception fails the step. A step with prompts is then
+        no CUDA graph, and the calls come between its layers; those of a decode that is one come
+        behind it.
+
+        Once ``KVReady.event``, recorded on the stream of the launch, has passed, another stream
+        may read what the step wrote in that layer's pages and scales. It stays as it is until a
+        step is launched to whose requests the blocks were given anew, and the reader is to be
+        done by then. Of rejected drafts, and with ``kv_scale="quarter"``, it stays until the next
+        step of the same request.
+
+        Args:
+            listener: is given a ``KVReady`` each time; None = nobody listens, which costs nothing.
         """
         self._kv_listener = listener
 
     def _tell_kv_ready(self, listener: KVListener, plan: StepPlan, layer: int) -> None:
-        event = torch.cuda.Event() if self._on_gpu else None
-        if event is not None:
-            event.record()
-        listener(KVReady(plan=plan, layer=layer, event=event))
+        listener(KVReady(plan=plan, layer=layer, event=self._recorded_event()))
+
+    def _tell_kv_of_graph(self, plan: StepPlan) -> None:
+        """Tell of all the layers of a step that a graph has run."""
+        if self._kv_listener is not None:
+            event = self._recorded_event()
+            for layer in range(len(self.kv_cache.layers)):
+                self._kv_listener(KVReady(plan=plan, layer=layer, event=event))
+
+    def _recorded_event(self) -> torch.cuda.Event | None:
+        """Return an event behind what the current stream has been given; None on a CPU."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _captured_shape(self, shape: StepShape, upload: StepUpload) -> StepShape | None:
         """Return the shape of the graph that runs the step, if one does."""

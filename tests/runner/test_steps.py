@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from mrv1.engine.core import EngineCore
 from mrv1.kernels import reference
 from mrv1.runner import KVReady, SlotRequest, StepOutput
 from tests.models.families import tiny_checkpoint
-from tests.runner.test_model_runner import PROMPTS, enter, make_plan, make_runner
+from tests.runner.test_model_runner import BLOCK_SIZE, PROMPTS, enter, make_plan, make_runner
 
 NUM_TOKENS = 12
 
@@ -213,6 +214,72 @@ def test_a_listener_hears_of_every_layer_of_a_prefill(checkpoint):
     runner.set_kv_listener(None)
     runner.execute(make_plan(1, {"a": (0, 1, ())})).result()
     assert len(heard) == 2
+    runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_listener_hears_of_every_step_and_finds_what_it_wrote(checkpoint, graphs):
+    """Prompts in chunks beside decodes, decodes, and steps in two parts: graphs or not."""
+    runner = make_runner(checkpoint, cuda_graphs=graphs)
+    on_cpu = runner.device.type == "cpu"
+    if graphs and on_cpu:  # what a graph would launch, launched
+        runner._graphs.fit = lambda shape: shape if shape.query_len == 1 else None
+        runner._graphs.replay = runner._run_padding
+    layers = runner.kv_cache.layers
+    for cache in layers:
+        cache.k.fill_(torch.nan)
+    blocks: dict[int, list[int]] = {0: [], 1: []}
+    computed = {0: 0, 1: 0}
+    heard: list[tuple[int, int]] = []
+    found: list[tuple[int, int, int, torch.Tensor]] = []
+
+    def listen(ready: KVReady) -> None:
+        if ready.event is not None:
+            ready.event.synchronize()
+        plan = ready.plan
+        heard.append((plan.step_id, ready.layer))
+        if ready.layer == 0:
+            for slot, ((*ids,),) in plan.new_block_ids.items():
+                blocks[slot] += ids
+        for slot, count in zip(
+            plan.slots.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
+        ):
+            for position in range(computed[slot], computed[slot] + count):
+                block, offset = blocks[slot][position // BLOCK_SIZE], position % BLOCK_SIZE
+                written = layers[ready.layer].k[block, :, offset].clone()
+                assert not written.isnan().any()
+                found.append((ready.layer, block, offset, written))
+            if ready.layer == len(layers) - 1:
+                computed[slot] += count
+
+    runner.set_kv_listener(listen)
+    new = (enter("a", 0, PROMPTS[0]), enter("b", 1, PROMPTS[1]))
+    runner.execute(make_plan(0, {"a": (0, 5, (4,)), "b": (1, 13, (2,))}, new=new)).result()
+    runner.execute(make_plan(1, {"b": (1, 7, (7,)), "a": (0, 1, ())})).result()
+    steady = make_plan(2, {"a": (0, 1, ()), "b": (1, 1, ())})
+    steady.slots.flags.writeable = steady.epochs.flags.writeable = False
+    for step in (2, 3):
+        runner.execute(replace(steady, step_id=step)).result()
+    runner.forward(replace(steady, step_id=4))
+    runner.sample().result()
+    assert heard == [(step, layer) for step in range(5) for layer in (0, 1)]
+    assert len(found) == len(layers) * (5 + 20 + 1 + 3 * 2)
+    for layer, block, offset, written in found:
+        assert torch.equal(layers[layer].k[block, :, offset], written)
+    assert runner.num_graph_steps == (2 if graphs else 0)
+    runner.close()
+
+
+def test_a_listener_that_raises_fails_the_step(checkpoint):
+    def raises(ready: KVReady) -> None:
+        raise KeyError("nobody there")
+
+    runner = make_runner(checkpoint, device="cpu")
+    runner.set_kv_listener(raises)
+    plan = make_plan(0, {"a": (0, 5, (2,))}, new=(enter("a", 0, PROMPTS[0]),))
+    with pytest.raises(StepError, match="nobody there"):
+        runner.execute(plan)
     runner.close()
 
 
