@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,20 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these serves token ids only."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder gives for a character whose bytes are not complete yet."""
+"""Stands for bytes that are no UTF-8, or for a character whose bytes are not complete yet."""
+
+MAX_INCOMPLETE = 3
+"""Replacement characters that an incomplete character is at most: one for each of its bytes."""
+
+CONTEXT_TOKENS, WINDOW_TOKENS = 12, 24
+"""Tokens that ``Detokenizer`` decodes again: at least, and at most beside the new ones.
+
+The three replacement characters that may end a text are of up to 9 bytes, and the first 3 bytes
+may be the rest of a character that began before: 12 tokens, if each is a byte.
+"""
+
+_NO_UTF8 = re.compile("[\udc80-\udcff]")
+"""A byte that is no part of a character, after a decoding with ``surrogateescape``."""
 
 
 class Tokenizer:
@@ -26,6 +41,11 @@ class Tokenizer:
         """
         self._path = path
         self._tokenizer: Any = None
+        self._byte_tokens: list[int] = []
+        """Tokens of single bytes, by byte, as vocabularies with byte fallback have them."""
+        self._byte_of_token: dict[int, int] = {}
+        self._gives_text: dict[int, bool] = {}
+        """By token: what ``_text_tokens`` has found out."""
         if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
             return
         from transformers import AutoTokenizer  # takes a second: only when it is needed
@@ -36,6 +56,15 @@ class Tokenizer:
             raise ConfigError(
                 f"tokenizer: cannot load the one in {str(path)!r}: {error}"
             ) from error
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        tokens = self._tokenizer.convert_tokens_to_ids(names)
+        if (
+            None not in tokens
+            and self._tokenizer.convert_ids_to_tokens(tokens) == names
+            and self._decode(tokens[ord("A") : ord("A") + 1]) == "A"
+        ):
+            self._byte_tokens = tokens
+            self._byte_of_token = {token: byte for byte, token in enumerate(tokens)}
 
     @property
     def is_loaded(self) -> bool:
@@ -68,17 +97,57 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids`` without special tokens; empty without a tokenizer."""
+        """Return the text of ``token_ids`` without special tokens; empty without a tokenizer.
+
+        It is what transformers' tokenizer gives, but for two rules by which later tokens would
+        change the text of earlier ones. Its clean-up of spaces is not done. And where tokens of
+        single bytes (byte fallback) are not UTF-8, each byte that is no part of a character is
+        U+FFFD: transformers has U+FFFD for every byte of the run of such tokens, those of its
+        valid characters too.
+        """
         if self._tokenizer is None:
             return ""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        text = self._decode(token_ids)
+        if self._byte_tokens and REPLACEMENT in text:
+            text = self._decode(self._with_valid_bytes(token_ids))
+        return text
+
+    def last_text_tokens(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """Return the last ``count`` of the tokens that give text: special ones do not."""
+        return list(islice(self._text_tokens(reversed(token_ids)), count))[::-1]
+
+    def _text_tokens(self, token_ids: Iterable[int]) -> Iterator[int]:
+        for token in token_ids:
+            gives_text = self._gives_text.get(token)
+            if gives_text is None:  # twice: a space that begins a text may be dropped
+                gives_text = self._gives_text[token] = self._decode((token, token)) != ""
+            if gives_text:
+                yield token
+
+    def _with_valid_bytes(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens with the bytes of U+FFFD for each byte that is not UTF-8."""
+        byte_of = self._byte_of_token
+        valid: list[int] = []
+        for is_bytes, run in groupby(self._text_tokens(token_ids), key=byte_of.__contains__):
+            if is_bytes:
+                text = bytes(map(byte_of.__getitem__, run)).decode("utf-8", "surrogateescape")
+                text = _NO_UTF8.sub(REPLACEMENT, text)
+                valid += map(self._byte_tokens.__getitem__, text.encode("utf-8"))
+            else:
+                valid += run
+        return valid
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     def decode_token(self, token_id: int) -> str | None:
         """Return one token as text, special or not; None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        text: str = self._tokenizer.decode([token_id])
+        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
 
 
@@ -92,28 +161,54 @@ def _check_unicode(name: str, text: str) -> None:
 
 
 class Detokenizer:
-    """The text of a growing list of tokens, in time that does not grow with the list.
+    """The text of a growing list of tokens: it is only ever appended to, in linear time.
 
-    Decodes only from the last settled piece on. A character whose bytes are spread over several
-    tokens appears when its last token has come.
+    The end of the tokens, a window, is decoded anew with every new token. U+FFFD at the end of its
+    text, up to ``MAX_INCOMPLETE`` of them, may still become a character: they are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._text = ""
-        self._context = 0
-        """Tokens from here on are the decoder's context (whether a word starts with a space)."""
-        self._settled = 0
-        """Tokens before this one are in the text."""
+        self._num_tokens = 0
+        """Tokens seen."""
+        self._window: list[int] = []
+        """The last of them."""
+        self._decoded = ""
+        """The window as text."""
+        self._num_shown = 0
+        """Characters of it that are in the text."""
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids``, which extends what came before."""
-        known = self._tokenizer.decode(token_ids[self._context : self._settled])
-        longer = self._tokenizer.decode(token_ids[self._context :])
-        if len(longer) > len(known) and not longer.endswith(REPLACEMENT):
-            self._text += longer[len(known) :]
-            self._context, self._settled = self._settled, len(token_ids)
+    def text(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
+        """Return the text of ``token_ids``, which extend those of the last call.
+
+        Args:
+            token_ids: from the first on.
+            is_last: whether no more will come, so that incomplete characters count as they are.
+        """
+        if not self._tokenizer.is_loaded:
+            return ""
+        new = token_ids[self._num_tokens :]
+        if new:
+            self._num_tokens += len(new)
+            self._window += new
+            self._decoded = self._tokenizer.decode(self._window)
+        end = len(self._decoded)
+        if not is_last:
+            num_incomplete = end - len(self._decoded.rstrip(REPLACEMENT))
+            end -= min(num_incomplete, MAX_INCOMPLETE)
+        self._text += self._decoded[self._num_shown : end]
+        self._num_shown = max(self._num_shown, end)
+        if len(self._window) > WINDOW_TOKENS and not is_last:
+            self._shorten_window()
         return self._text
+
+    def _shorten_window(self) -> None:
+        """Keep what decides about the text to come; the texts of both windows end alike."""
+        num_held_back = len(self._decoded) - self._num_shown
+        self._window = self._tokenizer.last_text_tokens(self._window, CONTEXT_TOKENS)
+        self._decoded = self._tokenizer.decode(self._window)
+        self._num_shown = len(self._decoded) - num_held_back
 
 
 class OutputText:
@@ -136,7 +231,6 @@ class OutputText:
         min_tokens: int = 0,
         stop_token_sequences: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        self._tokenizer = tokenizer
         self._searched = Detokenizer(tokenizer)
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -148,8 +242,8 @@ class OutputText:
         """Characters before which no stop string begins."""
         self._num_ignored = 0
         """Characters within which no stop string may end: those of the first tokens."""
-        self._end: int | None = None
-        """Where the text ends, once a stop string has been found."""
+        self._stopped: str | None = None
+        """The text, once a stop string has been found."""
 
     def find_stop(self, token_ids: Sequence[int], *, is_last: bool) -> str | None:
         """Return the stop string that the output holds now, and has not before.
@@ -158,9 +252,9 @@ class OutputText:
             token_ids: of the output.
             is_last: whether no more will come, so that incomplete characters count as they are.
         """
-        if not self._stop or self._end is not None:
+        if not self._stop or self._stopped is not None:
             return None
-        text = self._tokenizer.decode(token_ids) if is_last else self._searched.text(token_ids)
+        text = self._searched.text(token_ids, is_last=is_last)
         if len(token_ids) < self._min_tokens:
             self._num_ignored = len(text)
             return None
@@ -174,7 +268,7 @@ class OutputText:
             self._num_searched = max(self._num_searched, len(text) - longest + 1)
             return None
         at, stop = min(found, key=lambda pair: pair[0])
-        self._end = at + len(stop) if self._include_stop else at
+        self._stopped = text[: at + len(stop) if self._include_stop else at]
         return stop
 
     def text(self, token_ids: Sequence[int], *, is_last: bool) -> str:
@@ -184,10 +278,10 @@ class OutputText:
             token_ids: of the output, as ``find_stop`` has seen them.
             is_last: whether no more will come.
         """
-        if self._end is not None:
-            return self._tokenizer.decode(token_ids)[: self._end]
+        if self._stopped is not None:
+            return self._stopped
         if is_last:
-            return self._tokenizer.decode(token_ids)
+            return self._shown.text(token_ids, is_last=True)
         text = self._shown.text(
             token_ids[: len(token_ids) - self._num_tokens_held_back(token_ids)]
         )

@@ -58,7 +58,9 @@ def test_special_tokens_are_not_text(tokenizer):
 def test_without_a_tokenizer_there_is_no_text(tmp_path):
     bare = Tokenizer(tmp_path)
     assert bare.decode([1, 2]) == ""
-    assert Detokenizer(bare).text([1, 2]) == ""
+    detokenizer = Detokenizer(bare)
+    assert [detokenizer.text([7] * end) for end in range(1, 100)] == [""] * 99
+    assert detokenizer.text([7] * 100, is_last=True) == ""
     with pytest.raises(
         RequestError, match=r"expected token ids, because .* has no tokenizer, got text"
     ):

@@ -1,0 +1,329 @@
+"""Text that grows with its tokens: every kind of decoder, any token ids, invalid UTF-8 too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mrv1.engine.tokenizer import Detokenizer, OutputText, Tokenizer
+
+FFFD = "\N{REPLACEMENT CHARACTER}"
+END, PAD = "<end>", "<pad>"
+SPECIAL = {0, 1}
+NUM_OUTSIDE = 3
+"""Ids behind the vocabulary, as a model with padded embeddings draws them."""
+
+WORDS = [
+    "\u2581a",
+    "\u2581the",
+    "b",
+    "\u4f60",
+    "\u2581",
+    "\u2581\u2581",
+    ".",
+    "\u2581,",
+    "<0x",
+    "n't",
+]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def _byte_names() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+
+
+NAMES = _byte_names()
+SPLIT = [
+    b"\xad\xe4",
+    b"\xb8",
+    b" \xe4\xb8",
+    b"\x98\x80\xf0\x9f",
+    b"\xf0\x9f\x98",
+    b"\xff\xc3",
+    b" a",
+]
+"""Tokens of a byte-level vocabulary whose ends are inside characters."""
+
+
+def _llama() -> BackendTokenizer:
+    """Llama 2's: bytes where there is no better token, and no space in front of the first word."""
+    vocab = [END, PAD, "<unk>", *BYTES, *WORDS]
+    backend = BackendTokenizer(
+        models.BPE(_ids(vocab), [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend
+
+
+def _byte_level() -> BackendTokenizer:
+    vocab = [END, PAD, *NAMES, *("".join(NAMES[byte] for byte in token) for token in SPLIT)]
+    backend = BackendTokenizer(models.BPE(_ids(vocab), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _metaspace() -> BackendTokenizer:
+    backend = BackendTokenizer(models.BPE(_ids([END, PAD, *WORDS]), []))
+    backend.decoder = decoders.Metaspace()
+    return backend
+
+
+def _word_piece() -> BackendTokenizer:
+    """Decodes with a clean-up of its own, " n't" to "n't", a token at a time."""
+    vocab = [END, PAD, "[UNK]", "do", "##n", "n't", "a", ".", "##b", "'", "t"]
+    backend = BackendTokenizer(models.WordPiece(_ids(vocab), unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=True)
+    return backend
+
+
+def _suffixes() -> BackendTokenizer:
+    """The last token of a text has no space behind it, the same token elsewhere has."""
+    vocab = [END, PAD, "a", "b</w>", "the</w>", "c", ".</w>"]
+    backend = BackendTokenizer(models.BPE(_ids(vocab), [], end_of_word_suffix="</w>"))
+    backend.decoder = decoders.BPEDecoder(suffix="</w>")
+    return backend
+
+
+def _ids(vocab: Sequence[str]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(vocab)}
+
+
+KINDS: dict[str, Callable[[], BackendTokenizer]] = {
+    "llama": _llama,
+    "byte_level": _byte_level,
+    "metaspace": _metaspace,
+    "word_piece": _word_piece,
+    "suffixes": _suffixes,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    return {kind: _load(make(), tmp_path_factory.mktemp(kind)) for kind, make in KINDS.items()}
+
+
+def _load(backend: BackendTokenizer, folder: Path) -> Tokenizer:
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=True
+    ).save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+BACKENDS = {kind: make() for kind, make in KINDS.items()}
+SIZES = {kind: backend.get_vocab_size() for kind, backend in BACKENDS.items()}
+
+
+def _expected(kind: str, ids: Sequence[int]) -> str:
+    """What the tokenizers library decodes; byte fallback has an oracle of its own."""
+    if kind == "llama":
+        return _llama_text(ids)
+    return BACKENDS[kind].decode([token for token in ids if token not in SPECIAL])
+
+
+def _llama_text(ids: Sequence[int]) -> str:
+    """Token by token; each run of bytes by ``_utf8``."""
+    tokens = [BACKENDS["llama"].id_to_token(token) for token in ids if token not in SPECIAL]
+    pieces = []
+    for is_byte, run in groupby(filter(None, tokens), key=BYTES.__contains__):
+        if is_byte:
+            pieces.append(_utf8(bytes(map(BYTES.index, run))))
+        else:
+            pieces += [token.replace("\u2581", " ") for token in run]
+    return "".join(pieces).removeprefix(" ")
+
+
+def _utf8(raw: bytes) -> str:
+    """From the left, the character that some bytes are, else U+FFFD for one byte."""
+    text, at = "", 0
+    while at < len(raw):
+        for size in range(1, 5):
+            try:
+                text += raw[at : at + size].decode()
+            except UnicodeDecodeError:
+                continue
+            at += size
+            break
+        else:
+            text, at = text + FFFD, at + 1
+    return text
+
+
+def _has_mixed_run(ids: Sequence[int]) -> bool:
+    """Whether a run of byte tokens holds characters as well as bytes that are part of none."""
+    tokens = [BACKENDS["llama"].id_to_token(token) for token in ids if token not in SPECIAL]
+    for is_byte, run in groupby(filter(None, tokens), key=BYTES.__contains__):
+        raw = bytes(map(BYTES.index, run)) if is_byte else b""
+        num_invalid = sum(
+            "\udc80" <= c <= "\udcff" for c in raw.decode("utf-8", "surrogateescape")
+        )
+        if 0 < num_invalid < len(raw):
+            return True
+    return False
+
+
+def _tokens(kind: str) -> st.SearchStrategy[list[int]]:
+    """Random ids, among them runs of the bytes of characters, whole or not."""
+    first = {"llama": 3, "byte_level": 2}.get(kind)
+    anything = st.integers(0, SIZES[kind] + NUM_OUTSIDE - 1).map(lambda token: [token])
+    if first is None:
+        return st.lists(anything, max_size=60).map(_flat)
+    raw = st.text(alphabet=" a\u00e9\u4f60\U0001f600\ufffd", min_size=1, max_size=5).map(
+        str.encode
+    )
+    cut = st.tuples(raw, st.integers(0, 3)).map(lambda pair: pair[0][: len(pair[0]) - pair[1]])
+    odd = st.sampled_from([b"\xff", b"\x80", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\xaf"])
+    runs = st.one_of(raw, cut, odd).map(lambda raw: [first + byte for byte in raw])
+    tails = st.integers(SIZES[kind] - len(SPLIT), SIZES[kind] - 1).map(lambda token: [token])
+    return st.lists(st.one_of(anything, runs, tails), max_size=30).map(_flat)
+
+
+def _flat(parts: Iterable[list[int]]) -> list[int]:
+    return [token for part in parts for token in part]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_text_only_grows_and_ends_as_the_whole(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
+):
+    """However many tokens come at once. Held back is U+FFFD that may become a character."""
+    tokenizer, ids = tokenizers[kind], data.draw(_tokens(kind))
+    output, shown, end = OutputText(tokenizer), "", 0
+    final = _expected(kind, ids)
+    while end < len(ids):
+        end += data.draw(st.sampled_from([1, 1, 1, 2, 5, 30]))
+        before, shown = shown, output.text(ids[:end], is_last=False)
+        assert shown.startswith(before)
+        assert final.startswith(shown)
+        held_back = _expected(kind, ids[:end]).removeprefix(shown)
+        assert held_back == FFFD * len(held_back)
+        assert len(held_back) <= 3
+    assert output.text(ids, is_last=True) == final
+    assert OutputText(tokenizer).text(ids, is_last=True) == final  # not streamed
+    assert tokenizer.decode(ids) == final
+
+
+@given(ids=_tokens("llama"))
+def test_where_bytes_are_utf8_or_none_are_the_text_is_that_of_the_library(
+    tokenizers: dict[str, Tokenizer], ids: list[int]
+):
+    library = BACKENDS["llama"].decode([token for token in ids if token not in SPECIAL])
+    assert (tokenizers["llama"].decode(ids) == library) == (not _has_mixed_run(ids))
+
+
+def test_a_bad_byte_costs_no_character_before_it(tokenizers: dict[str, Tokenizer]):
+    """The library has six U+FFFD for these six bytes."""
+    ids = [3 + byte for byte in "\u00e9\u4f60".encode() + b"\xff"]
+    output = OutputText(tokenizers["llama"])
+    shown = [output.text(ids[:end], is_last=False) for end in range(1, 7)]
+    assert shown == ["", "\u00e9", "\u00e9", "\u00e9", "\u00e9\u4f60", "\u00e9\u4f60"]
+    assert output.text(ids, is_last=True) == "\u00e9\u4f60\ufffd"
+    assert BACKENDS["llama"].decode(ids) == FFFD * 6
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+ENDLESS = {
+    "bytes that are no UTF-8": ("llama", [3 + 0xFF]),
+    "characters cut short": ("llama", [3 + 0xF0, 3 + 0x9F, 3 + 0x98]),
+    "characters of single bytes": ("llama", [3 + byte for byte in "\u4f60".encode()]),
+    "byte-level bytes that are no UTF-8": ("byte_level", [2 + 0xFF]),
+    "tokens that end inside characters": ("byte_level", [2 + 256 + 1, 2 + 256]),
+    "special tokens": ("llama", [0]),
+    "ids behind the vocabulary": ("byte_level", [SIZES["byte_level"] + 1]),
+    "special tokens inside a character": ("llama", [3 + 0xE4, *[0] * 40, 3 + 0xB8, 3 + 0xAD]),
+    "spaces": ("llama", [SIZES["llama"] - len(WORDS) + WORDS.index("\u2581")]),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_the_cost_is_linear(
+    tokenizers: dict[str, Tokenizer], name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Tokens decoded for each token, of a text twice as long: no more.
+
+    Of a window of at most 24 tokens each may be decoded twice, invalid bytes as three.
+    """
+    kind, period = ENDLESS[name]
+    tokenizer, num_decoded = tokenizers[kind], 0
+    decode = tokenizer._tokenizer.decode
+
+    def counted(ids: list[int], **options: bool) -> str:
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer._tokenizer, "decode", counted)
+    costs = []
+    for length in (800, 1600):
+        ids = (period * length)[:length]
+        num_decoded, output = 0, OutputText(tokenizer)
+        for end in range(1, length + 1):
+            shown = output.text(ids[:end], is_last=False)
+        final = output.text(ids, is_last=True)
+        costs.append(num_decoded / length)
+        assert final == _expected(kind, ids)
+        assert len(final) - len(shown) <= 3
+    assert costs[1] <= 1.1 * costs[0]
+    assert costs[1] <= 4 * 24
+
+
+# --- stop strings --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "byte_level"])
+@given(data=st.data())
+def test_a_stop_string_is_found_among_invalid_bytes(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
+):
+    """The first one of the text as it is known; nothing of it has been shown."""
+    ids = data.draw(_tokens(kind))
+    stop = data.draw(
+        st.lists(st.text(alphabet=" a\u00e9\u4f60\ufffd", min_size=1, max_size=3), min_size=1)
+    )
+    output, known, shown = OutputText(tokenizers[kind], stop), Detokenizer(tokenizers[kind]), ""
+    for end in range(1, len(ids) + 1):
+        is_last = end == len(ids)
+        text = known.text(ids[:end], is_last=is_last)
+        places = [(text.find(s), index) for index, s in enumerate(stop) if s in text]
+        found = output.find_stop(ids[:end], is_last=is_last)
+        assert found == (stop[min(places)[1]] if places else None)
+        before = shown
+        shown = output.text(ids[:end], is_last=is_last or found is not None)
+        assert shown.startswith(before)
+        if found is not None:
+            assert shown == text[: text.find(found)]
+            return
+        assert not any(s in shown for s in stop)
+    assert shown == _expected(kind, ids)
+
+
+def test_any_order_of_random_tokens_of_a_long_text(tokenizers: dict[str, Tokenizer]):
+    """Many windows long, where hypothesis' lists are short."""
+    source = random.Random(0)
+    for kind, size in SIZES.items():
+        ids = [source.randrange(size + NUM_OUTSIDE) for _ in range(1000)]
+        output, final = OutputText(tokenizers[kind]), _expected(kind, ids)
+        for end in range(1, len(ids) + 1):
+            assert final.startswith(output.text(ids[:end], is_last=False))
+        assert output.text(ids, is_last=True) == final
