@@ -99,7 +99,7 @@ def _scopes(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 # --- the rules -----------------------------------------------------------------------------------
 
-BASE = {"errors", "device"}
+BASE = {"errors", "device", "progress"}
 OPS = BASE | {"kernels", "config"}
 STEP = OPS | {"sampler", "models", "headwise", "runner"}
 APP = STEP | {
@@ -108,6 +108,7 @@ APP = STEP | {
 MAY_IMPORT = {
     "errors": set(),
     "device": {"errors"},
+    "progress": set(),
     "config": BASE,
     "kernels": BASE | {"kernels"},
     "testing": BASE | {"kernels", "testing"},

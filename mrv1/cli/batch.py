@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from mrv1.cli.console import stderr
+from mrv1.cli.console import counting_bar
 from mrv1.cli.report import Usage
 from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
 from mrv1.engine.llm import PROMPT_KEYS
@@ -127,7 +125,7 @@ def run_batch(
             next_number = next(unwritten, None)
         progress.advance(task)
 
-    with _progress_bar() as progress:
+    with counting_bar(transient=True) as progress:
         task = progress.add_task("generate", total=len(lines))
         line_of_id = {}
         for line in lines:
@@ -191,16 +189,3 @@ def _positions(
 def _logprob(logprob: Logprob) -> dict[str, Any]:
     """Return a token's log-probability as JSON can hold it: null for minus infinity."""
     return asdict(logprob) | ({} if math.isfinite(logprob.logprob) else {"logprob": None})
-
-
-def _progress_bar() -> Progress:
-    console = stderr()
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )

@@ -8,14 +8,13 @@ from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from mrv1.bench import require_matplotlib
 from mrv1.bench.provenance import provenance
 from mrv1.calibration import CalibrateOptions, Calibration, calibrate, plot_ranking
 from mrv1.cli.bench_kernels import check_target, write_result
-from mrv1.cli.console import one_line_errors, say, stderr
+from mrv1.cli.console import counting_bar, one_line_errors, say
 from mrv1.config import DtypeName, KVCacheDtypeName
 from mrv1.device import resolve_device
 from mrv1.errors import ConfigError
@@ -127,13 +126,7 @@ def calibration_result(options: CalibrateOptions, found: Calibration) -> dict[st
 
 def _calibrate(options: CalibrateOptions) -> Calibration:
     """Calibrate under a progress bar, which begins where that of the weights has ended."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=stderr(),
-    )
+    progress = counting_bar(transient=False)
     task = progress.add_task("calibrate")
 
     def show(done: int, total: int) -> None:

@@ -6,22 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mrv1.errors import Mrv1Error
+from mrv1.progress import progress_bar
 
 USER_ERROR = 2
 """Exit code of a mistake in arguments or input, as for an unknown option."""
 
 
-def stderr() -> Console:
-    """Return a console on stderr that prints text as it is, without markup or wrapping."""
-    return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-
-
 def say(line: str) -> None:
     """Print one line to stderr."""
     typer.echo(line, err=True)
+
+
+def counting_bar(*, transient: bool) -> Progress:
+    """Return a progress bar that shows how many items of a total are done."""
+    return progress_bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        transient=transient,
+    )
 
 
 @contextmanager

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from rich.progress import Progress
-
 from mrv1.config import (
     AttentionBackendName,
     DtypeName,
@@ -25,6 +23,7 @@ from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import RequestError
 from mrv1.headwise import HeadPolicy
+from mrv1.progress import progress_bar
 from mrv1.runner import KVUsage
 from mrv1.sampler import LogitsProcessor, SamplingParams
 
@@ -199,7 +198,7 @@ class LLM:
         Args:
             prompts: one prompt, or a list of prompts.
             sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
-            use_tqdm: show a progress bar for a list of prompts.
+            use_tqdm: show a progress bar for a list of prompts, where stderr is a terminal.
 
         Raises:
             RequestError: the arguments contradict each other, or a single prompt was refused. In a
@@ -219,7 +218,7 @@ class LLM:
                     rows[req_id] = row
                 except RequestError as error:
                     outputs[row] = _refused(req_id, error)
-            with Progress(disable=single or not use_tqdm, transient=True) as progress:
+            with progress_bar(visible=use_tqdm and not single) as progress:
                 task = progress.add_task(
                     "generate", total=len(batch), completed=len(batch) - len(rows)
                 )

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -27,6 +26,7 @@ from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.shards import Scan, TensorEntry, open_shard, scan_checkpoint
 from mrv1.models.weights import ModelWeights, checkpoint_tensors, empty_weights
+from mrv1.progress import progress_bar
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 """What a weight may be stored in, as safetensors names it."""
@@ -59,7 +59,7 @@ def load_model(
         device: where the weights go.
         dtype: float32, float16, bfloat16 or (reference ops only) float64.
         ops: what ``select_ops`` returned for the device.
-        progress: whether to show a progress bar on stderr.
+        progress: whether to show a progress bar where stderr is a terminal.
         parallel: this rank among others; None = alone.
         deterministic: as the model takes it.
 
@@ -133,7 +133,7 @@ def _copy(
     names_of_file: dict[Path, list[str]] = defaultdict(list)
     for name in targets:
         names_of_file[entries[name].file].append(name)
-    with _progress_bar(progress) as bar:
+    with progress_bar(*_columns(), visible=progress, transient=False) as bar:
         task = bar.add_task("Loading weights", total=sum(t.nbytes for t in targets.values()))
         for file, names in names_of_file.items():
             with open_shard(file) as shard:
@@ -142,13 +142,11 @@ def _copy(
                     bar.advance(task, targets[name].nbytes)
 
 
-def _progress_bar(visible: bool) -> Progress:
-    return Progress(
+def _columns() -> tuple[ProgressColumn, ...]:
+    return (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),  # stdout belongs to the generated text
-        disable=not visible,
     )

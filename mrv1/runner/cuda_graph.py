@@ -6,9 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
+from mrv1.progress import progress_bar
 from mrv1.runner.input_batch import InputBatch, StepShape
 
 Forwarded = tuple[InputBatch, torch.Tensor]
@@ -106,8 +105,7 @@ class StepGraphs:
         torch._C._cuda_clearCublasWorkspaces()
         pool = torch.cuda.graph_pool_handle()
         shapes = list(shapes)
-        console = Console(stderr=True)
-        with Progress(console=console, disable=not progress, transient=True) as bar:
+        with progress_bar(visible=progress) as bar:
             task = bar.add_task("capture CUDA graphs", total=len(shapes))
             for shape in shapes:
                 run(shape)

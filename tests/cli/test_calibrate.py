@@ -33,7 +33,10 @@ def full_heads(policy: HeadPolicy) -> set[tuple[int, int]]:
     }
 
 
-def test_the_head_that_recalls_stays_full(mrv1: Mrv1, tmp_path: Path):
+def test_the_head_that_recalls_stays_full(
+    mrv1: Mrv1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # to rich, stderr is a terminal then
     output, report = tmp_path / "policy.json", tmp_path / "report.json"
     result = mrv1(
         "calibrate", *QUICK, "--data", CORPUS_PATH, "--budget", "0.25", "--output", output,
@@ -45,7 +48,8 @@ def test_the_head_that_recalls_stays_full(mrv1: Mrv1, tmp_path: Path):
     assert set(policy.groups[1:]) == {Visible(24, 4)}
     assert RECALL_HEAD in full_heads(policy)
     assert (tmp_path / "policy.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"calibrate .* (\d+)/\1 ", result.stderr)  # the progress bar, at its end
+    stderr = re.sub(r"\x1b\[[?\d;]*\w", "", result.stderr)
+    assert re.search(r"calibrate .* (\d+)/\1 ", stderr)  # the progress bar, at its end
     assert "policy written to" in result.stderr
     assert "25% of the heads full" in result.stdout
     measured = json.loads(report.read_text("utf-8"))

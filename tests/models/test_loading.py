@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,15 +143,22 @@ def test_float64_logits_stay_float64(single: Path) -> None:
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_progress_goes_to_stderr_or_nowhere(
-    single: Path, progress: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_goes_to_a_terminal_on_stderr_or_nowhere(
+    single: Path,
+    progress: bool,
+    is_terminal: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = ModelConfig.from_pretrained(single)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     capsys.readouterr()
     load_weights(single, config, device="cpu", dtype=torch.float32, progress=progress)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert ("Loading weights" in captured.err) == progress
+    assert ("Loading weights" in captured.err) == (progress and is_terminal)
 
 
 # --- tied embeddings and tensors that are no weights ------------------------------------------
