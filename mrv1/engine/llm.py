@@ -174,10 +174,11 @@ class LLM:
         )
         if head_policy is not None and not isinstance(head_policy, HeadPolicy):
             head_policy = HeadPolicy.load(head_policy)
+        # First: a damaged tokenizer fails before weights load, not minutes later.
+        self._tokenizer = Tokenizer(checkpoint_dir(config.model))
         self._core: EngineCore | None = EngineCore(
             config, head_policy=head_policy, logits_processors=logits_processors
         )
-        self._tokenizer = Tokenizer(checkpoint_dir(config.model))
         self._groups: dict[str, RequestGroup] = {}
         """What was asked for and has not been delivered whole, by id."""
         self._undelivered: dict[str, RequestGroup] = {}

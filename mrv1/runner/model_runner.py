@@ -335,15 +335,29 @@ class ModelRunner:
         self._ops = select_ops(self.path)
         if config.debug_sync:
             self._ops = synced(self._ops, self.device)
+        self.model_config = (
+            ModelConfig.from_pretrained(checkpoint_dir(config.model))
+            if model is None
+            else model.config
+        )
+        # Small files come before the weights: a mistake in one fails at once, not minutes later.
+        self.max_model_len = resolve_max_model_len(
+            config.max_model_len, self.model_config.max_model_len
+        )
+        self.head_policy = self._resolve_policy(is_checkpoint=model is None)
+        """What each KV head sees."""
+        self.head_groups = self._resolve_groups()
+        """Which of them share blocks."""
+        self._head_scales = (
+            load_kv_scales(checkpoint_dir(config.model), self.model_config)
+            if is_fp8 and config.kv_scale == "head"
+            else None
+        )
         self.model = model or self._load_model(progress)
         if self.model.deterministic != config.deterministic:
             raise ConfigError(
                 f"model: expected one with deterministic={config.deterministic}, as configured"
             )
-        self.model_config = self.model.config
-        self.max_model_len = resolve_max_model_len(
-            config.max_model_len, self.model_config.max_model_len
-        )
         self.spec = CacheSpec(
             num_layers=self.model_config.num_layers,
             num_kv_heads=self.model_config.num_kv_heads,
@@ -352,10 +366,6 @@ class ModelRunner:
             dtype=torch.float8_e4m3fn if is_fp8 else self.model.dtype,
             granularity=config.kv_scale if is_fp8 else None,
         )
-        self.head_policy = self._resolve_policy(is_checkpoint=model is None)
-        """What each KV head sees."""
-        self.head_groups = self._resolve_groups()
-        """Which of them share blocks."""
         self._streaming_demand = StreamingDemand(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -363,11 +373,6 @@ class ModelRunner:
             steps_in_flight=config.steps_in_flight,
             cache_blocks=config.streaming_cache_blocks,
             caches_prefixes=config.enable_prefix_caching,
-        )
-        self._head_scales = (
-            load_kv_scales(checkpoint_dir(config.model), self.model_config)
-            if self.spec.granularity == "head"
-            else None
         )
         groups = self.head_groups.groups
         self.attention = select_backend(
@@ -1052,11 +1057,9 @@ class ModelRunner:
         )
 
     def _load_model(self, progress: bool) -> DecoderModel:
-        path = checkpoint_dir(self.config.model)
-        model_config = ModelConfig.from_pretrained(path)
-        dtype = resolve_dtype(self.config.dtype, model_config.torch_dtype, self.device)
+        dtype = resolve_dtype(self.config.dtype, self.model_config.torch_dtype, self.device)
         return load_model(
-            path,
+            checkpoint_dir(self.config.model),
             device=self.device,
             dtype=dtype,
             ops=self._ops,
