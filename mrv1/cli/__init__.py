@@ -8,6 +8,7 @@ import typer
 
 from mrv1 import __version__
 from mrv1.cli import bench, calibrate, doctor, generate
+from mrv1.cli.console import show
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,7 +24,7 @@ app.add_typer(bench.app, name="bench")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"mrv1 {__version__}")
+        show(f"mrv1 {__version__}")
         raise typer.Exit
 
 

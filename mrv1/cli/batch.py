@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mrv1.cli.console import counting_bar
 from mrv1.cli.report import Usage
@@ -99,11 +99,17 @@ def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
 
 
 def run_batch(
-    llm: LLM, lines: Sequence[Line], target: TextIO, usage: Usage
+    llm: LLM, lines: Sequence[Line], write: Callable[[str], object], usage: Usage
 ) -> dict[int, Mrv1Error]:
     """Generate for all lines at once and write their results in the order of the input.
 
     A result is written as soon as those before it are, so what is done survives an interruption.
+
+    Args:
+        llm: generates.
+        lines: requests, and lines that are none.
+        write: takes the results, a line of text each.
+        usage: counts.
 
     Returns:
         Line number -> error, for the lines that failed.
@@ -121,7 +127,7 @@ def run_batch(
             errors[line.number] = error
             records[line.number]["error"] = str(error)
         while next_number in records:
-            target.write(json.dumps(records.pop(next_number)) + "\n")
+            write(json.dumps(records.pop(next_number)) + "\n")
             next_number = next(unwritten, None)
         progress.advance(task)
 

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mrv1.bench import SHAPES, GenerateBench, RunnerBench, run_generate, run_runner
 from mrv1.cli import bench_headwise, bench_kernels, bench_sampler
 from mrv1.cli.bench_kernels import check_target, write_result
-from mrv1.cli.console import one_line_errors, say
+from mrv1.cli.console import one_line_errors, say, show_table
 from mrv1.config import AttentionBackendName, DtypeName, KVCacheDtypeName, KVScaleName
 from mrv1.device import resolve_device
 
@@ -116,7 +115,7 @@ def generate(
         check_target("--output", output)
         result = run_generate(bench, say)
         write_result(result, output)
-    Console().print(_generate_table(result))
+    show_table(_generate_table(result))
 
 
 @app.command("runner")
@@ -180,11 +179,10 @@ def runner(
         check_target("--output", output)
         result = run_runner(bench, say)
         write_result(result, output)
-    console = Console()
-    console.print(_step_table(result))
-    console.print(_host_table(result))
+    show_table(_step_table(result))
+    show_table(_host_table(result))
     if on_gpu:
-        console.print(_trace_table(result))
+        show_table(_trace_table(result))
     else:
         say("on a CPU: the launch is the computation, there is no trace, and times mean nothing")
 

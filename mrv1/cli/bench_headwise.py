@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mrv1.bench.capacity import run_capacity
@@ -14,7 +13,7 @@ from mrv1.bench.headwise import HeadwiseBench, run_headwise
 from mrv1.bench.headwise_options import VARIANTS, HeadwiseOptions
 from mrv1.bench.shapes import SHAPES
 from mrv1.cli.bench_kernels import check_target, write_result
-from mrv1.cli.console import one_line_errors, say
+from mrv1.cli.console import one_line_errors, say, show_table
 from mrv1.config import DtypeName
 from mrv1.headwise import HeadPolicy
 
@@ -107,7 +106,7 @@ def capacity(
             "-" if entry["ratio"] is None else f"{entry['ratio']:.2f}x",
             f"{entry['longest_context']:,}",
         )
-    Console().print(table)
+    show_table(table)
 
 
 def headwise(
@@ -185,4 +184,4 @@ def headwise(
             f"{entry['between_tokens_ms']:.2f} {entry['between_tokens_speedup']:.2f}x",
             f"{entry['num_preemptions']:.0f}",
         )
-    Console().print(table)
+    show_table(table)

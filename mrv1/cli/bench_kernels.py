@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mrv1.bench import (
@@ -23,7 +22,7 @@ from mrv1.bench import (
 from mrv1.bench.attention_case import KVDtype
 from mrv1.bench.kv_write_data import SlotOrder
 from mrv1.bench.kv_write_peers import WRITE_PEERS
-from mrv1.cli.console import one_line_errors, say
+from mrv1.cli.console import one_line_errors, say, show_table
 from mrv1.errors import ConfigError
 
 Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")]
@@ -112,7 +111,7 @@ def attention(
         say(f"peer {name} {where}: {why}")
     for name, mean in result["geometric_mean_over_ours"].items():
         say(f"{name}: {mean:.2f} times our time, geometric mean over its cells")
-    Console().print(_attention_table(result))
+    show_table(_attention_table(result))
 
 
 def kv_write(
@@ -163,7 +162,7 @@ def kv_write(
         say(f"peer {name}: {version}")
     for name, why, where in _failures(result, "{tokens} tokens"):
         say(f"peer {name} {where}: {why}")
-    Console().print(_kv_write_table(result))
+    show_table(_kv_write_table(result))
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mrv1.bench.sampler import SamplerBench, run_sampler
 from mrv1.bench.sampler_cases import CASES, TARGET_VOCAB_SIZE
 from mrv1.bench.sampler_peers import SAMPLER_PEERS
 from mrv1.cli.bench_kernels import check_target, write_result
-from mrv1.cli.console import one_line_errors, say
+from mrv1.cli.console import one_line_errors, say, show_table
 from mrv1.errors import ConfigError
 
 
@@ -56,7 +55,7 @@ def sampler(
         write_result(result, output)
     for name, version in result["peers"].items():
         say(f"peer {name}: {version}")
-    Console().print(_table(result))
+    show_table(_table(result))
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mrv1.bench import require_matplotlib
 from mrv1.bench.provenance import provenance
 from mrv1.calibration import CalibrateOptions, Calibration, calibrate, plot_ranking
 from mrv1.cli.bench_kernels import check_target, write_result
-from mrv1.cli.console import counting_bar, one_line_errors, say
+from mrv1.cli.console import counting_bar, one_line_errors, say, show_table
 from mrv1.config import DtypeName, KVCacheDtypeName
 from mrv1.device import resolve_device
 from mrv1.errors import ConfigError
@@ -105,7 +104,7 @@ def calibrate_command(
             f"warning: with all heads full the model recalls {found.full.accuracy:.0%} of the "
             "facts: what a head is for hardly shows"
         )
-    Console().print(_table(options, found))
+    show_table(_table(options, found))
 
 
 def calibration_result(options: CalibrateOptions, found: Calibration) -> dict[str, Any]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Never, TextIO
 
 import typer
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mrv1.errors import Mrv1Error
 from mrv1.progress import progress_bar
+
+FAILURE = 1
+"""Exit code of a command that could not do all that was asked."""
 
 USER_ERROR = 2
 """Exit code of a mistake in arguments or input, as for an unknown option."""
@@ -29,6 +37,52 @@ def counting_bar(*, transient: bool) -> Progress:
         TimeRemainingColumn(),
         transient=transient,
     )
+
+
+def show(text: str, *, newline: bool = True) -> None:
+    """Write text to stdout as it is."""
+    with _writing_stdout():
+        typer.echo(text, nl=newline)
+
+
+def show_table(table: RenderableType) -> None:
+    """Write a table, or text with styles, to stdout."""
+    with _writing_stdout():
+        Console(highlight=False).print(table)
+
+
+@contextmanager
+def writing(file: TextIO, name: str) -> Iterator[None]:
+    """End the command with one line if what is written to ``file`` cannot be.
+
+    A pipe that nobody reads any more ends it without a word: typer does.
+
+    Args:
+        file: written to and flushed inside; closed after a failure, as otherwise its buffer would
+            be written, and fail, once more at the end.
+        name: how the user calls it.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (OSError, UnicodeEncodeError) as error:
+        with suppress(OSError):
+            file.close()
+        _fail_to_write(name, error.strerror if isinstance(error, OSError) else error)
+
+
+def _fail_to_write(name: str, reason: object) -> Never:
+    say(f"error: cannot write {name}: {reason}")
+    raise typer.Exit(FAILURE) from None
+
+
+@contextmanager
+def _writing_stdout() -> Iterator[None]:
+    if sys.stdout is None:  # closed by the shell; typer would drop the text
+        _fail_to_write("stdout", os.strerror(errno.EBADF))
+    with writing(sys.stdout, "stdout"):
+        yield
 
 
 @contextmanager

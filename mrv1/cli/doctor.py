@@ -6,10 +6,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mrv1.cli.console import show, show_table
 from mrv1.cli.facts import Facts, collect
 from mrv1.cli.report import mib
 
@@ -23,14 +23,13 @@ def doctor(
     """
     facts = collect()
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        show(json.dumps(facts, indent=2))
         return
-    console = Console(highlight=False)
-    console.print(_table(facts))
+    show_table(_table(facts))
     for warning in facts["warnings"]:
-        console.print(Text(f"warning: {warning}", style="yellow"))
+        show_table(Text(f"warning: {warning}", style="yellow"))
     if not facts["warnings"]:
-        console.print("no warnings")
+        show("no warnings")
 
 
 def _table(facts: Facts) -> Table:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from mrv1.cli.batch import read_lines, run_batch
-from mrv1.cli.console import one_line_errors, say
+from mrv1.cli.console import FAILURE, one_line_errors, say, show, writing
 from mrv1.cli.report import Usage, path_name
 from mrv1.config import (
     AttentionBackendName,
@@ -214,8 +214,8 @@ def generate(
 ) -> None:
     """Continue a prompt, or every prompt of a JSONL file.
 
-    stdout carries the generated text alone. Exit code 1: a line of --input failed; 2: a mistake
-    in the arguments.
+    stdout carries the generated text alone. Exit code 1: a line of --input failed, or the output
+    cannot be written; 2: a mistake in the arguments.
     """
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -290,9 +290,9 @@ def _generate_one(
         for output in llm.stream(prompt, params):
             usage.observe([output])
             if stream or output.finished:
-                typer.echo(output.outputs[0].text[len(text) :], nl=False)
+                show(output.outputs[0].text[len(text) :], newline=False)
                 text = output.outputs[0].text
-        typer.echo()
+        show("")
         say(usage.line(path_name(engine["device"])))
 
 
@@ -312,12 +312,20 @@ def _generate_batch(
         try:  # only now: a model that cannot be loaded must not cost the results of a former run
             target = output_file.open("w", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--output: cannot write {str(output_file)!r}: {error}") from error
+            raise ConfigError(
+                f"--output: cannot write {str(output_file)!r}: {error.strerror}"
+            ) from error
+
+        def write(line: str) -> None:
+            with writing(target, f"--output {str(output_file)!r}"):
+                target.write(line)
+                target.flush()
+
         with target:
-            errors = run_batch(llm, lines, target, usage)
+            errors = run_batch(llm, lines, write, usage)
         say(usage.line(path_name(engine["device"])))
     for number, message in errors.items():
         say(f"error: line {number}: {message}")
     say(f"{len(lines) - len(errors)} of {len(lines)} requests done, results in {output_file}")
     if errors:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)

@@ -205,7 +205,7 @@ def test_a_request_that_fails_while_it_runs_keeps_what_it_had(
 
         monkeypatch.setattr(model, "forward", broken_later)
         target = io.StringIO()
-        errors = run_batch(llm, read_lines(source, GREEDY), target, Usage(llm))
+        errors = run_batch(llm, read_lines(source, GREEDY), target.write, Usage(llm))
     record = json.loads(target.getvalue())
     assert list(errors) == [1]
     assert record["finish_reason"] == "error"
@@ -232,7 +232,7 @@ def test_done_results_survive_an_interruption(
 
         monkeypatch.setattr(llm, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run_batch(llm, read_lines(source, GREEDY), target, Usage(llm))
+            run_batch(llm, read_lines(source, GREEDY), target.write, Usage(llm))
     (record,) = map(json.loads, target.getvalue().splitlines())
     assert record["line"] == 1
     assert len(record["token_ids"]) == 2
