@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,11 +14,16 @@ from mrv1.cli.console import counting_bar
 from mrv1.cli.report import Usage
 from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
 from mrv1.engine.llm import PROMPT_KEYS
-from mrv1.errors import Mrv1Error, RequestError
+from mrv1.errors import ConfigError, Mrv1Error, RequestError
 from mrv1.sampler import SamplingParams
+from mrv1.sampler.params import short
 
 KEYS = (*PROMPT_KEYS, "request_id", "sampling_params")
 """What a line may hold."""
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
+"""A token id as a key: one spelling for each id, so that no two keys are the same token, and of no
+more digits than ``int`` takes (sys.get_int_max_str_digits)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +41,18 @@ class Line:
 
 
 def read_lines(path: Path, sampling: Mapping[str, Any]) -> list[Line]:
-    """Return the requests of a file; ``sampling`` is what a line leaves open."""
+    """Return the requests of a file; ``sampling`` is what a line leaves open.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--input: cannot read {str(path)!r}: {error.strerror}") from error
     lines: list[Line] = []
     number_of_id: dict[str, int] = {}
-    for number, raw in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, raw in enumerate(content.splitlines(), start=1):
         if not raw.strip():
             continue
         line = _parse(number, raw, sampling)
@@ -49,8 +63,8 @@ def read_lines(path: Path, sampling: Mapping[str, Any]) -> list[Line]:
                     number=number,
                     request_id=line.request_id,
                     error=RequestError(
-                        f"request_id: expected one of its own, got {line.request_id!r}, which is "
-                        f"line {first}"
+                        f"request_id: expected one of its own, got {short(line.request_id)}, "
+                        f"which is line {first}"
                     ),
                 )
         lines.append(line)
@@ -63,11 +77,11 @@ def _parse(number: int, raw: bytes, sampling: Mapping[str, Any]) -> Line:
         record = _load_object(raw)
         given_id = record.get("request_id")
         if given_id is not None and not isinstance(given_id, str):
-            raise RequestError(f"request_id: expected a string, got {given_id!r}")
+            raise RequestError(f"request_id: expected a string, got {short(given_id)}")
         request_id = given_id
         unknown = sorted(record.keys() - set(KEYS))
         if unknown:
-            raise RequestError(f"expected keys among {', '.join(KEYS)}; got {unknown}")
+            raise RequestError(f"expected keys among {', '.join(KEYS)}; got {short(unknown)}")
         prompt = {key: record[key] for key in PROMPT_KEYS if key in record}
         params = _params(record.get("sampling_params", {}), sampling)
     except RequestError as error:
@@ -77,7 +91,7 @@ def _parse(number: int, raw: bytes, sampling: Mapping[str, Any]) -> Line:
 
 def _load_object(raw: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(raw)
+        record = json.loads(raw, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"expected a JSON object, got invalid JSON: {error}") from error
     if not isinstance(record, dict):
@@ -85,17 +99,32 @@ def _load_object(raw: bytes) -> dict[str, Any]:
     return record
 
 
+def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; of a key that comes twice JSON itself would keep the last value."""
+    record: dict[str, Any] = {}
+    for key, value in members:
+        if key in record:
+            raise ValueError(f"the key {short(key)} comes twice")
+        record[key] = value
+    return record
+
+
 def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
     if not isinstance(given, dict):
-        raise RequestError(f"sampling_params: expected a JSON object, got {given!r}")
+        raise RequestError(f"sampling_params: expected a JSON object, got {short(given)}")
     bias = given.get("logit_bias")
     if isinstance(bias, dict):  # JSON has no keys but strings
-        ids = [int(key) if key.isascii() and key.isdecimal() else key for key in bias]
-        given = given | {"logit_bias": dict(zip(ids, bias.values(), strict=True))}
+        given = given | {"logit_bias": {_token_id(key): bias[key] for key in bias}}
     try:
         return SamplingParams(**{**sampling, **given})
     except TypeError as error:  # a key such as "self" collides in the call itself
         raise RequestError(f"sampling_params: {error}") from error
+
+
+def _token_id(key: str) -> int:
+    if _TOKEN_ID.fullmatch(key) is None:
+        raise RequestError(f"logit_bias: expected token ids >= 0 as keys, got {short(key)}")
+    return int(key)
 
 
 def run_batch(

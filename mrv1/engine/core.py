@@ -181,7 +181,7 @@ class EngineCore:
 
     def _checked_prompt(self, prompt_token_ids: object) -> tuple[int, ...]:
         if not isinstance(prompt_token_ids, Iterable):
-            raise RequestError(f"prompt_token_ids: expected a list, got {prompt_token_ids!r}")
+            raise RequestError(f"prompt_token_ids: expected a list, got {short(prompt_token_ids)}")
         prompt = tuple(prompt_token_ids)
         if not prompt:
             raise RequestError("prompt: expected at least one token, got none")
@@ -197,8 +197,8 @@ class EngineCore:
                 if type(token) is not int or not 0 <= token < vocab_size
             )
             raise RequestError(
-                f"prompt_token_ids: expected integers in [0, {vocab_size}), got {token!r} "
-                f"at index {index}"
+                f"prompt_token_ids: expected integers in [0, {vocab_size}), got "
+                f"{short(token)} at index {index}"
             )
         if len(prompt) >= self.max_model_len:
             raise RequestError(

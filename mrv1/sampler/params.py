@@ -33,6 +33,9 @@ others. vLLM's default."""
 LOGIT_BIAS_MAX = 100.0
 """Of either sign: more than the logits of a model differ by."""
 
+NUM_UNKNOWN_SHOWN = 8
+"""Unknown names that a message lists: to look for similar ones takes time for each."""
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -377,13 +380,16 @@ def short(value: object) -> str:
         text = repr(value)
     except ValueError:  # sys.get_int_max_str_digits
         text = f"{type(value).__name__} of too many digits to print"
+    except RecursionError:
+        text = f"{type(value).__name__} of too many levels to print"
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _unknown_message(names: list[str]) -> str:
     known = [field.name for field in fields(SamplingParams)]
     hints = []
-    for name in names:
+    for name in names[:NUM_UNKNOWN_SHOWN]:
         close = difflib.get_close_matches(name, known, n=1)
         hints.append(short(name) + (f" (did you mean {close[0]!r}?)" if close else ""))
-    return f"sampling parameter: expected one of {', '.join(known)}; got {', '.join(hints)}"
+    more = ", ..." if len(names) > NUM_UNKNOWN_SHOWN else ""
+    return f"sampling parameter: expected one of {', '.join(known)}; got {', '.join(hints)}{more}"

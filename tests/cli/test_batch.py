@@ -141,7 +141,20 @@ BAD_LINES = [
     ),
     ('{"prompt_token_ids": [1], "sampling_params": {"max_tokens": 0}}', "max_tokens: expected"),
     ('{"prompt_token_ids": [1], "sampling_params": {"self": 0}}', "sampling_params: "),
-    ('{"prompt_token_ids": [1], "sampling_params": {"logit_bias": {"x": 1}}}', "logit_bias: exp"),
+    ('{"prompt_token_ids": [1], "sampling_params": {"logit_bias": {"x": 1}}}', "keys, got 'x'"),
+    (
+        '{"prompt_token_ids": [1], "sampling_params": {"logit_bias": {"%s": 1}}}' % ("9" * 5000),
+        "logit_bias: expected token ids >= 0 as keys, got '99999",
+    ),
+    (
+        '{"prompt_token_ids": [1], "sampling_params": {"logit_bias": {"9": 1, "09": 2}}}',
+        "logit_bias: expected token ids >= 0 as keys, got '09'",
+    ),
+    (
+        '{"prompt_token_ids": [1], "sampling_params": {"logit_bias": {"9": 1, "9": 2}}}',
+        "the key '9' comes twice",
+    ),
+    ('{"prompt_token_ids": [1], "prompt_token_ids": [2]}', "'prompt_token_ids' comes twice"),
     ('{"prompt_token_ids": [1], "sampling_params": {"max_tokens": 600}}', "num_kv_blocks = 16"),
 ]
 
@@ -264,4 +277,6 @@ def test_options_are_checked_before_any_line(mrv1: Mrv1, checkpoint: str, tmp_pa
     missing = ("--input", source, "--output", tmp_path / "no" / "out.jsonl")
     assert "--output: cannot write" in _mistake(mrv1, checkpoint, *missing)
     assert "--input FILE and --output FILE together" in _mistake(mrv1, checkpoint, *both[:2])
+    unreadable = ("--input", "/proc/self/mem", "--output", target)
+    assert "--input: cannot read '/proc/self/mem': " in _mistake(mrv1, checkpoint, *unreadable)
     assert source.read_text() == '{"prompt_token_ids": [5]}\n'

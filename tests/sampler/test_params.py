@@ -133,6 +133,14 @@ def test_a_refusal_shows_a_value_that_is_large_and_no_more_than_its_beginning(fi
     assert len(str(refusal.value)) < 200
 
 
+def test_a_refusal_says_that_a_value_has_too_many_levels_to_print():
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(RequestError, match="tuple of too many levels to print"):
+        SamplingParams(seed=nested)
+
+
 def test_a_refusal_shows_two_large_values():
     with pytest.raises(RequestError, match="min_tokens: expected at most max_tokens, int of too "):
         SamplingParams(max_tokens=10**5000, min_tokens=10**5001)
