@@ -24,6 +24,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.peak_held = 0
         """Most blocks that requests have held at a time."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every block free, with no content: nobody holds one any more."""
+        num_blocks = self.num_blocks
         self._num_refs = [0] * num_blocks
         self._free = deque(range(num_blocks))
         self._evictable: OrderedDict[int, bytes] = OrderedDict()

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv1.config import EngineConfig
+from mrv1.engine.guards import recovers
 from mrv1.engine.request import Request, Status
 from mrv1.engine.request_limits import check_params
 from mrv1.engine.scheduler import Scheduler
@@ -109,6 +110,7 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
         self._changed: list[Request] = []
         """Requests for ``step`` to return; the next one does where an exception ends a step."""
+        self._is_changing = False
         self._lost: StepError | None = None
         """What made the device useless: the driver refuses all that comes after."""
         self._num_added = 0
@@ -174,10 +176,14 @@ class EngineCore:
             banned_token_sequences=banned,
         )
         request.add_followers()
+        self._queue(request)
+        return request
+
+    @recovers
+    def _queue(self, request: Request) -> None:
         self.scheduler.add(request)
         self._num_added += 1
-        self._num_prompt_tokens += len(prompt)
-        return request
+        self._num_prompt_tokens += len(request.prompt_token_ids)
 
     def _checked_prompt(self, prompt_token_ids: object) -> tuple[int, ...]:
         if not isinstance(prompt_token_ids, Iterable):
@@ -224,8 +230,12 @@ class EngineCore:
             raise RequestError(f"bad_words: expected ids in [0, {vocab_size}), got {outside}")
         return banned
 
+    @recovers
     def step(self) -> list[Request]:
         """Launch what may be in flight and take in the oldest step's result.
+
+        An interrupt ends every running request, as does any error that is not of a step: what was
+        launched will have no result that anyone takes. The next call returns them.
 
         Returns:
             The requests that got a token or ended in it.
@@ -237,10 +247,6 @@ class EngineCore:
             if self._in_flight and not awaits_masks:
                 self._take_oldest()
             self._drain()
-        except BaseException as error:
-            # An interrupt, say: what was launched will have no result that anyone takes.
-            self._abandon(error)
-            raise
         finally:
             elapsed = time.perf_counter() - start
             self._host_seconds += elapsed - (self._wait_seconds - waited)
@@ -250,14 +256,16 @@ class EngineCore:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything to do or to return."""
-        return self.scheduler.has_unfinished_requests or bool(self._changed)
+        return self._is_changing or self.scheduler.has_unfinished_requests or bool(self._changed)
 
+    @recovers
     def abort(self, req_id: RequestId) -> Request | None:
         """End a request now and return it; None if no unfinished request has this id."""
         request = self.scheduler.abort(req_id)
         self._drain()
         return request
 
+    @recovers
     def stop(self, request: Request, reason: str) -> None:
         """End a request at its newest token, as a stop token would: its text is at an end."""
         self.scheduler.stop(request, reason)
@@ -332,20 +340,21 @@ class EngineCore:
         self._changed += self.scheduler.fail_step(plan, outcome)
         if outcome.device_lost:  # else its launch failed; what was launched before it goes on
             self._lost = outcome
-            self._abandon(outcome)
+            self._recover(outcome)
             waiting = self.scheduler.unfinished
             for request in waiting:
                 self.scheduler.fail(request, outcome)
             self._changed += waiting
 
-    def _abandon(self, error: BaseException) -> None:
-        """End every running request, for ``step`` to return."""
+    def _recover(self, error: BaseException) -> None:
+        """End every running request and start over; the next ``step`` returns them."""
         if not isinstance(error, StepError):
             step_id = self._in_flight[0][0].step_id if self._in_flight else self._num_steps
             error = StepError(repr(error), step_id=step_id)
         self._in_flight.clear()
         self._changed += self.scheduler.abandon(error)
-        self.runner.discard()
+        if self._lost is None:
+            self.runner.discard()
 
     def kv_report(self) -> KVUsage:
         """Return the KV cache's sizes in bytes, and what requests hold of them."""

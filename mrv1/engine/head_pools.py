@@ -109,6 +109,11 @@ class HeadPools:
         for pool in self._pools:
             pool.release(step)
 
+    def reset(self) -> None:
+        """Make every block free, with no content: nobody holds one any more."""
+        for pool in self._pools:
+            pool.reset()
+
     def num_sole(self, blocks: GroupBlocks) -> npt.NDArray[np.int64]:
         """Return ``[groups]`` how many of a request's blocks are given up when it ends."""
         return np.array(

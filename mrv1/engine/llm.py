@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +20,9 @@ from mrv1.config import (
     checkpoint_dir,
 )
 from mrv1.engine.core import EngineCore, Metrics
+from mrv1.engine.guards import Turns, in_turn, recovers
 from mrv1.engine.outputs import CompletionOutput, RequestOutput
+from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import RequestError
@@ -36,8 +40,18 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 class LLM:
     """Generates text from a Hugging Face checkpoint.
 
-    Use one from one thread. It holds device memory until ``close``; as a context manager it closes
-    itself.
+    It holds device memory until ``close``; as a context manager it closes itself.
+
+    **Threads.** Any thread may call any method. They take turns, a step at a time, and share the
+    steps: requests of several ``generate`` and ``stream`` calls run side by side, and each call
+    gets its own outputs, the same as alone. A ``stream`` that nobody reads keeps nobody waiting:
+    its request runs on in the steps of others. ``abort`` takes effect after the step that runs;
+    ``close`` as well, and calls in other threads then raise a ``RuntimeError``, as does a call
+    from a callback or a signal handler within another call. On a GPU all threads launch on the
+    same current stream, which they do by default.
+
+    **Interrupts.** An exception in the middle of a step (``KeyboardInterrupt``) ends every running
+    request with an error, in all threads, and empties the prefix cache; later calls are served.
 
     Example:
         >>> with LLM("tiny") as llm:
@@ -179,10 +193,16 @@ class LLM:
         self._core: EngineCore | None = EngineCore(
             config, head_policy=head_policy, logits_processors=logits_processors
         )
+        self._turns = Turns()
+        self._is_changing = False
         self._groups: dict[str, RequestGroup] = {}
         """What was asked for and has not been delivered whole, by id."""
         self._undelivered: dict[str, RequestGroup] = {}
-        """Changed while ``generate`` or ``stream`` ran for others; ``step`` returns them."""
+        """Changed, of ``add_request``: the next ``step`` returns them."""
+        self._awaited: dict[str, RequestGroup] = {}
+        """Changed, of ``generate`` and ``stream``, which have yet to take them."""
+        self._given_up: deque[str] = deque()
+        """Requests whose ``generate`` or ``stream`` has ended before them; to be aborted."""
         self._ids = itertools.count()
 
     # --- whole requests -------------------------------------------------------------------
@@ -199,7 +219,8 @@ class LLM:
         Args:
             prompts: one prompt, or a list of prompts.
             sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
-            use_tqdm: show a progress bar for a list of prompts, where stderr is a terminal.
+            use_tqdm: show a progress bar for a list of prompts, in the main thread and where
+                stderr is a terminal, which has room for one.
 
         Raises:
             RequestError: the arguments contradict each other, or a single prompt was refused. In a
@@ -213,23 +234,18 @@ class LLM:
         rows: dict[str, int] = {}
         try:
             for row, (prompt, prompt_params) in enumerate(zip(batch, params, strict=True)):
-                req_id = self._new_id()
-                try:
-                    self._add(prompt, prompt_params, req_id)
-                    rows[req_id] = row
-                except RequestError as error:
-                    outputs[row] = _refused(req_id, error)
-            with progress_bar(visible=use_tqdm and not single) as progress:
+                outputs[row] = self._add_awaited(prompt, prompt_params, rows, row)
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            with progress_bar(visible=use_tqdm and not single and in_main_thread) as progress:
                 task = progress.add_task(
                     "generate", total=len(batch), completed=len(batch) - len(rows)
                 )
                 while rows:
-                    for group in self._step_for(rows):
-                        if group.finished:
-                            outputs[rows.pop(group.req_id)] = self._output(group)
-                            progress.advance(task)
+                    for output in self._step_for(rows, finished_only=True):
+                        outputs[rows.pop(output.request_id)] = output
+                        progress.advance(task)
         finally:
-            self._abort_all(rows)
+            self._give_up(rows)
         finished = [output for output in outputs if output is not None]
         if single and finished[0].error is not None:
             raise finished[0].error
@@ -246,22 +262,25 @@ class LLM:
             RequestError: the prompt was refused, or has no token that could be drawn.
             StepError: its step failed, or the GPU has failed before.
         """
-        req_id = self.add_request(prompt, sampling_params or SamplingParams())
-        rows = {req_id: 0}
+        rows: dict[str, int] = {}
         try:
+            refused = self._add_awaited(prompt, sampling_params or SamplingParams(), rows, 0)
+            if refused is not None and refused.error is not None:
+                raise refused.error
             while rows:
-                for group in self._step_for(rows):
-                    output = self._output(group)
+                for output in self._step_for(rows):
                     if output.finished:
                         rows.clear()
                     if output.error is not None:
                         raise output.error
                     yield output
         finally:
-            self._abort_all(rows)
+            self._give_up(rows)
 
     # --- step by step ---------------------------------------------------------------------
 
+    @in_turn
+    @recovers
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams, *, request_id: str | None = None
     ) -> str:
@@ -274,15 +293,23 @@ class LLM:
         self._add(prompt, sampling_params, req_id)
         return req_id
 
+    @in_turn
+    @recovers
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the outputs of the requests that got a token or ended."""
-        changed, self._undelivered = self._undelivered | self._run_step(), {}
+        """Run one step and return the outputs of the requests that got a token or ended.
+
+        Those of ``generate`` and ``stream`` are run, too, but returned by these.
+        """
+        self._run_step()
+        changed, self._undelivered = self._undelivered, {}
         return [self._output(group) for group in changed.values()]
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has anything to do or to deliver."""
-        return self._engine.has_unfinished_requests or bool(self._undelivered)
+        return self._engine.has_unfinished_requests or self._is_changing or bool(self._undelivered)
 
+    @in_turn
+    @recovers
     def abort(self, request_id: str) -> None:
         """End a request, all its outputs; ``step`` delivers what it had.
 
@@ -295,7 +322,7 @@ class LLM:
             return
         aborted = [self._engine.abort(request.req_id) for request in group.requests]
         if any(request is not None for request in aborted):
-            self._undelivered[request_id] = group
+            self._note_changed(group)
 
     # --- reports and end ------------------------------------------------------------------
 
@@ -311,12 +338,15 @@ class LLM:
         """Return counters of steps, tokens, requests and blocks as a plain dict."""
         return self._engine.metrics()
 
+    @in_turn
     def close(self) -> None:
         """End all requests and give the device memory back; closing twice is harmless."""
         if self._core is not None:
             self._core.runner.close()
             self._core = None
             self._undelivered.clear()
+            self._awaited.clear()
+            self._given_up.clear()
             self._groups.clear()
 
     def __enter__(self) -> Self:
@@ -343,16 +373,37 @@ class LLM:
     def _new_id(self) -> str:
         return next(req_id for req_id in map(str, self._ids) if req_id not in self._groups)
 
-    def _add(self, prompt: Prompt, params: object, req_id: object) -> None:
+    @in_turn
+    @recovers
+    def _add_awaited(
+        self, prompt: Prompt, params: object, rows: dict[str, int], row: int
+    ) -> RequestOutput | None:
+        """Queue a request of ``generate`` or ``stream``; return its output if it is refused."""
+        req_id = self._new_id()
+        rows[req_id] = row  # before it is queued: it is given up whatever interrupts this
+        try:
+            self._add(prompt, params, req_id, is_awaited=True)
+        except RequestError as error:
+            del rows[req_id]
+            return _refused(req_id, error)
+        return None
+
+    def _add(
+        self, prompt: Prompt, params: object, req_id: object, *, is_awaited: bool = False
+    ) -> None:
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
         if not isinstance(req_id, str) or not req_id:
             raise RequestError(f"request_id: expected a string that is not empty, got {req_id!r}")
-        if req_id in self._undelivered:
-            raise RequestError(f"request_id: {req_id!r} has an output that step() has yet to give")
-        if req_id in self._groups:
+        former = self._groups.get(req_id)
+        if former is not None and former.finished:
+            giver = "generate() or stream()" if former.is_awaited else "step()"
+            raise RequestError(
+                f"request_id: {req_id!r} has an output that {giver} has yet to give"
+            )
+        if former is not None:
             raise RequestError(f"request_id: {req_id!r} is in use by an unfinished request")
         if params.stop and not self._tokenizer.is_loaded:
             raise RequestError("stop: expected none, because the checkpoint has no tokenizer")
@@ -362,7 +413,7 @@ class LLM:
             params,
             encode=self._tokenizer.encode_word if self._tokenizer.is_loaded else None,
         )
-        self._groups[req_id] = RequestGroup(request, self._tokenizer)
+        self._groups[req_id] = RequestGroup(request, self._tokenizer, is_awaited=is_awaited)
 
     def _token_ids(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, Mapping):
@@ -383,42 +434,83 @@ class LLM:
             f"got {type(prompt).__name__}"
         )
 
-    def _run_step(self) -> dict[str, RequestGroup]:
-        """Run a step, and end the requests whose text holds a stop string now."""
-        changed = {}
+    def _run_step(self) -> None:
+        """Run a step and note who has changed."""
+        self._abort_given_up()
         for request in self._engine.step():
-            group = self._groups.get(request.name)
-            if group is None:
-                continue  # given up by ``generate`` or ``stream``, which an error ended
-            found = group.find_stop(request)
-            if found is not None:
-                self._engine.stop(request, found)
-            changed[group.req_id] = group
-        return changed
+            self._take_in(request)
 
-    def _step_for(self, rows: Mapping[str, int]) -> list[RequestGroup]:
-        """Return the changed requests among ``rows``, after a step unless some wait already.
+    def _take_in(self, request: Request) -> None:
+        """Note that a request has changed; end it if its text holds a stop string now."""
+        first = request if request.leader is None else request.leader
+        group = self._groups.get(request.name)
+        if group is None or group.requests[0] is not first:
+            return  # given up by ``generate`` or ``stream``, which an error ended
+        found = group.find_stop(request)
+        if found is not None:
+            self._engine.stop(request, found)
+        self._note_changed(group)
 
-        The others are kept for ``step``, or for the ``stream`` they belong to.
+    def _note_changed(self, group: RequestGroup) -> None:
+        (self._awaited if group.is_awaited else self._undelivered)[group.req_id] = group
+
+    @in_turn
+    @recovers
+    def _step_for(
+        self, rows: Mapping[str, int], *, finished_only: bool = False
+    ) -> list[RequestOutput]:
+        """Return the changed outputs among ``rows``, after a step unless some wait already."""
+        if rows.keys().isdisjoint(self._awaited):
+            self._run_step()
+        changed = [self._awaited.pop(req_id) for req_id in tuple(self._awaited) if req_id in rows]
+        return [self._output(group) for group in changed if group.finished or not finished_only]
+
+    def _give_up(self, rows: Mapping[str, int]) -> None:
+        """Abort what is left of a ``generate`` or ``stream``; nobody awaits it any more.
+
+        A forgotten ``stream`` ends when its garbage is collected, which may be within a call of
+        the same thread: the next step aborts it then.
         """
-        if rows.keys().isdisjoint(self._undelivered):
-            self._undelivered |= self._run_step()
-        return [self._undelivered.pop(i) for i in tuple(self._undelivered) if i in rows]
+        self._given_up.extend(rows)
+        if rows and not self._turns.is_mine:
+            self._abort_given_up_now()
 
-    def _abort_all(self, rows: Mapping[str, int]) -> None:
-        if self._core is None:
-            return  # closed in the middle of a stream: nothing is left to abort
-        for req_id in rows:
-            group = self._groups.pop(req_id, None)
+    @in_turn
+    @recovers
+    def _abort_given_up_now(self) -> None:
+        self._abort_given_up()
+
+    def _abort_given_up(self) -> None:
+        """Abort the requests that were given up, one by one: an interrupt leaves the others."""
+        while self._given_up and self._core is not None:  # else closed: nothing is left to abort
+            req_id = self._given_up[0]
+            group = self._groups.get(req_id)
             for request in () if group is None else group.requests:
                 self._core.abort(request.req_id)
-            self._undelivered.pop(req_id, None)
+            self._groups.pop(req_id, None)
+            self._awaited.pop(req_id, None)
+            self._given_up.popleft()
+
+    def _recover(self, error: BaseException) -> None:
+        """Deliver what has ended, whoever was about to; drop what was being added."""
+        del error  # the engine's to tell
+        if self._core is None:
+            return
+        for group in tuple(self._groups.values()):
+            for request in group.requests:
+                if request.finished:
+                    self._take_in(request)
+        known = {request for group in self._groups.values() for request in group.requests}
+        for request in self._core.scheduler.unfinished:
+            if request not in known:
+                self._core.abort(request.req_id)
 
     def _output(self, group: RequestGroup) -> RequestOutput:
         """Return what is known of a request; once it has ended, for the last time."""
-        if group.finished:
+        output = group.output()
+        if output.finished:
             del self._groups[group.req_id]
-        return group.output()
+        return output
 
 
 def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -16,9 +16,13 @@ class RequestGroup:
     Args:
         request: the first of the outputs.
         tokenizer: of the checkpoint.
+        is_awaited: whether ``LLM.generate`` or ``stream`` delivers it; else ``step`` does.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, *, is_awaited: bool = False
+    ) -> None:
+        self.is_awaited = is_awaited
         self.requests = (request, *request.followers)
         self._tokenizer = tokenizer
         self._completions = [_Completion(member, tokenizer) for member in self.requests]

@@ -167,12 +167,6 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_steps_in_flight = max_steps_in_flight
         self.enable_prefix_caching = enable_prefix_caching
-        self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
-        """By request id, in order of admission."""
-        self._held: dict[Request, list[Request]] = {}
-        """Followers that wait for their leader's prompt."""
-        self.running: dict[RequestId, Request] = {}
-        """By request id, in order of arrival."""
         self.num_preemptions = 0
         self.num_stale_outputs = 0
         """Rows that were dropped because their request had ended or been preempted."""
@@ -189,18 +183,9 @@ class Scheduler:
         """Of those, tokens that it had."""
         self._custom_masks = custom_masks
         self._requests: dict[RequestId, Request] = {}
+        """Unfinished ones by id, in order of arrival."""
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
-        self._rows: _Rows | None = None
-        """Of ``running``; None = it has changed since."""
-        self._in_flight: deque[_Launched] = deque()
-        self._newest: _Launched | None = None
-        """What was launched last, in flight or not; None = a row of it has left since."""
         self._next_step_id = 0
-        self._free_slots = deque(range(max_num_seqs))
-        self._vacated: list[int] = []
-        """Slots of requests that ended since the last plan."""
-        self._preempted: list[int] = []
-        """Slots given up by preemption since the last plan."""
 
         def per_slot() -> Int64Array:
             return np.zeros(max_num_seqs, dtype=np.int64)
@@ -220,8 +205,29 @@ class Scheduler:
         """Leading blocks that were offered to the prefix cache."""
         self._first_live = {group: per_slot() for group, _ in self.pools.streaming}
         """Of groups with a window: the first logical block behind the sink that is held."""
+        self._start()
+
+    def _start(self) -> None:
+        """Have no request wait or run: every slot and block is free, nothing is in flight."""
+        self.pools.reset()
+        self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
+        """By request id, in order of admission."""
+        self._held: dict[Request, list[Request]] = {}
+        """Followers that wait for their leader's prompt."""
+        self.running: dict[RequestId, Request] = {}
+        """By request id, in order of arrival."""
         self._without_token: set[Request] = set()
         """Running requests that have yet to get their first token."""
+        self._rows: _Rows | None = None
+        """Of ``running``; None = it has changed since."""
+        self._in_flight: deque[_Launched] = deque()
+        self._newest: _Launched | None = None
+        """What was launched last, in flight or not; None = a row of it has left since."""
+        self._free_slots = deque(range(len(self._epochs)))
+        self._vacated: list[int] = []
+        """Slots of requests that ended since the last plan."""
+        self._preempted: list[int] = []
+        """Slots given up by preemption since the last plan."""
 
     # --- requests -------------------------------------------------------------------------
 
@@ -286,7 +292,7 @@ class Scheduler:
             member.stop_token_ids = stop_token_ids
             member.late_token_ids = late_token_ids
             member.ending_token_ids = (*stop_token_ids, *last_of_sequences)
-            self._requests[member.req_id] = member
+        self._requests |= {member.req_id: member for member in family}
         self.waiting[request.req_id] = request
         shares_blocks = len(request.prompt_token_ids) > self.block_size
         if self.enable_prefix_caching and shares_blocks and request.followers:
@@ -737,12 +743,24 @@ class Scheduler:
         return failed
 
     def abandon(self, error: Mrv1Error) -> list[Request]:
-        """Forget the steps in flight, whose outputs will not come; end who runs, return them."""
-        failed = list(self.running.values())
-        for request in failed:
-            self.fail(request, error)
-        self._in_flight.clear()
-        self.pools.release(self._next_step_id - 1)
+        """Start over, whatever state an interrupt has left; end who ran, and return them.
+
+        The steps in flight are forgotten, and so is the prefix cache. Requests that waited wait
+        on. Safe to call again if it is interrupted itself.
+        """
+        self._start()
+        self._epochs += 1  # a slot's next request is not the one that the runner knows
+        failed = []
+        for request in self.unfinished:
+            request.slot, request.block_ids = -1, []
+            if request.status is Status.WAITING:
+                self.waiting[request.req_id] = request
+                continue
+            if request.status is Status.RUNNING:
+                request.error = error
+                self._end(request, "error")
+            failed.append(request)
+        self._requests = dict(self.waiting)
         return failed
 
     # --- steps in flight ------------------------------------------------------------------
@@ -940,15 +958,20 @@ class Scheduler:
         else:
             del self.waiting[request.req_id]
         self._admit_followers(request)
+        self._end(request, reason)
+        del self._requests[request.req_id]
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Note why a request has ended; its status says so last, when all else is noted."""
+        request.stop_reason = None
         if reason == "stop":
             last = request.output_token_ids[-1]
             named = last in request.params.stop_token_ids
             request.stop_reason = last if named else request.stop_sequence
-        request.status = Status.FINISHED
         request.finish_reason = reason
         request.finish_time = time.perf_counter()
         self.num_finished += 1
-        del self._requests[request.req_id]
+        request.status = Status.FINISHED
 
     def _admit_followers(self, request: Request) -> None:
         """Let the followers of a request go on: its prompt is computed, or will not be."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
 
@@ -160,6 +160,20 @@ def _check_unicode(name: str, text: str) -> None:
         ) from error
 
 
+class _Decoded(NamedTuple):
+    """How far a ``Detokenizer`` is."""
+
+    text: str = ""
+    num_tokens: int = 0
+    """Tokens seen."""
+    window: tuple[int, ...] = ()
+    """The last of them."""
+    decoded: str = ""
+    """The window as text."""
+    num_shown: int = 0
+    """Characters of it that are in the text."""
+
+
 class Detokenizer:
     """The text of a growing list of tokens: it is only ever appended to, in linear time.
 
@@ -169,15 +183,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._text = ""
-        self._num_tokens = 0
-        """Tokens seen."""
-        self._window: list[int] = []
-        """The last of them."""
-        self._decoded = ""
-        """The window as text."""
-        self._num_shown = 0
-        """Characters of it that are in the text."""
+        self._seen = _Decoded()  # replaced as a whole: an interrupt leaves the old or the new one
 
     def text(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """Return the text of ``token_ids``, which extend those of the last call.
@@ -188,27 +194,25 @@ class Detokenizer:
         """
         if not self._tokenizer.is_loaded:
             return ""
-        new = token_ids[self._num_tokens :]
+        text, num_tokens, window, decoded, num_shown = self._seen
+        new = token_ids[num_tokens:]
         if new:
-            self._num_tokens += len(new)
-            self._window += new
-            self._decoded = self._tokenizer.decode(self._window)
-        end = len(self._decoded)
+            num_tokens += len(new)
+            window += tuple(new)
+            decoded = self._tokenizer.decode(window)
+        end = len(decoded)
         if not is_last:
-            num_incomplete = end - len(self._decoded.rstrip(REPLACEMENT))
-            end -= min(num_incomplete, MAX_INCOMPLETE)
-        self._text += self._decoded[self._num_shown : end]
-        self._num_shown = max(self._num_shown, end)
-        if len(self._window) > WINDOW_TOKENS and not is_last:
-            self._shorten_window()
-        return self._text
-
-    def _shorten_window(self) -> None:
-        """Keep what decides about the text to come; the texts of both windows end alike."""
-        num_held_back = len(self._decoded) - self._num_shown
-        self._window = self._tokenizer.last_text_tokens(self._window, CONTEXT_TOKENS)
-        self._decoded = self._tokenizer.decode(self._window)
-        self._num_shown = len(self._decoded) - num_held_back
+            end -= min(end - len(decoded.rstrip(REPLACEMENT)), MAX_INCOMPLETE)
+        text += decoded[num_shown:end]
+        num_shown = max(num_shown, end)
+        if len(window) > WINDOW_TOKENS and not is_last:
+            # The tokens that decide about the text to come; the texts of both windows end alike.
+            num_held_back = len(decoded) - num_shown
+            window = tuple(self._tokenizer.last_text_tokens(window, CONTEXT_TOKENS))
+            decoded = self._tokenizer.decode(window)
+            num_shown = len(decoded) - num_held_back
+        self._seen = _Decoded(text, num_tokens, window, decoded, num_shown)
+        return text
 
 
 class OutputText:
@@ -242,18 +246,20 @@ class OutputText:
         """Characters before which no stop string begins."""
         self._num_ignored = 0
         """Characters within which no stop string may end: those of the first tokens."""
-        self._stopped: str | None = None
-        """The text, once a stop string has been found."""
+        self._stopped: tuple[str, str] | None = None
+        """The stop string that was found, and the text up to it."""
 
     def find_stop(self, token_ids: Sequence[int], *, is_last: bool) -> str | None:
-        """Return the stop string that the output holds now, and has not before.
+        """Return the stop string that the output holds, the first one that was found.
 
         Args:
             token_ids: of the output.
             is_last: whether no more will come, so that incomplete characters count as they are.
         """
-        if not self._stop or self._stopped is not None:
+        if not self._stop:
             return None
+        if self._stopped is not None:
+            return self._stopped[0]
         text = self._searched.text(token_ids, is_last=is_last)
         if len(token_ids) < self._min_tokens:
             self._num_ignored = len(text)
@@ -268,7 +274,7 @@ class OutputText:
             self._num_searched = max(self._num_searched, len(text) - longest + 1)
             return None
         at, stop = min(found, key=lambda pair: pair[0])
-        self._stopped = text[: at + len(stop) if self._include_stop else at]
+        self._stopped = stop, text[: at + len(stop) if self._include_stop else at]
         return stop
 
     def text(self, token_ids: Sequence[int], *, is_last: bool) -> str:
@@ -279,7 +285,7 @@ class OutputText:
             is_last: whether no more will come.
         """
         if self._stopped is not None:
-            return self._stopped
+            return self._stopped[1]
         if is_last:
             return self._shown.text(token_ids, is_last=True)
         text = self._shown.text(

@@ -487,10 +487,13 @@ class ModelRunner:
         return self._guarded(pending.plan, self._sample_only, pending, bitmask, rows)
 
     def discard(self) -> None:
-        """Give up the step that awaits ``sample``, if one does: its rows get no token."""
-        if self._pending is not None:
-            self._pending = None
-            with suppress(torch.AcceleratorError):  # a GPU that has failed runs nothing any more
+        """Give up a step that awaits ``sample``, or that an interrupt left half launched.
+
+        Its rows get no token. Safe to call again if it is interrupted itself.
+        """
+        self._pending = None
+        if not self._closed:
+            with self._on_device(), suppress(torch.AcceleratorError):  # of a GPU that has failed
                 self._give_up()
 
     def _guarded(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mrv1
 from mrv1 import EngineConfig, SamplingParams, StepError
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
@@ -264,53 +260,6 @@ def test_nothing_is_launched_behind_a_launch_that_failed(model):
     assert second.error is None
     assert len(second.output_token_ids) == 4
     drained(core)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_an_interrupt_anywhere_in_a_step_leaves_the_engine_usable(model, overlap):
-    """Raised at every call that a step makes, one after the other: nothing hangs or leaks.
-
-    Requests that ran end with an error, and the next step returns them; later ones are served.
-    """
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    alone = make_core(model, overlap=overlap)
-    expected = alone.add_request("x", [5, 6, 7], params)
-    while alone.has_unfinished_requests:
-        alone.step()
-    core = make_core(model, overlap=overlap, max_num_batched_tokens=16)
-    package = str(Path(mrv1.__file__).parent)
-    for at in itertools.count():
-        before = [core.add_request(f"{at}-{i}", [5, 6, 7 + i] * 5, params) for i in range(2)]
-        calls = 0
-
-        def interrupt(frame, event, argument, at=at):
-            nonlocal calls
-            if event == "call" and frame.f_code.co_filename.startswith(package):
-                calls += 1
-                if calls == at + 1:
-                    raise KeyboardInterrupt
-
-        core.step()
-        sys.setprofile(interrupt)
-        try:
-            core.step()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        for _ in range(20):
-            if not core.has_unfinished_requests:
-                break
-            core.step()
-        assert all(request.finished for request in before)
-        after = core.add_request(f"{at}-after", [5, 6, 7], params)
-        while core.has_unfinished_requests:
-            core.step()
-        assert after.output_token_ids == expected.output_token_ids
-        drained(core)
-        if calls <= at:
-            break
-    assert at > 20
 
 
 def test_an_interrupt_behind_a_result_loses_no_request_of_it(model, monkeypatch):

@@ -96,6 +96,7 @@ def test_the_text_ends_at_the_first_stop_string_and_none_of_it_was_shown(
         places = [(known.find(s), index) for index, s in enumerate(stop) if s in known]
         found = output.find_stop(ids[:end], is_last=is_last)
         assert found == (stop[min(places)[1]] if places else None)
+        assert output.find_stop(ids[:end], is_last=is_last) == found, "asked again: an interrupt"
         is_over = is_last or found is not None
         shown.append(output.text(ids[:end], is_last=is_over))
         if found is not None:

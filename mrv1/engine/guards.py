@@ -1,0 +1,125 @@
+"""Methods that leave their object consistent, whoever calls them and whatever ends them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from mrv1.errors import RequestError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+GIVE_WAY_SECONDS = 50e-6
+"""A thread that sleeps this long lets another one, which waits for a lock, wake up and take it."""
+
+
+class Recoverable(Protocol):
+    """An object whose methods may end anywhere: KeyboardInterrupt comes between any two lines."""
+
+    _is_changing: bool
+    """Whether a change has begun and not ended: after an interrupt the state may be torn."""
+
+    def _recover(self, error: BaseException) -> None:
+        """Make the state consistent; called again if it is interrupted itself."""
+
+
+Object = TypeVar("Object", bound=Recoverable)
+
+
+def recovers(
+    method: Callable[Concatenate[Object, P], R],
+) -> Callable[Concatenate[Object, P], R]:
+    """Have a method leave its object consistent: changed whole, or recovered.
+
+    A ``RequestError`` says that nothing was changed. After any other exception the object recovers
+    at once; if that is interrupted too, the next call recovers first.
+    """
+
+    @wraps(method)
+    def guarded(self: Object, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._is_changing:
+            self._recover(RuntimeError("interrupted"))
+        self._is_changing = True
+        try:
+            result = method(self, *args, **kwargs)
+        except RequestError:
+            self._is_changing = False
+            raise
+        except BaseException as error:
+            self._recover(error)
+            self._is_changing = False
+            raise
+        self._is_changing = False
+        return result
+
+    return guarded
+
+
+class Turns:
+    """Lets one thread at a time call an object.
+
+    Threads that wait go before a thread that has just had its turn. An interrupt leaves nothing
+    behind: the lock is taken and released by the interpreter's own ``with``, and a thread that is
+    wrongly listed as waiting only costs the others ``GIVE_WAY_SECONDS`` a turn.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a plain one would block a nested call for ever
+        self._owner: int | None = None
+        self._waiting: set[int] = set()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread has its turn now: it is in a callback, say."""
+        return self._owner == threading.get_ident()
+
+    def take(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what ``call`` returns, once no other thread has its turn.
+
+        Raises:
+            RuntimeError: the calling thread has its turn already.
+        """
+        thread = threading.get_ident()
+        if self._waiting:
+            time.sleep(GIVE_WAY_SECONDS)
+        self._waiting.add(thread)
+        try:
+            with self._lock:
+                self._waiting.discard(thread)
+                if self._owner is not None:
+                    raise RuntimeError(
+                        "LLM: expected no call from within another one of the same thread (by a "
+                        "callback or a signal handler), got one"
+                    )
+                self._owner = thread
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    self._owner = None
+        finally:
+            self._waiting.discard(thread)
+
+
+class TakesTurns(Protocol):
+    """An object whose methods run one at a time."""
+
+    _turns: Turns
+
+
+Shared = TypeVar("Shared", bound=TakesTurns)
+
+
+def in_turn(
+    method: Callable[Concatenate[Shared, P], R],
+) -> Callable[Concatenate[Shared, P], R]:
+    """Have a method wait until no other thread is in one of the object's."""
+
+    @wraps(method)
+    def waiting(self: Shared, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._turns.take(method, self, *args, **kwargs)
+
+    return waiting
