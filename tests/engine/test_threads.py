@@ -1,0 +1,297 @@
+"""Threads share one engine: they take turns, and each gets its own outputs, none of another."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rich.progress import Progress
+
+from mrv1 import LLM, SamplingParams
+from mrv1.engine import guards
+from mrv1.engine.guards import Turns
+from tests.engine.fake_llm import make_llm
+from tests.engine.scheduler_model import expected_output, make_request, prompt_of
+from tests.models.families import tiny_checkpoint
+
+NUM_THREADS = 4
+PATIENCE = 60.0
+"""Seconds after which a thread counts as deadlocked."""
+
+
+def expected_tokens(num_prompt_tokens: int, **params: object) -> tuple[int, ...]:
+    request = make_request("", prompt_of(num_prompt_tokens), **params)
+    return tuple(expected_output(request)[0])
+
+
+def in_threads(calls: list[Callable[[], object]]) -> list[object]:
+    """Start all at the same time and return what they return."""
+    start = threading.Barrier(len(calls))
+
+    def started(call: Callable[[], object]) -> object:
+        start.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(started, call) for call in calls]
+        return [future.result(PATIENCE) for future in futures]
+
+
+def is_idle(llm: LLM) -> bool:
+    scheduler = llm._engine.scheduler
+    return (
+        not llm.has_unfinished_requests()
+        and scheduler.pools[0].num_free == scheduler.pools[0].num_blocks
+        and not any([llm._groups, llm._awaited, llm._undelivered, llm._turns._waiting])
+    )
+
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture
+def roomy(monkeypatch) -> LLM:
+    """Room for several long requests."""
+    return make_llm(monkeypatch, num_kv_blocks=128, max_model_len=512)
+
+
+def test_generate_in_several_threads_gives_each_its_own(monkeypatch):
+    llm = make_llm(monkeypatch)
+
+    def calls_of(thread: int) -> list[tuple[int, ...]]:
+        tokens = []
+        for call in range(3):
+            lengths = [8 + 3 * thread + 5 * call, 20 + thread]
+            params = SamplingParams(max_tokens=12)
+            outputs = llm.generate([list(prompt_of(n)) for n in lengths], params)
+            assert tokens_of(lengths) == [output.outputs[0].token_ids for output in outputs]
+            (single,) = llm.generate(list(prompt_of(lengths[0])), params)
+            *_, last = llm.stream(list(prompt_of(lengths[1])), params)
+            tokens += [single.outputs[0].token_ids, last.outputs[0].token_ids]
+            assert tokens[-2:] == tokens_of(lengths)
+        return tokens
+
+    def tokens_of(lengths: list[int]) -> list[tuple[int, ...]]:
+        return [expected_tokens(length, max_tokens=12) for length in lengths]
+
+    in_threads([lambda thread=thread: calls_of(thread) for thread in range(NUM_THREADS)])
+    assert llm.metrics()["num_preemptions"] > 0
+    assert is_idle(llm)
+
+
+def test_threads_give_the_tokens_of_a_serial_run(tmp_path):
+    """With a real runner, in float64 so that no near tie can flip with the batch."""
+    tiny_checkpoint(tmp_path, "llama")
+    prompts = [list(prompt_of(10 + 9 * n)) for n in range(NUM_THREADS)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True, seed=1)
+    with LLM(str(tmp_path), dtype="float64", device="cpu", num_kv_blocks=12) as llm:
+        serial = [llm.generate(prompt, params)[0].outputs for prompt in prompts]
+        threaded = in_threads(
+            [lambda prompt=prompt: llm.generate(prompt, params)[0].outputs for prompt in prompts]
+        )
+        assert threaded == serial
+        assert is_idle(llm)
+
+
+def test_the_main_thread_alone_shows_a_progress_bar(roomy, monkeypatch):
+    """Of several at a time, some releases of rich refuse all but the first."""
+    hidden = []
+
+    def shown(*, disable: bool, transient: bool) -> Progress:
+        hidden.append(disable)
+        return Progress(disable=True, transient=transient)
+
+    monkeypatch.setattr("mrv1.engine.llm.Progress", shown)
+    params = SamplingParams(max_tokens=2)
+    roomy.generate([[1]], params)
+    in_threads([lambda: roomy.generate([[1]], params)])
+    assert hidden == [False, True]
+
+
+def test_requests_of_step_are_not_those_of_other_threads(roomy):
+    """One thread steps its own requests while others generate: nobody takes another's output."""
+    llm, done = roomy, threading.Event()
+
+    def steps() -> dict[str, object]:
+        outputs = {}
+        while not done.is_set() or llm.has_unfinished_requests():
+            if len(outputs) < 5 and not llm.has_unfinished_requests():
+                name = f"own-{len(outputs)}"
+                llm.add_request(list(prompt_of(9)), SamplingParams(max_tokens=6), request_id=name)
+            outputs |= {output.request_id: output for output in llm.step()}
+        return outputs
+
+    def generates() -> list[tuple[int, ...]]:
+        try:
+            params = SamplingParams(max_tokens=30)
+            prompts = [list(prompt_of(n)) for n in range(3, 9)]
+            outputs = [llm.generate(prompt, params)[0].outputs[0] for prompt in prompts]
+            return [output.token_ids for output in outputs]
+        finally:
+            done.set()
+
+    stepped, generated = in_threads([steps, generates])
+    assert generated == [expected_tokens(n, max_tokens=30) for n in range(3, 9)]
+    assert all(name.startswith("own-") for name in stepped)
+    own = expected_tokens(9, max_tokens=6)
+    assert {output.outputs[0].token_ids for output in stepped.values()} <= {own}
+    assert is_idle(llm)
+
+
+def test_a_stream_that_nobody_reads_keeps_no_other_thread_waiting(roomy):
+    stream = roomy.stream(list(prompt_of(7)), SamplingParams(max_tokens=40, ignore_eos=True))
+    first = next(stream)
+    params = SamplingParams(**LONG)  # ends after the stream's request
+    (outputs,) = in_threads([lambda: roomy.generate(list(prompt_of(9)), params)])
+    assert outputs[0].outputs[0].token_ids == expected_tokens(9, **LONG)
+    *_, last = stream
+    expected = expected_tokens(7, max_tokens=40, ignore_eos=True)
+    assert (first.outputs[0].token_ids, last.outputs[0].token_ids) == (expected[:1], expected)
+    assert is_idle(roomy)
+
+
+def test_abort_from_another_thread_does_not_wait_for_the_end(roomy):
+    """A thread that steps again and again lets others in."""
+    llm = roomy
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, [list(prompt_of(9))], SamplingParams(**LONG))
+        while llm.metrics()["num_generated_tokens"] < 5:
+            time.sleep(1e-3)
+        llm.abort("0")
+        (output,) = future.result(PATIENCE)
+    (completion,) = output.outputs
+    assert completion.finish_reason == "abort"
+    assert len(completion.token_ids) < 200
+    assert completion.token_ids == expected_tokens(9, **LONG)[: len(completion.token_ids)]
+    assert is_idle(llm)
+
+
+def test_streams_of_two_threads_run_side_by_side(roomy):
+    def times(length: int) -> list[float]:
+        stream = roomy.stream(list(prompt_of(length)), SamplingParams(**LONG))
+        return [time.monotonic() for _ in stream]
+
+    first, second = in_threads([lambda: times(5), lambda: times(9)])
+    assert max(first[0], second[0]) < min(first[-1], second[-1])
+    assert min(len(first), len(second)) > 20, "each sees its output grow"
+
+
+def test_a_thread_that_comes_back_sleeps_if_another_one_waits(monkeypatch):
+    """The lock alone would go to who asks next, mostly the thread that has just released it."""
+    turns, order, sleeps = Turns(), [], []
+    has_waited = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        assert has_waited.wait(PATIENCE)
+
+    monkeypatch.setattr(guards.time, "sleep", sleep)
+
+    def wait() -> None:
+        turns.take(order.append, "waiting")
+        has_waited.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with turns._lock:  # the calling thread's turn
+            future = pool.submit(wait)
+            while not turns._waiting:
+                threading.Event().wait(1e-3)
+            held = turns._waiting.copy()
+        turns._waiting |= held  # as it is until the other thread has woken up
+        turns.take(order.append, "again")
+        future.result(PATIENCE)
+        turns._waiting -= held
+        turns.take(order.append, "alone")
+    assert order == ["waiting", "again", "alone"]
+    assert sleeps == [guards.GIVE_WAY_SECONDS]
+
+
+class Blocked:
+    """Has the first step wait within ``execute`` until it is let go."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.is_in, self.go_on = threading.Event(), threading.Event()
+        self._runner = llm._engine.runner
+        self._execute = self._runner.execute
+        self._runner.execute = self
+
+    def __call__(self, plan: object) -> object:
+        self._runner.execute = self._execute
+        self.is_in.set()
+        assert self.go_on.wait(PATIENCE)
+        return self._execute(plan)
+
+
+def test_an_interrupt_while_waiting_for_a_turn_leaves_nothing_behind(roomy):
+    """Ctrl-C reaches the main thread alone: the thread that has its turn is not disturbed."""
+    llm, blocked = roomy, Blocked(roomy)
+    main = threading.main_thread().ident
+
+    def interrupt() -> None:
+        while main not in llm._turns._waiting:
+            time.sleep(1e-3)
+        time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.05)
+        blocked.go_on.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(llm.generate, list(prompt_of(9)), SamplingParams(max_tokens=20))
+        assert blocked.is_in.wait(PATIENCE)
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(list(prompt_of(5)), SamplingParams(max_tokens=20))
+        interrupting.result(PATIENCE)
+        (output,) = other.result(PATIENCE)
+    assert output.outputs[0].token_ids == expected_tokens(9, max_tokens=20)
+    assert is_idle(llm)
+
+
+def test_close_ends_the_calls_of_other_threads(roomy):
+    blocked = Blocked(roomy)
+    with ThreadPoolExecutor(2) as pool:
+        generating = pool.submit(roomy.generate, list(prompt_of(9)), SamplingParams(**LONG))
+        assert blocked.is_in.wait(PATIENCE)
+        closing = pool.submit(roomy.close)
+        blocked.go_on.set()
+        closing.result(PATIENCE)
+        with pytest.raises(RuntimeError, match="expected an open engine, got one that was closed"):
+            generating.result(PATIENCE)
+
+
+def test_a_call_from_within_a_call_is_refused_and_changes_nothing(roomy):
+    llm, refused = roomy, []
+    execute = llm._engine.runner.execute
+
+    def calls_back(plan):
+        for call in (llm.step, llm.close, lambda: llm.abort("0")):
+            with pytest.raises(RuntimeError, match="from within another one of the same thread"):
+                call()
+            refused.append(call)
+        return execute(plan)
+
+    llm._engine.runner.execute = calls_back
+    (output,) = llm.generate(list(prompt_of(9)), SamplingParams(max_tokens=20))
+    assert refused
+    assert output.outputs[0].token_ids == expected_tokens(9, max_tokens=20)
+    assert is_idle(llm)
+
+
+def test_a_stream_whose_garbage_is_collected_in_a_step_is_aborted_by_the_next_one(roomy):
+    llm = roomy
+    streams = [llm.stream(list(prompt_of(7)), SamplingParams(**LONG))]
+    next(streams[0])
+    execute = llm._engine.runner.execute
+
+    def collects(plan):
+        streams.clear()
+        return execute(plan)
+
+    llm._engine.runner.execute = collects
+    (output,) = llm.generate(list(prompt_of(9)), SamplingParams(max_tokens=20))
+    assert output.outputs[0].token_ids == expected_tokens(9, max_tokens=20)
+    assert is_idle(llm)
