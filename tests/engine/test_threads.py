@@ -99,17 +99,17 @@ def test_threads_give_the_tokens_of_a_serial_run(tmp_path):
 
 def test_the_main_thread_alone_shows_a_progress_bar(roomy, monkeypatch):
     """Of several at a time, some releases of rich refuse all but the first."""
-    hidden = []
+    visible = []
 
-    def shown(*, disable: bool, transient: bool) -> Progress:
-        hidden.append(disable)
-        return Progress(disable=True, transient=transient)
+    def shown(**options: bool) -> Progress:
+        visible.append(options["visible"])
+        return Progress(disable=True)
 
-    monkeypatch.setattr("mrv1.engine.llm.Progress", shown)
+    monkeypatch.setattr("mrv1.engine.llm.progress_bar", shown)
     params = SamplingParams(max_tokens=2)
     roomy.generate([[1]], params)
     in_threads([lambda: roomy.generate([[1]], params)])
-    assert hidden == [False, True]
+    assert visible == [True, False]
 
 
 def test_requests_of_step_are_not_those_of_other_threads(roomy):
