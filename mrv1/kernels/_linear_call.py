@@ -50,9 +50,3 @@ def normed(x, scale, norm_weight):
     The second product is one of the dtype: rounded once, as it is by way of float32.
     """
     return (x.to(tl.float32) * scale).to(x.dtype) * norm_weight
-
-
-@triton.jit
-def silu_and_mul(gate, up):
-    """Return ``silu(gate) * up`` of float32."""
-    return gate / (1.0 + tl.exp(-gate)) * up

@@ -15,10 +15,11 @@ from functools import lru_cache
 
 import torch
 
-from mrv1.kernels._linear_call import LinearCall, silu_and_mul
+from mrv1.kernels._linear_call import LinearCall
 from mrv1.kernels._linear_splits import add_splits
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._prefetch import prefetch_arguments, prefetch_part
+from mrv1.kernels._silu import silu
 from mrv1.kernels._triton import tl, triton
 
 NUM_PROGRAMS = 128
@@ -257,7 +258,7 @@ def _linear_registers_kernel(
                 if bias_ptr is not None:
                     y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)
                 if GATED:
-                    y = silu_and_mul(y, up)
+                    y = silu(y) * up
                 if residual_ptr is not None:
                     residual = residual_ptr + token * stride_residual_token + col
                     y += tl.load(residual, mask=inside, other=0.0).to(tl.float32)

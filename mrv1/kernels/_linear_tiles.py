@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from mrv1.kernels._linear_call import LinearCall, silu_and_mul
+from mrv1.kernels._linear_call import LinearCall
 from mrv1.kernels._linear_splits import add_splits
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._silu import silu
 from mrv1.kernels._triton import tl, triton
 
 
@@ -272,7 +273,7 @@ def _linear_tile_kernel(
         if bias_ptr is not None:
             y += tl.load(bias_ptr + col, mask=col < num_out, other=0.0).to(tl.float32)
         if GATED:
-            y = silu_and_mul(y, up_y)
+            y = silu(y) * up_y
         if residual_ptr is not None:
             residual_ptr += token * stride_residual_token + col
             y += tl.load(residual_ptr, mask=inside, other=0.0).to(tl.float32)

@@ -11,8 +11,9 @@ from functools import lru_cache
 
 import torch
 
-from mrv1.kernels._linear_call import LinearCall, normed, silu_and_mul
+from mrv1.kernels._linear_call import LinearCall, normed
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._silu import silu
 from mrv1.kernels._triton import tl, triton
 
 
@@ -181,7 +182,7 @@ def _linear_vector_kernel(
         y += first_bias
         second_y += second_bias
     if GATED:
-        y = silu_and_mul(y, second_y)
+        y = silu(y) * second_y
     if residual_ptr is not None:
         y += first_residual
         if not GATED:

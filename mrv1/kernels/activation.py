@@ -1,6 +1,6 @@
 """SwiGLU's elementwise part: ``silu(gate) * up`` for a fused gate-and-up projection.
 
-    silu(x) = x / (1 + exp(-x))
+    silu(x) = x / (1 + exp(-x)),    silu(-inf) = 0, its limit
 
 Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 """
@@ -13,6 +13,7 @@ import torch
 
 from mrv1.kernels._checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._overlap import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._silu import silu
 from mrv1.kernels._triton import INTERPRET, tl, triton
 
 
@@ -39,7 +40,7 @@ def _silu_and_mul_kernel(
     up = tl.load(gate_ptr + num_cols, mask=inside, other=0.0).to(tl.float32)
     dtype = gate.dtype
     gate = gate.to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = silu(gate) * up
     tl.store(out_ptr + token * stride_out_token + col, result.to(dtype), mask=inside)
 
 
@@ -83,7 +84,9 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
         TypeError, ValueError: an argument is not as described.
         UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
 
-    Numerics: float32 inside, rounded once (torch in 16 bits rounds the gate as well). Tier B.
+    Numerics: float32 inside, rounded once (torch in 16 bits rounds the gate as well). A gate of
+        -inf gives what a very negative one gives: a zero times up, hence NaN beside an infinite up
+        (torch gives NaN beside any). Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)

@@ -127,11 +127,16 @@ def apply_rope(
         second.copy_(rotated[1])
 
 
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(x)``, with its limit at -inf, where torch's is NaN."""
+    return torch.nn.functional.silu(x.clamp(min=torch.finfo(x.dtype).min))
+
+
 @_counted
 def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.silu_and_mul`."""
     gate, up = _wide(x).chunk(2, dim=-1)
-    result = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    result = (_silu(gate) * up).to(x.dtype)
     return result if out is None else out.copy_(result)
 
 
@@ -162,7 +167,7 @@ def linear(
         y = y + _wide(bias)
     if activation is not None:
         gate, up = y.chunk(2, dim=-1)
-        y = torch.nn.functional.silu(gate) * up
+        y = _silu(gate) * up
     if residual is not None:
         y = _wide(residual) + y
     y = y.to(out_dtype or x.dtype)

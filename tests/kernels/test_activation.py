@@ -82,14 +82,27 @@ def test_a_row_does_not_see_the_others(device, order, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_far_from_zero(device, dtype):
-    gate = torch.tensor([-1e4, -104.0, 0.0, 104.0, 1e4, -torch.inf, torch.inf, torch.nan])
+    gate = torch.tensor([-1e4, -104.0, 0.0, 104.0, 1e4, torch.inf, torch.nan])
     x = torch.cat([gate, torch.full_like(gate, 2.0)])[None].to(dtype).to(device)
     got = kernels.silu_and_mul(x)[0].cpu()
     want = torch.nn.functional.silu(gate.to(dtype)) * 2
     assert torch.equal(got[2:5], want[2:5])
     assert torch.equal(got[:2].float(), torch.zeros(2))
-    assert got[5:].isnan().tolist() == [True, False, True]  # -inf * 0 is NaN, as in torch
-    assert got[6] == torch.inf
+    assert got[5] == torch.inf
+    assert got[6].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [kernels.silu_and_mul, reference.silu_and_mul])
+def test_the_least_gates_give_a_zero(device, op, dtype):
+    """The limit of silu; torch's is NaN at -inf. Beside an infinite up, 0 * inf is NaN."""
+    least = torch.finfo(dtype).min
+    gate = torch.tensor([-torch.inf, least, least / 2, -1e4, -200.0], dtype=dtype)
+    up = torch.tensor([2.0, -2.0, 0.0, least, -least, torch.inf, -torch.inf, torch.nan])
+    pairs = torch.cartesian_prod(gate, up.to(dtype))
+    got = op(pairs.T.reshape(1, -1).contiguous().to(device)).view(len(gate), len(up)).cpu()
+    assert torch.equal(got[:, :5].float(), torch.zeros(len(gate), 5))
+    assert got[:, 5:].isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])

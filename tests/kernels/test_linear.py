@@ -176,6 +176,30 @@ def test_no_tokens(device, features, deterministic):
     assert reference.linear(**arguments, deterministic=deterministic).shape == (0, 6)
 
 
+@given(
+    num_tokens=st.sampled_from(TOKENS),
+    dtype=st.sampled_from(DTYPES),
+    has_residual=st.booleans(),
+    deterministic=st.booleans(),
+    gpu=gpus,
+)
+def test_a_gate_of_minus_infinity_gives_a_zero(
+    device, num_tokens, dtype, has_residual, deterministic, gpu
+):
+    """As a very negative one does, the limit of silu; torch's is NaN."""
+    features = ("gated", "residual") if has_residual else ("gated",)
+    arguments = linear_arguments(num_tokens, 32, 24, dtype, device, features)
+    arguments["x"][:, 0] = 1.0
+    arguments["weight"][:3, 0] = torch.tensor([-torch.inf, torch.finfo(dtype).min, -1000.0])
+    with _as_on(gpu):
+        got = kernels.linear(**arguments, deterministic=deterministic)
+    want = reference.linear(**arguments)
+    least = arguments["residual"][:, :3] if has_residual else torch.zeros_like(got[:, :3])
+    assert torch.equal(want[:, :3], least)
+    assert torch.equal(got[:, :3], least)
+    assert got.isfinite().all()
+
+
 @pytest.mark.parametrize("num_tokens", TOKENS)
 def test_every_result_is_written(device, num_tokens):
     x, weight = torch.ones(num_tokens, 32, device=device), torch.ones(130, 32, device=device)
