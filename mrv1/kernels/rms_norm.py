@@ -77,7 +77,7 @@ class RmsNormConfig:
     @classmethod
     @lru_cache(maxsize=256)
     def default_for(cls, dim: int) -> RmsNormConfig:
-        """Return the GPU's choice for rows of ``dim`` elements.
+        """Return the GPU's choice for rows of ``dim`` elements, however many: bits follow from it.
 
         A thread should hold eight elements, one 16-byte load of a 16-bit dtype: short rows (the
         q/k norm of one head) share a program of 1024 elements, long ones get more warps.
@@ -120,7 +120,8 @@ def rms_norm(
         UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
 
     Numerics: float32 inside; the sum is rounded to the dtype before its statistics, the normalised
-        value before the weight. Tier B.
+        value before the weight. Tier B; the bits of a row do not depend on the other rows, nor on
+        how many there are.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     _check(x, weight, residual, out)

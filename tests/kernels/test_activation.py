@@ -70,6 +70,25 @@ def test_it_is_as_exact_as_torch(device, num_tokens, num_cols, dtype, scale, gap
     assert torch.equal(kernels.silu_and_mul(x), out)
 
 
+@given(
+    num_tokens=st.sampled_from([2, 9, 83]),
+    num_cols=st.sampled_from([1, 8, 80, 1500]),
+    dtype=st.sampled_from(DTYPES),
+    gap=st.sampled_from([0, 8, 3]),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_a_token_alone_has_the_bits_that_it_has_among_others(
+    device, num_tokens, num_cols, dtype, gap, as_on_gpu, seed
+):
+    x = in_a_wider_row(normal((num_tokens, 2 * num_cols), dtype, device, seed), gap, gap)
+    with tiles("activation", as_on_gpu=as_on_gpu):
+        want = kernels.silu_and_mul(x)
+        for token in {0, num_tokens // 2, num_tokens - 1}:
+            alone = slice(token, token + 1)
+            assert torch.equal(kernels.silu_and_mul(x[alone]), want[alone])
+
+
 @given(order=st.permutations(range(6)), seed=seeds)
 def test_a_row_does_not_see_the_others(device, order, seed):
     x = normal((6, 160), torch.bfloat16, device, seed)

@@ -122,6 +122,34 @@ def test_a_row_does_not_see_the_others(device, order, seed):
     assert torch.equal(kernels.rms_norm(x[list(order)], weight, EPS), want[list(order)])
 
 
+@given(
+    shape=st.sampled_from([(2,), (9,), (83,), (5, 3)]),
+    dim=st.sampled_from([8, *DIMS]),
+    dtype=st.sampled_from(DTYPES),
+    gap=st.sampled_from([0, 8, 3]),
+    has_residual=st.booleans(),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_a_token_alone_has_the_bits_that_it_has_among_others(
+    device, shape, dim, dtype, gap, has_residual, as_on_gpu, seed
+):
+    x = in_a_wider_row(normal((*shape, dim), dtype, device, seed), gap, 2 * gap)
+    weight = normal((dim,), dtype, device, seed + 1)
+    residual = None
+    if has_residual and x.dim() == 2:
+        residual = normal((*shape, dim), dtype, device, seed + 2)
+
+    def norm(rows):
+        added = None if residual is None else residual[rows].clone()
+        return kernels.rms_norm(x[rows], weight, EPS, residual=added)
+
+    with tiles("rms_norm", as_on_gpu=as_on_gpu):
+        want = norm(slice(None))
+        for row in {0, shape[0] // 2, shape[0] - 1}:
+            assert torch.equal(norm(slice(row, row + 1)), want[row : row + 1])
+
+
 # --- edges -------------------------------------------------------------------------------------
 
 

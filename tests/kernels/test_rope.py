@@ -115,6 +115,35 @@ def test_it_is_as_exact_as_torch(
     assert torch.equal(rotated[..., rotary_dim:], original[..., rotary_dim:])
 
 
+@given(
+    num_tokens=st.sampled_from([2, 9, 83]),
+    dims=st.sampled_from([(8, 8), (80, 80), (96, 40)]),
+    dtype=st.sampled_from(DTYPES),
+    interleaved=st.booleans(),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_a_token_alone_has_the_bits_that_it_has_among_others(
+    device, num_tokens, dims, dtype, interleaved, as_on_gpu, seed
+):
+    head_dim, rotary_dim = dims
+    q = normal((num_tokens, 3, head_dim), dtype, device, seed)
+    k = normal((num_tokens, 1, head_dim), dtype, device, seed + 1)
+    cos_sin = _table(rotary_dim, device)
+    positions = torch.arange(num_tokens, device=device) % MAX_POSITIONS
+
+    def rotated(tokens):
+        turned = q[tokens].clone(), k[tokens].clone()
+        kernels.apply_rope(*turned, cos_sin, positions[tokens], interleaved=interleaved)
+        return torch.cat(turned, dim=1)
+
+    with tiles("rope", as_on_gpu=as_on_gpu):
+        want = rotated(slice(None))
+        for token in {0, num_tokens // 2, num_tokens - 1}:
+            alone = slice(token, token + 1)
+            assert torch.equal(rotated(alone), want[alone])
+
+
 @given(interleaved=st.booleans(), shift=st.integers(0, 30), seed=seeds)
 def test_scores_depend_on_the_distance_alone(device, interleaved, shift, seed):
     q, k = normal((1, 1, 64), torch.float32, device, seed), normal((1, 1, 64), DTYPES[0], device)
