@@ -43,6 +43,7 @@ class BlockPool:
         """Digest of a prefix -> the block that ends it."""
         self._digests: list[bytes | None] = [None] * num_blocks
         """The inverse of ``_cached``."""
+        self.watch(())
 
     @property
     def num_free(self) -> int:
@@ -136,6 +137,7 @@ class BlockPool:
         if digest not in self._cached:
             self._cached[digest] = block
             self._digests[block] = digest
+            self.has_changed |= digest in self._watched
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of ``digests``."""
@@ -150,6 +152,12 @@ class BlockPool:
     def known(self, digests: Iterable[bytes]) -> list[int]:
         """Return the block of every digest, -1 where none is cached."""
         return [self._cached.get(digest, -1) for digest in digests]
+
+    def watch(self, digests: Iterable[bytes]) -> None:
+        """Have ``has_changed`` tell of blocks that become free, and of the cache's ``digests``."""
+        self._watched = frozenset(digests)
+        self.has_changed = False
+        """Since ``watch``: whether a block became free or evictable, or ``find`` may differ."""
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """Return how many of ``blocks`` count as free, and no more once they are shared."""
@@ -172,6 +180,7 @@ class BlockPool:
         self._cached.clear()
         self._free.extend(self._evictable)
         self._evictable.clear()
+        self.has_changed = True
 
     # --- inside ---------------------------------------------------------------------------
 
@@ -179,10 +188,12 @@ class BlockPool:
         block, digest = self._evictable.popitem(last=False)
         del self._cached[digest]
         self._digests[block] = None
+        self.has_changed |= digest in self._watched
         return block
 
     def _settle(self, block: int) -> None:
         """Put a block that nobody holds and no step uses where ``allocate`` finds it."""
+        self.has_changed = True
         digest = self._digests[block]
         if digest is None:
             self._free.append(block)

@@ -174,6 +174,16 @@ class HeadPools:
         has_both: npt.NDArray[np.bool_] = has_sink & (newest <= first)
         return has_both
 
+    def watch(self, digests: Sequence[bytes]) -> None:
+        """Have ``has_changed`` tell of what may make ``lacks`` false for ``find(digests)``."""
+        for pool in self._pools:
+            pool.watch(digests)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether, since ``watch``, a block became free or the cache of its digests changed."""
+        return any(pool.has_changed for pool in self._pools)
+
     def lacks(self, blocks: GroupBlocks, counts: Sequence[int]) -> bool:
         """Return whether a group lacks blocks to admit a request.
 

@@ -223,6 +223,11 @@ class Scheduler:
         self._in_flight: deque[_Launched] = deque()
         self._newest: _Launched | None = None
         """What was launched last, in flight or not; None = a row of it has left since."""
+        self._blocked: tuple[Request, int] | None = None
+        """The first of the waiting, which could not be admitted, and the tokens it might have had.
+
+        It is looked up in the prefix cache again once the pools have changed.
+        """
         self._free_slots = deque(range(len(self._epochs)))
         self._vacated: list[int] = []
         """Slots of requests that ended since the last plan."""
@@ -491,11 +496,15 @@ class Scheduler:
             self._cache_running_blocks()
         while budget and self.waiting and self._free_slots:
             request = next(iter(self.waiting.values()))
+            if self._blocked == (request, budget) and not self.pools.has_changed:
+                return
             hit = self._find_prefix(request)
             num_hit = len(hit[0])
             num_cached = num_hit * self.block_size
             count = self._uncut(request, num_cached, min(request.num_tokens - num_cached, budget))
             if not count or self.pools.lacks(hit, self._blocks_to_admit(request, num_hit, count)):
+                self._blocked = request, budget
+                self.pools.watch(request.block_digests)
                 return
             self._enter(request, hit)
             self._grow(request, self._blocks_for(num_cached + count) - num_hit)
@@ -932,7 +941,7 @@ class Scheduler:
         self.pools.share(hit)
         del self.waiting[request.req_id]
         self.running[request.req_id] = request
-        self._rows = None
+        self._rows = self._blocked = None
         slot = self._free_slots.popleft()
         request.slot, request.epoch = slot, int(self._epochs[slot])
         request.status = Status.RUNNING

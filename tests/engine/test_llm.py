@@ -425,13 +425,18 @@ def test_a_stop_string_ends_the_text_and_no_other_request(spoken, overlap, inclu
 
 
 def test_a_stop_string_in_the_last_token_counts_more_than_the_length(spoken):
+    """With as many tokens as it takes to complete the string, and no one more."""
     whole = spoken["ROMEO:"].outputs[0]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=whole.text[-2:])
     with LLM("tiny", device="cpu") as llm:
+        ends = [llm._tokenizer.decode(whole.token_ids[:n]) for n in range(41)]
+        count = next(n for n in range(20, 41) if len(ends[n]) >= len(ends[n - 1]) + 2)
+        stop = ends[count][-6:]
+        assert stop not in ends[count - 1]
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, stop=stop)
         output = llm.generate("ROMEO:", params)[0].outputs[0]
-    assert output.stop_reason == whole.text[-2:]
-    assert output.finish_reason == "stop"
-    assert output.text == whole.text[: whole.text.index(whole.text[-2:])]
+    assert output.token_ids == whole.token_ids[:count]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.text == ends[count][:-6]
 
 
 def test_a_text_that_never_comes_changes_nothing(spoken):

@@ -171,6 +171,25 @@ def test_a_stop_token_costs_at_most_one_step_that_does_nothing(model):
     assert seen[-1] == ([0], [[-1]])
 
 
+def test_the_step_that_ends_the_last_request_leaves_nothing_in_flight(model):
+    """Nobody may step again: the step behind a stop token is taken in, its blocks come back."""
+    core = make_core(model)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    free = core.add_request("a", [5, 6, 7], params)
+    while core.has_unfinished_requests:
+        core.step()
+    params = SamplingParams(
+        temperature=0, max_tokens=20, stop_token_ids=[free.output_token_ids[4]]
+    )
+    request = core.add_request("b", [5, 6, 7], params)
+    while core.has_unfinished_requests:
+        core.step()
+    assert request.finish_reason == "stop"
+    assert core.metrics()["wasted_tokens"] == 1, "a step was launched behind the one that ended it"
+    assert not core._in_flight
+    assert core.metrics()["num_free_blocks"] == core.metrics()["num_kv_blocks"]
+
+
 def test_a_launch_that_fails_ends_its_own_requests(model):
     """The step before it is delivered, in order; requests that come later are served."""
     core = make_core(model)

@@ -368,6 +368,48 @@ def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when,
         runner.result()
 
 
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_a_blocked_request_is_looked_up_again_only_when_it_could_be_admitted(
+    max_steps_in_flight, monkeypatch
+):
+    """Others decode 60 tokens, which fill and cache blocks, while the first of the waiting waits.
+
+    It is admitted in the same step as where it is looked up in every step.
+    """
+    admitted = []
+    for forgets in (False, True):
+        scheduler = caching_scheduler(
+            num_blocks=34, block_size=4, max_num_seqs=8, max_steps_in_flight=max_steps_in_flight
+        )
+        runner, find, lookups, steps = make_runner(scheduler), scheduler.pools.find, [], 0
+        monkeypatch.setattr(
+            scheduler.pools, "find", lambda *args, find=find, lookups=lookups: (
+                lookups.append(args) or find(*args)
+            ),
+        )  # fmt: skip
+        for name, start in (("a", 1), ("b", 9)):
+            request = make_request(name, prompt_of(4, start), max_tokens=60, ignore_eos=True)
+            scheduler.add(request)
+        waiting = make_request("waiting", prompt_of(118, 3), max_tokens=1)
+        while scheduler.has_unfinished_requests:
+            if steps == 5:
+                scheduler.add(waiting)
+            if forgets:
+                scheduler._blocked = None
+            plan = scheduler.schedule()
+            if plan is not None:
+                runner.execute(plan)
+                if "waiting" in [request.req_id for request in plan.new]:
+                    admitted.append(steps)
+            if plan is None or scheduler.num_steps_in_flight == max_steps_in_flight:
+                scheduler.update(runner.result())
+            steps += 1
+        assert waiting.output_token_ids == expected_output(waiting)[0]
+        num_lookups = len(lookups) - 2  # of those that run
+        assert num_lookups > 40 if forgets else num_lookups <= 3
+    assert admitted[0] == admitted[1] > 50
+
+
 def test_followers_go_on_in_the_order_of_their_leaders():
     scheduler = caching_scheduler(max_num_seqs=8)
     names = list("abcdef")

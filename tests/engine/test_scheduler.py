@@ -59,7 +59,7 @@ class ForgetfulScheduler(Scheduler):
     """Plans every step, and takes in every output, as if none had come before it."""
 
     def schedule(self) -> StepPlan | None:
-        self._rows = self._newest = None
+        self._rows = self._newest = self._blocked = None
         return super().schedule()
 
     def update(self, output: StepOutput) -> list[Request]:
@@ -341,6 +341,55 @@ class SchedulerMachine(RuleBasedStateMachine):
 TestScheduler = SchedulerMachine.TestCase
 
 
+@given(seed=st.integers(0, 2**32))
+def test_a_request_that_waits_for_blocks_is_admitted_no_later(seed):
+    """In pools that are nearly always short, with prefixes shared by those that run and wait.
+
+    Against the scheduler that looks the first of the waiting up in every step.
+    """
+    source = random.Random(seed)
+    for _ in range(4):
+        keeps = source.choice([(FULL,), (FULL, Visible(5, 4)), (Visible(9),)])
+        budget = source.choice([6, 9, 16, 40])
+        options = {
+            "num_blocks": [
+                11 if seen.is_full else min(11, seen.num_blocks(BLOCK_SIZE, budget) + 2)
+                for seen in keeps
+            ],
+            "block_size": BLOCK_SIZE,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": budget,
+            "keeps": keeps,
+            "eos_token_ids": [EOS],
+            "max_steps_in_flight": source.choice([1, 2]),
+            "enable_prefix_caching": True,
+        }
+        scheduler, forgetful = Scheduler(**options), ForgetfulScheduler(**options)
+        runner = make_runner(scheduler)
+        for name in range(12):
+            prompt = prompt_of(source.randint(1, 30), source.choice([0, 0, 9]))
+            max_tokens = source.randint(1, 10)
+            for each in (scheduler, forgetful):
+                each.add(make_request(str(name), prompt, max_tokens=max_tokens, ignore_eos=True))
+        while scheduler.has_unfinished_requests:
+            chance = source.random()
+            for each in (scheduler, forgetful):
+                if chance < 0.02:
+                    each.reset_prefix_cache()
+                elif chance < 0.04:
+                    each.abort(min(each._requests))
+            plan = None
+            if scheduler.num_steps_in_flight < scheduler.max_steps_in_flight:
+                plan = scheduler.schedule()
+                check_same_plan(plan, forgetful.schedule())
+            if plan is not None:
+                runner.execute(plan)
+            elif scheduler.num_steps_in_flight:
+                output = runner.result()
+                scheduler.update(output)
+                forgetful.update(output)
+
+
 # --- order, chunks, ends -------------------------------------------------------------------------
 
 
@@ -383,6 +432,17 @@ def test_a_stop_token_wins_over_the_length_it_coincides_with(depth):
     assert (request.finish_reason, request.stop_reason) == ("stop", output[-1])
     assert request.output_token_ids == output, "the stop token is kept"
     assert request.finish_time >= request.first_token_time >= request.arrival_time
+
+
+def test_a_callers_reason_counts_more_than_the_length():
+    """A stop string that the last permitted token completes."""
+    scheduler = make_scheduler()
+    request = make_request("r", prompt_of(3), max_tokens=1, ignore_eos=True)
+    scheduler.add(request)
+    drain(scheduler, make_runner(scheduler))
+    assert (request.finish_reason, request.stop_reason) == ("length", None)
+    scheduler.stop(request, "a stop string")
+    assert (request.finish_reason, request.stop_reason) == ("stop", "a stop string")
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -661,6 +721,48 @@ def test_preemption_takes_the_last_arrival_and_resumes_it_first():
     assert scheduler.num_preemptions == sum(r.num_preemptions for r in requests.values()) > 0
     for request in requests.values():
         assert request.output_token_ids == expected_output(request)[0]
+
+
+def test_a_preempted_request_goes_before_those_that_have_yet_to_run():
+    """b arrived before c: it gave its blocks to a, and gets them back first."""
+    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=64, max_num_seqs=2)
+    a, b, c = (
+        make_request(name, prompt_of(11, first), max_tokens=12, ignore_eos=True)
+        for first, name in enumerate("abc")
+    )
+    for request in (a, b, c):
+        scheduler.add(request)
+    plans = drain(scheduler, make_runner(scheduler))
+    assert (a.num_preemptions, b.num_preemptions) == (0, 1)
+    entered = [r.req_id for plan in plans for r in (*plan.resumed, *plan.new)]
+    assert entered[:4] == ["a", "b", "b", "c"]
+    assert b.finish_time < c.finish_time
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2])
+def test_abandoning_the_steps_in_flight_gives_all_their_blocks_back(num_in_flight):
+    """Also those in quarantine, whose steps will tell nobody that they are over."""
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=True)
+    gone, running, waiting = (
+        make_request(name, prompt_of(7, first), max_tokens=5, ignore_eos=True)
+        for first, name in enumerate(("gone", "running", "waiting"))
+    )
+    for request in (gone, running, waiting):
+        scheduler.add(request)
+    for _ in range(num_in_flight):
+        scheduler.schedule()
+    scheduler.abort("gone")
+    assert scheduler.pools[0].num_quarantined == 2
+    error = StepError("interrupted", step_id=0)
+    assert scheduler.abandon(error) == [running]
+    assert scheduler.abandon(error) == [], "once more: the first time was interrupted"
+    assert (running.error, running.finish_reason) == (error, "error")
+    check_pool(scheduler)
+    assert (scheduler.pools[0].num_free, scheduler.num_free_slots) == (4, 4)
+    assert list(scheduler.waiting.values()) == list(scheduler.unfinished) == [waiting]
+    plan = scheduler.schedule()
+    assert (scheduled(plan), plan.finished) == ({"waiting": 7}, ())
+    assert plan.epochs[0] > 0, "not the epoch of the slot's request before"
 
 
 def test_a_preempted_requests_pending_token_is_dropped_and_computed_again():
