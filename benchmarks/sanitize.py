@@ -24,8 +24,9 @@ import torch
 
 from mrv1 import kernels
 from mrv1.bench.provenance import provenance
-from mrv1.kernels import HeadRole, KVScales, prefill_attention, reference
-from mrv1.kernels.edit_logits import MAX_PARTS
+from mrv1.kernels import HeadRole, KVScales, reference
+from mrv1.kernels.attention import prefill_attention
+from mrv1.kernels.sampling.edit_logits import MAX_PARTS
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 
 TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"SUMMARY: (\d+) hazard"}

@@ -61,7 +61,7 @@ def test_wheel_holds_the_package_and_its_data(wheel: Path):
         names = set(archive.namelist())
     tiny = {"config.json", "model.safetensors", "tokenizer.json"}
     assert {f"mrv1/models/tiny/{name}" for name in tiny} <= names
-    assert {"mrv1/py.typed", "mrv1/__init__.py", "mrv1/kernels/_triton.py"} <= names
+    assert {"mrv1/py.typed", "mrv1/__init__.py", "mrv1/kernels/_base/triton.py"} <= names
     assert not [name for name in names if name.startswith(("tests", "training", "benchmarks"))]
     sources = {str(path.relative_to(REPO)) for path in (REPO / "mrv1").rglob("*.py")}
     assert sources <= names

@@ -10,7 +10,7 @@ import torch
 from mrv1.bench.attention_case import AttentionCase, Cell, KVDtype
 from mrv1.bench.peers import PEERS
 from mrv1.errors import ConfigError
-from mrv1.kernels.kv_layout import BLOCK_SIZES
+from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 
 DECODE_CELLS = tuple(
     Cell(*pair)

@@ -22,7 +22,7 @@ from mrv1.config import (
 from mrv1.device import kernel_path
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError
-from mrv1.kernels._triton import triton
+from mrv1.kernels._base.triton import triton
 from mrv1.kernels.ops import select_ops
 from mrv1.models import DecoderModel, ModelConfig, random_weights
 

@@ -38,7 +38,7 @@ from mrv1.bench.timing import (
 from mrv1.device import kernel_path, resolve_device
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
-from mrv1.kernels.kv_layout import BLOCK_SIZES
+from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.kernels.ops import Ops, select_ops
 
 SCHEMA = 2

@@ -16,7 +16,7 @@ import torch
 from mrv1.bench.kv_write_data import BYTE_DTYPE, WriteData, wrong_elements
 from mrv1.bench.timing import Launch
 from mrv1.integrations.vllm_cache_write import triton_cache_writes
-from mrv1.kernels.kv_scales import LARGEST_E4M3
+from mrv1.kernels.cache.kv_scales import LARGEST_E4M3
 
 CountWrong = Callable[[], int]
 Adapter = Callable[[WriteData], tuple[list[Launch], CountWrong]]

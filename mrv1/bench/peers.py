@@ -26,7 +26,7 @@ from mrv1.errors import ConfigError
 from mrv1.integrations.vllm_flash_attention import flash_attention
 from mrv1.integrations.vllm_triton import triton_attention
 from mrv1.kernels import KVScales
-from mrv1.kernels.kv_scales import LARGEST_E4M3
+from mrv1.kernels.cache.kv_scales import LARGEST_E4M3
 from mrv1.kernels.reference import quantize_e4m3
 
 Adapter = Callable[[AttentionData], list[Launch]]

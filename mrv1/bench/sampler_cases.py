@@ -13,8 +13,8 @@ import torch
 
 from mrv1.bench.timing import WrongResultError
 from mrv1.kernels import reference
-from mrv1.kernels.logprobs import TopLogprobs
 from mrv1.kernels.ops import Ops
+from mrv1.kernels.sampling.logprobs import TopLogprobs
 from mrv1.sampler import History, Sampler, SamplerLimits, SamplingParams
 
 Stage = Literal["draw", "edit", "edit and draw", "bitmask", "logprobs", "raw logprobs"]

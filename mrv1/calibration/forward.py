@@ -9,8 +9,8 @@ from mrv1.config import KVCacheDtypeName
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadPolicy, Visible
 from mrv1.headwise.recall import TokenIds
-from mrv1.kernels.kv_layout import KVLayout
-from mrv1.kernels.kv_scales import KVScales
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.models import AttentionBatch, DecoderModel, LayerCache
 
 BLOCK_SIZE = 16

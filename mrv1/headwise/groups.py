@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mrv1.headwise.policy import FULL, HeadPolicy, Visible
-from mrv1.kernels.kv_layout import HeadRole
+from mrv1.kernels.cache.kv_layout import HeadRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

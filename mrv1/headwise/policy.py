@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mrv1.config import INT32_MAX
 from mrv1.errors import ConfigError
-from mrv1.kernels.kv_layout import HeadRole
+from mrv1.kernels.cache.kv_layout import HeadRole
 
 VERSION = 1
 """Of the JSON form."""

@@ -10,28 +10,28 @@ On a machine without a GPU set ``TRITON_INTERPRET=1`` before the process starts,
 from __future__ import annotations
 
 from mrv1.kernels import reference
-from mrv1.kernels.activation import silu_and_mul
-from mrv1.kernels.bad_words import apply_bad_words
-from mrv1.kernels.copy_pages import copy_pages
-from mrv1.kernels.decode_attention import paged_decode_attention
-from mrv1.kernels.decode_plan import DecodePlan, plan_decode_attention
-from mrv1.kernels.edit_logits import apply_token_bitmask, edit_logits
-from mrv1.kernels.embed_tokens import embed_tokens
-from mrv1.kernels.fetch_upload import fetch_upload
-from mrv1.kernels.kv_cache_write import kv_cache_write
-from mrv1.kernels.kv_layout import HeadRole, KVLayout
-from mrv1.kernels.kv_scales import KVScales
-from mrv1.kernels.linear import linear
-from mrv1.kernels.logprobs import TopLogprobs, top_logprobs
-from mrv1.kernels.merge_states import merge_states
-from mrv1.kernels.post_update import post_update
-from mrv1.kernels.prefill_attention import PrefillSplits, paged_prefill_attention
-from mrv1.kernels.qkv_cache_write import qkv_cache_write
-from mrv1.kernels.rms_norm import rms_norm
-from mrv1.kernels.rope import apply_rope
-from mrv1.kernels.sampling import sample_tokens
-from mrv1.kernels.scatter_segments import scatter_segments
-from mrv1.kernels.token_gather import gather_tokens
+from mrv1.kernels.attention.decode_attention import paged_decode_attention
+from mrv1.kernels.attention.decode_plan import DecodePlan, plan_decode_attention
+from mrv1.kernels.attention.merge_states import merge_states
+from mrv1.kernels.attention.prefill_attention import PrefillSplits, paged_prefill_attention
+from mrv1.kernels.cache.copy_pages import copy_pages
+from mrv1.kernels.cache.kv_cache_write import kv_cache_write
+from mrv1.kernels.cache.kv_layout import HeadRole, KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.qkv_cache_write import qkv_cache_write
+from mrv1.kernels.layers.activation import silu_and_mul
+from mrv1.kernels.layers.embed_tokens import embed_tokens
+from mrv1.kernels.layers.linear import linear
+from mrv1.kernels.layers.rms_norm import rms_norm
+from mrv1.kernels.layers.rope import apply_rope
+from mrv1.kernels.sampling.bad_words import apply_bad_words
+from mrv1.kernels.sampling.edit_logits import apply_token_bitmask, edit_logits
+from mrv1.kernels.sampling.logprobs import TopLogprobs, top_logprobs
+from mrv1.kernels.sampling.sample_tokens import sample_tokens
+from mrv1.kernels.step.fetch_upload import fetch_upload
+from mrv1.kernels.step.gather_tokens import gather_tokens
+from mrv1.kernels.step.post_update import post_update
+from mrv1.kernels.step.scatter_segments import scatter_segments
 
 __all__ = [
     "DecodePlan",

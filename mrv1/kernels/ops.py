@@ -9,12 +9,12 @@ import torch
 from mrv1 import kernels
 from mrv1.device import KernelPath
 from mrv1.kernels import reference
-from mrv1.kernels.decode_plan import DecodePlan
-from mrv1.kernels.kv_layout import KVLayout
-from mrv1.kernels.kv_scales import KVScales
-from mrv1.kernels.linear import Activation
-from mrv1.kernels.logprobs import TopLogprobs
-from mrv1.kernels.prefill_attention import PrefillSplits
+from mrv1.kernels.attention.decode_plan import DecodePlan
+from mrv1.kernels.attention.prefill_attention import PrefillSplits
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.layers.linear import Activation
+from mrv1.kernels.sampling.logprobs import TopLogprobs
 
 
 class Ops(Protocol):

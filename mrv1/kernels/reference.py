@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from mrv1.kernels._paged_checks import (
+from mrv1.kernels.attention._paged_checks import (
     PAGE_DTYPES,
     check_attn_mask_offsets,
     check_cache_write,
@@ -29,15 +29,25 @@ from mrv1.kernels._paged_checks import (
     check_softmax_scale,
     check_visited,
 )
-from mrv1.kernels.bad_words import check_bad_words
-from mrv1.kernels.decode_plan import (
+from mrv1.kernels.attention.decode_plan import (
     MAX_PIECES,
     SPLIT_TOKENS,
     DecodePlan,
     check_plan,
     check_plan_options,
 )
-from mrv1.kernels.edit_logits import (
+from mrv1.kernels.attention.prefill_attention import PrefillSplits, check_splits
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import (
+    LARGEST_E4M3,
+    QUARTERS,
+    SMALLEST_SCALE,
+    KVScales,
+    scales_per_block,
+)
+from mrv1.kernels.layers.linear import Activation
+from mrv1.kernels.sampling.bad_words import check_bad_words
+from mrv1.kernels.sampling.edit_logits import (
     ALLOWED,
     BIAS,
     MIN_TOKENS,
@@ -45,19 +55,9 @@ from mrv1.kernels.edit_logits import (
     check_edit_logits,
     check_token_bitmask,
 )
-from mrv1.kernels.kv_layout import KVLayout
-from mrv1.kernels.kv_scales import (
-    LARGEST_E4M3,
-    QUARTERS,
-    SMALLEST_SCALE,
-    KVScales,
-    scales_per_block,
-)
-from mrv1.kernels.linear import Activation
-from mrv1.kernels.logprobs import TopLogprobs, check_top_logprobs
-from mrv1.kernels.post_update import FAILED, LENGTH, RUNNING, STOP_SEQUENCE, STOP_TOKEN
-from mrv1.kernels.prefill_attention import PrefillSplits, check_splits
-from mrv1.kernels.token_gather import check_queries
+from mrv1.kernels.sampling.logprobs import TopLogprobs, check_top_logprobs
+from mrv1.kernels.step.gather_tokens import check_queries
+from mrv1.kernels.step.post_update import FAILED, LENGTH, RUNNING, STOP_SEQUENCE, STOP_TOKEN
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mrv1.kernels.kv_layout import KVLayout
-from mrv1.kernels.kv_scales import KVScales
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

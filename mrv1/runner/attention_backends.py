@@ -12,7 +12,7 @@ import torch
 
 from mrv1.config import AttentionBackendName
 from mrv1.errors import ConfigError, UnsupportedDeviceError
-from mrv1.kernels.kv_layout import HeadRole, KVLayout
+from mrv1.kernels.cache.kv_layout import HeadRole, KVLayout
 from mrv1.models import DecoderModel
 from mrv1.models.attention import AttentionBackend
 from mrv1.models.batch import AttentionBatch, LayerCache

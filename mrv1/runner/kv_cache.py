@@ -12,8 +12,8 @@ import torch
 
 from mrv1.errors import CapacityError
 from mrv1.headwise import HeadGroup, HeadGroups
-from mrv1.kernels.kv_layout import KVLayout
-from mrv1.kernels.kv_scales import KVScales, ScaleGranularity, scales_per_block
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales, ScaleGranularity, scales_per_block
 from mrv1.models.batch import LayerCache
 
 CPU_KV_BYTES = 1 << 30

@@ -25,10 +25,10 @@ from mrv1.config import (
 from mrv1.device import device_info, fp8_path, kernel_path, memory_bytes, resolve_device
 from mrv1.errors import ConfigError, StepError
 from mrv1.headwise import HeadGroups, HeadPolicy
-from mrv1.kernels.compilations import watch_compilations
-from mrv1.kernels.debug import find_bad_block_ids
+from mrv1.kernels._base.compilations import watch_compilations
+from mrv1.kernels.cache.block_ids import find_bad_block_ids
 from mrv1.kernels.ops import select_ops
-from mrv1.kernels.post_update import MAX_SAMPLED_TOKENS
+from mrv1.kernels.step.post_update import MAX_SAMPLED_TOKENS
 from mrv1.models import DecoderModel, ModelConfig, load_kv_scales, load_model
 from mrv1.models.files import read_json
 from mrv1.runner import input_batch

@@ -56,7 +56,7 @@ class Target:
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether kernels are launched there as ``mrv1.kernels._overlap`` does."""
+        """Whether kernels are launched there as ``mrv1.kernels._base.dependent_launch`` does."""
         return self.capability is not None and self.capability >= (9, 0)
 
 
@@ -237,7 +237,7 @@ def compile_cases(target: Target, cases: Iterable[AotCase]) -> list[AotReport]:
     Raises:
         ConfigError: this process interprets kernels.
     """
-    from mrv1.kernels._triton import INTERPRET
+    from mrv1.kernels._base.triton import INTERPRET
 
     if INTERPRET:
         raise ConfigError("TRITON_INTERPRET: expected 0 in a process that compiles, got 1")

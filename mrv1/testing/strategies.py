@@ -40,9 +40,9 @@ except ImportError as error:
         name="hypothesis",
     ) from error
 
-from mrv1.kernels.kv_layout import HeadRole, KVLayout
-from mrv1.kernels.kv_scales import KVScales, ScaleGranularity
-from mrv1.testing import _number_formats
+from mrv1.kernels._base.interpreter import number_formats as _number_formats
+from mrv1.kernels.cache.kv_layout import HeadRole, KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales, ScaleGranularity
 
 __all__ = [
     "LayoutCase",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._triton import tl, triton
+from mrv1.kernels._base.triton import tl, triton
 from mrv1.testing.aot import AotCase, Target, pointer
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._paged import dot_precision
-from mrv1.kernels._triton import triton
-from mrv1.kernels.decode_attention import (
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.attention._paged import dot_precision
+from mrv1.kernels.attention.decode_attention import (
     MIN_PAIRED_DIM,
     _merge_items_kernel,
     _paged_decode_attention_kernel,
     merge_tile,
 )
-from mrv1.kernels.decode_plan import (
+from mrv1.kernels.attention.decode_plan import (
     DecodeAttentionConfig,
     _plan_decode_kernel,
     items_per_program,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._triton import triton
-from mrv1.kernels.edit_logits import (
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.sampling.edit_logits import (
     LIMITED,
     MAX_REGISTERS,
     EditLogitsConfig,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._triton import triton
-from mrv1.kernels.activation import SiluAndMulConfig, _silu_and_mul_kernel
-from mrv1.kernels.rms_norm import RmsNormConfig, _rms_norm_kernel
-from mrv1.kernels.rope import RopeConfig, _apply_rope_kernel
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.layers.activation import SiluAndMulConfig, _silu_and_mul_kernel
+from mrv1.kernels.layers.rms_norm import RmsNormConfig, _rms_norm_kernel
+from mrv1.kernels.layers.rope import RopeConfig, _apply_rope_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mrv1.kernels._linear_registers import RegisterConfig, _linear_registers_kernel
-from mrv1.kernels._linear_splits import TILE_OUT, _add_splits_kernel, sum_warps
-from mrv1.kernels._linear_tiles import TileConfig, _linear_tile_kernel
-from mrv1.kernels._linear_vector import VectorConfig, _linear_vector_kernel
-from mrv1.kernels._triton import triton
-from mrv1.kernels.linear import MOST_TOKENS, PRODUCTS_FROM_SHARED_MEMORY
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.layers.linear import MOST_TOKENS, PRODUCTS_FROM_SHARED_MEMORY
+from mrv1.kernels.layers.linear_registers import RegisterConfig, _linear_registers_kernel
+from mrv1.kernels.layers.linear_splits import TILE_OUT, _add_splits_kernel, sum_warps
+from mrv1.kernels.layers.linear_tiles import TileConfig, _linear_tile_kernel
+from mrv1.kernels.layers.linear_vector import VectorConfig, _linear_vector_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 
 PARKED_BYTES = {"sm_80": 16, "sm_100": 8}

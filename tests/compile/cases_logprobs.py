@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._sampling_groups import group_size, group_sums_kernel
-from mrv1.kernels._triton import triton
-from mrv1.kernels.logprobs import TopLogprobsConfig, _top_logprobs_kernel
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
+from mrv1.kernels.sampling.logprobs import TopLogprobsConfig, _top_logprobs_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._triton import triton
-from mrv1.kernels.copy_pages import CopyPagesConfig, _copy_pages_kernel
-from mrv1.kernels.kv_layout import ALIGNMENT_BYTES
-from mrv1.kernels.merge_states import MergeStatesConfig, _merge_states_kernel
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.attention.merge_states import MergeStatesConfig, _merge_states_kernel
+from mrv1.kernels.cache.copy_pages import CopyPagesConfig, _copy_pages_kernel
+from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES
 from mrv1.testing.aot import AotCase, Target, pointer
 
 NUM_KV_HEADS = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._triton import triton
-from mrv1.kernels.qkv_cache_write import QKVCacheWriteConfig, _qkv_cache_write_kernel
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.cache.qkv_cache_write import QKVCacheWriteConfig, _qkv_cache_write_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import BLOCK_SIZE, NO_FP8, _caches, _fp8, _fp8_name, _name
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._quarter_write import QuarterWriteConfig, _quarter_write_kernel
-from mrv1.kernels._triton import triton
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.cache.quarter_write import QuarterWriteConfig, _quarter_write_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import NUM_KV_HEADS, _caches, _fp8, _name
 

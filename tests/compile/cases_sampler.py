@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels.bad_words import BadWordsConfig, _apply_bad_words_kernel
+from mrv1.kernels.sampling.bad_words import BadWordsConfig, _apply_bad_words_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._sampling_draw import draw_kernel
-from mrv1.kernels._sampling_groups import group_size, group_sums_kernel
-from mrv1.kernels._triton import triton
-from mrv1.kernels.sampling import SampleTokensConfig
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.sampling.draw import draw_kernel
+from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
+from mrv1.kernels.sampling.sample_tokens import SampleTokensConfig
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._triton import triton
-from mrv1.kernels.embed_tokens import _embed_tokens_kernel
-from mrv1.kernels.fetch_upload import TILE_WORDS, _fetch_upload_kernel
-from mrv1.kernels.post_update import PostUpdateConfig, _post_update_kernel
-from mrv1.kernels.scatter_segments import ScatterSegmentsConfig, _scatter_segments_kernel
-from mrv1.kernels.token_gather import GatherTokensConfig, _gather_tokens_kernel
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.layers.embed_tokens import _embed_tokens_kernel
+from mrv1.kernels.step.fetch_upload import TILE_WORDS, _fetch_upload_kernel
+from mrv1.kernels.step.gather_tokens import GatherTokensConfig, _gather_tokens_kernel
+from mrv1.kernels.step.post_update import PostUpdateConfig, _post_update_kernel
+from mrv1.kernels.step.scatter_segments import ScatterSegmentsConfig, _scatter_segments_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 
 INT32, INT64 = torch.int32, torch.int64

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import strategies as st
+
+from mrv1 import kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SENTINEL = 7.0
@@ -20,7 +22,7 @@ seeds = st.integers(0, 2**31 - 1)
 @contextmanager
 def tiles(op: str, *, as_on_gpu: bool) -> Iterator[None]:
     """Cut ``op`` into programs as the interpreter does, or as a GPU does: both must be right."""
-    module = importlib.import_module(f"mrv1.kernels.{op}")
+    module = sys.modules[getattr(kernels, op).__module__]
     with pytest.MonkeyPatch.context() as patch:
         if as_on_gpu:
             patch.setattr(module, "INTERPRET", False)

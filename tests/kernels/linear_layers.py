@@ -11,7 +11,7 @@ import torch
 from mrv1.kernels import reference
 from tests.kernels.elementwise import in_a_wider_row, normal
 
-module = importlib.import_module("mrv1.kernels.linear")
+module = importlib.import_module("mrv1.kernels.layers.linear")
 
 EPS = 1e-6
 FEATURES = (

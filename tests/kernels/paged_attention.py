@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from mrv1.kernels import DecodePlan, PrefillSplits, decode_plan, prefill_attention
+from mrv1.kernels import DecodePlan, PrefillSplits
+from mrv1.kernels.attention import decode_plan, prefill_attention
 from mrv1.testing.strategies import PagedCase
 
 SENTINEL = 7.0

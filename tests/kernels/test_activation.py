@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.activation import SiluAndMulConfig
+from mrv1.kernels.layers.activation import SiluAndMulConfig
 from tests.kernels.elementwise import (
     DTYPES,
     assert_gaps_untouched,
@@ -63,7 +63,7 @@ def test_it_is_as_exact_as_torch(device, num_tokens, num_cols, dtype, scale, gap
     x = normal((num_tokens, 2 * num_cols), dtype, device, seed) * scale
     x = in_a_wider_row(x, gap, 2 * gap)
     out = in_a_wider_row(torch.zeros_like(x[:, :num_cols]), gap, gap)
-    with tiles("activation", as_on_gpu=as_on_gpu):
+    with tiles("silu_and_mul", as_on_gpu=as_on_gpu):
         assert kernels.silu_and_mul(x, out=out) is out
     assert_in_budget(out, _torch(x), _exact(x), exponent=x[:, :num_cols].double().abs())
     assert_gaps_untouched(out)
@@ -82,7 +82,7 @@ def test_a_token_alone_has_the_bits_that_it_has_among_others(
     device, num_tokens, num_cols, dtype, gap, as_on_gpu, seed
 ):
     x = in_a_wider_row(normal((num_tokens, 2 * num_cols), dtype, device, seed), gap, gap)
-    with tiles("activation", as_on_gpu=as_on_gpu):
+    with tiles("silu_and_mul", as_on_gpu=as_on_gpu):
         want = kernels.silu_and_mul(x)
         for token in {0, num_tokens // 2, num_tokens - 1}:
             alone = slice(token, token + 1)

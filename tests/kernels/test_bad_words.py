@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.errors import UnsupportedDeviceError
 from mrv1.kernels import reference
-from mrv1.kernels.bad_words import BadWordsConfig
+from mrv1.kernels.sampling.bad_words import BadWordsConfig
 from tests.kernels.elementwise import DTYPES, in_a_wider_row, normal, tiles, with_strides
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -211,7 +211,7 @@ def test_the_oracle_takes_float64():
 
 @given(case=_cases(), as_on_gpu=st.booleans())
 def test_logits_equal_the_loops(device, case, as_on_gpu):
-    with tiles("bad_words", as_on_gpu=as_on_gpu):
+    with tiles("apply_bad_words", as_on_gpu=as_on_gpu):
         assert _run(kernels, case, device) == _by_hand(case)
 
 
@@ -353,7 +353,7 @@ def test_the_count_says_how_many_words_there_are(device, count):
             arguments = _arguments(case, device)
             arguments["logits"].zero_()
             arguments["num_bad_words"].fill_(count)
-            with tiles("bad_words", as_on_gpu=as_on_gpu):
+            with tiles("apply_bad_words", as_on_gpu=as_on_gpu):
                 ops.apply_bad_words(**arguments)
             lost = (arguments["logits"][0] == -torch.inf).nonzero().flatten().tolist()
             assert lost == [0, 1, 5][: max(count, 0)]
@@ -386,7 +386,7 @@ def test_hundreds_of_words(device, dtype):
     case = Case(slots, rows, max_words=130, max_len=8, vocab=151, dtype=dtype)
     assert max(map(len, _banned(case))) > 50
     for as_on_gpu in (False, True):
-        with tiles("bad_words", as_on_gpu=as_on_gpu):
+        with tiles("apply_bad_words", as_on_gpu=as_on_gpu):
             assert _run(kernels, case, device) == _by_hand(case)
 
 

@@ -14,8 +14,8 @@ from hypothesis.strategies import DrawFn
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, reference
-from mrv1.kernels.copy_pages import CopyPagesConfig
-from mrv1.kernels.kv_scales import KVScales
+from mrv1.kernels.cache.copy_pages import CopyPagesConfig
+from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache, kv_layouts
 from tests.kernels.elementwise import normal
 from tests.kernels.paged_attention import assert_equal, make_queries, run_decode

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import kernels
-from mrv1.kernels import HeadRole, KVLayout, decode_plan, reference
+from mrv1.kernels import HeadRole, KVLayout, reference
+from mrv1.kernels.attention import decode_plan
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import kernels
-from mrv1.kernels import DecodePlan, HeadRole, KVLayout, decode_plan, reference
-from mrv1.kernels.decode_plan import DecodeAttentionConfig
+from mrv1.kernels import DecodePlan, HeadRole, KVLayout, reference
+from mrv1.kernels.attention import decode_plan
+from mrv1.kernels.attention.decode_plan import DecodeAttentionConfig
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 

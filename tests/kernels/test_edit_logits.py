@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.errors import UnsupportedDeviceError
 from mrv1.kernels import reference
-from mrv1.kernels.edit_logits import (
+from mrv1.kernels.sampling.edit_logits import (
     ALLOWED,
     BIAS,
     MAX_PARTS,

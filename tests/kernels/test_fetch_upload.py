@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.fetch_upload import NUM_PROGRAMS, TILE_WORDS
+from mrv1.kernels.step.fetch_upload import NUM_PROGRAMS, TILE_WORDS
 from tests.kernels.elementwise import tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.device import Fp8Choice
-from mrv1.kernels import HeadRole, KVLayout, KVScales, _scales, reference
-from mrv1.kernels._fp8 import decode_e4m3, encode_e4m3, quantize
-from mrv1.kernels._triton import tl, triton
-from mrv1.testing import _number_formats
+from mrv1.kernels import HeadRole, KVLayout, KVScales, reference
+from mrv1.kernels._base.interpreter import number_formats as _number_formats
+from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.cache import scale_arguments as _scales
+from mrv1.kernels.cache.fp8 import decode_e4m3, encode_e4m3, quantize
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, reference
-from mrv1.kernels.kv_cache_write import KVCacheWriteConfig
+from mrv1.kernels.cache.kv_cache_write import KVCacheWriteConfig
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,

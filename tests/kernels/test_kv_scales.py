@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1.kernels import HeadRole, KVScales
-from mrv1.kernels.kv_scales import scales_per_block
+from mrv1.kernels.cache.kv_scales import scales_per_block
 from mrv1.testing.strategies import kv_layouts
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]

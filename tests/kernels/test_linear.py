@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels._linear_registers import RegisterConfig
-from mrv1.kernels._linear_tiles import TileConfig
-from mrv1.kernels._linear_vector import VectorConfig
+from mrv1.kernels.layers.linear_registers import RegisterConfig
+from mrv1.kernels.layers.linear_tiles import TileConfig
+from mrv1.kernels.layers.linear_vector import VectorConfig
 from tests.kernels.elementwise import (
     DTYPES,
     SENTINEL,
@@ -34,7 +34,7 @@ from tests.kernels.linear_layers import (
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
-module = importlib.import_module("mrv1.kernels.linear")
+module = importlib.import_module("mrv1.kernels.layers.linear")
 
 TOKENS = (1, 2, 15, 16, 17, 33, 65)
 SIZES = ((16, 1), (64, 48), (100, 70), (300, 8), (1024, 66), (1100, 20))  # inputs, outputs

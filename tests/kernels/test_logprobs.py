@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.errors import UnsupportedDeviceError
 from mrv1.kernels import reference
-from mrv1.kernels.logprobs import MAX_VOCAB_SIZE, TopLogprobs, TopLogprobsConfig
+from mrv1.kernels.sampling.logprobs import MAX_VOCAB_SIZE, TopLogprobs, TopLogprobsConfig
 from tests.kernels.elementwise import (
     DTYPES,
     assert_gaps_untouched,
@@ -48,7 +48,7 @@ def _run(ops, case: Case, device="cpu", *, as_on_gpu: bool = False) -> TopLogpro
 
     logits = in_a_wider_row(case.logits.to(device), 3, 2)
     before = logits.clone()
-    with tiles("logprobs", as_on_gpu=as_on_gpu):
+    with tiles("top_logprobs", as_on_gpu=as_on_gpu):
         result = ops.top_logprobs(
             logits,
             in_a_wider_row(case.token_ids.to(device), 1, 1),

@@ -13,7 +13,7 @@ from hypothesis.strategies import DrawFn
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.merge_states import MergeStatesConfig
+from mrv1.kernels.attention.merge_states import MergeStatesConfig
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
 from tests.kernels.elementwise import (
     DTYPES,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.post_update import (
+from mrv1.kernels.step.post_update import (
     FAILED,
     LENGTH,
     RUNNING,

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import kernels
-from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, prefill_attention, reference
-from mrv1.kernels.prefill_attention import PrefillAttentionConfig
+from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
+from mrv1.kernels.attention import prefill_attention
+from mrv1.kernels.attention.prefill_attention import PrefillAttentionConfig
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import KVLayout, KVScales, reference
-from mrv1.kernels.qkv_cache_write import QKVCacheWriteConfig
+from mrv1.kernels.cache.qkv_cache_write import QKVCacheWriteConfig
 from mrv1.testing.strategies import (
     LayoutCase,
     PagedCase,

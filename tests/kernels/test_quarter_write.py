@@ -13,8 +13,8 @@ from hypothesis.strategies import DrawFn
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, KVScales, reference
-from mrv1.kernels._quarter_write import QuarterWriteConfig
-from mrv1.testing import _number_formats
+from mrv1.kernels._base.interpreter import number_formats as _number_formats
+from mrv1.kernels.cache.quarter_write import QuarterWriteConfig
 from mrv1.testing.strategies import LayoutCase, kv_layouts
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]

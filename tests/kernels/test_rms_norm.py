@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.rms_norm import RmsNormConfig
+from mrv1.kernels.layers.rms_norm import RmsNormConfig
 from tests.kernels.elementwise import (
     DTYPES,
     assert_gaps_untouched,

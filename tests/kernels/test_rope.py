@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.rope import RopeConfig
+from mrv1.kernels.layers.rope import RopeConfig
 from tests.kernels.elementwise import DTYPES, assert_in_budget, normal, seeds, tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -106,7 +106,7 @@ def test_it_is_as_exact_as_torch(
     positions = torch.randint(
         MAX_POSITIONS, (num_tokens,), generator=torch.Generator().manual_seed(seed)
     ).to(device)
-    with tiles("rope", as_on_gpu=as_on_gpu):
+    with tiles("apply_rope", as_on_gpu=as_on_gpu):
         kernels.apply_rope(q, k, cos_sin, positions, interleaved=interleaved)
     rotated, original = qkv[:, :-num_kv_heads], before[:, :-num_kv_heads]
     arguments = (original, cos_sin, positions, interleaved)
@@ -137,7 +137,7 @@ def test_a_token_alone_has_the_bits_that_it_has_among_others(
         kernels.apply_rope(*turned, cos_sin, positions[tokens], interleaved=interleaved)
         return torch.cat(turned, dim=1)
 
-    with tiles("rope", as_on_gpu=as_on_gpu):
+    with tiles("apply_rope", as_on_gpu=as_on_gpu):
         want = rotated(slice(None))
         for token in {0, num_tokens // 2, num_tokens - 1}:
             alone = slice(token, token + 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.scatter_segments import ScatterSegmentsConfig
+from mrv1.kernels.step.scatter_segments import ScatterSegmentsConfig
 from tests.kernels.elementwise import tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mrv1 import kernels
-from mrv1.kernels import prefill_attention, reference
+from mrv1.kernels import reference
+from mrv1.kernels.attention import prefill_attention
 from mrv1.models.attention import KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache

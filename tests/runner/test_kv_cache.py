@@ -11,7 +11,7 @@ from mrv1 import CapacityError, ConfigError, EngineConfig, ModelRunner, Unsuppor
 from mrv1.config import KVScaleName
 from mrv1.device import Fp8Choice
 from mrv1.headwise import FULL, HeadGroups, HeadPolicy, Visible
-from mrv1.kernels.kv_scales import ScaleGranularity
+from mrv1.kernels.cache.kv_scales import ScaleGranularity
 from mrv1.runner.kv_cache import CacheSpec, KVCache, StreamingDemand
 from tests.models.families import tiny_checkpoint
 from tests.models.test_fp8_cache import HEAD_SCALES, add_tensors, scale_tensors

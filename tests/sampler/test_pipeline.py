@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv1 import SamplingParams, kernels
-from mrv1.kernels._triton import INTERPRET
+from mrv1.kernels._base.triton import INTERPRET
 from mrv1.sampler import History, Sampler, SamplerLimits
 from tests.kernels.elementwise import normal
 from tests.kernels.elementwise import seeds as small_seeds

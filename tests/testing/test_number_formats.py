@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrv1.testing._number_formats import decode, encode
+from mrv1.kernels._base.interpreter.number_formats import decode, encode
 
 FLOAT8 = {
     "fp8e4nv": torch.float8_e4m3fn,

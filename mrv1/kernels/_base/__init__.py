@@ -1,0 +1,1 @@
+"""What every kernel stands on: the one import of triton, argument checks, dependent launch."""

@@ -1,0 +1,29 @@
+"""How often Triton has compiled a kernel, or loaded one: while serving it must not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mrv1.kernels._base.triton import triton
+
+_counts: Counter[str] = Counter()
+_is_watched = False
+
+
+def watch_compilations() -> Counter[str]:
+    """Return the process's counts by kernel, from the first call on; they go on.
+
+    A hook that is installed already is called as before.
+    """
+    global _is_watched
+    if not _is_watched:
+        _is_watched = True
+        runtime = triton.knobs.runtime
+        earlier = runtime.jit_post_compile_hook
+
+        def counted(**about: object) -> object:
+            _counts[getattr(about.get("fn"), "name", "?")] += 1
+            return earlier(**about) if earlier is not None else None
+
+        runtime.jit_post_compile_hook = counted
+    return _counts

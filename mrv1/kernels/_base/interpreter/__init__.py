@@ -1,0 +1,90 @@
+"""Corrections and checks for Triton's CPU interpreter (Triton 3.6 to 3.9).
+
+``TRITON_INTERPRET=1`` runs kernels on CPU tensors without a driver. Stock, it gets conversions to
+bfloat16 and fp8 wrong, bfloat16 arithmetic too, and is slow in custom reductions; it also accepts
+what a GPU would not: addresses outside the arguments, int32 overflow, failed device assertions.
+
+- :func:`install` makes the results right; ``mrv1.kernels`` calls it when it interprets.
+- ``install(debug=True)`` adds int32 overflow checks and ``tl.device_assert``.
+- :func:`install_bounds` makes a stray address an ``IndexError`` that names the program.
+
+All three hold for the rest of the process: checks go on, never off.
+"""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import triton.language as tl
+
+from mrv1.kernels._base.interpreter.bounds import BoundedExecutor, CheckedMemory
+from mrv1.kernels._base.interpreter.builder import CorrectedBuilder
+from mrv1.kernels._base.interpreter.internals import Opaque, Tensor, ti
+from mrv1.kernels._base.interpreter.reductions import CorrectedReduceOps, CorrectedScanOps
+
+__all__ = ["install", "install_bounds"]
+
+
+def install(*, debug: bool = False) -> None:
+    """Correct the interpreter for this process; a second call is free.
+
+    Args:
+        debug: also check 32-bit integer arithmetic for overflow and evaluate ``tl.device_assert``
+            (about twice as slow). Once on, a later call without it leaves it on.
+    """
+    builder = ti.interpreter_builder
+    if not isinstance(builder, CorrectedBuilder):
+        # The one builder instance is bound into Triton's semantic layer: change what it does, not
+        # which object it is.
+        builder.__class__ = CorrectedBuilder
+        ti.ReduceOps, ti.ScanOps = CorrectedReduceOps, CorrectedScanOps
+        _correct_arguments()
+        _patch_library_once()
+        # Stock, every int32 operation is repeated in int64 and the check thrown away.
+        builder.options = ti.InterpreterOptions(debug=False, sanitize_overflow=False)
+    if debug:
+        builder.options = ti.InterpreterOptions(debug=True, sanitize_overflow=True)
+
+
+def install_bounds() -> None:
+    """Check every unmasked address of every later launch; a second call is free.
+
+    A load, store or atomic raises ``IndexError`` (as the cause of Triton's ``InterpreterError``)
+    unless it lies in the storage of a tensor argument. A view's whole storage counts, and pointers
+    that a kernel loads from memory must lead into an argument too.
+    """
+    if not isinstance(ti._interpreter, CheckedMemory):
+        ti._interpreter = CheckedMemory(ti._interpreter)
+        ti.GridExecutor = BoundedExecutor
+
+
+def _correct_arguments() -> None:
+    """Let 3.6 loop over loaded values with numpy >= 2.4, and 3.6 and 3.7 take run-time bools."""
+    patch_tensor, convert = ti._patch_lang_tensor, ti._implicit_cvt
+
+    def patch_lang_tensor(tensor: type[Tensor], scope: Opaque) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    def implicit_cvt(arg: object) -> object:
+        if isinstance(arg, bool):
+            return tl.tensor(ti.TensorHandle(np.array([arg]), tl.int1), tl.int1)
+        return convert(arg)
+
+    ti._patch_lang_tensor, ti._implicit_cvt = patch_lang_tensor, implicit_cvt
+
+
+class _KeptScope:
+    """A patch scope that stays."""
+
+    def restore(self) -> None:
+        """Leave the library patched."""
+
+
+def _patch_library_once() -> None:
+    """Patch ``triton.language`` once, not at each launch and device-function call (1 ms)."""
+    probe = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
+    ti._patch_lang(probe)
+    kept = _KeptScope()
+    ti._patch_lang = lambda fn: kept

@@ -1,0 +1,86 @@
+"""Address checks for the interpreter: stock, a kernel may touch any byte of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mrv1.kernels._base.interpreter.internals import Array, Opaque, ti
+
+
+def _storages(args: Iterable[object]) -> Iterator[tuple[int, int]]:
+    """Yield (first byte, byte past the last) of every tensor among launch arguments."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from _storages(arg)
+        elif isinstance(arg, TensorDescriptor):
+            yield from _storages((arg.base,))
+        elif hasattr(arg, "data_ptr"):
+            storage = ti._unwrap_tensor(arg).untyped_storage()
+            yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+class CheckedMemory:
+    """Stands in for the interpreter's memory module; refuses addresses outside the arguments."""
+
+    def __init__(self, memory: Opaque) -> None:
+        self._memory = memory
+        self._ranges = np.zeros((0, 2), dtype=np.uint64)
+
+    def __getattr__(self, name: str) -> Opaque:
+        return getattr(self._memory, name)
+
+    def allow(self, args: Iterable[object]) -> None:
+        """Make the storages of ``args`` the only readable and writable bytes."""
+        ranges = sorted(set(_storages(args)))
+        self._ranges = np.array(ranges, dtype=np.uint64).reshape(-1, 2)
+
+    def load(self, pointers: Array, mask: Array, other: Array, dtype: Opaque) -> Opaque:
+        """Load after a check."""
+        self._check("load", pointers, mask, dtype.itemsize)
+        return self._memory.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: Array, value: Array, mask: Array) -> Opaque:
+        """Store after a check."""
+        self._check("store", pointers, mask, value.dtype.itemsize)
+        return self._memory.store(pointers, value, mask)
+
+    def atomic_rmw(
+        self, op: Opaque, pointers: Array, value: Array, mask: Array, sem: Opaque
+    ) -> Opaque:
+        """Read, modify and write after a check."""
+        self._check("atomic", pointers, mask, value.dtype.itemsize)
+        return self._memory.atomic_rmw(op, pointers, value, mask, sem)
+
+    def atomic_cas(self, pointers: Array, expected: Array, value: Array, sem: Opaque) -> Opaque:
+        """Compare and swap after a check."""
+        self._check("atomic", pointers, np.ones((), dtype=bool), value.dtype.itemsize)
+        return self._memory.atomic_cas(pointers, expected, value, sem)
+
+    def _check(self, what: str, pointers: Array, mask: Array, itemsize: int) -> None:
+        # A scalar condition that was broadcast comes as int32.
+        used = pointers[np.broadcast_to(mask.astype(bool), pointers.shape)]
+        if not used.size:
+            return
+        if len(self._ranges):
+            row = np.searchsorted(self._ranges[:, 0], used, side="right") - 1
+            end = self._ranges[np.maximum(row, 0), 1]
+            outside = int(np.count_nonzero((row < 0) | (used + np.uint64(itemsize) > end)))
+        else:
+            outside = used.size
+        if outside:
+            raise IndexError(
+                f"{what}: {outside} of {used.size} addresses outside every tensor argument, "
+                f"program {ti.interpreter_builder.grid_idx}"
+            )
+
+
+class BoundedExecutor(ti.GridExecutor):  # type: ignore[misc]
+    """Runs a grid with loads and stores confined to the launch's tensor arguments."""
+
+    def _init_args_hst(self, args_dev: Opaque, kwargs: Opaque) -> Opaque:
+        args, kwargs = super()._init_args_hst(args_dev, kwargs)
+        ti._interpreter.allow((*args, *kwargs.values()))
+        return args, kwargs

@@ -1,0 +1,163 @@
+"""The interpreter's builder with right conversions and right bfloat16 arithmetic.
+
+Stock, Triton 3.6 to 3.9 truncate float32 to bfloat16, wrap and misround float32 to fp8, decode
+fp8 NaN as 480 and do bfloat16 arithmetic on the integer codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import triton.language as tl
+from triton._C.libtriton import ir
+
+from mrv1.kernels._base.interpreter.internals import Array, DType, Handle, Opaque, ti
+from mrv1.kernels._base.interpreter.number_formats import PACKED, decode, encode
+
+_COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
+
+
+def encode_as(values: Array, dtype: DType, *, toward_zero: bool = False) -> Handle:
+    """Return a handle of ``dtype`` that holds float32 ``values`` rounded to it."""
+    scalar = dtype.scalar
+    if scalar.name in (*PACKED, "fp16"):
+        return ti.TensorHandle(encode(values, scalar.name, toward_zero=toward_zero), scalar)
+    with np.errstate(all="ignore"):
+        return ti.TensorHandle(values.astype(ti._get_np_dtype(scalar)), scalar)
+
+
+def float32_of(handle: Handle) -> Array:
+    """Return the float32 values of any floating handle."""
+    return decode(handle.data, handle.dtype.scalar.name)
+
+
+def _float64_of(handle: Handle) -> Array:
+    values = float32_of(handle) if _is_packed(handle.dtype) else handle.data
+    return np.ascontiguousarray(values, dtype=np.float64)
+
+
+def _product(a: Array, b: Array) -> Array:
+    """Return ``a @ b`` of contiguous float64 matrices; no element depends on the shape of either.
+
+    ``np.matmul`` calls a BLAS that sums over K in an order of its own for each shape and CPU: on a
+    CPU without AVX-512 a row has other bits alone than among 16. ``einsum`` walks the axis of the
+    smallest stride innermost, which is N in both ``b`` and the result, so each element is summed
+    from k = 0 upwards. A result of one column has no such axis: it gets a second one.
+    """
+    num_cols = b.shape[-1]
+    if num_cols == 1:
+        b = np.repeat(b, 2, axis=-1)
+    product: Array = np.einsum("...mk,...kn->...mn", a, b, optimize=False)
+    return product[..., :num_cols]
+
+
+def _is_packed(dtype: DType) -> bool:
+    return dtype.scalar.name in PACKED
+
+
+def _is_bf16(handle: Handle) -> bool:
+    return bool(handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16)
+
+
+def _widened(handle: Handle) -> Handle:
+    return ti.TensorHandle(float32_of(handle), tl.float32) if _is_bf16(handle) else handle
+
+
+def _narrowed(handle: Handle) -> Handle:
+    return encode_as(handle.data, tl.bfloat16)
+
+
+def _fused(x: Array, y: Array, z: Array) -> Array:
+    """Return float32 ``x * y + z``, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd there (to whichever neighbour has
+    an odd last bit, if inexact), after which rounding to float32 is that of the exact sum.
+    """
+    with np.errstate(all="ignore"):
+        product = x.astype(np.float64) * y
+        total = np.asarray(product + z)
+        added = total - product
+        error = (product - (total - added)) + (z - added)
+        bits = total.view(np.int64)
+        away = np.where((error > 0) == (total > 0), 1, -1)
+        inexact = np.isfinite(total) & (error != 0) & (bits % 2 == 0)
+        return np.where(inexact, bits + away, bits).view(np.float64).astype(np.float32)
+
+
+class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
+    """Computes bfloat16 in float32 and rounds once, as the compiled kernels do."""
+
+    def cast_impl(self, src: Handle, dst_type: DType) -> Handle:
+        """Convert between dtypes; formats kept as integers go through float32."""
+        with np.errstate(all="ignore"):
+            if _is_packed(dst_type):
+                return encode_as(float32_of(src), dst_type)
+            if _is_packed(src.dtype):
+                dtype = dst_type.scalar
+                return ti.TensorHandle(float32_of(src).astype(ti._get_np_dtype(dtype)), dtype)
+            return super().cast_impl(src, dst_type)
+
+    def create_fp_to_fp(self, src: Handle, dst_type: DType, rounding_mode: Opaque) -> Handle:
+        """Convert with an explicit rounding mode."""
+        toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
+        return encode_as(float32_of(src), dst_type, toward_zero=toward_zero)
+
+    def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
+        """Apply ``op``; a comparison of bfloat16 yields int1, all else bfloat16."""
+        with np.errstate(all="ignore"):
+            if not _is_bf16(lhs):
+                return super().binary_op(lhs, rhs, op)
+            result = op(_widened(lhs).data, _widened(rhs).data)
+            if op in _COMPARISONS:
+                return ti.TensorHandle(result, tl.int1)
+            return encode_as(result, tl.bfloat16)
+
+    def ternary_op(
+        self, lhs: Handle, rhs: Handle, other: Handle, op: Callable[..., Array]
+    ) -> Handle:
+        """Apply ``op``; a select moves codes and needs no arithmetic."""
+        if not _is_bf16(other) or op is np.where:
+            return super().ternary_op(lhs, rhs, other, op)
+        return _narrowed(super().ternary_op(*map(_widened, (lhs, rhs, other)), op))
+
+    def unary_op(self, arg: Handle, op: Callable[..., Array]) -> Handle:
+        """Apply ``op``."""
+        with np.errstate(all="ignore"):
+            if not _is_bf16(arg):
+                return super().unary_op(arg, op)
+            return _narrowed(super().unary_op(_widened(arg), op))
+
+    def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
+        """Multiply and add, rounding once where stock rounds twice."""
+        if _is_bf16(z):
+            return _narrowed(self.create_fma(*map(_widened, (x, y, z))))
+        if z.data.dtype != np.float32:
+            return super().create_fma(x, y, z)
+        return ti.TensorHandle(_fused(x.data, y.data, z.data), tl.float32)
+
+    def create_dot(
+        self,
+        a: Handle,
+        b: Handle,
+        d: Handle,
+        input_precision: Opaque,
+        max_num_imprecise_acc: Opaque,
+    ) -> Handle:
+        """Return ``a @ b + d``, summed over K in one order and rounded once."""
+        if not a.dtype.is_floating():
+            return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
+        left, right, addend = (_float64_of(handle) for handle in (a, b, d))
+        with np.errstate(all="ignore"):  # rows of padding may hold anything, as on a GPU
+            total = _product(left, right) + addend
+            wide = np.float64 if d.dtype.scalar.name == "fp64" else np.float32
+            return encode_as(total.astype(wide), d.dtype)
+
+    def get_bf16(self, value: float) -> Handle:
+        """Return a bfloat16 constant (stock has none)."""
+        return encode_as(np.array([value], dtype=np.float32), tl.bfloat16)
+
+    def get_all_ones_value(self, type: DType) -> Handle:
+        """Return all bits set, the operand of ``~`` (stock fails for unsigned integers)."""
+        ones = np.array([-1]).astype(ti._get_np_dtype(type))
+        return ti.TensorHandle(ones, type.scalar)

@@ -1,0 +1,72 @@
+"""Bringing into the L2 cache, by the way, what a later kernel reads.
+
+A decode step's kernels wait one for the other, and while they do few weights fit into registers.
+A prefetch takes up nothing but the cache, and nobody waits for it.
+
+Source: PTX ISA, ``cp.async.bulk.prefetch.L2``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mrv1.device import has_dependent_launch
+from mrv1.kernels._base.triton import tl, triton
+
+ALIGNMENT = 16
+"""Bytes: of an address, and of what is asked for there."""
+MOST_BYTES = 16 * 2**20
+"""Of one prefetch: a third of an H200's cache. What is behind them is not asked for."""
+
+
+@triton.jit
+def prefetch_part(
+    ptr,  # int8: all that is wanted
+    num_bytes,  # a multiple of 16
+    warp_bytes,  # of a warp of a program, a multiple of 16
+    NUM_WARPS: tl.constexpr,  # of a program
+):
+    """Ask for this program's part, of those in the first dimension of the grid.
+
+    One lane of every warp does.
+    """
+    lane = tl.arange(0, NUM_WARPS * 32)
+    first = (tl.program_id(0).to(tl.int64) * NUM_WARPS + lane // 32) * warp_bytes
+    size = tl.maximum(tl.minimum(num_bytes - first, warp_bytes), 0).to(tl.int32)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred none;
+        setp.eq.s32 none, $2, 0;
+        mov.u32 $0, 0;
+        @none bra done;
+        cp.async.bulk.prefetch.L2.global [$1], $2;
+        done:
+        }""",
+        "=r,l,r",
+        [ptr + first, tl.where(lane % 32 == 0, size, 0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+def prefetch_arguments(
+    wanted: torch.Tensor | None, device: torch.device, num_warps: int
+) -> dict[str, Any]:
+    """Return a launch's arguments for ``prefetch_part``; no pointer: there is nothing to do.
+
+    Args:
+        wanted: a contiguous tensor, or None.
+        device: where the kernel runs.
+        num_warps: of all programs together.
+    """
+    if wanted is None or not has_dependent_launch(device) or wanted.data_ptr() % ALIGNMENT:
+        return {"prefetch_ptr": None, "prefetch_bytes": 0, "prefetch_warp_bytes": 0}
+    num_units = min(wanted.numel() * wanted.element_size(), MOST_BYTES) // ALIGNMENT
+    return {
+        "prefetch_ptr": wanted.view(-1).view(torch.int8),
+        "prefetch_bytes": num_units * ALIGNMENT,
+        "prefetch_warp_bytes": triton.cdiv(num_units, num_warps) * ALIGNMENT,
+    }

@@ -1,0 +1,27 @@
+"""The only module that imports triton; it settles interpreter or compiler for the process.
+
+Triton reads ``TRITON_INTERPRET`` when it decorates a function, its own library included, so the
+choice must be made before the first import of triton and holds for the whole process.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mrv1.device import INTERPRET
+from mrv1.errors import ConfigError
+
+# How triton's own library was decorated tells what the process is settled on.
+if (type(tl.max).__name__ == "InterpretedFunction") != INTERPRET:
+    raise ConfigError(
+        "TRITON_INTERPRET changed after triton was imported: set it before the first import of "
+        "triton or mrv1, and start a new process to change it"
+    )
+
+if INTERPRET:
+    from mrv1.kernels._base import interpreter
+
+    interpreter.install()
+
+__all__ = ["INTERPRET", "tl", "triton"]

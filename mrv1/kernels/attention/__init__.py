@@ -1,0 +1,1 @@
+"""Paged attention: decode and its plan, prefill, merge of partial results."""

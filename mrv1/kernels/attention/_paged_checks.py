@@ -1,0 +1,484 @@
+"""Argument checks shared by the paged ops' launchers and their oracles."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mrv1.kernels._base.checks import check_tensor
+from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
+
+MIN_HEAD_DIM = 16
+MAX_HEAD_DIM = 256
+MAX_KV_SPLITS = 256
+FP8_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+"""What a cache with scales may be: e4m3 codes, or a view of their bytes."""
+
+PAGE_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.uint8,
+)
+"""What a cache may hold where its pages are moved and not read."""
+
+
+def check_head_dim(layout: KVLayout) -> None:
+    """Raise unless the kernels have tiles for the layout's head dimension.
+
+    Raises:
+        ValueError: not a multiple of 16 from 16 to 256.
+    """
+    dim = layout.head_dim
+    if dim % MIN_HEAD_DIM or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+        raise ValueError(f"layout.head_dim: expected a multiple of 16 from 16 to 256, got {dim}")
+
+
+def _check_caches(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    layout: KVLayout,
+    like: torch.Tensor,
+    scales: KVScales | None,
+) -> None:
+    if scales is None and getattr(k_cache, "dtype", None) == torch.float8_e4m3fn:
+        raise TypeError(f"scales: expected KVScales for a {k_cache.dtype} k_cache, got None")
+    dtype = (like.dtype,) if scales is None else FP8_DTYPES
+    check_tensor("k_cache", k_cache, dtype=dtype, device=like.device, contiguous=True)
+    check_tensor("v_cache", v_cache, dtype=dtype, device=like.device, contiguous=True)
+    if v_cache.numel() != k_cache.numel():
+        raise ValueError(
+            f"v_cache: expected {k_cache.numel()} elements like k_cache, got {v_cache.numel()}"
+        )
+    if layout.head_base.device != like.device:
+        raise ValueError(f"layout: expected device {like.device}, got {layout.head_base.device}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        shape = tuple(cache.shape)
+        if len(shape) == 4 and layout.page_shapes and shape[1:] not in layout.page_shapes:
+            expected = " or ".join(
+                f"[blocks, {', '.join(map(str, page))}]" for page in layout.page_shapes
+            )
+            raise ValueError(f"{name}: expected shape {expected} by the layout, got {list(shape)}")
+    if 0 < k_cache.numel() < layout.page_end:
+        raise ValueError(
+            f"layout: expected pages within the {k_cache.numel()} elements of k_cache, got one of "
+            f"block 0 that ends at {layout.page_end}"
+        )
+    if scales is not None:
+        _check_scales(scales, layout, k_cache)
+
+
+def _check_scales(scales: KVScales, layout: KVLayout, k_cache: torch.Tensor) -> None:
+    if not isinstance(scales, KVScales):
+        raise TypeError(f"scales: expected KVScales or None, got {type(scales).__name__}")
+    if layout.address_unit % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"layout: expected bases and strides that are multiples of {ALIGNMENT_BYTES} "
+            f"elements for an fp8 cache, got a multiple of {layout.address_unit}"
+        )
+    heads, device = layout.num_kv_heads, k_cache.device
+    shape: tuple[int | None, ...] = (None,)  # flat
+    if scales.granularity == "head":
+        shape = (heads,)
+    elif scales.k_scale.dim() > 1:
+        num_blocks = k_cache.shape[0] if k_cache.dim() == 4 else None
+        shape = (num_blocks, heads, scales_per_block(scales.granularity, layout.block_size))
+    check_tensor(
+        "scales.k_scale",
+        scales.k_scale,
+        shape=shape,
+        dtype=torch.float32,
+        device=device,
+        contiguous=True,
+    )
+    check_tensor(
+        "scales.v_scale",
+        scales.v_scale,
+        shape=tuple(scales.k_scale.shape),
+        dtype=torch.float32,
+        device=device,
+        contiguous=True,
+    )
+    end = scales.last_base + max(1, scales_per_block(scales.granularity, layout.block_size))
+    if 0 < scales.k_scale.numel() < end:
+        raise ValueError(
+            f"scales: expected those of block 0 within the {scales.k_scale.numel()} elements of "
+            f"k_scale, got one that ends at {end}"
+        )
+    for name, column in (
+        ("scales.base", scales.base),
+        ("scales.block_stride", scales.block_stride),
+    ):
+        check_tensor(
+            name, column, shape=(heads,), dtype=torch.int64, device=device, contiguous=True
+        )
+
+
+def check_cache_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    dtypes: tuple[torch.dtype, ...],
+    scales: KVScales | None,
+) -> None:
+    """Raise unless the arguments of ``kv_cache_write`` fit together.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride.
+    """
+    check_tensor(
+        "key",
+        key,
+        shape=(None, layout.num_kv_heads, layout.head_dim),
+        dtype=dtypes,
+        unit_last_stride=True,
+    )
+    check_tensor(
+        "value",
+        value,
+        shape=tuple(key.shape),
+        dtype=key.dtype,
+        device=key.device,
+        unit_last_stride=True,
+    )
+    _check_caches(k_cache, v_cache, layout, key, scales)
+    check_tensor(
+        "slot_mapping",
+        slot_mapping,
+        shape=(layout.num_groups, key.shape[0]),
+        dtype=torch.int64,
+        device=key.device,
+    )
+
+
+def check_qkv_cache_write(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    num_q_heads: int,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    mrope_section: tuple[int, ...] | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    q_out: torch.Tensor | None,
+    k_out: torch.Tensor | None,
+    scales: KVScales | None,
+) -> torch.Tensor:
+    """Return qkv as [tokens, heads, head_dim], or raise where arguments do not fit together.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride, or arguments that contradict each other.
+    """
+    if num_q_heads < 1:
+        raise ValueError(f"num_q_heads: expected >= 1, got {num_q_heads}")
+    heads, dim = num_q_heads + 2 * layout.num_kv_heads, layout.head_dim
+    check_tensor("qkv", qkv, dtype=dtypes, unit_last_stride=True)
+    if tuple(qkv.shape[1:]) not in ((heads * dim,), (heads, dim)):
+        raise ValueError(
+            f"qkv: expected shape [any, {heads * dim}] or [any, {heads}, {dim}], "
+            f"got {list(qkv.shape)}"
+        )
+    qkv = qkv if qkv.dim() == 3 else qkv.unflatten(1, (heads, dim))
+    key, value = qkv[:, num_q_heads:].chunk(2, dim=1)
+    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, dtypes, scales)
+    for name, out, like in (("q_out", q_out, qkv[:, :num_q_heads]), ("k_out", k_out, key)):
+        if out is not None:
+            check_tensor(
+                name,
+                out,
+                shape=tuple(like.shape),
+                dtype=qkv.dtype,
+                device=qkv.device,
+                unit_last_stride=True,
+            )
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm, k_norm: expected both or neither, got one")
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check_tensor(
+                name, weight, shape=(dim,), dtype=qkv.dtype, device=qkv.device, contiguous=True
+            )
+    _check_rope(qkv, cos_sin, positions, mrope_section)
+    return qkv
+
+
+def _check_rope(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    mrope_section: tuple[int, ...] | None,
+) -> None:
+    num_tokens, _, head_dim = qkv.shape
+    if cos_sin is None:
+        for name, given in (("positions", positions), ("mrope_section", mrope_section)):
+            if given is not None:
+                raise ValueError(
+                    f"{name}: expected None without cos_sin, got {type(given).__name__}"
+                )
+        return
+    check_tensor(
+        "cos_sin",
+        cos_sin,
+        shape=(num_tokens if positions is None else None, None),
+        dtype=torch.float32,
+        device=qkv.device,
+        contiguous=True,
+    )
+    rotary_dim = cos_sin.shape[1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"cos_sin: expected an even rotary_dim in [2, {head_dim}] as its last size, "
+            f"got {rotary_dim}"
+        )
+    if positions is None:  # a row for each token
+        if mrope_section is not None:
+            raise ValueError(
+                f"mrope_section: expected None without positions, got {mrope_section}"
+            )
+        return
+    if mrope_section is not None and (
+        len(mrope_section) != 3 or min(mrope_section) < 0 or sum(mrope_section) != rotary_dim // 2
+    ):
+        raise ValueError(
+            f"mrope_section: expected three sizes >= 0 of {rotary_dim // 2} pairs together, "
+            f"got {mrope_section}"
+        )
+    check_tensor(
+        "positions",
+        positions,
+        shape=(num_tokens,) if mrope_section is None else (3, num_tokens),
+        dtype=torch.int64,
+        device=qkv.device,
+        unit_last_stride=True,
+    )
+
+
+def check_paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: KVLayout,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    scales: KVScales | None,
+) -> torch.Tensor:
+    """Return the block table as one row per request, or raise where arguments do not fit together.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride, or an indivisible number of query heads.
+    """
+    check_tensor("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
+    if q.shape[1] == 0 or q.shape[1] % layout.num_kv_heads:
+        raise ValueError(
+            f"q: expected a multiple of {layout.num_kv_heads} KV heads, got {q.shape[1]} heads"
+        )
+    _check_caches(k_cache, v_cache, layout, q, scales)
+    check_tensor(
+        "seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=q.device, contiguous=True
+    )
+    check_tensor(
+        "block_table",
+        block_table,
+        shape=(None, None),
+        dtype=torch.int32,
+        device=q.device,
+        unit_last_stride=True,
+    )
+    if out is not None:
+        check_tensor(
+            "out",
+            out,
+            shape=tuple(q.shape),
+            dtype=q.dtype,
+            device=q.device,
+            unit_last_stride=True,
+        )
+    if lse is not None:
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=lse_dtype, device=q.device)
+    return layout.table_rows(block_table, seq_lens.shape[0])
+
+
+def check_visited(visited: torch.Tensor | None, table: torch.Tensor, layout: KVLayout) -> None:
+    """Raise unless ``visited`` has a byte for every column of every head of every request.
+
+    Raises:
+        TypeError: not uint8.
+        ValueError: another shape or device, or not contiguous.
+    """
+    if visited is not None:
+        check_tensor(
+            "visited",
+            visited,
+            shape=(table.shape[0], layout.num_kv_heads, table.shape[1]),
+            dtype=torch.uint8,
+            device=table.device,
+            contiguous=True,
+        )
+
+
+def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Raise unless ``attn_mask_offsets`` has a range of keys for every row of ``q``.
+
+    Raises:
+        TypeError: not int32.
+        ValueError: another shape or device, or not contiguous.
+    """
+    if attn_mask_offsets is not None:
+        check_tensor(
+            "attn_mask_offsets",
+            attn_mask_offsets,
+            shape=(q.shape[0], 2),
+            dtype=torch.int32,
+            device=q.device,
+            contiguous=True,
+        )
+
+
+def check_softmax_scale(softmax_scale: float) -> None:
+    """Raise unless ``softmax_scale`` keeps the order of the scores.
+
+    Raises:
+        ValueError: zero, negative or not finite.
+    """
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: expected > 0 and finite, got {softmax_scale}")
+
+
+def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:
+    """Raise unless ``q`` holds ``query_len`` (1 to 8) rows of every request.
+
+    Raises:
+        ValueError: another number of rows, or a query length the kernel does not pack.
+    """
+    if not 1 <= query_len <= 8:
+        raise ValueError(f"query_len: expected 1 to 8, got {query_len}")
+    if q.shape[0] != num_reqs * query_len:
+        raise ValueError(
+            f"q: expected {num_reqs} requests x {query_len} = {num_reqs * query_len} rows, "
+            f"got {q.shape[0]}"
+        )
+
+
+def check_query_start_loc(
+    query_start_loc: torch.Tensor, num_reqs: int, max_query_len: int, device: torch.device
+) -> None:
+    """Raise unless ``query_start_loc`` bounds ``num_reqs`` ragged rows.
+
+    Raises:
+        TypeError: not int32.
+        ValueError: another shape, device or stride, or a negative ``max_query_len``.
+    """
+    check_tensor(
+        "query_start_loc",
+        query_start_loc,
+        shape=(num_reqs + 1,),
+        dtype=torch.int32,
+        device=device,
+        contiguous=True,
+    )
+    if max_query_len < 0:
+        raise ValueError(f"max_query_len: expected >= 0, got {max_query_len}")
+
+
+def check_num_kv_splits(num_kv_splits: int | None) -> None:
+    """Raise unless ``num_kv_splits`` is None (the launcher chooses) or 1 to 256.
+
+    Raises:
+        ValueError: out of range.
+    """
+    if num_kv_splits is not None and not 1 <= num_kv_splits <= MAX_KV_SPLITS:
+        raise ValueError(
+            f"num_kv_splits: expected None or 1 to {MAX_KV_SPLITS}, got {num_kv_splits}"
+        )
+
+
+def check_copy_pages(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    src_block_ids: torch.Tensor,
+    dst_block_ids: torch.Tensor,
+    layout: KVLayout,
+    group: int | None,
+    dtypes: tuple[torch.dtype, ...],
+    scales: KVScales | None,
+) -> None:
+    """Raise unless the arguments of ``copy_pages`` fit together.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride, a group the layout lacks, or none where it has
+            several.
+    """
+    check_tensor("k_cache", k_cache, dtype=dtypes)
+    _check_caches(k_cache, v_cache, layout, k_cache, scales)
+    for name, ids in (("src_block_ids", src_block_ids), ("dst_block_ids", dst_block_ids)):
+        check_tensor(
+            name,
+            ids,
+            shape=(None,) if ids is src_block_ids else tuple(src_block_ids.shape),
+            dtype=(torch.int32, torch.int64),
+            device=k_cache.device,
+            contiguous=True,
+        )
+    if group is None and layout.num_groups > 1:
+        raise ValueError(f"group: expected one of {layout.num_groups} groups, got None")
+    if group is not None and not 0 <= group < layout.num_groups:
+        raise ValueError(f"group: expected None or 0 to {layout.num_groups - 1}, got {group}")
+
+
+def check_merge_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
+    """Raise unless the arguments of ``merge_states`` fit together.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride.
+    """
+    check_tensor("out_a", out_a, shape=(None, None, None), dtype=dtypes, unit_last_stride=True)
+    if not 1 <= out_a.shape[2] <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"out_a: expected a last size of 1 to {MAX_HEAD_DIM}, got {out_a.shape[2]}"
+        )
+    for name, state in (("out_b", out_b), ("out", out)):
+        if state is not None:
+            check_tensor(
+                name,
+                state,
+                shape=tuple(out_a.shape),
+                dtype=out_a.dtype,
+                device=out_a.device,
+                unit_last_stride=True,
+            )
+    lse_dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
+    for name, sums in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
+        if sums is not None:
+            check_tensor(
+                name, sums, shape=tuple(out_a.shape[:2]), dtype=lse_dtype, device=out_a.device
+            )

@@ -1,0 +1,984 @@
+"""Paged decode attention: the last 1 to 8 tokens of each request attend to its cache.
+
+    out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
+
+over the keys ``k`` that ``kv_layout`` lets the query see. One or two launches (and one that makes
+the plan, see ``decode_plan``, unless the caller has it already)::
+
+    items   a program per item of the plan: a range of the keys one KV head of one request sees;
+            of a segment of several items the program that ends last weighs them by log-sum-exp
+    merge   does that instead where items may be many: a program per row of such a segment
+
+What a short context costs is a chain of loads, from the plan over the block table to K and V. Two
+links of it may be taken while the kernel in front ends (``DecodePlan.allocate``, ``read_early``),
+and this is why that is no race. A program of this launch runs before its wait only if all programs
+of the launch in front, L, have let it start, after their own wait (the caller's promise). L's wait
+returns when the launch before L has ended and its writes can be seen; that one had waited for its
+own predecessor, and so on. So whatever was written before L is in memory; what L writes is not,
+and the caller promises that L does not write plan, table or layout. Early loads pass by L1, where
+a line may be older. K and V are loaded after the wait: L has just written the newest of them.
+
+Scores are computed transposed, keys times queries: the tensor core's 16-row side holds keys and
+its 8-column side the few queries (a request's queries times the query heads of a KV head), half
+the padding and half the softmax of the other way round.
+
+Source: FlashAttention (arXiv:2205.14135) for the online softmax, Flash-Decoding (Dao et al., 2023,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.attention._paged import (
+    ALIGNED_ELEMENTS,
+    LOG2_E,
+    SMALLEST_UNIT,
+    add_states,
+    arrives_last,
+    dot_precision,
+    natural_lse,
+    normalized,
+    page_offset,
+    table_column,
+    work_position,
+)
+from mrv1.kernels.attention._paged_checks import (
+    check_head_dim,
+    check_num_kv_splits,
+    check_paged_attention,
+    check_query_len,
+    check_softmax_scale,
+    check_visited,
+)
+from mrv1.kernels.attention.decode_plan import (
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    DecodePlan,
+    check_plan,
+    check_plan_options,
+    padded_rows,
+    plan_decode_attention,
+)
+from mrv1.kernels.cache.fp8 import decode_pairs, product_query_pairs, scale_index
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_MERGE_FIELDS = tl.constexpr(MERGE_FIELDS)
+
+MIN_PAIRED_DIM = 32
+"""Smallest padded head dimension of an fp8 cache: of its halves each fills a tensor core's 16."""
+
+MAX_PROGRAMS = 4096
+"""A grid of more items than this goes through them in rounds."""
+
+
+@triton.jit
+def _load_blocks(
+    table_row_ptr,  # [row_width] int32, this request's row
+    work,  # [TILE_TOKENS] int32, work indices
+    end_work,
+    sink_end,
+    start,
+    table_offset,
+    sink,
+    ring_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    EARLY: tl.constexpr,  # whether it is before the wait for the previous kernel
+):
+    """Return the block of each key of a tile, -1 where there is none or behind the end."""
+    position = work_position(work, sink_end, start, HAS_WINDOW)
+    logical = position // BLOCK_SIZE
+    column = table_column(logical, table_offset, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
+    cache: tl.constexpr = ".cg" if EARLY else ""
+    return tl.load(table_row_ptr + column, mask=work < end_work, other=-1, cache_modifier=cache)
+
+
+@triton.jit
+def _attend_item(
+    q_row_ptr,  # [1, TILE_ROWS] pointers to the queries' first elements
+    in_tile,  # [TILE_ROWS], False in padding rows
+    query_position,  # [TILE_ROWS] int32, negative in padding rows
+    k_ptr,  # the head's keys, flat; of an fp8 cache two codes in each int16
+    v_ptr,  # the head's values, likewise
+    block_stride,  # elements of k_ptr, int32
+    token_stride,  # elements of k_ptr
+    k_scale_ptr,  # the head's scales, float32; None = not an fp8 cache
+    v_scale_ptr,
+    scale_block_stride,  # elements, int32
+    visited_ptr,  # [row_width] uint8 of this request and head, or None
+    table_row_ptr,  # [row_width] int32, this request's row
+    block,  # [TILE_TOKENS] int32 of the first tile, as _load_blocks returns them
+    first_work,  # int32, first work index
+    end_work,  # int32, end of the work indices
+    sink_end,  # int32
+    start,  # int32
+    table_offset,  # int32
+    window,  # int32, -1 = full
+    sink,  # int32
+    ring_blocks,  # int32, 0 = none
+    scale_log2,  # softmax_scale * log2(e)
+    QUERY_LEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head; 0 = one for all blocks
+):
+    """Run the online softmax over work indices (see ``work_position``) [first_work, end_work).
+
+    Blocks are looked up a tile ahead, so that no load of pages waits for one of the table. A
+    token's K scale is a factor of its logit, its V scale one of its weight. Weights are rounded
+    to 16 bits in units of the largest V scale so far, lest small scales underflow. An fp8 cache is
+    read two codes at a time: even and odd dimensions are products and sums of their own.
+
+    Returns:
+        (acc, top, total): ``[TILE_DIM, TILE_ROWS]`` sum of weights * v, and per row the largest
+        scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
+    """
+    IS_FP8: tl.constexpr = FP8_PATH is not None
+    WIDTH: tl.constexpr = TILE_DIM // 2 if IS_FP8 else TILE_DIM  # elements of k_ptr in a row
+    column_of = tl.arange(0, WIDTH)
+    in_head = column_of < (HEAD_DIM // 2 if IS_FP8 else HEAD_DIM)
+    query_mask = in_head[:, None] & in_tile[None, :]
+    score_scale = scale_log2
+    if IS_FP8:
+        pair_ptr = q_row_ptr + 2 * column_of[:, None]
+        q = tl.load(pair_ptr, mask=query_mask, other=0.0)
+        q_odd = tl.load(pair_ptr + 1, mask=query_mask, other=0.0)
+        q, q_odd, q_unit = product_query_pairs(q, q_odd)
+        score_scale = (q_unit * scale_log2)[None, :]
+        acc_odd = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
+        v_unit = tl.full([], SMALLEST_UNIT, tl.float32)
+        if SCALES_PER_BLOCK == 0:
+            score_scale *= tl.load(k_scale_ptr)
+            v_unit = tl.load(v_scale_ptr)
+    acc = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
+    top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    lane = tl.arange(0, TILE_TOKENS)
+    for tile_start in range(first_work, end_work, TILE_TOKENS):
+        position = work_position(tile_start + lane, sink_end, start, HAS_WINDOW)
+        present = block >= 0
+        if visited_ptr is not None:
+            logical = position // BLOCK_SIZE
+            column = table_column(logical, table_offset, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
+            tl.store(visited_ptr + column, 1, mask=present)
+        token = position % BLOCK_SIZE
+        if not HAS_WINDOW and TILE_TOKENS % BLOCK_SIZE == 0:
+            token = lane % BLOCK_SIZE  # the same in every tile
+        address = page_offset(block, block_stride) + token * token_stride
+        address = tl.multiple_of(address, ALIGNED_ELEMENTS)
+        # NaN of a dead page must not come in. V is read as columns, as its product takes it.
+        k_mask, v_mask = present[:, None], present[None, :]
+        if HEAD_DIM != TILE_DIM:
+            k_mask, v_mask = k_mask & in_head[None, :], v_mask & in_head[:, None]
+
+        if not IS_FP8:
+            # Beside K and V, not before: waiting for q first costs a trip to L2. The offset, 0,
+            # keeps the compiler from moving the load out of the loop.
+            offset = tl.minimum(tile_start, 0) * ALIGNED_ELEMENTS + column_of[:, None]
+            q = tl.load(q_row_ptr + offset, mask=query_mask, other=0.0)
+        k_row_ptr = k_ptr + (address[:, None] + column_of[None, :])
+        k = tl.load(k_row_ptr, mask=k_mask, other=0)
+        v_column_ptr = v_ptr + (address[None, :] + column_of[:, None])
+        v = tl.load(v_column_ptr, mask=v_mask, other=0)
+        if SCALES_PER_BLOCK > 0:
+            scale_address = page_offset(block, scale_block_stride)
+            scale_address += scale_index(token, BLOCK_SIZE, SCALES_PER_BLOCK)
+            k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
+            v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
+        block = _load_blocks(
+            table_row_ptr,
+            tile_start + TILE_TOKENS + lane,
+            end_work,
+            sink_end,
+            start,
+            table_offset,
+            sink,
+            ring_blocks,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            HAS_RING,
+            False,
+        )
+        if IS_FP8:
+            k, k_odd = decode_pairs(k, FP8_PATH)
+            scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
+            scores = tl.dot(k_odd.to(q.dtype), q_odd, scores, input_precision=PRECISION)
+        else:
+            scores = tl.dot(k, q, input_precision=PRECISION)
+        scores *= score_scale
+        if SCALES_PER_BLOCK > 0:
+            scores *= k_scale[:, None]
+        visible = present[:, None]
+        if QUERY_LEN > 1:  # one query sees the whole range: it was made for it
+            visible = visible & (position[:, None] <= query_position[None, :])
+            if HAS_WINDOW:
+                visible &= (
+                    (window < 0)
+                    | (position[:, None] > query_position[None, :] - window)
+                    | (position[:, None] < sink)
+                )
+        scores = tl.where(visible, scores, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, axis=0))
+        # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = tl.exp2(top - shift)
+        weights = tl.exp2(scores - shift[None, :])
+        total = total * rescale + tl.sum(weights, axis=0)
+        if SCALES_PER_BLOCK > 0:
+            new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
+            weights *= (v_scale / new_unit)[:, None]
+            rescale *= v_unit / new_unit
+            v_unit = new_unit
+        weights = weights.to(q.dtype)
+        acc *= rescale[None, :]
+        if IS_FP8:
+            v, v_odd = decode_pairs(v, FP8_PATH)
+            acc = tl.dot(v.to(q.dtype), weights, acc, input_precision=PRECISION)
+            acc_odd *= rescale[None, :]
+            acc_odd = tl.dot(v_odd.to(q.dtype), weights, acc_odd, input_precision=PRECISION)
+        else:
+            acc = tl.dot(v, weights, acc, input_precision=PRECISION)
+        top = new_top
+    if IS_FP8:
+        both = tl.permute(tl.join(acc, acc_odd), (0, 2, 1))  # [pair, its two dims, row]
+        acc = tl.reshape(both, [TILE_DIM, TILE_ROWS]) * v_unit
+    return acc, top, total
+
+
+@triton.jit
+def _merge_if_last(
+    out_ptr,  # and so on to states_lse_ptr: the kernel's
+    stride_out_row,
+    stride_out_head,
+    lse_ptr,
+    stride_lse_row,
+    stride_lse_head,
+    states_ptr,
+    states_lse_ptr,
+    arrivals_ptr,  # the segment's pieces that are there: 0 before and after a launch
+    first_item,  # int32, of the segment
+    pieces,  # int32
+    req,  # int64
+    head,  # int32
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
+    LOADED_STATES: tl.constexpr,
+):
+    """Merge the states of a segment, in order, if this program is the last of its programs."""
+    ROWS: tl.constexpr = QUERY_LEN * GROUP
+    if arrives_last(arrivals_ptr, pieces):
+        row = tl.arange(0, MERGE_ROWS)
+        dims = tl.arange(0, TILE_DIM)
+        in_tile = row < ROWS
+        mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+        first_state = first_item.to(tl.int64) * ROWS
+        states_ptr += first_state * HEAD_DIM
+        states_lse_ptr += first_state
+        top = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([MERGE_ROWS], tl.float32)
+        acc = tl.zeros([MERGE_ROWS, TILE_DIM], tl.float32)
+        for first_piece in range(0, pieces, LOADED_STATES):
+            parts = ()
+            for index in tl.static_range(LOADED_STATES):  # all are asked for before any is there
+                piece = first_piece + index
+                state = piece * ROWS + row
+                lse = tl.load(
+                    states_lse_ptr + state, mask=in_tile & (piece < pieces), other=float("-inf")
+                )
+                part = tl.load(
+                    states_ptr + state[:, None] * HEAD_DIM + dims[None, :],
+                    mask=mask & (piece < pieces),
+                    other=0.0,
+                )
+                parts += ((lse * LOG2_E, part),)  # type: ignore[assignment]
+            for index in tl.static_range(LOADED_STATES):
+                lse, part = parts[index]
+                acc, top, total = add_states(acc, top, total, part, lse)
+        out = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
+        out_row = req * QUERY_LEN + row // GROUP
+        q_head = (head * GROUP + row % GROUP).to(tl.int64)
+        target = out_ptr + (out_row * stride_out_row + q_head * stride_out_head)[:, None]
+        tl.store(target + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+        if lse_ptr is not None:
+            offsets = out_row * stride_lse_row + q_head * stride_lse_head
+            tl.store(lse_ptr + offsets, natural_lse(top, total), mask=in_tile)
+
+
+@triton.jit
+def _load_field(item_ptr, field: tl.constexpr, is_item, CACHE: tl.constexpr):
+    """Return a field of an item, 0 if it is none: behind a plan's items its buffer holds anything.
+
+    All fields and the number of items are asked for together, so the load is not masked. An empty
+    range has to be 0: one that begins at 0x7fffffff, float32's NaN, has no end that is larger.
+    """
+    return tl.where(is_item, tl.load(item_ptr + field, cache_modifier=CACHE), 0)
+
+
+@triton.jit
+def _write_item(
+    item,  # int32
+    num_items,  # int32; an item behind them is none
+    out_ptr,
+    stride_out_row,
+    stride_out_head,
+    lse_ptr,
+    stride_lse_row,
+    stride_lse_head,
+    states_ptr,
+    states_lse_ptr,
+    arrivals_ptr,
+    visited_ptr,
+    items_ptr,
+    q_ptr,
+    stride_q_row,
+    stride_q_head,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale_base_ptr,
+    scale_block_stride_ptr,
+    block_table_ptr,
+    stride_table_row,
+    row_width,
+    head_base_ptr,
+    block_stride_ptr,
+    token_stride,
+    softmax_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8_PATH: tl.constexpr,
+    SCALES_PER_BLOCK: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    LOADED_STATES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Attend for one item; write its rows of the output, or their states if a merge follows.
+
+    The arguments are those of the kernel below. With EARLY the wait for the previous kernel is
+    in here: what comes before it must not have been written by that one.
+    """
+    CACHE: tl.constexpr = ".cg" if EARLY else ""  # a line of L1 may be older
+    ROWS: tl.constexpr = QUERY_LEN * GROUP
+    row = tl.arange(0, TILE_ROWS)
+    in_tile = row < ROWS
+    query = row // GROUP
+    dims = tl.arange(0, TILE_DIM)
+    item_ptr = items_ptr + item.to(tl.int64) * _ITEM_FIELDS
+    is_item = item < num_items
+    req = _load_field(item_ptr, 0, is_item, CACHE).to(tl.int64)
+    head = _load_field(item_ptr, 1, is_item, CACHE)
+    first_work = _load_field(item_ptr, 2, is_item, CACHE)
+    end_work = _load_field(item_ptr, 3, is_item, CACHE)
+    pieces = _load_field(item_ptr, 4, is_item, CACHE)
+    table_offset = _load_field(item_ptr, 8, is_item, CACHE)
+    sink_end = 0
+    start = 0
+    window = -1
+    sink = 0
+    ring_blocks = 0
+    if HAS_WINDOW:
+        sink_end = _load_field(item_ptr, 5, is_item, CACHE)
+        start = _load_field(item_ptr, 6, is_item, CACHE)
+        window = _load_field(item_ptr, 9, is_item, CACHE)
+        sink = _load_field(item_ptr, 10, is_item, CACHE)
+    if HAS_RING:
+        ring_blocks = _load_field(item_ptr, 11, is_item, CACHE)
+    query_position = query
+    if QUERY_LEN > 1:
+        seq_len = _load_field(item_ptr, 7, is_item, CACHE)
+        query_position = tl.where(in_tile, seq_len - QUERY_LEN + query, -1)
+    piece = 0
+    if arrivals_ptr is not None:
+        piece = _load_field(item_ptr, 12, is_item, CACHE)
+
+    out_row = req * QUERY_LEN + query
+    q_head = (head * GROUP + row % GROUP).to(tl.int64)
+    q_row_ptr = q_ptr + (out_row * stride_q_row + q_head * stride_q_head)[None, :]
+    head_base = tl.load(head_base_ptr + head, cache_modifier=CACHE)
+    # Below 2^31, so that an address takes one 32 by 32 bit product (``KVLayout`` checks).
+    block_stride = tl.load(block_stride_ptr + head, cache_modifier=CACHE).to(tl.int32)
+    element_stride = token_stride
+    scale_block_stride = 0
+    if FP8_PATH is not None:  # two codes in an element
+        head_base = head_base // 2
+        block_stride = block_stride // 2
+        element_stride = token_stride // 2
+        scale_base = tl.load(scale_base_ptr + head, cache_modifier=CACHE)
+        scale_block_stride = tl.load(scale_block_stride_ptr + head, cache_modifier=CACHE).to(
+            tl.int32
+        )
+        k_head_scale_ptr = k_scale_ptr + scale_base
+        v_head_scale_ptr = v_scale_ptr + scale_base
+    else:
+        k_head_scale_ptr = None
+        v_head_scale_ptr = None
+    head_base = tl.multiple_of(head_base, ALIGNED_ELEMENTS)
+    if visited_ptr is not None:
+        visited_row_ptr = visited_ptr + (req * NUM_KV_HEADS + head) * row_width
+    else:
+        visited_row_ptr = None
+    table_row_ptr = block_table_ptr + req * stride_table_row
+    first_block = _load_blocks(
+        table_row_ptr,
+        first_work + tl.arange(0, TILE_TOKENS),
+        end_work,
+        sink_end,
+        start,
+        table_offset,
+        sink,
+        ring_blocks,
+        BLOCK_SIZE,
+        HAS_WINDOW,
+        HAS_RING,
+        EARLY,
+    )
+    wait_for_previous(EARLY)
+    let_next_start(EARLY)
+    if is_item:
+        acc, top, total = _attend_item(
+            q_row_ptr,
+            in_tile,
+            query_position,
+            k_cache_ptr + head_base,
+            v_cache_ptr + head_base,
+            block_stride,
+            element_stride,
+            k_head_scale_ptr,
+            v_head_scale_ptr,
+            scale_block_stride,
+            visited_row_ptr,
+            table_row_ptr,
+            first_block,
+            first_work,
+            end_work,
+            sink_end,
+            start,
+            table_offset,
+            window,
+            sink,
+            ring_blocks,
+            softmax_scale * LOG2_E,
+            QUERY_LEN,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            HAS_RING,
+            TILE_ROWS,
+            TILE_TOKENS,
+            TILE_DIM,
+            PRECISION,
+            FP8_PATH,
+            SCALES_PER_BLOCK,
+        )
+        out = normalized(tl.trans(acc), total)
+        row_lse = natural_lse(top, total)
+        mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+        if pieces == 1:
+            offsets = out_row * stride_out_row + q_head * stride_out_head
+            target = out_ptr + offsets[:, None] + dims[None, :]
+            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
+            if lse_ptr is not None:
+                offsets = out_row * stride_lse_row + q_head * stride_lse_head
+                tl.store(lse_ptr + offsets, row_lse, mask=in_tile)
+        elif states_ptr is not None:
+            state = item.to(tl.int64) * ROWS + row
+            tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
+            tl.store(states_lse_ptr + state, row_lse, mask=in_tile)
+            if arrivals_ptr is not None:
+                _merge_if_last(
+                    out_ptr,
+                    stride_out_row,
+                    stride_out_head,
+                    lse_ptr,
+                    stride_lse_row,
+                    stride_lse_head,
+                    states_ptr,
+                    states_lse_ptr,
+                    arrivals_ptr + req * NUM_KV_HEADS + head,
+                    item - piece,
+                    pieces,
+                    req,
+                    head,
+                    QUERY_LEN,
+                    GROUP,
+                    HEAD_DIM,
+                    TILE_DIM,
+                    MERGE_ROWS,
+                    LOADED_STATES,
+                )
+
+
+@triton.jit
+def _paged_decode_attention_kernel(
+    out_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
+    stride_out_row,
+    stride_out_head,
+    lse_ptr,  # [num_reqs * QUERY_LEN, q_heads] fp32, or None
+    stride_lse_row,
+    stride_lse_head,
+    states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32, or None: no segment is split
+    states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32, or None
+    arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32, zeros; None = a launch of its own merges
+    visited_ptr,  # [num_reqs, NUM_KV_HEADS, row_width] uint8, contiguous, or None
+    items_ptr,  # [max_items, ITEM_FIELDS] int32
+    counts_ptr,  # [2] int32, items first
+    q_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
+    stride_q_row,
+    stride_q_head,
+    k_cache_ptr,  # one layer's keys, flat; of an fp8 cache two codes in each int16
+    v_cache_ptr,  # one layer's values, likewise
+    k_scale_ptr,  # float32, flat, or None
+    v_scale_ptr,
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
+    stride_table_row,
+    row_width,
+    head_base_ptr,  # [NUM_KV_HEADS] int64, elements of the cache
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements of the cache
+    token_stride,  # elements of the cache
+    softmax_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    IN_ROUNDS: tl.constexpr,  # whether there may be more items than programs
+    TILE_ROWS: tl.constexpr,  # power of two >= max(8, QUERY_LEN * GROUP)
+    TILE_TOKENS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    SCALES_PER_BLOCK: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
+    LOADED_STATES: tl.constexpr,  # that a program which merges asks for at a time
+    EARLY: tl.constexpr,  # whether plan and table may be read before the previous kernel's end
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (min(max_items, MAX_PROGRAMS),): one item of the plan, or every so many-th."""
+    if not EARLY:
+        wait_for_previous(OVERLAP)
+        let_next_start(OVERLAP)
+    num_items = tl.load(counts_ptr, cache_modifier=".cg" if EARLY else "")
+    # Two calls, as a loop that runs once costs registers, and with them a program on an SM.
+    if IN_ROUNDS:
+        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+            _write_item(
+                item,
+                num_items,
+                out_ptr,
+                stride_out_row,
+                stride_out_head,
+                lse_ptr,
+                stride_lse_row,
+                stride_lse_head,
+                states_ptr,
+                states_lse_ptr,
+                arrivals_ptr,
+                visited_ptr,
+                items_ptr,
+                q_ptr,
+                stride_q_row,
+                stride_q_head,
+                k_cache_ptr,
+                v_cache_ptr,
+                k_scale_ptr,
+                v_scale_ptr,
+                scale_base_ptr,
+                scale_block_stride_ptr,
+                block_table_ptr,
+                stride_table_row,
+                row_width,
+                head_base_ptr,
+                block_stride_ptr,
+                token_stride,
+                softmax_scale,
+                NUM_KV_HEADS,
+                QUERY_LEN,
+                GROUP,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                HAS_WINDOW,
+                HAS_RING,
+                TILE_ROWS,
+                TILE_TOKENS,
+                TILE_DIM,
+                PRECISION,
+                FP8_PATH,
+                SCALES_PER_BLOCK,
+                MERGE_ROWS,
+                LOADED_STATES,
+                EARLY,
+            )
+    else:
+        item = tl.program_id(0)
+        _write_item(
+            item,
+            num_items,
+            out_ptr,
+            stride_out_row,
+            stride_out_head,
+            lse_ptr,
+            stride_lse_row,
+            stride_lse_head,
+            states_ptr,
+            states_lse_ptr,
+            arrivals_ptr,
+            visited_ptr,
+            items_ptr,
+            q_ptr,
+            stride_q_row,
+            stride_q_head,
+            k_cache_ptr,
+            v_cache_ptr,
+            k_scale_ptr,
+            v_scale_ptr,
+            scale_base_ptr,
+            scale_block_stride_ptr,
+            block_table_ptr,
+            stride_table_row,
+            row_width,
+            head_base_ptr,
+            block_stride_ptr,
+            token_stride,
+            softmax_scale,
+            NUM_KV_HEADS,
+            QUERY_LEN,
+            GROUP,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            HAS_WINDOW,
+            HAS_RING,
+            TILE_ROWS,
+            TILE_TOKENS,
+            TILE_DIM,
+            PRECISION,
+            FP8_PATH,
+            SCALES_PER_BLOCK,
+            MERGE_ROWS,
+            LOADED_STATES,
+            EARLY,
+        )
+
+
+@triton.jit
+def _merge_items_kernel(
+    out_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
+    stride_out_row,
+    stride_out_head,
+    lse_ptr,  # [num_reqs * QUERY_LEN, q_heads] fp32, or None
+    stride_lse_row,
+    stride_lse_head,
+    states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32
+    states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32; -inf = nothing seen
+    merges_ptr,  # [max_merges, MERGE_FIELDS] int32
+    counts_ptr,  # [2] int32, merges second
+    QUERY_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_PIECES: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (max_merges, QUERY_LEN * GROUP): out = sum_p exp(lse_p - lse) state_p over pieces."""
+    merge = tl.program_id(0)
+    row = tl.program_id(1)
+    merge_ptr = merges_ptr + merge * _MERGE_FIELDS
+    # The plan was there when the launch in front, the items', let this one start.
+    num_merges = tl.load(counts_ptr + 1, cache_modifier=".cg")
+    req = tl.load(merge_ptr, cache_modifier=".cg").to(tl.int64)
+    head = tl.load(merge_ptr + 1, cache_modifier=".cg")
+    first_item = tl.load(merge_ptr + 2, cache_modifier=".cg")
+    pieces = tl.load(merge_ptr + 3, cache_modifier=".cg")
+    let_next_start(OVERLAP)  # before the wait: the next kernel's weights come in meanwhile
+    wait_for_previous(OVERLAP)
+    if merge >= num_merges:
+        return
+    dims = tl.arange(0, TILE_DIM)
+    in_head = dims < HEAD_DIM
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([TILE_DIM], tl.float32)
+    for first_piece in range(0, pieces, TILE_PIECES):
+        piece = first_piece + tl.arange(0, TILE_PIECES)
+        is_piece = piece < pieces
+        state = (first_item + piece).to(tl.int64) * (QUERY_LEN * GROUP) + row
+        lse = tl.load(states_lse_ptr + state, mask=is_piece, other=float("-inf"))
+        out = tl.load(
+            states_ptr + state[:, None] * HEAD_DIM + dims[None, :],
+            mask=is_piece[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(lse * LOG2_E, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(lse * LOG2_E - shift)
+        rescale = tl.exp2(top - shift)
+        total = total * rescale + tl.sum(weight, axis=0)
+        acc = acc * rescale + tl.sum(weight[:, None] * out, axis=0)
+        top = new_top
+    acc = acc / tl.where(total == 0.0, 1.0, total)  # nothing seen: zeros, and lse = -inf
+    out_row = req * QUERY_LEN + row // GROUP
+    q_head = (head * GROUP + row % GROUP).to(tl.int64)
+    target = out_ptr + (out_row * stride_out_row + q_head * stride_out_head) + dims
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_head)
+    if lse_ptr is not None:
+        lse_offset = out_row * stride_lse_row + q_head * stride_lse_head
+        tl.store(lse_ptr + lse_offset, natural_lse(top, total))
+
+
+def merge_tile(rows: int, tile_dim: int) -> dict[str, int]:
+    """Return what a program merges at a time, so that it fits its registers."""
+    merge_rows = triton.next_power_of_2(rows)
+    states = min(4, max(1, 8192 // (merge_rows * tile_dim)))
+    return {"MERGE_ROWS": merge_rows, "LOADED_STATES": states}
+
+
+def _launch_items(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    layout: KVLayout,
+    plan: DecodePlan,
+    *,
+    softmax_scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scales: KVScales | None,
+    visited: torch.Tensor | None,
+) -> None:
+    group = q.shape[1] // layout.num_kv_heads
+    tile_dim = triton.next_power_of_2(layout.head_dim)
+    if scales is not None:
+        tile_dim = max(tile_dim, MIN_PAIRED_DIM)
+    config = plan.config
+    in_rounds = plan.max_items > MAX_PROGRAMS
+    overlap = overlap_options(q.device)
+    early = plan.read_early and overlap["OVERLAP"] and not in_rounds
+    _paged_decode_attention_kernel[(min(plan.max_items, MAX_PROGRAMS),)](
+        out,
+        out.stride(0),
+        out.stride(1),
+        lse,
+        *((0, 0) if lse is None else lse.stride()),
+        plan.states if plan.max_merges else None,
+        plan.states_lse if plan.max_merges else None,
+        plan.arrivals if plan.merge_in_items else None,
+        visited,
+        plan.items,
+        plan.counts,
+        q,
+        q.stride(0),
+        q.stride(1),
+        *cache_arguments(k_cache, v_cache, scales, codes=torch.int16),
+        table,
+        table.stride(0),
+        table.shape[1],
+        layout.head_base,
+        layout.block_stride,
+        layout.token_stride,
+        softmax_scale,
+        NUM_KV_HEADS=layout.num_kv_heads,
+        QUERY_LEN=plan.query_len,
+        GROUP=group,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_SIZE=layout.block_size,
+        HAS_WINDOW=layout.has_window,
+        HAS_RING=layout.has_ring,
+        IN_ROUNDS=in_rounds,
+        TILE_ROWS=padded_rows(plan.query_len * group),
+        TILE_TOKENS=config.tile_tokens,
+        TILE_DIM=tile_dim,
+        PRECISION=dot_precision(q.dtype),
+        **fp8_constexprs(scales, layout, q.device),
+        **merge_tile(plan.query_len * group, tile_dim),
+        EARLY=early,
+        **config.launch_options(),
+        **overlap,
+    )
+
+
+def _launch_merge(
+    plan: DecodePlan, layout: KVLayout, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    # Up to 16 pieces a tile of two warps: the others' lanes would only start and stop. A
+    # deterministic plan has one tile size, whatever the width of the table.
+    few = plan.max_pieces <= 16 and not plan.deterministic
+    _merge_items_kernel[(plan.max_merges, plan.states.shape[1])](
+        out,
+        out.stride(0),
+        out.stride(1),
+        lse,
+        *((0, 0) if lse is None else lse.stride()),
+        plan.states,
+        plan.states_lse,
+        plan.merges,
+        plan.counts,
+        QUERY_LEN=plan.query_len,
+        GROUP=out.shape[1] // layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        TILE_PIECES=16 if few else 64,
+        TILE_DIM=triton.next_power_of_2(layout.head_dim),
+        num_warps=2 if few else 4,
+        **overlap_options(out.device),
+    )
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: KVLayout,
+    *,
+    softmax_scale: float,
+    query_len: int = 1,
+    num_kv_splits: int | None = None,
+    deterministic: bool = False,
+    plan: DecodePlan | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    scales: KVScales | None = None,
+    visited: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from the last ``query_len`` tokens of each request to its paged cache.
+
+    Query ``j`` of request ``r`` is row ``r * query_len + j`` of ``q`` and sits at position
+    ``seq_lens[r] - query_len + j``; it sees the keys that ``kv_layout`` says. Full and streaming
+    heads, with tables of their own or shared ones, go in the same launch.
+
+    Args:
+        q: ``[num_reqs * query_len, q_heads, head_dim]`` fp16, bf16 or fp32; any row and head
+            stride, unit last stride. ``q_heads`` is a multiple of the layout's KV heads.
+        k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, dtype of ``q``,
+            or with ``scales`` float8_e4m3fn or its uint8 view; addressed flat by ``layout``. Pages
+            that no query may see are not read, and may hold NaN.
+        v_cache: one layer's value buffer, likewise.
+        block_table: ``[num_reqs, row_width]`` int32 in batch-row order, or contiguous per-head
+            ``[num_reqs * kv_heads, max_blocks]``; -1 = no page, its keys are skipped.
+        seq_lens: ``[num_reqs]`` int32, tokens including the queries; 0 = padding row.
+        layout: where the pages lie and what each head may see.
+        softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
+        query_len: queries per request, 1 to 8.
+        num_kv_splits: pieces that the longest visible range is cut into, 1 to 256, each a program;
+            None = as many as give every program of the device an equal share. Changes the result
+            by rounding only.
+        deterministic: cut by each request's own length instead (every 512 visible keys, fewer cuts
+            beyond 32,768): a row is bitwise the same in any batch, however wide the table.
+        plan: what ``plan_decode_attention`` wrote for these ``seq_lens``: saves a launch in every
+            layer. None = made here. It has options of its own in place of the two above, and may
+            promise what lets this launch start early (``DecodePlan.allocate``).
+        out: like ``q``; *written*. None = a new tensor.
+        lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
+            of the scaled scores.
+        scales: of an fp8 cache, else None. Pages that are not read may have NaN for scales too.
+        visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
+            where a head reads the page in a column, untouched elsewhere.
+
+    Returns:
+        ``out``. A row that sees no key is zero, its ``lse`` -inf.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device, stride or count, a head dimension without a kernel, or
+            options that contradict each other.
+        UnsupportedDeviceError: the tensors are where this process cannot launch.
+
+    Numerics:
+        Products accumulate in fp32 (fp32 inputs: no TF32), the softmax is fp32, its weights are
+        rounded to the cache's dtype before the product with V. Tier B. An fp8 cache is multiplied
+        in fp16 (fp32 if ``q`` is), its scales go into scores and weights in fp32.
+
+    Stream:
+        With a plan one or two launches on the current stream, without one more and the plan's
+        buffers allocated; grids from shapes alone: CUDA-graph safe.
+
+    Source:
+        arXiv:2205.14135 and Flash-Decoding, as in the module docstring.
+    """
+    table = check_paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        layout,
+        FLOAT_DTYPES,
+        out=out,
+        lse=lse,
+        scales=scales,
+    )
+    num_reqs = seq_lens.shape[0]
+    check_query_len(q, query_len, num_reqs)
+    check_softmax_scale(softmax_scale)
+    check_visited(visited, table, layout)
+    check_head_dim(layout)
+    check_num_kv_splits(num_kv_splits)
+    check_plan_options(plan, num_kv_splits, deterministic)
+    check_launchable("q", q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if num_reqs == 0:
+        return out
+    if plan is None:
+        plan = DecodePlan.allocate(
+            max_reqs=num_reqs,
+            max_keys=block_table.shape[1] * layout.block_size,
+            layout=layout,
+            num_q_heads=q.shape[1],
+            dtype=q.dtype,
+            query_len=query_len,
+            is_fp8=scales is not None,
+            num_kv_splits=num_kv_splits,
+            deterministic=deterministic,
+        )
+        plan_decode_attention(seq_lens, layout, plan)
+    else:
+        check_plan(plan, seq_lens, layout, num_q_heads=q.shape[1], query_len=query_len)
+    _launch_items(
+        q,
+        k_cache,
+        v_cache,
+        table,
+        layout,
+        plan,
+        softmax_scale=softmax_scale,
+        out=out,
+        lse=lse,
+        scales=scales,
+        visited=visited,
+    )
+    if plan.max_merges and not plan.merge_in_items:
+        _launch_merge(plan, layout, out, lse)
+    return out

@@ -1,0 +1,973 @@
+"""Paged prefill attention: ragged chunks of queries attend to their requests' caches.
+
+    out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
+
+over the keys ``k`` that ``kv_layout`` lets the query see: causal (or a range per query), window
+and sink per KV head. One launch; a program owns a tile of TILE_QUERIES queries times the query
+heads of one KV head. Request ``r`` owns the tiles from::
+
+    first_tile(r) = query_start_loc[r] // TILE_QUERIES + r
+
+which ascends strictly and leaves every request enough of them, as floor(a + b) >= floor(a) +
+floor(b), so the grid follows from shapes alone and a tile finds its request by counting.
+
+A program goes through its keys in steps, ascending::
+
+    sinks' tiles | gap, not looked at | window's left edge | seen by every row | right edge
+
+Only the edges are masked. Between them a step is two products, a softmax, and the loads of the
+next step, whose blocks are known by then.
+
+A short chunk behind a long context has few tiles with many keys each: ``PrefillSplits`` cuts the
+keys of a tile among several programs, the last of which to end weighs their results.
+
+Source: FlashAttention (arXiv:2205.14135) for the online softmax; the tile map is the one vLLM's
+Triton kernels use for ragged batches; Flash-Decoding (Dao et al., 2023,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mrv1.device import device_info
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.attention._paged import (
+    ALIGNED_CODES,
+    ALIGNED_ELEMENTS,
+    LOG2_E,
+    MIN_DOT_ROWS,
+    SMALLEST_UNIT,
+    add_states,
+    arrives_last,
+    dot_precision,
+    load_head_role,
+    load_page_rows,
+    natural_lse,
+    normalized,
+    table_column,
+)
+from mrv1.kernels.attention._paged_checks import (
+    check_attn_mask_offsets,
+    check_head_dim,
+    check_paged_attention,
+    check_query_start_loc,
+    check_softmax_scale,
+    check_visited,
+)
+from mrv1.kernels.cache.fp8 import product_query, scale_index
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs, product_dtype
+
+SCAN_REQS = tl.constexpr(128)
+"""Requests whose first tiles are compared at once."""
+
+NO_WINDOW = tl.constexpr(1 << 30)
+"""A window that every context fits in."""
+
+SCAN_BLOCKS = tl.constexpr(1024)
+"""Columns of a table row whose blocks are looked at at once."""
+
+MIN_SPLIT_STEPS = 8
+"""Steps of a program that shares a tile's keys with others, at least."""
+
+MAX_SPLITS = 16
+"""Programs of one tile: the last of them reads what the others have left."""
+
+PROGRAMS_PER_SM = 2
+"""Programs that run at the same time on a multiprocessor, for those who share tiles."""
+
+MERGED_ROWS = tl.constexpr(16)
+"""Rows of a tile that are merged at a time, so that they fit its registers."""
+
+_BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
+"""Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAttentionConfig:
+    """Launch choices of one prefill attention."""
+
+    tile_rows: int
+    """(query, query head) rows per program, a power of two >= 16."""
+    tile_tokens: int
+    """Keys per step of a program."""
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    """Bound on a thread's registers (NVIDIA), so that more programs fit; None = the compiler's."""
+
+    @classmethod
+    def default_for(
+        cls,
+        head_dim: int,
+        dtype: torch.dtype,
+        capability: tuple[int, int] | None,
+        has_window: bool = False,
+        has_offsets: bool = False,
+    ) -> PrefillAttentionConfig:
+        """Return the choice for a head dimension, cache dtype, compute capability and mask."""
+        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
+            return cls(tile_rows=256, tile_tokens=128, num_warps=1, num_stages=1)
+        if dtype == torch.float32:
+            # Exact products have no tensor core: a thread holds whole rows of K in registers.
+            return cls(tile_rows=16, tile_tokens=16, num_warps=4, num_stages=1)
+        if dtype == torch.float8_e4m3fn:
+            # Codes widen to fp16 in registers: with more keys at once they spill.
+            if capability == (9, 0) and head_dim <= 128:
+                tile_tokens = 32 if has_window or has_offsets else 64
+                return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
+            # 8 warps because 4 spill on sm_89, but not on gfx942, where 8 do.
+            num_warps = 8 if head_dim > 128 and capability is not None else 4
+            return cls(tile_rows=32, tile_tokens=32, num_warps=num_warps, num_stages=2)
+        if head_dim > 128:
+            # One stage keeps within gfx942's 64 KiB; 8 warps because 4 spill on sm_89.
+            stages = 2 if capability in _BIG_SHARED_MEMORY else 1
+            return cls(tile_rows=64, tile_tokens=32, num_warps=8, num_stages=stages)
+        if capability == (9, 0):
+            # 128 registers let two programs share a multiprocessor: one's softmax beside the
+            # other's products. A window's code spills some at 64 keys, and is an eighth faster
+            # than at 32 all the same where some heads see far; that of offsets spills even at 32.
+            tile_tokens, stages = (32, 3) if has_offsets else (64, 2)
+            return cls(
+                tile_rows=128,
+                tile_tokens=tile_tokens,
+                num_warps=8,
+                num_stages=stages,
+                max_registers=None if has_offsets else 128,
+            )
+        if capability in _BIG_SHARED_MEMORY:
+            tile_tokens = 32 if has_offsets else 64  # 64 spills on sm_100
+            return cls(tile_rows=128, tile_tokens=tile_tokens, num_warps=8, num_stages=3)
+        tile_tokens = 32 if head_dim > 64 else 64  # 64 spills on sm_89
+        return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
+
+    def launch_options(self) -> dict[str, int]:
+        """Return what the compiler is told beside the constexprs."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
+
+    def fit_rows(self, group: int, max_query_len: int) -> PrefillAttentionConfig:
+        """Return the same choice with room for one query, and for no more than there can be."""
+        one = max(MIN_DOT_ROWS, triton.next_power_of_2(group))
+        needed = max(one, triton.next_power_of_2(group * max_query_len))
+        if needed < self.tile_rows:
+            return replace(
+                self, tile_rows=needed, num_warps=min(self.num_warps, 4), max_registers=None
+            )
+        return replace(self, tile_rows=max(one, self.tile_rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSplits:
+    """What programs that share a tile's keys leave to each other; make it with :meth:`allocate`.
+
+    Launches that share it belong on one stream.
+    """
+
+    num_splits: int
+    """Programs of a tile, at most: it takes as many as have ``MIN_SPLIT_STEPS`` each."""
+    num_programs: int
+    """Programs of all tiles that share: where a batch has many tiles, each has fewer of them."""
+    states: torch.Tensor
+    """[num_splits, num_tokens, q_heads, head_dim] float32 scratch: partial results."""
+    states_lse: torch.Tensor
+    """[num_splits, num_tokens, q_heads] float32 scratch: their log-sum-exps."""
+    arrivals: torch.Tensor
+    """int32, programs of each tile that are there: zeros but while a launch merges."""
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_tokens: int,
+        num_reqs: int,
+        max_query_len: int,
+        layout: KVLayout,
+        num_q_heads: int,
+        dtype: torch.dtype,
+        is_fp8: bool = False,
+        num_splits: int | None = None,
+    ) -> PrefillSplits | None:
+        """Return the buffers for a launch of these shapes, on the layout's device.
+
+        Args:
+            num_tokens: rows of ``q``.
+            num_reqs: rows of ``seq_lens``.
+            max_query_len: as in ``paged_prefill_attention``.
+            layout: head roles and head dimension.
+            num_q_heads: query heads, a multiple of the layout's KV heads.
+            dtype: of the queries.
+            is_fp8: whether the cache has scales.
+            num_splits: programs of each tile, 1 to 16; None = as many as fill the device, with
+                the tiles that the batch turns out to have.
+
+        Returns:
+            None where a tile has one program.
+
+        Raises:
+            ValueError: ``num_splits`` is out of range.
+        """
+        if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
+            raise ValueError(f"num_splits: expected None or 1 to {MAX_SPLITS}, got {num_splits}")
+        device = layout.head_base.device
+        config = _config(layout, dtype, is_fp8, num_q_heads, max_query_len)
+        tile_queries = config.tile_rows * layout.num_kv_heads // num_q_heads
+        num_tiles = num_tokens // tile_queries + num_reqs
+        if num_splits is None:
+            num_programs = PROGRAMS_PER_SM * device_info(device).num_sms
+            fewest = max(num_tokens // tile_queries, 1) * layout.num_kv_heads
+            num_splits = min(num_programs // fewest, MAX_SPLITS)
+        else:
+            num_programs = num_splits * num_tiles * layout.num_kv_heads
+        if num_splits < 2 or num_tokens == 0:
+            return None
+        shape = (num_splits, num_tokens, num_q_heads)
+        return cls(
+            num_splits=num_splits,
+            num_programs=num_programs,
+            states=torch.empty(*shape, layout.head_dim, device=device),
+            states_lse=torch.empty(shape, device=device),
+            arrivals=torch.zeros(
+                num_tiles * layout.num_kv_heads, dtype=torch.int32, device=device
+            ),
+        )
+
+
+def _config(
+    layout: KVLayout,
+    dtype: torch.dtype,
+    is_fp8: bool,
+    num_q_heads: int,
+    max_query_len: int,
+    has_offsets: bool = False,
+) -> PrefillAttentionConfig:
+    """Return the choice for a launch, its tiles no larger than its chunks."""
+    config = PrefillAttentionConfig.default_for(
+        layout.head_dim,
+        product_dtype(dtype, is_fp8),
+        device_info(layout.head_base.device).capability,
+        layout.has_window,
+        has_offsets,
+    )
+    return config.fit_rows(num_q_heads // layout.num_kv_heads, max(max_query_len, 1))
+
+
+@triton.jit
+def _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: tl.constexpr):
+    """Return the last request whose first tile is not behind ``tile``."""
+    req = -1
+    for first in range(0, num_reqs, SCAN_REQS):
+        other = first + tl.arange(0, SCAN_REQS)
+        in_batch = other < num_reqs
+        query_start = tl.load(query_start_loc_ptr + other, mask=in_batch, other=0)
+        not_behind = in_batch & (query_start // TILE_QUERIES + other <= tile)
+        req += tl.sum(not_behind.to(tl.int32), axis=0)
+    return req
+
+
+@triton.jit
+def _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: tl.constexpr):
+    """Return how many tiles come before the padding behind the last token, at least one."""
+    end = tl.load(query_start_loc_ptr + num_reqs)
+    last_req = -1
+    last_start = 0
+    for first in range(0, num_reqs, SCAN_REQS):
+        other = first + tl.arange(0, SCAN_REQS)
+        query_start = tl.load(query_start_loc_ptr + other, mask=other < num_reqs, other=end)
+        has_tokens_behind = query_start < end
+        last_req += tl.sum(has_tokens_behind.to(tl.int32), axis=0)
+        starts = tl.where(has_tokens_behind, query_start, 0)
+        last_start = tl.maximum(last_start, tl.max(starts, axis=0))
+    first_tile = last_start // TILE_QUERIES + last_req
+    return tl.maximum(first_tile + tl.cdiv(end - last_start, TILE_QUERIES), 1)
+
+
+@triton.jit
+def _load_tile(query_start_loc_ptr, req, tile, TILE_QUERIES: tl.constexpr):
+    """Return (query_start, query_len) of a request, and [first_query, end_query) of its tile."""
+    query_start = tl.load(query_start_loc_ptr + req)
+    query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
+    first_query = (tile - (query_start // TILE_QUERIES + req)) * TILE_QUERIES
+    return query_start, query_len, first_query, tl.minimum(first_query + TILE_QUERIES, query_len)
+
+
+@triton.jit
+def _tile_rows(
+    query_start, first_query, end_query, head, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr
+):
+    """Return what the rows are: (query, whether the tile has it, its token, query head)."""
+    row = tl.arange(0, TILE_ROWS)
+    query = first_query + row // GROUP
+    token = (query_start + query).to(tl.int64)
+    return query, query < end_query, token, (head * GROUP + row % GROUP).to(tl.int64)
+
+
+@triton.jit
+def _visible(
+    position,  # [TILE_TOKENS] int32
+    query_position,  # [TILE_ROWS] int32
+    first_key,  # [TILE_ROWS] int32
+    end_key,  # [TILE_ROWS] int32
+    window,
+    sink,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return which keys each row sees, pages aside."""
+    behind = query_position[:, None] - position[None, :]
+    if HAS_OFFSETS:
+        visible = position[None, :] >= first_key[:, None]
+        visible &= position[None, :] < end_key[:, None]
+    else:
+        visible = behind >= 0
+    if HAS_WINDOW:
+        visible &= (behind < window) | (position[None, :] < sink)
+    return visible
+
+
+@triton.jit
+def _holds_every_page(
+    table_row_ptr,  # [row_width] int32
+    first_block,
+    end_block,
+    sink,
+    ring_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_RING: tl.constexpr,
+):
+    """Return whether none of the logical blocks [first_block, end_block) lacks a page."""
+    lowest = tl.zeros([SCAN_BLOCKS], dtype=tl.int32)
+    for first in range(first_block, end_block, SCAN_BLOCKS):
+        logical = first + tl.arange(0, SCAN_BLOCKS)
+        column = table_column(logical, 0, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
+        block = tl.load(table_row_ptr + column, mask=logical < end_block, other=0)
+        lowest = tl.minimum(lowest, block)
+    return tl.min(lowest, axis=0) >= 0
+
+
+@triton.jit
+def _load_blocks(
+    table_row_ptr,  # [row_width] int32
+    visited_row_ptr,  # [row_width] uint8, or None
+    tile,
+    start,
+    end,
+    sink_end,
+    query_position,  # [TILE_ROWS] int32
+    first_key,  # [TILE_ROWS] int32
+    end_key,  # [TILE_ROWS] int32
+    window,
+    sink,
+    ring_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Return the block of each key of ``tile``, -1 where there is none or no row sees the key."""
+    lane = tl.arange(0, TILE_TOKENS)
+    position = tile * TILE_TOKENS + lane
+    logical = tile * TILE_TOKENS // BLOCK_SIZE + lane // BLOCK_SIZE
+    column = table_column(logical, 0, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
+    seen = position < end
+    if HAS_OFFSETS:
+        visible = _visible(
+            position, query_position, first_key, end_key, window, sink, HAS_OFFSETS, HAS_WINDOW
+        )
+        seen &= tl.max(visible.to(tl.int32), axis=0) > 0
+    elif HAS_WINDOW:
+        seen &= (position >= start) | (position < sink_end)
+    block = tl.load(table_row_ptr + column, mask=seen, other=-1)
+    if visited_row_ptr is not None:
+        tl.store(visited_row_ptr + column, 1, mask=block >= 0)
+    return block
+
+
+@triton.jit
+def _merge_tile(
+    out_ptr,  # and so on to states_lse_ptr: the kernel's
+    stride_out_token,
+    stride_out_head,
+    lse_ptr,
+    stride_lse_token,
+    stride_lse_head,
+    states_ptr,
+    states_lse_ptr,
+    num_tokens,
+    num_q_heads,
+    splits,  # int32, programs that have left a state
+    query_start,
+    first_query,
+    end_query,
+    head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    """Weigh the states of a tile by their log-sum-exp, in order, and write its rows."""
+    dims = tl.arange(0, TILE_DIM)
+    for first_row in range(0, TILE_ROWS, MERGED_ROWS):
+        row = first_row + tl.arange(0, MERGED_ROWS)
+        query = first_query + row // GROUP
+        in_tile = query < end_query
+        token = (query_start + query).to(tl.int64)
+        q_head = (head * GROUP + row % GROUP).to(tl.int64)
+        mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+        top = tl.full([MERGED_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([MERGED_ROWS], tl.float32)
+        acc = tl.zeros([MERGED_ROWS, TILE_DIM], tl.float32)
+        for split in range(splits):
+            state = (split * num_tokens + token) * num_q_heads + q_head
+            lse = tl.load(states_lse_ptr + state, mask=in_tile, other=float("-inf")) * LOG2_E
+            part = tl.load(
+                states_ptr + state[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
+            )
+            acc, top, total = add_states(acc, top, total, part, lse)
+        out = normalized(acc, total).to(out_ptr.dtype.element_ty)
+        out_offsets = token * stride_out_token + q_head * stride_out_head
+        tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=mask)
+        if lse_ptr is not None:
+            lse_offsets = token * stride_lse_token + q_head * stride_lse_head
+            tl.store(lse_ptr + lse_offsets, natural_lse(top, total), mask=in_tile)
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs"])
+def _paged_prefill_attention_kernel(
+    out_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
+    stride_out_token,
+    stride_out_head,
+    lse_ptr,  # [num_tokens, q_heads] fp32, or None
+    stride_lse_token,
+    stride_lse_head,
+    states_ptr,  # [num_splits, num_tokens, q_heads, HEAD_DIM] fp32, or None: one program a tile
+    states_lse_ptr,  # [num_splits, num_tokens, q_heads] fp32
+    arrivals_ptr,  # [tiles * kv_heads] int32, 0 before and after a launch
+    num_splits,  # programs of a tile, at most
+    num_programs,  # of all that share tiles
+    num_tokens,
+    visited_ptr,  # [num_reqs, kv_heads, row_width] uint8, contiguous, or None
+    q_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
+    stride_q_token,
+    stride_q_head,
+    k_cache_ptr,  # one layer's keys, flat
+    v_cache_ptr,  # one layer's values, flat
+    k_scale_ptr,  # float32, flat, or None
+    v_scale_ptr,
+    scale_base_ptr,  # [kv_heads] int64, elements, or None
+    scale_block_stride_ptr,  # [kv_heads] int64, elements, or None
+    block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
+    stride_table_row,
+    row_width,
+    query_start_loc_ptr,  # [num_reqs + 1] int32
+    seq_lens_ptr,  # [num_reqs] int32
+    mask_offsets_ptr,  # [num_tokens, 2] int32, contiguous, or None
+    num_reqs,
+    num_kv_heads,
+    head_base_ptr,  # [kv_heads] int64, elements
+    block_stride_ptr,  # [kv_heads] int64, elements
+    table_offset_ptr,  # [kv_heads] int32
+    window_ptr,  # [kv_heads] int32
+    sink_ptr,  # [kv_heads] int32
+    ring_blocks_ptr,  # [kv_heads] int32
+    token_stride,  # elements
+    softmax_scale,
+    GROUP: tl.constexpr,  # query heads per KV head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,  # TILE_ROWS // GROUP
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head; 0 = one for all blocks
+    MIN_STEPS: tl.constexpr,  # of a program that shares a tile
+):
+    """Grid (tiles * kv_heads, and num_programs - kv_heads more where they share tiles).
+
+    A program has one query tile of one KV head, or some of its keys. There are
+    ``num_tokens // TILE_QUERIES + num_reqs`` tiles, padding included; the others share those of
+    the requests.
+
+    A step takes TILE_TOKENS keys from an absolute multiple of it. A token's K scale is a factor of
+    its logit, its V scale one of its weight. Weights are rounded to 16 bits in units of the
+    largest V scale so far, lest small scales underflow.
+    """
+    pairs = tl.num_programs(0)
+    if states_ptr is not None:
+        pairs -= num_programs - num_kv_heads
+    # The last tiles of a chunk have the most keys: they go first. Heads side by side.
+    pair = pairs - 1 - tl.program_id(0)
+    split = 0
+    if states_ptr is not None:
+        tiles = _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES)
+        num_splits = tl.minimum(num_splits, num_programs // (tiles * num_kv_heads))
+        num_splits = tl.maximum(num_splits, 1)
+        if pair < 0:
+            split = 1 + (-1 - pair) // (tiles * num_kv_heads)
+            pair = (-1 - pair) % (tiles * num_kv_heads)
+        if split >= num_splits:
+            return
+    head = pair % num_kv_heads
+    tile_of_batch = pair // num_kv_heads
+    req = _find_request(query_start_loc_ptr, tile_of_batch, num_reqs, TILE_QUERIES)
+    query_start, query_len, first_query, end_query = _load_tile(
+        query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES
+    )
+    if first_query >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + req)
+    context_len = seq_len - query_len
+    table_offset, window, sink, ring_blocks = load_head_role(
+        head, table_offset_ptr, window_ptr, sink_ptr, ring_blocks_ptr, HAS_WINDOW, HAS_RING
+    )
+    HAS_OFFSETS: tl.constexpr = mask_offsets_ptr is not None
+
+    query, in_tile, token, q_head = _tile_rows(
+        query_start, first_query, end_query, head, GROUP, TILE_ROWS
+    )
+    dims = tl.arange(0, TILE_DIM)
+    in_head = dims < HEAD_DIM
+    q_offsets = (token * stride_q_token + q_head * stride_q_head)[:, None] + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=in_tile[:, None] & in_head[None, :], other=0.0)
+
+    # What each row may see, and the tile: [start, end) somebody, [inner_start, inner_end) all.
+    first_position = context_len + first_query
+    end_position = tl.maximum(context_len + end_query, 0)  # 0 in a padding row: no step
+    query_position = tl.where(in_tile, context_len + query, -1)
+    first_key = tl.zeros([TILE_ROWS], dtype=tl.int32)
+    end_key = first_key
+    start = 0
+    end = end_position
+    inner_start = 0
+    inner_end = first_position + 1
+    if HAS_OFFSETS:
+        range_ptr = mask_offsets_ptr + 2 * token
+        first_key = tl.maximum(tl.load(range_ptr, mask=in_tile, other=0), 0)
+        end_key = tl.minimum(tl.load(range_ptr + 1, mask=in_tile, other=0), seq_len)
+        end = tl.maximum(tl.max(end_key, axis=0), 0)
+        start = tl.min(tl.where(first_key < end_key, first_key, end), axis=0)
+        inner_start = tl.max(first_key, axis=0)
+        inner_end = tl.min(tl.where(in_tile, end_key, end), axis=0)
+    sink_end = 0
+    if HAS_WINDOW:
+        window = tl.where(window < 0, NO_WINDOW, window)
+        sink_end = tl.minimum(sink, end)
+        start = tl.maximum(start, first_position + 1 - window)
+        start = tl.minimum(tl.maximum(start, sink_end), end)
+        inner_start = tl.maximum(inner_start, end_position - window)
+    sink_tiles = tl.cdiv(sink_end, TILE_TOKENS)
+    gap = tl.maximum(start // TILE_TOKENS, sink_tiles) - sink_tiles
+    inner_start = tl.cdiv(tl.maximum(inner_start, 0), TILE_TOKENS)  # in tiles from here on
+    inner_end = tl.maximum(inner_end, 0) // TILE_TOKENS
+    first_step = 0
+    end_step = tl.cdiv(end, TILE_TOKENS) - gap
+    first_tile = tl.where(sink_tiles > 0, 0, gap)
+    first_inner = inner_start
+    end_inner = inner_end
+    splits = 1
+    if states_ptr is not None:
+        share = tl.maximum(tl.cdiv(end_step, num_splits), MIN_STEPS)
+        splits = tl.maximum(tl.cdiv(end_step, share), 1)
+        first_step = split * share
+        end_step = tl.minimum(first_step + share, end_step)
+        if split >= splits:
+            return
+        first_tile = tl.where(first_step < sink_tiles, first_step, first_step + gap)
+        first_inner = tl.maximum(inner_start, first_tile)
+        end_inner = tl.minimum(
+            inner_end, tl.where(end_step > sink_tiles, end_step + gap, end_step)
+        )
+
+    # The head's segment of the request's row, whose columns count from 0.
+    table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_table_row + table_offset
+    visited_row_ptr = None
+    if visited_ptr is not None:
+        visited_row = req.to(tl.int64) * num_kv_heads + head
+        visited_row_ptr = visited_ptr + visited_row * row_width + table_offset
+    if not _holds_every_page(
+        table_row_ptr,
+        first_inner * TILE_TOKENS // BLOCK_SIZE,
+        tl.cdiv(end_inner * TILE_TOKENS, BLOCK_SIZE),
+        sink,
+        ring_blocks,
+        BLOCK_SIZE,
+        HAS_RING,
+    ):
+        inner_end = 0
+
+    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
+    head_base = tl.multiple_of(tl.load(head_base_ptr + head), ALIGNED)
+    block_stride = tl.load(block_stride_ptr + head)
+    score_scale = tl.full([TILE_ROWS], softmax_scale * LOG2_E, tl.float32)
+    if FP8_PATH is not None:
+        scale_base = tl.load(scale_base_ptr + head)
+        scale_block_stride = tl.load(scale_block_stride_ptr + head)
+        q, q_unit = product_query(q)
+        score_scale *= q_unit
+        v_unit = tl.full([], SMALLEST_UNIT, tl.float32)
+        if SCALES_PER_BLOCK == 0:
+            score_scale *= tl.load(k_scale_ptr + scale_base)
+            v_unit = tl.load(v_scale_ptr + scale_base)
+        score_scale = tl.maximum(score_scale, SMALLEST_UNIT)  # -inf * 0 is NaN
+
+    acc = tl.zeros([TILE_ROWS, TILE_DIM], dtype=tl.float32)
+    top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    lane = tl.arange(0, TILE_TOKENS)
+    # Blocks are looked up a step ahead, so that no load of pages waits for one of the table.
+    next_tile = first_tile
+    next_block = _load_blocks(
+        table_row_ptr,
+        visited_row_ptr,
+        next_tile,
+        start,
+        end,
+        sink_end,
+        query_position,
+        first_key,
+        end_key,
+        window,
+        sink,
+        ring_blocks,
+        BLOCK_SIZE,
+        HAS_OFFSETS,
+        HAS_WINDOW,
+        HAS_RING,
+        TILE_TOKENS,
+    )
+    for step in range(first_step, end_step):
+        tile = tl.where(step < sink_tiles, step, step + gap)
+        block = next_block.to(tl.int64)
+        next_tile = tl.where(step + 1 < sink_tiles, step + 1, step + 1 + gap)
+        next_block = _load_blocks(
+            table_row_ptr,
+            visited_row_ptr,
+            next_tile,
+            start,
+            end,
+            sink_end,
+            query_position,
+            first_key,
+            end_key,
+            window,
+            sink,
+            ring_blocks,
+            BLOCK_SIZE,
+            HAS_OFFSETS,
+            HAS_WINDOW,
+            HAS_RING,
+            TILE_TOKENS,
+        )
+        token_of_page = (tile * TILE_TOKENS % BLOCK_SIZE + lane % BLOCK_SIZE).to(tl.int64)
+        address = head_base + token_of_page * token_stride + block * block_stride
+        offsets = tl.multiple_of(address, ALIGNED)[:, None] + dims[None, :]
+        present = block >= 0
+        loaded = present[:, None] & in_head[None, :]  # NaN of a dead page must not come in
+
+        k = load_page_rows(k_cache_ptr + offsets, loaded, q.dtype, FP8_PATH)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SCALES_PER_BLOCK > 0:
+            scale_address = scale_base + block * scale_block_stride
+            scale_address += scale_index(token_of_page, BLOCK_SIZE, SCALES_PER_BLOCK)
+            k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
+            scores *= k_scale[None, :]
+        at_edge = (tile < inner_start) | (tile >= inner_end)
+        if q.dtype == tl.float32:  # a branch makes these products, outside tensor cores, spill
+            at_edge = True
+        if at_edge:
+            visible = _visible(
+                tile * TILE_TOKENS + lane,
+                query_position,
+                first_key,
+                end_key,
+                window,
+                sink,
+                HAS_OFFSETS,
+                HAS_WINDOW,
+            )
+            # Looked up again: the layout of the scores is not the one of the loads.
+            again = _load_blocks(
+                table_row_ptr,
+                None,
+                tile,
+                start,
+                end,
+                sink_end,
+                query_position,
+                first_key,
+                end_key,
+                window,
+                sink,
+                ring_blocks,
+                BLOCK_SIZE,
+                HAS_OFFSETS,
+                HAS_WINDOW,
+                HAS_RING,
+                TILE_TOKENS,
+            )
+            scores = tl.where((again >= 0)[None, :] & visible, scores, float("-inf"))
+
+        # The maximum is kept scaled: a product in the exponent of the rescale would be fused with
+        # the subtraction, whose result is then its rounding error in each step, not zero.
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * score_scale)
+        # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = tl.exp2(top - shift)
+        weights = tl.exp2(scores * score_scale[:, None] - shift[:, None])
+        total = total * rescale + tl.sum(weights, axis=1)
+        if SCALES_PER_BLOCK > 0:
+            v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
+            new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
+            weights *= (v_scale / new_unit)[None, :]
+            rescale *= v_unit / new_unit
+            v_unit = new_unit
+        v = load_page_rows(v_cache_ptr + offsets, loaded, q.dtype, FP8_PATH)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+    if FP8_PATH is not None:
+        acc *= v_unit
+
+    # Found anew: through the loop the rows' addresses would take the registers it lives on.
+    query_start, query_len, first_query, end_query = _load_tile(
+        query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES
+    )
+    query, in_tile, token, q_head = _tile_rows(
+        query_start, first_query, end_query, head, GROUP, TILE_ROWS
+    )
+    mask = in_tile[:, None] & in_head[None, :]
+    out = normalized(acc, total)
+    if splits == 1:
+        out_offsets = token * stride_out_token + q_head * stride_out_head
+        out_ptrs = out_ptr + out_offsets[:, None] + dims[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+        if lse_ptr is not None:
+            lse_offsets = token * stride_lse_token + q_head * stride_lse_head
+            lse = natural_lse(top, total)
+            tl.store(lse_ptr + lse_offsets, lse, mask=in_tile)
+    elif states_ptr is not None:
+        num_q_heads = num_kv_heads * GROUP
+        state = (split * num_tokens + token) * num_q_heads + q_head
+        tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
+        lse = natural_lse(top, total)
+        tl.store(states_lse_ptr + state, lse, mask=in_tile)
+        if arrives_last(arrivals_ptr + tile_of_batch * num_kv_heads + head, splits):
+            _merge_tile(
+                out_ptr,
+                stride_out_token,
+                stride_out_head,
+                lse_ptr,
+                stride_lse_token,
+                stride_lse_head,
+                states_ptr,
+                states_lse_ptr,
+                num_tokens,
+                num_q_heads,
+                splits,
+                query_start,
+                first_query,
+                end_query,
+                head,
+                GROUP,
+                HEAD_DIM,
+                TILE_ROWS,
+                TILE_DIM,
+            )
+
+
+def check_splits(splits: PrefillSplits | None, q: torch.Tensor) -> None:
+    """Raise unless ``splits`` is None or for as many rows and heads.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is for other shapes or on another device.
+    """
+    if splits is None:
+        return
+    if not isinstance(splits, PrefillSplits):
+        raise TypeError(f"splits: expected PrefillSplits or None, got {type(splits).__name__}")
+    expected, states = (splits.num_splits, *q.shape), splits.states
+    if states.shape != expected or states.device != q.device:
+        raise ValueError(
+            f"splits: expected states {expected} on {q.device}, got {tuple(states.shape)} on "
+            f"{states.device}"
+        )
+
+
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: KVLayout,
+    *,
+    softmax_scale: float,
+    max_query_len: int,
+    attn_mask_offsets: torch.Tensor | None = None,
+    splits: PrefillSplits | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    scales: KVScales | None = None,
+    visited: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from a ragged batch of chunks, decodes among them, to their paged caches.
+
+    The queries of request ``r`` are rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]`` of
+    ``q``; the last one sits at position ``seq_lens[r] - 1``. Each sees the keys that ``kv_layout``
+    says, so the chunk's own keys must be in the cache already.
+
+    Args:
+        q: ``[num_tokens, q_heads, head_dim]`` fp16, bf16 or fp32; any token and head stride, unit
+            last stride. ``q_heads`` is a multiple of the layout's KV heads.
+        k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, dtype of ``q``,
+            or with ``scales`` float8_e4m3fn or its uint8 view; addressed flat by ``layout``. Pages
+            that no query may see may hold NaN.
+        v_cache: one layer's value buffer, likewise.
+        block_table: ``[num_reqs, row_width]`` int32 in batch-row order, or contiguous per-head
+            ``[num_reqs * kv_heads, max_blocks]``; -1 = no page, its keys are skipped.
+        query_start_loc: ``[num_reqs + 1]`` int32, ascending from 0 to at most ``num_tokens`` (also
+            called ``cu_seqlens_q``). A request without queries is fine.
+        seq_lens: ``[num_reqs]`` int32, tokens including the queries (also ``context_lens``).
+        layout: where the pages lie and what each head may see.
+        softmax_scale: factor of the scores, positive, usually ``head_dim ** -0.5``.
+        max_query_len: upper bound on a request's queries; bounds the tile, not the result. 0 says
+            that there are none (``q`` may still have rows of padding).
+        attn_mask_offsets: ``[num_tokens, 2]`` int32, contiguous: the range ``[lo, hi)`` of key
+            positions in its request that each query sees in place of ``[0, its own]``. ``hi`` may
+            lie beyond the query, as inside of an image; keys from ``seq_lens`` on are never seen,
+            nor any if ``lo >= hi``. A window hides keys before its start that are no sink's, as
+            ever. None = causal.
+        splits: for a batch of these shapes, to cut the keys of a tile among several programs,
+            where chunks are few and short and contexts long: changes the result by rounding only.
+            None = one program a tile.
+        out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched behind. None =
+            a new tensor, whose rows behind are uninitialised.
+        lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
+            log-sum-exp of the scaled scores.
+        scales: of an fp8 cache, else None. Pages no query may see may have NaN for scales too.
+        visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
+            where a head reads the page in a column, untouched elsewhere.
+
+    Returns:
+        ``out``. A row that sees no key is zero, its ``lse`` -inf.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride, a scale that is not positive, or a head
+            dimension without a kernel.
+        UnsupportedDeviceError: the tensors are where this process cannot launch.
+
+    Numerics:
+        As ``paged_decode_attention``: fp32 accumulation and softmax, weights rounded to the
+        cache's dtype before the product with V. Tier B.
+
+    Stream:
+        One launch on the current stream, its grid from shapes alone: CUDA-graph safe, no scratch
+        but that of ``splits``.
+
+    Source:
+        arXiv:2205.14135, as in the module docstring.
+    """
+    table = check_paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        layout,
+        FLOAT_DTYPES,
+        out=out,
+        lse=lse,
+        scales=scales,
+    )
+    num_tokens, num_q_heads, _ = q.shape
+    num_reqs = seq_lens.shape[0]
+    check_query_start_loc(query_start_loc, num_reqs, max_query_len, q.device)
+    check_attn_mask_offsets(attn_mask_offsets, q)
+    check_softmax_scale(softmax_scale)
+    check_visited(visited, table, layout)
+    check_splits(splits, q)
+    group = num_q_heads // layout.num_kv_heads
+    check_head_dim(layout)
+    check_launchable("q", q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if num_reqs == 0 or num_tokens == 0 or max_query_len == 0:
+        return out
+    config = _config(
+        layout,
+        q.dtype,
+        scales is not None,
+        num_q_heads,
+        max_query_len,
+        attn_mask_offsets is not None,
+    )
+    tile_queries = config.tile_rows // group
+    num_tiles = num_tokens // tile_queries + num_reqs
+    num_programs = num_tiles * layout.num_kv_heads
+    if splits is not None:
+        num_programs += splits.num_programs - layout.num_kv_heads
+        if splits.arrivals.numel() < num_tiles * layout.num_kv_heads:
+            raise ValueError(
+                f"splits: expected one for {num_reqs} requests of at most {max_query_len} "
+                f"queries, got one for fewer tiles"
+            )
+    _paged_prefill_attention_kernel[(num_programs,)](
+        out,
+        out.stride(0),
+        out.stride(1),
+        lse,
+        *((0, 0) if lse is None else lse.stride()),
+        None if splits is None else splits.states,
+        None if splits is None else splits.states_lse,
+        None if splits is None else splits.arrivals,
+        0 if splits is None else splits.num_splits,
+        0 if splits is None else splits.num_programs,
+        num_tokens,
+        visited,
+        q,
+        q.stride(0),
+        q.stride(1),
+        *cache_arguments(k_cache, v_cache, scales),
+        table,
+        table.stride(0),
+        table.shape[1],
+        query_start_loc,
+        seq_lens,
+        attn_mask_offsets,
+        num_reqs,
+        layout.num_kv_heads,
+        layout.head_base,
+        layout.block_stride,
+        layout.table_offset,
+        layout.window,
+        layout.sink,
+        layout.ring_blocks,
+        layout.token_stride,
+        softmax_scale,
+        GROUP=group,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_SIZE=layout.block_size,
+        HAS_WINDOW=layout.has_window,
+        HAS_RING=layout.has_ring,
+        TILE_QUERIES=tile_queries,
+        TILE_ROWS=config.tile_rows,
+        TILE_TOKENS=config.tile_tokens,
+        TILE_DIM=triton.next_power_of_2(layout.head_dim),
+        PRECISION=dot_precision(q.dtype),
+        MIN_STEPS=MIN_SPLIT_STEPS,
+        **fp8_constexprs(scales, layout, q.device),
+        **config.launch_options(),
+    )
+    return out

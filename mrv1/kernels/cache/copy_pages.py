@@ -1,0 +1,189 @@
+"""Copy pages: duplicate whole blocks of one layer's KV cache, before one owner writes to its own.
+
+    cache[head_base[h] + dst * block_stride[h] + t * token_stride + d]
+        = cache[head_base[h] + src * block_stride[h] + t * token_stride + d]
+
+for every token ``t`` and dimension ``d`` of each listed block, in K and in V, for all KV heads or
+those of one head group; the block's scales, where there are any, likewise. The address formulas
+are those of ``kv_layout`` and ``kv_scales``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels._base.checks import check_launchable
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.attention._paged_checks import PAGE_DTYPES, check_copy_pages, check_head_dim
+from mrv1.kernels.cache.fp8 import scale_index
+from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By bytes. Pages move as integers: no target need know the cache's dtype, no NaN is quieted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPagesConfig:
+    """Launch choices of one copy."""
+
+    tile_rows: int
+    """(block, head, token) vectors per program."""
+    num_warps: int
+
+    @classmethod
+    def default_for(cls, head_dim: int, itemsize: int) -> CopyPagesConfig:
+        """Return the choice for a head dimension and the bytes of a cache element."""
+        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
+            return cls(tile_rows=1024, num_warps=1)
+        # 4 KiB each of K and V per program: four 16-byte pieces per thread of 4 warps in flight.
+        row_bytes = triton.next_power_of_2(head_dim) * itemsize
+        return cls(tile_rows=max(1, 4096 // row_bytes), num_warps=4)
+
+
+@triton.jit(do_not_specialize=["group", "num_vectors"])
+def _copy_pages_kernel(
+    k_cache_ptr,  # one layer's keys, flat
+    v_cache_ptr,  # one layer's values, flat
+    k_scale_ptr,  # one layer's scales as int32, flat, or None
+    v_scale_ptr,
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    src_block_ids_ptr,  # [num_copies] int32 | int64, negative = skip
+    dst_block_ids_ptr,  # [num_copies] int32 | int64, negative = skip
+    group_of_head_ptr,  # [NUM_KV_HEADS] int32
+    head_base_ptr,  # [NUM_KV_HEADS] int64, elements
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
+    token_stride,  # elements
+    group,  # whose heads to copy, -1 = all
+    num_vectors,  # num_copies * NUM_KV_HEADS * BLOCK_SIZE
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head
+    ALIGNMENT: tl.constexpr,  # elements; divides every address
+    TILE_ROWS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    """Grid (cdiv(num_vectors, TILE_ROWS),): TILE_ROWS (block, head, token) vectors a program."""
+    vector = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    in_range = vector < num_vectors
+    token = vector % BLOCK_SIZE
+    head = vector // BLOCK_SIZE % NUM_KV_HEADS
+    copy = vector // (BLOCK_SIZE * NUM_KV_HEADS)
+    src = tl.load(src_block_ids_ptr + copy, mask=in_range, other=-1).to(tl.int64)
+    dst = tl.load(dst_block_ids_ptr + copy, mask=in_range, other=-1).to(tl.int64)
+    head_group = tl.load(group_of_head_ptr + head, mask=in_range, other=-1)
+    kept = (src >= 0) & (dst >= 0) & ((group < 0) | (head_group == group))
+    head_base = tl.load(head_base_ptr + head, mask=kept, other=0)
+    block_stride = tl.load(block_stride_ptr + head, mask=kept, other=0)
+    page_offset = head_base + token * token_stride
+    source = tl.multiple_of(page_offset + src * block_stride, ALIGNMENT)
+    target = tl.multiple_of(page_offset + dst * block_stride, ALIGNMENT)
+
+    dims = tl.arange(0, TILE_DIM)[None, :]
+    mask = kept[:, None] & (dims < HEAD_DIM)
+    k = tl.load(k_cache_ptr + source[:, None] + dims, mask=mask, other=0)
+    v = tl.load(v_cache_ptr + source[:, None] + dims, mask=mask, other=0)
+    tl.store(k_cache_ptr + target[:, None] + dims, k, mask=mask)
+    tl.store(v_cache_ptr + target[:, None] + dims, v, mask=mask)
+    if k_scale_ptr is not None:
+        kept &= token % (BLOCK_SIZE // SCALES_PER_BLOCK) == 0  # the first that a scale is of
+        scale_offset = scale_index(token, BLOCK_SIZE, SCALES_PER_BLOCK)
+        scale_offset += tl.load(scale_base_ptr + head, mask=kept, other=0)
+        block_stride = tl.load(scale_block_stride_ptr + head, mask=kept, other=0)
+        k_scale = tl.load(k_scale_ptr + scale_offset + src * block_stride, mask=kept, other=0)
+        v_scale = tl.load(v_scale_ptr + scale_offset + src * block_stride, mask=kept, other=0)
+        tl.store(k_scale_ptr + scale_offset + dst * block_stride, k_scale, mask=kept)
+        tl.store(v_scale_ptr + scale_offset + dst * block_stride, v_scale, mask=kept)
+
+
+def _scale_arguments(scales: KVScales | None) -> tuple[torch.Tensor | None, ...]:
+    """Return K and V scales, bases and block strides; None where a block has no scales."""
+    if scales is None or scales.granularity == "head":
+        return None, None, None, None
+    bits = (scale.view(torch.int32) for scale in (scales.k_scale, scales.v_scale))
+    return *bits, scales.base, scales.block_stride
+
+
+def copy_pages(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    src_block_ids: torch.Tensor,
+    dst_block_ids: torch.Tensor,
+    layout: KVLayout,
+    *,
+    group: int | None = None,
+    scales: KVScales | None = None,
+) -> None:
+    """Copy whole blocks of one layer's paged cache onto other blocks: K, V and their scales.
+
+    Args:
+        k_cache: one layer's key buffer, any shape, contiguous, fp16, bf16, fp32, float8_e4m3fn or
+            uint8; addressed flat by ``layout``. *Written* in the pages of ``dst_block_ids``,
+            untouched elsewhere.
+        v_cache: one layer's value buffer, dtype and size of ``k_cache``. *Written*.
+        src_block_ids: ``[num_copies]`` int32 or int64, contiguous: the blocks to copy, in the id
+            space of ``group``; -1 = skip the pair. An id may occur more than once.
+        dst_block_ids: ``[num_copies]`` int32 or int64, contiguous: the block each becomes; -1 =
+            skip the pair. Ids are distinct and none of them is in ``src_block_ids``: copies run in
+            any order. Values on the device are not checked.
+        layout: where the pages lie.
+        group: the head group whose heads are copied: block ids mean something within a group only.
+            None = all heads, which must then be one group.
+        scales: of an fp8 cache, else None. Per token or quarter: *written* for the pages that
+            are. Per head: no copy needs them.
+
+    Raises:
+        TypeError: a wrong dtype, or a float8_e4m3fn cache without ``scales``.
+        ValueError: a wrong shape, device or stride, a group the layout lacks, no group where it
+            has several, or a head dimension without a kernel.
+        UnsupportedDeviceError: the tensors are where this process cannot launch.
+
+    Numerics:
+        Bytes are moved, never converted: tier A, equal to the oracle bit for bit, NaN too.
+
+    Stream:
+        One launch on the current stream; no allocation, no synchronisation, CUDA-graph safe.
+
+    Source:
+        Copy-on-write blocks are vLLM's (arXiv:2309.06180, section 4.4); the address formula is
+        ``kv_layout``'s.
+    """
+    check_copy_pages(
+        k_cache, v_cache, src_block_ids, dst_block_ids, layout, group, PAGE_DTYPES, scales
+    )
+    check_head_dim(layout)
+    check_launchable("k_cache", k_cache)
+    num_vectors = src_block_ids.shape[0] * layout.num_kv_heads * layout.block_size
+    if num_vectors == 0:
+        return
+    itemsize = k_cache.itemsize
+    bits = _INTEGER_OF_SIZE[itemsize]
+    config = CopyPagesConfig.default_for(layout.head_dim, itemsize)
+    _copy_pages_kernel[(triton.cdiv(num_vectors, config.tile_rows),)](
+        k_cache.view(bits),
+        v_cache.view(bits),
+        *_scale_arguments(scales),
+        src_block_ids,
+        dst_block_ids,
+        layout.group_of_head,
+        layout.head_base,
+        layout.block_stride,
+        layout.token_stride,
+        -1 if group is None else group,
+        num_vectors,
+        NUM_KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_SIZE=layout.block_size,
+        SCALES_PER_BLOCK=0
+        if scales is None
+        else scales_per_block(scales.granularity, layout.block_size),
+        ALIGNMENT=math.gcd(layout.address_unit, ALIGNMENT_BYTES // itemsize),
+        TILE_ROWS=config.tile_rows,
+        TILE_DIM=triton.next_power_of_2(layout.head_dim),
+        num_warps=config.num_warps,
+    )

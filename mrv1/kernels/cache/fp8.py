@@ -1,0 +1,192 @@
+"""Device functions of fp8 caches: e4m3 codes to and from floats, scales of (token, head) vectors.
+
+Codes are ``uint8`` (e4m3fn: no infinity, NaN is 0x7F), so that no kernel argument has a type which
+a GPU without e4m3 lacks. ``PATH`` says who converts: ``"hardware"`` or, with the same bits,
+``"integer"`` arithmetic (see ``mrv1.device.fp8_path``).
+
+Source: OCP 8-bit Floating Point Specification, revision 1.0 (E4M3).
+"""
+
+from __future__ import annotations
+
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.cache.kv_scales import LARGEST_E4M3 as LARGEST_E4M3_VALUE
+from mrv1.kernels.cache.kv_scales import SMALLEST_SCALE as SMALLEST_SCALE_VALUE
+
+INTERPRETED = tl.constexpr(INTERPRET)
+LARGEST_E4M3 = tl.constexpr(LARGEST_E4M3_VALUE)
+SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE_VALUE)
+
+
+@triton.jit
+def encode_e4m3(x, PATH: tl.constexpr):
+    """Return the codes of float32 ``x``: nearest, ties to even; +-448 beyond; NaN is 0x7F."""
+    if PATH == "hardware":
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        bounded = tl.minimum(magnitude, 0x43E00000)  # 448
+        # Round to 3 mantissa bits, then move the exponent's bias from 127 to 7.
+        normal = ((bounded + 0x7FFFF + ((bounded >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6: adding 2^14 puts the last mantissa bit at 2^-9, e4m3's smallest step.
+        shifted = bounded.to(tl.float32, bitcast=True) + 16384.0
+        subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(bounded < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def decode_e4m3(code, PATH: tl.constexpr):
+    """Return the values of ``code`` in fp16, which holds them all exactly."""
+    if PATH == "hardware":
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        bits = code.to(tl.uint16)
+        magnitude = bits & 0x7F
+        # As fp16 bits the code's exponent and mantissa are value / 2^8, subnormals too.
+        small = ((bits & 0x80) << 8) | (magnitude << 7)
+        value = small.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
+        value = value.to(tl.float16).to(tl.uint16, bitcast=True)
+        value = tl.where(magnitude == 0x7F, 0x7E00, value).to(tl.uint16)
+        value = value.to(tl.float16, bitcast=True)
+    return value
+
+
+@triton.jit
+def finite_absmax(x):
+    """Return the largest finite magnitude along the last axis of float32 ``x``, an axis of 1.
+
+    Infinities and NaN times zero are NaN, which a GPU's maximum passes over: two instructions an
+    element. Where nothing is finite the result may be NaN, which ``scale_of`` passes over.
+    """
+    finite = tl.abs(tl.fma(x, 0.0, x))
+    if INTERPRETED:  # its maximum does not
+        finite = tl.where(finite == finite, finite, 0.0)
+    return tl.max(finite, axis=len(x.shape) - 1, keep_dims=True)
+
+
+@triton.jit
+def divide_exactly(x, divisor, inverse, CORRECTIONS: tl.constexpr):
+    """Return float32 ``x / divisor`` rounded to nearest, ``inverse`` being 1 / divisor so rounded.
+
+    A product and two corrections, where a division takes a subroutine: the second starts within
+    a unit in the last place and so ends with the nearest (Markstein, IBM J. Res. Dev. 34(1),
+    1990), unless the quotient over- or underflows. One is enough for what ``quantize`` says. 0
+    keeps its sign, infinity stays.
+    """
+    first = x * inverse
+    negated = x * -1.0  # folded into the multiply-add; "-x" is 0 - x, an instruction of its own
+    inverse = inverse * -1.0
+    quotient = tl.fma(tl.fma(first, divisor, negated), inverse, first)
+    if CORRECTIONS == 2:
+        quotient = tl.fma(tl.fma(quotient, divisor, negated), inverse, quotient)
+    return tl.where(tl.abs(first) < float("inf"), quotient, first)  # inf - inf is NaN
+
+
+@triton.jit
+def scale_of(largest):
+    """Return the scale of vectors whose largest magnitude is given: max(largest / 448, 1e-12)."""
+    scale = divide_exactly(largest, LARGEST_E4M3, 1.0 / LARGEST_E4M3, 2)
+    return tl.maximum(scale, SMALLEST_SCALE)
+
+
+@triton.jit
+def quantize(x, scale, OWN_SCALE: tl.constexpr, PATH: tl.constexpr):
+    """Return the codes of ``x / scale`` in float32; ``scale`` has 1 in place of the last axis.
+
+    OWN_SCALE says that it is ``scale_of`` the vector itself: then nothing overflows, what
+    underflows is far below the smallest code, and for the few significands of a 16-bit type one
+    correction gives the nearest quotient (a test tries them all).
+    """
+    wide = x.to(tl.float32)
+    if OWN_SCALE:
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        CORRECTIONS: tl.constexpr = 2 if x.dtype == tl.float32 else 1
+        quotient = divide_exactly(wide, scale, inverse, CORRECTIONS)
+    else:
+        quotient = tl.div_rn(wide, tl.broadcast_to(scale, x.shape))
+    return encode_e4m3(quotient, PATH)
+
+
+@triton.jit
+def scale_index(token, BLOCK_SIZE: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr):
+    """Return which of a block's scales is a token's: no code where each token has its own."""
+    return token // (BLOCK_SIZE // SCALES_PER_BLOCK)
+
+
+@triton.jit
+def product_query(q):
+    """Return ``q`` as the products with fp8 keys take it, and the factor per row it lost.
+
+    fp16 and fp32 are taken as they are. bf16 goes to fp16, that the keys convert to cheaply, in
+    units of a power of two near its row's largest element: nothing overflows, and what underflows
+    is 2^-25 of the largest.
+    """
+    unit = tl.full([q.shape[0]], 1.0, tl.float32)
+    if q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-30)
+        unit = (largest.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        q = (wide / unit[:, None]).to(tl.float16)
+    return q, unit
+
+
+@triton.jit
+def decode_pairs(codes, PATH: tl.constexpr):
+    """Return the values of the low and of the high code in each int16, in fp16, exactly.
+
+    Two codes in one 16-bit element let caches move, transpose and reach the tensor cores as any
+    16-bit type does; bytes would have to be shuffled into place one by one.
+    """
+    if PATH == "integer":
+        low = _decode_high_byte(codes << 8)
+        high = _decode_high_byte(codes)
+    elif INTERPRETED:
+        low = decode_e4m3((codes & 0xFF).to(tl.uint8), PATH)
+        high = decode_e4m3(((codes >> 8) & 0xFF).to(tl.uint8), PATH)
+    else:  # one shuffle and two conversions for four codes; Triton's own casts take twice as many
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return low, high
+
+
+@triton.jit
+def _decode_high_byte(codes):
+    """Return the value of the high byte's code: as fp16 bits it is value / 2^8."""
+    magnitude = codes & 0x7F00
+    small = ((codes & -0x8000) | (magnitude >> 1)).to(tl.int16).to(tl.float16, bitcast=True)
+    value = (small * 256.0).to(tl.float16)
+    return tl.where(magnitude == 0x7F00, float("nan"), value)
+
+
+@triton.jit
+def product_query_pairs(even, odd):
+    """Return queries ``[dim / 2, rows]`` for products with fp8 keys, and the factor per row lost.
+
+    fp16 and fp32 are taken as they are. bf16 goes to fp16, that the keys convert to cheaply, in
+    units of a power of two near its row's largest element: nothing overflows, and what underflows
+    is 2^-25 of the largest.
+    """
+    unit = tl.full([even.shape[1]], 1.0, tl.float32)
+    if even.dtype == tl.bfloat16:
+        even, odd = even.to(tl.float32), odd.to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=0)
+        largest = tl.maximum(largest, 1e-30)
+        unit = (largest.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        even, odd = (even / unit[None, :]).to(tl.float16), (odd / unit[None, :]).to(tl.float16)
+    return even, odd, unit

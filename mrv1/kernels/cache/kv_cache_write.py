@@ -1,0 +1,222 @@
+"""KV cache write: store the step's new keys and values in their pages.
+
+    k_cache[head_base[h] + b * block_stride[h] + t * token_stride + d] = key[i, h, d]
+
+with ``b, t = divmod(slot_mapping[group_of_head[h], i], block_size)``, and likewise for values.
+A negative slot (padding, or a position whose page is gone) is skipped. The address formula and its
+layouts are ``kv_layout``'s. A cache with a scale per quarter of a block has a kernel of its own,
+``_quarter_write``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.attention._paged import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
+from mrv1.kernels.attention._paged_checks import check_cache_write, check_head_dim
+from mrv1.kernels.cache.fp8 import finite_absmax, quantize, scale_of
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.quarter_write import write_quarters
+from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheWriteConfig:
+    """Launch choices of one KV cache write."""
+
+    tile_rows: int
+    """(token, head) rows per program."""
+    num_warps: int
+
+    @classmethod
+    def default_for(
+        cls, head_dim: int, dtype: torch.dtype, *, fp8: bool = False
+    ) -> KVCacheWriteConfig:
+        """Return the choice for a head dimension, an input dtype and whether it is quantised.
+
+        A copy has one 16-byte piece of K and one of V per thread, which on an H200 beats two at
+        every size. For fp8 two, so that a thread stores 16 codes at once: the work of finding a
+        row's address and scale is shared by more elements.
+        """
+        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
+            return cls(tile_rows=1024, num_warps=1)
+        row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+        return cls(tile_rows=max(1, (4096 if fp8 else 2048) // row_bytes), num_warps=4)
+
+
+@triton.jit
+def _quantized(
+    x,  # [TILE_ROWS, TILE_DIM]
+    scale_ptr,  # [TILE_ROWS, 1] pointers to float32, *written* if TOKEN_SCALES
+    kept,  # [TILE_ROWS, 1]
+    FP8_PATH: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr,
+):
+    """Return the codes of the rows of ``x``, by the scale of each row or by the given ones."""
+    if TOKEN_SCALES:
+        scale = scale_of(finite_absmax(x.to(tl.float32)))
+        tl.store(scale_ptr, scale, mask=kept)
+    else:
+        scale = tl.load(scale_ptr, mask=kept, other=1.0)
+    return quantize(x, scale, TOKEN_SCALES, FP8_PATH)
+
+
+@triton.jit
+def _kv_cache_write_kernel(
+    k_cache_ptr,  # one layer's keys, flat
+    v_cache_ptr,  # one layer's values, flat
+    k_scale_ptr,  # float32, flat, or None
+    v_scale_ptr,
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
+    stride_key_token,
+    stride_key_head,
+    value_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
+    stride_value_token,
+    stride_value_head,
+    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
+    stride_slot_group,
+    stride_slot_token,
+    group_of_head_ptr,  # [NUM_KV_HEADS] int32
+    head_base_ptr,  # [NUM_KV_HEADS] int64, elements
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
+    token_stride,  # elements
+    num_rows,  # num_tokens * NUM_KV_HEADS
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,  # whether there is more than one
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head: BLOCK_SIZE, or 0 = one for all blocks
+):
+    """Grid (cdiv(num_rows, TILE_ROWS),): one program moves TILE_ROWS (token, head) vectors."""
+    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
+    TOKEN_SCALES: tl.constexpr = SCALES_PER_BLOCK > 0
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    in_range = row < num_rows
+    head = (row % NUM_KV_HEADS).to(tl.int64)
+    token = (row // NUM_KV_HEADS).to(tl.int64)  # int64 before any multiply by a stride
+    slot_ptr = slot_mapping_ptr + token * stride_slot_token
+    if GROUPS:
+        group = tl.load(group_of_head_ptr + head, mask=in_range, other=0).to(tl.int64)
+        slot_ptr += group * stride_slot_group
+    slot = tl.load(slot_ptr, mask=in_range, other=-1)
+    kept = slot >= 0
+    block, offset = split_slot(slot, BLOCK_SIZE)
+    head_base = tl.load(head_base_ptr + head, mask=in_range, other=0)
+    block_stride = tl.load(block_stride_ptr + head, mask=in_range, other=0)
+    address = head_base + block * block_stride + offset * token_stride
+    address = tl.multiple_of(address, [ALIGNED, ALIGNED])
+
+    dim = tl.arange(0, TILE_DIM)[None, :]
+    in_row = in_range & (dim < HEAD_DIM)  # not "kept": a load waits for no other
+    key_ptr += token * stride_key_token + head * stride_key_head
+    value_ptr += token * stride_value_token + head * stride_value_head
+    key = tl.load(key_ptr + dim, mask=in_row, other=0.0)
+    value = tl.load(value_ptr + dim, mask=in_row, other=0.0)
+    stored = kept & (dim < HEAD_DIM)
+    if FP8_PATH is not None:
+        scale_address = tl.load(scale_base_ptr + head, mask=in_range, other=0)
+        if TOKEN_SCALES:
+            scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=in_range, other=0)
+            scale_address += block * scale_block_stride + offset
+        key = _quantized(key, k_scale_ptr + scale_address, kept, FP8_PATH, TOKEN_SCALES)
+        tl.store(k_cache_ptr + address + dim, key, mask=stored)
+        value = _quantized(value, v_scale_ptr + scale_address, kept, FP8_PATH, TOKEN_SCALES)
+        tl.store(v_cache_ptr + address + dim, value, mask=stored)
+    else:
+        tl.store(k_cache_ptr + address + dim, key, mask=stored)
+        tl.store(v_cache_ptr + address + dim, value, mask=stored)
+
+
+def kv_cache_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    *,
+    scales: KVScales | None = None,
+) -> None:
+    """Store new keys and values at their slots of one layer's paged cache.
+
+    Args:
+        key: ``[num_tokens, kv_heads, head_dim]`` fp16, bf16 or fp32; any token and head stride
+            (a view of a fused qkv is fine), unit last stride.
+        value: like ``key``, with strides of its own.
+        k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, dtype of
+            ``key`` or, for ``scales``, float8_e4m3fn or its uint8 view; addressed flat by
+            ``layout``. *Written* at the slots, untouched elsewhere.
+        v_cache: one layer's value buffer, likewise. *Written*.
+        slot_mapping: ``[groups, num_tokens]`` int64, ``block * block_size + position %
+            block_size``; negative = skip the token for that group's heads. Slots of one group are
+            distinct.
+        layout: where the pages lie; its ``group_of_head`` picks the row of ``slot_mapping``.
+        scales: of an fp8 cache, else None. Per token: *written* at the slots, as
+            ``max(absmax / 448, 1e-12)`` of the head's vector. Per quarter of a block: *written*
+            for the quarters that slots are in, as the largest of the stored scale and of what the
+            new vectors need; if it grows, the quarter's other codes are *written* too, requantised
+            once. A quarter whose first slot is written forgets its stored scale, as it does one
+            that is not positive. Per head: read.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride, or a head dimension without a kernel.
+        UnsupportedDeviceError: the tensors are where this process cannot launch.
+
+    Numerics:
+        Tier A, equal to the oracle bit for bit. Without ``scales`` bytes are moved, never
+        converted. With them ``x / scale`` is rounded to e4m3, ties to even; beyond +-448 it
+        saturates, infinities too; NaN stays NaN. A token's absmax ignores what is not finite.
+        Beside a scale per quarter bytes depend on which tokens were written before, and together.
+
+    Stream:
+        One launch on the current stream; no allocation, no synchronisation, CUDA-graph safe.
+
+    Source:
+        The slot rule is vLLM's ``reshape_and_cache``; the address formula is ``kv_layout``'s.
+    """
+    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, FLOAT_DTYPES, scales)
+    check_head_dim(layout)
+    check_launchable("key", key)
+    num_rows = key.shape[0] * layout.num_kv_heads
+    if num_rows == 0:
+        return
+    if scales is not None and scales.granularity == "quarter":
+        write_quarters(key, value, k_cache, v_cache, slot_mapping, layout, scales)
+        return
+    config = KVCacheWriteConfig.default_for(layout.head_dim, key.dtype, fp8=scales is not None)
+    _kv_cache_write_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
+        *cache_arguments(k_cache, v_cache, scales),
+        key,
+        key.stride(0),
+        key.stride(1),
+        value,
+        value.stride(0),
+        value.stride(1),
+        slot_mapping,
+        slot_mapping.stride(0),
+        slot_mapping.stride(1),
+        layout.group_of_head,
+        layout.head_base,
+        layout.block_stride,
+        layout.token_stride,
+        num_rows,
+        NUM_KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        GROUPS=layout.num_groups > 1,
+        BLOCK_SIZE=layout.block_size,
+        TILE_ROWS=config.tile_rows,
+        TILE_DIM=triton.next_power_of_2(layout.head_dim),
+        **fp8_constexprs(scales, layout, key.device),
+        num_warps=config.num_warps,
+    )

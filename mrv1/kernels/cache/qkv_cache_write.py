@@ -1,0 +1,497 @@
+"""From the fused qkv projection to attention's inputs: norm, rotate, store, in one launch.
+
+Per token, with ``[q, k, v] = qkv``::
+
+    q, k = rms_norm(q), rms_norm(k)                  (if weights are given)
+    q, k = apply_rope(q), apply_rope(k)              (if a table of angles is given)
+    kv_cache_write(k, v)
+    q_out = q
+
+Norm and rotation are ``rms_norm``'s and ``apply_rope``'s, each rounded to the dtype as there.
+
+Multimodal rope (M-RoPE) gives a token three positions: of time, height and width. The pairs fall
+into three sections, one behind the other, and a pair takes its angle at the position of its
+section, as in transformers' Qwen2-VL and Qwen2.5-VL. (Qwen3-VL deals the axes out to the pairs in
+turn: that order is not this one.)
+
+Source: Wang et al., "Qwen2-VL" (2024), section 2.1, for M-RoPE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.attention._paged import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
+from mrv1.kernels.attention._paged_checks import check_head_dim, check_qkv_cache_write
+from mrv1.kernels.cache.fp8 import finite_absmax, quantize, scale_of
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.quarter_write import write_quarters
+from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+
+OVERLAPPED_PROGRAMS = 4096
+"""Most programs of a launch that starts early: on an H200 at 256 tokens (1,536 programs) it saves
+0.5 us of 3.7, at 2,048 it costs 0.8 us of 14.8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QKVCacheWriteConfig:
+    """How the work is cut into programs: each has heads of one kind, q, k or v."""
+
+    tile_tokens: int
+    """Tokens of one program."""
+    tile_heads: int
+    """Heads of one program."""
+    num_warps: int
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def default_for(cls, head_dim: int, dtype: torch.dtype) -> QKVCacheWriteConfig:
+        """Return the GPU's choice: one token and few heads, so that small decodes are parallel.
+
+        A thread holds 16 bytes of either half of a head, one load each. On an H200 half of that
+        is no faster and from 2,048 tokens on 6% slower; twice that is 7 to 15% slower up to 256.
+        """
+        row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+        return cls(tile_tokens=1, tile_heads=max(1, 2048 // row_bytes), num_warps=2)
+
+    @classmethod
+    def for_interpreter(
+        cls, num_tokens: int, num_heads: int, head_dim: int
+    ) -> QKVCacheWriteConfig:
+        """Return one program for all q, one for k and one for v, up to 2^18 elements."""
+        heads = triton.next_power_of_2(num_heads)
+        most = max(1, 2**18 // (heads * triton.next_power_of_2(head_dim)))
+        tokens = min(triton.next_power_of_2(num_tokens), most)
+        return cls(tile_tokens=tokens, tile_heads=heads, num_warps=1)
+
+
+# A head is held in three parts: both elements of each pair (a, b), and what rope leaves alone.
+
+
+@triton.jit
+def _load_head(
+    row_ptr,  # [TILE_TOKENS, TILE_HEADS, 1] pointers to the heads
+    in_row,  # [TILE_TOKENS, TILE_HEADS, 1]
+    NUM_PAIRS: tl.constexpr,
+    NUM_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TILE_PAIRS: tl.constexpr,
+    TILE_REST: tl.constexpr,
+):
+    """Return (a, b, rest) of each head; ``rest`` is a stand-in if NUM_REST is 0."""
+    TILE_TOKENS: tl.constexpr = row_ptr.shape[0]
+    TILE_HEADS: tl.constexpr = row_ptr.shape[1]
+    if INTERLEAVED:  # one contiguous load, then even and odd elements apart
+        col = tl.arange(0, 2 * TILE_PAIRS)[None, None, :]
+        pairs = tl.load(row_ptr + col, mask=in_row & (col < 2 * NUM_PAIRS), other=0.0)
+        a, b = tl.split(tl.reshape(pairs, [TILE_TOKENS, TILE_HEADS, TILE_PAIRS, 2]))
+    else:
+        pair = tl.arange(0, TILE_PAIRS)[None, None, :]
+        in_pairs = in_row & (pair < NUM_PAIRS)
+        a = tl.load(row_ptr + pair, mask=in_pairs, other=0.0)
+        b = tl.load(row_ptr + NUM_PAIRS + pair, mask=in_pairs, other=0.0)
+    if NUM_REST > 0:
+        col = tl.arange(0, TILE_REST)[None, None, :]
+        rest = tl.load(row_ptr + 2 * NUM_PAIRS + col, mask=in_row & (col < NUM_REST), other=0.0)
+    else:
+        rest = tl.zeros([TILE_TOKENS, TILE_HEADS, 1], a.dtype)
+    return a, b, rest
+
+
+@triton.jit
+def _store_head(
+    row_ptr,  # as in _load_head
+    a,
+    b,
+    rest,
+    in_row,
+    NUM_PAIRS: tl.constexpr,
+    NUM_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TILE_PAIRS: tl.constexpr,
+    TILE_REST: tl.constexpr,
+):
+    """Store what _load_head loads."""
+    if INTERLEAVED:
+        col = tl.arange(0, 2 * TILE_PAIRS)[None, None, :]
+        pairs = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * TILE_PAIRS])
+        tl.store(row_ptr + col, pairs, mask=in_row & (col < 2 * NUM_PAIRS))
+    else:
+        pair = tl.arange(0, TILE_PAIRS)[None, None, :]
+        in_pairs = in_row & (pair < NUM_PAIRS)
+        tl.store(row_ptr + pair, a, mask=in_pairs)
+        tl.store(row_ptr + NUM_PAIRS + pair, b, mask=in_pairs)
+    if NUM_REST > 0:
+        col = tl.arange(0, TILE_REST)[None, None, :]
+        tl.store(row_ptr + 2 * NUM_PAIRS + col, rest, mask=in_row & (col < NUM_REST))
+
+
+@triton.jit
+def _square(x):
+    x = x.to(tl.float32)
+    return x * x
+
+
+@triton.jit
+def _scaled(x, scale, weight):
+    """Return ``x * scale * weight``, rounded where ``rms_norm`` rounds."""
+    dtype: tl.constexpr = x.dtype
+    normed = (x.to(tl.float32) * scale).to(dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _qkv_cache_write_kernel(
+    k_cache_ptr,  # one layer's keys, flat
+    v_cache_ptr,  # one layer's values, flat
+    k_scale_ptr,  # float32, flat, or None
+    v_scale_ptr,
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    q_out_ptr,  # [num_tokens, NUM_Q_HEADS, HEAD_DIM], unit last stride; may be qkv's q
+    stride_q_out_token,
+    stride_q_out_head,
+    k_out_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride; or None
+    stride_k_out_token,
+    stride_k_out_head,
+    qkv_ptr,  # [num_tokens, NUM_Q_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], unit last stride
+    stride_qkv_token,
+    stride_qkv_head,
+    q_norm_ptr,  # [HEAD_DIM], or None
+    k_norm_ptr,
+    eps,
+    cos_sin_ptr,  # [rows, 2 * NUM_PAIRS] float32: cosines, then sines; or None
+    positions_ptr,  # [num_tokens] or [3, num_tokens] int64, rows of cos_sin; None = a row a token
+    stride_positions_axis,
+    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
+    stride_slot_group,
+    stride_slot_token,
+    group_of_head_ptr,  # [NUM_KV_HEADS] int32
+    head_base_ptr,  # [NUM_KV_HEADS] int64, elements
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
+    token_stride,  # elements
+    num_tokens,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,  # half of a head without rope
+    INTERLEAVED: tl.constexpr,
+    HEIGHT_PAIR: tl.constexpr,  # first pair of M-RoPE's second section; None = one position
+    WIDTH_PAIR: tl.constexpr,  # first pair of its third
+    GROUPS: tl.constexpr,  # whether there is more than one
+    BLOCK_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_PAIRS: tl.constexpr,  # power of two >= NUM_PAIRS
+    TILE_REST: tl.constexpr,  # power of two >= HEAD_DIM - 2 * NUM_PAIRS
+    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head: BLOCK_SIZE, 0 = one, else not stored here
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (cdiv(num_tokens, TILE_TOKENS), NUM_Q_TILES + 2 * NUM_KV_TILES): a tile of q, k or v.
+
+    All loads come first, so that none waits for another but for an address; a program masks
+    those that its kind has no use for. In place is safe: a thread stores the elements that it
+    has loaded.
+    """
+    NUM_Q_TILES: tl.constexpr = (NUM_Q_HEADS + TILE_HEADS - 1) // TILE_HEADS
+    NUM_KV_TILES: tl.constexpr = (NUM_KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
+    NUM_REST: tl.constexpr = HEAD_DIM - 2 * NUM_PAIRS
+    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
+    TOKEN_SCALES: tl.constexpr = SCALES_PER_BLOCK == BLOCK_SIZE
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None, None]
+    tile = tl.program_id(1)
+    is_token = token < num_tokens
+    is_q = tile < NUM_Q_TILES
+    is_v = tile >= NUM_Q_TILES + NUM_KV_TILES
+    pair = tl.arange(0, TILE_PAIRS)[None, None, :]
+    position = token
+    if positions_ptr is not None:
+        position_ptr = positions_ptr + token
+        is_turned = is_token & (not is_v)
+        position = tl.load(position_ptr, mask=is_turned, other=0)
+        if HEIGHT_PAIR is not None:
+            position_ptr += stride_positions_axis
+            height = tl.load(position_ptr, mask=is_turned, other=0)
+            width = tl.load(position_ptr + stride_positions_axis, mask=is_turned, other=0)
+            position = tl.where(pair < HEIGHT_PAIR, position, height)
+            position = tl.where(pair < WIDTH_PAIR, position, width)
+    first_tile = tl.where(is_v, NUM_Q_TILES + NUM_KV_TILES, tl.where(is_q, 0, NUM_Q_TILES))
+    first_head = tl.where(is_v, NUM_Q_HEADS + NUM_KV_HEADS, tl.where(is_q, 0, NUM_Q_HEADS))
+    head = (tile - first_tile) * TILE_HEADS + tl.arange(0, TILE_HEADS)[None, :, None]
+    head = head.to(tl.int64)
+    in_row = is_token & (head < tl.where(is_q, NUM_Q_HEADS, NUM_KV_HEADS))
+    row_ptr = qkv_ptr + token * stride_qkv_token + (first_head + head) * stride_qkv_head
+
+    is_cached = (head < NUM_KV_HEADS) & (not is_q)
+    slot_ptr = slot_mapping_ptr + token * stride_slot_token
+    if GROUPS:
+        group = tl.load(group_of_head_ptr + head, mask=is_cached, other=0).to(tl.int64)
+        slot_ptr += group * stride_slot_group
+    a, b, rest = _load_head(
+        row_ptr, in_row, NUM_PAIRS, NUM_REST, INTERLEAVED, TILE_PAIRS, TILE_REST
+    )
+    if q_norm_ptr is not None:
+        # As many pointers as heads, here and below: what is loaded has the layout of a and b.
+        weight_a, weight_b, weight_rest = _load_head(
+            tl.broadcast_to(tl.where(is_q, q_norm_ptr, k_norm_ptr), in_row.shape),
+            in_row & (not is_v),
+            NUM_PAIRS,
+            NUM_REST,
+            INTERLEAVED,
+            TILE_PAIRS,
+            TILE_REST,
+        )
+    head_base = tl.load(head_base_ptr + head, mask=is_cached, other=0)
+    block_stride = tl.load(block_stride_ptr + head, mask=is_cached, other=0)
+    if FP8_PATH is not None:
+        scale_base = tl.load(scale_base_ptr + head, mask=is_cached, other=0)
+        scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=is_cached, other=0)
+    is_kv_row = in_row & (not is_q)
+    slot = tl.load(slot_ptr, mask=is_kv_row, other=-1)
+    if cos_sin_ptr is not None:
+        has_angle = in_row & (not is_v) & (pair < NUM_PAIRS)
+        angle_ptr = cos_sin_ptr + position * (2 * NUM_PAIRS) + pair
+        angle_ptr = tl.broadcast_to(angle_ptr, a.shape)
+        cos = tl.load(angle_ptr, mask=has_angle, other=0.0)
+        sin = tl.load(angle_ptr + NUM_PAIRS, mask=has_angle, other=0.0)
+
+    tl.debug_barrier()  # loads stay above, and what needs only some of them below in its branch
+    if not is_v:
+        if q_norm_ptr is not None:
+            squares = tl.sum(_square(a) + _square(b), axis=2, keep_dims=True)
+            if NUM_REST > 0:
+                squares += tl.sum(_square(rest), axis=2, keep_dims=True)
+            factor = tl.rsqrt(squares / HEAD_DIM + eps)
+            a = _scaled(a, factor, weight_a)
+            b = _scaled(b, factor, weight_b)
+            rest = _scaled(rest, factor, weight_rest)
+        if cos_sin_ptr is not None:
+            x, y = a.to(tl.float32), b.to(tl.float32)
+            a = (x * cos - y * sin).to(a.dtype)
+            b = (y * cos + x * sin).to(b.dtype)
+
+    if k_out_ptr is not None:
+        _store_head(
+            k_out_ptr + token * stride_k_out_token + head * stride_k_out_head,
+            a,
+            b,
+            rest,
+            is_kv_row & (not is_v),
+            NUM_PAIRS,
+            NUM_REST,
+            INTERLEAVED,
+            TILE_PAIRS,
+            TILE_REST,
+        )
+    kept = slot >= 0
+    block, offset = split_slot(slot, BLOCK_SIZE)
+    address = head_base + block * block_stride + offset * token_stride
+    address = tl.multiple_of(address, [ALIGNED, ALIGNED, ALIGNED])
+    cache_ptr = tl.where(is_v, v_cache_ptr, k_cache_ptr)
+    target_ptr = q_out_ptr
+    target = token * stride_q_out_token + head * stride_q_out_head
+    stored = in_row & is_q
+    if FP8_PATH is None:
+        target_ptr = tl.where(is_q, q_out_ptr, cache_ptr)
+        target = tl.where(is_q, target, address)
+        stored |= kept
+    _store_head(
+        target_ptr + target,
+        a,
+        b,
+        rest,
+        stored,
+        NUM_PAIRS,
+        NUM_REST,
+        INTERLEAVED,
+        TILE_PAIRS,
+        TILE_REST,
+    )
+    if FP8_PATH is not None and (TOKEN_SCALES or SCALES_PER_BLOCK == 0):
+        scale_ptr = tl.where(is_v, v_scale_ptr, k_scale_ptr) + scale_base
+        if not is_q:
+            if TOKEN_SCALES:
+                largest = finite_absmax(a.to(tl.float32))
+                largest = tl.maximum(largest, finite_absmax(b.to(tl.float32)))
+                scale = scale_of(tl.maximum(largest, finite_absmax(rest.to(tl.float32))))
+                tl.store(scale_ptr + block * scale_block_stride + offset, scale, mask=kept)
+            else:
+                scale = tl.load(scale_ptr, mask=is_cached, other=1.0)
+            _store_head(
+                cache_ptr + address,
+                quantize(a, scale, TOKEN_SCALES, FP8_PATH),
+                quantize(b, scale, TOKEN_SCALES, FP8_PATH),
+                quantize(rest, scale, TOKEN_SCALES, FP8_PATH),
+                kept,
+                NUM_PAIRS,
+                NUM_REST,
+                INTERLEAVED,
+                TILE_PAIRS,
+                TILE_REST,
+            )
+
+
+def qkv_cache_write(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    *,
+    num_q_heads: int,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    mrope_section: tuple[int, int, int] | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    q_out: torch.Tensor | None = None,
+    k_out: torch.Tensor | None = None,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
+    """Norm and rotate q and k of a fused projection, store k and v in their pages, return q.
+
+    Args:
+        qkv: ``[num_tokens, (num_q_heads + 2 * kv_heads) * head_dim]`` fp16, bf16 or fp32, or its
+            three-dimensional view; any stride but a unit last one.
+        k_cache: one layer's key buffer, as ``kv_cache_write`` takes it. *Written* at the slots.
+        v_cache: one layer's value buffer, likewise.
+        slot_mapping: ``[groups, num_tokens]`` int64; negative = nothing is stored for the token in
+            that group's heads, but its q is returned.
+        layout: where the pages lie.
+        num_q_heads: query heads in front of the key heads in ``qkv``.
+        cos_sin: ``[max_positions, rotary_dim]`` float32, as ``apply_rope`` takes it; or, without
+            ``positions``, ``[num_tokens, rotary_dim]``, each token's own row. None = q and k are
+            not rotated.
+        positions: ``[num_tokens]`` int64, contiguous, in [0, max_positions): not checked on the
+            device. With ``mrope_section`` ``[3, num_tokens]``, unit last stride. None = the rows
+            are picked already: worth it when many layers share them, as no load waits for another.
+        interleaved: pairs are neighbours (2i, 2i + 1), not halves (i, i + rotary_dim / 2).
+        mrope_section: pairs that turn by the position of time, of height and of width, in that
+            order; together rotary_dim / 2. None = one position per token.
+        q_norm: ``[head_dim]``, qkv's dtype, contiguous: weight of an RMS norm over each query
+            head, before the rotation. None = no norm.
+        k_norm: likewise for key heads; both or neither.
+        eps: of the norms.
+        q_out: ``[num_tokens, num_q_heads, head_dim]``, qkv's dtype, unit last stride, *written*;
+            may be the view of q in ``qkv``, and overlap with nothing else. Allocated if omitted.
+        k_out: ``[num_tokens, kv_heads, head_dim]``, likewise: *written* with the keys of all
+            tokens as they were before quantisation. For debugging; None = not stored.
+        scales: of an fp8 cache, else None, as ``kv_cache_write`` takes them. Per quarter, the
+            store takes a launch of its own, and ``k_out`` is allocated if omitted.
+
+    Returns:
+        ``q_out``.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride, arguments that contradict each other, or a
+            head dimension without a kernel.
+        UnsupportedDeviceError: the tensors are where this process cannot launch.
+
+    Numerics:
+        Cache bytes and scales equal those of ``kv_cache_write`` on ``k_out`` and on qkv's view of
+        v (tier A). q and k are rounded where ``rms_norm`` and ``apply_rope`` round; only the
+        norm's sum of squares may be added in another order. Tier B; k within two bf16 units in
+        the last place of the oracle.
+
+    Stream:
+        One launch on the current stream, two beside a scale per quarter; no synchronisation,
+        CUDA-graph safe.
+    """
+    heads = check_qkv_cache_write(
+        qkv,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        layout,
+        FLOAT_DTYPES,
+        num_q_heads=num_q_heads,
+        cos_sin=cos_sin,
+        positions=positions,
+        mrope_section=mrope_section,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        q_out=q_out,
+        k_out=k_out,
+        scales=scales,
+    )
+    check_head_dim(layout)
+    check_launchable("qkv", qkv)
+    num_tokens, _, head_dim = heads.shape
+    if q_out is None:
+        q_out = qkv.new_empty((num_tokens, num_q_heads, head_dim))
+    if num_tokens == 0:
+        return q_out
+    num_kv_heads = layout.num_kv_heads
+    quarters = scales if scales is not None and scales.granularity == "quarter" else None
+    if quarters is not None and k_out is None:
+        k_out = qkv.new_empty((num_tokens, num_kv_heads, head_dim))
+    most_heads = max(num_q_heads, num_kv_heads)
+    if INTERPRET:
+        config = QKVCacheWriteConfig.for_interpreter(num_tokens, most_heads, head_dim)
+    else:
+        config = QKVCacheWriteConfig.default_for(head_dim, qkv.dtype)
+    num_pairs = (head_dim if cos_sin is None else cos_sin.shape[1]) // 2
+    height, width, _ = mrope_section or (None, 0, 0)
+    q_tiles = triton.cdiv(num_q_heads, config.tile_heads)
+    kv_tiles = triton.cdiv(num_kv_heads, config.tile_heads)
+    token_tiles = triton.cdiv(num_tokens, config.tile_tokens)
+    num_tiles = q_tiles + (2 if quarters is None else 1) * kv_tiles  # nothing to do for v
+    _qkv_cache_write_kernel[(token_tiles, num_tiles)](
+        *cache_arguments(k_cache, v_cache, scales),
+        q_out,
+        q_out.stride(0),
+        q_out.stride(1),
+        k_out,
+        0 if k_out is None else k_out.stride(0),
+        0 if k_out is None else k_out.stride(1),
+        heads,
+        heads.stride(0),
+        heads.stride(1),
+        q_norm,
+        k_norm,
+        eps,
+        cos_sin,
+        positions,
+        0 if positions is None else positions.stride(0),
+        slot_mapping,
+        slot_mapping.stride(0),
+        slot_mapping.stride(1),
+        layout.group_of_head,
+        layout.head_base,
+        layout.block_stride,
+        layout.token_stride,
+        num_tokens,
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        NUM_PAIRS=num_pairs,
+        INTERLEAVED=interleaved,
+        HEIGHT_PAIR=height,
+        WIDTH_PAIR=None if height is None else height + width,
+        GROUPS=layout.num_groups > 1,
+        BLOCK_SIZE=layout.block_size,
+        TILE_TOKENS=config.tile_tokens,
+        TILE_HEADS=config.tile_heads,
+        TILE_PAIRS=triton.next_power_of_2(num_pairs),
+        TILE_REST=triton.next_power_of_2(head_dim - 2 * num_pairs),
+        **fp8_constexprs(scales, layout, qkv.device),
+        **overlap_options(qkv.device, worthwhile=token_tiles * num_tiles <= OVERLAPPED_PROGRAMS),
+        num_warps=config.num_warps,
+    )
+    if quarters is not None and k_out is not None:
+        value = heads[:, -num_kv_heads:]
+        write_quarters(k_out, value, k_cache, v_cache, slot_mapping, layout, quarters)
+    return q_out

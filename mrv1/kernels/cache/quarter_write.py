@@ -1,0 +1,236 @@
+"""KV cache write beside a scale per quarter of a block: what ``kv_cache_write`` launches for it.
+
+One program owns a (quarter, head) for the launch and does all there is to do. With ``new`` tokens
+among the quarter's, ``old`` the stored scale, or 0 if the quarter's first token is new::
+
+    scale = max(old, absmax(new) / 448, 1e-12)
+    code[t] = e4m3(x[t] / scale)                         t new
+    code[t] = e4m3(value(code[t]) * old / scale)         any other, if scale > old > 0
+
+The owner is the program of the first new token. Slots may be in any order: to find out whether it
+is the first, a program compares its slot with all before, and an owner with all behind too. That
+is quadratic in the launch's tokens: nothing to a decode step, much to a prefill of thousands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.attention._paged import ALIGNED_CODES, split_slot
+from mrv1.kernels.cache.fp8 import decode_e4m3, finite_absmax, quantize, scale_of
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+
+NO_TOKEN = tl.constexpr(2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarterWriteConfig:
+    """Launch choices of one write."""
+
+    tile_rows: int
+    """(token, head) rows per program."""
+    tile_slots: int
+    """Slots looked at at once."""
+    num_warps: int
+
+    @classmethod
+    def default_for(cls) -> QuarterWriteConfig:
+        """Return the choice for any size. Not tuned; with 8 warps the largest spills on sm_90."""
+        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
+            return cls(tile_rows=128, tile_slots=64, num_warps=1)
+        return cls(tile_rows=1, tile_slots=128, num_warps=4)
+
+
+@triton.jit
+def _position_in_quarter(
+    slot_row_ptr,  # [TILE_ROWS] pointers to the slots of each row's group
+    stride_slot_token,
+    other,  # [TILE_SLOTS] int32, tokens of the launch
+    num_tokens,
+    first_slot,  # [TILE_ROWS] int64, of each row's quarter
+):
+    """Return where tokens lie as seen from each row's quarter: [0, TOKENS) is inside of it."""
+    slot_ptr = slot_row_ptr[:, None] + other.to(tl.int64)[None, :] * stride_slot_token
+    slot = tl.load(slot_ptr, mask=(other < num_tokens)[None, :], other=-1)
+    return slot - first_slot[:, None]
+
+
+@triton.jit
+def _write_quarters(
+    cache_ptr,  # [TILE_ROWS, TOKENS, 1] pointers to codes, *written*
+    scale_ptr,  # [TILE_ROWS, 1, 1] pointers to float32, *written*
+    x_ptr,  # [TILE_ROWS, TOKENS, 1] pointers to new vectors
+    is_new,  # [TILE_ROWS, TOKENS, 1]
+    is_owned,  # [TILE_ROWS, 1, 1]
+    is_begun,  # [TILE_ROWS, 1, 1], whether the first token is new
+    HEAD_DIM: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    FP8_PATH: tl.constexpr,
+):
+    """Write the codes and scales of quarters of K or of V."""
+    dim = tl.arange(0, TILE_DIM)[None, None, :]
+    in_head = dim < HEAD_DIM
+    x = tl.load(x_ptr + dim, mask=is_new & in_head, other=0.0).to(tl.float32)
+    old = tl.load(scale_ptr, mask=is_owned & ~is_begun, other=0.0)
+    old = tl.where(old > 0, old, 0.0)  # NaN: nothing was stored
+    scale = tl.maximum(old, scale_of(tl.max(finite_absmax(x), axis=1, keep_dims=True)))
+    has_grown = is_owned & (scale > old) & (old > 0)
+    is_moved = has_grown & ~is_new
+    code = tl.load(cache_ptr + dim, mask=is_moved & in_head, other=0)
+    value = tl.where(is_new, x, decode_e4m3(code, FP8_PATH).to(tl.float32) * old)
+    code = quantize(value, scale, False, FP8_PATH)
+    tl.debug_barrier()  # all warps have read the old scale
+    tl.store(scale_ptr, scale, mask=is_owned)
+    tl.store(cache_ptr + dim, code, mask=(is_new | is_moved) & in_head)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quarter_write_kernel(
+    k_cache_ptr,  # one layer's keys, flat
+    v_cache_ptr,  # one layer's values, flat
+    k_scale_ptr,  # float32, flat
+    v_scale_ptr,
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
+    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
+    stride_key_token,
+    stride_key_head,
+    value_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
+    stride_value_token,
+    stride_value_head,
+    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
+    stride_slot_group,
+    stride_slot_token,
+    group_of_head_ptr,  # [NUM_KV_HEADS] int32
+    head_base_ptr,  # [NUM_KV_HEADS] int64, elements
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
+    token_stride,  # elements
+    num_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+    FP8_PATH: tl.constexpr,
+    SCALES_PER_BLOCK: tl.constexpr,  # of each head
+):
+    """Grid (cdiv(num_tokens * NUM_KV_HEADS, TILE_ROWS),): TILE_ROWS (token, head) rows a program.
+
+    It writes the quarters whose first new token is one of its rows.
+    """
+    TOKENS: tl.constexpr = BLOCK_SIZE // SCALES_PER_BLOCK
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    token = row // NUM_KV_HEADS
+    head = (row % NUM_KV_HEADS).to(tl.int64)
+    in_range = token < num_tokens
+    group = tl.load(group_of_head_ptr + head, mask=in_range, other=0).to(tl.int64)
+    slot_row_ptr = slot_mapping_ptr + group * stride_slot_group
+    slot_ptr = slot_row_ptr + token.to(tl.int64) * stride_slot_token
+    slot = tl.load(slot_ptr, mask=in_range, other=-1)
+    first_slot = tl.where(slot >= 0, slot // TOKENS * TOKENS, 0)
+
+    first_new = tl.full([TILE_ROWS, TILE_SLOTS], NO_TOKEN, tl.int32)
+    for begin in range(0, tl.max(token, axis=0) + 1, TILE_SLOTS):
+        other = begin + tl.arange(0, TILE_SLOTS)
+        position = _position_in_quarter(
+            slot_row_ptr, stride_slot_token, other, num_tokens, first_slot
+        )
+        is_member = (position >= 0) & (position < TOKENS)
+        first_new = tl.minimum(first_new, tl.where(is_member, other[None, :], NO_TOKEN))
+    is_owned = (slot >= 0) & (tl.min(first_new, axis=1) == token)
+    first_owned = tl.min(tl.where(is_owned, token, NO_TOKEN), axis=0)
+    if first_owned == NO_TOKEN:
+        return
+
+    member = tl.full([TILE_ROWS, TOKENS], -1, tl.int32)
+    for begin in range(first_owned, num_tokens, TILE_SLOTS):
+        other = begin + tl.arange(0, TILE_SLOTS)
+        position = _position_in_quarter(
+            slot_row_ptr, stride_slot_token, other, num_tokens, first_slot
+        )
+        is_here = position[:, :, None] == tl.arange(0, TOKENS)[None, None, :]
+        members = tl.where(is_here & is_owned[:, None, None], other[None, :, None], -1)
+        member = tl.maximum(member, tl.max(members, axis=1))
+    is_first = tl.arange(0, TOKENS)[None, :] == 0
+    is_begun = tl.max(tl.where(is_first, member, -1), axis=1) >= 0
+
+    block, first_offset = split_slot(first_slot, BLOCK_SIZE)
+    head_base = tl.load(head_base_ptr + head, mask=is_owned, other=0)
+    block_stride = tl.load(block_stride_ptr + head, mask=is_owned, other=0)
+    offset = first_offset[:, None] + tl.arange(0, TOKENS)[None, :]
+    address = (head_base + block * block_stride)[:, None] + offset * token_stride
+    address = tl.multiple_of(address, [ALIGNED_CODES, ALIGNED_CODES])[:, :, None]
+    scale_base = tl.load(scale_base_ptr + head, mask=is_owned, other=0)
+    scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=is_owned, other=0)
+    scale_address = scale_base + block * scale_block_stride + first_offset // TOKENS
+    member = member.to(tl.int64)[:, :, None]
+    head = head[:, None, None]
+    _write_quarters(
+        k_cache_ptr + address,
+        k_scale_ptr + scale_address[:, None, None],
+        key_ptr + member * stride_key_token + head * stride_key_head,
+        member >= 0,
+        is_owned[:, None, None],
+        is_begun[:, None, None],
+        HEAD_DIM,
+        TILE_DIM,
+        FP8_PATH,
+    )
+    _write_quarters(
+        v_cache_ptr + address,
+        v_scale_ptr + scale_address[:, None, None],
+        value_ptr + member * stride_value_token + head * stride_value_head,
+        member >= 0,
+        is_owned[:, None, None],
+        is_begun[:, None, None],
+        HEAD_DIM,
+        TILE_DIM,
+        FP8_PATH,
+    )
+
+
+def write_quarters(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    scales: KVScales,
+) -> None:
+    """Do what ``kv_cache_write`` does, once it has checked its arguments."""
+    num_tokens = key.shape[0]
+    if num_tokens == 0:
+        return
+    config = QuarterWriteConfig.default_for()
+    _quarter_write_kernel[(triton.cdiv(num_tokens * layout.num_kv_heads, config.tile_rows),)](
+        *cache_arguments(k_cache, v_cache, scales),
+        key,
+        key.stride(0),
+        key.stride(1),
+        value,
+        value.stride(0),
+        value.stride(1),
+        slot_mapping,
+        slot_mapping.stride(0),
+        slot_mapping.stride(1),
+        layout.group_of_head,
+        layout.head_base,
+        layout.block_stride,
+        layout.token_stride,
+        num_tokens,
+        NUM_KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_SIZE=layout.block_size,
+        TILE_ROWS=config.tile_rows,
+        TILE_SLOTS=config.tile_slots,
+        TILE_DIM=triton.next_power_of_2(layout.head_dim),
+        **fp8_constexprs(scales, layout, key.device),
+        num_warps=config.num_warps,
+    )

@@ -1,0 +1,49 @@
+"""What the launchers of the paged ops pass to their kernels about an fp8 cache's scales."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.device import fp8_path
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
+
+
+def cache_arguments(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scales: KVScales | None,
+    codes: torch.dtype = torch.uint8,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return K and V cache (as ``codes`` if fp8), K and V scales, scale bases, block strides."""
+    if scales is None:
+        return k_cache, v_cache, None, None, None, None
+    return (
+        k_cache.view(-1).view(codes),
+        v_cache.view(-1).view(codes),
+        scales.k_scale,
+        scales.v_scale,
+        scales.base,
+        scales.block_stride,
+    )
+
+
+def fp8_constexprs(
+    scales: KVScales | None, layout: KVLayout, device: torch.device
+) -> dict[str, object]:
+    """Return the constexprs that choose the conversion and the scales' address.
+
+    Raises:
+        UnsupportedDeviceError: the device has no path for fp8.
+    """
+    if scales is None:
+        return {"FP8_PATH": None, "SCALES_PER_BLOCK": 0}
+    return {
+        "FP8_PATH": fp8_path(device).path,
+        "SCALES_PER_BLOCK": scales_per_block(scales.granularity, layout.block_size),
+    }
+
+
+def product_dtype(dtype: torch.dtype, is_fp8: bool) -> torch.dtype:
+    """Return the dtype launch choices go by: the cache's, or float32 where products are."""
+    return torch.float8_e4m3fn if is_fp8 and dtype != torch.float32 else dtype

@@ -1,0 +1,1 @@
+"""The layers of a decoder: linear, norm, rope, activation, embedding."""

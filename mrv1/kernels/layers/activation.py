@@ -1,0 +1,124 @@
+"""SwiGLU's elementwise part: ``silu(gate) * up`` for a fused gate-and-up projection.
+
+    silu(x) = x / (1 + exp(-x)),    silu(-inf) = 0, its limit
+
+Source: Shazeer, "GLU Variants Improve Transformer" (2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.layers.silu import silu
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _silu_and_mul_kernel(
+    out_ptr,  # [num_tokens, num_cols], unit last stride
+    stride_out_token,
+    x_ptr,  # [num_tokens, 2 * num_cols], unit last stride: gate, then up
+    stride_x_token,
+    num_tokens,
+    num_cols,
+    TILE_TOKENS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (cdiv(num_tokens, TILE_TOKENS), cdiv(num_cols, TILE_COLS)): one output tile each."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
+    col = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
+    inside = (token < num_tokens) & (col < num_cols)
+    gate_ptr = x_ptr + token * stride_x_token + col
+    gate = tl.load(gate_ptr, mask=inside, other=0.0)
+    up = tl.load(gate_ptr + num_cols, mask=inside, other=0.0).to(tl.float32)
+    dtype = gate.dtype
+    gate = gate.to(tl.float32)
+    result = silu(gate) * up
+    tl.store(out_ptr + token * stride_out_token + col, result.to(dtype), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class SiluAndMulConfig:
+    """How the activation is cut into programs."""
+
+    tile_tokens: int
+    """Tokens of one program."""
+    tile_cols: int
+    """Output columns of one program."""
+    num_warps: int
+
+    @classmethod
+    def default_for(cls) -> SiluAndMulConfig:
+        """Return the GPU's choice: eight elements a thread, one 16-byte load of a 16-bit dtype."""
+        return cls(tile_tokens=1, tile_cols=1024, num_warps=4)
+
+    @classmethod
+    def for_interpreter(cls, num_tokens: int, num_cols: int) -> SiluAndMulConfig:
+        """Return whole rows, and one program for all of them up to 2^18 elements."""
+        tile_cols = min(triton.next_power_of_2(num_cols), 2**18)
+        most = max(1, 2**18 // tile_cols)
+        return cls(min(triton.next_power_of_2(num_tokens), most), tile_cols, num_warps=1)
+
+
+_GPU_CONFIG = SiluAndMulConfig.default_for()
+
+
+def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``silu(x[:, :n]) * x[:, n:]``.
+
+    Args:
+        x: [tokens, 2 * n] float32 | float16 | bfloat16, unit last stride: gate, then up.
+        out: [tokens, n], x's dtype, unit last stride, *written*. Allocated if omitted.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: float32 inside, rounded once (torch in 16 bits rounds the gate as well). A gate of
+        -inf gives what a very negative one gives: a zero times up, hence NaN beside an infinite up
+        (torch gives NaN beside any). Tier B.
+    Stream: current stream, no synchronisation, CUDA-graph safe.
+    """
+    check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
+    check_launchable("x", x)
+    num_tokens, num_cols = x.shape[0], x.shape[1] // 2
+    if x.shape[1] % 2:
+        raise ValueError(f"x: expected an even last size (gate, then up), got {x.shape[1]}")
+    if out is None:
+        out = torch.empty((num_tokens, num_cols), dtype=x.dtype, device=x.device)
+    else:
+        check_tensor(
+            "out",
+            out,
+            shape=(num_tokens, num_cols),
+            dtype=x.dtype,
+            device=x.device,
+            unit_last_stride=True,
+        )
+    if out.numel() == 0:
+        return out
+    config = SiluAndMulConfig.for_interpreter(num_tokens, num_cols) if INTERPRET else _GPU_CONFIG
+    grid = (triton.cdiv(num_tokens, config.tile_tokens), triton.cdiv(num_cols, config.tile_cols))
+    _silu_and_mul_kernel[grid](
+        out,
+        out.stride(0),
+        x,
+        x.stride(0),
+        num_tokens,
+        num_cols,
+        TILE_TOKENS=config.tile_tokens,
+        TILE_COLS=config.tile_cols,
+        num_warps=config.num_warps,
+        **overlap_options(x.device),
+    )
+    return out

@@ -1,0 +1,99 @@
+"""What a step's tokens start with: their rows of the embedding, and of rope's table.
+
+hidden[i] = embed[input_ids[i]];  angles[i] = cos_sin[positions[i]]
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _embed_tokens_kernel(
+    hidden_ptr,  # [num_tokens, hidden_size], contiguous
+    angles_ptr,  # [num_tokens, rotary_dim] float32, contiguous
+    input_ids_ptr,  # [num_tokens] int64
+    positions_ptr,  # [num_tokens] int64
+    embed_ptr,  # [vocab_size, hidden_size], contiguous
+    cos_sin_ptr,  # [max_positions, rotary_dim] float32, contiguous
+    num_tokens,
+    hidden_size,
+    rotary_dim,
+    TILE_TOKENS: tl.constexpr,
+    TILE_HIDDEN: tl.constexpr,  # power of two >= hidden_size
+    TILE_ROTARY: tl.constexpr,  # power of two >= rotary_dim
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (cdiv(num_tokens, TILE_TOKENS),): one program moves whole rows."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
+    is_token = token < num_tokens
+    token_id = tl.load(input_ids_ptr + token, mask=is_token, other=0)
+    position = tl.load(positions_ptr + token, mask=is_token, other=0)
+    col = tl.arange(0, TILE_HIDDEN)[None, :]
+    mask = is_token & (col < hidden_size)
+    row = tl.load(embed_ptr + token_id * hidden_size + col, mask=mask)
+    angle_col = tl.arange(0, TILE_ROTARY)[None, :]
+    angle_mask = is_token & (angle_col < rotary_dim)
+    angles = tl.load(cos_sin_ptr + position * rotary_dim + angle_col, mask=angle_mask)
+    tl.store(hidden_ptr + token * hidden_size + col, row, mask=mask)
+    tl.store(angles_ptr + token * rotary_dim + angle_col, angles, mask=angle_mask)
+
+
+def embed_tokens(
+    input_ids: torch.Tensor, embed: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the embedding's rows of ``input_ids``, and the rows of ``cos_sin`` of ``positions``.
+
+    Args:
+        input_ids: [tokens] int64, contiguous, in [0, vocab); not checked.
+        embed: [vocab, hidden] float32 | float16 | bfloat16, contiguous.
+        positions: [tokens] int64, contiguous, in [0, max_positions); not checked.
+        cos_sin: [max_positions, rotary_dim] float32, contiguous: cosines, then sines.
+
+    Returns:
+        ([tokens, hidden] of embed's dtype, [tokens, rotary_dim] float32), new.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: elements are moved, never converted; exact (tier A).
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.
+    """
+    check_tensor("embed", embed, shape=(None, None), dtype=FLOAT_DTYPES, contiguous=True)
+    check_launchable("embed", embed)
+    device = embed.device
+    check = partial(check_tensor, device=device, contiguous=True)
+    check("input_ids", input_ids, shape=(None,), dtype=torch.int64)
+    check("positions", positions, shape=input_ids.shape, dtype=torch.int64)
+    check("cos_sin", cos_sin, shape=(None, None), dtype=torch.float32)
+    hidden = embed.new_empty(input_ids.shape[0], embed.shape[1])
+    angles = cos_sin.new_empty(input_ids.shape[0], cos_sin.shape[1])
+    if len(input_ids) == 0:
+        return hidden, angles
+    tile_tokens = triton.next_power_of_2(len(input_ids)) if INTERPRET else 1
+    _embed_tokens_kernel[(triton.cdiv(len(input_ids), tile_tokens),)](
+        hidden,
+        angles,
+        input_ids,
+        positions,
+        embed,
+        cos_sin,
+        len(input_ids),
+        embed.shape[1],
+        cos_sin.shape[1],
+        TILE_TOKENS=tile_tokens,
+        TILE_HIDDEN=triton.next_power_of_2(embed.shape[1]),
+        TILE_ROTARY=triton.next_power_of_2(cos_sin.shape[1]),
+        num_warps=4,
+        **overlap_options(device),
+    )
+    return hidden, angles

@@ -1,0 +1,272 @@
+"""A linear layer, with what stands before and behind it in a decoder.
+
+    x' = rms_norm(x, norm_weight)                   (if norm_weight is given)
+    y  = x' @ weight.T + bias
+    y  = silu(y[:, :n]) * y[:, n:]                  (if activation is "silu_and_mul")
+    out = residual + y                              (if residual is given)
+    normed_out = rms_norm(out, out_norm_weight)     (if normed_out is given)
+
+A decode step multiplies few rows by weights that are read once: it lasts as long as the weights
+take to arrive. They depend on no other kernel, so where launches overlap (``dependent_launch``) a
+program asks for weights before it waits for the kernel in front.
+
+Four ways: one token goes to ``linear_vector``; some, with weights that a GPU's registers hold,
+to ``linear_registers``; others up to MOST_TOKENS, and any number where bits must not depend on
+it, to ``linear_tiles``; more are multiplied by the GPU vendor's library, with norms and
+activation in kernels of their own. Where programs share the inputs of a result, the kernel that
+adds up their sums (``linear_splits``) norms it too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+
+from mrv1.device import device_info
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._base.triton import INTERPRET
+from mrv1.kernels.layers.activation import silu_and_mul
+from mrv1.kernels.layers.linear_call import LinearCall
+from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
+from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
+from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
+from mrv1.kernels.layers.rms_norm import rms_norm
+
+Activation = Literal["silu_and_mul"]
+
+MOST_TOKENS = 32
+"""Most tokens of a product in tiles that the library could do. On an H200 in bfloat16 the four
+products of a Qwen3-0.6B layer, norms, activation and residuals with them, take 24 us in tiles at
+32 tokens (27.6 by the library), at 64 tokens 31 us (28.5)."""
+PRODUCTS_FROM_SHARED_MEMORY: tuple[tuple[int, int] | None, ...] = ((9, 0), (10, 0))
+"""Compute capabilities whose tensor cores take both operands from shared memory, of which a
+program has 227 KiB: large tiles do not go through registers."""
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    out: torch.Tensor | None = None,
+    out_norm_weight: torch.Tensor | None = None,
+    normed_out: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
+    deterministic: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return ``residual + activation(rms_norm(x) @ weight.T + bias)``, each part if it is given.
+
+    Args:
+        x: ``[tokens, in]`` float32 | float16 | bfloat16, unit last stride.
+        weight: ``[out, in]``, x's dtype, contiguous; in, out >= 1. No launch that may still be
+            under way when this one begins writes it: it is read before the launches in front of
+            this one have ended. So for ``bias`` and the norms' weights.
+        bias: ``[out]``, x's dtype, contiguous.
+        norm_weight: ``[in]``, x's dtype, contiguous: weight of an RMS norm over each row of x.
+        eps: of the norms.
+        residual: ``[tokens, n]``, x's dtype, unit last stride, where n is out, or out / 2 with an
+            activation.
+        activation: ``"silu_and_mul"``: weight has the gate's rows, then the up projection's, and
+            the result is ``silu(gate) * up``.
+        out: ``[tokens, n]``, the result's dtype, unit last stride, *written*; may be
+            ``residual``, and overlap with nothing else. Allocated if omitted.
+        out_norm_weight: ``[n]``, x's dtype, contiguous: weight of an RMS norm over each row of
+            ``out``. With ``normed_out`` only.
+        normed_out: ``[tokens, n]``, x's dtype, unit last stride, *written*: that norm. Overlaps
+            with nothing else.
+        prefetch: contiguous, x's device: weights that a later call reads, and that are asked for
+            into the GPU's cache meanwhile, where that is known to be worth it. Neither read nor
+            written.
+        deterministic: whether a row's bits must depend on that row alone, not on how many tokens
+            there are: one kind of product, one order of the inputs.
+        out_dtype: the result's dtype: x's (None), or float32.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: products add up in float32; bias, activation and residual are float32 too, and the
+        result is rounded once. The norms round as ``rms_norm`` does, the second one on the rounded
+        result. Where the vendor's library multiplies (from 33 tokens on, unless deterministic), an
+        activation's two inputs are rounded to the dtype, and so may a product be before a bias or
+        a residual is added: where the library splits the inputs, it may add up in the dtype.
+        Tier B.
+    Stream: current stream, no synchronisation, CUDA-graph safe.
+    """
+    num_out = _check(x, weight, bias, norm_weight, residual, activation, out, out_dtype)
+    _check_what_follows(x, num_out, out_norm_weight, normed_out, prefetch, out_dtype)
+    if out is None:
+        out = x.new_empty((x.shape[0], num_out), dtype=out_dtype or x.dtype)
+    if x.shape[0] == 0:
+        return out
+    is_vector = x.shape[0] == 1 and not deterministic
+    if norm_weight is not None and not is_vector:
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
+    call = LinearCall(
+        x=x,
+        weight=weight,
+        bias=bias,
+        norm_weight=norm_weight,
+        eps=eps,
+        residual=residual,
+        is_gated=activation is not None,
+        out=out,
+        out_norm_weight=out_norm_weight,
+        normed_out=normed_out,
+        prefetch=prefetch,
+    )
+    is_normed = False
+    if is_vector:
+        multiply_vector(call, _vector_config(call))
+    elif not deterministic and (config := _register_config(call)) is not None:
+        is_normed = multiply_in_registers(call, config)
+    elif not deterministic and call.num_tokens > MOST_TOKENS and _library_can(call):
+        _multiply_by_library(call)
+    else:
+        is_normed = multiply_tiles(call, _tile_config(call, deterministic))
+    if normed_out is not None and out_norm_weight is not None and not is_normed:
+        rms_norm(out, out_norm_weight, eps, out=normed_out)
+    return out
+
+
+def _vector_config(call: LinearCall) -> VectorConfig:
+    if INTERPRET:
+        return VectorConfig.for_interpreter(call.num_in, call.num_out)
+    return VectorConfig.default_for(
+        call.num_in, call.x.dtype, has_norm=call.norm_weight is not None
+    )
+
+
+def _register_config(call: LinearCall) -> RegisterConfig | None:
+    """Return None where registers do not hold the weights, or nobody measured whether they do."""
+    if call.x.dtype.itemsize != 2 or torch.version.hip is not None:
+        return None
+    num_rows = call.weight.shape[0]
+    if INTERPRET:
+        return RegisterConfig.for_interpreter(call.num_tokens, num_rows)
+    return RegisterConfig.default_for(
+        call.num_tokens,
+        call.num_in,
+        num_rows,
+        is_gated=call.is_gated,
+        is_normed=call.normed_out is not None,
+    )
+
+
+def _tile_config(call: LinearCall, deterministic: bool) -> TileConfig:
+    num_rows = call.weight.shape[0]
+    if INTERPRET:
+        return TileConfig.for_interpreter(
+            call.num_tokens, call.num_in, num_rows, deterministic=deterministic
+        )
+    return TileConfig.default_for(
+        call.num_tokens,
+        call.num_in,
+        num_rows,
+        call.x.dtype,
+        is_gated=call.is_gated,
+        is_normed=call.normed_out is not None,
+        deterministic=deterministic,
+        from_shared_memory=device_info(call.x.device).capability in PRODUCTS_FROM_SHARED_MEMORY,
+    )
+
+
+def _library_can(call: LinearCall) -> bool:
+    """Say whether the library rounds once: it adds one thing at most, and not in float32."""
+    num_added = (call.bias is not None) + (call.residual is not None)
+    if call.out.dtype != call.x.dtype:
+        return call.x.device.type == "cuda" and num_added == 0 and not call.is_gated
+    return num_added <= (0 if call.is_gated and call.residual is not None else 1)
+
+
+def _multiply_by_library(call: LinearCall) -> None:
+    x = call.x
+    added = call.bias if call.residual is None else call.residual
+    product = None if call.is_gated else call.out
+    if call.out.dtype != x.dtype:
+        torch.mm(x, call.weight.T, out_dtype=call.out.dtype, out=call.out)
+        return
+    if added is None:
+        product = torch.mm(x, call.weight.T, out=product)
+    else:
+        product = torch.addmm(added, x, call.weight.T, out=product)
+    if call.is_gated:
+        silu_and_mul(product, out=call.out)
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: Activation | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> int:
+    """Raise unless these are as ``linear`` says; return the result's columns."""
+    check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
+    check_launchable("x", x)
+    num_tokens, num_in = x.shape
+    check = partial(check_tensor, dtype=x.dtype, device=x.device)
+    check("weight", weight, shape=(None, num_in), contiguous=True)
+    if weight.numel() == 0:
+        raise ValueError(f"weight: expected at least one row and column, got {list(weight.shape)}")
+    num_rows = weight.shape[0]
+    if bias is not None:
+        check("bias", bias, shape=(num_rows,), contiguous=True)
+    if norm_weight is not None:
+        check("norm_weight", norm_weight, shape=(num_in,), contiguous=True)
+    if activation not in (None, "silu_and_mul"):
+        raise ValueError(f"activation: expected None or 'silu_and_mul', got {activation!r}")
+    if activation is not None and num_rows % 2:
+        raise ValueError(
+            f"weight: expected an even number of rows (gate, then up), got {num_rows}"
+        )
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise TypeError(f"out_dtype: expected None, {x.dtype} or torch.float32, got {out_dtype}")
+    shape = (num_tokens, num_rows if activation is None else num_rows // 2)
+    if residual is not None:
+        check("residual", residual, shape=shape, unit_last_stride=True)
+    if out is not None:
+        check_tensor(
+            "out",
+            out,
+            shape=shape,
+            dtype=out_dtype or x.dtype,
+            device=x.device,
+            unit_last_stride=True,
+        )
+    return shape[1]
+
+
+def _check_what_follows(
+    x: torch.Tensor,
+    num_out: int,
+    out_norm_weight: torch.Tensor | None,
+    normed_out: torch.Tensor | None,
+    prefetch: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """Raise unless these are as ``linear`` says."""
+    if (out_norm_weight is None) != (normed_out is None):
+        alone = "normed_out" if out_norm_weight is None else "out_norm_weight"
+        raise ValueError(f"out_norm_weight, normed_out: expected both or neither, got {alone}")
+    if normed_out is not None:
+        if out_dtype not in (None, x.dtype):
+            raise TypeError(f"out_dtype: expected {x.dtype} with normed_out, got {out_dtype}")
+        check = partial(check_tensor, dtype=x.dtype, device=x.device)
+        check("out_norm_weight", out_norm_weight, shape=(num_out,), contiguous=True)
+        check("normed_out", normed_out, shape=(x.shape[0], num_out), unit_last_stride=True)
+    if prefetch is not None:
+        check_tensor("prefetch", prefetch, device=x.device, contiguous=True)

@@ -1,0 +1,52 @@
+"""What one call of ``linear`` multiplies, and the arithmetic that its kernels share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels._base.triton import tl, triton
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCall:
+    """The checked arguments of one call."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    eps: float
+    residual: torch.Tensor | None
+    is_gated: bool
+    """Whether weight has gates, then ups."""
+    out: torch.Tensor
+    out_norm_weight: torch.Tensor | None
+    normed_out: torch.Tensor | None
+    prefetch: torch.Tensor | None
+    """What a later launch reads."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of x."""
+        return self.x.shape[0]
+
+    @property
+    def num_in(self) -> int:
+        """Columns of x."""
+        return self.x.shape[1]
+
+    @property
+    def num_out(self) -> int:
+        """Columns of the result."""
+        return self.out.shape[1]
+
+
+@triton.jit
+def normed(x, scale, norm_weight):
+    """Return ``x * scale * norm_weight``, rounded where ``rms_norm`` rounds.
+
+    The second product is one of the dtype: rounded once, as it is by way of float32.
+    """
+    return (x.to(tl.float32) * scale).to(x.dtype) * norm_weight

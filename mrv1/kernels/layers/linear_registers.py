@@ -1,0 +1,308 @@
+"""The linear layer of few tokens, with all of a program's weights in registers.
+
+A program's warps share the inputs: each multiplies its own part of every row by its own part of
+every token, and the warps' sums are added at the end. So no operand passes through shared memory.
+What a thread loads, 16 bytes of a row, is what it hands to the tensor cores: they want other
+inputs of it, in another order, but any order will do that weights and tokens have in common.
+
+All weights are on their way before the kernel in front has ended, then all of the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
+from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.layers.linear_call import LinearCall
+from mrv1.kernels.layers.linear_splits import add_splits
+from mrv1.kernels.layers.silu import silu
+
+NUM_PROGRAMS = 128
+"""Programs that a GPU holds at once, one a multiprocessor."""
+MOST_WEIGHTS = 48 * 1024
+"""Of one program, in 16 bits: three eighths of a multiprocessor's registers. As many at most are
+for the tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterConfig:
+    """How weights are cut into programs."""
+
+    tile_tokens: int
+    """Tokens of one program."""
+    tile_rows: int
+    """Rows of weights that are multiplied at once: of gates and ups as many."""
+    row_tiles: int
+    """Such tiles of one program."""
+    splits: int
+    """Programs that share a tile's inputs."""
+    num_warps: int
+    """4 or 8: they share a program's inputs."""
+    token_tiles: int = 1
+    """Tiles of tokens that one program multiplies, one after the other."""
+    next_start: int = 1
+    """When the next kernel's programs may start: with these (0), when the kernel in front is done
+    (1), with the first results (2). Early, what they load is in the way of x."""
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def default_for(
+        cls, num_tokens: int, num_in: int, num_rows: int, *, is_gated: bool, is_normed: bool
+    ) -> RegisterConfig | None:
+        """Return the GPU's choice, or None if the weights are too many for registers.
+
+        Measured on an H200 in bfloat16, as the layers of Qwen3-0.6B in a graph, attention with
+        them: launches get in each other's way.
+
+        - 128 programs for 132 multiprocessors, all of their registers: with 192 a gate and up take
+          1.3 us more. Few rows are split along the inputs: 32 rows of a quarter, not 16 of a half
+          (0.3 us slower) or 64 of an eighth (2 to 5 us); but long ones of 17 to 32 tokens into
+          16 of a half (0.4 us faster).
+        - 33 to 64 tokens in two tiles: with 64 a layer's linear part takes 3.4 us less than by
+          the library, but its whole rows 2.4 us more.
+        - The next kernel had better start when the one in front is done; behind whole rows with
+          the first results (0.3 to 0.7 us), behind long splits, a layer's last product, at once
+          (0.9 us at 16 tokens).
+        - Prefetching is worth 0.6 to 0.9 us behind whole rows, nothing behind splits: for what
+          follows those there is no room.
+        """
+        if num_tokens > 64 or (num_tokens > 32 and not is_gated and not is_normed):
+            return None
+        is_small, is_large = num_tokens <= 16, num_tokens > 32
+        row_tiles = triton.cdiv(num_rows, 16 * NUM_PROGRAMS)
+        splits = 1
+        if row_tiles == 1 and not is_gated:
+            splits = max(1, min(8, NUM_PROGRAMS * 32 // num_rows, num_in // 256))
+        tile_rows = 16
+        if not is_gated and (splits > 1 or row_tiles == 2):
+            tile_rows, row_tiles = 32, 1
+        split_in = triton.cdiv(num_in, splits)
+        if row_tiles * tile_rows * split_in > MOST_WEIGHTS:
+            return None
+        is_long = splits > 1 and split_in > 512
+        if is_long and splits >= 4 and not is_small and not is_large:
+            tile_rows, splits = 16, splits // 2
+        return cls(
+            tile_tokens=16 if is_small else 32,
+            tile_rows=tile_rows,
+            row_tiles=row_tiles,
+            splits=splits,
+            num_warps=4 if is_small and splits > 1 and not is_long else 8,
+            token_tiles=2 if is_large else 1,
+            next_start=0 if is_long else 1 if is_gated or splits > 1 else 2,
+        )
+
+    @classmethod
+    def for_interpreter(cls, num_tokens: int, num_rows: int) -> RegisterConfig | None:
+        """Return few large programs, for up to 64 tokens."""
+        if num_tokens > 64:
+            return None
+        return cls(
+            tile_tokens=max(8, triton.next_power_of_2(num_tokens) // 2),
+            tile_rows=min(1024, max(16, triton.next_power_of_2(num_rows) // 2)),
+            row_tiles=2,
+            splits=2,
+            num_warps=4,
+            token_tiles=2,
+        )
+
+
+@triton.jit
+def _lane_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Return [ROWS * WARPS, 1]: the row of each line of a tile, see _load_lanes."""
+    line = tl.arange(0, ROWS * WARPS)[:, None]
+    return line // (8 * WARPS) * 8 + line % 8
+
+
+@triton.jit
+def _load_lanes(
+    row_ptr,  # [ROWS * WARPS, 1] pointers to rows of IN elements
+    in_row,  # [ROWS * WARPS, 1]
+    first,  # column
+    IN: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,  # whether there are columns past the end
+):
+    """Return [ROWS * WARPS, 32]: lines of 32 columns, four lanes each.
+
+    Eight lines are eight rows, and one warp's; the next eight are the next warp's, of the same
+    rows and the next 32 columns.
+    """
+    warp = tl.arange(0, ROWS * WARPS)[:, None] // 8 % WARPS
+    col = first + warp * 32 + tl.arange(0, 32)[None, :]
+    mask = in_row & (col < IN) if IS_RAGGED else in_row
+    return tl.load(row_ptr + col, mask=mask, other=0.0)
+
+
+@triton.jit
+def _as_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Return [WARPS, ROWS, 32] of what _load_lanes returned, columns in the tensor cores' order.
+
+    A lane has eight columns. The tensor cores take sixteen at once, of which they expect four of
+    a lane: two, and two that are eight behind them.
+    """
+    lines = tl.reshape(lines, [ROWS // 8, WARPS, 8, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(lines, (1, 0, 2, 4, 5, 3, 6)), [WARPS, ROWS, 32])
+
+
+@triton.jit
+def _sum_of_warps(y, WARPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """Return the sum over the first of [WARPS, ...], [ROWS, TOKENS], neighbours first."""
+    y = tl.reshape(tl.permute(y, (1, 2, 0)), [ROWS, TOKENS, WARPS // 4, 2, 2])
+    first, second = tl.split(y)
+    first, second = tl.split(first + second)
+    y = first + second
+    if WARPS == 8:
+        first, second = tl.split(y)
+        y = first + second
+    return tl.reshape(y, [ROWS, TOKENS])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_out", "prefetch_bytes", "prefetch_warp_bytes"])
+def _linear_registers_kernel(
+    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
+    stride_out_token,
+    sums_ptr,  # [SPLITS, num_tokens, num_out] float32: written instead of out; None = one split
+    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
+    stride_residual_token,
+    x_ptr,  # [num_tokens, IN], unit last stride
+    stride_x_token,
+    weight_ptr,  # [num_out, IN]; with GATED [2 * num_out, IN], gates then ups
+    bias_ptr,  # [num_out] or [2 * num_out], or None
+    prefetch_ptr,  # see _prefetch; or None
+    prefetch_bytes,
+    prefetch_warp_bytes,
+    num_tokens,
+    num_out,
+    IN: tl.constexpr,
+    GATED: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WARPS: tl.constexpr,  # 4 or 8: how many there are
+    NEXT_START: tl.constexpr,  # 0, 1 or 2
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (token tiles * splits * row tiles,), token tiles first, so that weights are shared."""
+    STEP: tl.constexpr = WARPS * 32
+    NUM_STEPS: tl.constexpr = (IN + SPLITS * STEP - 1) // (SPLITS * STEP)
+    IS_RAGGED: tl.constexpr = IN % (SPLITS * STEP) != 0
+    TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
+    let_next_start(OVERLAP and NEXT_START == 0)
+    num_token_tiles = tl.cdiv(num_tokens, TOKEN_TILES * TILE_TOKENS)
+    token_tile = tl.program_id(0) % num_token_tiles
+    split = (tl.program_id(0) // num_token_tiles) % SPLITS
+    first_token = token_tile.to(tl.int64) * (TOKEN_TILES * TILE_TOKENS)
+    first_out = tl.program_id(0) // (num_token_tiles * SPLITS)
+    first_out = first_out.to(tl.int64) * (ROW_TILES * TILE_OUT)
+    first_in = split * (NUM_STEPS * STEP)
+
+    tile_row = _lane_rows(TILE_ROWS, WARPS)
+    weights = ()
+    for tile in tl.static_range(ROW_TILES):
+        row = first_out + tile * TILE_OUT + tile_row % TILE_OUT
+        is_row = row < num_out
+        row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
+        row_ptr = weight_ptr + row * IN
+        for step in tl.static_range(NUM_STEPS):
+            first = first_in + step * STEP
+            lines = _load_lanes(row_ptr, is_row, first, IN, TILE_ROWS, WARPS, IS_RAGGED)
+            weights += (lines,)  # type: ignore[assignment]
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP and NEXT_START == 1)
+
+    for token_step in tl.static_range(TOKEN_TILES):
+        token = first_token + _lane_rows(TILE_TOKENS, WARPS)
+        is_token = token < num_tokens
+        token_ptr = x_ptr + token * stride_x_token
+        xs = ()
+        for step in tl.static_range(NUM_STEPS):
+            first = first_in + step * STEP
+            lines = _load_lanes(token_ptr, is_token, first, IN, TILE_TOKENS, WARPS, IS_RAGGED)
+            xs += (lines,)  # type: ignore[assignment]
+        if prefetch_ptr is not None and token_step == 0:
+            prefetch_part(prefetch_ptr, prefetch_bytes, prefetch_warp_bytes, WARPS)
+        if first_token >= num_tokens:  # keeps the products from being mixed with the loads
+            return
+        token = first_token + tl.arange(0, TILE_TOKENS)[None, :]
+        is_token = token < num_tokens
+        for tile in tl.static_range(ROW_TILES):
+            y = tl.zeros([WARPS, TILE_ROWS, TILE_TOKENS], tl.float32)
+            for step in tl.static_range(NUM_STEPS):
+                weight = _as_operand(weights[tile * NUM_STEPS + step], TILE_ROWS, WARPS)
+                x = tl.permute(_as_operand(xs[step], TILE_TOKENS, WARPS), (0, 2, 1))
+                y = tl.dot(weight, x, y)
+            y = _sum_of_warps(y, WARPS, TILE_ROWS, TILE_TOKENS)
+            let_next_start(OVERLAP and NEXT_START == 2 and tile == 0)
+            col = first_out + tile * TILE_OUT + tl.arange(0, TILE_OUT)[:, None]
+            is_out = col < num_out
+            inside = is_out & is_token
+            if sums_ptr is not None:
+                tl.store(sums_ptr + (split * num_tokens + token) * num_out + col, y, mask=inside)
+            else:
+                if GATED:
+                    y, up = tl.split(
+                        tl.permute(tl.reshape(y, [2, TILE_OUT, TILE_TOKENS]), (1, 2, 0))
+                    )
+                    if bias_ptr is not None:
+                        up_bias = tl.load(bias_ptr + num_out + col, mask=is_out, other=0.0)
+                        up += up_bias.to(tl.float32)
+                if bias_ptr is not None:
+                    y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)
+                if GATED:
+                    y = silu(y) * up
+                if residual_ptr is not None:
+                    residual = residual_ptr + token * stride_residual_token + col
+                    y += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+                y = y.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + token * stride_out_token + col, y, mask=inside)
+        first_token += TILE_TOKENS
+
+
+def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> bool:
+    """Compute ``call.out``, and if there are splits ``call.normed_out``: return whether."""
+    splits = 1 if call.is_gated else config.splits
+    sums = None
+    if splits > 1:
+        shape = (splits, call.num_tokens, call.num_out)
+        sums = call.x.new_empty(shape, dtype=torch.float32)
+    program_out = config.row_tiles * config.tile_rows // (2 if call.is_gated else 1)
+    token_tiles = triton.cdiv(call.num_tokens, config.token_tiles * config.tile_tokens)
+    num_programs = token_tiles * splits * triton.cdiv(call.num_out, program_out)
+    wanted = call.prefetch if splits == 1 else None
+    _linear_registers_kernel[(num_programs,)](
+        call.out,
+        call.out.stride(0),
+        sums,
+        call.residual,
+        0 if call.residual is None else call.residual.stride(0),
+        call.x,
+        call.x.stride(0),
+        call.weight,
+        call.bias,
+        num_tokens=call.num_tokens,
+        num_out=call.num_out,
+        IN=call.num_in,
+        GATED=call.is_gated,
+        TILE_TOKENS=config.tile_tokens,
+        TOKEN_TILES=config.token_tiles,
+        TILE_ROWS=config.tile_rows,
+        ROW_TILES=config.row_tiles,
+        SPLITS=splits,
+        WARPS=config.num_warps,
+        NEXT_START=config.next_start,
+        num_warps=config.num_warps,
+        **prefetch_arguments(wanted, call.x.device, num_programs * config.num_warps),
+        **overlap_options(call.x.device),
+    )
+    if sums is not None:
+        add_splits(call, sums)
+    return sums is not None

@@ -1,0 +1,91 @@
+"""The sum of a linear layer whose inputs several programs shared, and the norm of that sum."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.layers.linear_call import LinearCall, normed
+
+TILE_OUT = 512
+"""Results of one program, if none of them has to know of all."""
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _add_splits_kernel(
+    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
+    stride_out_token,
+    normed_ptr,  # [num_tokens, num_out], unit last stride, or None
+    stride_normed_token,
+    sums_ptr,  # [SPLITS, num_tokens, num_out] float32
+    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
+    stride_residual_token,
+    bias_ptr,  # [num_out], or None
+    norm_weight_ptr,  # [num_out], or None
+    eps,
+    num_tokens,
+    num_out,
+    SPLITS: tl.constexpr,
+    TILE_OUT: tl.constexpr,  # with a norm at least num_out
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (num_tokens * cdiv(num_out, TILE_OUT),): results of one token, in order of splits."""
+    let_next_start(OVERLAP)
+    num_tiles = tl.cdiv(num_out, TILE_OUT)
+    token = (tl.program_id(0) // num_tiles).to(tl.int64)
+    col = (tl.program_id(0) % num_tiles) * TILE_OUT + tl.arange(0, TILE_OUT)
+    inside = col < num_out
+    y = tl.zeros([TILE_OUT], tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    if norm_weight_ptr is not None:
+        norm_weight = tl.load(norm_weight_ptr + col, mask=inside, other=0.0)
+    wait_for_previous(OVERLAP)
+    for split in tl.static_range(SPLITS):
+        sum_ptr = sums_ptr + (split * num_tokens + token) * num_out + col
+        y += tl.load(sum_ptr, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        residual_ptr += token * stride_residual_token + col
+        y += tl.load(residual_ptr, mask=inside, other=0.0).to(tl.float32)
+    out = y.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * stride_out_token + col, out, mask=inside)
+    if norm_weight_ptr is not None:
+        wide = out.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / num_out + eps)
+        normed_ptr += token * stride_normed_token + col
+        tl.store(normed_ptr, normed(out, scale, norm_weight), mask=inside)
+
+
+def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
+    """Compute ``call.out`` and ``call.normed_out`` from ``sums``.
+
+    Args:
+        call: what is added to the sums, and where the results go.
+        sums: ``[splits, num_tokens, num_out]`` float32, contiguous.
+    """
+    has_norm = call.normed_out is not None
+    tile_out = triton.next_power_of_2(call.num_out) if has_norm else TILE_OUT
+    _add_splits_kernel[(call.num_tokens * triton.cdiv(call.num_out, tile_out),)](
+        call.out,
+        call.out.stride(0),
+        call.normed_out,
+        0 if call.normed_out is None else call.normed_out.stride(0),
+        sums,
+        call.residual,
+        0 if call.residual is None else call.residual.stride(0),
+        call.bias,
+        call.out_norm_weight,
+        call.eps,
+        call.num_tokens,
+        call.num_out,
+        SPLITS=sums.shape[0],
+        TILE_OUT=tile_out,
+        num_warps=sum_warps(tile_out),
+        **overlap_options(call.x.device),
+    )
+
+
+def sum_warps(tile_out: int) -> int:
+    """Return the warps that add up and norm ``tile_out`` results: four a thread, as loads go."""
+    return min(max(tile_out // 128, 4), 16)

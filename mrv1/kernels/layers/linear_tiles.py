@@ -1,0 +1,321 @@
+"""The linear layer of some tokens, in tiles: weights are the left operand of the tensor cores.
+
+Theirs is the side that wants 64 rows; the tokens' side may be as narrow as 16. Few rows of weights
+are split along the inputs as well, so that enough programs ask for them; the splits' sums go
+through a float32 buffer and are added in order by a second kernel.
+
+An output's bits are those of its chain of products, in the order of the inputs: one chain a split,
+in float32 one a step. They depend on no tile of tokens or rows but on the splits and the steps of
+float32, which the shape of the weights settles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.layers.linear_call import LinearCall
+from mrv1.kernels.layers.linear_splits import add_splits
+from mrv1.kernels.layers.silu import silu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """How weights and tokens are cut into programs, and a program's inputs into steps."""
+
+    tile_tokens: int
+    """Tokens of one program."""
+    tile_rows: int
+    """Rows of weights of one program: results of one token, or as many gates as ups."""
+    tile_in: int
+    """Inputs of one step."""
+    splits: int
+    """Programs that share a tile's inputs."""
+    early_steps: int
+    """Steps whose weights are loaded before the kernel in front has ended."""
+    num_warps: int
+    num_stages: int
+    """Depth of the pipeline of the other steps."""
+    next_starts_at_once: bool = True
+    """Whether the next kernel's programs may start with these, or when the one in front is done:
+    their early loads are in the way of x where there are many tokens."""
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def default_for(
+        cls,
+        num_tokens: int,
+        num_in: int,
+        num_rows: int,
+        dtype: torch.dtype,
+        *,
+        is_gated: bool,
+        is_normed: bool,
+        deterministic: bool,
+        from_shared_memory: bool,
+    ) -> TileConfig:
+        """Return the GPU's choice; if deterministic, its splits are those of any other tokens.
+
+        Measured on an H200 in bfloat16, most of it as the four products of a Qwen3-0.6B layer in
+        a chain, which is what counts: launches get in each other's way.
+
+        - Splits make about 256 programs of 64 rows, at most eight of at least 256 inputs: at 16
+          tokens, 2048 -> 1024 takes 2.9 us in eight, 3.6 in two. Deterministic calls, which come
+          with many tokens too, give a split at least 384: at 256 tokens 8.8 us, not 13. Gates and
+          ups are many anyway. Many other rows are split where the result is normed: there the
+          kernel that adds up costs nothing.
+        - With 17 tokens and more the next kernel had better start late (24.3 us, not 25.2 at 32);
+          with 16 at once (18.7, not 19.1).
+        - Long rows, and weights for more than two programs a multiprocessor, go through a deep
+          pipeline of short steps.
+        - More than 64 tokens want larger tiles of gates and ups: 14.8 us, not 18.3 at 256.
+        """
+        widest = max(16, triton.next_power_of_2(num_in))
+        row_tiles = triton.cdiv(num_rows, 64)
+        splits = 1
+        if not is_gated and (is_normed or row_tiles < 64):
+            wanted = min(8, 256 // row_tiles, num_in // (384 if deterministic else 256))
+            splits = 1 << max(0, wanted.bit_length() - 1)
+        tile_tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+        common: dict[str, Any] = {
+            "tile_rows": 64,
+            "splits": splits,
+            "num_warps": 4,
+            "next_starts_at_once": num_tokens <= 16,
+        }
+        if dtype.itemsize == 4 or not from_shared_memory:
+            # In float32 a chain of sums is a step long (``_add_product``). On an H200 steps of 32
+            # in three stages are no slower than 64 in two (51 us, not 61, for 1024 -> 4096), and
+            # the error is a sixth smaller: at most 1.4 times torch's.
+            is_float32 = dtype.itemsize == 4
+            return cls(
+                tile_tokens=16 if is_float32 else min(tile_tokens, 32),
+                tile_in=min(widest, 32 if is_float32 else 128),
+                early_steps=1,
+                num_stages=3 if is_float32 else 2,
+                **common,
+            )
+        if num_tokens > 64:
+            large = {"tile_rows": 128, "num_warps": 8} if is_gated else {}
+            return cls(
+                tile_tokens=64,
+                tile_in=min(widest, 64 if is_gated else 128),
+                early_steps=0,
+                num_stages=4 if is_gated else 3,
+                **(common | large),
+            )
+        if num_in >= 4096 or row_tiles > 256:
+            return cls(
+                tile_tokens=tile_tokens,
+                tile_in=min(widest, 64),
+                early_steps=1,
+                num_stages=5,
+                **common,
+            )
+        return cls(
+            tile_tokens=tile_tokens,
+            tile_in=min(widest, 128),
+            early_steps=2 if splits == 1 else 4 if tile_tokens == 16 else 3,
+            num_stages=4,
+            **common,
+        )
+
+    @classmethod
+    def for_interpreter(
+        cls, num_tokens: int, num_in: int, num_rows: int, *, deterministic: bool
+    ) -> TileConfig:
+        """Return few large programs, with one early step and some late ones.
+
+        Deterministic calls have one tile of tokens: numpy chooses its product by the shape.
+        """
+        tile_in = min(1024, triton.next_power_of_2(triton.cdiv(num_in, 4)))
+        return cls(
+            tile_tokens=64 if deterministic else min(256, triton.next_power_of_2(num_tokens)),
+            tile_rows=min(1024, max(2, triton.next_power_of_2(num_rows))),
+            tile_in=tile_in,
+            splits=1,
+            early_steps=1,
+            num_warps=1,
+            num_stages=1,
+        )
+
+
+@triton.jit
+def _load_step(
+    row_ptr,  # [rows, 1] pointers to rows of IN elements
+    in_row,  # [rows, 1]
+    first,  # column
+    IN: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    IS_RAGGED: tl.constexpr,  # whether there are columns past the end
+):
+    """Return [rows, TILE_IN] of the rows."""
+    col = first + tl.arange(0, TILE_IN)[None, :]
+    mask = in_row & (col < IN) if IS_RAGGED else in_row
+    return tl.load(row_ptr + col, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_early(
+    row_ptr,  # as in _load_step, as are the others
+    in_row,
+    first,
+    STEPS: tl.constexpr,
+    IN: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+):
+    """Return STEPS steps, all of them asked for before any is there."""
+    steps = ()
+    for step in tl.static_range(STEPS):
+        first_in = first + step * TILE_IN
+        step_x = _load_step(row_ptr, in_row, first_in, IN, TILE_IN, IS_RAGGED)
+        steps += (step_x,)  # type: ignore[assignment]
+    return steps
+
+
+@triton.jit
+def _add_product(
+    y,  # [rows, tokens] float32
+    weight,  # [rows, TILE_IN]
+    x,  # [tokens, TILE_IN]
+):
+    """Return ``y + weight @ x.T``.
+
+    A product of float32 is a chain of one addition an input, whose error grows with its length:
+    each step has a chain of its own. ``tl.fma``, because the compiler would put ``y`` at the head
+    of the chain if it saw a sum (and knows that a product with one is none).
+    """
+    if x.dtype == tl.float32:
+        product = tl.dot(weight, tl.trans(x), input_precision="ieee")
+        y = tl.fma(product, tl.full(product.shape, 1.0, tl.float32), y)
+    else:
+        y = tl.dot(weight, tl.trans(x), y)
+    return y
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_out"])
+def _linear_tile_kernel(
+    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
+    stride_out_token,
+    sums_ptr,  # [SPLITS, num_tokens, num_out] float32: written instead of out; None = one split
+    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
+    stride_residual_token,
+    x_ptr,  # [num_tokens, IN], unit last stride
+    stride_x_token,
+    weight_ptr,  # [num_out, IN]; with GATED [2 * num_out, IN], gates then ups
+    bias_ptr,  # [num_out] or [2 * num_out], or None
+    num_tokens,
+    num_out,
+    IN: tl.constexpr,
+    GATED: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY_STEPS: tl.constexpr,  # at most all
+    NUM_STAGES: tl.constexpr,
+    NEXT_AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (token tiles * splits * row tiles,), token tiles first, so that weights are shared."""
+    NUM_STEPS: tl.constexpr = (IN + SPLITS * TILE_IN - 1) // (SPLITS * TILE_IN)
+    IS_RAGGED: tl.constexpr = IN % (SPLITS * TILE_IN) != 0
+    TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
+    let_next_start(OVERLAP and NEXT_AT_ONCE)
+    num_token_tiles = tl.cdiv(num_tokens, TILE_TOKENS)
+    token_tile = tl.program_id(0) % num_token_tiles
+    split = (tl.program_id(0) // num_token_tiles) % SPLITS
+    first_token = token_tile.to(tl.int64) * TILE_TOKENS
+    first_out = (tl.program_id(0) // (num_token_tiles * SPLITS)).to(tl.int64) * TILE_OUT
+    first_in = split * (NUM_STEPS * TILE_IN)
+
+    tile_row = tl.arange(0, TILE_ROWS)[:, None]
+    row = first_out + tile_row % TILE_OUT
+    is_row = row < num_out
+    row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
+    row_ptr = weight_ptr + row * IN
+    weights = _load_early(row_ptr, is_row, first_in, EARLY_STEPS, IN, TILE_IN, IS_RAGGED)
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP and not NEXT_AT_ONCE)
+
+    token = first_token + tl.arange(0, TILE_TOKENS)[:, None]
+    is_token = token < num_tokens
+    token_ptr = x_ptr + token * stride_x_token
+    xs = _load_early(token_ptr, is_token, first_in, EARLY_STEPS, IN, TILE_IN, IS_RAGGED)
+    y = tl.zeros([TILE_ROWS, TILE_TOKENS], tl.float32)
+    for step in tl.static_range(EARLY_STEPS):
+        y = _add_product(y, weights[step], xs[step])
+    for late in tl.range(EARLY_STEPS, NUM_STEPS, num_stages=NUM_STAGES):
+        col = first_in + late * TILE_IN
+        x = _load_step(token_ptr, is_token, col, IN, TILE_IN, IS_RAGGED)
+        weight = _load_step(row_ptr, is_row, col, IN, TILE_IN, IS_RAGGED)
+        y = _add_product(y, weight, x)
+
+    y = tl.trans(y)
+    col = first_out + tl.arange(0, TILE_OUT)[None, :]
+    inside = (col < num_out) & is_token
+    if sums_ptr is not None:
+        sums_ptr += (split * num_tokens + token) * num_out + col
+        tl.store(sums_ptr, y, mask=inside)
+    else:
+        if GATED:
+            halves = tl.permute(tl.reshape(y, [TILE_TOKENS, 2, TILE_OUT]), (0, 2, 1))
+            y, up_y = tl.split(halves)
+            if bias_ptr is not None:
+                up_bias = tl.load(bias_ptr + num_out + col, mask=col < num_out, other=0.0)
+                up_y += up_bias.to(tl.float32)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + col, mask=col < num_out, other=0.0).to(tl.float32)
+        if GATED:
+            y = silu(y) * up_y
+        if residual_ptr is not None:
+            residual_ptr += token * stride_residual_token + col
+            y += tl.load(residual_ptr, mask=inside, other=0.0).to(tl.float32)
+        out_ptr += token * stride_out_token + col
+        tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def multiply_tiles(call: LinearCall, config: TileConfig) -> bool:
+    """Compute ``call.out``, and if there are splits ``call.normed_out``: return whether."""
+    num_steps = triton.cdiv(call.num_in, config.tile_in * config.splits)
+    early_steps = min(config.early_steps, num_steps)
+    sums = None
+    if config.splits > 1:
+        shape = (config.splits, call.num_tokens, call.num_out)
+        sums = call.x.new_empty(shape, dtype=torch.float32)
+    residual_stride = 0 if call.residual is None else call.residual.stride(0)
+    row_tiles = triton.cdiv(call.num_out, config.tile_rows // (2 if call.is_gated else 1))
+    token_tiles = triton.cdiv(call.num_tokens, config.tile_tokens)
+    _linear_tile_kernel[(token_tiles * config.splits * row_tiles,)](
+        call.out,
+        call.out.stride(0),
+        sums,
+        call.residual,
+        residual_stride,
+        call.x,
+        call.x.stride(0),
+        call.weight,
+        call.bias,
+        call.num_tokens,
+        call.num_out,
+        IN=call.num_in,
+        GATED=call.is_gated,
+        TILE_TOKENS=config.tile_tokens,
+        TILE_ROWS=config.tile_rows,
+        TILE_IN=config.tile_in,
+        SPLITS=config.splits,
+        EARLY_STEPS=early_steps,
+        NUM_STAGES=config.num_stages,
+        NEXT_AT_ONCE=config.next_starts_at_once,
+        num_warps=config.num_warps,
+        **overlap_options(call.x.device),
+    )
+    if sums is not None:
+        add_splits(call, sums)
+    return sums is not None

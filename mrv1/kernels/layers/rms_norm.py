@@ -1,0 +1,190 @@
+"""Root-mean-square norm over the last dimension, with an optional residual add before it.
+
+    residual <- round(residual + x)                    (when a residual is given; it replaces x)
+    out       = round(x / sqrt(mean(x^2) + eps)) * weight
+
+The normalised value is rounded to x's dtype before the weight multiplies it, as transformers'
+``LlamaRMSNorm`` does.
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    out_ptr,  # [num_rows / num_heads, num_heads, dim], unit last stride; may be x
+    stride_out_token,
+    stride_out_head,
+    residual_ptr,  # [num_rows, dim], unit last stride, updated; or None
+    stride_residual_token,
+    x_ptr,  # [num_rows / num_heads, num_heads, dim], unit last stride
+    stride_x_token,
+    stride_x_head,
+    weight_ptr,  # [dim]
+    num_rows,
+    num_heads,
+    dim,
+    eps,
+    TILE_ROWS: tl.constexpr,
+    TILE_DIM: tl.constexpr,  # power of two >= dim
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (cdiv(num_rows, TILE_ROWS),): one program normalises TILE_ROWS whole rows."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    col = tl.arange(0, TILE_DIM)[None, :]
+    in_row = (row < num_rows) & (col < dim)
+    token, head = row // num_heads, row % num_heads
+
+    x_offset = token * stride_x_token + head * stride_x_head + col
+    x = tl.load(x_ptr + x_offset, mask=in_row, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    if residual_ptr is not None:
+        residual_offset = token * stride_residual_token + col
+        residual = tl.load(residual_ptr + residual_offset, mask=in_row, other=0.0)
+        rounded = (residual.to(tl.float32) + x).to(dtype)
+        tl.store(residual_ptr + residual_offset, rounded, mask=in_row)
+        x = rounded.to(tl.float32)
+
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
+    weight = tl.load(weight_ptr + col, mask=col < dim, other=0.0).to(tl.float32)
+    normed = (x * scale[:, None]).to(dtype).to(tl.float32) * weight
+    out_offset = token * stride_out_token + head * stride_out_head + col
+    tl.store(out_ptr + out_offset, normed.to(dtype), mask=in_row)
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNormConfig:
+    """How the norm is cut into programs."""
+
+    tile_rows: int
+    """Rows of one program."""
+    num_warps: int
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def default_for(cls, dim: int) -> RmsNormConfig:
+        """Return the GPU's choice for rows of ``dim`` elements, however many: bits follow from it.
+
+        A thread should hold eight elements, one 16-byte load of a 16-bit dtype: short rows (the
+        q/k norm of one head) share a program of 1024 elements, long ones get more warps.
+        """
+        tile_dim = triton.next_power_of_2(dim)
+        tile_rows = max(1, 1024 // tile_dim)
+        return cls(tile_rows, num_warps=min(max(tile_rows * tile_dim // 256, 4), 16))
+
+    @classmethod
+    def for_interpreter(cls, num_rows: int, dim: int) -> RmsNormConfig:
+        """Return one program for everything, up to 2^18 elements: there, programs cost."""
+        most = max(1, 2**18 // triton.next_power_of_2(dim))
+        return cls(min(triton.next_power_of_2(num_rows), most), num_warps=1)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``x`` divided by its root mean square over the last dimension, times ``weight``.
+
+    Args:
+        x: [tokens, dim] or [tokens, heads, dim] float32 | float16 | bfloat16, unit last stride; a
+            view of a fused projection will do.
+        weight: [dim], x's dtype, contiguous.
+        eps: added to the mean square.
+        residual: [tokens, dim] (x two-dimensional), x's dtype, unit last stride. *Written*:
+            becomes ``residual + x``, and that sum is what is normalised.
+        out: x's shape and dtype, unit last stride, *written*; may be ``x``. Allocated if omitted.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: float32 inside; the sum is rounded to the dtype before its statistics, the normalised
+        value before the weight. Tier B; the bits of a row do not depend on the other rows, nor on
+        how many there are.
+    Stream: current stream, no synchronisation, CUDA-graph safe.
+    """
+    _check(x, weight, residual, out)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_heads = x.shape[1] if x.dim() == 3 else 1
+    dim = x.shape[-1]
+    num_rows = x.shape[0] * num_heads
+    if num_rows == 0:
+        return out
+    if INTERPRET:
+        config = RmsNormConfig.for_interpreter(num_rows, dim)
+    else:
+        config = RmsNormConfig.default_for(dim)
+    _rms_norm_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
+        out,
+        out.stride(0),
+        out.stride(-2),
+        residual,
+        0 if residual is None else residual.stride(0),
+        x,
+        x.stride(0),
+        x.stride(-2),
+        weight,
+        num_rows,
+        num_heads,
+        dim,
+        eps,
+        TILE_ROWS=config.tile_rows,
+        TILE_DIM=triton.next_power_of_2(dim),
+        num_warps=config.num_warps,
+        **overlap_options(x.device),
+    )
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    check_tensor("x", x, dtype=FLOAT_DTYPES, unit_last_stride=True)
+    if x.dim() not in (2, 3) or x.shape[-1] == 0:
+        raise ValueError(
+            f"x: expected shape [tokens, dim] or [tokens, heads, dim] with dim >= 1, "
+            f"got {list(x.shape)}"
+        )
+    check_launchable("x", x)
+    check_tensor(
+        "weight", weight, shape=x.shape[-1:], dtype=x.dtype, device=x.device, contiguous=True
+    )
+    if residual is not None and x.dim() != 2:
+        raise ValueError(
+            f"residual: expected None for a three-dimensional x, got shape {list(residual.shape)}"
+        )
+    for name, tensor in (("residual", residual), ("out", out)):
+        if tensor is not None:
+            check_tensor(
+                name,
+                tensor,
+                shape=tuple(x.shape),
+                dtype=x.dtype,
+                device=x.device,
+                unit_last_stride=True,
+            )

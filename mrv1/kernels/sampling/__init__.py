@@ -1,0 +1,1 @@
+"""From logits to tokens: edits, bad words, the draw, log-probabilities."""

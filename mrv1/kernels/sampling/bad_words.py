@@ -1,0 +1,271 @@
+"""Mask the tokens that would complete a banned word.
+
+A word is a list of token ids, its prefix all of them but the last. Where a row's history ends with
+the prefix, the last one's logit becomes -inf::
+
+    history[end - (length - 1) : end] == word[: length - 1]   =>   logits[word[length - 1]] = -inf
+
+so a word of one token is always masked. Only output counts towards a prefix, or the prompt too.
+The history is the device's, so what an earlier step appended is seen whether or not the host knows
+of it; the row of a draft token sees the drafts before it, which the history does not hold yet::
+
+    token_ids[slot, : num_tokens]  draft_token_ids[request, : ahead]  <- the row's logits
+    [   prompt   |     output    ][              drafts             ]
+
+One program takes a tile of a row's words and compares it at once. It ends after two round trips
+to memory where the slot has no word in the tile, so the launch is the same whatever the slots hold
+and costs what their words cost.
+
+Source: vLLM's ``bad_words`` for the meaning of a word (``vllm/v1/sample/ops/bad_words.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_drafts, check_launchable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+
+
+@triton.jit(
+    # what differs from step to step must not compile a kernel
+    do_not_specialize=["stride_draft_token_ids_req", "rows_per_req"],
+    do_not_specialize_on_alignment=["idx_mapping_ptr", "ahead_ptr", "draft_token_ids_ptr"],
+)
+def _apply_bad_words_kernel(
+    logits_ptr,  # [num_rows, vocab_size], unit last stride
+    stride_logits_row,
+    token_ids_ptr,  # [max_num_reqs, max_model_len] int32
+    stride_token_ids_slot,
+    num_tokens_ptr,  # [max_num_reqs] int32
+    prompt_len_ptr,  # [max_num_reqs] int32
+    match_prompt_ptr,  # [max_num_reqs] int32, or None: only output counts
+    bad_words_ptr,  # [max_num_reqs, max_words, MAX_LEN] int32, a slot's words contiguous
+    stride_bad_words_slot,
+    bad_word_lens_ptr,  # [max_num_reqs, max_words] int32
+    stride_bad_word_lens_slot,
+    num_bad_words_ptr,  # [max_num_reqs] int32
+    draft_token_ids_ptr,  # [num_reqs, most drafts] int32, or None
+    stride_draft_token_ids_req,
+    idx_mapping_ptr,  # [num_rows] int32, -1 = padding row
+    ahead_ptr,  # [num_rows] int32 or int64, with draft_token_ids_ptr
+    rows_per_req,
+    max_words,
+    vocab_size,
+    MAX_LEN: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    TILE_LEN: tl.constexpr,  # power of two >= MAX_LEN
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (num_rows, cdiv(max_words, TILE_WORDS)): one program compares a tile of words."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    first_word = tl.program_id(1) * TILE_WORDS
+    slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    # All that is needed to address words and history is one round trip, the lengths included.
+    num_words = tl.load(num_bad_words_ptr + slot)
+    known = tl.load(num_tokens_ptr + slot)
+    start = tl.load(prompt_len_ptr + slot)  # the first position that counts
+    if match_prompt_ptr is not None:
+        start = tl.where(tl.load(match_prompt_ptr + slot) != 0, 0, start)
+    end = known
+    if draft_token_ids_ptr is not None:
+        end += tl.load(ahead_ptr + row).to(tl.int32)
+    word = first_word + tl.arange(0, TILE_WORDS)
+    length_ptr = bad_word_lens_ptr + slot * stride_bad_word_lens_slot + word
+    length = tl.load(length_ptr, mask=word < max_words, other=0)
+    if first_word >= num_words:
+        return
+
+    begin = end - length + 1  # the position of a prefix's first token
+    fits = (word < num_words) & (length >= 1) & (length <= MAX_LEN)
+    fits &= (begin >= start) | (length == 1)
+    word_ptr = bad_words_ptr + slot * stride_bad_words_slot + word * MAX_LEN
+    last = tl.load(word_ptr + length - 1, mask=fits, other=-1)
+    # Whole words are loaded, 16 bytes at a time where their width allows it.
+    column = tl.arange(0, TILE_LEN)[None, :]
+    is_inside = fits[:, None] & (column < MAX_LEN)
+    token = tl.load(word_ptr[:, None] + column, mask=is_inside, other=0)
+    is_prefix = is_inside & (column < length[:, None] - 1)
+    position = begin[:, None] + column
+    history_ptr = token_ids_ptr + slot * stride_token_ids_slot + position
+    seen = tl.load(history_ptr, mask=is_prefix & (position < known), other=0)
+    if draft_token_ids_ptr is not None:
+        drafts_ptr = draft_token_ids_ptr + (row // rows_per_req) * stride_draft_token_ids_req
+        is_draft = is_prefix & (position >= known)
+        draft = tl.load(drafts_ptr + (position - known), mask=is_draft, other=0)
+        seen = tl.where(is_draft, draft, seen)
+    num_differing = tl.sum((is_prefix & (token != seen)).to(tl.int32), axis=1)
+    completes = fits & (num_differing == 0) & (last >= 0) & (last < vocab_size)
+    tl.store(logits_ptr + row * stride_logits_row + last, float("-inf"), mask=completes)
+
+
+@dataclass(frozen=True, slots=True)
+class BadWordsConfig:
+    """How a row's words are cut into programs; never changes a result."""
+
+    tile_words: int
+    """Words of one program."""
+    tile_len: int
+    """Tokens of a word, power of two."""
+    num_warps: int
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def default_for(cls, max_words: int, max_len: int) -> BadWordsConfig:
+        """Return the GPU's choice: a warp a program, with eight tokens a thread.
+
+        The time goes into dependent loads. Within a warp no barrier comes between them, and the
+        programs of 256 rows of 128 words of 8 tokens all run side by side.
+        """
+        tile_len = triton.next_power_of_2(max_len)
+        tile_words = min(triton.next_power_of_2(max_words), max(256 // tile_len, 1))
+        return cls(tile_words, tile_len, num_warps=min(max(tile_len // 256, 1), 4))
+
+    @classmethod
+    def for_interpreter(cls, max_words: int, max_len: int) -> BadWordsConfig:
+        """Return all words of a row a program."""
+        tile_len = triton.next_power_of_2(max_len)
+        return cls(triton.next_power_of_2(max_words), tile_len, num_warps=1)
+
+
+def apply_bad_words(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    prompt_len: torch.Tensor,
+    bad_words: torch.Tensor,
+    bad_word_lens: torch.Tensor,
+    num_bad_words: torch.Tensor,
+    *,
+    match_prompt: torch.Tensor | None = None,
+    ahead: torch.Tensor | None = None,
+    draft_token_ids: torch.Tensor | None = None,
+) -> None:
+    """Set the logit of every token that would complete a banned word to -inf.
+
+    Args:
+        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* at those
+            tokens and nowhere else.
+        idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
+            as it is. Slots may repeat.
+        token_ids: [max_num_reqs, max_model_len] int32, unit last stride: prompt, then output.
+        num_tokens: [max_num_reqs] int32, contiguous: tokens known of each request.
+        prompt_len: [max_num_reqs] int32, contiguous: how many of them are its prompt. A prefix
+            lies behind the prompt as a whole; see ``match_prompt``.
+        bad_words: [max_num_reqs, max_words, max_len] int32, each slot's words contiguous: token
+            ids from column 0. A word whose last id is outside the vocabulary masks nothing.
+        bad_word_lens: [max_num_reqs, max_words] int32, unit last stride: tokens of each word, 1 to
+            max_len; a word of any other length masks nothing.
+        num_bad_words: [max_num_reqs] int32, contiguous: words of each slot that count, from row 0.
+            More than max_words is max_words. The words behind them are not read.
+        match_prompt: [max_num_reqs] int32, contiguous: where it is not 0, a prefix may begin in
+            the prompt. None = nowhere.
+        ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
+            row's logits, 0 to most drafts; not checked. Goes with ``draft_token_ids``.
+        draft_token_ids: [num_reqs, most drafts] int32, unit last stride: each request has
+            rows / num_reqs consecutive rows, whose first ``ahead`` drafts count as output.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: exact (tier A); what else the logits hold, NaN included, keeps its bits.
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe whatever the
+        slots hold; none if there is no row or no room for a word.
+    """
+    check_bad_words(
+        logits,
+        idx_mapping,
+        token_ids,
+        num_tokens,
+        prompt_len,
+        bad_words,
+        bad_word_lens,
+        num_bad_words,
+        match_prompt,
+        ahead,
+        draft_token_ids,
+        FLOAT_DTYPES,
+    )
+    check_launchable("logits", logits)
+    num_rows, vocab_size = logits.shape
+    _, max_words, max_len = bad_words.shape
+    if num_rows == 0 or bad_words.numel() == 0:
+        return
+    if INTERPRET:
+        config = BadWordsConfig.for_interpreter(max_words, max_len)
+    else:
+        config = BadWordsConfig.default_for(max_words, max_len)
+    _apply_bad_words_kernel[(num_rows, triton.cdiv(max_words, config.tile_words))](
+        logits,
+        logits.stride(0),
+        token_ids,
+        token_ids.stride(0),
+        num_tokens,
+        prompt_len,
+        match_prompt,
+        bad_words,
+        bad_words.stride(0),
+        bad_word_lens,
+        bad_word_lens.stride(0),
+        num_bad_words,
+        draft_token_ids,
+        0 if draft_token_ids is None else draft_token_ids.stride(0),
+        idx_mapping,
+        ahead,
+        1 if draft_token_ids is None else num_rows // draft_token_ids.shape[0],
+        max_words,
+        vocab_size,
+        MAX_LEN=max_len,
+        TILE_WORDS=config.tile_words,
+        TILE_LEN=config.tile_len,
+        num_warps=config.num_warps,
+        **overlap_options(logits.device),
+    )
+
+
+def check_bad_words(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    prompt_len: torch.Tensor,
+    bad_words: torch.Tensor,
+    bad_word_lens: torch.Tensor,
+    num_bad_words: torch.Tensor,
+    match_prompt: torch.Tensor | None,
+    ahead: torch.Tensor | None,
+    draft_token_ids: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Raise unless the arguments are as :func:`apply_bad_words` describes them."""
+    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
+    num_rows = logits.shape[0]
+    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
+    check("idx_mapping", idx_mapping, shape=(num_rows,), contiguous=True)
+    check("token_ids", token_ids, shape=(None, None), unit_last_stride=True)
+    max_num_reqs = token_ids.shape[0]
+    check("bad_words", bad_words, shape=(max_num_reqs, None, None))
+    if max_num_reqs and not bad_words[0].is_contiguous():
+        raise ValueError(
+            f"bad_words: expected each slot's words contiguous, got strides {bad_words.stride()}"
+        )
+    check("bad_word_lens", bad_word_lens, shape=bad_words.shape[:2], unit_last_stride=True)
+    for name, tensor in (
+        ("num_tokens", num_tokens),
+        ("prompt_len", prompt_len),
+        ("num_bad_words", num_bad_words),
+        ("match_prompt", match_prompt),
+    ):
+        if tensor is not None or name != "match_prompt":
+            check(name, tensor, shape=(max_num_reqs,), contiguous=True)
+    check_drafts(logits, ahead, draft_token_ids)

@@ -1,0 +1,400 @@
+"""The second launch of a draw: what is kept of a row, one of its groups, one token of that."""
+
+from __future__ import annotations
+
+from mrv1.kernels._base.dependent_launch import let_next_start, wait_for_previous
+from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.sampling.groups import scale_of
+from mrv1.kernels.sampling.philox import gumbel, philox_word
+from mrv1.kernels.sampling.search import (
+    before,
+    search_groups,
+    search_list,
+    search_row,
+)
+
+_LN_2 = tl.constexpr(0.6931471805599453)
+_TOKEN = tl.constexpr(0)  # purposes of random words; twice the round is added to them
+_GROUP = tl.constexpr(1)
+_LAST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _log(x):
+    """Return log(x) of what is not negative, -inf of 0."""
+    return tl.where(x > 0.0, tl.log(tl.where(x > 0.0, x, 1.0)), float("-inf"))
+
+
+@triton.jit
+def _draw_group(group, log_weight, seed, position, purpose, child):
+    """Return argmax(log_weight + noise), the lowest of equal ones."""
+    score = log_weight + gumbel(philox_word(seed, position, group, purpose, child))
+    return tl.min(tl.where(score == tl.max(score, axis=0), group, _LAST), axis=0)
+
+
+@triton.jit
+def _draw_token(
+    logits_row_ptr,
+    group,
+    floor,
+    top,
+    temperature,
+    seed,
+    position,
+    purpose,
+    child,
+    vocab_size,
+    GROUP: tl.constexpr,
+):
+    """Return a token above ``floor`` of a group, and its logit; the best of a greedy row."""
+    token = group * GROUP + tl.arange(0, GROUP)
+    in_vocab = token < vocab_size
+    x = tl.load(logits_row_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
+    score = x
+    if temperature != 0.0:
+        noise = gumbel(philox_word(seed, position, token, purpose, child))
+        score = (x - top) * (scale_of(temperature) * _LN_2) + noise
+        score = tl.where(x > floor, score, float("-inf"))
+    is_best = in_vocab & (score == tl.max(score, axis=0))
+    drawn = tl.min(tl.where(is_best, token, _LAST), axis=0)
+    return drawn, tl.max(tl.where(token == drawn, x, float("-inf")), axis=0)
+
+
+@triton.jit
+def _draw_nucleus(
+    logits_row_ptr,
+    group_sum_row_ptr,  # *written*
+    scratch_row_ptr,
+    group_max,
+    group_sum,
+    top,
+    temperature,
+    seed,
+    position,
+    child,
+    top_p,
+    vocab_size,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    FEW_GROUPS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Return a token of a row that only top-p filters, drawn in rounds.
+
+    Of the tokens above one that was drawn, whose mass decides about it, only groups with such
+    tokens are read.
+    """
+    STEP: tl.constexpr = (FEW_GROUPS + 1) // 2  # its buffers leave room for a second program
+    scale = scale_of(temperature)
+    group = tl.arange(0, TILE_GROUPS)
+    member = tl.arange(0, GROUP)[None, :]
+    part = tl.arange(0, STEP)
+    log_mass = (group_max - top) * (scale * _LN_2) + _log(group_sum)
+    target = top_p * tl.sum(group_sum * tl.exp2((group_max - top) * scale), axis=0)
+    floor = float("-inf")
+    purpose = 0
+    token = 0
+    is_open = 1
+    while is_open != 0:
+        chosen = _draw_group(group, log_mass, seed, position, purpose + _GROUP, child)
+        token, x = _draw_token(
+            logits_row_ptr,
+            chosen,
+            floor,
+            top,
+            temperature,
+            seed,
+            position,
+            purpose + _TOKEN,
+            child,
+            vocab_size,
+            GROUP,
+        )
+        is_open = (x < top).to(tl.int32)
+        if is_open != 0:
+            floor = x
+            at = group_max > floor
+            num_listed = tl.sum(at.to(tl.int32))
+            index = tl.cumsum(at.to(tl.int32), axis=0) - 1
+            tl.debug_barrier()  # nobody reads what an earlier round left
+            tl.store(scratch_row_ptr + index, group.to(tl.float32), mask=at)
+            tl.debug_barrier()
+            for first in tl.range(0, num_listed, STEP, num_stages=NUM_STAGES):
+                is_listed = first + part < num_listed
+                listed = tl.load(scratch_row_ptr + first + part, mask=is_listed, other=0.0)
+                listed = listed.to(tl.int32)
+                of_group = listed[:, None] * GROUP + member
+                others = tl.load(
+                    logits_row_ptr + of_group,
+                    mask=is_listed[:, None] & (of_group < vocab_size),
+                    other=float("-inf"),
+                ).to(tl.float32)
+                weight = tl.where(others > floor, tl.exp2((others - top) * scale), 0.0)
+                tl.store(group_sum_row_ptr + listed, tl.sum(weight, axis=1), mask=is_listed)
+            tl.debug_barrier()
+            mass = tl.load(group_sum_row_ptr + group, mask=at, other=0.0)
+            log_mass = _log(mass)
+            purpose += 2
+            is_open = (tl.sum(mass, axis=0) >= target).to(tl.int32)
+    return token
+
+
+@triton.jit
+def _draw_filtered_group(
+    logits_row_ptr,
+    group_max_row_ptr,
+    group_sum_row_ptr,  # *written*
+    scratch_row_ptr,
+    group_max,
+    top,
+    temperature,
+    seed,
+    position,
+    child,
+    k,
+    top_p,
+    min_p,
+    vocab_size,
+    num_groups,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    FEW_GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    LISTED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Return a group, drawn by what is kept of it, and the floor of what is kept."""
+    scale = scale_of(temperature)
+    group = tl.arange(0, TILE_GROUPS)
+    member = tl.arange(0, GROUP)[None, :]
+    few = tl.arange(0, FEW_GROUPS)
+    base = tl.where(min_p > 0.0, top, float("-inf"))
+    if min_p > 0.0:
+        base = before(top + temperature * tl.log(min_p))
+
+    # The groups to look into: all that min_p leaves, or those of the largest maxima. As many
+    # tokens as there are such groups are above the floor at least, which is enough for top-k.
+    floor = base
+    least = tl.min(tl.where(group_max > float("-inf"), group_max, float("inf")), axis=0)
+    num_few = tl.sum((group_max > base).to(tl.int32))
+    most = tl.where(k > FEW_GROUPS, tl.maximum(tl.minimum(k + k // 4, num_few - 1), k), FEW_GROUPS)
+    if (num_few > most) & (k > 0):
+        floor, num_few = search_groups(group_max, base, top, k, most)
+
+    chosen = 0
+    is_done = False
+    if num_few <= FEW_GROUPS:
+        at = group_max > floor
+        index = tl.cumsum(at.to(tl.int32), axis=0) - 1
+        tl.store(scratch_row_ptr + index, group.to(tl.float32), mask=at)
+        tl.debug_barrier()
+        is_group = few < num_few
+        listed = tl.load(scratch_row_ptr + few, mask=is_group, other=0.0).to(tl.int32)
+        token = listed[:, None] * GROUP + member
+        x = tl.load(
+            logits_row_ptr + token,
+            mask=is_group[:, None] & (token < vocab_size),
+            other=float("-inf"),
+        ).to(tl.float32)
+        x = tl.where(x > floor, x, float("-inf"))
+        is_in = (x > float("-inf")).to(tl.int32)
+        in_group = tl.sum(is_in, axis=1)
+        num = tl.sum(in_group, axis=0)
+        is_done = num <= LISTED
+        if is_done:
+            rank = (tl.cumsum(in_group, axis=0) - in_group)[:, None] + tl.cumsum(is_in, axis=1)
+            list_ptr = scratch_row_ptr + FEW_GROUPS
+            tl.store(list_ptr + (rank - 1), x, mask=is_in != 0)
+            tl.debug_barrier()
+            floor = search_list(list_ptr, num, k, top_p, top, scale, LISTED)
+            mass = tl.sum(tl.where(x > floor, tl.exp2((x - top) * scale), 0.0), axis=1)
+            chosen = _draw_group(listed, _log(mass), seed, position, _GROUP, child)
+
+    if not is_done:
+        if (k > 0) | (top_p < 1.0):
+            floor = search_row(
+                logits_row_ptr,
+                scratch_row_ptr,
+                floor,
+                (k == 0).to(tl.int32),
+                ((k > 0) & (k <= LANES * DEPTH // 4) & (floor > float("-inf"))).to(tl.int32),
+                k,
+                top_p,
+                top,
+                least,
+                scale,
+                vocab_size,
+                LANES,
+                DEPTH,
+                PIVOTS,
+                NUM_STAGES,
+            )
+        for first in range(0, num_groups, FEW_GROUPS):
+            here = first + few
+            maximum = tl.load(
+                group_max_row_ptr + here, mask=here < num_groups, other=float("-inf")
+            )
+            token = here[:, None] * GROUP + member
+            x = tl.load(
+                logits_row_ptr + token,
+                mask=(maximum > floor)[:, None] & (token < vocab_size),
+                other=float("-inf"),
+            ).to(tl.float32)
+            weight = tl.where(x > floor, tl.exp2((x - top) * scale), 0.0)
+            tl.store(group_sum_row_ptr + here, tl.sum(weight, axis=1), mask=here < num_groups)
+        tl.debug_barrier()
+        mass = tl.load(group_sum_row_ptr + group, mask=group < num_groups, other=0.0)
+        chosen = _draw_group(group, _log(mass), seed, position, _GROUP, child)
+    return chosen, floor
+
+
+@triton.jit
+def draw_kernel(
+    out_ptr,  # [num_rows] int64
+    logits_ptr,  # [num_rows, vocab_size], unit last stride
+    stride_logits_row,
+    group_max_ptr,  # [num_rows, num_groups] float32
+    group_sum_ptr,  # [num_rows, num_groups] float32, *written* where a row filters
+    scratch_ptr,  # [num_rows, SampleTokensConfig.scratch_size] float32; None if no row can filter
+    stride_scratch_row,
+    idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: what follows is in row order
+    temperature_ptr,  # [num_rows or slots] float32, 0 = greedy
+    seed_ptr,  # [num_rows or slots] int64
+    position_ptr,  # [num_rows or slots] int64 or int32
+    prompt_len_ptr,  # like position_ptr, subtracted from it; or None
+    top_k_ptr,  # [num_rows or slots] int32, 0 = off; or None
+    top_p_ptr,  # [num_rows or slots] float32, 1 = off; or None
+    min_p_ptr,  # [num_rows or slots] float32, 0 = off; or None
+    child_ptr,  # [num_rows or slots] int32; or None
+    vocab_size,
+    num_groups,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,  # power of two >= num_groups
+    FEW_GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    LISTED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (num_rows,): one program draws one row's token.
+
+    The launch before this one lets it start only once it has waited itself: what earlier kernels
+    wrote, and that one does not, may be read before the wait.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = row
+    if idx_mapping_ptr is not None:
+        slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    is_row = slot >= 0
+    temperature = tl.load(temperature_ptr + slot, mask=is_row, other=0.0)
+    seed = tl.load(seed_ptr + slot, mask=is_row, other=0)
+    position = tl.load(position_ptr + slot, mask=is_row, other=0).to(tl.int64)
+    if prompt_len_ptr is not None:
+        position -= tl.load(prompt_len_ptr + slot, mask=is_row, other=0)
+    child = (slot * 0).to(tl.int32)
+    if child_ptr is not None:
+        child = tl.load(child_ptr + slot, mask=is_row, other=0)
+    k, top_p, min_p = child * 0, temperature * 0.0 + 1.0, temperature * 0.0
+    if top_k_ptr is not None:
+        k = tl.load(top_k_ptr + slot, mask=is_row, other=0)
+        k = tl.where(k < vocab_size, k, 0)
+    if top_p_ptr is not None:
+        top_p = tl.load(top_p_ptr + slot, mask=is_row, other=1.0)
+    if min_p_ptr is not None:
+        min_p = tl.load(min_p_ptr + slot, mask=is_row, other=0.0)
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+
+    group = tl.arange(0, TILE_GROUPS)
+    group_max_row_ptr = group_max_ptr + row * num_groups
+    group_sum_row_ptr = group_sum_ptr + row * num_groups
+    group_max = tl.load(group_max_row_ptr + group, mask=group < num_groups, other=float("-inf"))
+    group_sum = tl.load(group_sum_row_ptr + group, mask=group < num_groups, other=0.0)
+    is_bad = group_sum != group_sum
+    top = tl.max(tl.where(is_bad, float("inf"), group_max), axis=0)
+    if top == float("-inf"):  # as for padding
+        tl.store(out_ptr + row, -1)
+        return
+    if top == float("inf"):  # noqa: SIM102 - the second costs a reduction; NaN, or such a logit, which a greedy row may take
+        if tl.max(is_bad.to(tl.int32), axis=0) != 0:
+            tl.store(out_ptr + row, -2)
+            return
+
+    logits_row_ptr = logits_ptr + row * stride_logits_row
+    if scratch_ptr is not None:  # noqa: SIM102 - decided when compiled
+        if (temperature != 0.0) & (top_p < 1.0) & (k == 0) & (min_p <= 0.0):
+            token = _draw_nucleus(
+                logits_row_ptr,
+                group_sum_row_ptr,
+                scratch_ptr + row * stride_scratch_row,
+                group_max,
+                group_sum,
+                top,
+                temperature,
+                seed,
+                position,
+                child,
+                top_p,
+                vocab_size,
+                GROUP,
+                TILE_GROUPS,
+                FEW_GROUPS,
+                NUM_STAGES,
+            )
+            tl.store(out_ptr + row, token.to(tl.int64))
+            return
+
+    floor = tl.where(is_row, float("-inf"), top)
+    if temperature == 0.0:
+        chosen = tl.min(tl.where(group_max == top, group, _LAST), axis=0)
+    else:
+        log_weight = (group_max - top) * (scale_of(temperature) * _LN_2) + _log(group_sum)
+        if scratch_ptr is None:
+            chosen = _draw_group(group, log_weight, seed, position, _GROUP, child)
+        elif (k > 0) | (top_p < 1.0) | (min_p > 0.0):
+            chosen, floor = _draw_filtered_group(
+                logits_row_ptr,
+                group_max_row_ptr,
+                group_sum_row_ptr,
+                scratch_ptr + row * stride_scratch_row,
+                group_max,
+                top,
+                temperature,
+                seed,
+                position,
+                child,
+                k,
+                top_p,
+                min_p,
+                vocab_size,
+                num_groups,
+                GROUP,
+                TILE_GROUPS,
+                FEW_GROUPS,
+                LANES,
+                DEPTH,
+                PIVOTS,
+                LISTED,
+                NUM_STAGES,
+            )
+        else:
+            chosen = _draw_group(group, log_weight, seed, position, _GROUP, child)
+
+    token, _ = _draw_token(
+        logits_row_ptr,
+        chosen,
+        floor,
+        top,
+        temperature,
+        seed,
+        position,
+        _TOKEN,
+        child,
+        vocab_size,
+        GROUP,
+    )
+    tl.store(out_ptr + row, token.to(tl.int64))

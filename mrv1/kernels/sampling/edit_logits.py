@@ -1,0 +1,601 @@
+"""Edit a step's logits by what each request asks for: masks, a bias, penalties.
+
+Every slot says in one word which of these it uses, :data:`ALLOWED` to :data:`PENALTIES`; a row
+whose slot uses none ends after it has read the word. In this order, on the row's logits ``x``::
+
+    bias         x[id] += value
+    repetition   x = x / r  if x > 0 else  x * r      tokens of the prompt and of the output
+    frequency    x -= f * (how often the token is in the output)
+    presence     x -= p                               tokens of the output
+    allowed      x = -inf                             tokens whose bit is 0
+    min tokens   x = -inf                             stop tokens, of an output that is too short
+
+The masks come last, which is the same as first: -inf stays so under every finite bias and penalty.
+
+Penalties need the history as counts. A slot has one word a token: how often the output has it,
+and bit 30 if the prompt does. The counts follow the history, the device's own, from launch to
+launch: each counts what was appended since, one token in a decode step, everything when the slot
+is new. The row of a draft token sees the drafts before it, which are not counted.
+
+A program owns a part of a request's vocabulary, in the counts and in all its rows of logits, so no
+program waits for another.
+
+Source: vLLM's ``apply_penalties`` for the formulas (``vllm/model_executor/layers/utils.py``),
+xgrammar for the layout of the bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+
+from mrv1.device import device_info
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_drafts, check_launchable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+
+ALLOWED = 1
+"""Bit of ``edits``: only the tokens of ``allowed_mask``."""
+MIN_TOKENS = 2
+"""Bit of ``edits``: no stop token before ``min_total_tokens``."""
+BIAS = 4
+"""Bit of ``edits``: the ids of ``bias_ids`` have a bias."""
+PENALTIES = 8
+"""Bit of ``edits``: repetition, frequency or presence penalty."""
+MAX_PARTS = 64
+"""Columns of ``counted``: a request's vocabulary is cut into at most so many programs."""
+
+PROGRAMS = 1024
+"""Most programs of a launch of fewer requests: an H200 has room for 1056 of 64 registers."""
+MAX_REGISTERS = 64
+"""Of a thread on an H200; with drafts they do not do, and on other GPUs something would spill."""
+LIMITED = ((9, 0),)
+"""Compute capabilities with that limit."""
+
+_ALLOWED = tl.constexpr(ALLOWED)
+_MIN_TOKENS = tl.constexpr(MIN_TOKENS)
+_BIAS = tl.constexpr(BIAS)
+_PENALTIES = tl.constexpr(PENALTIES)
+_MAX_PARTS = tl.constexpr(MAX_PARTS)
+_IN_PROMPT = tl.constexpr(1 << 30)  # of a count; the bits below it are the output's
+
+
+@triton.jit
+def _mask_part(
+    logits_row_ptr, mask_row_ptr, first_token, end_token, part_tiles, TILE_VOCAB: tl.constexpr
+):
+    """Set the tokens of a part whose bit is 0 to -inf; ``first_token`` is a multiple of 32."""
+    for tile in range(part_tiles):
+        token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        bits = tl.load(mask_row_ptr + token // 32, mask=token < end_token, other=-1)
+        is_banned = ((bits >> (token % 32)) & 1) == 0
+        # A token a thread, hence a word a warp: 16 bytes a thread would be four stores, each of a
+        # quarter of every sector.
+        tl.store(tl.max_contiguous(logits_row_ptr + token, 1), float("-inf"), mask=is_banned)
+
+
+@triton.jit
+def _count_part(
+    counts_row_ptr,
+    history_ptr,
+    counted,
+    known,
+    prompt_len,
+    first_token,
+    end_token,
+    part_tiles,
+    TILE_VOCAB: tl.constexpr,
+):
+    """Count a history's tokens from ``counted`` to ``known`` that are in a part."""
+    if counted < 0:
+        for tile in range(part_tiles):
+            token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+            tl.store(counts_row_ptr + token, 0, mask=token < end_token)
+        tl.debug_barrier()  # cleared before anything is counted
+    for start in range(tl.maximum(counted, 0), known, 2 * TILE_VOCAB):
+        position = start + tl.arange(0, 2 * TILE_VOCAB)
+        token_ptr = tl.max_contiguous(history_ptr + position, 1)  # as the atomics take them
+        token = tl.load(token_ptr, mask=position < known, other=-1)
+        in_part = (token >= first_token) & (token < end_token)
+        in_prompt = in_part & (position < prompt_len)
+        in_output = in_part & (position >= prompt_len)
+        # a tile may repeat a token
+        tl.atomic_or(counts_row_ptr + token, _IN_PROMPT, mask=in_prompt, sem="relaxed")
+        tl.atomic_add(counts_row_ptr + token, 1, mask=in_output, sem="relaxed")
+
+
+@triton.jit
+def _penalize_part(
+    logits_row_ptr,
+    counts_row_ptr,
+    drafts_ptr,  # or None
+    ahead,
+    repetition,
+    frequency,
+    presence,
+    first_token,
+    end_token,
+    part_tiles,
+    TILE_VOCAB: tl.constexpr,
+):
+    """Penalize a part's tokens that have been seen; no other logit is read or written."""
+    token = first_token + tl.arange(0, TILE_VOCAB)
+    following = tl.load(counts_row_ptr + token, mask=token < end_token, other=0)
+    for tile in range(part_tiles):
+        token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        count = following  # the next are on their way while these are looked at
+        next_token = token + TILE_VOCAB
+        following = tl.load(counts_row_ptr + next_token, mask=next_token < end_token, other=0)
+        if drafts_ptr is not None:
+            for i in range(ahead):
+                is_draft = (token == tl.load(drafts_ptr + i)) & (token < end_token)
+                count += is_draft.to(tl.int32)
+        is_seen = count != 0
+        num_output = count & (_IN_PROMPT - 1)
+        logit_ptr = tl.max_contiguous(logits_row_ptr + token, 4)  # as the counts are loaded
+        # Not 0 where nothing is loaded: a GPU divides that the long way, and all others with it.
+        x = tl.load(logit_ptr, mask=is_seen, other=1.0).to(tl.float32)
+        if repetition != 1.0:
+            divisor = tl.full([TILE_VOCAB], 1.0, tl.float32) * repetition
+            x = tl.where(x > 0, tl.div_rn(x, divisor), x * repetition)
+        x -= frequency * num_output.to(tl.float32)
+        x -= tl.where(num_output > 0, presence, 0.0)
+        tl.store(logit_ptr, x, mask=is_seen)
+
+
+@triton.jit(
+    # what differs from step to step must not compile a kernel
+    do_not_specialize=["stride_draft_token_ids_req", "rows_per_req", "part_tiles"],
+    do_not_specialize_on_alignment=["idx_mapping_ptr", "ahead_ptr", "draft_token_ids_ptr"],
+)
+def _edit_logits_kernel(
+    logits_ptr,  # [num_rows, vocab_size], unit last stride
+    stride_logits_row,
+    counts_ptr,  # [max_num_reqs, vocab_size] int32
+    stride_counts_slot,
+    counted_ptr,  # [max_num_reqs, MAX_PARTS] int32, contiguous, a slot's all equal
+    token_ids_ptr,  # [max_num_reqs, max_model_len] int32
+    stride_token_ids_slot,
+    num_tokens_ptr,  # [max_num_reqs] int32
+    prompt_len_ptr,  # [max_num_reqs] int32
+    edits_ptr,  # [max_num_reqs] int32
+    allowed_mask_ptr,  # [max_num_reqs, cdiv(vocab_size, 32)] int32
+    stride_allowed_mask_slot,
+    min_total_tokens_ptr,  # [max_num_reqs] int32
+    stop_token_ids_ptr,  # [max_num_reqs, max_stop_tokens] int32, -1 = none
+    stride_stop_token_ids_slot,
+    bias_ids_ptr,  # [max_num_reqs, max_bias] int32
+    stride_bias_ids_slot,
+    bias_values_ptr,  # [max_num_reqs, max_bias] float32
+    stride_bias_values_slot,
+    num_bias_ptr,  # [max_num_reqs] int32
+    repetition_penalty_ptr,  # [max_num_reqs] float32
+    frequency_penalty_ptr,  # [max_num_reqs] float32
+    presence_penalty_ptr,  # [max_num_reqs] float32
+    draft_token_ids_ptr,  # [num_reqs, most drafts] int32, or None
+    stride_draft_token_ids_req,
+    idx_mapping_ptr,  # [num_rows] int32, -1 = padding row
+    ahead_ptr,  # [num_rows] int32 or int64, with draft_token_ids_ptr
+    rows_per_req,
+    max_stop_tokens,
+    max_bias,
+    vocab_size,
+    part_tiles,
+    TILE_ROWS: tl.constexpr,  # power of two >= rows_per_req
+    TILE_STOP_TOKENS: tl.constexpr,  # power of two >= max_stop_tokens
+    TILE_BIAS: tl.constexpr,  # power of two >= max_bias
+    TILE_VOCAB: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (num_reqs, num_parts): one program edits part_tiles tiles of a request's rows."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    req, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row_of_req = tl.arange(0, TILE_ROWS)
+    row_slot_ptr = idx_mapping_ptr + req * rows_per_req + row_of_req
+    slots = tl.load(row_slot_ptr, mask=row_of_req < rows_per_req, other=-1)
+    slot = tl.max(slots, axis=0).to(tl.int64)  # the rows that are not padding have the same one
+    if slot < 0:
+        return
+    edits = tl.load(edits_ptr + slot)
+    if edits == 0:
+        return
+
+    first_token = part * part_tiles * TILE_VOCAB
+    end_token = tl.minimum(first_token + part_tiles * TILE_VOCAB, vocab_size)
+    known = tl.load(num_tokens_ptr + slot)
+    counts_row_ptr = counts_ptr + slot * stride_counts_slot
+    if edits & _PENALTIES:
+        column = tl.arange(0, _MAX_PARTS)
+        counted_row_ptr = counted_ptr + slot * _MAX_PARTS
+        _count_part(
+            counts_row_ptr,
+            token_ids_ptr + slot * stride_token_ids_slot,
+            tl.load(counted_row_ptr + part),
+            known,
+            tl.load(prompt_len_ptr + slot),
+            first_token,
+            end_token,
+            part_tiles,
+            TILE_VOCAB,
+        )
+        tl.debug_barrier()  # all warps have read what is overwritten, and see the counts
+        # All columns, those without a program too: another launch may cut finer.
+        is_own = column % tl.num_programs(1) == part
+        tl.store(counted_row_ptr + column, known, mask=is_own)
+
+    for i in range(rows_per_req):
+        row = req * rows_per_req + i
+        if tl.load(idx_mapping_ptr + row) >= 0:
+            logits_row_ptr = logits_ptr + row * stride_logits_row
+            ahead = 0
+            if draft_token_ids_ptr is not None:
+                ahead = tl.load(ahead_ptr + row).to(tl.int32)
+            if edits & _BIAS:
+                index = tl.arange(0, TILE_BIAS)
+                has_bias = index < tl.minimum(tl.load(num_bias_ptr + slot), max_bias)
+                bias_id_ptr = bias_ids_ptr + slot * stride_bias_ids_slot + index
+                token = tl.load(bias_id_ptr, mask=has_bias, other=-1)
+                bias_ptr = bias_values_ptr + slot * stride_bias_values_slot + index
+                bias = tl.load(bias_ptr, mask=has_bias, other=0.0)
+                in_part = (token >= first_token) & (token < end_token)
+                x = tl.load(logits_row_ptr + token, mask=in_part, other=0.0).to(tl.float32)
+                tl.store(logits_row_ptr + token, x + bias, mask=in_part)
+                tl.debug_barrier()  # what follows reads and writes the same logits
+            if edits & _PENALTIES:
+                drafts_ptr = draft_token_ids_ptr
+                if draft_token_ids_ptr is not None:
+                    drafts_ptr = draft_token_ids_ptr + req * stride_draft_token_ids_req
+                _penalize_part(
+                    logits_row_ptr,
+                    counts_row_ptr,
+                    drafts_ptr,
+                    ahead,
+                    tl.load(repetition_penalty_ptr + slot),
+                    tl.load(frequency_penalty_ptr + slot),
+                    tl.load(presence_penalty_ptr + slot),
+                    first_token,
+                    end_token,
+                    part_tiles,
+                    TILE_VOCAB,
+                )
+                tl.debug_barrier()  # masks win
+            if edits & _ALLOWED:
+                allowed_ptr = allowed_mask_ptr + slot * stride_allowed_mask_slot
+                _mask_part(
+                    logits_row_ptr, allowed_ptr, first_token, end_token, part_tiles, TILE_VOCAB
+                )
+            if edits & _MIN_TOKENS:
+                index = tl.arange(0, TILE_STOP_TOKENS)
+                is_short = known + ahead < tl.load(min_total_tokens_ptr + slot)
+                stop_ptr = stop_token_ids_ptr + slot * stride_stop_token_ids_slot + index
+                token = tl.load(stop_ptr, mask=is_short & (index < max_stop_tokens), other=-1)
+                in_part = (token >= first_token) & (token < end_token)
+                tl.store(logits_row_ptr + token, float("-inf"), mask=in_part)
+
+
+@triton.jit(do_not_specialize=["part_tiles"], do_not_specialize_on_alignment=["rows_ptr"])
+def _apply_token_bitmask_kernel(
+    logits_ptr,  # [num_rows, vocab_size], unit last stride
+    stride_logits_row,
+    bitmask_ptr,  # [num_masks, cdiv(vocab_size, 32)] int32
+    stride_bitmask_row,
+    rows_ptr,  # [num_masks] int32, -1 = none; None: mask i is row i's
+    vocab_size,
+    part_tiles,
+    TILE_VOCAB: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (num_masks, num_parts): one program masks part_tiles tiles of a row."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    index = tl.program_id(0).to(tl.int64)
+    row = index
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + index).to(tl.int64)
+    if row < 0:
+        return
+    first_token = tl.program_id(1) * part_tiles * TILE_VOCAB
+    end_token = tl.minimum(first_token + part_tiles * TILE_VOCAB, vocab_size)
+    _mask_part(
+        logits_ptr + row * stride_logits_row,
+        bitmask_ptr + index * stride_bitmask_row,
+        first_token,
+        end_token,
+        part_tiles,
+        TILE_VOCAB,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EditLogitsConfig:
+    """How a request's vocabulary is cut into programs; never changes a result."""
+
+    tile_vocab: int
+    """Token ids that a program looks at together, power of two >= 32."""
+    part_tiles: int
+    """Tiles of one program."""
+    num_warps: int
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def default_for(cls, vocab_size: int, num_reqs: int) -> EditLogitsConfig:
+        """Return the GPU's choice: at most 1024 programs, which an H200 holds at once.
+
+        A launch that edits nothing is over when they have come and gone, and one that edits
+        everything fills the GPU, with eight ids a thread on their way together.
+        """
+        tile_vocab = min(max(triton.next_power_of_2(vocab_size), 32), 1024)
+        num_tiles = triton.cdiv(vocab_size, tile_vocab)
+        num_parts = min(max(PROGRAMS // max(num_reqs, 1), 1), num_tiles, MAX_PARTS)
+        part_tiles = triton.cdiv(num_tiles, num_parts)
+        return cls(tile_vocab, part_tiles, num_warps=min(max(tile_vocab // 256, 1), 4))
+
+    @classmethod
+    def for_interpreter(cls, vocab_size: int) -> EditLogitsConfig:
+        """Return a whole row a program, up to 2^16 ids a tile."""
+        tile_vocab = min(max(triton.next_power_of_2(vocab_size), 32), 2**16)
+        num_tiles = triton.cdiv(vocab_size, tile_vocab)
+        return cls(tile_vocab, triton.cdiv(num_tiles, min(num_tiles, MAX_PARTS)), num_warps=1)
+
+    def num_parts(self, vocab_size: int) -> int:
+        """Return how many programs a request takes."""
+        return -(-vocab_size // (self.tile_vocab * self.part_tiles))
+
+
+def _config(vocab_size: int, num_reqs: int) -> EditLogitsConfig:
+    if INTERPRET:
+        return EditLogitsConfig.for_interpreter(vocab_size)
+    return EditLogitsConfig.default_for(vocab_size, num_reqs)
+
+
+def edit_logits(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    prompt_len: torch.Tensor,
+    *,
+    edits: torch.Tensor,
+    allowed_mask: torch.Tensor,
+    min_total_tokens: torch.Tensor,
+    stop_token_ids: torch.Tensor,
+    bias_ids: torch.Tensor,
+    bias_values: torch.Tensor,
+    num_bias: torch.Tensor,
+    repetition_penalty: torch.Tensor,
+    frequency_penalty: torch.Tensor,
+    presence_penalty: torch.Tensor,
+    counts: torch.Tensor,
+    counted: torch.Tensor,
+    ahead: torch.Tensor | None = None,
+    draft_token_ids: torch.Tensor | None = None,
+) -> None:
+    """Add biases, subtract penalties and mask, row by row, as each row's slot asks.
+
+    Logits that no edit names keep their bits. What a slot's ``edits`` leaves out is not read.
+
+    Args:
+        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* in place.
+        idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
+            as it is. All rows of a request have the same slot, those of different requests differ.
+        token_ids: [max_num_reqs, max_model_len] int32, unit last stride: prompt, then output. Ids
+            outside the vocabulary count for nothing.
+        num_tokens: [max_num_reqs] int32, contiguous: tokens known of each request.
+        prompt_len: [max_num_reqs] int32, contiguous: how many of them are its prompt.
+        edits: [max_num_reqs] int32, contiguous: the sum of what the slot uses of ``ALLOWED`` = 1,
+            ``MIN_TOKENS`` = 2, ``BIAS`` = 4 and ``PENALTIES`` = 8.
+        allowed_mask: [max_num_reqs, ceil(vocab / 32)] int32, unit last stride: bit i of word w is
+            1 where token 32 w + i is allowed; the others become -inf.
+        min_total_tokens: [max_num_reqs] int32, contiguous: prompt and output tokens that a request
+            must have before it may sample a stop token. While it has fewer, drafts included, they
+            become -inf.
+        stop_token_ids: [max_num_reqs, any] int32, unit last stride, -1 = none; ids outside the
+            vocabulary are skipped.
+        bias_ids: [max_num_reqs, max_bias] int32, unit last stride: token ids, distinct; those
+            outside the vocabulary are skipped.
+        bias_values: [max_num_reqs, max_bias] float32, unit last stride, finite: added to them.
+        num_bias: [max_num_reqs] int32, contiguous: leading ids of each slot that count. More than
+            max_bias is max_bias.
+        repetition_penalty: [max_num_reqs] float32 > 0, contiguous: divides a positive logit and
+            multiplies another of each token of the prompt or the output; 1 = none.
+        frequency_penalty: [max_num_reqs] float32, contiguous, finite: subtracted for each time the
+            output has the token; 0 = none.
+        presence_penalty: [max_num_reqs] float32, contiguous, finite: subtracted if the output has
+            the token; 0 = none.
+        counts: [max_num_reqs, vocab] int32, unit last stride, *written*: belongs to this op.
+        counted: [max_num_reqs, MAX_PARTS] int32, contiguous, *written*: how many tokens of the
+            history are in ``counts``. Belongs to this op, but for a slot's entry: whoever gives
+            the slot to a request fills it with -1, and ``counts`` may then hold anything.
+        ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
+            row's logits, 0 to most drafts; not checked. Goes with ``draft_token_ids``.
+        draft_token_ids: [num_reqs, most drafts] int32, unit last stride: each request has
+            rows / num_reqs consecutive rows, whose first ``ahead`` drafts count as output. Without
+            it every row is a request.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: float32, each operation rounded, then rounded to the logits' dtype: once behind the
+        bias and once behind the penalties. Equal to the oracle bit by bit (tier A), but for which
+        NaN a NaN becomes.
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe whatever the
+        slots hold; none if there is no row. A slot's first launch with penalties reads its whole
+        history, each further one what was appended.
+    """
+    check_edit_logits(
+        logits,
+        idx_mapping,
+        token_ids,
+        allowed_mask,
+        stop_token_ids,
+        (bias_ids, bias_values),
+        counts,
+        counted,
+        ahead,
+        draft_token_ids,
+        FLOAT_DTYPES,
+        num_tokens=num_tokens,
+        prompt_len=prompt_len,
+        edits=edits,
+        min_total_tokens=min_total_tokens,
+        num_bias=num_bias,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+    )
+    check_launchable("logits", logits)
+    num_rows, vocab_size = logits.shape
+    if num_rows == 0 or vocab_size == 0:
+        return
+    num_reqs = num_rows if draft_token_ids is None else draft_token_ids.shape[0]
+    config = _config(vocab_size, num_reqs)
+    capability = None if INTERPRET else device_info(logits.device).capability
+    limited = draft_token_ids is None and capability in LIMITED
+    _edit_logits_kernel[(num_reqs, config.num_parts(vocab_size))](
+        logits,
+        logits.stride(0),
+        counts,
+        counts.stride(0),
+        counted,
+        token_ids,
+        token_ids.stride(0),
+        num_tokens,
+        prompt_len,
+        edits,
+        allowed_mask,
+        allowed_mask.stride(0),
+        min_total_tokens,
+        stop_token_ids,
+        stop_token_ids.stride(0),
+        bias_ids,
+        bias_ids.stride(0),
+        bias_values,
+        bias_values.stride(0),
+        num_bias,
+        repetition_penalty,
+        frequency_penalty,
+        presence_penalty,
+        draft_token_ids,
+        0 if draft_token_ids is None else draft_token_ids.stride(0),
+        idx_mapping,
+        ahead,
+        num_rows // num_reqs,
+        stop_token_ids.shape[1],
+        bias_ids.shape[1],
+        vocab_size,
+        config.part_tiles,
+        TILE_ROWS=triton.next_power_of_2(num_rows // num_reqs),
+        TILE_STOP_TOKENS=triton.next_power_of_2(max(stop_token_ids.shape[1], 1)),
+        TILE_BIAS=triton.next_power_of_2(max(bias_ids.shape[1], 1)),
+        TILE_VOCAB=config.tile_vocab,
+        num_warps=config.num_warps,
+        enable_fp_fusion=False,  # a penalty's product is rounded, as torch's is
+        **({"maxnreg": MAX_REGISTERS} if limited else {}),
+        **overlap_options(logits.device),
+    )
+
+
+def apply_token_bitmask(
+    logits: torch.Tensor, bitmask: torch.Tensor, *, rows: torch.Tensor | None = None
+) -> None:
+    """Set the logit of every token that a grammar does not allow next to -inf.
+
+    Args:
+        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* at those
+            tokens and nowhere else.
+        bitmask: [masks, ceil(vocab / 32)] int32, unit last stride: bit i of word w is 1 where
+            token 32 w + i is allowed.
+        rows: [masks] int32, contiguous: the row of logits that each mask is for, less than the
+            number of rows, not checked; -1 = none. A row may have several masks. None = mask i is
+            for row i, and there are as many.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: exact (tier A); what else the logits hold, NaN included, keeps its bits.
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe; none if there is
+        no mask.
+    """
+    check_token_bitmask(logits, bitmask, rows, FLOAT_DTYPES)
+    check_launchable("logits", logits)
+    num_masks, vocab_size = bitmask.shape[0], logits.shape[1]
+    if num_masks == 0 or vocab_size == 0:
+        return
+    config = _config(vocab_size, num_masks)
+    _apply_token_bitmask_kernel[(num_masks, config.num_parts(vocab_size))](
+        logits,
+        logits.stride(0),
+        bitmask,
+        bitmask.stride(0),
+        rows,
+        vocab_size,
+        config.part_tiles,
+        TILE_VOCAB=config.tile_vocab,
+        num_warps=config.num_warps,
+        **overlap_options(logits.device),
+    )
+
+
+def check_edit_logits(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    token_ids: torch.Tensor,
+    allowed_mask: torch.Tensor,
+    stop_token_ids: torch.Tensor,
+    bias: tuple[torch.Tensor, torch.Tensor],
+    counts: torch.Tensor,
+    counted: torch.Tensor,
+    ahead: torch.Tensor | None,
+    draft_token_ids: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, ...],
+    **per_slot: torch.Tensor,
+) -> None:
+    """Raise unless the arguments are as :func:`edit_logits` describes them."""
+    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
+    num_rows, vocab_size = logits.shape
+    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
+    check("idx_mapping", idx_mapping, shape=(num_rows,), contiguous=True)
+    check("token_ids", token_ids, shape=(None, None), unit_last_stride=True)
+    max_num_reqs = token_ids.shape[0]
+    for name, tensor in per_slot.items():
+        dtype = torch.float32 if name.endswith("_penalty") else torch.int32
+        check(name, tensor, shape=(max_num_reqs,), dtype=dtype, contiguous=True)
+    bias_ids, bias_values = bias
+    for name, tensor, width in (
+        ("allowed_mask", allowed_mask, -(-vocab_size // 32)),
+        ("stop_token_ids", stop_token_ids, None),
+        ("bias_ids", bias_ids, None),
+        ("counts", counts, vocab_size),
+    ):
+        check(name, tensor, shape=(max_num_reqs, width), unit_last_stride=True)
+    check(
+        "bias_values",
+        bias_values,
+        shape=bias_ids.shape,
+        dtype=torch.float32,
+        unit_last_stride=True,
+    )
+    check("counted", counted, shape=(max_num_reqs, MAX_PARTS), contiguous=True)
+    check_drafts(logits, ahead, draft_token_ids)
+
+
+def check_token_bitmask(
+    logits: torch.Tensor,
+    bitmask: torch.Tensor,
+    rows: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Raise unless the arguments are as :func:`apply_token_bitmask` describes them."""
+    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
+    num_rows, vocab_size = logits.shape
+    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
+    num_masks = num_rows if rows is None else None
+    width = -(-vocab_size // 32)
+    check("bitmask", bitmask, shape=(num_masks, width), unit_last_stride=True)
+    if rows is not None:
+        check("rows", rows, shape=bitmask.shape[:1], contiguous=True)

@@ -1,0 +1,105 @@
+"""What draws and log-probabilities begin with: one read of the logits leaves each group's sums."""
+
+from __future__ import annotations
+
+from mrv1.kernels._base.dependent_launch import let_next_start, wait_for_previous
+from mrv1.kernels._base.triton import tl, triton
+
+MAX_GROUPS = 4096
+"""Of a row: what a second launch holds at once."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+def group_size(vocab_size: int) -> int:
+    """Return how many consecutive token ids are one group: 128, beyond 524,288 ids more."""
+    size = 128
+    while size * MAX_GROUPS < vocab_size:
+        size *= 2
+    return size
+
+
+@triton.jit
+def scale_of(temperature):
+    """Return log2(e) / temperature: exp2(x * scale) = exp(x / temperature).
+
+    Bounded, so that 0 times it is 0 whatever the temperature.
+    """
+    return tl.minimum(tl.div_rn(_LOG2_E, temperature), _LARGEST)
+
+
+@triton.jit(
+    # what differs from batch to batch must not compile a kernel
+    do_not_specialize=["stride_token_ids_row", "num_tokens"],
+    do_not_specialize_on_alignment=["idx_mapping_ptr", "temperature_ptr", "token_ids_ptr"],
+)
+def group_sums_kernel(
+    group_max_ptr,  # [num_rows, num_groups] float32
+    group_sum_ptr,  # [num_rows, num_groups] float32
+    logits_ptr,  # [num_rows, vocab_size], unit last stride
+    stride_logits_row,
+    idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: temperature is in row order
+    temperature_ptr,  # [num_rows or slots] float32, 0 = greedy; None = 1
+    vocab_size,
+    num_groups,
+    num_parts,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+    SUM_GREEDY: tl.constexpr = False,  # greedy rows have sums too, at temperature 1
+    num_better_ptr=None,  # [num_rows, num_tokens, num_parts] int32, with token_ids_ptr
+    token_ids_ptr=None,  # [num_rows, num_tokens] int64, any id outside the vocabulary = none
+    stride_token_ids_row=0,
+    num_tokens=0,
+):
+    """Grid (num_rows * num_parts,): maxima, and sums of exp((x - maximum) / temperature).
+
+    A sum is NaN where its group holds NaN, or +inf in a row that is drawn; 0 where all is -inf;
+    and has no other meaning in a greedy row. Of each token asked for, also how many of a program's
+    have a greater logit.
+
+    A group lies as quarters behind each other, so that most of its reduction is within a thread:
+    the order of a sum depends on the tile's shape and the warps, never on the number of rows.
+    """
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    QUARTER: tl.constexpr = GROUP // 4
+    program = tl.program_id(0)
+    row = (program // num_parts).to(tl.int64)
+    part = program % num_parts
+    group = part * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
+    logits_row_ptr = logits_ptr + row * stride_logits_row
+    slot = row
+    if idx_mapping_ptr is not None:
+        slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    is_row = slot >= 0
+    temperature = tl.full([], 1.0, tl.float32)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + slot, mask=is_row, other=0.0)
+    divisor = tl.where(temperature != 0.0, temperature, 1.0)
+    scale = scale_of(divisor)
+    if SUM_GREEDY:
+        temperature = divisor
+    offset = (tl.arange(0, 4) * QUARTER)[None, :, None] + tl.arange(0, QUARTER)[None, None, :]
+    token = group[:, None, None] * GROUP + offset
+    in_row = (token < vocab_size) & is_row
+    x = tl.load(logits_row_ptr + token, mask=in_row, other=float("-inf")).to(tl.float32)
+    if token_ids_ptr is not None:
+        for column in range(num_tokens):  # their logits are fetched while x is on its way
+            token_id = tl.load(token_ids_ptr + row * stride_token_ids_row + column)
+            is_token = is_row & (token_id >= 0) & (token_id < vocab_size)
+            logit = tl.load(logits_row_ptr + token_id, mask=is_token, other=float("inf"))
+            num_better = tl.sum((x > logit.to(tl.float32)).to(tl.int32))  # over all axes
+            tl.store(num_better_ptr + (row * num_tokens + column) * num_parts + part, num_better)
+    # What a maximum is where there is NaN differs from backend to backend.
+    maximum = tl.max(tl.max(tl.where(x == x, x, float("-inf")), axis=1), axis=1)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)[:, None, None]
+    if temperature != 0.0:
+        terms = tl.exp2((x - base) * scale)
+    else:
+        terms = tl.where(x == x, 0.0, float("nan"))
+    total = tl.sum(tl.sum(terms, axis=1), axis=1)
+    output = row * num_groups + group
+    tl.store(group_max_ptr + output, maximum, mask=group < num_groups)
+    tl.store(group_sum_ptr + output, total, mask=group < num_groups)

@@ -1,0 +1,370 @@
+"""Log-probabilities of some tokens of each row, their ranks, and the best tokens of the row.
+
+    logprob(v) = (x_v - m) / T - log(sum_u exp((x_u - m) / T)),   m = max_u x_u
+    rank(v)    = 1 + #{u : x_u > x_v}
+
+No log-softmax is materialised and no row is sorted. The first launch reads the logits once and
+leaves of each group of 128 consecutive ids (more beyond 524,288) its maximum and its sum of
+exponentials; and counts on its way, for each token asked for, which are better. The second, one
+program a row, needs little more: sums and counts are added up, and the k best tokens are in the k
+groups with the best maxima (each of which has a token at least as good as any outside). The rest
+of the row is not read again.
+
+The best tokens come one after the other, each as the maximum of what is left. A token's logit and
+id make one integer, in whose order ties go to the lowest id and no two are equal::
+
+    key = (the logit's bits, ordered as integers) << 32 | (2^31 - 1 - id)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
+
+MAX_VOCAB_SIZE = 1 << 20
+"""Token ids of a row: a program looks at all its groups at once."""
+
+_ROUND = tl.constexpr(32)  # best tokens that are found together, in as many groups
+_NO_KEY = tl.constexpr(-(2**63))  # below every key: of what has been taken
+_LOW_BITS = tl.constexpr(2**31 - 1)
+
+
+class TopLogprobs(NamedTuple):
+    """What :func:`top_logprobs` returns."""
+
+    logprobs: torch.Tensor
+    """[rows, n] float32, of the tokens asked for."""
+    ranks: torch.Tensor
+    """[rows, n] int64, of the tokens asked for; 1 = no token is better."""
+    top_token_ids: torch.Tensor
+    """[rows, num_top] int64, best first."""
+    top_logprobs: torch.Tensor
+    """[rows, num_top] float32."""
+
+
+@triton.jit
+def _keys(x, index):
+    """Return int64 keys: the greater has the greater x, of equal ones the lower index.
+
+    NaN counts as -inf, and -0 as 0.
+    """
+    x = tl.where(x == x, x, float("-inf"))
+    x = tl.where(x == 0, 0.0, x)
+    bits = x.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return (ordered << 32) | (index ^ _LOW_BITS).to(tl.int64)
+
+
+@triton.jit
+def _index_of(key):
+    """Return the index that is part of a key, int64."""
+    return (key & _LOW_BITS) ^ _LOW_BITS
+
+
+@triton.jit
+def _logit_of(key):
+    """Return the logit that is part of a key."""
+    ordered = (key >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inverse_temperature(temperature_ptr, slot):
+    """Return 1 / T; greedy rows (0) and None are judged as T = 1."""
+    inverse = 1.0
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + slot)
+        inverse = tl.div_rn(1.0, tl.where(temperature == 0.0, 1.0, temperature))
+    return inverse
+
+
+@triton.jit(
+    # what differs from batch to batch must not compile a kernel
+    do_not_specialize=["stride_token_ids_row", "num_tokens", "num_top"],
+    do_not_specialize_on_alignment=["token_ids_ptr", "idx_mapping_ptr", "temperature_ptr"],
+)
+def _top_logprobs_kernel(
+    logprobs_ptr,  # [num_rows, num_tokens] float32, contiguous
+    ranks_ptr,  # [num_rows, num_tokens] int64, contiguous
+    top_token_ids_ptr,  # [num_rows, num_top] int64, contiguous
+    top_logprobs_ptr,  # [num_rows, num_top] float32, contiguous
+    group_max_ptr,  # [num_rows, num_groups] float32, NaN left out
+    group_sum_ptr,  # [num_rows, num_groups] float32
+    num_better_ptr,  # [num_rows, num_tokens, num_parts] int32
+    logits_ptr,  # [num_rows, vocab_size], unit last stride
+    stride_logits_row,
+    token_ids_ptr,  # [num_rows, num_tokens] int64, -1 = none
+    stride_token_ids_row,
+    idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: temperature is in row order
+    temperature_ptr,  # [num_rows or slots] float32, or None
+    num_tokens,
+    num_top,
+    vocab_size,
+    num_groups,
+    num_parts,
+    GROUP: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,  # power of two >= num_groups
+    TILE_PARTS: tl.constexpr,  # power of two >= num_parts
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (num_rows,): one program judges a row's tokens, then finds its best ones."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    slot = row
+    if idx_mapping_ptr is not None:
+        slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    if slot < 0:
+        for column in range(num_tokens):
+            tl.store(logprobs_ptr + row * num_tokens + column, float("-inf"))
+            tl.store(ranks_ptr + row * num_tokens + column, 0)
+        for i in range(num_top):
+            tl.store(top_token_ids_ptr + row * num_top + i, -1)
+            tl.store(top_logprobs_ptr + row * num_top + i, float("-inf"))
+        return
+
+    logits_row_ptr = logits_ptr + row * stride_logits_row
+    inverse = _inverse_temperature(temperature_ptr, slot)
+    group = tl.arange(0, TILE_GROUPS)
+    in_row = group < num_groups
+    row_group = row * num_groups + group
+    group_max = tl.load(group_max_ptr + row_group, mask=in_row, other=float("-inf"))
+    group_sum = tl.load(group_sum_ptr + row_group, mask=in_row, other=0.0)
+    best = tl.max(group_max, axis=0)
+    log_sum = tl.log(tl.sum(group_sum * tl.exp((group_max - best) * inverse), axis=0))
+
+    part = tl.arange(0, TILE_PARTS)
+    for column in range(num_tokens):
+        token = tl.load(token_ids_ptr + row * stride_token_ids_row + column)
+        is_token = (token >= 0) & (token < vocab_size)
+        x = tl.load(logits_row_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
+        output = row * num_tokens + column
+        better_ptr = num_better_ptr + output * num_parts + part
+        rank = 1 + tl.sum(tl.load(better_ptr, mask=part < num_parts, other=0), axis=0)
+        logprob = tl.where(is_token, (x - best) * inverse - log_sum, float("-inf"))
+        tl.store(logprobs_ptr + output, logprob)
+        tl.store(ranks_ptr + output, tl.where(is_token, rank, 0).to(tl.int64))
+
+    # Groups in the order of what is left in them, of equal ones the first: the next best tokens
+    # are in as many of them.
+    group_keys = _keys(group_max, group)
+    lane = tl.arange(0, GROUP)[None, :]
+    last = tl.full([], 2**63 - 1, tl.int64)  # the key taken last
+    nth = tl.arange(0, _ROUND)
+    for start in range(0, num_top, _ROUND):
+        size = tl.minimum(num_top - start, _ROUND)
+        chosen = tl.full([_ROUND], -1, tl.int64)
+        for i in range(size):
+            key = tl.max(group_keys, axis=0)
+            chosen = tl.where(nth == i, _index_of(key), chosen)
+            group_keys = tl.where(group_keys == key, _NO_KEY, group_keys)
+        candidate = chosen[:, None] * GROUP + lane
+        is_token = (chosen[:, None] >= 0) & (candidate < vocab_size)
+        y = tl.load(logits_row_ptr + candidate, mask=is_token, other=float("-inf"))
+        keys = _keys(y.to(tl.float32), candidate)
+        keys = tl.where(is_token & (keys < last), keys, _NO_KEY)
+        best_keys = tl.full([_ROUND], _NO_KEY, tl.int64)
+        for i in range(size):
+            last = tl.max(keys)  # over both axes
+            best_keys = tl.where(nth == i, last, best_keys)
+            keys = tl.where(keys == last, _NO_KEY, keys)
+        logprob = (_logit_of(best_keys) - best) * inverse - log_sum
+        output = row * num_top + start + nth
+        tl.store(top_token_ids_ptr + output, _index_of(best_keys), mask=nth < size)
+        tl.store(top_logprobs_ptr + output, logprob, mask=nth < size)
+        if start + _ROUND < num_top:  # what is left in the chosen groups
+            left = tl.max(keys, axis=1)
+            left_keys = tl.where(left == _NO_KEY, _NO_KEY, _keys(_logit_of(left), chosen))
+            for i in range(size):
+                key = tl.max(tl.where(nth == i, left_keys, _NO_KEY), axis=0)
+                index = tl.max(tl.where(nth == i, chosen, -1), axis=0)
+                group_keys = tl.where(group == index, key, group_keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobsConfig:
+    """How a row is cut into programs; may change a sum's last bits, so never by the rows."""
+
+    tile_groups: int
+    """Groups that a program of the first launch sums up."""
+    num_warps: int
+    """Of a program of the first launch."""
+    num_row_warps: int
+    """Of a program of the second."""
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def default_for(cls, vocab_size: int) -> TopLogprobsConfig:
+        """Return the GPU's choice.
+
+        The first launch is cut like a draw's, 16 elements a thread. Two programs of the second
+        fit a multiprocessor, so that 256 rows run at once.
+        """
+        size = group_size(vocab_size)
+        num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
+        return cls(
+            tile_groups=min(2048 // size, num_groups),
+            num_warps=4,
+            num_row_warps=8 if num_groups <= 2048 else 16,
+        )
+
+    @classmethod
+    def for_interpreter(cls, vocab_size: int) -> TopLogprobsConfig:
+        """Return up to 2^18 ids a program."""
+        size = group_size(vocab_size)
+        num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
+        return cls(tile_groups=min(num_groups, 2**18 // size), num_warps=1, num_row_warps=1)
+
+
+def top_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_top: int,
+    *,
+    idx_mapping: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+) -> TopLogprobs:
+    """Return the log-probabilities and ranks of given tokens, and the best tokens with theirs.
+
+    Args:
+        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, at most 2^20 tokens.
+            What they have been through is the caller's choice: raw, or after penalties and masks.
+        token_ids: [rows, n] int64, unit last stride: the tokens asked for, as the one that was
+            sampled; -1 (any id outside the vocabulary) = none.
+        num_top: how many of the best tokens, 0 to vocab. The time grows with it: 32 are found
+            together.
+        idx_mapping: [rows] int32, contiguous: ``temperature`` is then in slot order, [slots], and
+            this is the slot of each row; -1 = padding row, whose logits are not read. None = it is
+            in row order.
+        temperature: [rows] float32 >= 0, contiguous: the logits are divided by it. 0 (greedy), and
+            None, = 1.
+
+    Returns:
+        logprobs [rows, n] float32; ranks [rows, n] int64: 1 + the number of tokens with a strictly
+        greater logit, so that equal ones share a rank; top_token_ids [rows, num_top] int64, best
+        first, ties to the lowest id, and their top_logprobs [rows, num_top] float32. A token at
+        -inf has logprob -inf. Where no token is asked for logprob -inf and rank 0, in padding rows
+        also top_token_ids -1 and top_logprobs -inf. The logprobs of a row that holds NaN or +inf,
+        or nothing but -inf, are NaN; NaN then comes behind every other token, next to -inf.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: float32, within 1e-5 of torch's log_softmax; ranks and top_token_ids are exact. A
+        row's results do not depend on the other rows.
+    Stream: two launches on the current stream, no synchronisation, CUDA-graph safe; none if
+        nothing is asked for. Allocates the results, 8 bytes for each 128 logits, and for each
+        token asked for 4 bytes a program of its row, of 2048 logits on a GPU.
+    """
+    num_rows, num_tokens, vocab_size = check_top_logprobs(
+        logits, token_ids, num_top, idx_mapping, temperature, FLOAT_DTYPES
+    )
+    check_launchable("logits", logits)
+    empty = partial(torch.empty, device=logits.device)
+    results = TopLogprobs(
+        empty((num_rows, num_tokens), dtype=torch.float32),
+        empty((num_rows, num_tokens), dtype=torch.int64),
+        empty((num_rows, num_top), dtype=torch.int64),
+        empty((num_rows, num_top), dtype=torch.float32),
+    )
+    if num_rows == 0 or num_tokens + num_top == 0:
+        return results
+    if INTERPRET:
+        config = TopLogprobsConfig.for_interpreter(vocab_size)
+    else:
+        config = TopLogprobsConfig.default_for(vocab_size)
+    size = group_size(vocab_size)
+    num_groups = triton.cdiv(vocab_size, size)
+    num_parts = triton.cdiv(num_groups, config.tile_groups)
+    group_max, group_sum = empty((2, num_rows, num_groups), dtype=torch.float32)
+    num_better = empty((num_rows, num_tokens, num_parts), dtype=torch.int32)
+    group_sums_kernel[(num_rows * num_parts,)](
+        group_max,
+        group_sum,
+        logits,
+        logits.stride(0),
+        idx_mapping,
+        temperature,
+        vocab_size,
+        num_groups,
+        num_parts,
+        GROUP=size,
+        TILE_GROUPS=config.tile_groups,
+        SUM_GREEDY=True,
+        num_better_ptr=num_better,
+        token_ids_ptr=token_ids,
+        stride_token_ids_row=token_ids.stride(0),
+        num_tokens=num_tokens,
+        num_warps=config.num_warps,
+        **overlap_options(logits.device),
+    )
+    _top_logprobs_kernel[(num_rows,)](
+        *results,
+        group_max,
+        group_sum,
+        num_better,
+        logits,
+        logits.stride(0),
+        token_ids,
+        token_ids.stride(0),
+        idx_mapping,
+        temperature,
+        num_tokens,
+        num_top,
+        vocab_size,
+        num_groups,
+        num_parts,
+        GROUP=size,
+        TILE_GROUPS=triton.next_power_of_2(num_groups),
+        TILE_PARTS=triton.next_power_of_2(num_parts),
+        num_warps=config.num_row_warps,
+        **overlap_options(logits.device),
+    )
+    return results
+
+
+def check_top_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_top: int,
+    idx_mapping: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[int, int, int]:
+    """Return rows, tokens of each and vocab, or raise as :func:`top_logprobs` says."""
+    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
+    num_rows, vocab_size = logits.shape
+    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise ValueError(
+            f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE} tokens, got {vocab_size}"
+        )
+    check = partial(check_tensor, device=logits.device)
+    check(
+        "token_ids",
+        token_ids,
+        shape=(num_rows, None),
+        dtype=torch.int64,
+        unit_last_stride=True,
+    )
+    if not 0 <= num_top <= vocab_size:
+        raise ValueError(f"num_top: expected 0 to {vocab_size}, got {num_top}")
+    if idx_mapping is not None:
+        check("idx_mapping", idx_mapping, shape=(num_rows,), dtype=torch.int32, contiguous=True)
+    if temperature is not None:
+        check(
+            "temperature",
+            temperature,
+            shape=(None if idx_mapping is not None else num_rows,),
+            dtype=torch.float32,
+            contiguous=True,
+        )
+    return num_rows, token_ids.shape[1], vocab_size

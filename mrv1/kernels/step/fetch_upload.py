@@ -1,0 +1,89 @@
+"""Bring a step's upload to the device: one row of a ring of buffers in pinned host memory.
+
+    n = uploads[slot, 0];  staged[:n] = uploads[slot, :n]
+
+A kernel reads host memory where a copy would have to be launched, and waited for, between one
+CUDA graph and the next: so it is a part of the graph. Which row is read is settled on the device,
+as a graph's arguments are those of its capture.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._base.checks import check_launchable, check_reachable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+
+NUM_PROGRAMS, TILE_WORDS = 4, 512
+"""A row's first words, which are all that a decode step of hundreds of rows has, are asked for
+before it is known how many count: one trip to the host instead of two."""
+
+
+@triton.jit
+def _fetch_upload_kernel(
+    staged_ptr,  # [at least row_words] int32
+    uploads_ptr,  # [slots, row_words] int32, may be host memory
+    slot_ptr,  # [1] int32
+    row_words,
+    TILE_WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (any,): each program takes every so many-th tile of the row."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    row_ptr = uploads_ptr + tl.load(slot_ptr).to(tl.int64) * row_words
+    first = tl.program_id(0) * TILE_WORDS
+    word = first + tl.arange(0, TILE_WORDS)
+    # ".cv": the host writes between launches, so nothing that is cached counts.
+    num_words = tl.load(row_ptr, cache_modifier=".cv")
+    value = tl.load(row_ptr + word, mask=word < row_words, other=0, cache_modifier=".cv")
+    tl.store(staged_ptr + word, value, mask=word < num_words)
+    step = tl.num_programs(0) * TILE_WORDS
+    for late in range(first + step, num_words, step):
+        word = late + tl.arange(0, TILE_WORDS)
+        value = tl.load(row_ptr + word, mask=word < num_words, other=0, cache_modifier=".cv")
+        tl.store(staged_ptr + word, value, mask=word < num_words)
+
+
+def fetch_upload(uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor) -> None:
+    """Copy the words of ``uploads[slot]`` that count to the front of ``staged``.
+
+    Args:
+        uploads: [slots, words] int32, contiguous, on ``staged``'s device or in pinned host
+            memory. The first word of a row is how many count, itself included, at most all. The
+            host must not write a row while a launch that reads it is under way.
+        slot: [1] int32: which row. It is read on the device, so that a captured graph reads
+            another each time; not checked.
+        staged: [at least words] int32, contiguous, *written* as far as words count.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: words are moved, never converted; exact (tier A).
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.
+    """
+    check_tensor("staged", staged, shape=(None,), dtype=torch.int32, contiguous=True)
+    check_launchable("staged", staged)
+    check_tensor("uploads", uploads, shape=(None, None), dtype=torch.int32, contiguous=True)
+    check_tensor(
+        "slot", slot, shape=(1,), dtype=torch.int32, device=staged.device, contiguous=True
+    )
+    check_reachable("uploads", uploads, staged.device)
+    if not 1 <= uploads.shape[1] <= staged.shape[0]:
+        raise ValueError(
+            f"uploads: expected 1 to {staged.shape[0]} words a row, as staged has, got "
+            f"{uploads.shape[1]}"
+        )
+    row_words = uploads.shape[1]
+    tile_words = triton.next_power_of_2(row_words) if INTERPRET else TILE_WORDS
+    _fetch_upload_kernel[(1 if INTERPRET else NUM_PROGRAMS,)](
+        staged,
+        uploads,
+        slot,
+        row_words,
+        TILE_WORDS=tile_words,
+        num_warps=4,
+        **overlap_options(staged.device),
+    )

@@ -1,0 +1,515 @@
+"""End a step on the device: append what was sampled, advance the lengths, see who stops.
+
+For each row whose slot runs, with its ``n`` sampled tokens in order::
+
+    token < 0                                   the request has failed; nothing more is appended
+    otherwise                                   the token is appended to the history, then
+      it is one of the slot's stop tokens       the request stops (STOP_TOKEN)
+      the output ends with a stop sequence,
+        and num_tokens >= min_total_tokens      the request stops (STOP_SEQUENCE)
+      num_tokens is max_total_tokens by now     the request stops (LENGTH)
+
+Tokens behind a stop are dropped. A row that samples ends with ``num_computed_tokens =
+num_tokens - 1``: every token but the newest has its keys and values in the cache. One that does
+not sample (an unfinished prefill) advances by its query.
+
+No token depends on one before it but for the stop, so a row's tokens are judged side by side and
+the first that ends the request is found by a minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels._base.checks import check_launchable, check_reachable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.step.gather_tokens import check_queries
+
+RUNNING = 0
+"""Stop code of a slot that may be scheduled."""
+STOP_TOKEN = 1
+"""Stop code: the newest token is one of the request's stop tokens."""
+LENGTH = 2
+"""Stop code: the request has max_total_tokens tokens."""
+FAILED = 3
+"""Stop code: the sampler had no token to give."""
+STOP_SEQUENCE = 4
+"""Stop code: the newest tokens are one of the request's stop sequences."""
+
+MAX_SAMPLED_TOKENS = 8
+"""Tokens a row may append in one step: its drafts, all accepted, and one more."""
+
+_RUNNING = tl.constexpr(RUNNING)
+_STOP_TOKEN = tl.constexpr(STOP_TOKEN)
+_LENGTH = tl.constexpr(LENGTH)
+_FAILED = tl.constexpr(FAILED)
+_STOP_SEQUENCE = tl.constexpr(STOP_SEQUENCE)
+
+
+@triton.jit
+def _ends_with_sequence(
+    sequences_ptr,
+    stride_sequences_slot,
+    lens_ptr,
+    stride_lens_slot,
+    num_sequences_ptr,
+    prompt_len_ptr,
+    min_total_ptr,
+    history_ptr,  # [TILE_ROWS] to each row's history
+    tokens_ptr,  # [TILE_ROWS] to each row's sampled tokens
+    slot,
+    is_request,
+    known,
+    column,
+    is_output,
+    MAX_SEQUENCES: tl.constexpr,
+    MAX_LEN: tl.constexpr,
+):
+    """Return whether the output behind each sampled token ends with one of its slot's sequences.
+
+    Compared from the last token on: first with what is sampled, then with the history.
+    """
+    num_sequences = tl.load(num_sequences_ptr + slot, mask=is_request, other=0)
+    prompt_len = tl.load(prompt_len_ptr + slot, mask=is_request, other=0)
+    min_total = tl.load(min_total_ptr + slot, mask=is_request, other=0)
+    total = known[:, None] + column + 1  # tokens behind each sampled one
+    may_end = is_output & (total >= min_total[:, None])
+    ends = is_output & (column < 0)
+    # Rows that have none end the loop before it begins.
+    for sequence in range(tl.minimum(tl.max(num_sequences, axis=0), MAX_SEQUENCES)):
+        has = is_request & (sequence < num_sequences)
+        length = tl.load(lens_ptr + slot * stride_lens_slot + sequence, mask=has, other=0)
+        has &= (length >= 1) & (length <= MAX_LEN)
+        matches = may_end & has[:, None] & (total - length[:, None] >= prompt_len[:, None])
+        for back in range(tl.minimum(tl.max(length, axis=0), MAX_LEN)):
+            is_inside = has & (back < length)
+            wanted_ptr = sequences_ptr + slot * stride_sequences_slot + sequence * MAX_LEN
+            wanted = tl.load(wanted_ptr + (length - 1 - back), mask=is_inside, other=0)
+            at = column - back  # sampled tokens from 0 on, before them history
+            compares = matches & is_inside[:, None]
+            sampled = tl.load(tokens_ptr[:, None] + at, mask=compares & (at >= 0), other=0)
+            old_ptr = history_ptr[:, None] + (known[:, None] + at)
+            old = tl.load(old_ptr, mask=compares & (at < 0), other=0)
+            seen = tl.where(at >= 0, sampled, old.to(tl.int64))
+            matches &= (seen == wanted[:, None]) | ~is_inside[:, None]
+        ends |= matches
+    return ends
+
+
+@triton.jit(
+    # what differs from step to step must not compile a kernel
+    do_not_specialize=["stride_output_row", "stride_tokens_row", "num_rows", "query_len"],
+    do_not_specialize_on_alignment=["idx_mapping_ptr", "query_start_loc_ptr"],
+)
+def _post_update_kernel(
+    output_ptr,  # [num_rows, num_columns] int64
+    stride_output_row,
+    num_output_ptr,  # [num_rows] int32
+    ring_slot_ptr,  # [1] int32, which of the rings of outputs; or None
+    stride_output_slot,
+    stride_num_output_slot,
+    token_ids_ptr,  # [max_num_reqs, max_model_len] int32
+    stride_token_ids_slot,
+    num_tokens_ptr,  # [max_num_reqs] int32
+    num_computed_ptr,  # [max_num_reqs] int32
+    stopped_ptr,  # [max_num_reqs] int32
+    idx_mapping_ptr,  # [num_rows] int32, -1 = padding row
+    query_start_loc_ptr,  # [num_rows + 1] int32, or None: every row has query_len tokens
+    logits_rows_ptr,  # [num_rows] int64, -1 = the row does not sample
+    num_sampled_ptr,  # [num_rows] int32, or None: one token
+    tokens_ptr,  # [num_rows, num_columns] int64
+    stride_tokens_row,
+    max_total_ptr,  # [max_num_reqs] int32
+    stop_token_ids_ptr,  # [max_num_reqs, MAX_STOP_TOKENS] int32, -1 = none
+    stride_stop_token_ids_slot,
+    sequences_ptr,  # [max_num_reqs, MAX_SEQUENCES, MAX_LEN] int32, or None
+    stride_sequences_slot,
+    sequence_lens_ptr,  # [max_num_reqs, MAX_SEQUENCES] int32
+    stride_sequence_lens_slot,
+    num_sequences_ptr,  # [max_num_reqs] int32
+    prompt_len_ptr,  # [max_num_reqs] int32
+    min_total_ptr,  # [max_num_reqs] int32
+    num_rows,
+    query_len,
+    num_columns,  # 1 + most drafts
+    MAX_STOP_TOKENS: tl.constexpr,
+    MAX_SEQUENCES: tl.constexpr,
+    MAX_LEN: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,  # power of two >= num_columns
+):
+    """Grid (cdiv(num_rows, TILE_ROWS),): one row a lane; rows of a launch have distinct slots."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.arange(0, TILE_COLUMNS)[None, :]
+    is_row = row < num_rows
+    is_output = is_row[:, None] & (column < num_columns)
+    slot = tl.load(idx_mapping_ptr + row, mask=is_row, other=-1).to(tl.int64)
+    is_request = slot >= 0
+    # All loads come first, and none waits for the stop code: they share one round trip.
+    runs = is_request & (tl.load(stopped_ptr + slot, mask=is_request, other=0) == _RUNNING)
+    known = tl.load(num_tokens_ptr + slot, mask=is_request, other=0)
+    computed = tl.load(num_computed_ptr + slot, mask=is_request, other=0)
+    max_total = tl.load(max_total_ptr + slot, mask=is_request, other=0)
+    samples = tl.load(logits_rows_ptr + row, mask=is_row, other=-1) >= 0
+    num_sampled = (runs & samples).to(tl.int32)
+    if num_sampled_ptr is not None:
+        num_sampled *= tl.load(num_sampled_ptr + row, mask=is_row, other=0)
+    if query_start_loc_ptr is None:
+        computed += query_len
+    else:
+        computed += tl.load(query_start_loc_ptr + row + 1, mask=is_row, other=0)
+        computed -= tl.load(query_start_loc_ptr + row, mask=is_row, other=0)
+    tokens_row_ptr = tokens_ptr + row * stride_tokens_row
+    history_row_ptr = token_ids_ptr + slot * stride_token_ids_slot
+    token = tl.load(tokens_row_ptr[:, None] + column, mask=is_output, other=0)
+    stops = token < 0
+    for i in tl.static_range(MAX_STOP_TOKENS):
+        stop_token_ptr = stop_token_ids_ptr + slot * stride_stop_token_ids_slot + i
+        stop_token = tl.load(stop_token_ptr, mask=is_request, other=-1)
+        stops |= token == stop_token[:, None]
+
+    is_sampled = is_output & (column < num_sampled[:, None])
+    at_limit = known[:, None] + column + 1 >= max_total[:, None]
+    code = tl.where(at_limit, _LENGTH, _RUNNING)
+    if sequences_ptr is not None:
+        ends = _ends_with_sequence(
+            sequences_ptr,
+            stride_sequences_slot,
+            sequence_lens_ptr,
+            stride_sequence_lens_slot,
+            num_sequences_ptr,
+            prompt_len_ptr,
+            min_total_ptr,
+            history_row_ptr,
+            tokens_row_ptr,
+            slot,
+            is_request,
+            known,
+            column,
+            is_sampled,
+            MAX_SEQUENCES,
+            MAX_LEN,
+        )
+        code = tl.where(ends, _STOP_SEQUENCE, code)
+    code = tl.where(token < 0, _FAILED, tl.where(stops, _STOP_TOKEN, code))
+    last = tl.min(tl.where(is_sampled & (code != _RUNNING), column, TILE_COLUMNS), axis=1)
+    stop_code = tl.sum(tl.where(column == last[:, None], code, _RUNNING), axis=1)
+    appends = is_sampled & (column <= last[:, None]) & (token >= 0)
+    num_appended = tl.sum(appends.to(tl.int32), axis=1)
+    computed = tl.where(num_sampled > 0, known + num_appended - 1, computed)
+
+    history_ptr = (history_row_ptr + known)[:, None] + column
+    tl.store(history_ptr, token.to(tl.int32), mask=appends)
+    tl.store(num_tokens_ptr + slot, known + num_appended, mask=runs)
+    tl.store(num_computed_ptr + slot, computed, mask=runs)
+    tl.store(stopped_ptr + slot, stop_code, mask=runs)
+    if ring_slot_ptr is not None:
+        ring_slot = tl.load(ring_slot_ptr).to(tl.int64)
+        output_ptr += ring_slot * stride_output_slot
+        num_output_ptr += ring_slot * stride_num_output_slot
+    output_row_ptr = output_ptr + row[:, None] * stride_output_row
+    tl.store(output_row_ptr + column, tl.where(appends, token, -1), mask=is_output)
+    failure = tl.sum(tl.where(column == last[:, None], token, 0), axis=1).to(tl.int32)
+    num_output = tl.where(stop_code == _FAILED, failure, num_appended)
+    tl.store(num_output_ptr + row, num_output, mask=is_row)
+
+
+@dataclass(frozen=True, slots=True)
+class PostUpdateConfig:
+    """How the rows are cut into programs."""
+
+    tile_rows: int
+    """Rows of one program."""
+    num_warps: int
+
+    @classmethod
+    def default_for(cls, num_columns: int) -> PostUpdateConfig:
+        """Return the GPU's choice: a warp a program, for the time goes into dependent loads.
+
+        256 rows of a token take 1.2 us so on an H200, 1.6 us with four warps.
+        """
+        return cls(tile_rows=32 // triton.next_power_of_2(num_columns), num_warps=1)
+
+    @classmethod
+    def for_interpreter(cls, num_rows: int) -> PostUpdateConfig:
+        """Return one program for everything, up to 2^12 rows."""
+        return cls(min(triton.next_power_of_2(num_rows), 2**12), num_warps=1)
+
+
+def post_update(
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    logits_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_tokens: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    max_total_tokens: torch.Tensor,
+    stop_token_ids: torch.Tensor,
+    stopped: torch.Tensor,
+    *,
+    output: torch.Tensor,
+    num_output: torch.Tensor,
+    ring_slot: torch.Tensor | None = None,
+    query_len: int | None = None,
+    num_sampled: torch.Tensor | None = None,
+    stop_sequences: torch.Tensor | None = None,
+    stop_sequence_lens: torch.Tensor | None = None,
+    num_stop_sequences: torch.Tensor | None = None,
+    prompt_len: torch.Tensor | None = None,
+    min_total_tokens: torch.Tensor | None = None,
+) -> None:
+    """Append a step's tokens to their requests, advance the lengths and mark those that stop.
+
+    Rows of padding and of slots that had stopped before the launch change nothing.
+
+    Args:
+        idx_mapping: [num_reqs] int32, the request slot of each batch row, all different; -1 =
+            padding row.
+        query_start_loc: [num_reqs + 1] int32, first token of each row; not read, and may be None,
+            if ``query_len`` is given.
+        logits_rows: [num_reqs] int64, as :func:`gather_tokens` wrote it; -1 = the row does not
+            sample.
+        tokens: [num_reqs, 1 + most drafts] int64, unit last stride, at most 8 columns: what each
+            row sampled, in order; < 0 = no token could be sampled, for a reason that the sampler
+            numbers.
+        token_ids: [max_num_reqs, max_model_len] int32, unit last stride, *written*: history.
+        num_tokens: [max_num_reqs] int32, *written*: tokens known of each request. Less than
+            ``max_total_tokens`` where a row samples.
+        num_computed_tokens: [max_num_reqs] int32, *written*: tokens in the cache. A row that
+            samples ends with ``num_tokens - 1``, stopped or not; any other advances by its query.
+        max_total_tokens: [max_num_reqs] int32, the length at which a request stops, at most
+            max_model_len.
+        stop_token_ids: [max_num_reqs, any] int32, unit last stride, -1 = none.
+        stopped: [max_num_reqs] int32, *written*: 0 runs; 1 stop token, 2 length, 3 failed, 4 stop
+            sequence, the constants of :mod:`mrv1.kernels.post_update`.
+        output: shape of ``tokens``, int64, unit last stride, *written*, every element: the tokens
+            appended, then -1. On the device or in pinned host memory, which the host may read
+            behind an event after this launch.
+        num_output: [num_reqs] int32, *written*: tokens appended; 0 for padding, stopped and
+            unfinished rows, < 0 for a row that failed in this launch: what stood for its token.
+            Where ``output`` may be.
+        ring_slot: [1] int32: ``output`` and ``num_output`` have an axis more in front, whose
+            element of this index is *written* and no other. It is read on the device, so that a
+            captured graph writes to another each time; not checked.
+        query_len: tokens of every row, if they all have the same number.
+        num_sampled: [num_reqs] int32, tokens of each row of ``tokens`` that count, where it
+            samples: 1 + the accepted drafts. None = one.
+        stop_sequences: [max_num_reqs, max_sequences, max_len] int32, each slot's sequences
+            contiguous: token ids from column 0. A request stops where its output, of which the
+            prompt is no part, ends with one. None = no request has any; the next four go with it.
+        stop_sequence_lens: [max_num_reqs, max_sequences] int32, unit last stride: tokens of each,
+            1 to max_len; one of any other length ends nothing.
+        num_stop_sequences: [max_num_reqs] int32: sequences of each slot that count, from row 0.
+            More than max_sequences is max_sequences.
+        prompt_len: [max_num_reqs] int32.
+        min_total_tokens: [max_num_reqs] int32, tokens before which no sequence ends a request.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: integers; exact (tier A).
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.
+    """
+    num_rows, num_columns = _check_rows(
+        idx_mapping, query_start_loc, query_len, logits_rows, tokens, num_sampled
+    )
+    _check_state(
+        idx_mapping.device,
+        token_ids,
+        stop_token_ids,
+        num_tokens=num_tokens,
+        num_computed_tokens=num_computed_tokens,
+        max_total_tokens=max_total_tokens,
+        stopped=stopped,
+    )
+    _check_sequences(
+        token_ids,
+        stop_sequences,
+        stop_sequence_lens,
+        num_stop_sequences=num_stop_sequences,
+        prompt_len=prompt_len,
+        min_total_tokens=min_total_tokens,
+    )
+    _check_outputs(output, num_output, ring_slot, tokens)
+    if num_rows == 0:
+        return
+    if INTERPRET:
+        config = PostUpdateConfig.for_interpreter(num_rows)
+    else:
+        config = PostUpdateConfig.default_for(num_columns)
+    _post_update_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
+        output,
+        output.stride(-2),
+        num_output,
+        ring_slot,
+        0 if ring_slot is None else output.stride(0),
+        0 if ring_slot is None else num_output.stride(0),
+        token_ids,
+        token_ids.stride(0),
+        num_tokens,
+        num_computed_tokens,
+        stopped,
+        idx_mapping,
+        None if query_len is not None else query_start_loc,
+        logits_rows,
+        num_sampled,
+        tokens,
+        tokens.stride(0),
+        max_total_tokens,
+        stop_token_ids,
+        stop_token_ids.stride(0),
+        stop_sequences,
+        0 if stop_sequences is None else stop_sequences.stride(0),
+        stop_sequence_lens,
+        0 if stop_sequence_lens is None else stop_sequence_lens.stride(0),
+        num_stop_sequences,
+        prompt_len,
+        min_total_tokens,
+        num_rows,
+        query_len or 0,
+        num_columns,
+        MAX_STOP_TOKENS=stop_token_ids.shape[1],
+        MAX_SEQUENCES=0 if stop_sequences is None else stop_sequences.shape[1],
+        MAX_LEN=0 if stop_sequences is None else stop_sequences.shape[2],
+        TILE_ROWS=config.tile_rows,
+        TILE_COLUMNS=triton.next_power_of_2(num_columns),
+        num_warps=config.num_warps,
+        **overlap_options(idx_mapping.device),
+    )
+
+
+def _check_rows(
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    query_len: int | None,
+    logits_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    num_sampled: torch.Tensor | None,
+) -> tuple[int, int]:
+    check_tensor("idx_mapping", idx_mapping, shape=(None,), dtype=torch.int32, contiguous=True)
+    check_launchable("idx_mapping", idx_mapping)
+    device, num_rows = idx_mapping.device, idx_mapping.shape[0]
+    check_queries(query_start_loc, query_len, num_rows, device)
+    check_tensor(
+        "tokens",
+        tokens,
+        shape=(num_rows, None),
+        dtype=torch.int64,
+        device=device,
+        unit_last_stride=True,
+    )
+    num_columns = tokens.shape[1]
+    if not 1 <= num_columns <= MAX_SAMPLED_TOKENS:
+        raise ValueError(f"tokens: expected 1 to {MAX_SAMPLED_TOKENS} columns, got {num_columns}")
+    for name, tensor, dtype in (
+        ("logits_rows", logits_rows, torch.int64),
+        ("num_sampled", num_sampled, torch.int32),
+    ):
+        if tensor is not None or name == "logits_rows":
+            check_tensor(
+                name, tensor, shape=(num_rows,), dtype=dtype, device=device, contiguous=True
+            )
+    return num_rows, num_columns
+
+
+def _check_state(
+    device: torch.device,
+    token_ids: torch.Tensor,
+    stop_token_ids: torch.Tensor,
+    **per_slot: torch.Tensor,
+) -> None:
+    max_num_reqs = token_ids.shape[0] if token_ids.dim() == 2 else None
+    for name, tensor in (("token_ids", token_ids), ("stop_token_ids", stop_token_ids)):
+        check_tensor(
+            name,
+            tensor,
+            shape=(max_num_reqs, None),
+            dtype=torch.int32,
+            device=device,
+            unit_last_stride=True,
+        )
+    _check_per_slot(max_num_reqs, device, per_slot)
+
+
+def _check_per_slot(
+    max_num_reqs: int | None, device: torch.device, per_slot: Mapping[str, torch.Tensor | None]
+) -> None:
+    for name, tensor in per_slot.items():
+        check_tensor(
+            name,
+            tensor,
+            shape=(max_num_reqs,),
+            dtype=torch.int32,
+            device=device,
+            contiguous=True,
+        )
+
+
+def _check_sequences(
+    token_ids: torch.Tensor,
+    stop_sequences: torch.Tensor | None,
+    stop_sequence_lens: torch.Tensor | None,
+    **per_slot: torch.Tensor | None,
+) -> None:
+    given = {
+        "stop_sequences": stop_sequences,
+        "stop_sequence_lens": stop_sequence_lens,
+        **per_slot,
+    }
+    missing = [name for name, tensor in given.items() if tensor is None]
+    if len(missing) == len(given):
+        return
+    if stop_sequences is None or missing:
+        raise ValueError(f"{', '.join(given)}: expected all or none, got no {', '.join(missing)}")
+    max_num_reqs, device = token_ids.shape[0], token_ids.device
+    check_tensor(
+        "stop_sequences",
+        stop_sequences,
+        shape=(max_num_reqs, None, None),
+        dtype=torch.int32,
+        device=device,
+    )
+    if max_num_reqs and not stop_sequences[0].is_contiguous():
+        raise ValueError(
+            "stop_sequences: expected each slot's sequences contiguous, got strides "
+            f"{stop_sequences.stride()}"
+        )
+    check_tensor(
+        "stop_sequence_lens",
+        stop_sequence_lens,
+        shape=stop_sequences.shape[:2],
+        dtype=torch.int32,
+        device=device,
+        unit_last_stride=True,
+    )
+    _check_per_slot(max_num_reqs, device, per_slot)
+
+
+def _check_outputs(
+    output: torch.Tensor,
+    num_output: torch.Tensor,
+    ring_slot: torch.Tensor | None,
+    tokens: torch.Tensor,
+) -> None:
+    device = tokens.device
+    ring: tuple[int | None, ...] = ()
+    if ring_slot is not None:
+        check_tensor(
+            "ring_slot", ring_slot, shape=(1,), dtype=torch.int32, device=device, contiguous=True
+        )
+        ring = (output.shape[0] if output.dim() else None,)
+    for name, tensor, shape, dtype in (
+        ("output", output, tokens.shape, torch.int64),
+        ("num_output", num_output, tokens.shape[:1], torch.int32),
+    ):
+        check_tensor(name, tensor, shape=(*ring, *shape), dtype=dtype, unit_last_stride=True)
+        check_reachable(name, tensor, device)

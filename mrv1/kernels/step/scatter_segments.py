@@ -1,0 +1,125 @@
+"""Apply a step's changes to the device's state: copy runs of words to where they belong.
+
+For each of the first ``num_segments`` rows (dst, src, length) of ``segments``::
+
+    state[dst : dst + length] = staged[src : src + length]      -1 in every word if src < 0
+
+All per-request state lies in one flat buffer, so a step's changes are one upload and one launch.
+The number of segments is read on the device and the grid depends on shapes alone: one CUDA graph
+serves every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels._base.checks import check_launchable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+
+
+@triton.jit(
+    # where a step's data begins in its buffer must not compile a kernel
+    do_not_specialize_on_alignment=["staged_ptr", "segments_ptr", "num_segments_ptr"]
+)
+def _scatter_segments_kernel(
+    state_ptr,  # [words] int32
+    staged_ptr,  # [staged words] int32
+    segments_ptr,  # [max_segments, 3] int32: dst, src (< 0 = fill), length
+    num_segments_ptr,  # [1] int32
+    OVERLAP: tl.constexpr,  # see dependent_launch
+    TILE_WORDS: tl.constexpr,
+):
+    """Grid (at most max_segments,): each program takes every so many-th segment."""
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    num_segments = tl.load(num_segments_ptr)
+    for segment in range(tl.program_id(0), num_segments, tl.num_programs(0)):
+        segment_ptr = segments_ptr + segment * 3
+        dst = tl.load(segment_ptr).to(tl.int64)
+        src = tl.load(segment_ptr + 1).to(tl.int64)
+        length = tl.load(segment_ptr + 2).to(tl.int64)
+        for first in range(0, length, TILE_WORDS):
+            word = first + tl.arange(0, TILE_WORDS)
+            in_segment = word < length
+            value = tl.load(staged_ptr + src + word, mask=in_segment & (src >= 0), other=-1)
+            tl.store(state_ptr + dst + word, value, mask=in_segment)
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSegmentsConfig:
+    """How the segments are shared out among programs."""
+
+    max_programs: int
+    tile_words: int
+    """Words of one program in flight."""
+    num_warps: int
+
+    @classmethod
+    def default_for(cls) -> ScatterSegmentsConfig:
+        """Return the GPU's choice: most segments are a word or two, a prompt is thousands.
+
+        On an H200 512 segments of a word take 1.6 us in 512 programs and 2.8 us in 128, none at
+        all 0.9 and 0.8 us; wider tiles save a third on a prompt but cost every short segment.
+        """
+        return cls(max_programs=512, tile_words=1024, num_warps=4)
+
+    @classmethod
+    def for_interpreter(cls) -> ScatterSegmentsConfig:
+        """Return one program for all segments."""
+        return cls(max_programs=1, tile_words=1024, num_warps=1)
+
+
+_GPU_CONFIG = ScatterSegmentsConfig.default_for()
+
+
+def scatter_segments(
+    state: torch.Tensor,
+    staged: torch.Tensor,
+    segments: torch.Tensor,
+    num_segments: torch.Tensor,
+) -> None:
+    """Copy runs of ``staged`` into ``state``, or fill runs of it with -1.
+
+    Args:
+        state: [words] int32, contiguous, *written* in the segments and nowhere else.
+        staged: [staged words] int32, contiguous; no memory of ``state``.
+        segments: [max_segments, 3] int32, contiguous, may be a view of ``staged``. Each row is
+            (dst, src, length): first word in ``state``, first word in ``staged`` or < 0 to fill,
+            and words. A length <= 0 does nothing. Destinations do not overlap: segments are
+            copied in any order. Values are on the device and not checked.
+        num_segments: [1] int32, at most max_segments: rows that count.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+
+    Numerics: words are moved, never converted; exact (tier A).
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe whatever the
+        segments hold.
+    """
+    check_tensor("state", state, shape=(None,), dtype=torch.int32, contiguous=True)
+    check_launchable("state", state)
+    for name, tensor, shape in (
+        ("staged", staged, (None,)),
+        ("segments", segments, (None, 3)),
+        ("num_segments", num_segments, (1,)),
+    ):
+        check_tensor(
+            name, tensor, shape=shape, dtype=torch.int32, device=state.device, contiguous=True
+        )
+    max_segments = segments.shape[0]
+    if max_segments == 0:
+        return
+    config = ScatterSegmentsConfig.for_interpreter() if INTERPRET else _GPU_CONFIG
+    _scatter_segments_kernel[(min(max_segments, config.max_programs),)](
+        state,
+        staged,
+        segments,
+        num_segments,
+        TILE_WORDS=config.tile_words,
+        num_warps=config.num_warps,
+        **overlap_options(state.device),
+    )
