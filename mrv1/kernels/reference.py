@@ -15,28 +15,31 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from mrv1.kernels.attention._paged_checks import (
-    PAGE_DTYPES,
+from mrv1.kernels.attention.contracts import (
     check_attn_mask_offsets,
-    check_cache_write,
-    check_copy_pages,
     check_merge_states,
     check_num_kv_splits,
     check_paged_attention,
-    check_qkv_cache_write,
     check_query_len,
     check_query_start_loc,
     check_softmax_scale,
     check_visited,
 )
-from mrv1.kernels.attention.decode_plan import (
+from mrv1.kernels.attention.plan import (
     MAX_PIECES,
     SPLIT_TOKENS,
     DecodePlan,
     check_plan,
     check_plan_options,
 )
-from mrv1.kernels.attention.prefill_attention import PrefillSplits, check_splits
+from mrv1.kernels.attention.splits import PrefillSplits, check_splits
+from mrv1.kernels.cache.contracts import (
+    PAGE_DTYPES,
+    check_cache_write,
+    check_copy_pages,
+    check_qkv_cache_write,
+    table_columns,
+)
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import (
     LARGEST_E4M3,
@@ -967,16 +970,6 @@ def qkv_cache_write(
     if k_out is not None:
         k_out.copy_(k)
     return q if q_out is None else q_out.copy_(q)
-
-
-def table_columns(layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """Return the block-table column of each logical block, ``[kv_heads, num_blocks]``."""
-    logical = torch.arange(num_blocks, device=layout.sink.device)
-    sink_blocks = ((layout.sink + layout.block_size - 1) // layout.block_size)[:, None]
-    ring = layout.ring_blocks[:, None]
-    in_ring = sink_blocks + (logical - sink_blocks) % ring.clamp_min(1)
-    column = torch.where((ring == 0) | (logical < sink_blocks), logical, in_ring)
-    return layout.table_offset[:, None] + column
 
 
 def _gather_kv(

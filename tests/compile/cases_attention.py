@@ -6,12 +6,12 @@ import torch
 
 from mrv1.device import DeviceInfo, choose_fp8_path
 from mrv1.kernels._base.triton import triton
-from mrv1.kernels.attention._paged import dot_precision
+from mrv1.kernels.attention.online_softmax import dot_precision
 from mrv1.kernels.attention.prefill_attention import (
     MIN_SPLIT_STEPS,
-    PrefillAttentionConfig,
     _paged_prefill_attention_kernel,
 )
+from mrv1.kernels.attention.splits import PrefillAttentionConfig
 from mrv1.kernels.cache.kv_cache_write import KVCacheWriteConfig, _kv_cache_write_kernel
 from mrv1.kernels.cache.kv_scales import ScaleGranularity, scales_per_block
 from mrv1.testing.aot import AotCase, Target, pointer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels._base.triton import triton
-from mrv1.kernels.attention._paged import dot_precision
 from mrv1.kernels.attention.decode_attention import (
     MIN_PAIRED_DIM,
     _merge_items_kernel,
@@ -13,12 +12,12 @@ from mrv1.kernels.attention.decode_attention import (
     merge_tile,
 )
 from mrv1.kernels.attention.decode_plan import (
-    DecodeAttentionConfig,
     _plan_decode_kernel,
     items_per_program,
-    padded_rows,
     plan_warps,
 )
+from mrv1.kernels.attention.online_softmax import dot_precision
+from mrv1.kernels.attention.plan import DecodeAttentionConfig, padded_rows
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import (
     BLOCK_SIZE,

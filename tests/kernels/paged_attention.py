@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mrv1.kernels import DecodePlan, PrefillSplits
-from mrv1.kernels.attention import decode_plan, prefill_attention
+from mrv1.kernels.attention.plan import DecodeAttentionConfig
+from mrv1.kernels.attention.splits import PrefillAttentionConfig
 from mrv1.testing.strategies import PagedCase
 
 SENTINEL = 7.0
@@ -173,11 +174,8 @@ def small_tiles(tile_tokens: int, tile_rows: int = 16) -> Iterator[None]:
     """Launch with these tiles, so that short contexts too take several steps and programs."""
     with pytest.MonkeyPatch.context() as patch:
         for config, changes in (
-            (decode_plan.DecodeAttentionConfig, {"tile_tokens": tile_tokens}),
-            (
-                prefill_attention.PrefillAttentionConfig,
-                {"tile_tokens": tile_tokens, "tile_rows": tile_rows},
-            ),
+            (DecodeAttentionConfig, {"tile_tokens": tile_tokens}),
+            (PrefillAttentionConfig, {"tile_tokens": tile_tokens, "tile_rows": tile_rows}),
         ):
             chosen = config.default_for
 

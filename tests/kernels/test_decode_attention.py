@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, reference
 from mrv1.kernels.attention import decode_plan
+from mrv1.kernels.attention import plan as plan_buffers
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,
@@ -297,7 +298,8 @@ def test_deterministic_rows_do_not_depend_on_the_batch(device, case, data):
     q = make_queries(case, 2)
     row = data.draw(st.integers(0, len(case.batch.seq_lens) - 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_plan, "SPLIT_TOKENS", 32)
+        for module in (plan_buffers, decode_plan):
+            patch.setattr(module, "SPLIT_TOKENS", 32)
         whole = run_decode(kernels, case, q, deterministic=True)
         alone = run_decode(kernels, permuted(case, [row]), q[row : row + 1], deterministic=True)
     assert_equal(alone, whole.rows(slice(row, row + 1)))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, reference
 from mrv1.kernels.attention import decode_plan
-from mrv1.kernels.attention.decode_plan import DecodeAttentionConfig
+from mrv1.kernels.attention import plan as plan_buffers
+from mrv1.kernels.attention.plan import DecodeAttentionConfig
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -56,7 +57,7 @@ def _allocate(
             min_tiles=min_tiles,
         )
         patch.setattr(DecodeAttentionConfig, "default_for", lambda *_: config)
-        patch.setattr(decode_plan, "device_info", lambda _: type("Info", (), {"num_sms": 1})())
+        patch.setattr(plan_buffers, "device_info", lambda _: type("Info", (), {"num_sms": 1})())
         return DecodePlan.allocate(
             max_reqs=num_reqs,
             max_keys=max_keys,
@@ -92,7 +93,7 @@ def plans(draw):
 def _made(ops, device, lens, roles, programs, query_len, options):
     layout = _layout(roles, device)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (decode_plan, reference):
+        for module in (plan_buffers, decode_plan, reference):
             patch.setattr(module, "SPLIT_TOKENS", 64)
         plan = _allocate(len(lens), layout, programs=programs, query_len=query_len, **options)
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
@@ -118,7 +119,7 @@ KEY_BYTES = 2 * 16 * 4
 @pytest.fixture
 def _long_from_96(monkeypatch):
     """Halve shares of three tiles, and longer ones."""
-    monkeypatch.setattr(decode_plan, "LONG_PIECE", 96 * KEY_BYTES)
+    monkeypatch.setattr(plan_buffers, "LONG_PIECE", 96 * KEY_BYTES)
 
 
 @pytest.mark.usefixtures("_long_from_96")
@@ -185,7 +186,7 @@ def test_equal_shares_fill_the_programs(device):
 
 def test_long_pieces_are_halved(device, monkeypatch):
     """Two programs; 300 tiles are two pieces, or four where there are enough segments."""
-    monkeypatch.setattr(decode_plan, "LONG_PIECE", 2048 * KEY_BYTES)
+    monkeypatch.setattr(plan_buffers, "LONG_PIECE", 2048 * KEY_BYTES)
     layout = _layout([HeadRole()], device)
     for programs, lens, expected in (
         (2, [9600], [2400] * 4),
@@ -259,7 +260,7 @@ def test_deterministic_pieces_follow_from_the_length_alone(device):
     found = []
     for ops in (kernels, reference):
         with pytest.MonkeyPatch.context() as patch:
-            for module in (decode_plan, reference):
+            for module in (plan_buffers, decode_plan, reference):
                 patch.setattr(module, "SPLIT_TOKENS", 32)
             plan = _allocate(4, layout, deterministic=True, max_keys=9000)
             ops.plan_decode_attention(lens, layout, plan)

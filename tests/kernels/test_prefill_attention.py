@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
 from mrv1.kernels.attention import prefill_attention
-from mrv1.kernels.attention.prefill_attention import PrefillAttentionConfig
+from mrv1.kernels.attention import splits as prefill_splits
+from mrv1.kernels.attention.splits import PrefillAttentionConfig
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,
@@ -242,7 +243,7 @@ def test_padding_takes_no_program_from_the_tiles(device, query_lens, num_tiles):
 def test_how_many_programs_share_a_tile(device, monkeypatch):
     """Two programs a multiprocessor, the tiles of all heads, sixteen at most."""
     monkeypatch.setattr(
-        prefill_attention, "device_info",
+        prefill_splits, "device_info",
         lambda _: type("Info", (), {"num_sms": 132, "capability": (9, 0)})(),
     )  # fmt: skip
     layout = KVLayout.hnd(8, 16, 128, device=device)

@@ -10,6 +10,7 @@ import torch
 from mrv1 import kernels
 from mrv1.kernels import reference
 from mrv1.kernels.attention import prefill_attention
+from mrv1.kernels.attention import splits as prefill_splits
 from mrv1.models.attention import KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
@@ -59,7 +60,7 @@ def test_a_short_chunk_behind_a_long_context_is_shared(device, monkeypatch, dete
     )  # fmt: skip
     with small_tiles(32, tile_rows=32):
         with monkeypatch.context() as patch:
-            patch.setattr(prefill_attention, "device_info", lambda _: gpu)
+            patch.setattr(prefill_splits, "device_info", lambda _: gpu)
             backend.plan(batch, [cache], None, None)
         got = backend.attend(q, batch, cache)
     (splits,) = seen

@@ -33,8 +33,15 @@ import torch
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
-from mrv1.kernels.attention._paged import (
-    ALIGNED_ELEMENTS,
+from mrv1.kernels.attention.contracts import (
+    check_num_kv_splits,
+    check_paged_attention,
+    check_query_len,
+    check_softmax_scale,
+    check_visited,
+)
+from mrv1.kernels.attention.decode_plan import plan_decode_attention
+from mrv1.kernels.attention.online_softmax import (
     LOG2_E,
     SMALLEST_UNIT,
     add_states,
@@ -42,27 +49,18 @@ from mrv1.kernels.attention._paged import (
     dot_precision,
     natural_lse,
     normalized,
-    page_offset,
-    table_column,
     work_position,
 )
-from mrv1.kernels.attention._paged_checks import (
-    check_head_dim,
-    check_num_kv_splits,
-    check_paged_attention,
-    check_query_len,
-    check_softmax_scale,
-    check_visited,
-)
-from mrv1.kernels.attention.decode_plan import (
+from mrv1.kernels.attention.plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
     DecodePlan,
     check_plan,
     check_plan_options,
     padded_rows,
-    plan_decode_attention,
 )
+from mrv1.kernels.cache.addresses import ALIGNED_ELEMENTS, page_offset, table_column
+from mrv1.kernels.cache.contracts import check_head_dim
 from mrv1.kernels.cache.fp8 import decode_pairs, product_query_pairs, scale_index
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales

@@ -18,8 +18,8 @@ import torch
 
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.attention._paged import LN_2, LOG2_E
-from mrv1.kernels.attention._paged_checks import check_merge_states
+from mrv1.kernels.attention.contracts import check_merge_states
+from mrv1.kernels.attention.online_softmax import LN_2, LOG2_E
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,40 +28,41 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 
-from mrv1.device import device_info
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
-from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.attention._paged import (
-    ALIGNED_CODES,
-    ALIGNED_ELEMENTS,
-    LOG2_E,
-    MIN_DOT_ROWS,
-    SMALLEST_UNIT,
-    add_states,
-    arrives_last,
-    dot_precision,
-    load_head_role,
-    load_page_rows,
-    natural_lse,
-    normalized,
-    table_column,
-)
-from mrv1.kernels.attention._paged_checks import (
+from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.attention.contracts import (
     check_attn_mask_offsets,
-    check_head_dim,
     check_paged_attention,
     check_query_start_loc,
     check_softmax_scale,
     check_visited,
 )
+from mrv1.kernels.attention.online_softmax import (
+    LOG2_E,
+    SMALLEST_UNIT,
+    add_states,
+    arrives_last,
+    dot_precision,
+    natural_lse,
+    normalized,
+)
+from mrv1.kernels.attention.splits import PrefillSplits, check_splits, choose_config
+from mrv1.kernels.cache.addresses import (
+    ALIGNED_CODES,
+    ALIGNED_ELEMENTS,
+    load_head_role,
+    load_page_rows,
+    table_column,
+)
+from mrv1.kernels.cache.contracts import check_head_dim
 from mrv1.kernels.cache.fp8 import product_query, scale_index
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
-from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs, product_dtype
+from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+
+__all__ = ["PrefillSplits", "paged_prefill_attention"]
 
 SCAN_REQS = tl.constexpr(128)
 """Requests whose first tiles are compared at once."""
@@ -75,186 +76,8 @@ SCAN_BLOCKS = tl.constexpr(1024)
 MIN_SPLIT_STEPS = 8
 """Steps of a program that shares a tile's keys with others, at least."""
 
-MAX_SPLITS = 16
-"""Programs of one tile: the last of them reads what the others have left."""
-
-PROGRAMS_PER_SM = 2
-"""Programs that run at the same time on a multiprocessor, for those who share tiles."""
-
 MERGED_ROWS = tl.constexpr(16)
 """Rows of a tile that are merged at a time, so that they fit its registers."""
-
-_BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillAttentionConfig:
-    """Launch choices of one prefill attention."""
-
-    tile_rows: int
-    """(query, query head) rows per program, a power of two >= 16."""
-    tile_tokens: int
-    """Keys per step of a program."""
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-    """Bound on a thread's registers (NVIDIA), so that more programs fit; None = the compiler's."""
-
-    @classmethod
-    def default_for(
-        cls,
-        head_dim: int,
-        dtype: torch.dtype,
-        capability: tuple[int, int] | None,
-        has_window: bool = False,
-        has_offsets: bool = False,
-    ) -> PrefillAttentionConfig:
-        """Return the choice for a head dimension, cache dtype, compute capability and mask."""
-        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
-            return cls(tile_rows=256, tile_tokens=128, num_warps=1, num_stages=1)
-        if dtype == torch.float32:
-            # Exact products have no tensor core: a thread holds whole rows of K in registers.
-            return cls(tile_rows=16, tile_tokens=16, num_warps=4, num_stages=1)
-        if dtype == torch.float8_e4m3fn:
-            # Codes widen to fp16 in registers: with more keys at once they spill.
-            if capability == (9, 0) and head_dim <= 128:
-                tile_tokens = 32 if has_window or has_offsets else 64
-                return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
-            # 8 warps because 4 spill on sm_89, but not on gfx942, where 8 do.
-            num_warps = 8 if head_dim > 128 and capability is not None else 4
-            return cls(tile_rows=32, tile_tokens=32, num_warps=num_warps, num_stages=2)
-        if head_dim > 128:
-            # One stage keeps within gfx942's 64 KiB; 8 warps because 4 spill on sm_89.
-            stages = 2 if capability in _BIG_SHARED_MEMORY else 1
-            return cls(tile_rows=64, tile_tokens=32, num_warps=8, num_stages=stages)
-        if capability == (9, 0):
-            # 128 registers let two programs share a multiprocessor: one's softmax beside the
-            # other's products. A window's code spills some at 64 keys, and is an eighth faster
-            # than at 32 all the same where some heads see far; that of offsets spills even at 32.
-            tile_tokens, stages = (32, 3) if has_offsets else (64, 2)
-            return cls(
-                tile_rows=128,
-                tile_tokens=tile_tokens,
-                num_warps=8,
-                num_stages=stages,
-                max_registers=None if has_offsets else 128,
-            )
-        if capability in _BIG_SHARED_MEMORY:
-            tile_tokens = 32 if has_offsets else 64  # 64 spills on sm_100
-            return cls(tile_rows=128, tile_tokens=tile_tokens, num_warps=8, num_stages=3)
-        tile_tokens = 32 if head_dim > 64 else 64  # 64 spills on sm_89
-        return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
-
-    def launch_options(self) -> dict[str, int]:
-        """Return what the compiler is told beside the constexprs."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
-
-    def fit_rows(self, group: int, max_query_len: int) -> PrefillAttentionConfig:
-        """Return the same choice with room for one query, and for no more than there can be."""
-        one = max(MIN_DOT_ROWS, triton.next_power_of_2(group))
-        needed = max(one, triton.next_power_of_2(group * max_query_len))
-        if needed < self.tile_rows:
-            return replace(
-                self, tile_rows=needed, num_warps=min(self.num_warps, 4), max_registers=None
-            )
-        return replace(self, tile_rows=max(one, self.tile_rows))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillSplits:
-    """What programs that share a tile's keys leave to each other; make it with :meth:`allocate`.
-
-    Launches that share it belong on one stream.
-    """
-
-    num_splits: int
-    """Programs of a tile, at most: it takes as many as have ``MIN_SPLIT_STEPS`` each."""
-    num_programs: int
-    """Programs of all tiles that share: where a batch has many tiles, each has fewer of them."""
-    states: torch.Tensor
-    """[num_splits, num_tokens, q_heads, head_dim] float32 scratch: partial results."""
-    states_lse: torch.Tensor
-    """[num_splits, num_tokens, q_heads] float32 scratch: their log-sum-exps."""
-    arrivals: torch.Tensor
-    """int32, programs of each tile that are there: zeros but while a launch merges."""
-
-    @classmethod
-    def allocate(
-        cls,
-        *,
-        num_tokens: int,
-        num_reqs: int,
-        max_query_len: int,
-        layout: KVLayout,
-        num_q_heads: int,
-        dtype: torch.dtype,
-        is_fp8: bool = False,
-        num_splits: int | None = None,
-    ) -> PrefillSplits | None:
-        """Return the buffers for a launch of these shapes, on the layout's device.
-
-        Args:
-            num_tokens: rows of ``q``.
-            num_reqs: rows of ``seq_lens``.
-            max_query_len: as in ``paged_prefill_attention``.
-            layout: head roles and head dimension.
-            num_q_heads: query heads, a multiple of the layout's KV heads.
-            dtype: of the queries.
-            is_fp8: whether the cache has scales.
-            num_splits: programs of each tile, 1 to 16; None = as many as fill the device, with
-                the tiles that the batch turns out to have.
-
-        Returns:
-            None where a tile has one program.
-
-        Raises:
-            ValueError: ``num_splits`` is out of range.
-        """
-        if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
-            raise ValueError(f"num_splits: expected None or 1 to {MAX_SPLITS}, got {num_splits}")
-        device = layout.head_base.device
-        config = _config(layout, dtype, is_fp8, num_q_heads, max_query_len)
-        tile_queries = config.tile_rows * layout.num_kv_heads // num_q_heads
-        num_tiles = num_tokens // tile_queries + num_reqs
-        if num_splits is None:
-            num_programs = PROGRAMS_PER_SM * device_info(device).num_sms
-            fewest = max(num_tokens // tile_queries, 1) * layout.num_kv_heads
-            num_splits = min(num_programs // fewest, MAX_SPLITS)
-        else:
-            num_programs = num_splits * num_tiles * layout.num_kv_heads
-        if num_splits < 2 or num_tokens == 0:
-            return None
-        shape = (num_splits, num_tokens, num_q_heads)
-        return cls(
-            num_splits=num_splits,
-            num_programs=num_programs,
-            states=torch.empty(*shape, layout.head_dim, device=device),
-            states_lse=torch.empty(shape, device=device),
-            arrivals=torch.zeros(
-                num_tiles * layout.num_kv_heads, dtype=torch.int32, device=device
-            ),
-        )
-
-
-def _config(
-    layout: KVLayout,
-    dtype: torch.dtype,
-    is_fp8: bool,
-    num_q_heads: int,
-    max_query_len: int,
-    has_offsets: bool = False,
-) -> PrefillAttentionConfig:
-    """Return the choice for a launch, its tiles no larger than its chunks."""
-    config = PrefillAttentionConfig.default_for(
-        layout.head_dim,
-        product_dtype(dtype, is_fp8),
-        device_info(layout.head_base.device).capability,
-        layout.has_window,
-        has_offsets,
-    )
-    return config.fit_rows(num_q_heads // layout.num_kv_heads, max(max_query_len, 1))
 
 
 @triton.jit
@@ -785,25 +608,6 @@ def _paged_prefill_attention_kernel(
             )
 
 
-def check_splits(splits: PrefillSplits | None, q: torch.Tensor) -> None:
-    """Raise unless ``splits`` is None or for as many rows and heads.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: it is for other shapes or on another device.
-    """
-    if splits is None:
-        return
-    if not isinstance(splits, PrefillSplits):
-        raise TypeError(f"splits: expected PrefillSplits or None, got {type(splits).__name__}")
-    expected, states = (splits.num_splits, *q.shape), splits.states
-    if states.shape != expected or states.device != q.device:
-        raise ValueError(
-            f"splits: expected states {expected} on {q.device}, got {tuple(states.shape)} on "
-            f"{states.device}"
-        )
-
-
 def paged_prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -905,7 +709,7 @@ def paged_prefill_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if num_reqs == 0 or num_tokens == 0 or max_query_len == 0:
         return out
-    config = _config(
+    config = choose_config(
         layout,
         q.dtype,
         scales is not None,

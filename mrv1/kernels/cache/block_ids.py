@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mrv1.kernels.cache.contracts import table_columns
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.reference import table_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 
 from mrv1.kernels._base.checks import check_launchable
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.attention._paged_checks import PAGE_DTYPES, check_copy_pages, check_head_dim
+from mrv1.kernels.cache.contracts import PAGE_DTYPES, check_copy_pages, check_head_dim
 from mrv1.kernels.cache.fp8 import scale_index
 from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block

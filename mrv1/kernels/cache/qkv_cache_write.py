@@ -27,8 +27,8 @@ import torch
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.attention._paged import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
-from mrv1.kernels.attention._paged_checks import check_head_dim, check_qkv_cache_write
+from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
+from mrv1.kernels.cache.contracts import check_head_dim, check_qkv_cache_write
 from mrv1.kernels.cache.fp8 import finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.attention._paged import ALIGNED_CODES, split_slot
+from mrv1.kernels.cache.addresses import ALIGNED_CODES, split_slot
 from mrv1.kernels.cache.fp8 import decode_e4m3, finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales

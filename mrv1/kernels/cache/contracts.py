@@ -1,8 +1,9 @@
-"""Argument checks shared by the paged ops' launchers and their oracles."""
+"""What the paged cache's ops take: argument checks and the rule of table columns, without triton.
+
+Launchers and oracles share it; beside it stand ``kv_layout`` and ``kv_scales``.
+"""
 
 from __future__ import annotations
-
-import math
 
 import torch
 
@@ -12,7 +13,7 @@ from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
 
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
-MAX_KV_SPLITS = 256
+
 FP8_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 """What a cache with scales may be: e4m3 codes, or a view of their bytes."""
 
@@ -37,13 +38,19 @@ def check_head_dim(layout: KVLayout) -> None:
         raise ValueError(f"layout.head_dim: expected a multiple of 16 from 16 to 256, got {dim}")
 
 
-def _check_caches(
+def check_caches(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     layout: KVLayout,
     like: torch.Tensor,
     scales: KVScales | None,
 ) -> None:
+    """Raise unless a K and a V cache fit the layout, their scales and the tensor beside them.
+
+    Raises:
+        TypeError: a wrong dtype, or an fp8 cache without scales.
+        ValueError: a wrong shape, size, device or stride.
+    """
     if scales is None and getattr(k_cache, "dtype", None) == torch.float8_e4m3fn:
         raise TypeError(f"scales: expected KVScales for a {k_cache.dtype} k_cache, got None")
     dtype = (like.dtype,) if scales is None else FP8_DTYPES
@@ -148,7 +155,7 @@ def check_cache_write(
         device=key.device,
         unit_last_stride=True,
     )
-    _check_caches(k_cache, v_cache, layout, key, scales)
+    check_caches(k_cache, v_cache, layout, key, scales)
     check_tensor(
         "slot_mapping",
         slot_mapping,
@@ -266,151 +273,6 @@ def _check_rope(
     )
 
 
-def check_paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    layout: KVLayout,
-    dtypes: tuple[torch.dtype, ...],
-    *,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    scales: KVScales | None,
-) -> torch.Tensor:
-    """Return the block table as one row per request, or raise where arguments do not fit together.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, or an indivisible number of query heads.
-    """
-    check_tensor("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
-    if q.shape[1] == 0 or q.shape[1] % layout.num_kv_heads:
-        raise ValueError(
-            f"q: expected a multiple of {layout.num_kv_heads} KV heads, got {q.shape[1]} heads"
-        )
-    _check_caches(k_cache, v_cache, layout, q, scales)
-    check_tensor(
-        "seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=q.device, contiguous=True
-    )
-    check_tensor(
-        "block_table",
-        block_table,
-        shape=(None, None),
-        dtype=torch.int32,
-        device=q.device,
-        unit_last_stride=True,
-    )
-    if out is not None:
-        check_tensor(
-            "out",
-            out,
-            shape=tuple(q.shape),
-            dtype=q.dtype,
-            device=q.device,
-            unit_last_stride=True,
-        )
-    if lse is not None:
-        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=lse_dtype, device=q.device)
-    return layout.table_rows(block_table, seq_lens.shape[0])
-
-
-def check_visited(visited: torch.Tensor | None, table: torch.Tensor, layout: KVLayout) -> None:
-    """Raise unless ``visited`` has a byte for every column of every head of every request.
-
-    Raises:
-        TypeError: not uint8.
-        ValueError: another shape or device, or not contiguous.
-    """
-    if visited is not None:
-        check_tensor(
-            "visited",
-            visited,
-            shape=(table.shape[0], layout.num_kv_heads, table.shape[1]),
-            dtype=torch.uint8,
-            device=table.device,
-            contiguous=True,
-        )
-
-
-def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Raise unless ``attn_mask_offsets`` has a range of keys for every row of ``q``.
-
-    Raises:
-        TypeError: not int32.
-        ValueError: another shape or device, or not contiguous.
-    """
-    if attn_mask_offsets is not None:
-        check_tensor(
-            "attn_mask_offsets",
-            attn_mask_offsets,
-            shape=(q.shape[0], 2),
-            dtype=torch.int32,
-            device=q.device,
-            contiguous=True,
-        )
-
-
-def check_softmax_scale(softmax_scale: float) -> None:
-    """Raise unless ``softmax_scale`` keeps the order of the scores.
-
-    Raises:
-        ValueError: zero, negative or not finite.
-    """
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: expected > 0 and finite, got {softmax_scale}")
-
-
-def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:
-    """Raise unless ``q`` holds ``query_len`` (1 to 8) rows of every request.
-
-    Raises:
-        ValueError: another number of rows, or a query length the kernel does not pack.
-    """
-    if not 1 <= query_len <= 8:
-        raise ValueError(f"query_len: expected 1 to 8, got {query_len}")
-    if q.shape[0] != num_reqs * query_len:
-        raise ValueError(
-            f"q: expected {num_reqs} requests x {query_len} = {num_reqs * query_len} rows, "
-            f"got {q.shape[0]}"
-        )
-
-
-def check_query_start_loc(
-    query_start_loc: torch.Tensor, num_reqs: int, max_query_len: int, device: torch.device
-) -> None:
-    """Raise unless ``query_start_loc`` bounds ``num_reqs`` ragged rows.
-
-    Raises:
-        TypeError: not int32.
-        ValueError: another shape, device or stride, or a negative ``max_query_len``.
-    """
-    check_tensor(
-        "query_start_loc",
-        query_start_loc,
-        shape=(num_reqs + 1,),
-        dtype=torch.int32,
-        device=device,
-        contiguous=True,
-    )
-    if max_query_len < 0:
-        raise ValueError(f"max_query_len: expected >= 0, got {max_query_len}")
-
-
-def check_num_kv_splits(num_kv_splits: int | None) -> None:
-    """Raise unless ``num_kv_splits`` is None (the launcher chooses) or 1 to 256.
-
-    Raises:
-        ValueError: out of range.
-    """
-    if num_kv_splits is not None and not 1 <= num_kv_splits <= MAX_KV_SPLITS:
-        raise ValueError(
-            f"num_kv_splits: expected None or 1 to {MAX_KV_SPLITS}, got {num_kv_splits}"
-        )
-
-
 def check_copy_pages(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -429,7 +291,7 @@ def check_copy_pages(
             several.
     """
     check_tensor("k_cache", k_cache, dtype=dtypes)
-    _check_caches(k_cache, v_cache, layout, k_cache, scales)
+    check_caches(k_cache, v_cache, layout, k_cache, scales)
     for name, ids in (("src_block_ids", src_block_ids), ("dst_block_ids", dst_block_ids)):
         check_tensor(
             name,
@@ -445,40 +307,11 @@ def check_copy_pages(
         raise ValueError(f"group: expected None or 0 to {layout.num_groups - 1}, got {group}")
 
 
-def check_merge_states(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    *,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> None:
-    """Raise unless the arguments of ``merge_states`` fit together.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride.
-    """
-    check_tensor("out_a", out_a, shape=(None, None, None), dtype=dtypes, unit_last_stride=True)
-    if not 1 <= out_a.shape[2] <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"out_a: expected a last size of 1 to {MAX_HEAD_DIM}, got {out_a.shape[2]}"
-        )
-    for name, state in (("out_b", out_b), ("out", out)):
-        if state is not None:
-            check_tensor(
-                name,
-                state,
-                shape=tuple(out_a.shape),
-                dtype=out_a.dtype,
-                device=out_a.device,
-                unit_last_stride=True,
-            )
-    lse_dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
-    for name, sums in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
-        if sums is not None:
-            check_tensor(
-                name, sums, shape=tuple(out_a.shape[:2]), dtype=lse_dtype, device=out_a.device
-            )
+def table_columns(layout: KVLayout, num_blocks: int) -> torch.Tensor:
+    """Return the block-table column of each logical block, ``[kv_heads, num_blocks]``."""
+    logical = torch.arange(num_blocks, device=layout.sink.device)
+    sink_blocks = ((layout.sink + layout.block_size - 1) // layout.block_size)[:, None]
+    ring = layout.ring_blocks[:, None]
+    in_ring = sink_blocks + (logical - sink_blocks) % ring.clamp_min(1)
+    column = torch.where((ring == 0) | (logical < sink_blocks), logical, in_ring)
+    return layout.table_offset[:, None] + column

@@ -1,0 +1,13 @@
+"""Integer arithmetic of launch choices, in plain Python: contracts import no triton."""
+
+from __future__ import annotations
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return ceil(a / b)."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two >= n."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,201 @@
+"""What the attention ops take: argument checks, without triton.
+
+Launchers and oracles share it; beside it stand ``plan`` and ``splits``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mrv1.kernels._base.checks import check_tensor
+from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, check_caches
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
+
+MAX_KV_SPLITS = 256
+
+
+def check_paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layout: KVLayout,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    scales: KVScales | None,
+) -> torch.Tensor:
+    """Return the block table as one row per request, or raise where arguments do not fit together.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride, or an indivisible number of query heads.
+    """
+    check_tensor("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
+    if q.shape[1] == 0 or q.shape[1] % layout.num_kv_heads:
+        raise ValueError(
+            f"q: expected a multiple of {layout.num_kv_heads} KV heads, got {q.shape[1]} heads"
+        )
+    check_caches(k_cache, v_cache, layout, q, scales)
+    check_tensor(
+        "seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=q.device, contiguous=True
+    )
+    check_tensor(
+        "block_table",
+        block_table,
+        shape=(None, None),
+        dtype=torch.int32,
+        device=q.device,
+        unit_last_stride=True,
+    )
+    if out is not None:
+        check_tensor(
+            "out",
+            out,
+            shape=tuple(q.shape),
+            dtype=q.dtype,
+            device=q.device,
+            unit_last_stride=True,
+        )
+    if lse is not None:
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=lse_dtype, device=q.device)
+    return layout.table_rows(block_table, seq_lens.shape[0])
+
+
+def check_visited(visited: torch.Tensor | None, table: torch.Tensor, layout: KVLayout) -> None:
+    """Raise unless ``visited`` has a byte for every column of every head of every request.
+
+    Raises:
+        TypeError: not uint8.
+        ValueError: another shape or device, or not contiguous.
+    """
+    if visited is not None:
+        check_tensor(
+            "visited",
+            visited,
+            shape=(table.shape[0], layout.num_kv_heads, table.shape[1]),
+            dtype=torch.uint8,
+            device=table.device,
+            contiguous=True,
+        )
+
+
+def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Raise unless ``attn_mask_offsets`` has a range of keys for every row of ``q``.
+
+    Raises:
+        TypeError: not int32.
+        ValueError: another shape or device, or not contiguous.
+    """
+    if attn_mask_offsets is not None:
+        check_tensor(
+            "attn_mask_offsets",
+            attn_mask_offsets,
+            shape=(q.shape[0], 2),
+            dtype=torch.int32,
+            device=q.device,
+            contiguous=True,
+        )
+
+
+def check_softmax_scale(softmax_scale: float) -> None:
+    """Raise unless ``softmax_scale`` keeps the order of the scores.
+
+    Raises:
+        ValueError: zero, negative or not finite.
+    """
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: expected > 0 and finite, got {softmax_scale}")
+
+
+def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:
+    """Raise unless ``q`` holds ``query_len`` (1 to 8) rows of every request.
+
+    Raises:
+        ValueError: another number of rows, or a query length the kernel does not pack.
+    """
+    if not 1 <= query_len <= 8:
+        raise ValueError(f"query_len: expected 1 to 8, got {query_len}")
+    if q.shape[0] != num_reqs * query_len:
+        raise ValueError(
+            f"q: expected {num_reqs} requests x {query_len} = {num_reqs * query_len} rows, "
+            f"got {q.shape[0]}"
+        )
+
+
+def check_query_start_loc(
+    query_start_loc: torch.Tensor, num_reqs: int, max_query_len: int, device: torch.device
+) -> None:
+    """Raise unless ``query_start_loc`` bounds ``num_reqs`` ragged rows.
+
+    Raises:
+        TypeError: not int32.
+        ValueError: another shape, device or stride, or a negative ``max_query_len``.
+    """
+    check_tensor(
+        "query_start_loc",
+        query_start_loc,
+        shape=(num_reqs + 1,),
+        dtype=torch.int32,
+        device=device,
+        contiguous=True,
+    )
+    if max_query_len < 0:
+        raise ValueError(f"max_query_len: expected >= 0, got {max_query_len}")
+
+
+def check_num_kv_splits(num_kv_splits: int | None) -> None:
+    """Raise unless ``num_kv_splits`` is None (the launcher chooses) or 1 to 256.
+
+    Raises:
+        ValueError: out of range.
+    """
+    if num_kv_splits is not None and not 1 <= num_kv_splits <= MAX_KV_SPLITS:
+        raise ValueError(
+            f"num_kv_splits: expected None or 1 to {MAX_KV_SPLITS}, got {num_kv_splits}"
+        )
+
+
+def check_merge_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
+    """Raise unless the arguments of ``merge_states`` fit together.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or stride.
+    """
+    check_tensor("out_a", out_a, shape=(None, None, None), dtype=dtypes, unit_last_stride=True)
+    if not 1 <= out_a.shape[2] <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"out_a: expected a last size of 1 to {MAX_HEAD_DIM}, got {out_a.shape[2]}"
+        )
+    for name, state in (("out_b", out_b), ("out", out)):
+        if state is not None:
+            check_tensor(
+                name,
+                state,
+                shape=tuple(out_a.shape),
+                dtype=out_a.dtype,
+                device=out_a.device,
+                unit_last_stride=True,
+            )
+    lse_dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
+    for name, sums in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
+        if sums is not None:
+            check_tensor(
+                name, sums, shape=tuple(out_a.shape[:2]), dtype=lse_dtype, device=out_a.device
+            )

@@ -1,0 +1,346 @@
+"""What a decode step's plan is: its launch choices, buffers and bounds, and their checks.
+
+``decode_plan`` says how keys are cut and writes a plan, ``decode_attention`` follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.device import INTERPRET, DeviceInfo, device_info
+from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
+from mrv1.kernels._base.checks import check_tensor
+from mrv1.kernels.attention.contracts import check_num_kv_splits
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.scale_arguments import product_dtype
+
+ITEM_FIELDS = 16
+"""int32 per item, a cache line's half: request, head, first and end work index, pieces of its
+segment, sink_end, start, seq_len, table_offset, window, sink, ring_blocks, piece; the rest
+is unused."""
+MERGE_FIELDS = 4
+"""int32 per merge: request, head, first item, pieces."""
+MAX_SEGMENTS = 1 << 16
+"""Requests times KV heads, heads rounded up to a power of two, requests to one of four."""
+
+MIN_TILE_ROWS = 8
+"""Columns of the tensor core's smallest product."""
+
+SPLIT_TOKENS = 512
+MAX_PIECES = 64
+"""A deterministic plan cuts a segment every SPLIT_TOKENS keys, or twice as many and so on until
+there are no more than MAX_PIECES pieces: by the segment's own length alone."""
+
+LONG_PIECE = 1 << 20
+"""Bytes of K and V from which on equal shares are halved where there are many segments: what is
+left over of each then evens out. 2,048 keys in 16 bits; on an H200 that is 0 to 6% faster from
+there on, 3 to 6% slower from half of it on."""
+
+MERGED_PIECES = 16
+"""Up to so many pieces of a segment, where all are alike, the last of its programs merges them. On
+an H200 that saves 1.2 us of a launch where there are three or none, takes 0.9 us more for 24 and
+4 us for 64. A deterministic plan keeps the launch: its pieces do not follow from the batch."""
+
+
+def padded_rows(rows: int) -> int:
+    """Return the columns of a program's products for so many query rows of a KV head."""
+    return max(MIN_TILE_ROWS, next_power_of_2(rows))
+
+
+def padded_reqs(num_reqs: int) -> int:
+    """Return the requests a program of the plan reads at once: few sizes, few compilations."""
+    size = 16
+    while size < num_reqs:
+        size *= 4
+    return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeAttentionConfig:
+    """Launch choices of one decode attention."""
+
+    tile_tokens: int
+    """Keys per step of a program."""
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    """Programs that run on a streaming multiprocessor at the same time, or fewer: a plan aims at
+    as many items."""
+    min_tiles: int = 1
+    """Tiles that a plan of equal shares cuts a segment by, at least: no more are left whole."""
+    max_registers: int | None = None
+    """Most registers a thread may take; None = as the compiler finds best."""
+
+    def launch_options(self) -> dict[str, int]:
+        """Return what the compiler is told beside the constexprs."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
+
+    @classmethod
+    def default_for(
+        cls,
+        head_dim: int,
+        dtype: torch.dtype,
+        tile_rows: int,
+        num_segments: int,
+        has_window: bool,
+        device: DeviceInfo,
+    ) -> DecodeAttentionConfig:
+        """Return the choice for these shapes.
+
+        Args:
+            head_dim: of the cache.
+            dtype: float8_e4m3fn for an fp8 cache with products in fp16, else that of ``q``.
+            tile_rows: padded query rows of a program.
+            num_segments: requests times KV heads.
+            has_window: whether any head has a window (its code takes registers).
+            device: whose multiprocessors; without a compute capability it is AMD's.
+        """
+        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
+            return cls(tile_tokens=128, num_warps=1, num_stages=1, programs_per_sm=1)
+        is_amd = device.capability is None
+        if dtype == torch.float32:
+            # Exact products have no tensor core: a thread holds whole rows of K in registers.
+            tile_tokens = 16 if head_dim > 128 or is_amd else 32
+            num_warps = 4 if is_amd else 8
+            return cls(
+                tile_tokens=tile_tokens, num_warps=num_warps, num_stages=1, programs_per_sm=2
+            )
+        if tile_rows > MIN_TILE_ROWS or head_dim > 128 or is_amd:
+            # Tiles too small for wgmma, that Triton would take from 64 keys and 16 rows on. One
+            # stage within gfx942's 64 KiB of shared memory, and where two of so many rows spill.
+            is_tight = tile_rows > 32 and device.capability in ((8, 6), (8, 9), (12, 0))
+            is_tight |= is_amd and head_dim > 128
+            return cls(
+                tile_tokens=32,
+                num_warps=4,
+                num_stages=1 if is_tight else 2,
+                programs_per_sm=2 if tile_rows > 32 else 3,
+            )
+        # H200, heads of 128, contexts of 190. Few segments: pieces of one tile, two warps each
+        # (1 x 8 heads: 4.1 us, 5.6 whole). From one segment on every other multiprocessor on they
+        # stay whole up to 256 keys, which four warps take faster (32 x 8: 11.4 us, in steps of 128
+        # keys 12.9; 64 x 8: 17.2, 21.5).
+        many = 2 * num_segments > device.num_sms
+        # The share of registers that lets four programs of four warps run at the same time, in
+        # which nothing spills from sm_90 on: with a few more only three do, in two waves (8 x
+        # 131072 mixed: 396 us instead of 262).
+        share = 128 if (device.capability or (0, 0)) >= (9, 0) else None
+        if dtype == torch.float8_e4m3fn:
+            return cls(
+                tile_tokens=128,
+                num_warps=4,
+                num_stages=2,
+                programs_per_sm=4,
+                min_tiles=2 if many else 1,
+                max_registers=share,
+            )
+        return cls(
+            tile_tokens=64,
+            num_warps=4 if many or has_window else 2,
+            num_stages=2,
+            programs_per_sm=4,
+            min_tiles=4 if many else 1,
+            max_registers=share if has_window else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePlan:
+    """Buffers of one plan and of the attention that follows it; make one with :meth:`allocate`.
+
+    ``plan_decode_attention`` writes it once a step, ``paged_decode_attention`` reads it in every
+    layer and uses its scratch: launches that share a plan belong on one stream.
+    """
+
+    config: DecodeAttentionConfig
+    max_reqs: int
+    num_kv_heads: int
+    num_q_heads: int
+    query_len: int
+    num_kv_splits: int | None
+    """Pieces of the longest segment; None = as many as give every program an equal share."""
+    deterministic: bool
+    """Whether the pieces of a segment follow from its own length, whatever the batch."""
+    max_items: int
+    most_items: int
+    """Items that equal shares make, those of short segments counted by their tiles."""
+    fine_items: int
+    """As many instead where pieces are long: they even out what runs beside each other."""
+    long_tiles: int
+    """Tiles of a piece from which on it is long."""
+    max_pieces: int
+    """Bound on the pieces of one segment."""
+    max_merges: int
+    """Bound on the segments with several pieces; 0 = there can be none."""
+    items: torch.Tensor
+    """[max_items, ITEM_FIELDS] int32."""
+    merges: torch.Tensor
+    """[max_merges, MERGE_FIELDS] int32."""
+    counts: torch.Tensor
+    """[2] int32: items and merges there are."""
+    states: torch.Tensor
+    """[max_items, rows, head_dim] float32 scratch: partial results; empty without merges."""
+    states_lse: torch.Tensor
+    """[max_items, rows] float32 scratch: their log-sum-exps."""
+    arrivals: torch.Tensor
+    """[max_reqs * num_kv_heads] int32: pieces that are there; zeros but while a launch merges."""
+    merge_in_items: bool
+    """Whether the program that ends last of a segment's merges them, not a launch of its own."""
+    read_early: bool
+    """Whether attention reads plan and table while the kernel in front of it ends."""
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        max_reqs: int,
+        max_keys: int,
+        layout: KVLayout,
+        num_q_heads: int,
+        dtype: torch.dtype,
+        query_len: int = 1,
+        is_fp8: bool = False,
+        num_kv_splits: int | None = None,
+        deterministic: bool = False,
+        read_early: bool = False,
+    ) -> DecodePlan:
+        """Return buffers that hold any plan of these shapes, on the layout's device.
+
+        Args:
+            max_reqs: rows of ``seq_lens``, padding included.
+            max_keys: tokens a block-table row can name.
+            layout: head roles and head dimension.
+            num_q_heads: query heads, a multiple of the layout's KV heads.
+            dtype: of the queries.
+            query_len: queries per request, 1 to 8.
+            is_fp8: whether the cache has scales.
+            num_kv_splits: as in ``paged_decode_attention``.
+            deterministic: as in ``paged_decode_attention``. Its scratch grows with ``max_keys``:
+                up to 64 states for every request and query head.
+            read_early: whether attention may read plan, block table and layout while the launch in
+                front of it ends. The caller promises two things of that launch, wherever the plan
+                is used: it writes none of the three, and it lets the next one start only after its
+                own wait for what came before. ``qkv_cache_write`` does so, ``linear`` does not. On
+                an H200 it saves 0.5 to 0.9 us a layer where contexts are short; where launches do
+                not overlap nothing is read early.
+
+        Raises:
+            ValueError: options that contradict each other, or more segments than a plan holds.
+        """
+        check_num_kv_splits(num_kv_splits)
+        check_plan_options(None, num_kv_splits, deterministic)
+        num_kv_heads = layout.num_kv_heads
+        if padded_reqs(max_reqs) * next_power_of_2(num_kv_heads) > MAX_SEGMENTS:
+            raise ValueError(
+                f"seq_lens: expected fewer requests with {num_kv_heads} KV heads each (at most "
+                f"{MAX_SEGMENTS} of both, rounded up), got {max_reqs}"
+            )
+        segments = max_reqs * num_kv_heads
+        rows = query_len * (num_q_heads // num_kv_heads)
+        device = layout.head_base.device
+        info = device_info(device)
+        config = DecodeAttentionConfig.default_for(
+            layout.head_dim,
+            product_dtype(dtype, is_fp8),
+            padded_rows(rows),
+            0 if deterministic else segments,  # one choice, whatever the batch
+            layout.has_window,
+            info,
+        )
+        max_tiles = max(1, cdiv(max_keys, config.tile_tokens))
+        key_bytes = 2 * layout.head_dim * (1 if is_fp8 else dtype.itemsize)
+        if deterministic:
+            max_pieces = max(1, min(cdiv(max_keys, SPLIT_TOKENS), MAX_PIECES))
+            max_items = most_items = fine_items = segments * max_pieces
+        elif num_kv_splits is not None:
+            max_pieces = min(num_kv_splits, max_tiles)
+            max_items = most_items = fine_items = segments * max_pieces
+        else:
+            programs = config.programs_per_sm * info.num_sms
+            most_items = programs if segments <= programs else segments + programs // 2
+            is_many = 8 * segments > programs
+            fine_items = 2 * programs if is_many and segments <= programs else most_items
+            longest = cdiv(max_tiles, config.min_tiles)
+            # Of one segment all that the others leave: those may be short, and hardly count.
+            max_pieces = min(fine_items, longest)
+            # For short segments. A few of them cost an eighth at most where they have no room,
+            # and every launch starts programs for it.
+            spare = min(segments - 1, programs) if is_many else 0
+            max_items = min(fine_items + spare, segments * max_pieces)
+        # A split segment makes an item more at least than segments there are.
+        max_merges = min(segments, max_items - segments) if max_pieces > 1 else 0
+        num_states = max_items if max_merges else 0
+        num_full = sum(role.window < 0 for role in layout.roles) or num_kv_heads
+        usual_pieces = min(most_items // max(1, max_reqs * num_full), max_pieces)
+        return cls(
+            config=config,
+            max_reqs=max_reqs,
+            num_kv_heads=num_kv_heads,
+            num_q_heads=num_q_heads,
+            query_len=query_len,
+            num_kv_splits=num_kv_splits,
+            deterministic=deterministic,
+            max_items=max_items,
+            most_items=most_items,
+            fine_items=fine_items,
+            long_tiles=max(1, LONG_PIECE // (key_bytes * config.tile_tokens)),
+            max_pieces=max_pieces,
+            max_merges=max_merges,
+            items=torch.empty(max_items, ITEM_FIELDS, dtype=torch.int32, device=device),
+            merges=torch.empty(max_merges, MERGE_FIELDS, dtype=torch.int32, device=device),
+            counts=torch.empty(2, dtype=torch.int32, device=device),
+            states=torch.empty(num_states, rows, layout.head_dim, device=device),
+            states_lse=torch.empty(num_states, rows, device=device),
+            arrivals=torch.empty(segments, dtype=torch.int32, device=device),
+            merge_in_items=not deterministic and max_merges > 0 and usual_pieces <= MERGED_PIECES,
+            read_early=read_early,
+        )
+
+
+def check_plan_options(
+    plan: DecodePlan | None, num_kv_splits: int | None, deterministic: bool
+) -> None:
+    """Raise where two ways of cutting the keys are asked for.
+
+    Raises:
+        TypeError: the plan is none.
+        ValueError: two ways.
+    """
+    if plan is not None and not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan: expected a DecodePlan or None, got {type(plan).__name__}")
+    if num_kv_splits is not None and (deterministic or plan is not None):
+        other = "a plan" if plan is not None else "deterministic=True"
+        raise ValueError(f"num_kv_splits: expected None beside {other}, got {num_kv_splits}")
+    if plan is not None and deterministic and not plan.deterministic:
+        raise ValueError("plan: expected a deterministic one, got one of equal shares")
+
+
+def check_plan(
+    plan: DecodePlan,
+    seq_lens: torch.Tensor,
+    layout: KVLayout,
+    *,
+    num_q_heads: int | None = None,
+    query_len: int | None = None,
+) -> None:
+    """Raise unless a plan was allocated for these requests, heads and queries (None = any).
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape or device, or a plan for others.
+    """
+    check_tensor("seq_lens", seq_lens, shape=(None,), dtype=torch.int32, contiguous=True)
+    for what, expected, got in (
+        ("requests", seq_lens.shape[0], plan.max_reqs),
+        ("KV heads", layout.num_kv_heads, plan.num_kv_heads),
+        ("query heads", num_q_heads, plan.num_q_heads),
+        ("queries per request", query_len, plan.query_len),
+    ):
+        if expected is not None and got != expected:
+            raise ValueError(f"plan: expected one for {expected} {what}, got one for {got}")
+    for name, device in (("layout", layout.head_base.device), ("plan", plan.items.device)):
+        if device != seq_lens.device:
+            raise ValueError(f"{name}: expected device {seq_lens.device}, got {device}")
