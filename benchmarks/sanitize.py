@@ -24,7 +24,7 @@ import torch
 
 from mrv1 import kernels
 from mrv1.bench.provenance import provenance
-from mrv1.kernels import HeadRole, KVScales, reference
+from mrv1.kernels import DecodePlan, HeadRole, KVScales, PrefillSplits, reference
 from mrv1.kernels.attention import prefill_attention
 from mrv1.kernels.sampling.edit_logits import MAX_PARTS
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
@@ -97,7 +97,7 @@ def _paged_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
 
 def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
     for case in _paged((1, 1, 1), device):
-        plan = kernels.DecodePlan.allocate(  # deterministic: the same on every device
+        plan = DecodePlan.allocate(  # deterministic: the same on every device
             max_reqs=3, max_keys=512, layout=case.layout, num_q_heads=16, dtype=torch.bfloat16,
             deterministic=True,
         )  # fmt: skip
@@ -112,7 +112,7 @@ def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
     for case in _paged((40, 33, 1), device):
         q = _normal(74, 16, 128, device=device)
         for num_splits in (1, 3):
-            splits = kernels.PrefillSplits.allocate(
+            splits = PrefillSplits.allocate(
                 num_tokens=74, num_reqs=3, max_query_len=40, layout=case.layout, num_q_heads=16,
                 dtype=q.dtype, is_fp8=case.scales is not None, num_splits=num_splits,
             )  # fmt: skip

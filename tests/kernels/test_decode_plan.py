@@ -11,6 +11,7 @@ from mrv1 import kernels
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, reference
 from mrv1.kernels.attention import decode_plan
 from mrv1.kernels.attention import plan as plan_buffers
+from mrv1.kernels.attention import reference as oracles
 from mrv1.kernels.attention.plan import DecodeAttentionConfig
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -93,7 +94,7 @@ def plans(draw):
 def _made(ops, device, lens, roles, programs, query_len, options):
     layout = _layout(roles, device)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (plan_buffers, decode_plan, reference):
+        for module in (plan_buffers, decode_plan, oracles):
             patch.setattr(module, "SPLIT_TOKENS", 64)
         plan = _allocate(len(lens), layout, programs=programs, query_len=query_len, **options)
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
@@ -260,7 +261,7 @@ def test_deterministic_pieces_follow_from_the_length_alone(device):
     found = []
     for ops in (kernels, reference):
         with pytest.MonkeyPatch.context() as patch:
-            for module in (plan_buffers, decode_plan, reference):
+            for module in (plan_buffers, decode_plan, oracles):
                 patch.setattr(module, "SPLIT_TOKENS", 32)
             plan = _allocate(4, layout, deterministic=True, max_keys=9000)
             ops.plan_decode_attention(lens, layout, plan)

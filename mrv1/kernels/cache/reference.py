@@ -1,0 +1,271 @@
+"""Oracles of the paged cache's ops, in plain torch; see :mod:`mrv1.kernels.reference`."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._base.oracle import ORACLE_DTYPES, counted, wide
+from mrv1.kernels.cache.contracts import (
+    PAGE_DTYPES,
+    check_cache_write,
+    check_copy_pages,
+    check_qkv_cache_write,
+    table_columns,
+)
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import (
+    LARGEST_E4M3,
+    QUARTERS,
+    SMALLEST_SCALE,
+    KVScales,
+    scales_per_block,
+)
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _pages(cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """View a cache as rows of ``layout.address_unit`` elements, the grain of every address."""
+    unit = layout.address_unit
+    flat = cache.view(-1)
+    return flat[: flat.numel() // unit * unit].view(-1, unit)
+
+
+def _page_rows(layout: KVLayout, block: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Return the rows of :func:`_pages` that hold token ``token`` of block ``block``.
+
+    Args:
+        layout: the layout.
+        block: ``[kv_heads, ...]`` int64, block ids >= 0.
+        token: ``[kv_heads, ...]`` int64, offset inside the block; broadcasts against ``block``.
+
+    Returns:
+        ``[kv_heads, ..., head_dim / address_unit]`` int64.
+    """
+    per_head = (-1, *[1] * (block.dim() - 1))
+    address = (
+        layout.head_base.view(per_head)
+        + block * layout.block_stride.view(per_head)
+        + token * layout.token_stride
+    )
+    pieces = torch.arange(layout.head_dim // layout.address_unit, device=block.device)
+    return (address // layout.address_unit)[..., None] + pieces
+
+
+def _scale_rows(
+    scales: KVScales, layout: KVLayout, block: torch.Tensor, token: torch.Tensor
+) -> torch.Tensor:
+    """Return the scales' flat addresses of tokens ``[kv_heads, ...]`` of blocks, broadcast."""
+    per_head = (-1, *[1] * (block.dim() - 1))
+    address = scales.base.view(per_head) + block * scales.block_stride.view(per_head)
+    per_block = scales_per_block(scales.granularity, layout.block_size)
+    return address + token * per_block // layout.block_size
+
+
+def token_scale(x: torch.Tensor) -> torch.Tensor:
+    """Return max(absmax / 448, 1e-12) of each vector, float32; what is not finite is ignored."""
+    largest = wide(x).abs().nan_to_num(0.0, posinf=0.0).amax(-1)
+    # A tensor divides exactly; on a GPU torch multiplies by the reciprocal of a Python number.
+    return (largest / torch.full_like(largest, LARGEST_E4M3)).float().clamp_min(SMALLEST_SCALE)
+
+
+def quantize_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the e4m3 codes (uint8) of ``x / scale``, saturated at +-448; every NaN is 0x7F."""
+    scaled = (wide(x) / scale[..., None]).clamp(-LARGEST_E4M3, LARGEST_E4M3).float()
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill(scaled.isnan(), 0x7F)
+
+
+def _grow_scales(
+    pages: torch.Tensor,
+    all_scales: torch.Tensor,
+    quarter_rows: torch.Tensor,
+    scale_rows: torch.Tensor,
+    is_first: torch.Tensor,
+    needed: torch.Tensor,
+) -> None:
+    """Raise the scales of quarters to what their new vectors need; requantise what they hold.
+
+    Args:
+        pages: the cache's codes as rows, *written* in quarters whose scale grows.
+        all_scales: flat, *written*.
+        quarter_rows: ``[vectors, tokens, rows of a token]``, of each vector's whole quarter.
+        scale_rows: ``[vectors]``, its quarter's scale.
+        is_first: ``[vectors]``, whether it is the first of its quarter, which starts anew.
+        needed: ``[vectors]``, the scale that it needs.
+    """
+    old = all_scales.where(all_scales > 0, 0.0)  # NaN: nothing was stored
+    old[scale_rows[is_first]] = 0.0
+    new = old.scatter_reduce(0, scale_rows, needed, "amax")
+    old, new = old[scale_rows], new[scale_rows]
+    all_scales[scale_rows] = new
+    grown = (new > old) & (old > 0)
+    rows, old, new = quarter_rows[grown], old[grown, None], new[grown, None]
+    codes = pages[rows].flatten(-2)  # [grown vectors, tokens, head_dim]
+    held = codes.view(torch.float8_e4m3fn).float() * old[..., None]
+    pages[rows] = quantize_e4m3(held, new).unflatten(-1, (-1, pages.shape[1]))
+
+
+@counted
+def kv_cache_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    *,
+    scales: KVScales | None = None,
+) -> None:
+    """Store new keys and values at their slots; see :func:`mrv1.kernels.kv_cache_write`."""
+    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, ORACLE_DTYPES, scales)
+    slot = slot_mapping[layout.group_of_head.long()]  # [kv_heads, tokens]
+    keep = slot >= 0
+    block, token = slot // layout.block_size, slot % layout.block_size
+    rows = _page_rows(layout, block, token)[keep]
+    vectors = [x.transpose(0, 1)[keep] for x in (key, value)]
+    if scales is not None:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        scale_rows = _scale_rows(scales, layout, block, token)[keep]
+        for i, all_scales in enumerate((scales.k_scale.view(-1), scales.v_scale.view(-1))):
+            if scales.granularity == "token":
+                all_scales[scale_rows] = token_scale(vectors[i])
+            elif scales.granularity == "quarter":
+                size = layout.block_size // QUARTERS
+                position = token % size  # in its quarter
+                first = (token - position)[:, :, None]
+                quarter = _page_rows(
+                    layout, block[:, :, None], first + torch.arange(size, device=key.device)
+                )
+                _grow_scales(
+                    _pages((k_cache, v_cache)[i], layout),
+                    all_scales,
+                    quarter[keep],
+                    scale_rows,
+                    position[keep] == 0,
+                    token_scale(vectors[i]),
+                )
+            vectors[i] = quantize_e4m3(vectors[i], all_scales[scale_rows])
+    for cache, new in zip((k_cache, v_cache), vectors, strict=True):
+        _pages(cache, layout)[rows] = new.unflatten(-1, (-1, layout.address_unit))
+
+
+@counted
+def qkv_cache_write(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    *,
+    num_q_heads: int,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    mrope_section: tuple[int, int, int] | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    q_out: torch.Tensor | None = None,
+    k_out: torch.Tensor | None = None,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
+    """Norm and rotate, store, return q; see :func:`mrv1.kernels.qkv_cache_write`."""
+    heads = check_qkv_cache_write(
+        qkv,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        layout,
+        ORACLE_DTYPES,
+        num_q_heads=num_q_heads,
+        cos_sin=cos_sin,
+        positions=positions,
+        mrope_section=mrope_section,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        q_out=q_out,
+        k_out=k_out,
+        scales=scales,
+    )
+    from mrv1.kernels.reference import apply_rope, rms_norm
+
+    q, k = heads[:, :num_q_heads].clone(), heads[:, num_q_heads : -layout.num_kv_heads].clone()
+    value = heads[:, -layout.num_kv_heads :]
+    if q_norm is not None and k_norm is not None:
+        rms_norm(q, q_norm, eps, out=q)
+        rms_norm(k, k_norm, eps, out=k)
+    if cos_sin is not None:
+        if positions is None:  # a row for each token
+            positions = torch.arange(qkv.shape[0], device=qkv.device)
+        if mrope_section is not None:  # a table of this call's tokens, each pair from its section
+            axis = torch.arange(3, device=qkv.device)
+            axis = axis.repeat_interleave(torch.tensor(mrope_section, device=qkv.device)).repeat(2)
+            cos_sin = cos_sin[positions.T[:, axis], torch.arange(axis.numel(), device=qkv.device)]
+            positions = torch.arange(qkv.shape[0], device=qkv.device)
+        apply_rope(q, k, cos_sin, positions, interleaved=interleaved)
+    kv_cache_write(k, value, k_cache, v_cache, slot_mapping, layout, scales=scales)
+    if k_out is not None:
+        k_out.copy_(k)
+    return q if q_out is None else q_out.copy_(q)
+
+
+def gather_kv(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table_row: torch.Tensor,
+    num_blocks: int,
+    layout: KVLayout,
+    scales: KVScales | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return one request's K and V ``[kv_heads, keys, head_dim]`` and which keys have a page."""
+    if scales is not None:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    block = table_row[table_columns(layout, num_blocks)].long()
+    present = (block >= 0).repeat_interleave(layout.block_size, dim=1)
+    token = torch.arange(layout.block_size, device=block.device)
+    rows = _page_rows(layout, block.clamp_min(0)[:, :, None], token)  # -1: any page, masked later
+    shape = (layout.num_kv_heads, num_blocks * layout.block_size, layout.head_dim)
+    k, v = (
+        _pages(cache, layout).index_select(0, rows.flatten()).view(shape)
+        for cache in (k_cache, v_cache)
+    )
+    if scales is None:
+        return k.to(dtype), v.to(dtype), present
+    scale_rows = _scale_rows(scales, layout, block.clamp_min(0)[:, :, None], token[None, None])
+    k, v = (
+        codes.view(torch.float8_e4m3fn).to(dtype)
+        * all_scales.view(-1)[scale_rows.expand(*block.shape, -1).flatten(1)][..., None]
+        for codes, all_scales in ((k, scales.k_scale), (v, scales.v_scale))
+    )
+    return k, v, present
+
+
+@counted
+def copy_pages(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    src_block_ids: torch.Tensor,
+    dst_block_ids: torch.Tensor,
+    layout: KVLayout,
+    *,
+    group: int | None = None,
+    scales: KVScales | None = None,
+) -> None:
+    """Copy whole blocks onto others; see :func:`mrv1.kernels.copy_pages`."""
+    dtypes = (*PAGE_DTYPES, torch.float64)
+    check_copy_pages(k_cache, v_cache, src_block_ids, dst_block_ids, layout, group, dtypes, scales)
+    kept = (src_block_ids >= 0) & (dst_block_ids >= 0)
+    heads = slice(None) if group is None else layout.group_of_head == group
+    token = torch.arange(layout.block_size, device=k_cache.device)
+    src, dst = (ids[kept].long().view(1, -1, 1) for ids in (src_block_ids, dst_block_ids))
+    source, target = (_page_rows(layout, ids, token)[heads] for ids in (src, dst))
+    for cache in (k_cache, v_cache):
+        pages = _pages(cache.view(_INTEGER_OF_SIZE[cache.itemsize]), layout)
+        pages[target] = pages[source]
+    if scales is not None and scales.granularity != "head":
+        source, target = (_scale_rows(scales, layout, ids, token)[heads] for ids in (src, dst))
+        for scale in (scales.k_scale, scales.v_scale):
+            bits = scale.view(torch.int32).view(-1)
+            bits[target] = bits[source]
