@@ -35,7 +35,7 @@ from mrv1.config import KVCacheDtypeName, checkpoint_dir
 from mrv1.device import kernel_path
 from mrv1.headwise import HeadPolicy, HeadRanking
 from mrv1.headwise.calibrate import Method
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, load_model
 from training.corpus import load_split
 from training.evaluate import text_loss

@@ -26,7 +26,7 @@ from mrv1 import kernels
 from mrv1.bench.provenance import provenance
 from mrv1.kernels import DecodePlan, HeadRole, KVScales, PrefillSplits, reference
 from mrv1.kernels.attention import prefill_attention
-from mrv1.kernels.sampling.edit_logits import MAX_PARTS
+from mrv1.kernels.sampling.contracts import MAX_PARTS
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 
 TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"SUMMARY: (\d+) hazard"}

@@ -10,6 +10,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -36,7 +37,7 @@ class File:
     def path(self) -> str:
         return f"mrv1/{self.name.replace('.', '/')}.py"
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
@@ -50,6 +51,7 @@ def _all_files() -> list[File]:
 
 
 FILES = _all_files()
+BY_NAME = {file.name: file for file in FILES}
 
 
 # --- reading the syntax tree ---------------------------------------------------------------------
@@ -77,6 +79,29 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
             and isinstance(node.args[0], ast.Constant)
         ):
             yield node.lineno, str(node.args[0].value)
+
+
+def _imports_at_start(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """What is imported when the module is: not in a function, nor for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and _dotted(node.test).endswith("TYPE_CHECKING"):
+            yield from _imports_at_start(ast.Module(node.orelse, []))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _imports(ast.Module([node], []))
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _imports_at_start(node)
+
+
+def _modules(target: str) -> Iterator[str]:
+    """The files, named as in ``File``, that an import of a dotted name runs: packages and it."""
+    parts = target.split(".")
+    if parts[0] != "mrv1":
+        return
+    for end in range(1, len(parts) + 1):
+        inner = parts[1:end]
+        for name in (".".join(inner), ".".join([*inner, "__init__"])):
+            if name in BY_NAME:
+                yield name
 
 
 def _uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -157,6 +182,84 @@ def only_one_module_imports_triton(file: File) -> Iterator[str]:
     for line, target in _imports(file.tree):
         if target.partition(".")[0] == "triton":
             yield f"{line}: imports {target}"
+
+
+ORACLE_USERS = {
+    "bench.attention_data": "quantises keys and values as a cache holds them",
+    "bench.kv_write": "compares with the oracle in float64",
+    "bench.kv_write_data": "compares with the oracle's scales and codes",
+    "bench.peers": "quantises keys and values for peers that take them so",
+}
+
+
+def _oracle_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for line, target in _uses(tree):
+        parts = target.split(".")
+        if parts[0] in ("mrv1", "kernels") and "kernels" in parts and "reference" in parts:
+            yield line, target
+
+
+def only_kernels_import_oracles(file: File) -> Iterator[str]:
+    """Outside ``kernels`` an oracle is called through ``registry.Ops`` alone."""
+    if file.layer == "kernels" or file.name in ORACLE_USERS:
+        return
+    for line, target in _oracle_imports(file.tree):
+        yield f"{line}: {target}"
+
+
+@cache
+def _targets_at_start(name: str) -> tuple[str, ...]:
+    return tuple(target for _, target in _imports_at_start(BY_NAME[name].tree))
+
+
+def _way_to_triton(name: str, seen: set[str]) -> list[str]:
+    """How the import of a file ends at triton: the files between, or nothing if it does not."""
+    for target in _targets_at_start(name):
+        if target.partition(".")[0] == "triton":
+            return [name]
+        for module in _modules(target):
+            if module not in seen:
+                seen.add(module)
+                if way := _way_to_triton(module, seen):
+                    return [name, *way]
+    return []
+
+
+def contracts_and_oracles_run_without_triton(file: File) -> Iterator[str]:
+    """No ``contracts`` or ``reference`` module imports triton, directly or through another."""
+    if file.layer != "kernels" or file.name.rpartition(".")[2] not in ("contracts", "reference"):
+        return
+    for line, target in _imports(file.tree):
+        if target.partition(".")[0] == "triton":
+            yield f"{line}: imports {target}"
+        for module in _modules(target):
+            if module != file.name and (way := _way_to_triton(module, {module})):
+                yield f"{line}: imports {target}, which imports triton: {' -> '.join(way)}"
+
+
+KERNEL_FOLDERS = {
+    "_base": {"_base"},
+    "layers": {"_base", "layers"},
+    "sampling": {"_base", "sampling"},
+    "step": {"_base", "step"},
+    "cache": {"_base", "cache", "layers.reference"},  # its oracle norms and rotates by theirs
+    "attention": {"_base", "cache", "attention"},
+}
+"""What each folder of ``kernels`` may import of ``kernels``: folders, and single modules."""
+
+
+def kernel_folders_point_one_way(file: File) -> Iterator[str]:
+    """attention -> cache -> the oracles of layers; every folder -> _base."""
+    _, folder, module = (*file.name.split(".", 2), "", "")[:3]
+    if file.layer != "kernels" or not module:
+        return
+    if folder not in KERNEL_FOLDERS:
+        yield f"1: {folder} has no place in KERNEL_FOLDERS: give it one"
+        return
+    allowed = tuple(f"mrv1.kernels.{name}." for name in KERNEL_FOLDERS[folder])
+    for line, target in _imports(file.tree):
+        if target.startswith("mrv1.kernels") and not f"{target}.".startswith(allowed):
+            yield f"{line}: {folder} imports {target}"
 
 
 def only_device_asks_the_gpu(file: File) -> Iterator[str]:
@@ -250,6 +353,9 @@ RULES: list[Rule] = [
     arrows_point_one_way,
     only_integrations_import_vllm,
     only_one_module_imports_triton,
+    only_kernels_import_oracles,
+    contracts_and_oracles_run_without_triton,
+    kernel_folders_point_one_way,
     only_device_asks_the_gpu,
     engine_has_no_cuda,
     only_config_reads_the_environment,
@@ -286,6 +392,48 @@ BREAKING = [
     (only_integrations_import_vllm, "engine.llm", "import_module('vllm')"),
     (only_one_module_imports_triton, "kernels.rope", "import triton.language as tl"),
     (only_one_module_imports_triton, "cli", "def f():\n    from triton import knobs"),
+    (only_kernels_import_oracles, "sampler.sampler", "from mrv1.kernels.reference import linear"),
+    (only_kernels_import_oracles, "runner.step", "from mrv1.kernels import KVLayout, reference"),
+    (only_kernels_import_oracles, "bench.sampler", "import mrv1.kernels.step.reference"),
+    (
+        only_kernels_import_oracles,
+        "engine.llm",
+        "from mrv1 import kernels\nkernels.reference.linear(x, w)",
+    ),
+    (contracts_and_oracles_run_without_triton, "kernels.step.contracts", "import triton"),
+    (
+        contracts_and_oracles_run_without_triton,
+        "kernels.layers.contracts",
+        "def f():\n    from mrv1.kernels._base.triton import tl",
+    ),
+    (
+        contracts_and_oracles_run_without_triton,
+        "kernels.layers.reference",
+        "from mrv1.kernels.layers.linear import linear",
+    ),
+    (
+        contracts_and_oracles_run_without_triton,
+        "kernels.reference",
+        "import mrv1.kernels._base.prefetch as prefetch",
+    ),
+    (
+        kernel_folders_point_one_way,
+        "kernels.step.gather_tokens",
+        "from mrv1.kernels.cache.kv_layout import KVLayout",
+    ),
+    (kernel_folders_point_one_way, "kernels._base.checks", "from mrv1.kernels import layers"),
+    (
+        kernel_folders_point_one_way,
+        "kernels.cache.qkv_cache_write",
+        "from mrv1.kernels.layers.rope import apply_rope",
+    ),
+    (
+        kernel_folders_point_one_way,
+        "kernels.cache.fp8",
+        "from mrv1.kernels.attention.contracts import check_visited",
+    ),
+    (kernel_folders_point_one_way, "kernels.step.reference", "from mrv1.kernels import reference"),
+    (kernel_folders_point_one_way, "kernels.utils.checks", "import torch"),
     (only_device_asks_the_gpu, "runner.step", "torch.cuda.get_device_properties(0)"),
     (only_device_asks_the_gpu, "runner.step", "from torch.cuda import mem_get_info"),
     (only_device_asks_the_gpu, "runner.step", "from torch import cuda"),
@@ -310,6 +458,34 @@ KEEPING = [
         "kernels.layers.rope",
         "from mrv1.kernels._base.triton import triton",
     ),
+    (
+        only_kernels_import_oracles,
+        "runner.step",
+        "from mrv1.kernels.registry import Ops, select_ops\nops = select_ops('reference')",
+    ),
+    (only_kernels_import_oracles, "kernels.registry", "from mrv1.kernels import reference"),
+    (only_kernels_import_oracles, "bench.peers", "from mrv1.kernels import reference"),
+    (
+        contracts_and_oracles_run_without_triton,
+        "kernels.layers.linear",
+        "from mrv1.kernels._base.triton import tl, triton",
+    ),
+    (
+        contracts_and_oracles_run_without_triton,
+        "kernels.layers.contracts",
+        "from mrv1.kernels._base.checks import check_tensor",
+    ),
+    (
+        kernel_folders_point_one_way,
+        "kernels.attention.reference",
+        "from mrv1.kernels.cache.kv_layout import KVLayout",
+    ),
+    (
+        kernel_folders_point_one_way,
+        "kernels.cache.reference",
+        "from mrv1.kernels.layers.reference import apply_rope, rms_norm",
+    ),
+    (kernel_folders_point_one_way, "kernels.registry", "from mrv1.kernels import reference"),
     (only_device_asks_the_gpu, "runner.step", "torch.cuda.Event()"),
     (engine_has_no_cuda, "engine.llm", "torch.device('cuda')"),
     (only_config_reads_the_environment, "config", "import os\nos.environ['X']"),
@@ -339,6 +515,7 @@ def test_named_exceptions_are_still_needed():
     waiting = {f"{file.name}:{scope}" for file in FILES for scope, _, _ in _waits(file.tree)}
     assert set(WAITING_FUNCTIONS) <= waiting
     assert set(WAITING_FILES) <= {file.name for file in FILES}
+    assert set(ORACLE_USERS) <= {file.name for file in FILES if any(_oracle_imports(file.tree))}
 
 
 # --- every op has an oracle and a test file ------------------------------------------------------
@@ -373,6 +550,14 @@ def test_every_launcher_has_an_oracle_and_a_test_file():
     assert _launchers(mrv1.kernels)
     violations = list(oracle_violations(mrv1.kernels, reference, REPO / "tests" / "kernels"))
     assert not violations, "\n".join(violations)
+
+
+def test_an_op_is_imported_from_where_type_checkers_see_it():
+    tree = BY_NAME["kernels.__init__"].tree
+    at_start = {target for _, target in _imports_at_start(tree)}
+    typed = {target for _, target in _imports(tree)} - at_start
+    modules = mrv1.kernels._MODULE_OF_OP.items()
+    assert typed == {f"mrv1.kernels.{module}.{name}" for name, module in modules}
 
 
 def test_oracle_check_finds_what_is_missing(tmp_path: Path):

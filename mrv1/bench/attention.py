@@ -35,7 +35,7 @@ from mrv1.bench.timing import (
 from mrv1.device import kernel_path, memory_bytes, resolve_device
 from mrv1.errors import CapacityError
 from mrv1.kernels import PrefillSplits
-from mrv1.kernels.ops import Ops, select_ops
+from mrv1.kernels.registry import Ops, select_ops
 
 SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning."""

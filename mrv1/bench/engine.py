@@ -22,8 +22,7 @@ from mrv1.config import (
 from mrv1.device import kernel_path
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError
-from mrv1.kernels._base.triton import triton
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, ModelConfig, random_weights
 
 
@@ -138,6 +137,8 @@ def triton_cache(device: torch.device) -> Literal["empty", "filled"] | None:
     """Say whether compiled kernels of earlier processes are there; None = none are needed."""
     if kernel_path(device) != "triton":
         return None
+    from mrv1.kernels._base.triton import triton
+
     folder = Path(triton.knobs.cache.dir)
     return "filled" if folder.is_dir() and any(folder.iterdir()) else "empty"
 

@@ -39,7 +39,7 @@ from mrv1.device import kernel_path, resolve_device
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
-from mrv1.kernels.ops import Ops, select_ops
+from mrv1.kernels.registry import Ops, select_ops
 
 SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning."""

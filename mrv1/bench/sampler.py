@@ -36,7 +36,7 @@ from mrv1.bench.timing import (
 )
 from mrv1.device import kernel_path, resolve_device
 from mrv1.errors import ConfigError
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 
 SCHEMA = 1
 """Version of the result's layout; raised when a field changes its meaning."""

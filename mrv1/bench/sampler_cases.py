@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 
 from mrv1.bench.timing import WrongResultError
-from mrv1.kernels import reference
-from mrv1.kernels.ops import Ops
-from mrv1.kernels.sampling.logprobs import TopLogprobs
+from mrv1.kernels.registry import Ops, select_ops
+from mrv1.kernels.sampling.contracts import TopLogprobs
 from mrv1.sampler import History, Sampler, SamplerLimits, SamplingParams
 
 Stage = Literal["draw", "edit", "edit and draw", "bitmask", "logprobs", "raw logprobs"]
@@ -187,15 +186,16 @@ class Work:
         """
         ours = replace(self, logits=self.logits.clone())
         some = slice(0, CHECKED_ROWS)
+        oracles = select_ops("reference")
         logits = self.logits[some].clone()
         oracle = replace(
             self,
             logits=logits.double() if "logprobs" in self.case.stage else logits,
             idx_mapping=self.idx_mapping[some],
             slots={**self.slots, "allowed_mask": self.slots["allowed_mask"][some]},
-            ops=reference,
+            ops=oracles,
             sampler=Sampler(
-                len(self.logits), self.limits, self.slots, _launched(self.case, reference)
+                len(self.logits), self.limits, self.slots, _launched(self.case, oracles)
             ),
             drawn=self.drawn[some],
         )
@@ -267,7 +267,7 @@ def _slots(
         name: torch.zeros(num_rows if width is None else (num_rows, width), dtype=dtype)
         for name, (dtype, width) in Sampler.fields(limits).items()
     }
-    sampler = Sampler(num_rows, limits, slots, reference)
+    sampler = Sampler(num_rows, limits, slots, select_ops("reference"))
     params = case.sampling_params(limits.vocab_size)
     for row, end in enumerate(token_ids[:, 1 - BAD_WORD_LEN :].tolist()):
         words = _bad_words(case.num_bad_words, end, limits.vocab_size, generator)

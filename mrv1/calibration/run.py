@@ -15,7 +15,7 @@ from mrv1.config import checkpoint_dir, resolve_dtype
 from mrv1.device import kernel_path, resolve_device
 from mrv1.headwise import HeadPolicy, HeadRanking, RecallPrompt, rank_heads, rankable_heads
 from mrv1.headwise.calibrate import num_losses
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, load_model
 
 Progress = Callable[[int, int], None]

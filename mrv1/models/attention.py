@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 
 from mrv1.device import kernel_path
-from mrv1.kernels.attention.plan import DecodePlan
-from mrv1.kernels.attention.splits import PrefillSplits
-from mrv1.kernels.ops import Ops
+from mrv1.kernels import DecodePlan, PrefillSplits
+from mrv1.kernels.registry import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
 
 LONG_QUERY = 256

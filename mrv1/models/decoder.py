@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mrv1.kernels.layers.linear import Activation
-from mrv1.kernels.ops import Ops
+from mrv1.kernels.layers.contracts import Activation
+from mrv1.kernels.registry import Ops
 from mrv1.models.attention import AttentionBackend, KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig

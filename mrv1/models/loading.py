@@ -18,7 +18,7 @@ from rich.progress import (
 
 from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
-from mrv1.kernels.ops import Ops
+from mrv1.kernels.registry import Ops
 from mrv1.models.config import ModelConfig
 from mrv1.models.decoder import DecoderModel
 from mrv1.models.files import raise_problems

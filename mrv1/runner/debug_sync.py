@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from mrv1.kernels.ops import Ops
+from mrv1.kernels.registry import Ops
 
 
 class _SyncedOps:

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from mrv1.kernels.ops import Ops
+from mrv1.kernels.registry import Ops
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import BlockTables
 from mrv1.runner.request_state import RequestState

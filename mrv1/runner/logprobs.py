@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from mrv1.kernels.ops import Ops
+from mrv1.kernels.registry import Ops
 from mrv1.runner.step import Int32Array, SlotRequest, TokenLogprobs
 from mrv1.sampler import SamplingParams
 

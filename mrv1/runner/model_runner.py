@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ from mrv1.errors import ConfigError, StepError
 from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
 from mrv1.kernels.cache.block_ids import find_bad_block_ids
-from mrv1.kernels.ops import select_ops
-from mrv1.kernels.step.post_update import MAX_SAMPLED_TOKENS
+from mrv1.kernels.registry import select_ops
+from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS
 from mrv1.models import DecoderModel, ModelConfig, load_kv_scales, load_model
 from mrv1.models.files import read_json
 from mrv1.runner import input_batch
@@ -430,7 +431,8 @@ class ModelRunner:
                 self._graphs.capture(self._graphs.shapes, self._run_padding, progress=progress)
         if self._on_gpu and config.attention_backend == "triton":
             self._warm_up()
-        self._compilations = watch_compilations()
+        launches = self.path != "reference"  # without triton nothing is compiled
+        self._compilations = watch_compilations() if launches else Counter()
         self._num_warm_up_compilations = self._compilations.total()
 
     # --- one step -------------------------------------------------------------------------

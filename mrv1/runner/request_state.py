@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mrv1.kernels.step.post_update import MAX_SAMPLED_TOKENS, RUNNING
+from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS, RUNNING
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
 from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan

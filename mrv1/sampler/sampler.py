@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.kernels.ops import Ops
-from mrv1.kernels.reference import kept_tokens
-from mrv1.kernels.sampling.edit_logits import ALLOWED, BIAS, MAX_PARTS, MIN_TOKENS, PENALTIES
+from mrv1.kernels.registry import Ops
+from mrv1.kernels.sampling.contracts import ALLOWED, BIAS, MAX_PARTS, MIN_TOKENS, PENALTIES
+from mrv1.kernels.sampling.filters import kept_tokens
 from mrv1.sampler.bad_words import TOKENIZATIONS
 from mrv1.sampler.params import SamplingParams
 

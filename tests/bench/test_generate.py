@@ -169,9 +169,8 @@ def test_a_start_says_what_was_compiled_before(
         folder.mkdir()
     for name in files or []:
         (folder / name).touch()
-    monkeypatch.setattr(
-        engine, "triton", SimpleNamespace(knobs=SimpleNamespace(cache=SimpleNamespace(dir=folder)))
-    )
+    knobs = SimpleNamespace(cache=SimpleNamespace(dir=folder))
+    monkeypatch.setattr("mrv1.kernels._base.triton.triton", SimpleNamespace(knobs=knobs))
     assert engine.triton_cache(torch.device("cuda", 0)) == said
     assert engine.triton_cache(torch.device("cpu")) is None
 

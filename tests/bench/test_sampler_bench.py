@@ -18,7 +18,7 @@ from mrv1.bench.timing import WrongResultError
 from mrv1.cli import bench_sampler
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
-from mrv1.kernels.sampling.logprobs import TopLogprobs
+from mrv1.kernels.sampling.contracts import TopLogprobs
 
 SMALL = {"rows": (1, 3), "stds": (1.0,), "vocab_size": 300, "repeats": 2, "device": "cpu"}
 KEYS = {

@@ -16,7 +16,7 @@ from mrv1 import ConfigError
 from mrv1.calibration import PolicyModel, measure
 from mrv1.device import kernel_path
 from mrv1.headwise import FULL, HeadPolicy, RecallPrompt, Visible
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, load_model
 from tests.models.driver import PagedDriver
 from tests.models.families import SLIDING, tiny_checkpoint

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mrv1 import EngineConfig, SamplingParams, StepError
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import load_model
 from tests.models.families import tiny_checkpoint
 

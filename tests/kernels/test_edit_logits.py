@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.errors import UnsupportedDeviceError
 from mrv1.kernels import reference
-from mrv1.kernels.sampling.edit_logits import (
-    ALLOWED,
-    BIAS,
-    MAX_PARTS,
-    MIN_TOKENS,
-    PENALTIES,
-    EditLogitsConfig,
-)
+from mrv1.kernels.sampling.contracts import ALLOWED, BIAS, MAX_PARTS, MIN_TOKENS, PENALTIES
+from mrv1.kernels.sampling.edit_logits import EditLogitsConfig
 from tests.kernels.elementwise import DTYPES, assert_gaps_untouched, in_a_wider_row, normal, tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -609,6 +603,7 @@ def test_wrong_arguments_are_named(device, change, error, message):
     )
 
 
-def test_a_cpu_tensor_needs_the_interpreter():
-    with tiles("_checks", as_on_gpu=True), pytest.raises(UnsupportedDeviceError, match="logits: "):
+def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):
+    monkeypatch.setattr("mrv1.kernels._base.checks.INTERPRET", False)
+    with pytest.raises(UnsupportedDeviceError, match="logits: "):
         kernels.edit_logits(**_arguments(Case((Slot(),), (Row(0),))))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.errors import UnsupportedDeviceError
 from mrv1.kernels import reference
-from mrv1.kernels.sampling.logprobs import MAX_VOCAB_SIZE, TopLogprobs, TopLogprobsConfig
+from mrv1.kernels.sampling.contracts import MAX_LOGPROBS_VOCAB_SIZE, TopLogprobs
+from mrv1.kernels.sampling.logprobs import TopLogprobsConfig
 from tests.kernels.elementwise import (
     DTYPES,
     assert_gaps_untouched,
@@ -304,10 +305,12 @@ def test_a_captured_launch_follows_the_logits(device):
 
 def test_configurations():
     """A program of the first launch is 2048 ids, whatever the groups; the rows do not enter."""
-    small, usual, largest = map(TopLogprobsConfig.default_for, (1000, 151_936, MAX_VOCAB_SIZE))
+    small, usual, largest = map(
+        TopLogprobsConfig.default_for, (1000, 151_936, MAX_LOGPROBS_VOCAB_SIZE)
+    )
     assert (small.tile_groups, usual.tile_groups, largest.tile_groups) == (8, 16, 8)
     assert (usual.num_row_warps, largest.num_row_warps) == (8, 16)
-    assert TopLogprobsConfig.for_interpreter(MAX_VOCAB_SIZE).tile_groups == 2**18 // 256
+    assert TopLogprobsConfig.for_interpreter(MAX_LOGPROBS_VOCAB_SIZE).tile_groups == 2**18 // 256
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -346,13 +349,14 @@ def test_wrong_arguments_are_named(device, change, error, message):
 
 
 def test_a_vocabulary_that_is_too_large_is_named(device):
-    logits = torch.zeros(1, MAX_VOCAB_SIZE + 1, dtype=torch.float16, device=device)
+    logits = torch.zeros(1, MAX_LOGPROBS_VOCAB_SIZE + 1, dtype=torch.float16, device=device)
     token_ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
     for ops in (reference, kernels):
         with pytest.raises(ValueError, match=r"logits: expected a vocabulary of 1 to 1048576 tok"):
             ops.top_logprobs(logits, token_ids, 1)
 
 
-def test_a_cpu_tensor_needs_the_interpreter():
-    with tiles("_checks", as_on_gpu=True), pytest.raises(UnsupportedDeviceError, match="logits: "):
+def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):
+    monkeypatch.setattr("mrv1.kernels._base.checks.INTERPRET", False)
+    with pytest.raises(UnsupportedDeviceError, match="logits: "):
         kernels.top_logprobs(FLOATS, torch.zeros(2, 1, dtype=torch.int64), 1)

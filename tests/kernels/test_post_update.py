@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.step.post_update import (
-    FAILED,
-    LENGTH,
-    RUNNING,
-    STOP_SEQUENCE,
-    STOP_TOKEN,
-    PostUpdateConfig,
-)
+from mrv1.kernels.step.contracts import FAILED, LENGTH, RUNNING, STOP_SEQUENCE, STOP_TOKEN
+from mrv1.kernels.step.post_update import PostUpdateConfig
 from tests.kernels.elementwise import tiles, with_strides
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]

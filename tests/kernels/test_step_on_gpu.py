@@ -7,7 +7,7 @@ import torch
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.step.post_update import FAILED, LENGTH, RUNNING, STOP_TOKEN
+from mrv1.kernels.step.contracts import FAILED, LENGTH, RUNNING, STOP_TOKEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 

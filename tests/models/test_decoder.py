@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from mrv1.device import kernel_path
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import AttentionBatch, DecoderModel, ModelConfig, random_weights
 from mrv1.models.weights import checkpoint_tensors, empty_weights
 from tests.models.driver import PagedDriver, Request

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from mrv1.config import checkpoint_dir
 from mrv1.device import kernel_path
 from mrv1.kernels import reference
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, load_model
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import (

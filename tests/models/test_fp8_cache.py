@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from mrv1.config import checkpoint_dir
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import ConfigError
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, load_kv_scales, load_model
 from mrv1.models.kv_scales import scale_names
 from mrv1.models.loading import load_weights

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from mrv1.errors import ConfigError
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, load_model
 from mrv1.models.loading import load_weights
 from mrv1.models.weights import ModelWeights, checkpoint_tensors

@@ -8,7 +8,7 @@ import torch
 from mrv1 import kernels
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import OP_NAMES, select_ops
 from mrv1.models import DecoderModel, ModelConfig, ParallelContext, random_weights
 from mrv1.models.weights import checkpoint_tensors
 from tests.models.driver import PagedDriver
@@ -50,9 +50,12 @@ def test_global_random_state_is_left_alone() -> None:
 
 
 def test_select_ops() -> None:
-    assert select_ops("reference") is reference
-    assert select_ops("triton") is kernels
-    assert select_ops("interpreter") is kernels
+    for path, source in (
+        ("reference", reference), ("triton", kernels), ("interpreter", kernels)
+    ):  # fmt: skip
+        ops = select_ops(path)
+        assert all(getattr(ops, name) is getattr(source, name) for name in OP_NAMES)
+    assert "linear" in OP_NAMES
 
 
 def test_one_rank_changes_nothing() -> None:

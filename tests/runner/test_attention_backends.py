@@ -22,7 +22,7 @@ from mrv1.config import checkpoint_dir
 from mrv1.device import kernel_path
 from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels import HeadRole, KVLayout, reference
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.models import attention, load_model
 from mrv1.runner.attention_backends import FlashInferBackend, check_flashinfer, select_backend
 from mrv1.runner.kv_cache import CacheSpec, layer_layouts

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import StepPlan
-from mrv1.kernels.step.post_update import RUNNING
+from mrv1.kernels.step.contracts import RUNNING
 from mrv1.runner.request_state import RequestState
 from mrv1.runner.slot_state import SlotState
 from tests.runner.host_state import AppliedUpload, entering, plan_of

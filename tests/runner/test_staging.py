@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1.device import kernel_path
-from mrv1.kernels.ops import select_ops
+from mrv1.kernels.registry import select_ops
 from mrv1.runner.staging import FETCHED_WORDS, Staged, Staging, StepUpload
 
 MAX_REQS, MAX_SEGMENTS, NUM_SLOTS = 5, 4, 3

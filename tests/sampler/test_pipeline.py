@@ -13,7 +13,7 @@ from mrv1.kernels._base.triton import INTERPRET
 from mrv1.sampler import History, Sampler, SamplerLimits
 from tests.kernels.elementwise import normal
 from tests.kernels.elementwise import seeds as small_seeds
-from tests.kernels.test_sampling import FILTER_DTYPES, _assert_near_best
+from tests.kernels.test_sample_tokens import FILTER_DTYPES, _assert_near_best
 from tests.sampler.rules import edited
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mrv1.kernels._base.triton import triton
-
 _counts: Counter[str] = Counter()
 _is_watched = False
 
@@ -17,6 +15,8 @@ def watch_compilations() -> Counter[str]:
     """
     global _is_watched
     if not _is_watched:
+        from mrv1.kernels._base.triton import triton
+
         _is_watched = True
         runtime = triton.knobs.runtime
         earlier = runtime.jit_post_compile_hook

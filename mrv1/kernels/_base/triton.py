@@ -6,11 +6,17 @@ choice must be made before the first import of triton and holds for the whole pr
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from mrv1.device import INTERPRET
 from mrv1.errors import ConfigError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ConfigError(
+        "mrv1.kernels: expected the package triton to be installed, "
+        f"got {error}; pip install triton"
+    ) from error
 
 # How triton's own library was decorated tells what the process is settled on.
 if (type(tl.max).__name__ == "InterpretedFunction") != INTERPRET:

@@ -42,8 +42,6 @@ from mrv1.kernels.attention.plan import (
 )
 from mrv1.kernels.cache.kv_layout import KVLayout
 
-__all__ = ["DecodePlan", "plan_decode_attention"]
-
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _MERGE_FIELDS = tl.constexpr(MERGE_FIELDS)
 _MAX_PIECES = tl.constexpr(MAX_PIECES)

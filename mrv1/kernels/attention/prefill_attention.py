@@ -62,8 +62,6 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
 
-__all__ = ["PrefillSplits", "paged_prefill_attention"]
-
 SCAN_REQS = tl.constexpr(128)
 """Requests whose first tiles are compared at once."""
 

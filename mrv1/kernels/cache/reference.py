@@ -20,6 +20,7 @@ from mrv1.kernels.cache.kv_scales import (
     KVScales,
     scales_per_block,
 )
+from mrv1.kernels.layers.reference import apply_rope, rms_norm
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -188,8 +189,6 @@ def qkv_cache_write(
         k_out=k_out,
         scales=scales,
     )
-    from mrv1.kernels.reference import apply_rope, rms_norm
-
     q, k = heads[:, :num_q_heads].clone(), heads[:, num_q_heads : -layout.num_kv_heads].clone()
     value = heads[:, -layout.num_kv_heads :]
     if q_norm is not None and k_norm is not None:

@@ -20,7 +20,6 @@ adds up their sums (``linear_splits``) norms it too.
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -28,13 +27,12 @@ from mrv1.device import device_info
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.triton import INTERPRET
 from mrv1.kernels.layers.activation import silu_and_mul
+from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.layers.linear_call import LinearCall
 from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
 from mrv1.kernels.layers.rms_norm import rms_norm
-
-Activation = Literal["silu_and_mul"]
 
 MOST_TOKENS = 32
 """Most tokens of a product in tiles that the library could do. On an H200 in bfloat16 the four

@@ -22,13 +22,14 @@ Source: vLLM's ``bad_words`` for the meaning of a word (``vllm/v1/sample/ops/bad
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
-from mrv1.kernels._base.checks import FLOAT_DTYPES, check_drafts, check_launchable, check_tensor
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.sampling.contracts import check_bad_words
 
 
 @triton.jit(
@@ -231,41 +232,3 @@ def apply_bad_words(
         num_warps=config.num_warps,
         **overlap_options(logits.device),
     )
-
-
-def check_bad_words(
-    logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    prompt_len: torch.Tensor,
-    bad_words: torch.Tensor,
-    bad_word_lens: torch.Tensor,
-    num_bad_words: torch.Tensor,
-    match_prompt: torch.Tensor | None,
-    ahead: torch.Tensor | None,
-    draft_token_ids: torch.Tensor | None,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Raise unless the arguments are as :func:`apply_bad_words` describes them."""
-    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
-    num_rows = logits.shape[0]
-    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
-    check("idx_mapping", idx_mapping, shape=(num_rows,), contiguous=True)
-    check("token_ids", token_ids, shape=(None, None), unit_last_stride=True)
-    max_num_reqs = token_ids.shape[0]
-    check("bad_words", bad_words, shape=(max_num_reqs, None, None))
-    if max_num_reqs and not bad_words[0].is_contiguous():
-        raise ValueError(
-            f"bad_words: expected each slot's words contiguous, got strides {bad_words.stride()}"
-        )
-    check("bad_word_lens", bad_word_lens, shape=bad_words.shape[:2], unit_last_stride=True)
-    for name, tensor in (
-        ("num_tokens", num_tokens),
-        ("prompt_len", prompt_len),
-        ("num_bad_words", num_bad_words),
-        ("match_prompt", match_prompt),
-    ):
-        if tensor is not None or name != "match_prompt":
-            check(name, tensor, shape=(max_num_reqs,), contiguous=True)
-    check_drafts(logits, ahead, draft_token_ids)

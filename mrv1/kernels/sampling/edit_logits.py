@@ -27,25 +27,23 @@ xgrammar for the layout of the bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
 from mrv1.device import device_info
-from mrv1.kernels._base.checks import FLOAT_DTYPES, check_drafts, check_launchable, check_tensor
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-
-ALLOWED = 1
-"""Bit of ``edits``: only the tokens of ``allowed_mask``."""
-MIN_TOKENS = 2
-"""Bit of ``edits``: no stop token before ``min_total_tokens``."""
-BIAS = 4
-"""Bit of ``edits``: the ids of ``bias_ids`` have a bias."""
-PENALTIES = 8
-"""Bit of ``edits``: repetition, frequency or presence penalty."""
-MAX_PARTS = 64
-"""Columns of ``counted``: a request's vocabulary is cut into at most so many programs."""
+from mrv1.kernels.sampling.contracts import (
+    ALLOWED,
+    BIAS,
+    MAX_PARTS,
+    MIN_TOKENS,
+    PENALTIES,
+    check_edit_logits,
+    check_token_bitmask,
+)
 
 PROGRAMS = 1024
 """Most programs of a launch of fewer requests: an H200 has room for 1056 of 64 registers."""
@@ -539,63 +537,3 @@ def apply_token_bitmask(
         num_warps=config.num_warps,
         **overlap_options(logits.device),
     )
-
-
-def check_edit_logits(
-    logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    allowed_mask: torch.Tensor,
-    stop_token_ids: torch.Tensor,
-    bias: tuple[torch.Tensor, torch.Tensor],
-    counts: torch.Tensor,
-    counted: torch.Tensor,
-    ahead: torch.Tensor | None,
-    draft_token_ids: torch.Tensor | None,
-    dtypes: tuple[torch.dtype, ...],
-    **per_slot: torch.Tensor,
-) -> None:
-    """Raise unless the arguments are as :func:`edit_logits` describes them."""
-    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
-    num_rows, vocab_size = logits.shape
-    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
-    check("idx_mapping", idx_mapping, shape=(num_rows,), contiguous=True)
-    check("token_ids", token_ids, shape=(None, None), unit_last_stride=True)
-    max_num_reqs = token_ids.shape[0]
-    for name, tensor in per_slot.items():
-        dtype = torch.float32 if name.endswith("_penalty") else torch.int32
-        check(name, tensor, shape=(max_num_reqs,), dtype=dtype, contiguous=True)
-    bias_ids, bias_values = bias
-    for name, tensor, width in (
-        ("allowed_mask", allowed_mask, -(-vocab_size // 32)),
-        ("stop_token_ids", stop_token_ids, None),
-        ("bias_ids", bias_ids, None),
-        ("counts", counts, vocab_size),
-    ):
-        check(name, tensor, shape=(max_num_reqs, width), unit_last_stride=True)
-    check(
-        "bias_values",
-        bias_values,
-        shape=bias_ids.shape,
-        dtype=torch.float32,
-        unit_last_stride=True,
-    )
-    check("counted", counted, shape=(max_num_reqs, MAX_PARTS), contiguous=True)
-    check_drafts(logits, ahead, draft_token_ids)
-
-
-def check_token_bitmask(
-    logits: torch.Tensor,
-    bitmask: torch.Tensor,
-    rows: torch.Tensor | None,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Raise unless the arguments are as :func:`apply_token_bitmask` describes them."""
-    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
-    num_rows, vocab_size = logits.shape
-    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
-    num_masks = num_rows if rows is None else None
-    width = -(-vocab_size // 32)
-    check("bitmask", bitmask, shape=(num_masks, width), unit_last_stride=True)
-    if rows is not None:
-        check("rows", rows, shape=bitmask.shape[:1], contiguous=True)

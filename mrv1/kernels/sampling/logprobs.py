@@ -20,34 +20,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 
-from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.sampling.contracts import TopLogprobs, check_top_logprobs
 from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
-
-MAX_VOCAB_SIZE = 1 << 20
-"""Token ids of a row: a program looks at all its groups at once."""
 
 _ROUND = tl.constexpr(32)  # best tokens that are found together, in as many groups
 _NO_KEY = tl.constexpr(-(2**63))  # below every key: of what has been taken
 _LOW_BITS = tl.constexpr(2**31 - 1)
-
-
-class TopLogprobs(NamedTuple):
-    """What :func:`top_logprobs` returns."""
-
-    logprobs: torch.Tensor
-    """[rows, n] float32, of the tokens asked for."""
-    ranks: torch.Tensor
-    """[rows, n] int64, of the tokens asked for; 1 = no token is better."""
-    top_token_ids: torch.Tensor
-    """[rows, num_top] int64, best first."""
-    top_logprobs: torch.Tensor
-    """[rows, num_top] float32."""
 
 
 @triton.jit
@@ -330,41 +314,3 @@ def top_logprobs(
         **overlap_options(logits.device),
     )
     return results
-
-
-def check_top_logprobs(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_top: int,
-    idx_mapping: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    dtypes: tuple[torch.dtype, ...],
-) -> tuple[int, int, int]:
-    """Return rows, tokens of each and vocab, or raise as :func:`top_logprobs` says."""
-    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
-    num_rows, vocab_size = logits.shape
-    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(
-            f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE} tokens, got {vocab_size}"
-        )
-    check = partial(check_tensor, device=logits.device)
-    check(
-        "token_ids",
-        token_ids,
-        shape=(num_rows, None),
-        dtype=torch.int64,
-        unit_last_stride=True,
-    )
-    if not 0 <= num_top <= vocab_size:
-        raise ValueError(f"num_top: expected 0 to {vocab_size}, got {num_top}")
-    if idx_mapping is not None:
-        check("idx_mapping", idx_mapping, shape=(num_rows,), dtype=torch.int32, contiguous=True)
-    if temperature is not None:
-        check(
-            "temperature",
-            temperature,
-            shape=(None if idx_mapping is not None else num_rows,),
-            dtype=torch.float32,
-            contiguous=True,
-        )
-    return num_rows, token_ids.shape[1], vocab_size

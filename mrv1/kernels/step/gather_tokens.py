@@ -23,9 +23,7 @@ import torch
 from mrv1.kernels._base.checks import check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-
-MAX_DRAFT_TOKENS = 7
-"""Drafts a row may have in one step."""
+from mrv1.kernels.step.contracts import MAX_DRAFT_TOKENS, check_queries
 
 
 @triton.jit
@@ -577,32 +575,6 @@ def gather_tokens(
 
 def _row_stride(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.stride(0)
-
-
-def check_queries(
-    query_start_loc: torch.Tensor | None,
-    query_len: int | None,
-    num_rows: int,
-    device: torch.device,
-) -> None:
-    """Raise unless the rows' query lengths are given, in one of the two ways.
-
-    Raises:
-        TypeError, ValueError: neither is given, or one is not as it should be.
-    """
-    if query_len is None and query_start_loc is None:
-        raise ValueError("query_start_loc: expected a tensor where query_len is None, got None")
-    if query_len is not None and query_len < 1:
-        raise ValueError(f"query_len: expected None or at least 1, got {query_len}")
-    if query_start_loc is not None:
-        check_tensor(
-            "query_start_loc",
-            query_start_loc,
-            shape=(num_rows + 1,),
-            dtype=torch.int32,
-            device=device,
-            contiguous=True,
-        )
 
 
 def _check_inputs(

@@ -27,21 +27,15 @@ import torch
 from mrv1.kernels._base.checks import check_launchable, check_reachable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.step.gather_tokens import check_queries
-
-RUNNING = 0
-"""Stop code of a slot that may be scheduled."""
-STOP_TOKEN = 1
-"""Stop code: the newest token is one of the request's stop tokens."""
-LENGTH = 2
-"""Stop code: the request has max_total_tokens tokens."""
-FAILED = 3
-"""Stop code: the sampler had no token to give."""
-STOP_SEQUENCE = 4
-"""Stop code: the newest tokens are one of the request's stop sequences."""
-
-MAX_SAMPLED_TOKENS = 8
-"""Tokens a row may append in one step: its drafts, all accepted, and one more."""
+from mrv1.kernels.step.contracts import (
+    FAILED,
+    LENGTH,
+    MAX_SAMPLED_TOKENS,
+    RUNNING,
+    STOP_SEQUENCE,
+    STOP_TOKEN,
+    check_queries,
+)
 
 _RUNNING = tl.constexpr(RUNNING)
 _STOP_TOKEN = tl.constexpr(STOP_TOKEN)
@@ -289,7 +283,7 @@ def post_update(
             max_model_len.
         stop_token_ids: [max_num_reqs, any] int32, unit last stride, -1 = none.
         stopped: [max_num_reqs] int32, *written*: 0 runs; 1 stop token, 2 length, 3 failed, 4 stop
-            sequence, the constants of :mod:`mrv1.kernels.post_update`.
+            sequence, the constants of :mod:`mrv1.kernels.step.contracts`.
         output: shape of ``tokens``, int64, unit last stride, *written*, every element: the tokens
             appended, then -1. On the device or in pinned host memory, which the host may read
             behind an event after this launch.

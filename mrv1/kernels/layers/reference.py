@@ -1,0 +1,110 @@
+"""The ops of a decoder's layers in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._base.oracle import counted, wide
+from mrv1.kernels.layers.contracts import Activation
+
+
+@counted
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.rms_norm`."""
+    if residual is not None:
+        residual.copy_(wide(residual) + wide(x))
+        x = residual
+    wide_x = wide(x)
+    scale = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
+    normed = (wide_x * scale).to(x.dtype) * weight
+    return normed if out is None else out.copy_(normed)
+
+
+@counted
+def apply_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Oracle of :func:`mrv1.kernels.apply_rope`."""
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions].unsqueeze(1).split(half, dim=-1)
+    for x in (q, k):
+        rotary = x[..., : 2 * half]
+        first = rotary[..., 0::2] if interleaved else rotary[..., :half]
+        second = rotary[..., 1::2] if interleaved else rotary[..., half:]
+        a, b = wide(first), wide(second)
+        rotated = a * cos - b * sin, b * cos + a * sin
+        first.copy_(rotated[0])
+        second.copy_(rotated[1])
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(x)``, with its limit at -inf, where torch's is NaN."""
+    return torch.nn.functional.silu(x.clamp(min=torch.finfo(x.dtype).min))
+
+
+@counted
+def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.silu_and_mul`."""
+    gate, up = wide(x).chunk(2, dim=-1)
+    result = (_silu(gate) * up).to(x.dtype)
+    return result if out is None else out.copy_(result)
+
+
+@counted
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    out: torch.Tensor | None = None,
+    out_norm_weight: torch.Tensor | None = None,
+    normed_out: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
+    deterministic: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.linear`; if deterministic, one row after the other."""
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    matrix = wide(weight).T
+    rows = x.split(1) if deterministic else (x,)
+    y = (
+        torch.cat([wide(part) @ matrix for part in rows])
+        if len(x)
+        else x.new_zeros(0, len(weight))
+    )
+    if bias is not None:
+        y = y + wide(bias)
+    if activation is not None:
+        gate, up = y.chunk(2, dim=-1)
+        y = _silu(gate) * up
+    if residual is not None:
+        y = wide(residual) + y
+    y = y.to(out_dtype or x.dtype)
+    if normed_out is not None and out_norm_weight is not None:
+        rms_norm(y, out_norm_weight, eps, out=normed_out)
+    return y if out is None else out.copy_(y)
+
+
+@counted
+def embed_tokens(
+    input_ids: torch.Tensor, embed: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Oracle of :func:`mrv1.kernels.embed_tokens`."""
+    return torch.nn.functional.embedding(input_ids, embed), cos_sin.index_select(0, positions)
