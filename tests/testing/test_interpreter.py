@@ -163,8 +163,11 @@ def test_a_dot_of_what_is_not_finite_is_nan_in_its_row_alone(dtype):
     x, y = (_random(seed, 32, 32, dtype=dtype) for seed in (0, 1))
     x[3, :2] = torch.tensor([torch.inf, -torch.inf])
     x[7] = torch.nan
+    signalling = torch.tensor([torch.inf], dtype=dtype)
+    signalling.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[0] += 1
+    x[11] = signalling  # numpy warns of it in a cast, too
     y[0], y[1] = 1, 1
-    rows = [3, 7]
+    rows = [3, 7, 11]
     out = torch.empty(32, 32)
     _dot_kernel[(1,)](out, x, y, TILE=32)
     assert out[rows].isnan().all()

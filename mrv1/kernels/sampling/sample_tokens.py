@@ -28,7 +28,7 @@ end in the first round, with the token that they would draw without a filter.
 
 Two launches. The first reads the logits and leaves each group's maximum and sum; the second, one
 program a row, does the rest from these, and reads again only where it has to: the 50 best tokens
-are in the 50 groups of the largest maxima. ``_sampling_search`` says how what is kept is found.
+are in the 50 groups of the largest maxima. ``search`` says how what is kept is found.
 
 Sources: Maddison et al., "A* Sampling" (2014), for the Gumbel-max draw; FlashInfer (2025) for
 top-p by turning down.

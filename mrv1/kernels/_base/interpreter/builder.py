@@ -101,7 +101,8 @@ class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
     def create_fp_to_fp(self, src: Handle, dst_type: DType, rounding_mode: Opaque) -> Handle:
         """Convert with an explicit rounding mode."""
         toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
-        return encode_as(float32_of(src), dst_type, toward_zero=toward_zero)
+        with np.errstate(all="ignore"):
+            return encode_as(float32_of(src), dst_type, toward_zero=toward_zero)
 
     def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
         """Apply ``op``; a comparison of bfloat16 yields int1, all else bfloat16."""
@@ -147,8 +148,8 @@ class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
         """Return ``a @ b + d``, summed over K in one order and rounded once."""
         if not a.dtype.is_floating():
             return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
-        left, right, addend = (_float64_of(handle) for handle in (a, b, d))
         with np.errstate(all="ignore"):  # rows of padding may hold anything, as on a GPU
+            left, right, addend = (_float64_of(handle) for handle in (a, b, d))
             total = _product(left, right) + addend
             wide = np.float64 if d.dtype.scalar.name == "fp64" else np.float32
             return encode_as(total.astype(wide), d.dtype)
