@@ -13,7 +13,8 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check \
+# Most modules of torch and transformers are never imported: compiling them all takes a minute.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
 	--constraint constraints.txt
 
 # Two workers on two cores, one thread each. Nothing is fetched once the installation is done.

@@ -22,9 +22,17 @@ GROUPS = {
     "logprobs sampler sampling step": 1,
 }
 """Modules of cases that one test compiles, and how many tests share them: each takes seconds."""
-SHARES = [(group, share, shares) for group, shares in GROUPS.items() for share in range(shares)]
-ALWAYS = ("sm_90",)
-"""What `make test` compiles for: the GPU that is measured."""
+QUICK = "sm_90"
+"""What `make test` compiles for, the first share of each group: the GPU that is measured."""
+SHARES = [
+    pytest.param(
+        *(target, group, share, shares),
+        marks=() if (target, share) == (QUICK, 0) else pytest.mark.full,
+    )
+    for target in TARGETS
+    for group, shares in GROUPS.items()
+    for share in range(shares)
+]
 
 
 def _modules(group: str) -> list[str]:
@@ -36,11 +44,7 @@ def test_every_module_of_cases_is_in_a_group():
     assert sorted(" ".join(GROUPS).split()) == sorted(names)
 
 
-@pytest.mark.parametrize(("group", "share", "shares"), SHARES)
-@pytest.mark.parametrize(
-    "target",
-    [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in TARGETS],
-)
+@pytest.mark.parametrize(("target", "group", "share", "shares"), SHARES)
 def test_every_kernel_compiles(target, group, share, shares):
     modules = _modules(group)
     reports = compile_for(target, modules, share=(share, shares))
