@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mrv1
@@ -139,7 +139,7 @@ def llm(request) -> Iterator[LLM]:
 EXPECTED, _ = expected_output(make_request("", prompt_of(25), max_tokens=5, ignore_eos=True))
 
 
-@pytest.mark.timeout(1200)  # 300 examples in the full profile
+@settings(max_examples=min(settings.default.max_examples, 100))  # each an engine's whole life
 @given(seed=st.integers(0, 2**32))
 def test_an_interrupt_at_any_line_of_the_engine_loses_no_slot_or_block(llm, seed):
     source = random.Random(seed)
@@ -191,7 +191,7 @@ def uninterrupted(tmp_path_factory, request) -> Iterator[tuple[LLM, int, tuple[i
         yield llm, num_lines_of(use_briefly, llm), output.outputs[0].token_ids
 
 
-@pytest.mark.timeout(1200)  # 300 examples in the full profile
+@settings(max_examples=min(settings.default.max_examples, 100))  # each an engine's whole life
 @given(seed=st.integers(0, 2**32))
 def test_an_interrupt_at_any_line_of_the_runner_leaves_it_usable(uninterrupted, seed):
     llm, num_lines, expected = uninterrupted
