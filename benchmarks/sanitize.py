@@ -27,6 +27,7 @@ from mrv1.bench.provenance import provenance
 from mrv1.kernels import DecodePlan, HeadRole, KVScales, PrefillSplits, reference
 from mrv1.kernels.attention import prefill_attention
 from mrv1.kernels.sampling.contracts import MAX_PARTS
+from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 
 TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"SUMMARY: (\d+) hazard"}
@@ -193,22 +194,26 @@ def _gather_tokens(ops: ModuleType, device: torch.device) -> Outputs:
 
     int64 = torch.int64
     slot_mapping = torch.empty((2, 24), dtype=int64, device=device)
-    outputs = {
-        "input_ids": torch.empty(24, dtype=int64, device=device),
-        "positions": torch.empty(24, dtype=int64, device=device),
-        "seq_lens": row(0, 0, 0),
-        "slot_mapping": slot_mapping,
-        "logits_rows": row(0, 0, 0, dtype=int64),
-    }
-    ops.gather_tokens(
-        row(2, 0, -1), row(0, 20, 21, 22),
-        torch.arange(4 * 64, dtype=torch.int32, device=device).view(4, 64),
-        row(40, 0, 30, 0), row(39, 0, 10, 0),
-        torch.arange(4 * 9, dtype=torch.int32, device=device).view(4, 9),
-        block_size=16, group_table_offset=row(0, 4), group_sink=row(0, 20),
-        group_ring_blocks=row(0, 3), **outputs,
+    out = GatheredTokens(
+        input_ids=torch.empty(24, dtype=int64, device=device),
+        positions=torch.empty(24, dtype=int64, device=device),
+        seq_lens=row(0, 0, 0),
+        slot_mapping=slot_mapping,
+        logits_rows=row(0, 0, 0, dtype=int64),
+    )
+    token_ids = torch.arange(4 * 64, dtype=torch.int32, device=device).view(4, 64)
+    zeros = row(0, 0, 0, 0)
+    slots = RequestSlots(
+        token_ids=token_ids, num_tokens=row(40, 0, 30, 0), num_computed_tokens=row(39, 0, 10, 0),
+        stopped=zeros, prompt_len=zeros, max_total_tokens=zeros, min_total_tokens=zeros,
+        stop_token_ids=token_ids,
     )  # fmt: skip
-    yield from outputs.values()
+    tables = SlotTables(
+        block_tables=torch.arange(4 * 9, dtype=torch.int32, device=device).view(4, 9),
+        table_offset=row(0, 4), sink=row(0, 20), ring_blocks=row(0, 3), block_size=16,
+    )  # fmt: skip
+    ops.gather_tokens(row(2, 0, -1), row(0, 20, 21, 22), slots, tables, out)
+    yield from (out.input_ids, out.positions, out.seq_lens, out.slot_mapping, out.logits_rows)
 
 
 def _linear(ops: ModuleType, device: torch.device) -> Outputs:
@@ -266,18 +271,21 @@ def _post_update(ops: ModuleType, device: torch.device) -> Outputs:
         return torch.tensor(values, dtype=dtype, device=device)
 
     int64 = torch.int64
-    token_ids, output = matrix(4, 64), matrix(3, 3, int64)
-    num_tokens, computed, stopped = row(40, 0, 30, 0), row(39, 0, 10, 0), row(0, 0, 0, 0)
-    num_output = row(9, 9, 9)
+    slots = RequestSlots(
+        token_ids=matrix(4, 64), num_tokens=row(40, 0, 30, 0), stopped=row(0, 0, 0, 0),
+        num_computed_tokens=row(39, 0, 10, 0), max_total_tokens=row(64, 64, 64, 64),
+        stop_token_ids=row(4, -1, 4, -1, 4, -1, 4, -1).view(4, 2),
+        stop_sequences=matrix(4, 6).view(4, 2, 3), stop_sequence_lens=matrix(4, 2) % 3 + 1,
+        num_stop_sequences=row(2, 2, 2, 2), prompt_len=row(30, 0, 20, 0),
+        min_total_tokens=row(0, 0, 0, 0),
+    )  # fmt: skip
+    out = AppendedTokens(output=matrix(3, 3, int64), num_output=row(9, 9, 9))
     ops.post_update(
         row(2, 0, -1), row(0, 20, 23, 23), row(-1, 20, -1, dtype=int64), matrix(3, 3, int64),
-        token_ids, num_tokens, computed, row(64, 64, 64, 64),
-        row(4, -1, 4, -1, 4, -1, 4, -1).view(4, 2), stopped, num_sampled=row(0, 3, 0),
-        output=output, num_output=num_output, stop_sequences=matrix(4, 6).view(4, 2, 3),
-        stop_sequence_lens=matrix(4, 2) % 3 + 1, num_stop_sequences=row(2, 2, 2, 2),
-        prompt_len=row(30, 0, 20, 0), min_total_tokens=row(0, 0, 0, 0),
+        slots, out, num_sampled=row(0, 3, 0),
     )  # fmt: skip
-    yield from (token_ids, num_tokens, computed, stopped, output, num_output)
+    yield from (slots.token_ids, slots.num_tokens, slots.num_computed_tokens, slots.stopped)
+    yield from (out.output, out.num_output)
 
 
 def _edit_logits(ops: ModuleType, device: torch.device) -> Outputs:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mrv1.headwise import HeadGroup
+from mrv1.kernels.step.contracts import SlotTables
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
 from mrv1.runner.step import Int32Array, Int64Array, StepPlan
@@ -24,7 +25,7 @@ class BlockTables:
         slots: holds the device's table.
         max_num_reqs: its rows.
         groups: columns of each head group.
-        device: where the columns' description lives.
+        block_size: tokens of a block.
     """
 
     @staticmethod
@@ -37,23 +38,27 @@ class BlockTables:
         slots: SlotState,
         max_num_reqs: int,
         groups: Sequence[HeadGroup],
-        device: torch.device,
+        block_size: int,
     ) -> None:
         self.groups = tuple(groups)
-        self.table = slots["block_table"]
-        """[max_num_reqs, row_width] int32, -1 = no page."""
-        self.row_width = self.table.shape[1]
+        table = slots["block_table"]
+        self.row_width = table.shape[1]
         """Columns of all groups."""
         self._first_word = slots.first_word("block_table", 0)
         self.num_blocks_np = np.zeros((max_num_reqs, len(self.groups)), dtype=np.int32)
         """[max_num_reqs, groups], the host's count of each segment's logical blocks."""
 
         def per_group(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
+            return torch.tensor(values, dtype=torch.int32, device=table.device)
 
-        self.group_table_offset = per_group([g.offset for g in groups])
-        self.group_sink = per_group([g.keeps.sink if g.ring_blocks else 0 for g in groups])
-        self.group_ring_blocks = per_group([g.ring_blocks for g in groups])
+        self.tables = SlotTables(
+            block_tables=table,
+            table_offset=per_group([g.offset for g in groups]),
+            sink=per_group([g.keeps.sink if g.ring_blocks else 0 for g in groups]),
+            ring_blocks=per_group([g.ring_blocks for g in groups]),
+            block_size=block_size,
+        )
+        """What kernels read."""
 
     def stage(self, plan: StepPlan, num_pool_blocks: Sequence[int], upload: StepUpload) -> None:
         """Count the plan's new blocks on the host; add their ids, and -1 behind a new row's.

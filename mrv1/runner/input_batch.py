@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Self
 
 import numpy as np
 import torch
 
 from mrv1.kernels.registry import Ops
+from mrv1.kernels.step.contracts import GatheredTokens, RequestSlots, SlotTables
 from mrv1.models.batch import AttentionBatch
-from mrv1.runner.block_table import BlockTables
-from mrv1.runner.request_state import RequestState
 from mrv1.runner.staging import Staged
 from mrv1.runner.step import Int32Array
 
@@ -93,50 +92,38 @@ class InputBatch:
 
 
 def gather(
-    shape: StepShape,
-    staged: Staged,
-    state: RequestState,
-    tables: BlockTables,
-    ops: Ops,
-    block_size: int,
+    shape: StepShape, staged: Staged, slots: RequestSlots, tables: SlotTables, ops: Ops
 ) -> InputBatch:
     """Build the step's batch on the device from slots and state, in one kernel."""
-    device = state.token_ids.device
     num_rows, num_tokens = shape.num_rows, shape.num_tokens
-    input_ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
-    positions = torch.empty(num_tokens, dtype=torch.int64, device=device)
-    seq_lens = torch.empty(num_rows, dtype=torch.int32, device=device)
-    logits_rows = torch.empty(num_rows, dtype=torch.int64, device=device)
-    slot_mapping = torch.empty(len(tables.groups), num_tokens, dtype=torch.int64, device=device)
-    block_table = torch.empty(num_rows, tables.row_width, dtype=torch.int32, device=device)
+    num_groups, row_width = len(tables.sink), tables.block_tables.shape[1]
+    int32 = partial(torch.empty, dtype=torch.int32, device=tables.sink.device)
+    int64 = partial(torch.empty, dtype=torch.int64, device=tables.sink.device)
+    block_table = int32(num_rows, row_width)
+    gathered = GatheredTokens(
+        input_ids=int64(num_tokens),
+        positions=int64(num_tokens),
+        seq_lens=int32(num_rows),
+        slot_mapping=int64(num_groups, num_tokens),
+        logits_rows=int64(num_rows),
+        block_table=block_table,
+    )
     ops.gather_tokens(
         staged.idx_mapping,
         None if shape.query_len is not None else staged.query_start_loc,
-        state.token_ids,
-        state.num_tokens,
-        state.num_computed_tokens,
-        tables.table,
-        block_size=block_size,
-        group_table_offset=tables.group_table_offset,
-        group_sink=tables.group_sink,
-        group_ring_blocks=tables.group_ring_blocks,
+        slots,
+        tables,
+        gathered,
         query_len=shape.query_len,
-        stopped=state.stopped,
         draft_token_ids=staged.draft_token_ids,
         num_draft_tokens=staged.num_draft_tokens,
-        input_ids=input_ids,
-        positions=positions,
-        seq_lens=seq_lens,
-        slot_mapping=slot_mapping,
-        logits_rows=logits_rows,
-        block_table=block_table,
     )
     attention = AttentionBatch(
-        input_ids=input_ids,
-        positions=positions,
-        slot_mapping=slot_mapping,
+        input_ids=gathered.input_ids,
+        positions=gathered.positions,
+        slot_mapping=gathered.slot_mapping,
         block_table=block_table,
-        seq_lens=seq_lens,
+        seq_lens=gathered.seq_lens,
         query_start_loc=staged.query_start_loc,
         max_query_len=shape.max_query_len,
         query_len=shape.query_len,
@@ -144,4 +131,6 @@ def gather(
         num_tokens=num_tokens,
         num_reqs=num_rows,
     )
-    return InputBatch(attention=attention, idx_mapping=staged.idx_mapping, logits_rows=logits_rows)
+    return InputBatch(
+        attention=attention, idx_mapping=staged.idx_mapping, logits_rows=gathered.logits_rows
+    )

@@ -29,7 +29,7 @@ from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
 from mrv1.kernels.cache.block_ids import find_bad_block_ids
 from mrv1.kernels.registry import select_ops
-from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS
+from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS, AppendedTokens
 from mrv1.models import DecoderModel, ModelConfig, load_kv_scales, load_model
 from mrv1.models.files import read_json
 from mrv1.runner import input_batch
@@ -408,7 +408,7 @@ class ModelRunner:
             self.device,
         )
         self.state = RequestState(self._slots, num_slots, self.max_model_len)
-        self.block_tables = BlockTables(self._slots, num_slots, groups, self.device)
+        self.block_tables = BlockTables(self._slots, num_slots, groups, config.block_size)
         self.sampler = Sampler(
             num_slots, limits, {name: self._slots[name] for name in sampling}, self._ops
         )
@@ -725,7 +725,7 @@ class ModelRunner:
             self._slots.buffer, staged.words, staged.segments, staged.num_segments
         )
         batch = input_batch.gather(
-            shape, staged, self.state, self.block_tables, self._ops, self.spec.block_size
+            shape, staged, self.state.slots, self.block_tables.tables, self._ops
         )
         layers = self.kv_cache.layers
         if plan is not None:
@@ -761,22 +761,10 @@ class ModelRunner:
             None if shape.query_len is not None else staged.query_start_loc,
             batch.logits_rows,
             tokens,
-            self.state.token_ids,
-            self.state.num_tokens,
-            self.state.num_computed_tokens,
-            self.state.max_total_tokens,
-            self.state.stop_token_ids,
-            self.state.stopped,
-            stop_sequences=self.state.stop_sequences,
-            stop_sequence_lens=self.state.stop_sequence_lens,
-            num_stop_sequences=self.state.num_stop_sequences,
-            prompt_len=self.state.prompt_len,
-            min_total_tokens=self.state.min_total_tokens,
+            self.state.slots,
+            AppendedTokens(output=output, num_output=num_output, ring_slot=staged.ring_slot),
             query_len=shape.query_len,
             num_sampled=num_sampled,
-            output=output,
-            num_output=num_output,
-            ring_slot=staged.ring_slot,
         )
         return reports
 
@@ -884,7 +872,7 @@ class ModelRunner:
         reports = []
         for wish, count in self._logprobs.of_prompts(plan.slots, num_before, query_lens):
             first, before = int(firsts[wish.row]), int(num_before[wish.row])
-            following = self.state.token_ids[int(plan.slots[wish.row]), before + 1 :]
+            following = self.state.slots.token_ids[int(plan.slots[wish.row]), before + 1 :]
             (wish,) = _in_callers_order([wish], order)
             reports.append(
                 self._report_prompt(wish, hidden[first : first + count], following[:count])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS, RUNNING
+from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS, RUNNING, RequestSlots
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
 from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan
@@ -67,20 +67,23 @@ class RequestState:
     def __init__(self, slots: SlotState, max_num_reqs: int, max_model_len: int) -> None:
         self._slots = slots
         self.max_model_len = max_model_len
-        self.token_ids = slots["token_ids"]
-        self.num_tokens = slots["num_tokens"]
-        self.num_computed_tokens = slots["num_computed_tokens"]
-        self.prompt_len = slots["prompt_len"]
-        self.max_total_tokens = slots["max_total_tokens"]
-        self.stop_token_ids = slots["stop_token_ids"]
-        self.late_token_ids = slots["late_token_ids"]
-        self.stop_sequence_lens = slots["stop_sequence_lens"]
-        self.stop_sequences = slots["stop_sequences"].unflatten(
-            1, (self.stop_sequence_lens.shape[1], -1)
+        lens = slots["stop_sequence_lens"]
+        stop_sequences = slots["stop_sequences"].unflatten(1, (lens.shape[1], -1))
+        self._stop_sequences_shape = stop_sequences.shape[1:]
+        self.slots = RequestSlots(
+            token_ids=slots["token_ids"],
+            num_tokens=slots["num_tokens"],
+            num_computed_tokens=slots["num_computed_tokens"],
+            stopped=slots["stopped"],
+            prompt_len=slots["prompt_len"],
+            max_total_tokens=slots["max_total_tokens"],
+            min_total_tokens=slots["min_total_tokens"],
+            stop_token_ids=slots["stop_token_ids"],
+            stop_sequences=stop_sequences,
+            stop_sequence_lens=lens,
+            num_stop_sequences=slots["num_stop_sequences"],
         )
-        self.num_stop_sequences = slots["num_stop_sequences"]
-        self.min_total_tokens = slots["min_total_tokens"]
-        self.stopped = slots["stopped"]
+        """What kernels read and update."""
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
@@ -91,11 +94,11 @@ class RequestState:
     def history(self) -> History:
         """Return what the sampler reads of the slots."""
         return History(
-            token_ids=self.token_ids,
-            num_tokens=self.num_tokens,
-            prompt_len=self.prompt_len,
-            min_total_tokens=self.min_total_tokens,
-            late_token_ids=self.late_token_ids,
+            token_ids=self.slots.token_ids,
+            num_tokens=self.slots.num_tokens,
+            prompt_len=self.slots.prompt_len,
+            min_total_tokens=self.slots.min_total_tokens,
+            late_token_ids=self._slots["late_token_ids"],
         )
 
     def stage(self, plan: StepPlan, upload: StepUpload) -> bool:
@@ -174,7 +177,7 @@ class RequestState:
         if request.min_total_tokens > request.prompt_len:
             upload.put(first_word("late_token_ids", request.slot), _padded(_late_tokens(request)))
         if request.stop_token_sequences:
-            width = self.stop_sequences.shape[2]
+            width = self._stop_sequences_shape[1]
             lens = [len(sequence) for sequence in request.stop_token_sequences]
             sequences = np.zeros((len(lens), width), dtype=np.int32)
             for row, sequence in zip(sequences, request.stop_token_sequences, strict=True):
@@ -214,7 +217,7 @@ class RequestState:
                 raise ValueError(
                     f"{field} {name}: expected at most {MAX_STOP_TOKENS}, got {len(token_ids)}"
                 )
-        max_num, max_len = self.stop_sequences.shape[1:]
+        max_num, max_len = self._stop_sequences_shape
         lens = [len(sequence) for sequence in request.stop_token_sequences]
         if len(lens) > max_num or any(not 1 <= length <= max_len for length in lens):
             raise ValueError(

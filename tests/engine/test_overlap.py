@@ -255,7 +255,10 @@ def test_host_mirrors_are_what_the_device_holds(model):
         core.step()
         state = core.runner.state
         running = [r.slot for r in core.scheduler.running.values()]
-        device = (state.num_tokens[running].tolist(), state.num_computed_tokens[running].tolist())
+        device = (
+            state.slots.num_tokens[running].tolist(),
+            state.slots.num_computed_tokens[running].tolist(),
+        )
         host = (state.num_tokens_np[running], state.num_computed_tokens_np[running])
         assert device == tuple(x.tolist() for x in host)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import pytest
 import torch
@@ -27,6 +28,18 @@ def tiles(op: str, *, as_on_gpu: bool) -> Iterator[None]:
         if as_on_gpu:
             patch.setattr(module, "INTERPRET", False)
         yield
+
+
+def bundled(arguments: dict, **bundles: type) -> dict:
+    """Return an op's arguments, given flat, with the fields of each bundle as one argument.
+
+    A field that is not given is None: the op must not read it.
+    """
+    flat = dict(arguments)
+    return {
+        name: bundle(**{field.name: flat.pop(field.name, None) for field in fields(bundle)})
+        for name, bundle in bundles.items()
+    } | flat
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device, seed: int = 0) -> torch.Tensor:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
+from mrv1.kernels.step.contracts import GatheredTokens, RequestSlots, SlotTables
 from mrv1.kernels.step.gather_tokens import GatherTokensConfig
-from tests.kernels.elementwise import tiles
+from tests.kernels.elementwise import bundled, tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -59,7 +60,6 @@ class Case:
     seed: int = 0
     uniform: bool = False
     """Rows are told by query_len alone."""
-    has_stopped: bool = False
     has_drafts: bool = False
     has_mrope: bool = False
     has_block_table: bool = False
@@ -98,14 +98,13 @@ class Case:
             "idx_mapping": [row.slot for row in self.rows],
             "num_tokens": [row.known if row else POISON for row in rows],
             "num_computed_tokens": [row.computed if row else POISON for row in rows],
-            "group_table_offset": self.table_offsets,
-            "group_sink": [group.sink for group in self.groups],
-            "group_ring_blocks": [group.ring_blocks for group in self.groups],
+            "stopped": [row.stopped if row else 3 for row in rows],
+            "table_offset": self.table_offsets,
+            "sink": [group.sink for group in self.groups],
+            "ring_blocks": [group.ring_blocks for group in self.groups],
         }
         if not self.uniform:
             integers["query_start_loc"] = lengths.cumsum(0).tolist()
-        if self.has_stopped:
-            integers["stopped"] = [row.stopped if row else 3 for row in rows]
         optional = {}
         if self.has_drafts:
             integers["num_draft_tokens"] = [row.drafts for row in self.rows]
@@ -179,10 +178,16 @@ def _whole(view: torch.Tensor) -> torch.Tensor:
     return view.new_empty(0).set_(view.untyped_storage())
 
 
+def _gather(ops, arguments: dict[str, object]) -> None:
+    ops.gather_tokens(
+        **bundled(arguments, slots=RequestSlots, tables=SlotTables, out=GatheredTokens)
+    )
+
+
 def _run(ops, case: Case, device="cpu") -> Outputs:
     outputs = Outputs.poisoned(case, device)
     arguments = {name: _moved(value, device) for name, value in case.arguments().items()}
-    ops.gather_tokens(**arguments, **vars(outputs))
+    _gather(ops, arguments | vars(outputs))
     return outputs
 
 
@@ -203,7 +208,7 @@ def _by_hand(case: Case) -> Outputs:
     token = 0
     for index, row in enumerate(case.rows):
         start, token = token, token + row.query_len
-        if row.slot < 0 or (case.has_stopped and row.stopped):
+        if row.slot < 0 or row.stopped:
             continue
         seq_len = row.computed + row.query_len
         outputs.seq_lens[index] = seq_len
@@ -247,7 +252,7 @@ def _by_hand_token(
             outputs.slot_mapping[g, at] = block * case.block_size + position % case.block_size
 
 
-FEATURES = ("has_stopped", "has_drafts", "has_mrope", "has_block_table")
+FEATURES = ("has_drafts", "has_mrope", "has_block_table")
 ALL = dict.fromkeys(FEATURES, True)
 
 
@@ -257,9 +262,9 @@ def _cases(draw) -> Case:
     combinations = [
         (),
         FEATURES,
-        ("has_stopped", "has_block_table"),
+        ("has_block_table",),
         ("has_drafts",),
-        FEATURES[:3],
+        FEATURES[:2],
     ]
     features = draw(st.sampled_from(combinations))
     query_len = draw(st.sampled_from([None, None, 1, 3, 8]))
@@ -296,7 +301,7 @@ def _draw_row(draw, slot: int, query_len: int | None, features: tuple[str, ...])
         unscheduled=draw(st.sampled_from([0, 0, 3])),
         drafts=drafts,
         spare=draw(st.sampled_from([n for n in (0, 0, 1, 2) if n <= query_len - drafts])),
-        stopped=draw(st.sampled_from([0, 0, 1, 2])) if "has_stopped" in features else 0,
+        stopped=draw(st.sampled_from([0, 0, 0, 1, 2])),
     )
 
 
@@ -311,19 +316,20 @@ def test_the_oracle_is_the_loop(case):
 def test_a_decode_step_in_numbers():
     """Requests in slots 2 and 0, 17 and 3 tokens known, one padding row, two blocks each."""
     outputs = Outputs.poisoned(Case(rows=(Row(2, 1), Row(0, 1), Row(-1, 0))), "cpu")
-    reference.gather_tokens(
-        torch.tensor([2, 0, -1], dtype=torch.int32),
-        torch.tensor([0, 1, 2, 2], dtype=torch.int32),
-        torch.arange(3 * 32, dtype=torch.int32).view(3, 32),
-        torch.tensor([3, 0, 17], dtype=torch.int32),
-        torch.tensor([2, 0, 16], dtype=torch.int32),
-        torch.tensor([[7, -1], [-1, -1], [5, 9]], dtype=torch.int32),
-        block_size=16,
-        group_table_offset=torch.zeros(1, dtype=torch.int32),
-        group_sink=torch.zeros(1, dtype=torch.int32),
-        group_ring_blocks=torch.zeros(1, dtype=torch.int32),
-        **vars(outputs),
-    )
+    integers = {
+        "idx_mapping": [2, 0, -1],
+        "query_start_loc": [0, 1, 2, 2],
+        "num_tokens": [3, 0, 17],
+        "num_computed_tokens": [2, 0, 16],
+        "stopped": [0, 0, 0],
+        "block_tables": [[7, -1], [-1, -1], [5, 9]],
+        "table_offset": [0],
+        "sink": [0],
+        "ring_blocks": [0],
+    }
+    inputs = {name: torch.tensor(v, dtype=torch.int32) for name, v in integers.items()}
+    token_ids = torch.arange(3 * 32, dtype=torch.int32).view(3, 32)
+    _gather(reference, {**inputs, "token_ids": token_ids, "block_size": 16, **vars(outputs)})
     assert outputs.input_ids.tolist() == [64 + 16, 2]
     assert outputs.positions.tolist() == [16, 2]
     assert outputs.seq_lens.tolist() == [17, 3, 0]
@@ -412,7 +418,7 @@ def test_the_largest_block_id_needs_64_bits(device):
     arguments = {name: _moved(value, device) for name, value in case.arguments().items()}
     arguments["block_tables"].fill_(2**31 - 1)
     outputs = Outputs.poisoned(case, device)
-    kernels.gather_tokens(**arguments, **vars(outputs))
+    _gather(kernels, arguments | vars(outputs))
     assert outputs.slot_mapping.tolist() == [[(2**31 - 1) * 128 + 5]]
 
 
@@ -423,7 +429,7 @@ def test_a_decode_step_with_drafts_in_numbers(device):
         Row(0, 3, computed=6, drafts=1, spare=1),
         Row(2, 3, computed=9, drafts=2, stopped=1),
     )
-    case = Case(rows=rows, uniform=True, has_drafts=True, has_stopped=True)
+    case = Case(rows=rows, uniform=True, has_drafts=True)
     outputs = _run(kernels, case, device)
     inputs = case.inputs()
     token_ids, drafts = inputs["token_ids"], inputs["draft_token_ids"]
@@ -481,7 +487,7 @@ def test_query_len_goes_before_query_start_loc(device):
     outputs = Outputs.poisoned(case, device)
     arguments = {name: _moved(value, device) for name, value in case.arguments().items()}
     arguments["query_start_loc"] = torch.full((3,), POISON, dtype=torch.int32, device=device)
-    kernels.gather_tokens(**arguments, **vars(outputs))
+    _gather(kernels, arguments | vars(outputs))
     outputs.assert_equal(_by_hand(case))
 
 
@@ -513,16 +519,16 @@ MROPE = torch.zeros(5, 3, 4, dtype=torch.int32)
         ({"num_computed_tokens": INT32}, ValueError, r"num_computed_tokens: expected shape \[5\]"),
         ({"block_tables": INT32[None]}, ValueError, r"block_tables: expected shape \[5, any\]"),
         ({"block_size": 24}, ValueError, r"block_size: expected a power of two, got 24"),
-        ({"group_sink": INT32}, ValueError, r"group_sink: expected shape \[1\], got \[2\]"),
+        ({"sink": INT32}, ValueError, r"tables\.sink: expected shape \[1\], got \[2\]"),
         (
-            {"group_ring_blocks": INT32[:1].long()},
+            {"ring_blocks": INT32[:1].long()},
             TypeError,
-            r"group_ring_blocks: expected dtype torch\.int32, got torch\.int64",
+            r"tables\.ring_blocks: expected dtype torch\.int32, got torch\.int64",
         ),
         (
-            {"group_table_offset": INT32[None]},
+            {"table_offset": INT32[None]},
             ValueError,
-            r"group_table_offset: expected shape \[any\], got \[1, 2\]",
+            r"tables\.table_offset: expected shape \[any\], got \[1, 2\]",
         ),
         ({"input_ids": INT32}, TypeError, r"input_ids: expected dtype torch\.int64"),
         ({"positions": INT32.long()}, ValueError, r"positions: expected shape \[3\], got \[2\]"),
@@ -554,9 +560,14 @@ MROPE = torch.zeros(5, 3, 4, dtype=torch.int32)
         ),
         ({"mrope_delta": INT32}, ValueError, r"mrope_positions: expected a tensor with mrope_del"),
         (
-            {"mrope_positions": MROPE, "mrope_delta": MROPE[:, 0, 0]},
+            {"mrope_positions": MROPE, "prompt_len": INT32.new_zeros(5)},
             ValueError,
-            r"mrope_positions: expected mrope_delta and prompt_len with it, got None",
+            r"mrope_positions: expected mrope_delta with it, got None",
+        ),
+        (
+            {"mrope_positions": MROPE, "mrope_delta": INT32.new_zeros(5)},
+            TypeError,
+            r"prompt_len: expected a torch\.Tensor, got None",
         ),
         (
             {"mrope_positions": MROPE, "mrope_delta": INT32, "prompt_len": INT32},
@@ -579,11 +590,9 @@ MROPE = torch.zeros(5, 3, 4, dtype=torch.int32)
         ),
         ({"block_table": INT32[None]}, ValueError, r"block_table: expected shape \[2, 7\], got"),
         (
-            dict.fromkeys(
-                ["group_table_offset", "group_sink", "group_ring_blocks"], INT32.new_zeros(0)
-            ),
+            dict.fromkeys(["table_offset", "sink", "ring_blocks"], INT32.new_zeros(0)),
             ValueError,
-            r"group_table_offset: expected at least one group, got none",
+            r"tables\.table_offset: expected at least one group, got none",
         ),
     ],
 )
@@ -592,4 +601,4 @@ def test_wrong_arguments_are_named(device, change, error, message):
     arguments = {**case.arguments(), **vars(Outputs.poisoned(case, device)), **change}
     arguments = {name: _moved(value, device) for name, value in arguments.items()}
     with pytest.raises(error, match=message):
-        kernels.gather_tokens(**arguments)
+        _gather(kernels, arguments)

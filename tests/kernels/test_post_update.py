@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.step.contracts import FAILED, LENGTH, RUNNING, STOP_SEQUENCE, STOP_TOKEN
+from mrv1.kernels.step.contracts import (
+    FAILED,
+    LENGTH,
+    RUNNING,
+    STOP_SEQUENCE,
+    STOP_TOKEN,
+    AppendedTokens,
+    RequestSlots,
+)
 from mrv1.kernels.step.post_update import PostUpdateConfig
-from tests.kernels.elementwise import tiles, with_strides
+from tests.kernels.elementwise import bundled, tiles, with_strides
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -151,9 +159,13 @@ def _whole(arguments: Arguments) -> dict[str, list[int]]:
     }
 
 
+def _update(ops, arguments: Arguments) -> None:
+    ops.post_update(**bundled(arguments, slots=RequestSlots, out=AppendedTokens))
+
+
 def _run(ops, case: Case, device="cpu") -> dict[str, list[int]]:
     arguments = _arguments(case, device)
-    ops.post_update(**arguments)
+    _update(ops, arguments)
     return _whole(arguments)
 
 
@@ -287,10 +299,9 @@ def test_outputs_go_to_the_slot_of_the_ring_that_the_device_names(device, case, 
     ringed["output"] = ring["output"][:, :num_rows, :num_columns]
     ringed["num_output"] = ring["num_output"][:, :num_rows]
     expected = {name: buffer.clone() for name, buffer in ring.items()}
-    reference.post_update(**plain)
-    kernels.post_update(
-        **ringed, ring_slot=torch.tensor([ring_slot], dtype=torch.int32, device=device)
-    )
+    ringed["ring_slot"] = torch.tensor([ring_slot], dtype=torch.int32, device=device)
+    _update(reference, plain)
+    _update(kernels, ringed)
     expected["output"][ring_slot, :num_rows, :num_columns] = plain["output"]
     expected["num_output"][ring_slot, :num_rows] = plain["num_output"]
     for name, buffer in ring.items():
@@ -305,7 +316,7 @@ def test_outputs_go_to_the_slot_of_the_ring_that_the_device_names(device, case, 
 def _state_of(row: Row, device, num_columns: int = 8) -> tuple[list[int], int, dict[str, int]]:
     """Run one row in slot 2; return its output, num_output and per-slot state."""
     arguments = _arguments(Case(rows=(row,), num_columns=num_columns), device)
-    kernels.post_update(**arguments)
+    _update(kernels, arguments)
     state = {
         name: int(arguments[name][2]) for name in ("num_tokens", "num_computed_tokens", "stopped")
     }
@@ -495,7 +506,12 @@ INT32 = torch.zeros(3, dtype=torch.int32)
         ),
         ({"stop_sequence_lens": INT32}, ValueError, r"stop_sequence_lens: expected shape \[5, 4"),
         ({"num_stop_sequences": INT32}, ValueError, r"num_stop_sequences: expected shape \[5\]"),
-        ({"prompt_len": None}, ValueError, r"expected all or none, got no prompt_len"),
+        (
+            {"num_stop_sequences": None},
+            ValueError,
+            r"expected all or none, got no num_stop_sequences",
+        ),
+        ({"prompt_len": None}, TypeError, r"prompt_len: expected a torch\.Tensor, got None"),
         ({"min_total_tokens": INT32}, ValueError, r"min_total_tokens: expected shape \[5\], got"),
     ],
 )
@@ -506,4 +522,4 @@ def test_wrong_arguments_are_named(device, change, error, message):
         for name, value in change.items()
     }
     with pytest.raises(error, match=message):
-        kernels.post_update(**(_arguments(case, device) | change))
+        _update(kernels, _arguments(case, device) | change)

@@ -7,7 +7,17 @@ import torch
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.step.contracts import FAILED, LENGTH, RUNNING, STOP_TOKEN
+from mrv1.kernels.step.contracts import (
+    FAILED,
+    LENGTH,
+    RUNNING,
+    STOP_TOKEN,
+    AppendedTokens,
+    GatheredTokens,
+    RequestSlots,
+    SlotTables,
+)
+from tests.kernels.elementwise import bundled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 
@@ -34,7 +44,21 @@ class Step:
         def full(*shape: int, dtype=torch.int32) -> torch.Tensor:
             return torch.full(shape, -9, dtype=dtype, device=device)
 
-        self.groups = (full(1).zero_(), full(1).zero_(), full(1).zero_())
+        self.slots = bundled(
+            {
+                "token_ids": self.token_ids,
+                "stop_token_ids": self.stop_token_ids,
+                **self.vectors,
+            },
+            slots=RequestSlots,
+        )["slots"]
+        self.tables = SlotTables(
+            block_tables=self.block_tables,
+            table_offset=full(1).zero_(),
+            sink=full(1).zero_(),
+            ring_blocks=full(1).zero_(),
+            block_size=BLOCK_SIZE,
+        )
         self.outputs = {
             "input_ids": full(NUM_ROWS, dtype=torch.int64),
             "positions": full(NUM_ROWS, dtype=torch.int64),
@@ -48,26 +72,12 @@ class Step:
 
     def run(self) -> None:
         """Scatter the upload, gather, sample what a sum of the inputs says, update."""
-        upload, vectors, outputs = self.upload, self.vectors, self.outputs
+        upload, outputs = self.upload, self.outputs
         num_segments, idx_mapping = upload[:1], upload[1 : 1 + NUM_ROWS]
         segments = upload[1 + NUM_ROWS :][: 3 * MAX_SEGMENTS].view(-1, 3)
         self.ops.scatter_segments(self.state, upload, segments, num_segments)
-        lengths = (vectors["num_tokens"], vectors["num_computed_tokens"])
-        offset, sink, ring = self.groups
-        self.ops.gather_tokens(
-            idx_mapping,
-            None,
-            self.token_ids,
-            *lengths,
-            self.block_tables,
-            query_len=1,
-            stopped=vectors["stopped"],
-            block_size=BLOCK_SIZE,
-            group_table_offset=offset,
-            group_sink=sink,
-            group_ring_blocks=ring,
-            **outputs,
-        )
+        gathered = GatheredTokens(**outputs)
+        self.ops.gather_tokens(idx_mapping, None, self.slots, self.tables, gathered, query_len=1)
         signature = outputs["input_ids"] * 31 + outputs["positions"] * 7 + outputs["seq_lens"]
         signature += outputs["slot_mapping"][0] + outputs["block_table"][:, 0]
         tokens = (signature % (VOCAB + 1) - 1)[:, None]  # -1 now and then
@@ -76,14 +86,9 @@ class Step:
             None,
             outputs["logits_rows"],
             tokens,
-            self.token_ids,
-            *lengths,
-            vectors["max_total_tokens"],
-            self.stop_token_ids,
-            vectors["stopped"],
+            self.slots,
+            AppendedTokens(output=self.output, num_output=self.num_output),
             query_len=1,
-            output=self.output,
-            num_output=self.num_output,
         )
 
     def results(self) -> dict[str, list]:

@@ -41,7 +41,7 @@ def make_tables(shapes: list[Shape]) -> tuple[BlockTables, AppliedUpload]:
     fields = {"other": Field(), **BlockTables.fields(groups)}
     slots = SlotState(NUM_SLOTS, fields, torch.device("cpu"))
     slots.buffer.fill_(ANYTHING)
-    return BlockTables(slots, NUM_SLOTS, groups, torch.device("cpu")), AppliedUpload(slots.buffer)
+    return BlockTables(slots, NUM_SLOTS, groups, 16), AppliedUpload(slots.buffer)
 
 
 def columns_of(shape: Shape, blocks: list[int]) -> list[int]:
@@ -94,7 +94,7 @@ def test_a_row_is_its_groups_blocks_and_no_page_behind_them(data, shapes):
                 segments = map(columns_of, shapes, held[slot])
                 expected = [block for columns in segments for block in columns]
                 assert tables.num_blocks_np[slot].tolist() == list(map(len, held[slot]))
-            assert tables.table[slot].tolist() == expected
+            assert tables.tables.block_tables[slot].tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_a_resumed_request_goes_on_where_it_was(runner, expected):
     )
     tokens += [*expected["a"][1:2], *runner.execute(resumed).result().token_ids[0]]
     assert tokens == expected["a"][:3]
-    assert runner.state.num_tokens[3].item() - runner.state.prompt_len[3].item() == 3
+    assert runner.state.slots.num_tokens[3].item() - runner.state.slots.prompt_len[3].item() == 3
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_plan_that_goes_on_is_checked_where_it_may_be_wrong(checkpoint):
 
 
 def spoil(runner: ModelRunner, slot: int, column: int, block_id: int) -> None:
-    runner.block_tables.table[slot, column] = block_id
+    runner.block_tables.tables.block_tables[slot, column] = block_id
 
 
 PREFILL = make_plan(0, {"b": (1, 18, (3, 4))}, new=(enter("b", 1, PROMPTS[1]),))
@@ -362,7 +362,7 @@ def test_the_warm_up_leaves_no_trace(checkpoint, max_num_seqs):
     """It launches steps of padding: nothing is written but outputs that nobody reads."""
     runner = make_runner(checkpoint, max_num_seqs=max_num_seqs)
     runner._slots.buffer.fill_(7)
-    runner.state.stopped.zero_()
+    runner.state.slots.stopped.zero_()
     runner._slots[NEXT_UPLOAD].zero_()
     before = runner._slots.buffer.clone()
     for cache in runner.kv_cache.layers:

@@ -35,8 +35,8 @@ stop_sequences = st.lists(
 
 
 def staged_sequences(state: RequestState, slot: int) -> list[tuple[int, ...]]:
-    lens = state.stop_sequence_lens[slot, : state.num_stop_sequences[slot]].tolist()
-    return [tuple(state.stop_sequences[slot, i, :n].tolist()) for i, n in enumerate(lens)]
+    lens = state.slots.stop_sequence_lens[slot, : state.slots.num_stop_sequences[slot]].tolist()
+    return [tuple(state.slots.stop_sequences[slot, i, :n].tolist()) for i, n in enumerate(lens)]
 
 
 def take(state: RequestState, upload: AppliedUpload, plan: StepPlan) -> None:
@@ -99,15 +99,15 @@ def test_mirrors_count_what_launched_steps_will_have_done(data):
         state.stage(plan, upload)
         for request in plan.entering:
             slot, num_tokens = request.slot, len(request.token_ids)
-            assert state.token_ids[slot, :num_tokens].tolist() == request.token_ids.tolist()
-            assert state.num_tokens[slot] == state.num_tokens_np[slot] == num_tokens
-            assert state.num_computed_tokens[slot] == request.num_computed_tokens
-            assert state.prompt_len[slot] == num_tokens
-            assert state.max_total_tokens[slot] == request.max_total_tokens
-            assert state.stop_token_ids[slot].tolist() == [-1] * 16
+            assert state.slots.token_ids[slot, :num_tokens].tolist() == request.token_ids.tolist()
+            assert state.slots.num_tokens[slot] == state.num_tokens_np[slot] == num_tokens
+            assert state.slots.num_computed_tokens[slot] == request.num_computed_tokens
+            assert state.slots.prompt_len[slot] == num_tokens
+            assert state.slots.max_total_tokens[slot] == request.max_total_tokens
+            assert state.slots.stop_token_ids[slot].tolist() == [-1] * 16
             assert staged_sequences(state, slot) == list(request.stop_token_sequences)
-            assert state.min_total_tokens[slot] == request.min_total_tokens
-            assert state.stopped[slot] == RUNNING
+            assert state.slots.min_total_tokens[slot] == request.min_total_tokens
+            assert state.slots.stopped[slot] == RUNNING
         state.advance_on_host(plan)
         for slot, count in zip(
             plan.slots.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
@@ -128,8 +128,8 @@ def test_what_waits_for_min_tokens_is_what_stops_unless_said_otherwise(late, hel
         1, 4, epoch=0, stop_token_ids=(7, 8), min_total_tokens=9, late_token_ids=late
     )
     take(state, upload, plan_of(frozen([1]), num_scheduled_tokens=frozen([4]), new=(request,)))
-    assert state.late_token_ids[1].tolist() == held + [-1] * (16 - len(held))
-    assert state.stop_token_ids[1].tolist() == [7, 8] + [-1] * 14
+    assert state.history().late_token_ids[1].tolist() == held + [-1] * (16 - len(held))
+    assert state.slots.stop_token_ids[1].tolist() == [7, 8] + [-1] * 14
     many = entering(2, 4, epoch=0, late_token_ids=tuple(range(17)))
     with pytest.raises(ValueError, match=r"late_token_ids .*: expected at most 16, got 17"):
         state.stage(plan_of(frozen([2]), num_scheduled_tokens=frozen([4]), new=(many,)), upload)
@@ -138,8 +138,9 @@ def test_what_waits_for_min_tokens_is_what_stops_unless_said_otherwise(late, hel
 def test_the_sampler_reads_the_same_slots():
     state, _ = make_state()
     history = state.history()
-    for name in ("token_ids", "num_tokens", "prompt_len", "min_total_tokens", "late_token_ids"):
-        assert getattr(history, name) is getattr(state, name)
+    for name in ("token_ids", "num_tokens", "prompt_len", "min_total_tokens"):
+        assert getattr(history, name) is getattr(state.slots, name)
+    assert history.late_token_ids is state._slots["late_token_ids"]
 
 
 @pytest.mark.parametrize("sequences", [((1,),) * 6, ((1,) * 9,), ((),)])
@@ -156,7 +157,7 @@ def test_a_slot_holds_as_many_stop_sequences_as_configured():
     state, upload = make_state(max_stop_seqs_num=2, stop_seqs_max_len=3)
     sequences = ((7, 8, 9), (5,))
     take(state, upload, plan_of([1], new=(entering(1, stop_token_sequences=sequences),)))
-    assert state.stop_sequences.shape == (NUM_SLOTS, 2, 3)
+    assert state.slots.stop_sequences.shape == (NUM_SLOTS, 2, 3)
     assert staged_sequences(state, 1) == list(sequences)
 
 

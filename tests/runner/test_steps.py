@@ -388,6 +388,6 @@ def test_a_stop_is_found_on_the_device(checkpoint):
     plans += [make_plan(step, {"a": (0, 1, ())}) for step in (1, 2, 3)]
     outputs = [runner.execute(plan).result().token_ids[0] for plan in plans]
     assert list(map(len, outputs)) == [1, 1, 0, 0]
-    assert runner.state.stopped[0] == 2
+    assert runner.state.slots.stopped[0] == 2
     assert isinstance(request, SlotRequest)
     runner.close()

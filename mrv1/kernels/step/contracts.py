@@ -1,6 +1,9 @@
-"""Stop codes, limits and shared argument checks of the ops around a model's forward pass."""
+"""Stop codes, limits, bundles and argument checks of the ops around a model's forward pass."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,6 +24,118 @@ MAX_DRAFT_TOKENS = 7
 """Drafts a row may have in one step."""
 MAX_SAMPLED_TOKENS = 8
 """Tokens a row may append in one step: its drafts, all accepted, and one more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSlots:
+    """The request of every slot, as steps read and update it: int32, contiguous unless noted.
+
+    An op checks the fields that it reads; the others may hold anything.
+    """
+
+    token_ids: torch.Tensor
+    """[max_num_reqs, max_model_len], unit last stride: prompt, then output."""
+    num_tokens: torch.Tensor
+    """[max_num_reqs], known tokens, prompt and output."""
+    num_computed_tokens: torch.Tensor
+    """[max_num_reqs], tokens whose keys and values are in the cache."""
+    stopped: torch.Tensor
+    """[max_num_reqs], a stop code; not ``RUNNING`` = the request has stopped."""
+    prompt_len: torch.Tensor
+    """[max_num_reqs], prompt tokens."""
+    max_total_tokens: torch.Tensor
+    """[max_num_reqs], the length at which a request stops, at most max_model_len."""
+    min_total_tokens: torch.Tensor
+    """[max_num_reqs], tokens before which no stop sequence ends a request."""
+    stop_token_ids: torch.Tensor
+    """[max_num_reqs, any], unit last stride, -1 = none."""
+    stop_sequences: torch.Tensor | None = None
+    """[max_num_reqs, max_sequences, max_len], each slot's sequences contiguous: token ids from
+    column 0. A request stops where its output, without its prompt, ends with one. None = no
+    request has any; the next two go with it."""
+    stop_sequence_lens: torch.Tensor | None = None
+    """[max_num_reqs, max_sequences], unit last stride: tokens of each sequence, 1 to max_len; a
+    sequence of any other length ends nothing."""
+    num_stop_sequences: torch.Tensor | None = None
+    """[max_num_reqs], sequences of each slot that count, from row 0. More than max_sequences is
+    max_sequences."""
+    mrope_positions: torch.Tensor | None = None
+    """[max_num_reqs, 3, max_prompt], unit last stride: a prompt token's position on each of
+    M-RoPE's axes; ``prompt_len`` is at most max_prompt."""
+    mrope_delta: torch.Tensor | None = None
+    """[max_num_reqs], added to an output token's position, on each axis alike. Goes with
+    ``mrope_positions``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotTables:
+    """The block table of every slot, a row of concatenated segments: one per head group; int32."""
+
+    block_tables: torch.Tensor
+    """[max_num_reqs, row_width], unit last stride; -1 = no page."""
+    table_offset: torch.Tensor
+    """[groups], contiguous: first column of each group's segment."""
+    sink: torch.Tensor
+    """[groups], contiguous: sink tokens."""
+    ring_blocks: torch.Tensor
+    """[groups], contiguous: ring width in blocks, 0 = no ring."""
+    block_size: int
+    """Tokens per KV block, a power of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredTokens:
+    """Outputs of ``gather_tokens``; contiguous, and *written* in every element, unless noted."""
+
+    input_ids: torch.Tensor
+    """[padded tokens] int64."""
+    positions: torch.Tensor
+    """[padded tokens] int64, or [3, padded tokens] int64, unit last stride, with M-RoPE."""
+    seq_lens: torch.Tensor
+    """[num_reqs] int32: computed tokens plus the row's query, 0 for padding."""
+    slot_mapping: torch.Tensor
+    """[groups, padded tokens] int64, unit last stride."""
+    logits_rows: torch.Tensor
+    """[num_reqs] int64: the row's token at position ``num_tokens - 1`` if the query holds it and
+    the drafts, so that the row samples; else -1. With k drafts the row's k + 1 logits are those of
+    k + 1 tokens from there."""
+    block_table: torch.Tensor | None = None
+    """[num_reqs, row_width] int32, unit last stride, *written* in the live columns and nowhere
+    else: of a group without a ring the first ceil(seq_len / block_size) of its segment (at most
+    ceil(max_model_len / block_size)), of a group with a ring all ceil(sink / block_size) +
+    ring_blocks; none of a padding row. None = not wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendedTokens:
+    """Outputs of ``post_update``: on the device, or in pinned host memory.
+
+    The host may read pinned memory after an event that follows the launch.
+    """
+
+    output: torch.Tensor
+    """[num_reqs, 1 + most drafts] int64, unit last stride, *written*, every element: the tokens
+    appended, then -1."""
+    num_output: torch.Tensor
+    """[num_reqs] int32, unit last stride, *written*: tokens appended; 0 for padding, stopped and
+    unfinished rows, < 0 for a row that failed in this launch: what stood for its token."""
+    ring_slot: torch.Tensor | None = None
+    """[1] int32: ``output`` and ``num_output`` have an axis more in front, whose element of this
+    index is *written* and no other. It is read on the device, so that a captured graph writes to
+    another each time; not checked."""
+
+
+def check_slots(slots: RequestSlots, device: torch.device, *vectors: str) -> None:
+    """Raise unless the histories, and the fields of one element a slot that are named, fit.
+
+    Raises:
+        TypeError, ValueError: a field is not as described.
+    """
+    check = partial(check_tensor, dtype=torch.int32, device=device)
+    check("slots.token_ids", slots.token_ids, shape=(None, None), unit_last_stride=True)
+    shape = tuple(slots.token_ids.shape[:1])
+    for name in vectors:
+        check(f"slots.{name}", getattr(slots, name), shape=shape, contiguous=True)
 
 
 def check_queries(

@@ -19,8 +19,9 @@ the first that ends the request is found by a minimum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +35,10 @@ from mrv1.kernels.step.contracts import (
     RUNNING,
     STOP_SEQUENCE,
     STOP_TOKEN,
+    AppendedTokens,
+    RequestSlots,
     check_queries,
+    check_slots,
 )
 
 _RUNNING = tl.constexpr(RUNNING)
@@ -44,45 +48,55 @@ _FAILED = tl.constexpr(FAILED)
 _STOP_SEQUENCE = tl.constexpr(STOP_SEQUENCE)
 
 
+class _Sequences(NamedTuple):
+    """The stop sequences of all slots, and where they count."""
+
+    sequences_ptr: tl.tensor
+    stride_sequences_slot: tl.tensor
+    lens_ptr: tl.tensor
+    stride_lens_slot: tl.tensor
+    num_sequences_ptr: tl.tensor
+    prompt_len_ptr: tl.tensor
+    min_total_ptr: tl.tensor
+
+
+class _Rows(NamedTuple):
+    """A tile of rows, [TILE_ROWS] each; ``history_ptr`` and ``tokens_ptr`` point to its tokens."""
+
+    slot: tl.tensor
+    is_request: tl.tensor
+    known: tl.tensor
+    history_ptr: tl.tensor
+    tokens_ptr: tl.tensor
+
+
 @triton.jit
 def _ends_with_sequence(
-    sequences_ptr,
-    stride_sequences_slot,
-    lens_ptr,
-    stride_lens_slot,
-    num_sequences_ptr,
-    prompt_len_ptr,
-    min_total_ptr,
-    history_ptr,  # [TILE_ROWS] to each row's history
-    tokens_ptr,  # [TILE_ROWS] to each row's sampled tokens
-    slot,
-    is_request,
-    known,
-    column,
-    is_output,
-    MAX_SEQUENCES: tl.constexpr,
-    MAX_LEN: tl.constexpr,
+    sequences, rows, column, is_output, MAX_SEQUENCES: tl.constexpr, MAX_LEN: tl.constexpr
 ):
     """Return whether the output behind each sampled token ends with one of its slot's sequences.
 
     Compared from the last token on: first with what is sampled, then with the history.
     """
-    num_sequences = tl.load(num_sequences_ptr + slot, mask=is_request, other=0)
-    prompt_len = tl.load(prompt_len_ptr + slot, mask=is_request, other=0)
-    min_total = tl.load(min_total_ptr + slot, mask=is_request, other=0)
+    slot, is_request, known, history_ptr, tokens_ptr = rows
+    num_sequences = tl.load(sequences.num_sequences_ptr + slot, mask=is_request, other=0)
+    prompt_len = tl.load(sequences.prompt_len_ptr + slot, mask=is_request, other=0)
+    min_total = tl.load(sequences.min_total_ptr + slot, mask=is_request, other=0)
+    sequences_ptr = sequences.sequences_ptr + slot * sequences.stride_sequences_slot
+    lens_ptr = sequences.lens_ptr + slot * sequences.stride_lens_slot
     total = known[:, None] + column + 1  # tokens behind each sampled one
     may_end = is_output & (total >= min_total[:, None])
     ends = is_output & (column < 0)
     # Rows that have none end the loop before it begins.
     for sequence in range(tl.minimum(tl.max(num_sequences, axis=0), MAX_SEQUENCES)):
         has = is_request & (sequence < num_sequences)
-        length = tl.load(lens_ptr + slot * stride_lens_slot + sequence, mask=has, other=0)
+        length = tl.load(lens_ptr + sequence, mask=has, other=0)
         has &= (length >= 1) & (length <= MAX_LEN)
         matches = may_end & has[:, None] & (total - length[:, None] >= prompt_len[:, None])
         for back in range(tl.minimum(tl.max(length, axis=0), MAX_LEN)):
             is_inside = has & (back < length)
-            wanted_ptr = sequences_ptr + slot * stride_sequences_slot + sequence * MAX_LEN
-            wanted = tl.load(wanted_ptr + (length - 1 - back), mask=is_inside, other=0)
+            wanted_ptr = sequences_ptr + sequence * MAX_LEN + (length - 1 - back)
+            wanted = tl.load(wanted_ptr, mask=is_inside, other=0)
             at = column - back  # sampled tokens from 0 on, before them history
             compares = matches & is_inside[:, None]
             sampled = tl.load(tokens_ptr[:, None] + at, mask=compares & (at >= 0), other=0)
@@ -173,24 +187,12 @@ def _post_update_kernel(
     at_limit = known[:, None] + column + 1 >= max_total[:, None]
     code = tl.where(at_limit, _LENGTH, _RUNNING)
     if sequences_ptr is not None:
-        ends = _ends_with_sequence(
-            sequences_ptr,
-            stride_sequences_slot,
-            sequence_lens_ptr,
-            stride_sequence_lens_slot,
-            num_sequences_ptr,
-            prompt_len_ptr,
-            min_total_ptr,
-            history_row_ptr,
-            tokens_row_ptr,
-            slot,
-            is_request,
-            known,
-            column,
-            is_sampled,
-            MAX_SEQUENCES,
-            MAX_LEN,
-        )
+        sequences = _Sequences(
+            sequences_ptr, stride_sequences_slot, sequence_lens_ptr, stride_sequence_lens_slot,
+            num_sequences_ptr, prompt_len_ptr, min_total_ptr,
+        )  # fmt: skip
+        rows = _Rows(slot, is_request, known, history_row_ptr, tokens_row_ptr)
+        ends = _ends_with_sequence(sequences, rows, column, is_sampled, MAX_SEQUENCES, MAX_LEN)
         code = tl.where(ends, _STOP_SEQUENCE, code)
     code = tl.where(token < 0, _FAILED, tl.where(stops, _STOP_TOKEN, code))
     last = tl.min(tl.where(is_sampled & (code != _RUNNING), column, TILE_COLUMNS), axis=1)
@@ -242,23 +244,11 @@ def post_update(
     query_start_loc: torch.Tensor | None,
     logits_rows: torch.Tensor,
     tokens: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    num_computed_tokens: torch.Tensor,
-    max_total_tokens: torch.Tensor,
-    stop_token_ids: torch.Tensor,
-    stopped: torch.Tensor,
+    slots: RequestSlots,
+    out: AppendedTokens,
     *,
-    output: torch.Tensor,
-    num_output: torch.Tensor,
-    ring_slot: torch.Tensor | None = None,
     query_len: int | None = None,
     num_sampled: torch.Tensor | None = None,
-    stop_sequences: torch.Tensor | None = None,
-    stop_sequence_lens: torch.Tensor | None = None,
-    num_stop_sequences: torch.Tensor | None = None,
-    prompt_len: torch.Tensor | None = None,
-    min_total_tokens: torch.Tensor | None = None,
 ) -> None:
     """Append a step's tokens to their requests, advance the lengths and mark those that stop.
 
@@ -274,37 +264,14 @@ def post_update(
         tokens: [num_reqs, 1 + most drafts] int64, unit last stride, at most 8 columns: what each
             row sampled, in order; < 0 = no token could be sampled, for a reason that the sampler
             numbers.
-        token_ids: [max_num_reqs, max_model_len] int32, unit last stride, *written*: history.
-        num_tokens: [max_num_reqs] int32, *written*: tokens known of each request. Less than
-            ``max_total_tokens`` where a row samples.
-        num_computed_tokens: [max_num_reqs] int32, *written*: tokens in the cache. A row that
-            samples ends with ``num_tokens - 1``, stopped or not; any other advances by its query.
-        max_total_tokens: [max_num_reqs] int32, the length at which a request stops, at most
-            max_model_len.
-        stop_token_ids: [max_num_reqs, any] int32, unit last stride, -1 = none.
-        stopped: [max_num_reqs] int32, *written*: 0 runs; 1 stop token, 2 length, 3 failed, 4 stop
-            sequence, the constants of :mod:`mrv1.kernels.step.contracts`.
-        output: shape of ``tokens``, int64, unit last stride, *written*, every element: the tokens
-            appended, then -1. On the device or in pinned host memory, which the host may read
-            behind an event after this launch.
-        num_output: [num_reqs] int32, *written*: tokens appended; 0 for padding, stopped and
-            unfinished rows, < 0 for a row that failed in this launch: what stood for its token.
-            Where ``output`` may be.
-        ring_slot: [1] int32: ``output`` and ``num_output`` have an axis more in front, whose
-            element of this index is *written* and no other. It is read on the device, so that a
-            captured graph writes to another each time; not checked.
+        slots: the request of every slot; *written* are its ``token_ids``, ``num_tokens``,
+            ``num_computed_tokens`` and ``stopped``. Where a row samples, ``num_tokens`` is less
+            than ``max_total_tokens``, and ``num_computed_tokens`` ends as ``num_tokens - 1``,
+            stopped or not; any other row's advances by its query.
+        out: *written*.
         query_len: tokens of every row, if they all have the same number.
         num_sampled: [num_reqs] int32, tokens of each row of ``tokens`` that count, where it
             samples: 1 + the accepted drafts. None = one.
-        stop_sequences: [max_num_reqs, max_sequences, max_len] int32, each slot's sequences
-            contiguous: token ids from column 0. A request stops where its output, of which the
-            prompt is no part, ends with one. None = no request has any; the next four go with it.
-        stop_sequence_lens: [max_num_reqs, max_sequences] int32, unit last stride: tokens of each,
-            1 to max_len; one of any other length ends nothing.
-        num_stop_sequences: [max_num_reqs] int32: sequences of each slot that count, from row 0.
-            More than max_sequences is max_sequences.
-        prompt_len: [max_num_reqs] int32.
-        min_total_tokens: [max_num_reqs] int32, tokens before which no sequence ends a request.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -313,67 +280,51 @@ def post_update(
     Numerics: integers; exact (tier A).
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.
     """
-    num_rows, num_columns = _check_rows(
-        idx_mapping, query_start_loc, query_len, logits_rows, tokens, num_sampled
-    )
-    _check_state(
-        idx_mapping.device,
-        token_ids,
-        stop_token_ids,
-        num_tokens=num_tokens,
-        num_computed_tokens=num_computed_tokens,
-        max_total_tokens=max_total_tokens,
-        stopped=stopped,
-    )
-    _check_sequences(
-        token_ids,
-        stop_sequences,
-        stop_sequence_lens,
-        num_stop_sequences=num_stop_sequences,
-        prompt_len=prompt_len,
-        min_total_tokens=min_total_tokens,
-    )
-    _check_outputs(output, num_output, ring_slot, tokens)
+    num_rows, num_columns = _check_rows(idx_mapping, logits_rows, tokens, num_sampled)
+    check_queries(query_start_loc, query_len, num_rows, idx_mapping.device)
+    _check_slots(slots, idx_mapping.device)
+    _check_outputs(out, tokens)
     if num_rows == 0:
         return
     if INTERPRET:
         config = PostUpdateConfig.for_interpreter(num_rows)
     else:
         config = PostUpdateConfig.default_for(num_columns)
+    sequences, lens = slots.stop_sequences, slots.stop_sequence_lens
     _post_update_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
-        output,
-        output.stride(-2),
-        num_output,
-        ring_slot,
-        0 if ring_slot is None else output.stride(0),
-        0 if ring_slot is None else num_output.stride(0),
-        token_ids,
-        token_ids.stride(0),
-        num_tokens,
-        num_computed_tokens,
-        stopped,
+        out.output,
+        out.output.stride(-2),
+        out.num_output,
+        out.ring_slot,
+        0 if out.ring_slot is None else out.output.stride(0),
+        0 if out.ring_slot is None else out.num_output.stride(0),
+        slots.token_ids,
+        slots.token_ids.stride(0),
+        slots.num_tokens,
+        slots.num_computed_tokens,
+        slots.stopped,
         idx_mapping,
         None if query_len is not None else query_start_loc,
         logits_rows,
         num_sampled,
         tokens,
         tokens.stride(0),
-        max_total_tokens,
-        stop_token_ids,
-        stop_token_ids.stride(0),
-        stop_sequences,
-        0 if stop_sequences is None else stop_sequences.stride(0),
-        stop_sequence_lens,
-        0 if stop_sequence_lens is None else stop_sequence_lens.stride(0),
-        num_stop_sequences,
-        prompt_len,
-        min_total_tokens,
+        slots.max_total_tokens,
+        slots.stop_token_ids,
+        slots.stop_token_ids.stride(0),
+        sequences,
+        0 if sequences is None else sequences.stride(0),
+        lens,
+        0 if lens is None else lens.stride(0),
+        slots.num_stop_sequences,
+        None if sequences is None else slots.prompt_len,
+        None if sequences is None else slots.min_total_tokens,
         num_rows,
         query_len or 0,
         num_columns,
-        MAX_STOP_TOKENS=stop_token_ids.shape[1],
-        MAX_SEQUENCES=0 if stop_sequences is None else stop_sequences.shape[1],
-        MAX_LEN=0 if stop_sequences is None else stop_sequences.shape[2],
+        MAX_STOP_TOKENS=slots.stop_token_ids.shape[1],
+        MAX_SEQUENCES=0 if sequences is None else sequences.shape[1],
+        MAX_LEN=0 if sequences is None else sequences.shape[2],
         TILE_ROWS=config.tile_rows,
         TILE_COLUMNS=triton.next_power_of_2(num_columns),
         num_warps=config.num_warps,
@@ -383,127 +334,64 @@ def post_update(
 
 def _check_rows(
     idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor | None,
-    query_len: int | None,
     logits_rows: torch.Tensor,
     tokens: torch.Tensor,
     num_sampled: torch.Tensor | None,
 ) -> tuple[int, int]:
+    """Return the number of rows, and of columns of ``tokens``."""
     check_tensor("idx_mapping", idx_mapping, shape=(None,), dtype=torch.int32, contiguous=True)
     check_launchable("idx_mapping", idx_mapping)
-    device, num_rows = idx_mapping.device, idx_mapping.shape[0]
-    check_queries(query_start_loc, query_len, num_rows, device)
-    check_tensor(
-        "tokens",
-        tokens,
-        shape=(num_rows, None),
-        dtype=torch.int64,
-        device=device,
-        unit_last_stride=True,
-    )
+    num_rows = idx_mapping.shape[0]
+    check = partial(check_tensor, device=idx_mapping.device)
+    check("tokens", tokens, shape=(num_rows, None), dtype=torch.int64, unit_last_stride=True)
     num_columns = tokens.shape[1]
     if not 1 <= num_columns <= MAX_SAMPLED_TOKENS:
         raise ValueError(f"tokens: expected 1 to {MAX_SAMPLED_TOKENS} columns, got {num_columns}")
-    for name, tensor, dtype in (
-        ("logits_rows", logits_rows, torch.int64),
-        ("num_sampled", num_sampled, torch.int32),
-    ):
-        if tensor is not None or name == "logits_rows":
-            check_tensor(
-                name, tensor, shape=(num_rows,), dtype=dtype, device=device, contiguous=True
-            )
+    check("logits_rows", logits_rows, shape=(num_rows,), dtype=torch.int64, contiguous=True)
+    if num_sampled is not None:
+        check("num_sampled", num_sampled, shape=(num_rows,), dtype=torch.int32, contiguous=True)
     return num_rows, num_columns
 
 
-def _check_state(
-    device: torch.device,
-    token_ids: torch.Tensor,
-    stop_token_ids: torch.Tensor,
-    **per_slot: torch.Tensor,
-) -> None:
-    max_num_reqs = token_ids.shape[0] if token_ids.dim() == 2 else None
-    for name, tensor in (("token_ids", token_ids), ("stop_token_ids", stop_token_ids)):
-        check_tensor(
-            name,
-            tensor,
-            shape=(max_num_reqs, None),
-            dtype=torch.int32,
-            device=device,
-            unit_last_stride=True,
+def _check_slots(slots: RequestSlots, device: torch.device) -> None:
+    check_slots(slots, device, "num_tokens", "num_computed_tokens", "max_total_tokens", "stopped")
+    check = partial(check_tensor, dtype=torch.int32, device=device)
+    max_num_reqs = slots.token_ids.shape[0]
+    shape = (max_num_reqs, None)
+    check("slots.stop_token_ids", slots.stop_token_ids, shape=shape, unit_last_stride=True)
+    names = ("stop_sequences", "stop_sequence_lens", "num_stop_sequences")
+    missing = [name for name in names if getattr(slots, name) is None]
+    if len(missing) == len(names):
+        return
+    sequences, lens = slots.stop_sequences, slots.stop_sequence_lens
+    if sequences is None or missing:
+        raise ValueError(f"{', '.join(names)}: expected all or none, got no {', '.join(missing)}")
+    check("slots.stop_sequences", sequences, shape=(max_num_reqs, None, None))
+    if max_num_reqs and not sequences[0].is_contiguous():
+        raise ValueError(
+            "slots.stop_sequences: expected each slot's sequences contiguous, got strides "
+            f"{sequences.stride()}"
         )
-    _check_per_slot(max_num_reqs, device, per_slot)
+    check("slots.stop_sequence_lens", lens, shape=sequences.shape[:2], unit_last_stride=True)
+    check_slots(slots, device, "num_stop_sequences", "prompt_len", "min_total_tokens")
 
 
-def _check_per_slot(
-    max_num_reqs: int | None, device: torch.device, per_slot: Mapping[str, torch.Tensor | None]
-) -> None:
-    for name, tensor in per_slot.items():
+def _check_outputs(out: AppendedTokens, tokens: torch.Tensor) -> None:
+    device = tokens.device
+    ring: tuple[int | None, ...] = ()
+    if out.ring_slot is not None:
         check_tensor(
-            name,
-            tensor,
-            shape=(max_num_reqs,),
+            "out.ring_slot",
+            out.ring_slot,
+            shape=(1,),
             dtype=torch.int32,
             device=device,
             contiguous=True,
         )
-
-
-def _check_sequences(
-    token_ids: torch.Tensor,
-    stop_sequences: torch.Tensor | None,
-    stop_sequence_lens: torch.Tensor | None,
-    **per_slot: torch.Tensor | None,
-) -> None:
-    given = {
-        "stop_sequences": stop_sequences,
-        "stop_sequence_lens": stop_sequence_lens,
-        **per_slot,
-    }
-    missing = [name for name, tensor in given.items() if tensor is None]
-    if len(missing) == len(given):
-        return
-    if stop_sequences is None or missing:
-        raise ValueError(f"{', '.join(given)}: expected all or none, got no {', '.join(missing)}")
-    max_num_reqs, device = token_ids.shape[0], token_ids.device
-    check_tensor(
-        "stop_sequences",
-        stop_sequences,
-        shape=(max_num_reqs, None, None),
-        dtype=torch.int32,
-        device=device,
-    )
-    if max_num_reqs and not stop_sequences[0].is_contiguous():
-        raise ValueError(
-            "stop_sequences: expected each slot's sequences contiguous, got strides "
-            f"{stop_sequences.stride()}"
-        )
-    check_tensor(
-        "stop_sequence_lens",
-        stop_sequence_lens,
-        shape=stop_sequences.shape[:2],
-        dtype=torch.int32,
-        device=device,
-        unit_last_stride=True,
-    )
-    _check_per_slot(max_num_reqs, device, per_slot)
-
-
-def _check_outputs(
-    output: torch.Tensor,
-    num_output: torch.Tensor,
-    ring_slot: torch.Tensor | None,
-    tokens: torch.Tensor,
-) -> None:
-    device = tokens.device
-    ring: tuple[int | None, ...] = ()
-    if ring_slot is not None:
-        check_tensor(
-            "ring_slot", ring_slot, shape=(1,), dtype=torch.int32, device=device, contiguous=True
-        )
-        ring = (output.shape[0] if output.dim() else None,)
+        ring = (out.output.shape[0] if out.output.dim() else None,)
     for name, tensor, shape, dtype in (
-        ("output", output, tokens.shape, torch.int64),
-        ("num_output", num_output, tokens.shape[:1], torch.int32),
+        ("out.output", out.output, tokens.shape, torch.int64),
+        ("out.num_output", out.num_output, tokens.shape[:1], torch.int32),
     ):
         check_tensor(name, tensor, shape=(*ring, *shape), dtype=dtype, unit_last_stride=True)
         check_reachable(name, tensor, device)

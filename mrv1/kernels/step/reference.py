@@ -11,6 +11,10 @@ from mrv1.kernels.step.contracts import (
     RUNNING,
     STOP_SEQUENCE,
     STOP_TOKEN,
+    AppendedTokens,
+    GatheredTokens,
+    RequestSlots,
+    SlotTables,
     check_queries,
 )
 
@@ -40,79 +44,63 @@ def scatter_segments(
 def gather_tokens(
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor | None,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    num_computed_tokens: torch.Tensor,
-    block_tables: torch.Tensor,
+    slots: RequestSlots,
+    tables: SlotTables,
+    out: GatheredTokens,
     *,
-    block_size: int,
-    group_table_offset: torch.Tensor,
-    group_sink: torch.Tensor,
-    group_ring_blocks: torch.Tensor,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    logits_rows: torch.Tensor,
     query_len: int | None = None,
-    stopped: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
     num_draft_tokens: torch.Tensor | None = None,
-    mrope_positions: torch.Tensor | None = None,
-    mrope_delta: torch.Tensor | None = None,
-    prompt_len: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
 ) -> None:
     """Oracle of :func:`mrv1.kernels.gather_tokens`."""
     starts = _query_starts(query_start_loc, query_len, idx_mapping)
     query_lens = starts.diff()
-    slots = idx_mapping.clamp_min(0).long()
-    lives = idx_mapping >= 0
-    if stopped is not None:
-        lives = lives & (stopped[slots] == 0)
-    computed, known = num_computed_tokens[slots].long(), num_tokens[slots].long()
+    slot = idx_mapping.clamp_min(0).long()
+    lives = (idx_mapping >= 0) & (slots.stopped[slot] == RUNNING)
+    computed, known = slots.num_computed_tokens[slot].long(), slots.num_tokens[slot].long()
     end = known if num_draft_tokens is None else known + num_draft_tokens
     row_seq_lens = torch.where(lives, computed + query_lens, 0)
     samples = lives & (computed < known) & (row_seq_lens >= end)
-    seq_lens.copy_(row_seq_lens)
-    logits_rows.copy_(torch.where(samples, starts[:-1] + known - 1 - computed, -1))
-    columns_inside = -(-row_seq_lens.clamp_max(token_ids.shape[1]) // block_size)
+    out.seq_lens.copy_(row_seq_lens)
+    out.logits_rows.copy_(torch.where(samples, starts[:-1] + known - 1 - computed, -1))
+    max_model_len, block_size = slots.token_ids.shape[1], tables.block_size
+    columns_inside = -(-row_seq_lens.clamp_max(max_model_len) // block_size)
 
     rows = torch.repeat_interleave(query_lens)  # row of each token
     tokens = torch.arange(rows.numel(), device=rows.device)
-    token_positions = computed[rows] + tokens - starts[rows]
-    inside = lives[rows] & (token_positions < end[rows].clamp_max(token_ids.shape[1]))
-    rows, tokens, token_positions = rows[inside], tokens[inside], token_positions[inside]
-    for output, padding in ((input_ids, 0), (positions, 0), (slot_mapping, -1)):
+    positions = computed[rows] + tokens - starts[rows]
+    inside = lives[rows] & (positions < end[rows].clamp_max(max_model_len))
+    rows, tokens, positions = rows[inside], tokens[inside], positions[inside]
+    for output, padding in ((out.input_ids, 0), (out.positions, 0), (out.slot_mapping, -1)):
         output.fill_(padding)
-    input_ids[tokens] = token_ids[slots[rows], token_positions].long()
+    out.input_ids[tokens] = slots.token_ids[slot[rows], positions].long()
     if draft_token_ids is not None:
-        draft = token_positions - known[rows]
+        draft = positions - known[rows]
         is_draft = draft >= 0
-        input_ids[tokens[is_draft]] = draft_token_ids[rows[is_draft], draft[is_draft]].long()
-    if mrope_positions is None or mrope_delta is None or prompt_len is None:
-        positions[tokens] = token_positions
+        out.input_ids[tokens[is_draft]] = draft_token_ids[rows[is_draft], draft[is_draft]].long()
+    if slots.mrope_positions is None or slots.mrope_delta is None:
+        out.positions[tokens] = positions
     else:
-        in_prompt = token_positions < prompt_len[slots[rows]]
-        at = token_positions.clamp_max(mrope_positions.shape[2] - 1)
-        of_axes = mrope_positions[slots[rows], :, at].T.long()
-        positions[:, tokens] = torch.where(
-            in_prompt, of_axes, token_positions + mrope_delta[slots[rows]]
+        in_prompt = positions < slots.prompt_len[slot[rows]]
+        at = positions.clamp_max(slots.mrope_positions.shape[2] - 1)
+        of_axes = slots.mrope_positions[slot[rows], :, at].T.long()
+        out.positions[:, tokens] = torch.where(
+            in_prompt, of_axes, positions + slots.mrope_delta[slot[rows]]
         )
-    for group in range(group_table_offset.numel()):
-        offset, ring_blocks = group_table_offset[group], group_ring_blocks[group]
-        sink_blocks = -(-group_sink[group] // block_size)
-        columns = offset + _ring_column(token_positions // block_size, sink_blocks, ring_blocks)
-        blocks = block_tables[slots[rows], columns].long()
-        token_slots = blocks * block_size + token_positions % block_size
-        slot_mapping[group, tokens] = torch.where(blocks >= 0, token_slots, -1)
-        if block_table is None:
+    for group in range(tables.table_offset.numel()):
+        offset, ring_blocks = tables.table_offset[group], tables.ring_blocks[group]
+        sink_blocks = -(-tables.sink[group] // block_size)
+        columns = offset + _ring_column(positions // block_size, sink_blocks, ring_blocks)
+        blocks = tables.block_tables[slot[rows], columns].long()
+        token_slots = blocks * block_size + positions % block_size
+        out.slot_mapping[group, tokens] = torch.where(blocks >= 0, token_slots, -1)
+        if out.block_table is None:
             continue
         first = int(offset)
         for row in lives.nonzero().flatten().tolist():
             width = int(sink_blocks + ring_blocks if ring_blocks else columns_inside[row])
-            segment = block_tables[slots[row], first : first + width]
-            block_table[row, first : first + width] = segment
+            segment = tables.block_tables[slot[row], first : first + width]
+            out.block_table[row, first : first + width] = segment
 
 
 def _query_starts(
@@ -133,19 +121,14 @@ def _ring_column(
     return torch.where((ring_blocks == 0) | (block < sink_blocks), block, in_ring)
 
 
-def _stop_sequences_of(
-    slot: int,
-    stop_sequences: torch.Tensor | None,
-    stop_sequence_lens: torch.Tensor | None,
-    num_stop_sequences: torch.Tensor | None,
-) -> list[list[int]]:
+def _stop_sequences_of(slots: RequestSlots, slot: int) -> list[list[int]]:
     """Return the sequences of a slot that may end its request."""
-    if stop_sequences is None or stop_sequence_lens is None or num_stop_sequences is None:
+    sequences, lens = slots.stop_sequences, slots.stop_sequence_lens
+    if sequences is None or lens is None or slots.num_stop_sequences is None:
         return []
-    lens = stop_sequence_lens[slot, : num_stop_sequences[slot]].tolist()
-    rows = stop_sequences[slot].tolist()
-    max_len = stop_sequences.shape[2]
-    return [rows[i][:length] for i, length in enumerate(lens) if 1 <= length <= max_len]
+    rows, max_len = sequences[slot].tolist(), sequences.shape[2]
+    counting = lens[slot, : slots.num_stop_sequences[slot]].tolist()
+    return [rows[i][:length] for i, length in enumerate(counting) if 1 <= length <= max_len]
 
 
 @counted
@@ -154,66 +137,50 @@ def post_update(
     query_start_loc: torch.Tensor | None,
     logits_rows: torch.Tensor,
     tokens: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    num_computed_tokens: torch.Tensor,
-    max_total_tokens: torch.Tensor,
-    stop_token_ids: torch.Tensor,
-    stopped: torch.Tensor,
+    slots: RequestSlots,
+    out: AppendedTokens,
     *,
-    output: torch.Tensor,
-    num_output: torch.Tensor,
-    ring_slot: torch.Tensor | None = None,
     query_len: int | None = None,
     num_sampled: torch.Tensor | None = None,
-    stop_sequences: torch.Tensor | None = None,
-    stop_sequence_lens: torch.Tensor | None = None,
-    num_stop_sequences: torch.Tensor | None = None,
-    prompt_len: torch.Tensor | None = None,
-    min_total_tokens: torch.Tensor | None = None,
 ) -> None:
     """Oracle of :func:`mrv1.kernels.post_update`."""
-    if ring_slot is not None:
-        output, num_output = output[int(ring_slot)], num_output[int(ring_slot)]
+    output, num_output = out.output, out.num_output
+    if out.ring_slot is not None:
+        output, num_output = output[int(out.ring_slot)], num_output[int(out.ring_slot)]
     query_lens = _query_starts(query_start_loc, query_len, idx_mapping).diff().tolist()
     sampling = (logits_rows >= 0).int()
     counts = (sampling if num_sampled is None else sampling * num_sampled).tolist()
     output.fill_(-1)
     num_output.fill_(0)
     for row, slot in enumerate(idx_mapping.tolist()):
-        if slot < 0 or stopped[slot] != RUNNING:
+        if slot < 0 or slots.stopped[slot] != RUNNING:
             continue
-        stop_tokens = stop_token_ids[slot].tolist()
-        sequences = _stop_sequences_of(
-            slot, stop_sequences, stop_sequence_lens, num_stop_sequences
-        )
+        history, num_tokens = slots.token_ids[slot], slots.num_tokens[slot]  # views
+        stop_tokens = slots.stop_token_ids[slot].tolist()
+        sequences = _stop_sequences_of(slots, slot)
         failure = num_appended = 0
         for token in tokens[row, : counts[row]].tolist():
             if token < 0:
-                stopped[slot] = FAILED
+                slots.stopped[slot] = FAILED
                 failure = token
                 break
-            token_ids[slot, num_tokens[slot]] = token
-            num_tokens[slot] += 1
+            history[num_tokens] = token
+            num_tokens += 1
             output[row, num_appended] = token
             num_appended += 1
             if token in stop_tokens:
-                stopped[slot] = STOP_TOKEN
+                slots.stopped[slot] = STOP_TOKEN
                 break
-            if (
-                prompt_len is not None
-                and min_total_tokens is not None
-                and num_tokens[slot] >= min_total_tokens[slot]
-            ):
-                new = token_ids[slot, prompt_len[slot] : num_tokens[slot]].tolist()
+            if sequences and num_tokens >= slots.min_total_tokens[slot]:
+                new = history[slots.prompt_len[slot] : num_tokens].tolist()
                 if any(new[-len(sequence) :] == sequence for sequence in sequences):
-                    stopped[slot] = STOP_SEQUENCE
+                    slots.stopped[slot] = STOP_SEQUENCE
                     break
-            if num_tokens[slot] >= max_total_tokens[slot]:
-                stopped[slot] = LENGTH
+            if num_tokens >= slots.max_total_tokens[slot]:
+                slots.stopped[slot] = LENGTH
                 break
         num_output[row] = failure or num_appended
         if counts[row] > 0:
-            num_computed_tokens[slot] = num_tokens[slot] - 1
+            slots.num_computed_tokens[slot] = num_tokens - 1
         else:
-            num_computed_tokens[slot] += query_lens[row]
+            slots.num_computed_tokens[slot] += query_lens[row]
