@@ -26,7 +26,7 @@ from mrv1 import kernels
 from mrv1.bench.provenance import provenance
 from mrv1.kernels import DecodePlan, HeadRole, KVScales, PrefillSplits, reference
 from mrv1.kernels.attention import prefill_attention
-from mrv1.kernels.sampling.contracts import MAX_PARTS
+from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 
@@ -167,13 +167,19 @@ def _apply_bad_words(ops: ModuleType, device: torch.device) -> Outputs:
     position = torch.arange(64, dtype=torch.int32, device=device)
     bad_words = ((position[:40, None] + position[:8]) % 3).repeat(3, 1, 1)
     lengths = (position[:40] % 8 + 1).repeat(3, 1)
+    history = History(
+        token_ids=(position % 3).repeat(3, 1), num_tokens=row(64, 40, 60),
+        prompt_len=row(60, 2, 59), min_total_tokens=row(0, 0, 0),
+        late_token_ids=row(-1, -1, -1).view(3, 1),
+    )  # fmt: skip
+    words = BadWords(
+        bad_words=bad_words, bad_word_lens=lengths, num_bad_words=row(0, 17, 40),
+        bad_words_match_prompt=row(0, 1, 0),
+    )  # fmt: skip
     drafts = {"ahead": row(0, 1, 2, 0, 1, 2), "draft_token_ids": row(1, 2, 0, 1).view(2, 2)}
     for idx_mapping, options in ((row(2, 1, -1, 0, 1, 2), {}), (row(2, 2, 2, 1, 1, 1), drafts)):
         logits = _normal(6, 320, device=device)
-        ops.apply_bad_words(
-            logits, idx_mapping, (position % 3).repeat(3, 1), row(64, 40, 60), row(60, 2, 59),
-            bad_words, lengths, row(0, 17, 40), match_prompt=row(0, 1, 0), **options,
-        )  # fmt: skip
+        ops.apply_bad_words(logits, idx_mapping, history, words, **options)
         yield logits
 
 
@@ -297,16 +303,19 @@ def _edit_logits(ops: ModuleType, device: torch.device) -> Outputs:
     vocab = 5000
     token_ids = torch.arange(2 * 3000, device=device).int().view(2, 3000) % 4001
     logits, penalty = _normal(4, vocab, device=device).float(), full(2).float() / 2
-    ops.edit_logits(
-        logits, torch.tensor([1, 1, 0, -1], dtype=torch.int32, device=device), token_ids,
-        full(2, value=2999), full(2, value=1000), edits=full(2, value=15),
-        allowed_mask=full(2, 157, value=-2), min_total_tokens=full(2, value=3001),
-        stop_token_ids=full(2, 16, value=9), bias_ids=token_ids[:, :300],
+    history = History(
+        token_ids=token_ids, num_tokens=full(2, value=2999), prompt_len=full(2, value=1000),
+        min_total_tokens=full(2, value=3001), late_token_ids=full(2, 16, value=9),
+    )  # fmt: skip
+    edits = LogitEdits(
+        edits=full(2, value=15), allowed_mask=full(2, 157, value=-2), bias_ids=token_ids[:, :300],
         bias_values=token_ids[:, :300].float(), num_bias=full(2, value=299),
         repetition_penalty=penalty, frequency_penalty=penalty, presence_penalty=penalty,
-        counts=full(2, vocab), counted=full(2, MAX_PARTS, value=-1), ahead=full(4),
-        draft_token_ids=full(2, 1, value=3),
+        counts=full(2, vocab), counted=full(2, MAX_PARTS, value=-1),
     )  # fmt: skip
+    idx_mapping = torch.tensor([1, 1, 0, -1], dtype=torch.int32, device=device)
+    drafts = full(2, 1, value=3)
+    ops.edit_logits(logits, idx_mapping, history, edits, ahead=full(4), draft_token_ids=drafts)
     yield logits
 
 

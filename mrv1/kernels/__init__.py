@@ -18,7 +18,8 @@ from mrv1.kernels.attention.plan import DecodePlan
 from mrv1.kernels.attention.splits import PrefillSplits
 from mrv1.kernels.cache.kv_layout import HeadRole, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
-from mrv1.kernels.sampling.contracts import TopLogprobs
+from mrv1.kernels.sampling.contracts import BadWords, History, LogitEdits, TopLogprobs
+from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
 
 if TYPE_CHECKING:
     from mrv1.kernels.attention.decode_attention import paged_decode_attention
@@ -43,11 +44,18 @@ if TYPE_CHECKING:
     from mrv1.kernels.step.scatter_segments import scatter_segments
 
 __all__ = [
+    "AppendedTokens",
+    "BadWords",
     "DecodePlan",
+    "GatheredTokens",
     "HeadRole",
+    "History",
     "KVLayout",
     "KVScales",
+    "LogitEdits",
     "PrefillSplits",
+    "RequestSlots",
+    "SlotTables",
     "TopLogprobs",
     "apply_bad_words",
     "apply_rope",

@@ -1,9 +1,10 @@
 """Sampling: parameters, per-slot state on the device, and the draw."""
 
+from mrv1.kernels.sampling.contracts import History
 from mrv1.sampler.grammar import Grammar, GrammarMatcher
 from mrv1.sampler.params import SamplingParams
 from mrv1.sampler.processors import LogitsContext, LogitsProcessor, LogitsProcessors
-from mrv1.sampler.sampler import History, Sampler, SamplerLimits
+from mrv1.sampler.sampler import Sampler, SamplerLimits
 
 __all__ = [
     "Grammar",

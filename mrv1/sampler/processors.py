@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from mrv1.errors import ConfigError, RequestError
+from mrv1.kernels.sampling.contracts import History
 from mrv1.sampler.params import SamplingParams
-from mrv1.sampler.sampler import History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

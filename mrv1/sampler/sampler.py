@@ -10,13 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mrv1.kernels.registry import Ops
-from mrv1.kernels.sampling.contracts import ALLOWED, BIAS, MAX_PARTS, MIN_TOKENS, PENALTIES
+from mrv1.kernels.sampling.contracts import (
+    ALLOWED,
+    BIAS,
+    MAX_PARTS,
+    MIN_TOKENS,
+    PENALTIES,
+    BadWords,
+    History,
+    LogitEdits,
+)
 from mrv1.kernels.sampling.filters import kept_tokens
 from mrv1.sampler.bad_words import TOKENIZATIONS
 from mrv1.sampler.params import SamplingParams
@@ -38,22 +48,6 @@ class SamplerLimits:
     def mask_words(self) -> int:
         """int32 words of a mask over the vocabulary."""
         return -(-self.vocab_size // 32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """What the device knows of each slot's tokens. Slot order, int32."""
-
-    token_ids: torch.Tensor
-    """[max_num_reqs, max_model_len] prompt, then output."""
-    num_tokens: torch.Tensor
-    """[max_num_reqs] prompt and output so far."""
-    prompt_len: torch.Tensor
-    """[max_num_reqs]."""
-    min_total_tokens: torch.Tensor
-    """[max_num_reqs] before which some tokens are not drawn."""
-    late_token_ids: torch.Tensor
-    """[max_num_reqs, most], what is not drawn before then; -1 = none."""
 
 
 class Sampler:
@@ -104,13 +98,19 @@ class Sampler:
     ) -> None:
         self._ops = ops
         self.limits = limits
-        self._slots = dict(slots)
-        words = self._slots["bad_words"]
-        self._slots["bad_words"] = words.unflatten(1, (-1, limits.bad_words_max_len))
-        self._counts = torch.zeros(
-            max_num_reqs, limits.vocab_size, dtype=torch.int32, device=words.device
-        )
-        """How often each slot's history holds a token, for penalties; kept by the op."""
+        words = slots["bad_words"]
+        counts = words.new_zeros(max_num_reqs, limits.vocab_size)
+        self._slots = {
+            **slots,
+            "bad_words": words.unflatten(1, (-1, limits.bad_words_max_len)),
+            "counts": counts,
+        }
+        self._logit_edits = LogitEdits(**self._of(LogitEdits))
+        self._bad_words = BadWords(**self._of(BadWords))
+
+    def _of(self, bundle: type[LogitEdits | BadWords]) -> dict[str, torch.Tensor]:
+        """Return what a bundle of tensors is made of, by its fields' names."""
+        return {field.name: self._slots[field.name] for field in fields_of(bundle)}
 
     def enter(
         self,
@@ -207,38 +207,19 @@ class Sampler:
                 None = it is the next.
             draft_token_ids: ``[requests, most drafts]`` int32, what lies between.
         """
-        slots = self._slots
         self._ops.apply_bad_words(
             logits,
             idx_mapping,
-            history.token_ids,
-            history.num_tokens,
-            history.prompt_len,
-            slots["bad_words"],
-            slots["bad_word_lens"],
-            slots["num_bad_words"],
-            match_prompt=slots["bad_words_match_prompt"],
+            history,
+            self._bad_words,
             ahead=ahead,
             draft_token_ids=draft_token_ids,
         )
         self._ops.edit_logits(
             logits,
             idx_mapping,
-            history.token_ids,
-            history.num_tokens,
-            history.prompt_len,
-            edits=slots["edits"],
-            allowed_mask=slots["allowed_mask"],
-            min_total_tokens=history.min_total_tokens,
-            stop_token_ids=history.late_token_ids,
-            bias_ids=slots["bias_ids"],
-            bias_values=slots["bias_values"],
-            num_bias=slots["num_bias"],
-            repetition_penalty=slots["repetition_penalty"],
-            frequency_penalty=slots["frequency_penalty"],
-            presence_penalty=slots["presence_penalty"],
-            counts=self._counts,
-            counted=slots["counted"],
+            history,
+            self._logit_edits,
             ahead=ahead,
             draft_token_ids=draft_token_ids,
         )

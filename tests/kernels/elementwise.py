@@ -36,10 +36,11 @@ def bundled(arguments: dict, **bundles: type) -> dict:
     A field that is not given is None: the op must not read it.
     """
     flat = dict(arguments)
-    return {
+    made = {
         name: bundle(**{field.name: flat.pop(field.name, None) for field in fields(bundle)})
         for name, bundle in bundles.items()
-    } | flat
+    }
+    return made | flat
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device, seed: int = 0) -> torch.Tensor:

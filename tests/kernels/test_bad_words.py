@@ -13,7 +13,15 @@ from mrv1 import kernels
 from mrv1.errors import UnsupportedDeviceError
 from mrv1.kernels import reference
 from mrv1.kernels.sampling.bad_words import BadWordsConfig
-from tests.kernels.elementwise import DTYPES, in_a_wider_row, normal, tiles, with_strides
+from mrv1.kernels.sampling.contracts import BadWords, History
+from tests.kernels.elementwise import (
+    DTYPES,
+    bundled,
+    in_a_wider_row,
+    normal,
+    tiles,
+    with_strides,
+)
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -99,7 +107,7 @@ def _arguments(case: Case, device="cpu") -> Arguments:
         "bad_words": bad_words,
         "bad_word_lens": matrix(lengths, max_words),
         "num_bad_words": vector([len(slot.words) for slot in slots]),
-        "match_prompt": vector([3 * slot.match_prompt for slot in slots])
+        "bad_words_match_prompt": vector([3 * slot.match_prompt for slot in slots])
         if any(slot.match_prompt for slot in slots)
         else None,
         "ahead": None if drafts is None else vector([len(d) for d in drafts], case.ahead_dtype),
@@ -113,10 +121,14 @@ def _bits(logits: torch.Tensor) -> list[int]:
     return whole.view(INTEGERS[logits.dtype]).tolist()
 
 
+def _ban(ops, arguments: Arguments) -> None:
+    ops.apply_bad_words(**bundled(arguments, history=History, bad_words=BadWords))
+
+
 def _run(ops, case: Case, device="cpu") -> list[int]:
     arguments = _arguments(case, device)
     before = {name: value.clone() for name, value in arguments.items() if value is not None}
-    ops.apply_bad_words(**arguments)
+    _ban(ops, arguments)
     for name, value in before.items():
         assert name == "logits" or torch.equal(value, arguments[name])
     return _bits(arguments["logits"])
@@ -202,7 +214,7 @@ def test_the_oracle_is_the_loop(case):
 def test_the_oracle_takes_float64():
     arguments = _arguments(Case((Slot(output=(1,), words=((1, 3),)),), (Row(0),)))
     arguments["logits"] = torch.zeros(1, VOCAB, dtype=torch.float64)
-    reference.apply_bad_words(**arguments)
+    _ban(reference, arguments)
     assert arguments["logits"].tolist() == [[0, 0, 0, -torch.inf, 0, 0, 0]]
 
 
@@ -229,9 +241,9 @@ def test_a_draft_counts_like_an_appended_token(device, case):
 @given(case=_cases())
 def test_masking_twice_changes_nothing_more(device, case):
     arguments = _arguments(case, device)
-    kernels.apply_bad_words(**arguments)
+    _ban(kernels, arguments)
     once = _bits(arguments["logits"])
-    kernels.apply_bad_words(**arguments)
+    _ban(kernels, arguments)
     assert _bits(arguments["logits"]) == once
 
 
@@ -244,7 +256,7 @@ def _masked(device, slot: Slot, *, drafts: Word | None = None, **sizes: int) -> 
     case = Case((slot,), (Row(0, drafts or ()),), most_drafts=most_drafts, **sizes)
     arguments = _arguments(case, device)
     arguments["logits"].zero_()
-    kernels.apply_bad_words(**arguments)
+    _ban(kernels, arguments)
     lost = {token for token, value in enumerate(arguments["logits"][0].tolist()) if value != 0}
     assert lost == _banned(case)[0]
     return lost
@@ -275,7 +287,7 @@ def test_a_word_of_one_token_is_masked_before_the_prompt_is_known(device):
     for ops in (reference, kernels):
         arguments = _arguments(case, device)
         arguments["prompt_len"].fill_(5)
-        ops.apply_bad_words(**arguments)
+        _ban(ops, arguments)
         assert _bits(arguments["logits"]) == _by_hand(case)
 
 
@@ -319,9 +331,7 @@ def test_rows_of_a_request_share_its_drafts(device):
     ahead = torch.tensor([0, 1, 2, 0, 1, 2], device=device)
     for ops in (reference, kernels):
         logits = arguments["logits"].clone()
-        ops.apply_bad_words(
-            **arguments | {"logits": logits, "ahead": ahead, "draft_token_ids": drafts}
-        )
+        _ban(ops, arguments | {"logits": logits, "ahead": ahead, "draft_token_ids": drafts})
         lost = [(row == -torch.inf).nonzero().flatten().tolist() for row in logits]
         assert lost == [[0], [5], [6], [0], [5], [1]]
 
@@ -339,7 +349,7 @@ def test_a_length_that_no_word_has_masks_nothing(device, length):
     for ops in (reference, kernels):
         arguments = _arguments(case, device)
         arguments["bad_word_lens"][0, 0] = length
-        ops.apply_bad_words(**arguments)
+        _ban(ops, arguments)
         assert arguments["logits"][0, 5] == -torch.inf
         assert arguments["logits"][0, 4] != -torch.inf
 
@@ -354,7 +364,7 @@ def test_the_count_says_how_many_words_there_are(device, count):
             arguments["logits"].zero_()
             arguments["num_bad_words"].fill_(count)
             with tiles("apply_bad_words", as_on_gpu=as_on_gpu):
-                ops.apply_bad_words(**arguments)
+                _ban(ops, arguments)
             lost = (arguments["logits"][0] == -torch.inf).nonzero().flatten().tolist()
             assert lost == [0, 1, 5][: max(count, 0)]
 
@@ -405,7 +415,7 @@ def test_logits_beyond_two_to_the_31_elements(device):
     whole = torch.empty(2 * stride + VOCAB, dtype=torch.float16, device=device)  # 4 GiB, lazy
     logits = whole.as_strided((3, VOCAB), (stride, 1))
     logits.zero_()
-    kernels.apply_bad_words(**arguments | {"logits": logits})
+    _ban(kernels, arguments | {"logits": logits})
     assert logits.tolist() == [[0] * 7, [0] * 7, [0, 0, 0, 0, -torch.inf, 0, 0]]
 
 
@@ -431,10 +441,10 @@ def test_a_captured_launch_follows_the_state(device):
         pytest.skip("not run: no GPU")
     case = Case((Slot(output=(1,), words=((1, 4),)), Slot(words=((3,), (5,)))), (Row(0),))
     arguments = _arguments(case, device)
-    kernels.apply_bad_words(**arguments)
+    _ban(kernels, arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.apply_bad_words(**arguments)
+        _ban(kernels, arguments)
 
     def lost() -> list[int]:
         arguments["logits"].zero_()
@@ -503,8 +513,16 @@ WORDS = torch.zeros(2, 4, 4, dtype=torch.int32)
         ({"bad_words": WORDS[..., :3]}, ValueError, r"bad_words: expected each slot's words cont"),
         ({"bad_word_lens": WORDS[0]}, ValueError, r"bad_word_lens: expected shape \[2, 4\], got"),
         ({"num_bad_words": INT32}, ValueError, r"num_bad_words: expected shape \[2\], got \[9\]"),
-        ({"match_prompt": INT32}, ValueError, r"match_prompt: expected shape \[2\], got \[9\]"),
-        ({"match_prompt": INT32[:2] > 0}, TypeError, r"match_prompt: expected dtype torch\.int32"),
+        (
+            {"bad_words_match_prompt": INT32},
+            ValueError,
+            r"match_prompt: expected shape \[2\], got \[9\]",
+        ),
+        (
+            {"bad_words_match_prompt": INT32[:2] > 0},
+            TypeError,
+            r"match_prompt: expected dtype torch\.int32",
+        ),
         ({"ahead": INT32[:3]}, ValueError, r"ahead, draft_token_ids: expected both or neither"),
         ({"draft_token_ids": WORDS[0, :3]}, ValueError, r"ahead, draft_token_ids: expected both"),
         (
@@ -537,7 +555,7 @@ def test_wrong_arguments_are_named(device, change, error, message):
     before = arguments["logits"].clone()
     for ops in (reference, kernels):
         with pytest.raises(error, match=message):
-            ops.apply_bad_words(**arguments)
+            _ban(ops, arguments)
     assert torch.equal(arguments["logits"].nan_to_num(), before.nan_to_num())
 
 
@@ -546,10 +564,10 @@ def test_another_device_is_named(device):
     arguments["num_tokens"] = torch.empty(1, dtype=torch.int32, device="meta")
     for ops in (reference, kernels):
         with pytest.raises(ValueError, match=r"num_tokens: expected device .*, got meta"):
-            ops.apply_bad_words(**arguments)
+            _ban(ops, arguments)
 
 
 def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):
     monkeypatch.setattr("mrv1.kernels._base.checks.INTERPRET", False)
     with pytest.raises(UnsupportedDeviceError, match="logits: "):
-        kernels.apply_bad_words(**_arguments(Case((Slot(),), (Row(0),))))
+        _ban(kernels, _arguments(Case((Slot(),), (Row(0),))))

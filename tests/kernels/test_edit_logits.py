@@ -14,9 +14,24 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.errors import UnsupportedDeviceError
 from mrv1.kernels import reference
-from mrv1.kernels.sampling.contracts import ALLOWED, BIAS, MAX_PARTS, MIN_TOKENS, PENALTIES
+from mrv1.kernels.sampling.contracts import (
+    ALLOWED,
+    BIAS,
+    MAX_PARTS,
+    MIN_TOKENS,
+    PENALTIES,
+    History,
+    LogitEdits,
+)
 from mrv1.kernels.sampling.edit_logits import EditLogitsConfig
-from tests.kernels.elementwise import DTYPES, assert_gaps_untouched, in_a_wider_row, normal, tiles
+from tests.kernels.elementwise import (
+    DTYPES,
+    assert_gaps_untouched,
+    bundled,
+    in_a_wider_row,
+    normal,
+    tiles,
+)
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -121,7 +136,7 @@ def _arguments(case: Case, device="cpu") -> Arguments:
         "min_total_tokens": vector(
             [len(s.prompt) + (99 if s.min_tokens is None else s.min_tokens) for s in slots]
         ),
-        "stop_token_ids": matrix(stops, MAX_STOP_TOKENS),
+        "late_token_ids": matrix(stops, MAX_STOP_TOKENS),
         "bias_ids": matrix([[token for token, _ in bias] for bias in biases], MAX_BIAS),
         "bias_values": matrix([[v for _, v in bias] for bias in biases], MAX_BIAS, torch.float32),
         "num_bias": vector([len(bias) for bias in biases]),
@@ -146,11 +161,15 @@ def _bits(logits: torch.Tensor) -> list[int]:
     return one_nan.view(torch.int32 if logits.dtype == torch.float32 else torch.int16).tolist()
 
 
+def _edit(ops, arguments: Arguments) -> None:
+    ops.edit_logits(**bundled(arguments, history=History, edits=LogitEdits))
+
+
 def _run(ops, case: Case, device="cpu", *, as_on_gpu: bool = False) -> list[int]:
     arguments = _arguments(case, device)
     before = {name: value.clone() for name, value in arguments.items() if value is not None}
     with tiles("edit_logits", as_on_gpu=as_on_gpu):
-        ops.edit_logits(**arguments)
+        _edit(ops, arguments)
     for name, value in before.items():
         assert name in SCRATCH or torch.equal(value, arguments[name])
     assert_gaps_untouched(arguments["logits"])
@@ -255,7 +274,7 @@ def test_the_oracle_is_the_loop(case):
 def test_the_oracle_takes_float64():
     arguments = _arguments(Case((Slot(bias=((3, 0.5),)),), (Row(0),)))
     arguments["logits"] = torch.zeros(1, VOCAB, dtype=torch.float64)
-    reference.edit_logits(**arguments)
+    _edit(reference, arguments)
     assert arguments["logits"][0, 2:5].tolist() == [0, 0.5, 0]
 
 
@@ -286,14 +305,14 @@ def test_counts_follow_the_history(device, case, steps, reused):
         kept = {name: arguments[name] for name in ("counts", "counted")}
         arguments = _arguments(case, device) | kept
         with tiles("edit_logits", as_on_gpu=index % 2 == 1):
-            kernels.edit_logits(**arguments)
+            _edit(kernels, arguments)
         assert _bits(arguments["logits"]) == _by_hand(case)
 
 
 @given(case=_cases())
 def test_slots_that_no_row_has_keep_their_counts(device, case):
     arguments = _arguments(case, device)
-    kernels.edit_logits(**arguments)
+    _edit(kernels, arguments)
     used = {row.slot for row in case.rows}
     for i, slot in enumerate(case.slots):
         if i in used and slot.edits & PENALTIES:
@@ -314,13 +333,13 @@ def test_drafts_are_seen_and_not_counted(device):
     for ops in (reference, kernels):
         arguments = _arguments(case, device)
         arguments["logits"].zero_()
-        ops.edit_logits(**arguments)
+        _edit(ops, arguments)
         assert arguments["logits"][:, 3].tolist() == [-2.5, -2.75]
         assert arguments["logits"][:, 5].tolist() == [0, 0]
     arguments["token_ids"][0, 3] = 3
     arguments["num_tokens"].fill_(4)
     arguments["logits"].zero_()
-    kernels.edit_logits(**arguments)
+    _edit(kernels, arguments)
     assert arguments["logits"][:, 3].tolist() == [-2.75, -3.0]
 
 
@@ -331,7 +350,7 @@ def test_stop_tokens_come_back_with_the_last_of_min_tokens(device, ahead):
     for ops in (reference, kernels):
         arguments = _arguments(case, device)
         arguments["logits"].zero_()
-        ops.edit_logits(**arguments)
+        _edit(ops, arguments)
         lost = (arguments["logits"][0] == -torch.inf).nonzero().flatten().tolist()
         assert lost == ([7] if ahead < 2 else [])
 
@@ -342,7 +361,7 @@ def test_masks_win_over_a_bias(device):
     )
     assert _run(kernels, Case((slot,), (Row(0),)), device) == _by_hand(Case((slot,), (Row(0),)))
     arguments = _arguments(Case((slot,), (Row(0),)), device)
-    kernels.edit_logits(**arguments)
+    _edit(kernels, arguments)
     assert (arguments["logits"][0] > -torch.inf).nonzero().flatten().tolist() == [4]
 
 
@@ -353,7 +372,7 @@ def test_the_count_says_how_many_ids_have_a_bias(device, count):
         arguments = _arguments(Case((slot,), (Row(0),)), device)
         arguments["logits"].zero_()
         arguments["num_bias"].fill_(count)
-        ops.edit_logits(**arguments)
+        _edit(ops, arguments)
         assert arguments["logits"][0].nonzero().flatten().tolist() == [1, 7, 40][: max(count, 0)]
 
 
@@ -387,7 +406,7 @@ def test_a_launch_may_cut_finer_or_coarser_than_the_one_before(device):
         arguments = _arguments(case, device) | kept
         kept = {name: arguments[name] for name in ("counts", "counted")}
         with tiles("edit_logits", as_on_gpu=as_on_gpu):
-            kernels.edit_logits(**arguments)
+            _edit(kernels, arguments)
         assert _bits(arguments["logits"]) == _by_hand(case)
 
 
@@ -419,7 +438,7 @@ def test_nothing_of_something(device, case):
         for name in ("logits", "counts", "allowed_mask"):
             arguments[name] = arguments[name][:, : case.vocab]
         before = _bits(arguments["logits"])
-        ops.edit_logits(**arguments)
+        _edit(ops, arguments)
         assert _bits(arguments["logits"]) == before
 
 
@@ -429,10 +448,10 @@ def test_a_captured_launch_follows_the_state(device):
         pytest.skip("not run: no GPU")
     arguments = _arguments(Case((Slot((1,), (3,), penalties=(1.0, 1.0, 0.0)),), (Row(0),)), device)
     arguments["edits"].fill_(0)
-    kernels.edit_logits(**arguments)
+    _edit(kernels, arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.edit_logits(**arguments)
+        _edit(kernels, arguments)
 
     def touched() -> dict[int, float]:
         arguments["logits"].zero_()
@@ -557,7 +576,7 @@ STATE = torch.zeros(2, VOCAB, dtype=torch.int32)
             r"allowed_mask: expected shape \[2, 2\], got \[2, 4",
         ),
         ({"min_total_tokens": INT32}, ValueError, r"min_total_tokens: expected shape \[2\], got"),
-        ({"stop_token_ids": INT32}, ValueError, r"stop_token_ids: expected shape \[2, any\], got"),
+        ({"late_token_ids": INT32}, ValueError, r"late_token_ids: expected shape \[2, any\], got"),
         ({"bias_ids": STATE[:1]}, ValueError, r"bias_ids: expected shape \[2, any\], got \[1, 41"),
         ({"bias_values": STATE}, TypeError, r"bias_values: expected dtype torch\.float32, got"),
         ({"bias_values": STATE.float()}, ValueError, r"bias_values: expected shape \[2, 3\], got"),
@@ -597,7 +616,7 @@ def test_wrong_arguments_are_named(device, change, error, message):
     before = {name: arguments[name].clone() for name in SCRATCH}
     for ops in (reference, kernels):
         with pytest.raises(error, match=message):
-            ops.edit_logits(**arguments)
+            _edit(ops, arguments)
     assert all(
         torch.equal(value, arguments[name]) for name, value in before.items() if name != "logits"
     )
@@ -606,4 +625,4 @@ def test_wrong_arguments_are_named(device, change, error, message):
 def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):
     monkeypatch.setattr("mrv1.kernels._base.checks.INTERPRET", False)
     with pytest.raises(UnsupportedDeviceError, match="logits: "):
-        kernels.edit_logits(**_arguments(Case((Slot(),), (Row(0),))))
+        _edit(kernels, _arguments(Case((Slot(),), (Row(0),))))

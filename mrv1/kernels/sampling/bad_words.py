@@ -29,7 +29,7 @@ import torch
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.sampling.contracts import check_bad_words
+from mrv1.kernels.sampling.contracts import BadWords, History, check_bad_words
 
 
 @triton.jit(
@@ -140,14 +140,9 @@ class BadWordsConfig:
 def apply_bad_words(
     logits: torch.Tensor,
     idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    prompt_len: torch.Tensor,
-    bad_words: torch.Tensor,
-    bad_word_lens: torch.Tensor,
-    num_bad_words: torch.Tensor,
+    history: History,
+    bad_words: BadWords,
     *,
-    match_prompt: torch.Tensor | None = None,
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
 ) -> None:
@@ -158,18 +153,9 @@ def apply_bad_words(
             tokens and nowhere else.
         idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
             as it is. Slots may repeat.
-        token_ids: [max_num_reqs, max_model_len] int32, unit last stride: prompt, then output.
-        num_tokens: [max_num_reqs] int32, contiguous: tokens known of each request.
-        prompt_len: [max_num_reqs] int32, contiguous: how many of them are its prompt. A prefix
-            lies behind the prompt as a whole; see ``match_prompt``.
-        bad_words: [max_num_reqs, max_words, max_len] int32, each slot's words contiguous: token
-            ids from column 0. A word whose last id is outside the vocabulary masks nothing.
-        bad_word_lens: [max_num_reqs, max_words] int32, unit last stride: tokens of each word, 1 to
-            max_len; a word of any other length masks nothing.
-        num_bad_words: [max_num_reqs] int32, contiguous: words of each slot that count, from row 0.
-            More than max_words is max_words. The words behind them are not read.
-        match_prompt: [max_num_reqs] int32, contiguous: where it is not 0, a prefix may begin in
-            the prompt. None = nowhere.
+        history: of every slot. A prefix lies behind the prompt as a whole, but where
+            ``bad_words_match_prompt`` says otherwise.
+        bad_words: of every slot.
         ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
             row's logits, 0 to most drafts; not checked. Goes with ``draft_token_ids``.
         draft_token_ids: [num_reqs, most drafts] int32, unit last stride: each request has
@@ -183,24 +169,11 @@ def apply_bad_words(
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe whatever the
         slots hold; none if there is no row or no room for a word.
     """
-    check_bad_words(
-        logits,
-        idx_mapping,
-        token_ids,
-        num_tokens,
-        prompt_len,
-        bad_words,
-        bad_word_lens,
-        num_bad_words,
-        match_prompt,
-        ahead,
-        draft_token_ids,
-        FLOAT_DTYPES,
-    )
+    check_bad_words(logits, idx_mapping, history, bad_words, ahead, draft_token_ids, FLOAT_DTYPES)
     check_launchable("logits", logits)
     num_rows, vocab_size = logits.shape
-    _, max_words, max_len = bad_words.shape
-    if num_rows == 0 or bad_words.numel() == 0:
+    _, max_words, max_len = bad_words.bad_words.shape
+    if num_rows == 0 or bad_words.bad_words.numel() == 0:
         return
     if INTERPRET:
         config = BadWordsConfig.for_interpreter(max_words, max_len)
@@ -209,16 +182,16 @@ def apply_bad_words(
     _apply_bad_words_kernel[(num_rows, triton.cdiv(max_words, config.tile_words))](
         logits,
         logits.stride(0),
-        token_ids,
-        token_ids.stride(0),
-        num_tokens,
-        prompt_len,
-        match_prompt,
-        bad_words,
-        bad_words.stride(0),
-        bad_word_lens,
-        bad_word_lens.stride(0),
-        num_bad_words,
+        history.token_ids,
+        history.token_ids.stride(0),
+        history.num_tokens,
+        history.prompt_len,
+        bad_words.bad_words_match_prompt,
+        bad_words.bad_words,
+        bad_words.bad_words.stride(0),
+        bad_words.bad_word_lens,
+        bad_words.bad_word_lens.stride(0),
+        bad_words.num_bad_words,
         draft_token_ids,
         0 if draft_token_ids is None else draft_token_ids.stride(0),
         idx_mapping,

@@ -1,7 +1,8 @@
-"""Constants, results and shared argument checks of the ops from logits to tokens."""
+"""Constants, bundles, results and argument checks of the ops from logits to tokens."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -37,84 +38,170 @@ class TopLogprobs(NamedTuple):
     """[rows, num_top] float32."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What the device knows of each slot's tokens; int32, contiguous unless noted.
+
+    An op checks the fields that it reads; the others may hold anything.
+    """
+
+    token_ids: torch.Tensor
+    """[max_num_reqs, max_model_len], unit last stride: prompt, then output."""
+    num_tokens: torch.Tensor
+    """[max_num_reqs], known tokens, prompt and output."""
+    prompt_len: torch.Tensor
+    """[max_num_reqs], prompt tokens."""
+    min_total_tokens: torch.Tensor
+    """[max_num_reqs], prompt and output tokens that a request must have before it may sample a
+    token of ``late_token_ids``; drafts count."""
+    late_token_ids: torch.Tensor
+    """[max_num_reqs, any], unit last stride, -1 = none; ids outside the vocabulary are skipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitEdits:
+    """Which edits of its logits each slot asks for; int32, unit last stride unless noted.
+
+    What a slot's ``edits`` leaves out is not read.
+    """
+
+    edits: torch.Tensor
+    """[max_num_reqs], contiguous: the sum of what the slot uses of ``ALLOWED``, ``MIN_TOKENS``,
+    ``BIAS`` and ``PENALTIES``."""
+    allowed_mask: torch.Tensor
+    """[max_num_reqs, ceil(vocab / 32)]: bit i of word w is 1 where token 32 w + i is allowed; the
+    logits of the others become -inf."""
+    bias_ids: torch.Tensor
+    """[max_num_reqs, max_bias], distinct token ids; those outside the vocabulary are skipped."""
+    bias_values: torch.Tensor
+    """[max_num_reqs, max_bias] float32, finite: added to the logits of ``bias_ids``."""
+    num_bias: torch.Tensor
+    """[max_num_reqs], contiguous: leading ids of each slot that count. More than max_bias is
+    max_bias."""
+    repetition_penalty: torch.Tensor
+    """[max_num_reqs] float32 > 0, contiguous: divides a positive logit, and multiplies another, of
+    each token of the prompt or the output; 1 = none."""
+    frequency_penalty: torch.Tensor
+    """[max_num_reqs] float32, contiguous, finite: subtracted for each time the output has the
+    token; 0 = none."""
+    presence_penalty: torch.Tensor
+    """[max_num_reqs] float32, contiguous, finite: subtracted if the output has the token; 0 =
+    none."""
+    counts: torch.Tensor
+    """[max_num_reqs, vocab], *written*: belongs to ``edit_logits``."""
+    counted: torch.Tensor
+    """[max_num_reqs, MAX_PARTS], contiguous, *written*: tokens of the history that ``counts``
+    holds. Belongs to ``edit_logits``, but for a slot's entry: whoever gives the slot to a request
+    fills it with -1, and ``counts`` may then hold anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadWords:
+    """The banned words of each slot; int32."""
+
+    bad_words: torch.Tensor
+    """[max_num_reqs, max_words, max_len], each slot's words contiguous: token ids from column 0. A
+    word whose last id is outside the vocabulary masks nothing."""
+    bad_word_lens: torch.Tensor
+    """[max_num_reqs, max_words], unit last stride: tokens of each word, 1 to max_len; a word of
+    any other length masks nothing."""
+    num_bad_words: torch.Tensor
+    """[max_num_reqs], contiguous: words of each slot that count, from row 0. More than max_words
+    is max_words. The words behind them are not read."""
+    bad_words_match_prompt: torch.Tensor | None = None
+    """[max_num_reqs], contiguous: where it is not 0, a prefix may begin in the prompt. None =
+    nowhere."""
+
+
+def _check_histories(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    history: History,
+    dtypes: tuple[torch.dtype, ...],
+) -> int:
+    """Return the number of slots, or raise unless rows and histories are as described."""
+    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
+    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
+    check("idx_mapping", idx_mapping, shape=logits.shape[:1], contiguous=True)
+    check("history.token_ids", history.token_ids, shape=(None, None), unit_last_stride=True)
+    return history.token_ids.shape[0]
+
+
+def _check_vectors(
+    bundle: History | LogitEdits | BadWords,
+    name: str,
+    fields: tuple[str, ...],
+    max_num_reqs: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.int32,
+) -> None:
+    """Raise unless the fields of a bundle that are named have one element a slot."""
+    check = partial(check_tensor, dtype=dtype, device=device, contiguous=True)
+    for field in fields:
+        check(f"{name}.{field}", getattr(bundle, field), shape=(max_num_reqs,))
+
+
 def check_bad_words(
     logits: torch.Tensor,
     idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    prompt_len: torch.Tensor,
-    bad_words: torch.Tensor,
-    bad_word_lens: torch.Tensor,
-    num_bad_words: torch.Tensor,
-    match_prompt: torch.Tensor | None,
+    history: History,
+    bad_words: BadWords,
     ahead: torch.Tensor | None,
     draft_token_ids: torch.Tensor | None,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Raise unless the arguments are as ``apply_bad_words`` describes them."""
-    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
-    num_rows = logits.shape[0]
-    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
-    check("idx_mapping", idx_mapping, shape=(num_rows,), contiguous=True)
-    check("token_ids", token_ids, shape=(None, None), unit_last_stride=True)
-    max_num_reqs = token_ids.shape[0]
-    check("bad_words", bad_words, shape=(max_num_reqs, None, None))
-    if max_num_reqs and not bad_words[0].is_contiguous():
+    max_num_reqs = _check_histories(logits, idx_mapping, history, dtypes)
+    device = logits.device
+    check = partial(check_tensor, dtype=torch.int32, device=device)
+    words, lens = bad_words.bad_words, bad_words.bad_word_lens
+    check("bad_words.bad_words", words, shape=(max_num_reqs, None, None))
+    if max_num_reqs and not words[0].is_contiguous():
         raise ValueError(
-            f"bad_words: expected each slot's words contiguous, got strides {bad_words.stride()}"
+            "bad_words.bad_words: expected each slot's words contiguous, got strides "
+            f"{words.stride()}"
         )
-    check("bad_word_lens", bad_word_lens, shape=bad_words.shape[:2], unit_last_stride=True)
-    for name, tensor in (
-        ("num_tokens", num_tokens),
-        ("prompt_len", prompt_len),
-        ("num_bad_words", num_bad_words),
-        ("match_prompt", match_prompt),
-    ):
-        if tensor is not None or name != "match_prompt":
-            check(name, tensor, shape=(max_num_reqs,), contiguous=True)
+    check("bad_words.bad_word_lens", lens, shape=words.shape[:2], unit_last_stride=True)
+    _check_vectors(history, "history", ("num_tokens", "prompt_len"), max_num_reqs, device)
+    _check_vectors(bad_words, "bad_words", ("num_bad_words",), max_num_reqs, device)
+    if bad_words.bad_words_match_prompt is not None:
+        _check_vectors(bad_words, "bad_words", ("bad_words_match_prompt",), max_num_reqs, device)
     check_drafts(logits, ahead, draft_token_ids)
 
 
 def check_edit_logits(
     logits: torch.Tensor,
     idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    allowed_mask: torch.Tensor,
-    stop_token_ids: torch.Tensor,
-    bias: tuple[torch.Tensor, torch.Tensor],
-    counts: torch.Tensor,
-    counted: torch.Tensor,
+    history: History,
+    edits: LogitEdits,
     ahead: torch.Tensor | None,
     draft_token_ids: torch.Tensor | None,
     dtypes: tuple[torch.dtype, ...],
-    **per_slot: torch.Tensor,
 ) -> None:
     """Raise unless the arguments are as ``edit_logits`` describes them."""
-    check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
-    num_rows, vocab_size = logits.shape
-    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
-    check("idx_mapping", idx_mapping, shape=(num_rows,), contiguous=True)
-    check("token_ids", token_ids, shape=(None, None), unit_last_stride=True)
-    max_num_reqs = token_ids.shape[0]
-    for name, tensor in per_slot.items():
-        dtype = torch.float32 if name.endswith("_penalty") else torch.int32
-        check(name, tensor, shape=(max_num_reqs,), dtype=dtype, contiguous=True)
-    bias_ids, bias_values = bias
+    max_num_reqs = _check_histories(logits, idx_mapping, history, dtypes)
+    device, vocab_size = logits.device, logits.shape[1]
+    vectors = ("num_tokens", "prompt_len", "min_total_tokens")
+    _check_vectors(history, "history", vectors, max_num_reqs, device)
+    _check_vectors(edits, "edits", ("edits", "num_bias"), max_num_reqs, device)
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    _check_vectors(edits, "edits", penalties, max_num_reqs, device, torch.float32)
+    check = partial(check_tensor, dtype=torch.int32, device=device)
     for name, tensor, width in (
-        ("allowed_mask", allowed_mask, -(-vocab_size // 32)),
-        ("stop_token_ids", stop_token_ids, None),
-        ("bias_ids", bias_ids, None),
-        ("counts", counts, vocab_size),
+        ("edits.allowed_mask", edits.allowed_mask, -(-vocab_size // 32)),
+        ("history.late_token_ids", history.late_token_ids, None),
+        ("edits.bias_ids", edits.bias_ids, None),
+        ("edits.counts", edits.counts, vocab_size),
     ):
         check(name, tensor, shape=(max_num_reqs, width), unit_last_stride=True)
     check(
-        "bias_values",
-        bias_values,
-        shape=bias_ids.shape,
+        "edits.bias_values",
+        edits.bias_values,
+        shape=edits.bias_ids.shape,
         dtype=torch.float32,
         unit_last_stride=True,
     )
-    check("counted", counted, shape=(max_num_reqs, MAX_PARTS), contiguous=True)
+    check("edits.counted", edits.counted, shape=(max_num_reqs, MAX_PARTS), contiguous=True)
     check_drafts(logits, ahead, draft_token_ids)
 
 

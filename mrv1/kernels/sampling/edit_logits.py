@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +42,8 @@ from mrv1.kernels.sampling.contracts import (
     MAX_PARTS,
     MIN_TOKENS,
     PENALTIES,
+    History,
+    LogitEdits,
     check_edit_logits,
     check_token_bitmask,
 )
@@ -60,14 +63,28 @@ _MAX_PARTS = tl.constexpr(MAX_PARTS)
 _IN_PROMPT = tl.constexpr(1 << 30)  # of a count; the bits below it are the output's
 
 
+class _Part(NamedTuple):
+    """A program's part of the vocabulary: so many tiles of tokens."""
+
+    first_token: tl.tensor
+    end_token: tl.tensor
+    num_tiles: tl.tensor
+
+
+class _Penalties(NamedTuple):
+    """The penalties of a slot."""
+
+    repetition: tl.tensor
+    frequency: tl.tensor
+    presence: tl.tensor
+
+
 @triton.jit
-def _mask_part(
-    logits_row_ptr, mask_row_ptr, first_token, end_token, part_tiles, TILE_VOCAB: tl.constexpr
-):
-    """Set the tokens of a part whose bit is 0 to -inf; ``first_token`` is a multiple of 32."""
-    for tile in range(part_tiles):
-        token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
-        bits = tl.load(mask_row_ptr + token // 32, mask=token < end_token, other=-1)
+def _mask_part(logits_row_ptr, mask_row_ptr, part, TILE_VOCAB: tl.constexpr):
+    """Set the tokens of a part whose bit is 0 to -inf; its first is a multiple of 32."""
+    for tile in range(part.num_tiles):
+        token = part.first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
+        bits = tl.load(mask_row_ptr + token // 32, mask=token < part.end_token, other=-1)
         is_banned = ((bits >> (token % 32)) & 1) == 0
         # A token a thread, hence a word a warp: 16 bytes a thread would be four stores, each of a
         # quarter of every sector.
@@ -76,19 +93,12 @@ def _mask_part(
 
 @triton.jit
 def _count_part(
-    counts_row_ptr,
-    history_ptr,
-    counted,
-    known,
-    prompt_len,
-    first_token,
-    end_token,
-    part_tiles,
-    TILE_VOCAB: tl.constexpr,
+    counts_row_ptr, history_ptr, counted, known, prompt_len, part, TILE_VOCAB: tl.constexpr
 ):
     """Count a history's tokens from ``counted`` to ``known`` that are in a part."""
+    first_token, end_token, num_tiles = part
     if counted < 0:
-        for tile in range(part_tiles):
+        for tile in range(num_tiles):
             token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
             tl.store(counts_row_ptr + token, 0, mask=token < end_token)
         tl.debug_barrier()  # cleared before anything is counted
@@ -110,18 +120,16 @@ def _penalize_part(
     counts_row_ptr,
     drafts_ptr,  # or None
     ahead,
-    repetition,
-    frequency,
-    presence,
-    first_token,
-    end_token,
-    part_tiles,
+    penalties,
+    part,
     TILE_VOCAB: tl.constexpr,
 ):
     """Penalize a part's tokens that have been seen; no other logit is read or written."""
+    repetition, frequency, presence = penalties
+    first_token, end_token, num_tiles = part
     token = first_token + tl.arange(0, TILE_VOCAB)
     following = tl.load(counts_row_ptr + token, mask=token < end_token, other=0)
-    for tile in range(part_tiles):
+    for tile in range(num_tiles):
         token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
         count = following  # the next are on their way while these are looked at
         next_token = token + TILE_VOCAB
@@ -190,7 +198,7 @@ def _edit_logits_kernel(
     """Grid (num_reqs, num_parts): one program edits part_tiles tiles of a request's rows."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
-    req, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    req, part_index = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row_of_req = tl.arange(0, TILE_ROWS)
     row_slot_ptr = idx_mapping_ptr + req * rows_per_req + row_of_req
     slots = tl.load(row_slot_ptr, mask=row_of_req < rows_per_req, other=-1)
@@ -201,8 +209,9 @@ def _edit_logits_kernel(
     if edits == 0:
         return
 
-    first_token = part * part_tiles * TILE_VOCAB
+    first_token = part_index * part_tiles * TILE_VOCAB
     end_token = tl.minimum(first_token + part_tiles * TILE_VOCAB, vocab_size)
+    part = _Part(first_token, end_token, part_tiles)
     known = tl.load(num_tokens_ptr + slot)
     counts_row_ptr = counts_ptr + slot * stride_counts_slot
     if edits & _PENALTIES:
@@ -211,17 +220,15 @@ def _edit_logits_kernel(
         _count_part(
             counts_row_ptr,
             token_ids_ptr + slot * stride_token_ids_slot,
-            tl.load(counted_row_ptr + part),
+            tl.load(counted_row_ptr + part_index),
             known,
             tl.load(prompt_len_ptr + slot),
-            first_token,
-            end_token,
-            part_tiles,
+            part,
             TILE_VOCAB,
         )
         tl.debug_barrier()  # all warps have read what is overwritten, and see the counts
         # All columns, those without a program too: another launch may cut finer.
-        is_own = column % tl.num_programs(1) == part
+        is_own = column % tl.num_programs(1) == part_index
         tl.store(counted_row_ptr + column, known, mask=is_own)
 
     for i in range(rows_per_req):
@@ -246,25 +253,18 @@ def _edit_logits_kernel(
                 drafts_ptr = draft_token_ids_ptr
                 if draft_token_ids_ptr is not None:
                     drafts_ptr = draft_token_ids_ptr + req * stride_draft_token_ids_req
-                _penalize_part(
-                    logits_row_ptr,
-                    counts_row_ptr,
-                    drafts_ptr,
-                    ahead,
+                penalties = _Penalties(
                     tl.load(repetition_penalty_ptr + slot),
                     tl.load(frequency_penalty_ptr + slot),
                     tl.load(presence_penalty_ptr + slot),
-                    first_token,
-                    end_token,
-                    part_tiles,
-                    TILE_VOCAB,
+                )
+                _penalize_part(
+                    logits_row_ptr, counts_row_ptr, drafts_ptr, ahead, penalties, part, TILE_VOCAB
                 )
                 tl.debug_barrier()  # masks win
             if edits & _ALLOWED:
                 allowed_ptr = allowed_mask_ptr + slot * stride_allowed_mask_slot
-                _mask_part(
-                    logits_row_ptr, allowed_ptr, first_token, end_token, part_tiles, TILE_VOCAB
-                )
+                _mask_part(logits_row_ptr, allowed_ptr, part, TILE_VOCAB)
             if edits & _MIN_TOKENS:
                 index = tl.arange(0, TILE_STOP_TOKENS)
                 is_short = known + ahead < tl.load(min_total_tokens_ptr + slot)
@@ -300,9 +300,7 @@ def _apply_token_bitmask_kernel(
     _mask_part(
         logits_ptr + row * stride_logits_row,
         bitmask_ptr + index * stride_bitmask_row,
-        first_token,
-        end_token,
-        part_tiles,
+        _Part(first_token, end_token, part_tiles),
         TILE_VOCAB,
     )
 
@@ -352,22 +350,9 @@ def _config(vocab_size: int, num_reqs: int) -> EditLogitsConfig:
 def edit_logits(
     logits: torch.Tensor,
     idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    prompt_len: torch.Tensor,
+    history: History,
+    edits: LogitEdits,
     *,
-    edits: torch.Tensor,
-    allowed_mask: torch.Tensor,
-    min_total_tokens: torch.Tensor,
-    stop_token_ids: torch.Tensor,
-    bias_ids: torch.Tensor,
-    bias_values: torch.Tensor,
-    num_bias: torch.Tensor,
-    repetition_penalty: torch.Tensor,
-    frequency_penalty: torch.Tensor,
-    presence_penalty: torch.Tensor,
-    counts: torch.Tensor,
-    counted: torch.Tensor,
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
 ) -> None:
@@ -379,34 +364,8 @@ def edit_logits(
         logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* in place.
         idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
             as it is. All rows of a request have the same slot, those of different requests differ.
-        token_ids: [max_num_reqs, max_model_len] int32, unit last stride: prompt, then output. Ids
-            outside the vocabulary count for nothing.
-        num_tokens: [max_num_reqs] int32, contiguous: tokens known of each request.
-        prompt_len: [max_num_reqs] int32, contiguous: how many of them are its prompt.
-        edits: [max_num_reqs] int32, contiguous: the sum of what the slot uses of ``ALLOWED`` = 1,
-            ``MIN_TOKENS`` = 2, ``BIAS`` = 4 and ``PENALTIES`` = 8.
-        allowed_mask: [max_num_reqs, ceil(vocab / 32)] int32, unit last stride: bit i of word w is
-            1 where token 32 w + i is allowed; the others become -inf.
-        min_total_tokens: [max_num_reqs] int32, contiguous: prompt and output tokens that a request
-            must have before it may sample a stop token. While it has fewer, drafts included, they
-            become -inf.
-        stop_token_ids: [max_num_reqs, any] int32, unit last stride, -1 = none; ids outside the
-            vocabulary are skipped.
-        bias_ids: [max_num_reqs, max_bias] int32, unit last stride: token ids, distinct; those
-            outside the vocabulary are skipped.
-        bias_values: [max_num_reqs, max_bias] float32, unit last stride, finite: added to them.
-        num_bias: [max_num_reqs] int32, contiguous: leading ids of each slot that count. More than
-            max_bias is max_bias.
-        repetition_penalty: [max_num_reqs] float32 > 0, contiguous: divides a positive logit and
-            multiplies another of each token of the prompt or the output; 1 = none.
-        frequency_penalty: [max_num_reqs] float32, contiguous, finite: subtracted for each time the
-            output has the token; 0 = none.
-        presence_penalty: [max_num_reqs] float32, contiguous, finite: subtracted if the output has
-            the token; 0 = none.
-        counts: [max_num_reqs, vocab] int32, unit last stride, *written*: belongs to this op.
-        counted: [max_num_reqs, MAX_PARTS] int32, contiguous, *written*: how many tokens of the
-            history are in ``counts``. Belongs to this op, but for a slot's entry: whoever gives
-            the slot to a request fills it with -1, and ``counts`` may then hold anything.
+        history: of every slot. Ids outside the vocabulary count for nothing.
+        edits: of every slot; *written* are its ``counts`` and ``counted``.
         ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
             row's logits, 0 to most drafts; not checked. Goes with ``draft_token_ids``.
         draft_token_ids: [num_reqs, most drafts] int32, unit last stride: each request has
@@ -424,27 +383,7 @@ def edit_logits(
         slots hold; none if there is no row. A slot's first launch with penalties reads its whole
         history, each further one what was appended.
     """
-    check_edit_logits(
-        logits,
-        idx_mapping,
-        token_ids,
-        allowed_mask,
-        stop_token_ids,
-        (bias_ids, bias_values),
-        counts,
-        counted,
-        ahead,
-        draft_token_ids,
-        FLOAT_DTYPES,
-        num_tokens=num_tokens,
-        prompt_len=prompt_len,
-        edits=edits,
-        min_total_tokens=min_total_tokens,
-        num_bias=num_bias,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-    )
+    check_edit_logits(logits, idx_mapping, history, edits, ahead, draft_token_ids, FLOAT_DTYPES)
     check_launchable("logits", logits)
     num_rows, vocab_size = logits.shape
     if num_rows == 0 or vocab_size == 0:
@@ -453,42 +392,43 @@ def edit_logits(
     config = _config(vocab_size, num_reqs)
     capability = None if INTERPRET else device_info(logits.device).capability
     limited = draft_token_ids is None and capability in LIMITED
+    max_stop_tokens, max_bias = history.late_token_ids.shape[1], edits.bias_ids.shape[1]
     _edit_logits_kernel[(num_reqs, config.num_parts(vocab_size))](
         logits,
         logits.stride(0),
-        counts,
-        counts.stride(0),
-        counted,
-        token_ids,
-        token_ids.stride(0),
-        num_tokens,
-        prompt_len,
-        edits,
-        allowed_mask,
-        allowed_mask.stride(0),
-        min_total_tokens,
-        stop_token_ids,
-        stop_token_ids.stride(0),
-        bias_ids,
-        bias_ids.stride(0),
-        bias_values,
-        bias_values.stride(0),
-        num_bias,
-        repetition_penalty,
-        frequency_penalty,
-        presence_penalty,
+        edits.counts,
+        edits.counts.stride(0),
+        edits.counted,
+        history.token_ids,
+        history.token_ids.stride(0),
+        history.num_tokens,
+        history.prompt_len,
+        edits.edits,
+        edits.allowed_mask,
+        edits.allowed_mask.stride(0),
+        history.min_total_tokens,
+        history.late_token_ids,
+        history.late_token_ids.stride(0),
+        edits.bias_ids,
+        edits.bias_ids.stride(0),
+        edits.bias_values,
+        edits.bias_values.stride(0),
+        edits.num_bias,
+        edits.repetition_penalty,
+        edits.frequency_penalty,
+        edits.presence_penalty,
         draft_token_ids,
         0 if draft_token_ids is None else draft_token_ids.stride(0),
         idx_mapping,
         ahead,
         num_rows // num_reqs,
-        stop_token_ids.shape[1],
-        bias_ids.shape[1],
+        max_stop_tokens,
+        max_bias,
         vocab_size,
         config.part_tiles,
         TILE_ROWS=triton.next_power_of_2(num_rows // num_reqs),
-        TILE_STOP_TOKENS=triton.next_power_of_2(max(stop_token_ids.shape[1], 1)),
-        TILE_BIAS=triton.next_power_of_2(max(bias_ids.shape[1], 1)),
+        TILE_STOP_TOKENS=triton.next_power_of_2(max(max_stop_tokens, 1)),
+        TILE_BIAS=triton.next_power_of_2(max(max_bias, 1)),
         TILE_VOCAB=config.tile_vocab,
         num_warps=config.num_warps,
         enable_fp_fusion=False,  # a penalty's product is rounded, as torch's is

@@ -10,6 +10,9 @@ from mrv1.kernels.sampling.contracts import (
     BIAS,
     MIN_TOKENS,
     PENALTIES,
+    BadWords,
+    History,
+    LogitEdits,
     TopLogprobs,
     check_bad_words,
     check_edit_logits,
@@ -23,49 +26,32 @@ from mrv1.kernels.sampling.filters import kept_tokens
 def apply_bad_words(
     logits: torch.Tensor,
     idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    prompt_len: torch.Tensor,
-    bad_words: torch.Tensor,
-    bad_word_lens: torch.Tensor,
-    num_bad_words: torch.Tensor,
+    history: History,
+    bad_words: BadWords,
     *,
-    match_prompt: torch.Tensor | None = None,
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
 ) -> None:
     """Mask row by row, all words at once; see :func:`mrv1.kernels.apply_bad_words`."""
-    check_bad_words(
-        logits,
-        idx_mapping,
-        token_ids,
-        num_tokens,
-        prompt_len,
-        bad_words,
-        bad_word_lens,
-        num_bad_words,
-        match_prompt,
-        ahead,
-        draft_token_ids,
-        ORACLE_DTYPES,
-    )
-    max_words, max_len = bad_words.shape[1:]
+    check_bad_words(logits, idx_mapping, history, bad_words, ahead, draft_token_ids, ORACLE_DTYPES)
+    match_prompt = bad_words.bad_words_match_prompt
+    max_words, max_len = bad_words.bad_words.shape[1:]
     word = torch.arange(max_words, device=logits.device)
     column = torch.arange(max_len, device=logits.device)
     for row in ((idx_mapping >= 0) & (max_len > 0)).nonzero().flatten().tolist():
         slot = int(idx_mapping[row])
-        start = 0 if match_prompt is not None and match_prompt[slot] else int(prompt_len[slot])
-        history = token_ids[slot, start : num_tokens[slot]]
-        history = history[-max_len:]
+        start = 0 if match_prompt is not None and match_prompt[slot] else history.prompt_len[slot]
+        tokens = history.token_ids[slot, start : history.num_tokens[slot]]
+        tokens = tokens[-max_len:]
         if ahead is not None and draft_token_ids is not None:
             drafts = draft_token_ids[row // (len(logits) // len(draft_token_ids))]
-            history = torch.cat([history, drafts[: ahead[row]]])
-        words, lengths = bad_words[slot], bad_word_lens[slot].long()
-        fits = (lengths >= 1) & (lengths <= max_len) & (lengths - 1 <= len(history))
-        fits &= word < num_bad_words[slot]
+            tokens = torch.cat([tokens, drafts[: ahead[row]]])
+        words, lengths = bad_words.bad_words[slot], bad_words.bad_word_lens[slot].long()
+        fits = (lengths >= 1) & (lengths <= max_len) & (lengths - 1 <= len(tokens))
+        fits &= word < bad_words.num_bad_words[slot]
         words, lengths = words[fits], lengths[fits, None]
-        position = len(history) - (lengths - 1) + column  # where each word's tokens would stand
-        seen = torch.cat([history, history.new_zeros(max_len)])[position]
+        position = len(tokens) - (lengths - 1) + column  # where each word's tokens would stand
+        seen = torch.cat([tokens, tokens.new_zeros(max_len)])[position]
         completes = ((seen == words) | (column >= lengths - 1)).all(1)
         last = words.gather(1, lengths - 1)[completes].flatten().long()
         logits[row, last[(last >= 0) & (last < logits.shape[1])]] = -torch.inf
@@ -75,47 +61,14 @@ def apply_bad_words(
 def edit_logits(
     logits: torch.Tensor,
     idx_mapping: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_tokens: torch.Tensor,
-    prompt_len: torch.Tensor,
+    history: History,
+    edits: LogitEdits,
     *,
-    edits: torch.Tensor,
-    allowed_mask: torch.Tensor,
-    min_total_tokens: torch.Tensor,
-    stop_token_ids: torch.Tensor,
-    bias_ids: torch.Tensor,
-    bias_values: torch.Tensor,
-    num_bias: torch.Tensor,
-    repetition_penalty: torch.Tensor,
-    frequency_penalty: torch.Tensor,
-    presence_penalty: torch.Tensor,
-    counts: torch.Tensor,
-    counted: torch.Tensor,
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
 ) -> None:
     """Oracle of :func:`mrv1.kernels.edit_logits`; it counts anew, and leaves ``counts`` alone."""
-    check_edit_logits(
-        logits,
-        idx_mapping,
-        token_ids,
-        allowed_mask,
-        stop_token_ids,
-        (bias_ids, bias_values),
-        counts,
-        counted,
-        ahead,
-        draft_token_ids,
-        ORACLE_DTYPES,
-        num_tokens=num_tokens,
-        prompt_len=prompt_len,
-        edits=edits,
-        min_total_tokens=min_total_tokens,
-        num_bias=num_bias,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-    )
+    check_edit_logits(logits, idx_mapping, history, edits, ahead, draft_token_ids, ORACLE_DTYPES)
     vocab_size = logits.shape[1]
 
     def in_vocab(ids: torch.Tensor) -> torch.Tensor:
@@ -123,28 +76,30 @@ def edit_logits(
 
     for row in (idx_mapping >= 0).nonzero().flatten().tolist():
         slot = int(idx_mapping[row])
-        x, used, known = logits[row], int(edits[slot]), int(num_tokens[slot])
-        prompt, output = token_ids[slot, :known].tensor_split([int(prompt_len[slot])])
+        x, used, tokens = logits[row], int(edits.edits[slot]), history.token_ids[slot]
+        known, prompt_len = int(history.num_tokens[slot]), int(history.prompt_len[slot])
+        prompt, output = tokens[:known].tensor_split([prompt_len])
         if ahead is not None and draft_token_ids is not None:
             drafts = draft_token_ids[row // (len(logits) // len(draft_token_ids))]
             output = torch.cat([output, drafts[: ahead[row]]])
         if used & BIAS:
-            ids = bias_ids[slot, : max(int(num_bias[slot]), 0)].long()
+            ids = edits.bias_ids[slot, : max(int(edits.num_bias[slot]), 0)].long()
             is_id = (ids >= 0) & (ids < vocab_size)
-            ids, values = ids[is_id], bias_values[slot, : len(ids)][is_id]
+            ids, values = ids[is_id], edits.bias_values[slot, : len(ids)][is_id]
             x[ids] = (wide(x[ids]) + values).to(x.dtype)
         if used & PENALTIES:
             num_output = torch.bincount(in_vocab(output), minlength=vocab_size)
             seen = torch.cat([in_vocab(prompt), in_vocab(output)]).unique()
             y, num_output = wide(x[seen]), num_output[seen]
-            y = torch.where(y > 0, y / repetition_penalty[slot], y * repetition_penalty[slot])
-            y = y - frequency_penalty[slot] * num_output
-            y = y - torch.where(num_output > 0, presence_penalty[slot], 0)
+            repetition = edits.repetition_penalty[slot]
+            y = torch.where(y > 0, y / repetition, y * repetition)
+            y = y - edits.frequency_penalty[slot] * num_output
+            y = y - torch.where(num_output > 0, edits.presence_penalty[slot], 0)
             x[seen] = y.to(x.dtype)
         if used & ALLOWED:
-            x.masked_fill_(~_token_bits(allowed_mask[slot], vocab_size), -torch.inf)
-        if used & MIN_TOKENS and len(prompt) + len(output) < min_total_tokens[slot]:
-            x[in_vocab(stop_token_ids[slot])] = -torch.inf
+            x.masked_fill_(~_token_bits(edits.allowed_mask[slot], vocab_size), -torch.inf)
+        if used & MIN_TOKENS and len(prompt) + len(output) < history.min_total_tokens[slot]:
+            x[in_vocab(history.late_token_ids[slot])] = -torch.inf
 
 
 def _token_bits(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
