@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from mrv1.kernels._base.dependent_launch import let_next_start, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.sampling.groups import scale_of
 from mrv1.kernels.sampling.philox import gumbel, philox_word
 from mrv1.kernels.sampling.search import (
+    Filters,
+    Row,
+    Tiles,
     before,
     search_groups,
     search_list,
@@ -19,6 +24,14 @@ _GROUP = tl.constexpr(1)
 _LAST = tl.constexpr(2**31 - 1)
 
 
+class _Noise(NamedTuple):
+    """What names a row's random words, beside a group or token and a purpose."""
+
+    seed: tl.tensor
+    position: tl.tensor
+    child: tl.tensor
+
+
 @triton.jit
 def _log(x):
     """Return log(x) of what is not negative, -inf of 0."""
@@ -26,34 +39,28 @@ def _log(x):
 
 
 @triton.jit
-def _draw_group(group, log_weight, seed, position, purpose, child):
+def _gumbel(noise, index, purpose):
+    """Return the noise of groups or tokens."""
+    return gumbel(philox_word(noise.seed, noise.position, index, purpose, noise.child))
+
+
+@triton.jit
+def _draw_group(group, log_weight, noise, purpose):
     """Return argmax(log_weight + noise), the lowest of equal ones."""
-    score = log_weight + gumbel(philox_word(seed, position, group, purpose, child))
+    score = log_weight + _gumbel(noise, group, purpose)
     return tl.min(tl.where(score == tl.max(score, axis=0), group, _LAST), axis=0)
 
 
 @triton.jit
-def _draw_token(
-    logits_row_ptr,
-    group,
-    floor,
-    top,
-    temperature,
-    seed,
-    position,
-    purpose,
-    child,
-    vocab_size,
-    GROUP: tl.constexpr,
-):
+def _draw_token(row, noise, group, floor, purpose, GROUP: tl.constexpr):
     """Return a token above ``floor`` of a group, and its logit; the best of a greedy row."""
     token = group * GROUP + tl.arange(0, GROUP)
-    in_vocab = token < vocab_size
-    x = tl.load(logits_row_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
+    in_vocab = token < row.vocab_size
+    x = tl.load(row.logits_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
     score = x
-    if temperature != 0.0:
-        noise = gumbel(philox_word(seed, position, token, purpose, child))
-        score = (x - top) * (scale_of(temperature) * _LN_2) + noise
+    if row.temperature != 0.0:
+        token_noise = _gumbel(noise, token, purpose)
+        score = (x - row.top) * (scale_of(row.temperature) * _LN_2) + token_noise
         score = tl.where(x > floor, score, float("-inf"))
     is_best = in_vocab & (score == tl.max(score, axis=0))
     drawn = tl.min(tl.where(is_best, token, _LAST), axis=0)
@@ -61,55 +68,27 @@ def _draw_token(
 
 
 @triton.jit
-def _draw_nucleus(
-    logits_row_ptr,
-    group_sum_row_ptr,  # *written*
-    scratch_row_ptr,
-    group_max,
-    group_sum,
-    top,
-    temperature,
-    seed,
-    position,
-    child,
-    top_p,
-    vocab_size,
-    GROUP: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
-    FEW_GROUPS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Return a token of a row that only top-p filters, drawn in rounds.
+def _draw_nucleus(row, noise, filters, group_max, group_sum, tiles):
+    """Return a token of a row that only top-p filters, drawn in rounds; the sums are *written*.
 
     Of the tokens above one that was drawn, whose mass decides about it, only groups with such
     tokens are read.
     """
-    STEP: tl.constexpr = (FEW_GROUPS + 1) // 2  # its buffers leave room for a second program
-    scale = scale_of(temperature)
-    group = tl.arange(0, TILE_GROUPS)
-    member = tl.arange(0, GROUP)[None, :]
+    STEP: tl.constexpr = (tiles.FEW_GROUPS + 1) // 2  # its buffers leave room for a second program
+    top = row.top
+    scale = scale_of(row.temperature)
+    group = tl.arange(0, tiles.TILE_GROUPS)
+    member = tl.arange(0, tiles.GROUP)[None, :]
     part = tl.arange(0, STEP)
     log_mass = (group_max - top) * (scale * _LN_2) + _log(group_sum)
-    target = top_p * tl.sum(group_sum * tl.exp2((group_max - top) * scale), axis=0)
+    target = filters.top_p * tl.sum(group_sum * tl.exp2((group_max - top) * scale), axis=0)
     floor = float("-inf")
     purpose = 0
     token = 0
     is_open = 1
     while is_open != 0:
-        chosen = _draw_group(group, log_mass, seed, position, purpose + _GROUP, child)
-        token, x = _draw_token(
-            logits_row_ptr,
-            chosen,
-            floor,
-            top,
-            temperature,
-            seed,
-            position,
-            purpose + _TOKEN,
-            child,
-            vocab_size,
-            GROUP,
-        )
+        chosen = _draw_group(group, log_mass, noise, purpose + _GROUP)
+        token, x = _draw_token(row, noise, chosen, floor, purpose + _TOKEN, tiles.GROUP)
         is_open = (x < top).to(tl.int32)
         if is_open != 0:
             floor = x
@@ -117,22 +96,22 @@ def _draw_nucleus(
             num_listed = tl.sum(at.to(tl.int32))
             index = tl.cumsum(at.to(tl.int32), axis=0) - 1
             tl.debug_barrier()  # nobody reads what an earlier round left
-            tl.store(scratch_row_ptr + index, group.to(tl.float32), mask=at)
+            tl.store(row.scratch_ptr + index, group.to(tl.float32), mask=at)
             tl.debug_barrier()
-            for first in tl.range(0, num_listed, STEP, num_stages=NUM_STAGES):
+            for first in tl.range(0, num_listed, STEP, num_stages=tiles.NUM_STAGES):
                 is_listed = first + part < num_listed
-                listed = tl.load(scratch_row_ptr + first + part, mask=is_listed, other=0.0)
+                listed = tl.load(row.scratch_ptr + first + part, mask=is_listed, other=0.0)
                 listed = listed.to(tl.int32)
-                of_group = listed[:, None] * GROUP + member
+                of_group = listed[:, None] * tiles.GROUP + member
                 others = tl.load(
-                    logits_row_ptr + of_group,
-                    mask=is_listed[:, None] & (of_group < vocab_size),
+                    row.logits_ptr + of_group,
+                    mask=is_listed[:, None] & (of_group < row.vocab_size),
                     other=float("-inf"),
                 ).to(tl.float32)
                 weight = tl.where(others > floor, tl.exp2((others - top) * scale), 0.0)
-                tl.store(group_sum_row_ptr + listed, tl.sum(weight, axis=1), mask=is_listed)
+                tl.store(row.group_sum_ptr + listed, tl.sum(weight, axis=1), mask=is_listed)
             tl.debug_barrier()
-            mass = tl.load(group_sum_row_ptr + group, mask=at, other=0.0)
+            mass = tl.load(row.group_sum_ptr + group, mask=at, other=0.0)
             log_mass = _log(mass)
             purpose += 2
             is_open = (tl.sum(mass, axis=0) >= target).to(tl.int32)
@@ -140,113 +119,80 @@ def _draw_nucleus(
 
 
 @triton.jit
-def _draw_filtered_group(
-    logits_row_ptr,
-    group_max_row_ptr,
-    group_sum_row_ptr,  # *written*
-    scratch_row_ptr,
-    group_max,
-    top,
-    temperature,
-    seed,
-    position,
-    child,
-    k,
-    top_p,
-    min_p,
-    vocab_size,
-    num_groups,
-    GROUP: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
-    FEW_GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    LISTED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Return a group, drawn by what is kept of it, and the floor of what is kept."""
-    scale = scale_of(temperature)
-    group = tl.arange(0, TILE_GROUPS)
-    member = tl.arange(0, GROUP)[None, :]
-    few = tl.arange(0, FEW_GROUPS)
+def _draw_filtered_group(row, noise, filters, group_max, tiles):
+    """Return a group, drawn by what is kept of it, and the floor; the sums are *written*."""
+    k, top_p, min_p = filters
+    top = row.top
+    scale = scale_of(row.temperature)
+    group = tl.arange(0, tiles.TILE_GROUPS)
+    member = tl.arange(0, tiles.GROUP)[None, :]
+    few = tl.arange(0, tiles.FEW_GROUPS)
     base = tl.where(min_p > 0.0, top, float("-inf"))
     if min_p > 0.0:
-        base = before(top + temperature * tl.log(min_p))
+        base = before(top + row.temperature * tl.log(min_p))
 
     # The groups to look into: all that min_p leaves, or those of the largest maxima. As many
     # tokens as there are such groups are above the floor at least, which is enough for top-k.
     floor = base
     least = tl.min(tl.where(group_max > float("-inf"), group_max, float("inf")), axis=0)
     num_few = tl.sum((group_max > base).to(tl.int32))
-    most = tl.where(k > FEW_GROUPS, tl.maximum(tl.minimum(k + k // 4, num_few - 1), k), FEW_GROUPS)
+    most = tl.where(
+        k > tiles.FEW_GROUPS, tl.maximum(tl.minimum(k + k // 4, num_few - 1), k), tiles.FEW_GROUPS
+    )
     if (num_few > most) & (k > 0):
         floor, num_few = search_groups(group_max, base, top, k, most)
 
     chosen = 0
     is_done = False
-    if num_few <= FEW_GROUPS:
+    if num_few <= tiles.FEW_GROUPS:
         at = group_max > floor
         index = tl.cumsum(at.to(tl.int32), axis=0) - 1
-        tl.store(scratch_row_ptr + index, group.to(tl.float32), mask=at)
+        tl.store(row.scratch_ptr + index, group.to(tl.float32), mask=at)
         tl.debug_barrier()
         is_group = few < num_few
-        listed = tl.load(scratch_row_ptr + few, mask=is_group, other=0.0).to(tl.int32)
-        token = listed[:, None] * GROUP + member
+        listed = tl.load(row.scratch_ptr + few, mask=is_group, other=0.0).to(tl.int32)
+        token = listed[:, None] * tiles.GROUP + member
         x = tl.load(
-            logits_row_ptr + token,
-            mask=is_group[:, None] & (token < vocab_size),
+            row.logits_ptr + token,
+            mask=is_group[:, None] & (token < row.vocab_size),
             other=float("-inf"),
         ).to(tl.float32)
         x = tl.where(x > floor, x, float("-inf"))
         is_in = (x > float("-inf")).to(tl.int32)
         in_group = tl.sum(is_in, axis=1)
         num = tl.sum(in_group, axis=0)
-        is_done = num <= LISTED
+        is_done = num <= tiles.LISTED
         if is_done:
             rank = (tl.cumsum(in_group, axis=0) - in_group)[:, None] + tl.cumsum(is_in, axis=1)
-            list_ptr = scratch_row_ptr + FEW_GROUPS
+            list_ptr = row.scratch_ptr + tiles.FEW_GROUPS
             tl.store(list_ptr + (rank - 1), x, mask=is_in != 0)
             tl.debug_barrier()
-            floor = search_list(list_ptr, num, k, top_p, top, scale, LISTED)
+            floor = search_list(list_ptr, num, k, top_p, top, scale, tiles.LISTED)
             mass = tl.sum(tl.where(x > floor, tl.exp2((x - top) * scale), 0.0), axis=1)
-            chosen = _draw_group(listed, _log(mass), seed, position, _GROUP, child)
+            chosen = _draw_group(listed, _log(mass), noise, _GROUP)
 
     if not is_done:
         if (k > 0) | (top_p < 1.0):
-            floor = search_row(
-                logits_row_ptr,
-                scratch_row_ptr,
-                floor,
-                (k == 0).to(tl.int32),
-                ((k > 0) & (k <= LANES * DEPTH // 4) & (floor > float("-inf"))).to(tl.int32),
-                k,
-                top_p,
-                top,
-                least,
-                scale,
-                vocab_size,
-                LANES,
-                DEPTH,
-                PIVOTS,
-                NUM_STAGES,
-            )
-        for first in range(0, num_groups, FEW_GROUPS):
+            by_mass = (k == 0).to(tl.int32)
+            few_left = (k > 0) & (k <= tiles.LANES * tiles.DEPTH // 4) & (floor > float("-inf"))
+            collect = few_left.to(tl.int32)
+            floor = search_row(row, filters, floor, by_mass, collect, least, scale, tiles)
+        for first in range(0, row.num_groups, tiles.FEW_GROUPS):
             here = first + few
             maximum = tl.load(
-                group_max_row_ptr + here, mask=here < num_groups, other=float("-inf")
+                row.group_max_ptr + here, mask=here < row.num_groups, other=float("-inf")
             )
-            token = here[:, None] * GROUP + member
+            token = here[:, None] * tiles.GROUP + member
             x = tl.load(
-                logits_row_ptr + token,
-                mask=(maximum > floor)[:, None] & (token < vocab_size),
+                row.logits_ptr + token,
+                mask=(maximum > floor)[:, None] & (token < row.vocab_size),
                 other=float("-inf"),
             ).to(tl.float32)
             weight = tl.where(x > floor, tl.exp2((x - top) * scale), 0.0)
-            tl.store(group_sum_row_ptr + here, tl.sum(weight, axis=1), mask=here < num_groups)
+            tl.store(row.group_sum_ptr + here, tl.sum(weight, axis=1), mask=here < row.num_groups)
         tl.debug_barrier()
-        mass = tl.load(group_sum_row_ptr + group, mask=group < num_groups, other=0.0)
-        chosen = _draw_group(group, _log(mass), seed, position, _GROUP, child)
+        mass = tl.load(row.group_sum_ptr + group, mask=group < row.num_groups, other=0.0)
+        chosen = _draw_group(group, _log(mass), noise, _GROUP)
     return chosen, floor
 
 
@@ -285,10 +231,10 @@ def draw_kernel(
     The launch before this one lets it start only once it has waited itself: what earlier kernels
     wrote, and that one does not, may be read before the wait.
     """
-    row = tl.program_id(0).to(tl.int64)
-    slot = row
+    row_index = tl.program_id(0).to(tl.int64)
+    slot = row_index
     if idx_mapping_ptr is not None:
-        slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+        slot = tl.load(idx_mapping_ptr + row_index).to(tl.int64)
     is_row = slot >= 0
     temperature = tl.load(temperature_ptr + slot, mask=is_row, other=0.0)
     seed = tl.load(seed_ptr + slot, mask=is_row, other=0)
@@ -310,42 +256,37 @@ def draw_kernel(
     let_next_start(OVERLAP)
 
     group = tl.arange(0, TILE_GROUPS)
-    group_max_row_ptr = group_max_ptr + row * num_groups
-    group_sum_row_ptr = group_sum_ptr + row * num_groups
+    group_max_row_ptr = group_max_ptr + row_index * num_groups
+    group_sum_row_ptr = group_sum_ptr + row_index * num_groups
     group_max = tl.load(group_max_row_ptr + group, mask=group < num_groups, other=float("-inf"))
     group_sum = tl.load(group_sum_row_ptr + group, mask=group < num_groups, other=0.0)
     is_bad = group_sum != group_sum
     top = tl.max(tl.where(is_bad, float("inf"), group_max), axis=0)
     if top == float("-inf"):  # as for padding
-        tl.store(out_ptr + row, -1)
+        tl.store(out_ptr + row_index, -1)
         return
     if top == float("inf"):  # noqa: SIM102 - the second costs a reduction; NaN, or such a logit, which a greedy row may take
         if tl.max(is_bad.to(tl.int32), axis=0) != 0:
-            tl.store(out_ptr + row, -2)
+            tl.store(out_ptr + row_index, -2)
             return
 
-    logits_row_ptr = logits_ptr + row * stride_logits_row
+    scratch_row_ptr = scratch_ptr
+    if scratch_ptr is not None:
+        scratch_row_ptr += row_index * stride_scratch_row
+    logits_row_ptr = logits_ptr + row_index * stride_logits_row
+    row = Row(
+        logits_row_ptr, group_max_row_ptr, group_sum_row_ptr, scratch_row_ptr, top, temperature,
+        vocab_size, num_groups,
+    )  # fmt: skip
+    noise = _Noise(seed, position, child)
+    filters = Filters(k, top_p, min_p)
     if scratch_ptr is not None:  # noqa: SIM102 - decided when compiled
         if (temperature != 0.0) & (top_p < 1.0) & (k == 0) & (min_p <= 0.0):
             token = _draw_nucleus(
-                logits_row_ptr,
-                group_sum_row_ptr,
-                scratch_ptr + row * stride_scratch_row,
-                group_max,
-                group_sum,
-                top,
-                temperature,
-                seed,
-                position,
-                child,
-                top_p,
-                vocab_size,
-                GROUP,
-                TILE_GROUPS,
-                FEW_GROUPS,
-                NUM_STAGES,
-            )
-            tl.store(out_ptr + row, token.to(tl.int64))
+                row, noise, filters, group_max, group_sum,
+                Tiles(GROUP, TILE_GROUPS, FEW_GROUPS, LANES, DEPTH, PIVOTS, LISTED, NUM_STAGES),
+            )  # fmt: skip
+            tl.store(out_ptr + row_index, token.to(tl.int64))
             return
 
     floor = tl.where(is_row, float("-inf"), top)
@@ -354,47 +295,14 @@ def draw_kernel(
     else:
         log_weight = (group_max - top) * (scale_of(temperature) * _LN_2) + _log(group_sum)
         if scratch_ptr is None:
-            chosen = _draw_group(group, log_weight, seed, position, _GROUP, child)
+            chosen = _draw_group(group, log_weight, noise, _GROUP)
         elif (k > 0) | (top_p < 1.0) | (min_p > 0.0):
             chosen, floor = _draw_filtered_group(
-                logits_row_ptr,
-                group_max_row_ptr,
-                group_sum_row_ptr,
-                scratch_ptr + row * stride_scratch_row,
-                group_max,
-                top,
-                temperature,
-                seed,
-                position,
-                child,
-                k,
-                top_p,
-                min_p,
-                vocab_size,
-                num_groups,
-                GROUP,
-                TILE_GROUPS,
-                FEW_GROUPS,
-                LANES,
-                DEPTH,
-                PIVOTS,
-                LISTED,
-                NUM_STAGES,
-            )
+                row, noise, filters, group_max,
+                Tiles(GROUP, TILE_GROUPS, FEW_GROUPS, LANES, DEPTH, PIVOTS, LISTED, NUM_STAGES),
+            )  # fmt: skip
         else:
-            chosen = _draw_group(group, log_weight, seed, position, _GROUP, child)
+            chosen = _draw_group(group, log_weight, noise, _GROUP)
 
-    token, _ = _draw_token(
-        logits_row_ptr,
-        chosen,
-        floor,
-        top,
-        temperature,
-        seed,
-        position,
-        _TOKEN,
-        child,
-        vocab_size,
-        GROUP,
-    )
-    tl.store(out_ptr + row, token.to(tl.int64))
+    token, _ = _draw_token(row, noise, chosen, floor, _TOKEN, GROUP)
+    tl.store(out_ptr + row_index, token.to(tl.int64))

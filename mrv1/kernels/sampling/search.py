@@ -8,12 +8,48 @@ enough(low) and not enough(high), and is done when the tokens inside of it all h
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from mrv1.kernels._base.triton import tl, triton
 
 _VALUE_STEPS = tl.constexpr(16)
 """Halvings of the bracket by value; then by the order of floats, which ends within 32."""
 _VALUE_PASSES = tl.constexpr(4)
 """The same, of passes over the row."""
+
+
+class Row(NamedTuple):
+    """A row that is drawn; the pointers are to its first elements."""
+
+    logits_ptr: tl.tensor
+    group_max_ptr: tl.tensor
+    group_sum_ptr: tl.tensor
+    scratch_ptr: tl.tensor  # or None: no row filters
+    top: tl.tensor  # its maximum
+    temperature: tl.tensor
+    vocab_size: tl.tensor
+    num_groups: tl.tensor
+
+
+class Filters(NamedTuple):
+    """What is kept of a row."""
+
+    k: tl.tensor  # 0 = all
+    top_p: tl.tensor
+    min_p: tl.tensor
+
+
+class Tiles(NamedTuple):
+    """See ``SampleTokensConfig``. Build it as an argument: a name it is given makes tensors."""
+
+    GROUP: tl.constexpr
+    TILE_GROUPS: tl.constexpr
+    FEW_GROUPS: tl.constexpr
+    LANES: tl.constexpr
+    DEPTH: tl.constexpr
+    PIVOTS: tl.constexpr
+    LISTED: tl.constexpr
+    NUM_STAGES: tl.constexpr
 
 
 @triton.jit
@@ -166,30 +202,24 @@ def _pick(values, index, at):
 
 @triton.jit
 def search_row(
-    logits_row_ptr,
-    scratch_row_ptr,  # [DEPTH, LANES] float32
+    row,  # whose scratch is [DEPTH, LANES] float32
+    filters,
     low,
     by_mass,  # whether top-k is done, or off
     collect,  # whether few tokens are likely to be above low
-    k,
-    top_p,
-    top,  # the row's maximum
     least,  # some value that is not far from most tokens
     scale,
-    vocab_size,
-    LANES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    tiles,
 ):
     """Return the floor of top-k, then top-p, of whatever number of tokens.
 
     Passes over the row cut the bracket at PIVOTS values, until the tokens in it fit the scratch:
     a lane of the row, every LANES-th token, has a column of its own there.
     """
-    lane = tl.arange(0, LANES)
-    depth = tl.arange(0, DEPTH)[:, None]
-    pivot_index = tl.arange(0, PIVOTS)
+    lane = tl.arange(0, tiles.LANES)
+    depth = tl.arange(0, tiles.DEPTH)[:, None]
+    pivot_index = tl.arange(0, tiles.PIVOTS)
+    k, top_p, top = filters.k, filters.top_p, row.top
     high = top
     num_high = 0
     mass_high = 0.0
@@ -204,22 +234,22 @@ def search_row(
                 by_mass, high, num_high, mass_high, num_passes = 1, top, 0, 0.0, 0
         elif collect != 0:
             tl.debug_barrier()  # nobody reads what an earlier round left in the scratch
-            height = tl.zeros([LANES], tl.int32)
-            for first in tl.range(0, vocab_size, LANES, num_stages=NUM_STAGES):
+            height = tl.zeros([tiles.LANES], tl.int32)
+            for first in tl.range(0, row.vocab_size, tiles.LANES, num_stages=tiles.NUM_STAGES):
                 token = first + lane
                 x = tl.load(
-                    logits_row_ptr + token, mask=token < vocab_size, other=float("-inf")
+                    row.logits_ptr + token, mask=token < row.vocab_size, other=float("-inf")
                 ).to(tl.float32)
                 inside = (x > low) & (x <= high)
-                place = scratch_row_ptr + height * LANES + lane
-                tl.store(place, x, mask=inside & (height < DEPTH))
+                place = row.scratch_ptr + height * tiles.LANES + lane
+                tl.store(place, x, mask=inside & (height < tiles.DEPTH))
                 height += inside.to(tl.int32)
             tl.debug_barrier()
-            if tl.max(height) > DEPTH:
+            if tl.max(height) > tiles.DEPTH:
                 collect = 0
             else:
                 x = tl.load(
-                    scratch_row_ptr + depth * LANES + lane[None, :],
+                    row.scratch_ptr + depth * tiles.LANES + lane[None, :],
                     mask=depth < height[None, :],
                     other=float("-inf"),
                 )
@@ -242,16 +272,16 @@ def search_row(
                     high, num_high, mass_high, num_passes = top, 0, 0.0, 0
         else:
             start = tl.where(low > float("-inf"), low, high - 2.0 * (top - least) - 1.0)
-            by_value = start + (high - start) * (pivot_index.to(tl.float32) / PIVOTS)
-            by_key = key_of(low) + gap(low, high) * pivot_index // PIVOTS
+            by_value = start + (high - start) * (pivot_index.to(tl.float32) / tiles.PIVOTS)
+            by_key = key_of(low) + gap(low, high) * pivot_index // tiles.PIVOTS
             pivot = tl.where(num_passes < _VALUE_PASSES, by_value, value_of(by_key.to(tl.int32)))
             pivot = tl.where(pivot_index == 0, low, tl.minimum(pivot, high))
-            num = tl.zeros([PIVOTS, LANES], tl.int32)
-            mass = tl.zeros([PIVOTS, LANES], tl.float32)
-            for first in tl.range(0, vocab_size, LANES, num_stages=NUM_STAGES):
+            num = tl.zeros([tiles.PIVOTS, tiles.LANES], tl.int32)
+            mass = tl.zeros([tiles.PIVOTS, tiles.LANES], tl.float32)
+            for first in tl.range(0, row.vocab_size, tiles.LANES, num_stages=tiles.NUM_STAGES):
                 token = first + lane
                 x = tl.load(
-                    logits_row_ptr + token, mask=token < vocab_size, other=float("-inf")
+                    row.logits_ptr + token, mask=token < row.vocab_size, other=float("-inf")
                 ).to(tl.float32)
                 weight = tl.exp2((x - top) * scale)
                 above = x[None, :] > pivot[:, None]
@@ -269,11 +299,11 @@ def search_row(
                 at_low = (pivot_index == num_enough - 1)[:, None]
                 in_bracket = tl.sum(tl.where(at_low, num, 0), axis=0)
                 low = _pick(pivot, pivot_index, num_enough - 1)
-                if num_enough < PIVOTS:
+                if num_enough < tiles.PIVOTS:
                     at_high = (pivot_index == num_enough)[:, None]
                     in_bracket -= tl.sum(tl.where(at_high, num, 0), axis=0)
                     high = _pick(pivot, pivot_index, num_enough)
                     num_high = _pick(nums, pivot_index, num_enough)
                     mass_high = _pick(masses, pivot_index, num_enough)
-                collect = (tl.max(in_bracket, axis=0) <= DEPTH).to(tl.int32)
+                collect = (tl.max(in_bracket, axis=0) <= tiles.DEPTH).to(tl.int32)
     return low
