@@ -1,8 +1,9 @@
 """One step: request state, input batch, block tables, KV cache, forward, sampling, output."""
 
 from mrv1.runner.async_output import AsyncOutput
-from mrv1.runner.kv_report import KVGroupReport, KVReport, KVUsage
-from mrv1.runner.model_runner import KVListener, KVReady, ModelRunner
+from mrv1.runner.kv_listener import KVListener, KVReady
+from mrv1.runner.model_runner import ModelRunner
+from mrv1.runner.report import KVGroupReport, KVReport, KVUsage
 from mrv1.runner.step import (
     RequestId,
     RowFailure,

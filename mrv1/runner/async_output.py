@@ -104,50 +104,26 @@ class OutputRing:
         """Time that the GPU has worked on steps which are over; 0 on a CPU."""
         return 0.0 if self._clock is None else self._clock.seconds(self._next)
 
-    def deliver(
-        self,
-        plan: StepPlan,
-        *,
-        num_rows: int,
-        num_columns: int = 1,
-        rows: Int32Array | None = None,
-        refusals: Mapping[int, RequestError] | None = None,
-        on_output: Callable[[StepOutput], None] | None = None,
-        logprobs: Sequence[LogprobReport] = (),
-        prompt_logprobs: Sequence[LogprobReport] = (),
-    ) -> AsyncOutput:
-        """Return what the step will leave in its slot; the next step has the next one.
+    def end(
+        self, num_rows: int, num_columns: int = 1
+    ) -> tuple[Int32Array, Int64Array, torch.cuda.Event | None]:
+        """Mark the end of the step's work; return what its ``AsyncOutput`` reads, and when.
 
         Args:
-            plan: of the step.
             num_rows: of the step on the device, padding included.
             num_columns: tokens a row has, at most.
-            rows: ``[rows]``, where the plan's rows are on the device; None = in order, in front.
-            refusals: by row of the plan, why it was not computed.
-            on_output: is given the result once it is there.
-            logprobs: of the tokens that the step draws, by row of the plan.
-            prompt_logprobs: of prompts' tokens, likewise.
         """
-        slot = self._next
-        done = None
+        slot, done = self._next, None
         if self._done is not None and self._clock is not None:
             done = self._done[slot]
             self._clock.end(slot)
         tokens = self._host_tokens[slot, : num_rows * num_columns]
-        output = AsyncOutput(
-            plan,
-            self._host_counts[slot, :num_rows],
-            tokens.reshape(num_rows, num_columns),
-            done,
-            rows=rows,
-            refusals=refusals,
-            on_output=on_output,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
-        self._readers[slot] = output
-        self._next = (slot + 1) % self.num_slots
-        return output
+        return self._host_counts[slot, :num_rows], tokens.reshape(num_rows, num_columns), done
+
+    def deliver(self, output: AsyncOutput) -> None:
+        """Note who takes what the step will leave in its slot; the next step has the next one."""
+        self._readers[self._next] = output
+        self._next = (self._next + 1) % self.num_slots
 
     def give_up(self) -> None:
         """Keep the next slot, whose step was not launched whole: what was may still read it."""

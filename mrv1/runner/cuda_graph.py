@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from mrv1.progress import progress_bar
-from mrv1.runner.input_batch import InputBatch, StepShape
+from mrv1.runner.input_batch import InputBatch
+from mrv1.runner.rows import StepShape
 
 Forwarded = tuple[InputBatch, torch.Tensor]
 """A step's rows, and the hidden states behind its last layer."""
@@ -88,7 +89,7 @@ class StepGraphs:
     def capture(
         self,
         shapes: Iterable[StepShape],
-        run: Callable[[StepShape], Forwarded],
+        run: Callable[[StepShape], Forwarded | None],
         *,
         progress: bool,
     ) -> None:
@@ -96,8 +97,8 @@ class StepGraphs:
 
         Args:
             shapes: of ``self.shapes``.
-            run: launches a step of padding of that shape; it is called twice for each, first to
-                compile, then to capture.
+            run: launches a step of padding of that shape and returns what ``replay`` is to
+                return; it is called twice for each, first to compile, then to capture.
             progress: show a progress bar.
         """
         # cuBLAS keeps a workspace for each stream, and all captures run on one: these graphs
@@ -112,7 +113,7 @@ class StepGraphs:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
                     forwarded = run(shape)
-                self._graphs[shape] = graph, None if shape.samples else forwarded
+                self._graphs[shape] = graph, forwarded
                 bar.advance(task)
 
     def fit(self, shape: StepShape) -> StepShape | None:

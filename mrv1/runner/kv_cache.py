@@ -7,13 +7,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
 
 import torch
 
+from mrv1.config import EngineConfig
 from mrv1.errors import CapacityError
 from mrv1.headwise import HeadGroup, HeadGroups
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, ScaleGranularity, scales_per_block
+from mrv1.models import DecoderModel
 from mrv1.models.batch import LayerCache
 
 CPU_KV_BYTES = 1 << 30
@@ -36,6 +39,19 @@ class CacheSpec:
     """Of the pages; float8_e4m3fn beside scales."""
     granularity: ScaleGranularity | None = None
     """What has a float32 scale of its own; None = a cache without scales."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: DecoderModel) -> Self:
+        """Return the shapes and dtypes of a model's cache, as configured."""
+        is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
+        return cls(
+            num_layers=model.config.num_layers,
+            num_kv_heads=model.config.num_kv_heads,
+            block_size=config.block_size,
+            head_dim=model.config.head_dim,
+            dtype=torch.float8_e4m3fn if is_fp8 else model.dtype,
+            granularity=config.kv_scale if is_fp8 else None,
+        )
 
     @property
     def page_elements(self) -> int:
@@ -127,51 +143,45 @@ def _group_bases(
     return list(accumulate(sizes[:-1], initial=0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StreamingDemand:
-    """What decides about the blocks that head groups with a window can use."""
+    """The blocks that head groups with a window can use."""
 
-    max_num_seqs: int
+    config: EngineConfig
     max_model_len: int
-    max_num_batched_tokens: int
-    steps_in_flight: int
-    cache_blocks: int | None
-    """Blocks of each group that the prefix cache may keep; None = those of 64 requests."""
-    caches_prefixes: bool
 
-    def request_blocks(self, group: HeadGroup, block_size: int) -> int:
+    def request_blocks(self, group: HeadGroup) -> int:
         """Return the most blocks that a decoding request holds of a group.
 
         Blocks are given up once the step has returned that moved the window past them, so that
         steps in flight count like tokens of one step.
         """
-        live = group.keeps.num_blocks(block_size, self.steps_in_flight)
-        return min(live, -(-self.max_model_len // block_size))
+        live = group.keeps.num_blocks(self.config.block_size, self.config.steps_in_flight)
+        return min(live, self._blocks_for(self.max_model_len))
 
-    def num_blocks(self, group: HeadGroup, block_size: int) -> int:
+    def num_blocks(self, group: HeadGroup) -> int:
         """Return the blocks of a group that are of use: for decodes, prompts and the cache.
 
         The tokens of a step share one term for their prompts, every step in flight and the last
         block of every request counted.
         """
-        of_request = self.request_blocks(group, block_size)
-        prompts = self.steps_in_flight * -(-self.max_num_batched_tokens // block_size)
-        cached = 64 * of_request if self.cache_blocks is None else self.cache_blocks
+        config, of_request = self.config, self.request_blocks(group)
+        prompts = config.steps_in_flight * self._blocks_for(config.max_num_batched_tokens)
+        cached = config.streaming_cache_blocks
+        cached = 64 * of_request if cached is None else cached
         return (
-            self.max_num_seqs * (of_request + 1)
+            config.max_num_seqs * (of_request + 1)
             + prompts
-            + (cached if self.caches_prefixes else 0)
+            + (cached if config.enable_prefix_caching else 0)
         )
 
-    def divide(self, groups: HeadGroups, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    def divide(self, groups: HeadGroups, num_blocks: int) -> tuple[int, ...]:
         """Return the blocks of every group where one that keeps everything has ``num_blocks``.
 
         A streaming group never needs more than that: no request has more blocks in it.
         """
         return tuple(
-            num_blocks
-            if group.keeps.is_full
-            else min(num_blocks, self.num_blocks(group, block_size))
+            num_blocks if group.keeps.is_full else min(num_blocks, self.num_blocks(group))
             for group in groups.groups
         )
 
@@ -184,19 +194,16 @@ class StreamingDemand:
         asked to keep for the prefix cache.
         """
         full_heads = sum(sum(group.num_heads) for group in groups.groups if group.keeps.is_full)
-        asked = (self.cache_blocks or 0) if self.caches_prefixes else 0
+        config = self.config
+        asked = (config.streaming_cache_blocks or 0) if config.enable_prefix_caching else 0
 
         def division(num_blocks: int, spare: int = 0) -> tuple[int, ...]:
-            wanted = self.divide(groups, num_blocks, spec.block_size)
+            def fair(group: HeadGroup) -> int:
+                return self.fair_blocks(group, full_heads, num_blocks) + asked + spare
+
+            wanted = self.divide(groups, num_blocks)
             return tuple(
-                count
-                if group.keeps.is_full
-                else min(
-                    count,
-                    self.fair_blocks(group, full_heads, num_blocks, spec.block_size)
-                    + asked
-                    + spare,
-                )
+                count if group.keeps.is_full else min(count, fair(group))
                 for group, count in zip(groups.groups, wanted, strict=True)
             )
 
@@ -207,9 +214,7 @@ class StreamingDemand:
         spare = _largest(lambda count: fits(division(num_blocks, count)), num_blocks)
         return division(num_blocks, spare)
 
-    def fair_blocks(
-        self, group: HeadGroup, full_heads: int, num_blocks: int, block_size: int
-    ) -> int:
+    def fair_blocks(self, group: HeadGroup, full_heads: int, num_blocks: int) -> int:
         """Return the blocks of a streaming group that serve short and long requests equally well.
 
         Its blocks limit how many short requests fit, those of full heads how many long ones.
@@ -222,17 +227,18 @@ class StreamingDemand:
             group: heads with a window.
             full_heads: heads of all layers that see everything.
             num_blocks: of those heads.
-            block_size: tokens of a block.
         """
         if full_heads == 0:
             return num_blocks
-        own_heads = sum(group.num_heads)
-        context = -(-self.max_model_len // block_size)
-        held = self.request_blocks(group, block_size)
+        own_heads, held = sum(group.num_heads), self.request_blocks(group)
+        context = self._blocks_for(self.max_model_len)
         share = (full_heads + own_heads * held / context) / (full_heads + own_heads)
-        chunk = min(self.max_num_batched_tokens, self.max_model_len)
-        least = group.keeps.num_blocks(block_size, chunk)
+        chunk = min(self.config.max_num_batched_tokens, self.max_model_len)
+        least = group.keeps.num_blocks(self.config.block_size, chunk)
         return min(num_blocks, max(math.ceil(share * num_blocks), least))
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from operator import attrgetter
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
 from mrv1.kernels.registry import Ops
-from mrv1.runner.step import Int32Array, SlotRequest, TokenLogprobs
+from mrv1.runner.rows import DeviceRows
+from mrv1.runner.step import Int32Array, SlotRequest, StepPlan, TokenLogprobs
 from mrv1.sampler import SamplingParams
 
 _Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -37,6 +39,34 @@ class Wanted:
     """Tokens by id."""
     edits: bool = False
     """Whether its logits are edited before a token is drawn."""
+    device_row: int = 0
+    """Where the row is on the device."""
+
+
+class PromptPart(NamedTuple):
+    """Tokens of a prompt whose successors are of the prompt too and are to be reported."""
+
+    wanted: Wanted
+    tokens: slice
+    """Of the step."""
+    slot: int
+    following: slice
+    """The successors, of the slot's tokens."""
+
+
+def rows_of(
+    wanted: Sequence[Wanted], num_columns: int, device: torch.device
+) -> slice | torch.Tensor:
+    """Return which rows of a tensor are theirs, ``num_columns`` of each row of the step.
+
+    Rows in front of all others are a slice, which copies nothing: it is no small part of the
+    logits.
+    """
+    rows = [each.device_row for each in wanted]
+    if rows == list(range(len(rows))):
+        return slice(len(rows) * num_columns)
+    first = torch.tensor(rows)[:, None] * num_columns
+    return (first + torch.arange(num_columns)).flatten().to(device, non_blocking=True)
 
 
 class LogprobRequests:
@@ -61,32 +91,42 @@ class LogprobRequests:
         asks = self._asks_np[slots] | (num_before < self._prompt_end_np[slots])
         return bool(asks.any())
 
-    def of_outputs(self, slots: Int32Array) -> list[Wanted]:
-        """Return what is wanted of the tokens that a step draws."""
+    def of_outputs(self, plan: StepPlan, rows: DeviceRows) -> list[Wanted]:
+        """Return what is wanted of the tokens that a step draws, in the order of its rows."""
         found = []
-        for row in self._asks_np[slots].nonzero()[0].tolist():
-            params = self._params[slots[row]]
+        for row in self._asks_np[plan.slots].nonzero()[0].tolist():
+            params = self._params[plan.slots[row]]
             if params is not None:
                 ids, edits = params.logprob_token_ids, params.edits_logits
-                found.append(Wanted(row, params.logprobs or 0, ids, edits))
-        return found
+                found.append(Wanted(row, params.logprobs or 0, ids, edits, rows.place(row)))
+        return sorted(found, key=attrgetter("device_row"))
 
     def of_prompts(
-        self, slots: Int32Array, num_before: Int32Array, query_lens: Int32Array
-    ) -> list[tuple[Wanted, int]]:
-        """Return what is wanted of a step's prompts, and of how many of a row's leading tokens.
+        self, plan: StepPlan, rows: DeviceRows, num_before: Int32Array
+    ) -> list[PromptPart]:
+        """Return what is wanted of the prompts in a step, which has no padding in front of any.
 
         Args:
-            slots: ``[rows]``.
-            num_before: ``[rows]`` tokens that were computed before the step.
-            query_lens: ``[rows]`` tokens of the step.
+            plan: of the step.
+            rows: where its rows are.
+            num_before: ``[the plan's rows]`` tokens that were computed before the step.
         """
-        counts = np.minimum(self._prompt_end_np[slots] - num_before, query_lens)
+        slots, query_lens = plan.slots, rows.placed(plan.num_scheduled_tokens)
+        counts = np.minimum(self._prompt_end_np[slots] - num_before, plan.num_scheduled_tokens)
+        firsts = np.cumsum(query_lens) - query_lens
         found = []
         for row in (counts > 0).nonzero()[0].tolist():
-            params = self._params[slots[row]]
+            params, slot, count = self._params[slots[row]], int(slots[row]), int(counts[row])
+            first, following = int(firsts[rows.place(row)]), int(num_before[row]) + 1
             if params is not None:
-                found.append((Wanted(row, params.prompt_logprobs or 0), int(counts[row])))
+                found.append(
+                    PromptPart(
+                        Wanted(row, params.prompt_logprobs or 0),
+                        slice(first, first + count),
+                        slot,
+                        slice(following, following + count),
+                    )
+                )
         return found
 
 

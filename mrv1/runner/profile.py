@@ -1,4 +1,4 @@
-"""A full-sized step on nothing, to see what memory a step needs and to compile its kernels.
+"""Steps on nothing, before the first request: what memory they need, and their kernels compiled.
 
 After the layers a step holds at most
 
@@ -14,14 +14,81 @@ profile step runs all of it, custom processors too, on rows of padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import numpy as np
 import torch
 
-from mrv1.models import DecoderModel
+from mrv1.device import memory_bytes
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import NO_PAGE
-from mrv1.runner.kv_cache import KVCache
+from mrv1.runner.cuda_graph import StepGraphs
+from mrv1.runner.device_step import DeviceStep, TokenMasks
+from mrv1.runner.kv_cache import CPU_KV_BYTES, StreamingDemand
+from mrv1.runner.logprobs import LOGITS_CHUNK, PromptPart, Wanted
+from mrv1.runner.rows import StepShape
+from mrv1.runner.staging import StepUpload
+
+
+def num_kv_blocks(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ...]:
+    """Return the blocks of each head group: as asked for, else what memory allows.
+
+    None has more than can be used.
+
+    Args:
+        step: which has no cache yet.
+        demand: of head groups with a window.
+    """
+    config, spec, groups = step.config, step.spec, step.head_groups
+    if config.num_kv_blocks is not None:
+        return demand.divide(groups, config.num_kv_blocks)
+    usable = config.max_num_seqs * spec.blocks_for(step.max_model_len)
+    num_bytes = config.kv_cache_memory_bytes or _kv_bytes(step)
+    return demand.divide_bytes(spec, groups, num_bytes, usable)
+
+
+def _kv_bytes(step: DeviceStep) -> int:
+    """Return the bytes left for the KV cache beside the activations of a full step."""
+    if step.device.type == "cpu":
+        return CPU_KV_BYTES
+    torch.cuda.empty_cache()
+    run_profile_step(step)
+    # The allocator keeps what the step needed, so what is free now is free beside a step; but
+    # graphs have memory of their own.
+    free_bytes, total_bytes = memory_bytes(step.device)
+    graph_bytes = _graph_bytes(step) if step.is_capturable else 0
+    reserved = int(total_bytes * (1 - step.config.gpu_memory_utilization))
+    return free_bytes - graph_bytes - reserved
+
+
+def _graph_bytes(step: DeviceStep) -> int:
+    """Return what the graphs take: all share the memory of the largest."""
+    config, step.kv_cache = step.config, step.new_kv_cache()
+    graphs = StepGraphs(config.max_num_seqs, config.max_num_batched_tokens, step.max_model_len)
+    torch.cuda.empty_cache()  # which a capture does too: it would hide what that takes
+    before, _ = memory_bytes(step.device)
+    with torch.inference_mode():
+        graphs.capture(graphs.largest, step.run_padding, progress=False)
+    after, _ = memory_bytes(step.device)
+    del graphs, step.kv_cache
+    torch.cuda.empty_cache()
+    return max(before - after, 0)
+
+
+@torch.inference_mode()
+def run_profile_step(step: DeviceStep) -> None:
+    """Run a prefill and a decode as large as they may be, and wait for them.
+
+    No page is read or written, so they have a cache of a single block of each head group.
+    """
+    caches, config = step.new_kv_cache().layers, step.config
+    full, rest = divmod(config.max_num_batched_tokens, step.max_model_len)
+    prompts = [step.max_model_len] * full + ([rest] if rest else [])
+    for query_lens in (prompts, [1] * config.max_num_seqs):
+        batch = _empty_batch(
+            query_lens, len(step.head_groups.groups), step.block_tables.row_width, step.device
+        )
+        _sample_most(step, step.model.forward(batch, caches))
+    if step.device.type == "cuda":
+        torch.cuda.synchronize(step.device)
 
 
 def _empty_batch(
@@ -45,35 +112,38 @@ def _empty_batch(
     )
 
 
-@torch.inference_mode()
-def run_profile_step(
-    model: DecoderModel,
-    kv_cache: KVCache,
-    sample: Callable[[torch.Tensor], None],
-    *,
-    row_width: int,
-    num_tokens: int,
-    max_query_len: int,
-    num_decodes: int,
-) -> None:
-    """Run one prefill of ``num_tokens`` and one decode of ``num_decodes`` rows, and wait for them.
+def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
+    """Launch, on rows of padding, all that may have to follow the layers of a step."""
+    num_rows, limits, device = step.max_logits_rows, step.sampler.limits, step.device
+    most = min(step.config.max_logprobs, limits.vocab_size)
+    masks = TokenMasks(
+        bitmask=torch.full((num_rows, limits.mask_words), -1, dtype=torch.int32, device=device),
+        rows=torch.arange(num_rows, dtype=torch.int32, device=device),
+    )
+    rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    step.draw(
+        step.model.compute_logits(hidden.index_select(0, rows)),
+        torch.full((num_rows,), -1, dtype=torch.int32, device=device),
+        [Wanted(row, most, tuple(range(most)), True, row) for row in range(num_rows)],
+        masks,
+    )
+    tokens = slice(min(LOGITS_CHUNK, len(hidden), step.max_model_len))
+    step.report_prompt(PromptPart(Wanted(0, most), tokens, 0, tokens), hidden)
 
-    No page is read or written, so the cache may have a single block of each head group.
 
-    Args:
-        model: whose layers run.
-        kv_cache: of ``model``.
-        sample: launches all that may follow a step's layers, given its hidden states.
-        row_width: columns of a block table's row.
-        num_tokens: of the prefill.
-        max_query_len: tokens of a row, at most.
-        num_decodes: rows of the decode.
-    """
-    device, num_groups = kv_cache.layers[0].k.device, len(kv_cache.num_blocks)
-    full, rest = divmod(num_tokens, max_query_len)
-    query_lens = [max_query_len] * full + ([rest] if rest else [])
-    for lens in (query_lens, [1] * num_decodes):
-        batch = _empty_batch(lens, num_groups, row_width, device)
-        sample(model.forward(batch, kv_cache.layers))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def warm_up(step: DeviceStep) -> None:
+    """Launch steps of padding that no graph has, so that no request waits for a compiler."""
+    most_rows, budget = step.config.max_num_seqs, step.config.max_num_batched_tokens
+    most = max(min(step.max_model_len, budget - 1), 1)
+    # One short prompt, whose keys several programs share, and as many as there may be.
+    for lengths in ([9], [20], [9] * most_rows, [20] * most_rows, [1, 40], [1, 600]):
+        query_lens = np.minimum(lengths, most).astype(np.int32)[-most_rows:]
+        query_lens = query_lens[query_lens[::-1].cumsum()[::-1] <= budget]
+        num_rows = len(query_lens)
+        upload, padding = StepUpload(), np.full(num_rows, -1, dtype=np.int32)
+        words = step.staging.send(0, upload, padding, query_lens)
+        staged = step.staging.staged(words, upload, num_rows)
+        with torch.inference_mode():
+            step.sample(*step.forward(StepShape.of(query_lens), staged))
+        if step.device.type == "cuda":
+            torch.cuda.synchronize()  # the next one writes the upload anew

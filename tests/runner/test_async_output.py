@@ -43,7 +43,9 @@ def launch(
     output[slot].copy_(torch.tensor(tokens, device=on)[:, None], non_blocking=True)
     num_output[slot].copy_(torch.tensor(counts, dtype=torch.int32, device=on), non_blocking=True)
     plan = make_plan(options.pop("num_planned", len(tokens)), step_id)
-    return ring.deliver(plan, num_rows=len(tokens), **options)
+    result = AsyncOutput(plan, *ring.end(len(tokens)), **options)
+    ring.deliver(result)
+    return result
 
 
 @pytest.mark.gpu
@@ -85,9 +87,9 @@ def test_several_tokens_a_row(shapes):
         num_output, output = ring.views(num_rows, num_columns)
         output[slot] = torch.arange(num_rows * num_columns).view(num_rows, num_columns) + first
         num_output[slot] = torch.tensor(counts)
-        result = ring.deliver(
-            make_plan(num_rows), num_rows=num_rows, num_columns=num_columns
-        ).result()
+        waiting = AsyncOutput(make_plan(num_rows), *ring.end(num_rows, num_columns))
+        ring.deliver(waiting)
+        result = waiting.result()
         assert result.token_ids == tuple(
             tuple(range(first + row * num_columns, first + row * num_columns + count))
             for row, count in enumerate(counts)
@@ -169,7 +171,7 @@ def test_a_slot_is_free_only_when_its_step_is_over(guarded):
         ring.start()
         upload[slot] = step
         seen.append(upload.to(device, non_blocking=True)[slot])
-        ring.deliver(make_plan(1, step), num_rows=1)
+        ring.deliver(AsyncOutput(make_plan(1, step), *ring.end(1)))
     assert ring.num_waits == guarded
     assert ([int(x) for x in seen] == list(range(DEPTH + 2))) == guarded
 

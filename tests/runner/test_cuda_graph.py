@@ -15,7 +15,7 @@ from mrv1 import SamplingParams
 from mrv1.engine.core import EngineCore
 from mrv1.runner import cuda_graph
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs, decode_sizes, prompt_sizes
-from mrv1.runner.input_batch import StepShape
+from mrv1.runner.rows import StepShape
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_on_gpu import add_many, make_core, run, tokens
 
@@ -95,8 +95,7 @@ class LaunchedGraphs(StepGraphs):
     def replay(self, shape: StepShape) -> Forwarded | None:
         self.replayed.append(shape)
         with torch.inference_mode():
-            forwarded = self.runner._run_padding(shape)
-        return None if shape.samples else forwarded
+            return self.runner._step.run_padding(shape)
 
 
 @pytest.fixture(scope="module")

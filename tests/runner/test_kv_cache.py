@@ -83,16 +83,16 @@ def test_bytes_by_hand(spec: CacheSpec, token_bytes: int, scale_bytes_of_5_block
     assert sum(held.values()) == cache.nbytes == cache.allocated_bytes == spec.nbytes(SHARED, [5])
 
 
-def demand(**options: object) -> StreamingDemand:
+def demand(max_model_len: int = 99 * BLOCK_SIZE, **options: object) -> StreamingDemand:
     settings = {
         "max_num_seqs": 3,
-        "max_model_len": 99 * BLOCK_SIZE,
         "max_num_batched_tokens": 100,
-        "steps_in_flight": 2,
-        "cache_blocks": None,
-        "caches_prefixes": False,
+        "block_size": BLOCK_SIZE,
+        "enable_prefix_caching": False,
     } | options
-    return StreamingDemand(**settings)
+    config = EngineConfig(model="none", **settings)
+    assert config.steps_in_flight == 2
+    return StreamingDemand(config, max_model_len)
 
 
 @pytest.mark.parametrize("granularity", [None, "token", "quarter", "head"])
@@ -176,11 +176,11 @@ def test_streaming_groups_take_what_they_can_use_and_full_ones_the_rest():
 
     2 steps of 100 tokens take 4 blocks each.
     """
-    assert demand().divide(GROUPS, 99, BLOCK_SIZE) == (99, 3 * (1 + 3 + 1) + 8, 3 * (2 + 1) + 8)
-    assert demand().divide(GROUPS, 10, BLOCK_SIZE) == (10, 10, 10)
-    cached = demand(caches_prefixes=True, cache_blocks=7).divide(GROUPS, 99, BLOCK_SIZE)
+    assert demand().divide(GROUPS, 99) == (99, 3 * (1 + 3 + 1) + 8, 3 * (2 + 1) + 8)
+    assert demand().divide(GROUPS, 10) == (10, 10, 10)
+    cached = demand(enable_prefix_caching=True, streaming_cache_blocks=7).divide(GROUPS, 99)
     assert cached == (99, 23 + 7, 17 + 7)
-    assert demand(caches_prefixes=True).divide(GROUPS, 999, BLOCK_SIZE)[1] == 23 + 64 * 4
+    assert demand(enable_prefix_caching=True).divide(GROUPS, 999)[1] == 23 + 64 * 4
     spec = make_spec(torch.float32)
     for num_bytes in (0, 10**6, 10**7, 10**8):
         counts = demand().divide_bytes(spec, GROUPS, num_bytes, 9999)
@@ -195,7 +195,7 @@ def test_short_memory_is_divided_fairly_between_short_and_long_requests(num_full
     policy = HeadPolicy(((FULL,) * num_full + (Visible(window),) * (num_heads - num_full),))
     sizes = {"max_model_len": context * block_size, "max_query_len": 64}
     groups = HeadGroups.of_roles(policy, block_size=block_size, **sizes)
-    asked = demand(max_num_seqs=1000, max_model_len=sizes["max_model_len"])
+    asked = demand(sizes["max_model_len"], max_num_seqs=1000, block_size=block_size)
     spec = CacheSpec(
         num_layers=1, num_kv_heads=num_heads, block_size=block_size, head_dim=16,
         dtype=torch.float32,
@@ -203,7 +203,7 @@ def test_short_memory_is_divided_fairly_between_short_and_long_requests(num_full
     full, streaming = asked.divide_bytes(spec, groups, 80_000 * 2 * spec.page_bytes, 99_999)
     total = num_full * full + (num_heads - num_full) * streaming
     assert 80_000 - num_heads < total <= 80_000
-    window_blocks = asked.request_blocks(groups.groups[1], block_size)
+    window_blocks = asked.request_blocks(groups.groups[1])
 
     def share_of_best(length: int) -> float:
         held = min(length, window_blocks)
@@ -226,7 +226,7 @@ def test_memory_that_full_heads_cannot_use_is_for_the_others():
     # A fair division is 20, 10 and 17; 28 of the 205 pages are left, 6 for each block of the wide.
     scarce = spec.nbytes(GROUPS, [20, 15, 15])
     assert demand().divide_bytes(spec, GROUPS, scarce, 20) == (20, 14, 17)
-    keeping = demand(caches_prefixes=True, cache_blocks=4)
+    keeping = demand(enable_prefix_caching=True, streaming_cache_blocks=4)
     short = spec.nbytes(GROUPS, [20, 10, 10])
     without = demand().divide_bytes(spec, GROUPS, short, 999)
     with_cache = keeping.divide_bytes(spec, GROUPS, short, 999)
@@ -238,7 +238,7 @@ def test_a_window_wider_than_the_context_needs_no_more_than_the_context():
     groups = HeadGroups.of_roles(
         long, block_size=BLOCK_SIZE, max_model_len=99 * BLOCK_SIZE, max_query_len=100
     )
-    assert demand().request_blocks(groups.groups[1], BLOCK_SIZE) == 99
+    assert demand().request_blocks(groups.groups[1]) == 99
 
 
 def test_however_short_memory_is_a_chunk_of_a_prompt_fits():
@@ -248,7 +248,7 @@ def test_however_short_memory_is_a_chunk_of_a_prompt_fits():
     full, wide, narrow = demand().divide_bytes(spec, GROUPS, num_bytes, 99)
     assert (full, wide) == (7, 7)
     assert 5 <= narrow <= 7
-    assert demand().fair_blocks(GROUPS.groups[1], 0, 50, BLOCK_SIZE) == 50, "no full head"
+    assert demand().fair_blocks(GROUPS.groups[1], 0, 50) == 50, "no full head"
 
 
 def test_no_block_is_a_capacity_error():
@@ -320,7 +320,7 @@ def test_memory_for_scales_is_memory_without_blocks(
 ):
     """A budget of 10 fp8 blocks with their scales: not one block more."""
     budget = 10 * 2 * 2 * 2 * 16 * (32 + 4)
-    monkeypatch.setattr("mrv1.runner.model_runner.CPU_KV_BYTES", budget)
+    monkeypatch.setattr("mrv1.runner.profile.CPU_KV_BYTES", budget)
     runner = make_runner(checkpoint, **FP8, num_kv_blocks=None)
     assert runner.kv_cache.num_blocks == (10,)
     assert runner.kv_report()["total_bytes"] == budget

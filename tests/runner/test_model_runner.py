@@ -13,8 +13,8 @@ import torch
 from mrv1 import CapacityError, EngineConfig, ModelRunner, SamplingParams, StepError, StepPlan
 from mrv1.kernels import reference
 from mrv1.runner import SlotRequest
-from mrv1.runner.model_runner import NEXT_UPLOAD
-from mrv1.runner.profile import run_profile_step
+from mrv1.runner.device_step import NEXT_UPLOAD
+from mrv1.runner.profile import run_profile_step, warm_up
 from tests.models.families import tiny_checkpoint
 
 PROMPTS = ([5, 9, 23, 41, 77], [11] * 20)
@@ -301,7 +301,9 @@ def test_without_a_number_the_cache_holds_what_can_be_used(checkpoint):
 
 def test_the_profile_step_names_a_page_for_every_token(checkpoint):
     """A table narrower than its rows would be read past its end, where ids are garbage."""
-    runner = make_runner(checkpoint, device="cpu")
+    runner = make_runner(
+        checkpoint, device="cpu", max_num_batched_tokens=70, max_model_len=40, max_num_seqs=4
+    )
     widths = []
     forward = runner.model.forward
 
@@ -313,10 +315,7 @@ def test_the_profile_step_names_a_page_for_every_token(checkpoint):
         return forward(batch, caches)
 
     runner.model.forward = watched
-    run_profile_step(
-        runner.model, runner.kv_cache, runner._sample_most,
-        row_width=3, num_tokens=70, max_query_len=40, num_decodes=4,
-    )  # fmt: skip
+    run_profile_step(runner._step)
     assert widths == [3, 3]
     runner.close()
 
@@ -367,7 +366,7 @@ def test_the_warm_up_leaves_no_trace(checkpoint, max_num_seqs):
     before = runner._slots.buffer.clone()
     for cache in runner.kv_cache.layers:
         cache.k.fill_(3)
-    runner._warm_up()
+    warm_up(runner._step)
     assert torch.equal(runner._slots.buffer, before)
     assert all((cache.k == 3).all() for cache in runner.kv_cache.layers)
     assert not runner._outputs.views(max_num_seqs, 1)[0].any()

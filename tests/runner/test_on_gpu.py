@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from mrv1 import AsyncOutput, EngineConfig, HeadPolicy, ModelRunner, SamplingParams
+from mrv1 import AsyncOutput, EngineConfig, HeadPolicy, SamplingParams
 from mrv1.engine.block_pool import BlockPool
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
 from mrv1.headwise import FULL, Visible
+from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.input_batch import InputBatch
 from tests.models.families import tiny_checkpoint
 from tests.models.test_decoder import no_waiting
@@ -172,15 +173,15 @@ def poison(captured: list[tuple[InputBatch, torch.Tensor]]) -> None:
 def test_a_replay_overwrites_what_it_reads(checkpoint, monkeypatch):
     """Lengths and tokens of a graph, poisoned between replays, change nothing."""
     captured = []
-    run_padding = ModelRunner._run_padding
+    forward = DeviceStep.forward
 
-    def recorded(runner, shape):
-        made = run_padding(runner, shape)
+    def recorded(*args, **options):
+        made = forward(*args, **options)
         if torch.cuda.is_current_stream_capturing():
             captured.append(made)
         return made
 
-    monkeypatch.setattr(ModelRunner, "_run_padding", recorded)
+    monkeypatch.setattr(DeviceStep, "forward", recorded)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     outputs = []
     for poisoned in (False, True):

@@ -15,6 +15,7 @@ from mrv1 import SamplingParams
 from mrv1.kernels import reference
 from mrv1.runner import ModelRunner
 from mrv1.runner.logprobs import FILTER_BYTES, FILTER_CHUNK, LOGITS_CHUNK
+from mrv1.runner.profile import run_profile_step
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_model_runner import enter, make_plan, make_runner
 
@@ -148,7 +149,7 @@ def test_a_step_holds_no_more_than_the_bound_and_the_profile_step(
     checkpoint, monkeypatch, step, max_num_seqs, mode
 ):
     runner = runner_of(checkpoint, monkeypatch, max_num_seqs, mode)
-    profiled = peak_of(runner._run_profile_step)
+    profiled = peak_of(lambda: run_profile_step(runner._step))
     needed = peak_of(lambda: step(runner))
     runner.close()
     assert needed <= profiled
@@ -158,5 +159,5 @@ def test_a_step_holds_no_more_than_the_bound_and_the_profile_step(
 def test_the_profile_step_needs_what_a_full_step_does(checkpoint, monkeypatch):
     """Of every row of logits a copy: half of the bound's first term would be too little."""
     runner = runner_of(checkpoint, monkeypatch, 64, "raw_logprobs")
-    assert peak_of(runner._run_profile_step) >= 2 * LOGITS_CHUNK * VOCAB * 4
+    assert peak_of(lambda: run_profile_step(runner._step)) >= 2 * LOGITS_CHUNK * VOCAB * 4
     runner.close()

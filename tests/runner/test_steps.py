@@ -225,7 +225,7 @@ def test_a_listener_hears_of_every_step_and_finds_what_it_wrote(checkpoint, grap
     on_cpu = runner.device.type == "cpu"
     if graphs and on_cpu:  # what a graph would launch, launched
         runner._graphs.fit = lambda shape: shape if shape.query_len == 1 else None
-        runner._graphs.replay = runner._run_padding
+        runner._graphs.replay = runner._step.run_padding
     layers = runner.kv_cache.layers
     for cache in layers:
         cache.k.fill_(torch.nan)
@@ -338,7 +338,7 @@ def test_a_launch_says_whether_the_device_is_lost(checkpoint, monkeypatch):
             raise kind("an illegal memory access")
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner._ops._ops, "linear", broken)
+            patch.setattr(runner._step.ops._ops, "linear", broken)
             with pytest.raises(StepError, match="kernel linear: an illegal") as caught:
                 runner.execute(plan)
         assert caught.value.device_lost == lost

@@ -1,10 +1,24 @@
-"""What the KV cache takes, by head group."""
+"""What a runner says of itself: the line of its start, and what the KV cache takes."""
 
 from __future__ import annotations
 
 from typing import TypedDict
 
+from mrv1.config import EngineConfig, KVScaleName
+from mrv1.device import Fp8Choice, KernelPath, device_info
+from mrv1.models import DecoderModel
 from mrv1.runner.kv_cache import KVCache, StreamingDemand
+
+_PATHS: dict[KernelPath, str] = {
+    "triton": "Triton kernels",
+    "interpreter": "Triton kernels in the CPU interpreter",
+    "reference": "CPU reference (torch)",
+}
+_SCALED: dict[KVScaleName, str] = {
+    "token": "token and head",
+    "quarter": "quarter of a block and head",
+    "head": "head",
+}
 
 
 class KVGroupReport(TypedDict):
@@ -75,7 +89,7 @@ def report_of(cache: KVCache, demand: StreamingDemand) -> KVReport:
                 num_blocks=num_blocks,
                 block_bytes=block_bytes,
                 total_bytes=num_blocks * block_bytes,
-                request_blocks=None if is_full else demand.request_blocks(group, spec.block_size),
+                request_blocks=None if is_full else demand.request_blocks(group),
             )
         )
     return KVReport(
@@ -90,3 +104,50 @@ def report_of(cache: KVCache, demand: StreamingDemand) -> KVReport:
         allocated_bytes=cache.allocated_bytes,
         groups=groups,
     )
+
+
+def describe_runner(
+    config: EngineConfig,
+    path: KernelPath,
+    model: DecoderModel,
+    cache: KVCache,
+    fp8: Fp8Choice | None,
+    num_graphs: int,
+) -> str:
+    """Return one line: device, path, dtypes, roles of heads, blocks and their bytes, graphs."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    how = _PATHS[path]
+    if config.attention_backend == "flashinfer":
+        how += ", attention by FlashInfer (one step in flight)"
+    graphs = f"CUDA graphs of {num_graphs} shapes of steps" if num_graphs else "no CUDA graphs"
+    return (
+        f"{model.config.architecture} on {device_info(model.device).name}: {how}, {dtype}, "
+        f"KV {_describe_kv(config, cache, fp8)}, {_describe_heads(cache)}, "
+        f"{' + '.join(map(str, cache.num_blocks))} blocks of {cache.spec.block_size} tokens "
+        f"({cache.nbytes / 2**20:.1f} MiB), {graphs}"
+    )
+
+
+def _describe_heads(cache: KVCache) -> str:
+    policy = cache.groups.policy
+    streaming = [seen for seen in policy.groups if not seen.is_full]
+    if not streaming:
+        return "all heads full"
+    seen = ", ".join(
+        f"{each.window} tokens" + (f" and {each.sink} in front" if each.sink else "")
+        for each in streaming
+    )
+    recycles = any(not group.keeps.is_full for group in cache.groups.groups)
+    kept = "" if recycles else ", all of which is kept"
+    return f"{policy.full_share:.0%} of the heads full, others see {seen}{kept}"
+
+
+def _describe_kv(config: EngineConfig, cache: KVCache, fp8: Fp8Choice | None) -> str:
+    """Return the cache's dtype, its scales, and who converts e4m3 if not the hardware."""
+    dtype = str(cache.spec.dtype).removeprefix("torch.")
+    if fp8 is None:
+        return dtype
+    converted = ""
+    if fp8.path == "integer":
+        converted = f", converted in integer arithmetic ({fp8.reason})"
+    return f"{dtype} with a scale per {_SCALED[config.kv_scale]}{converted}"

@@ -1,0 +1,349 @@
+"""One step on the device, from the upload to the tokens: what a CUDA graph captures.
+
+1. ``fetch_upload``: the step's pinned upload, in one piece.
+2. ``scatter_segments``: what it changes of the slots' state.
+3. ``gather_tokens``: token ids, positions, lengths, slots for keys and values, rows of logits.
+4. The layers: keys and values written, attention, hidden states.
+5. The sampler: edits, custom processors, the draw; log-probabilities where they are wanted.
+6. ``post_update``: tokens to the history and to the ring of outputs, lengths, who stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from mrv1.config import EngineConfig
+from mrv1.headwise import HeadGroups
+from mrv1.kernels.registry import Ops
+from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS, AppendedTokens
+from mrv1.models import DecoderModel
+from mrv1.runner import input_batch
+from mrv1.runner.async_output import OutputRing
+from mrv1.runner.attention_backends import select_backend
+from mrv1.runner.block_table import BlockTables
+from mrv1.runner.cuda_graph import Forwarded
+from mrv1.runner.input_batch import InputBatch
+from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
+from mrv1.runner.logprobs import (
+    FILTER_CHUNK,
+    LOGITS_CHUNK,
+    LogprobReport,
+    PromptPart,
+    Wanted,
+    rows_of,
+)
+from mrv1.runner.request_state import RequestState
+from mrv1.runner.rows import StepShape
+from mrv1.runner.slot_state import Field, SlotState
+from mrv1.runner.staging import Staged, Staging
+from mrv1.runner.step import Int32Array
+from mrv1.sampler import LogitsContext, LogitsProcessors, Sampler, SamplerLimits
+
+NEXT_UPLOAD = "next_upload"
+"""The slot, in the ring of uploads, of the next step: each step's upload sets the next one's."""
+
+SEGMENTS_PER_REQUEST = 40
+"""Runs of words that a request changes as it enters, and some more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMasks:
+    """Which tokens some rows of logits may draw, on the device."""
+
+    bitmask: torch.Tensor
+    """[masks, ceil(vocab / 32)] int32."""
+    rows: torch.Tensor
+    """[masks] int32, rows of the logits."""
+
+    @classmethod
+    def of(cls, bitmask: Int32Array, rows: Int32Array, device: torch.device) -> Self:
+        """Return masks that the host has on the device."""
+        return cls(
+            bitmask=torch.from_numpy(bitmask).to(device, non_blocking=True),
+            rows=torch.from_numpy(rows).to(device, non_blocking=True),
+        )
+
+
+class DeviceStep:
+    """The launches of a step, and all that they read and write, which stays where it is.
+
+    Owned by the runner, whose thread calls it. Everything goes to the current stream, and nothing
+    waits for it.
+
+    Args:
+        config: of the runner.
+        model: whose layers run.
+        ops: of its device.
+        spec: of the pages of ``kv_cache``, which is set before the first launch.
+        head_groups: which heads share blocks.
+        max_model_len: tokens of a request, at most.
+        head_scales: ``[layers, 2, kv_heads]``, static scales of the cache, if it has such.
+        processors: custom ones.
+
+    Raises:
+        ConfigError, UnsupportedDeviceError: the attention backend does not do what is needed.
+        CapacityError: the state of the slots does not fit.
+    """
+
+    kv_cache: KVCache
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DecoderModel,
+        ops: Ops,
+        spec: CacheSpec,
+        head_groups: HeadGroups,
+        max_model_len: int,
+        *,
+        head_scales: torch.Tensor | None,
+        processors: LogitsProcessors,
+    ) -> None:
+        self.config, self.model, self.ops, self.spec = config, model, ops, spec
+        self.head_groups, self.max_model_len = head_groups, max_model_len
+        self.device = device = model.device
+        self._head_scales = head_scales
+        self._processors = processors
+        groups, num_slots = head_groups.groups, config.max_num_seqs
+        layouts = layer_layouts(spec, head_groups, [1] * len(groups), device)
+        self.attention = select_backend(config.attention_backend, model, spec, layouts)
+        limits = SamplerLimits(
+            vocab_size=model.config.vocab_size,
+            max_bad_words_num=config.max_bad_words_num,
+            bad_words_max_len=config.bad_words_max_len,
+            max_logit_bias=config.max_logit_bias,
+        )
+        sampling = {
+            name: Field(dtype=dtype, width=width)
+            for name, (dtype, width) in Sampler.fields(limits).items()
+        }
+        state = RequestState.fields(
+            max_model_len,
+            max_stop_seqs_num=config.max_stop_seqs_num,
+            stop_seqs_max_len=config.stop_seqs_max_len,
+        )
+        shared = {NEXT_UPLOAD: Field(is_shared=True)}
+        fields = {**state, **BlockTables.fields(groups), **sampling, **shared}
+        self.slots = SlotState(num_slots, fields, device)
+        self.state = RequestState(self.slots, num_slots, max_model_len)
+        self.block_tables = BlockTables(self.slots, num_slots, groups, config.block_size)
+        self.sampler = Sampler(
+            num_slots, limits, {name: self.slots[name] for name in sampling}, ops
+        )
+        self._history = self.state.history()
+        num_rows = 2 * num_slots  # a graph may have room for all in decodes and in prompts
+        self.outputs = OutputRing(num_rows, MAX_SAMPLED_TOKENS, config.steps_in_flight, device)
+        self.staging = Staging(
+            num_rows, num_slots * SEGMENTS_PER_REQUEST, self.outputs.num_slots, device
+        )
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether steps may run as CUDA graphs; FlashInfer plans on the host."""
+        config = self.config
+        return (
+            self.device.type == "cuda"
+            and config.cuda_graphs
+            and not (config.debug or config.debug_sync)
+            and config.attention_backend == "triton"
+        )
+
+    @property
+    def max_logits_rows(self) -> int:
+        """Rows of logits that exist at the same time, at most."""
+        return max(self.config.max_num_seqs, LOGITS_CHUNK)
+
+    def new_kv_cache(self, num_blocks: Sequence[int] | None = None) -> KVCache:
+        """Return a cache of so many blocks of each head group; None = one, for steps of padding.
+
+        Raises:
+            CapacityError: it does not fit.
+        """
+        blocks = [1] * len(self.head_groups.groups) if num_blocks is None else num_blocks
+        return KVCache(self.spec, self.head_groups, blocks, self.device, self._head_scales)
+
+    def run_padding(self, shape: StepShape) -> Forwarded | None:
+        """Launch a step of padding, as a graph of it has it.
+
+        Returns:
+            What ``sample`` takes, if the shape does not sample.
+        """
+        forwarded = self.forward(shape, self.staging.static_view(shape.num_rows))
+        if not shape.samples:
+            return forwarded
+        self.sample(*forwarded)
+        return None
+
+    def forward(
+        self,
+        shape: StepShape,
+        staged: Staged,
+        *,
+        query_lens: Int32Array | None = None,
+        seq_lens: Int32Array | None = None,
+        check: Callable[[InputBatch], None] | None = None,
+        on_kv_written: Callable[[int], None] | None = None,
+    ) -> Forwarded:
+        """Apply the upload, gather the step's tokens and run the layers.
+
+        Args:
+            shape: of the step.
+            staged: its upload.
+            query_lens: ``[rows]``, as the host knows them; None while a graph is captured.
+            seq_lens: ``[rows]``, behind the step; None likewise.
+            check: is called with what was gathered, before the layers run.
+            on_kv_written: is called with each layer's index, as in ``DecoderModel.forward``.
+
+        Returns:
+            The step's rows, and the hidden states of its tokens, ``[tokens, hidden]``.
+        """
+        staging = self.staging
+        if staged.words is staging.fetched:
+            self.ops.fetch_upload(staging.uploads, self.slots[NEXT_UPLOAD], staging.fetched)
+        self.ops.scatter_segments(
+            self.slots.buffer, staged.words, staged.segments, staged.num_segments
+        )
+        batch = input_batch.gather(
+            shape, staged, self.state.slots, self.block_tables.tables, self.ops
+        )
+        if check is not None:
+            check(batch)
+        layers = self.kv_cache.layers
+        self.attention.plan(batch.attention, layers, query_lens, seq_lens)
+        return batch, self.model.forward(batch.attention, layers, self.attention, on_kv_written)
+
+    def sample(
+        self,
+        batch: InputBatch,
+        hidden: torch.Tensor,
+        wanted: Sequence[Wanted] = (),
+        masks: TokenMasks | None = None,
+    ) -> list[LogprobReport]:
+        """Sample a token for each row that is to have one, append it, see who stops.
+
+        Args:
+            batch: what ``forward`` returned.
+            hidden: likewise.
+            wanted: log-probabilities to report, in the order of the rows.
+            masks: of rows of a step without drafts.
+        """
+        shape, staged = batch.shape, batch.staged
+        if shape.has_drafts:
+            tokens, num_sampled, reports = self._draw_behind_drafts(batch, hidden, wanted)
+        else:
+            if shape.query_len != 1:  # else a row is a token
+                hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
+            drawn, reports = self.draw(
+                self.model.compute_logits(hidden), staged.idx_mapping, wanted, masks
+            )
+            tokens, num_sampled = drawn[:, None], None
+        num_output, output = self.outputs.views(shape.num_rows, tokens.shape[1])
+        self.ops.post_update(
+            staged.idx_mapping,
+            None if shape.query_len is not None else staged.query_start_loc,
+            batch.logits_rows,
+            tokens,
+            self.state.slots,
+            AppendedTokens(output=output, num_output=num_output, ring_slot=staged.ring_slot),
+            query_len=shape.query_len,
+            num_sampled=num_sampled,
+        )
+        return reports
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        wanted: Sequence[Wanted] = (),
+        masks: TokenMasks | None = None,
+        *,
+        ahead: torch.Tensor | None = None,
+        draft_token_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[LogprobReport]]:
+        """Return a token of each row of logits, ``[rows]``, and what is to be reported of them.
+
+        The logits, ``[rows, vocab]``, are written; other arguments are as in ``Sampler.edit``.
+        """
+        num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
+        rows = rows_of(wanted, num_columns, self.device) if wanted else slice(0)
+        raw, is_raw = None, self.config.logprobs_mode == "raw_logprobs"
+        if is_raw and wanted and (self._processors or any(each.edits for each in wanted)):
+            raw = logits[rows]  # before they are edited in place
+            raw = raw.clone() if isinstance(rows, slice) else raw
+        history = self._history
+        if masks is not None:
+            self.ops.apply_token_bitmask(logits, masks.bitmask, rows=masks.rows)
+        self.sampler.edit(
+            logits, idx_mapping, history, ahead=ahead, draft_token_ids=draft_token_ids
+        )
+        if self._processors:
+            context = LogitsContext(idx_mapping=idx_mapping, history=history)
+            logits = self._processors.apply(logits, context)
+        tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
+        if not wanted:
+            return tokens, []
+        reported, slots = logits[rows] if raw is None else raw, idx_mapping[rows]
+
+        def filtered(part: slice) -> torch.Tensor:
+            return self.sampler.filtered(reported[part], slots[part])
+
+        report = LogprobReport.of(
+            wanted,
+            tokens[rows],
+            reported.__getitem__ if is_raw else filtered,
+            self.ops,
+            chunk_rows=len(reported) if is_raw else FILTER_CHUNK,
+        )
+        return tokens, [report]
+
+    def _draw_behind_drafts(
+        self, batch: InputBatch, hidden: torch.Tensor, wanted: Sequence[Wanted]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[LogprobReport]]:
+        """Return each row's tokens behind its known one and its drafts, and how many count.
+
+        A draft is accepted where it is what would have been drawn: noise belongs to a position,
+        so that the tokens are those of a run without drafts.
+        """
+        idx_mapping, logits_rows = batch.staged.idx_mapping, batch.logits_rows
+        drafts, num_drafts = batch.staged.draft_token_ids, batch.staged.num_draft_tokens
+        if drafts is None or num_drafts is None:
+            raise ValueError("draft_token_ids: expected some, got none")
+        ahead = torch.arange(drafts.shape[1] + 1, device=self.device)
+        is_drawn = (ahead <= num_drafts[:, None]) & (logits_rows >= 0)[:, None]
+        rows = torch.where(is_drawn, logits_rows[:, None] + ahead, 0)
+
+        def draw(start: int, end: int) -> tuple[torch.Tensor, list[LogprobReport]]:
+            part = rows[start:end]
+            return self.draw(
+                self.model.compute_logits(hidden.index_select(0, part.flatten())),
+                idx_mapping[start:end].repeat_interleave(len(ahead)),
+                [
+                    replace(each, device_row=each.device_row - start)
+                    for each in wanted
+                    if start <= each.device_row < end
+                ],
+                ahead=ahead.repeat(len(part)),
+                draft_token_ids=drafts[start:end],
+            )
+
+        count = self.max_logits_rows // len(ahead)
+        drawn = [draw(start, start + count) for start in range(0, len(rows), count)]
+        tokens = torch.cat([of_part for of_part, _ in drawn]).view(rows.shape)
+        is_accepted = (tokens[:, :-1] == drafts) & (ahead[:-1] < num_drafts[:, None])
+        num_accepted = is_accepted.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+        return tokens, num_accepted + 1, [report for _, reports in drawn for report in reports]
+
+    def report_prompt(self, part: PromptPart, hidden: torch.Tensor) -> LogprobReport:
+        """Return the log-probabilities of the tokens that follow some of a prompt's, in chunks."""
+        hidden = hidden[part.tokens]
+        return LogprobReport.of(
+            [part.wanted],
+            self.state.slots.token_ids[part.slot, part.following].long(),
+            lambda chunk: self.model.compute_logits(hidden[chunk]),
+            self.ops,
+            chunk_rows=LOGITS_CHUNK,
+        )

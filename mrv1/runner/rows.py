@@ -1,0 +1,140 @@
+"""The rows of a step on the host: their shape, and where those of a plan are on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+import numpy as np
+
+from mrv1.runner.step import Int32Array, StepPlan
+
+MAX_DECODE_QUERY_LEN = 8
+"""Longest query per row that the decode kernel takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What the host knows of a step and launches depend on."""
+
+    num_rows: int
+    """Padding included."""
+    num_tokens: int
+    """Padding included."""
+    max_query_len: int
+    query_len: int | None
+    """Tokens of every row if all are decoded: one, or up to 8 with as many drafts; else None."""
+    num_decodes: int
+    """Leading rows of one token each."""
+    has_drafts: bool = False
+    samples: bool = True
+    """Whether a graph of it draws the tokens, too: not where log-probabilities are wanted."""
+
+    @classmethod
+    def of(cls, query_lens: Int32Array, *, has_drafts: bool = False, samples: bool = True) -> Self:
+        """Return the shape of a step whose rows have so many tokens, in any order."""
+        longest = int(query_lens.max())
+        if longest == 1 and not has_drafts:
+            return cls.decode(len(query_lens), samples=samples)
+        # Short prompts of one length are prefilled, like those of others.
+        uniform = longest == 1 or (
+            has_drafts and longest == int(query_lens.min()) <= MAX_DECODE_QUERY_LEN
+        )
+        return cls(
+            num_rows=len(query_lens),
+            num_tokens=int(query_lens.sum()),
+            max_query_len=longest,
+            query_len=longest if uniform else None,
+            num_decodes=int((query_lens == 1).sum()),
+            has_drafts=has_drafts,
+            samples=samples,
+        )
+
+    @classmethod
+    @lru_cache(maxsize=1024)  # made in every step
+    def decode(cls, num_rows: int, *, samples: bool = True) -> Self:
+        """Return the shape of a decode of so many rows."""
+        return cls(
+            num_rows=num_rows,
+            num_tokens=num_rows,
+            max_query_len=1,
+            query_len=1,
+            num_decodes=num_rows,
+            samples=samples,
+        )
+
+    def rows_of(self, shape: StepShape) -> Int32Array:
+        """Return where the rows of a ``shape`` are that is padded to this one.
+
+        Padding stands behind the rows of one token, and behind the others.
+        """
+        rows = np.arange(shape.num_rows, dtype=np.int32)
+        rows[shape.num_decodes :] += self.num_decodes - shape.num_decodes
+        return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRows:
+    """The rows of a step as the device has them: those of one token first."""
+
+    shape: StepShape
+    """Padding included."""
+    is_captured: bool
+    """Whether a graph runs the step; else it is launched kernel by kernel."""
+    idx_mapping: Int32Array
+    """[rows], slots; -1 = padding, or a request that was refused."""
+    query_lens: Int32Array | None
+    """[rows]; None = one token each."""
+    draft_token_ids: Sequence[Sequence[int]]
+    """Of each row; () = no row has any."""
+    of_plan: Int32Array | None
+    """[the plan's rows], where they are; None = in order, in front."""
+
+    @classmethod
+    def of(
+        cls, plan: StepPlan, slots: Int32Array, shape: StepShape, captured: StepShape | None
+    ) -> Self:
+        """Return where a plan's rows are.
+
+        Args:
+            plan: of the step.
+            slots: of the plan's rows; -1 = the request was refused.
+            shape: of the plan's rows.
+            captured: the shape of the graph that runs the step, at least as large; None = none.
+        """
+        query_lens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
+        on_device = captured or shape
+        of_plan = on_device.rows_of(shape)
+        if shape.query_len is None:
+            order = np.argsort(query_lens != 1, kind="stable")
+            of_plan[order] = of_plan.copy()
+            drafts = tuple(drafts[row] for row in order) if shape.has_drafts else ()
+        idx_mapping = np.full(on_device.num_rows, -1, dtype=np.int32)
+        idx_mapping[of_plan] = slots
+        is_decode, padded_lens = on_device.query_len == 1, None
+        if not is_decode:
+            padded_lens = np.zeros(on_device.num_rows, dtype=np.int32)
+            padded_lens[: on_device.num_decodes] = 1
+            padded_lens[of_plan] = query_lens
+        return cls(
+            shape=on_device,
+            is_captured=captured is not None,
+            idx_mapping=idx_mapping,
+            query_lens=padded_lens,
+            draft_token_ids=drafts if shape.has_drafts else (),
+            of_plan=None if is_decode else of_plan,
+        )
+
+    def place(self, row: int) -> int:
+        """Return where a row of the plan is."""
+        return row if self.of_plan is None else int(self.of_plan[row])
+
+    def placed(self, values: Int32Array) -> Int32Array:
+        """Return values of the plan's rows in the order of the rows of a step without padding."""
+        if self.of_plan is None:
+            return values
+        placed = np.empty_like(values)
+        placed[self.of_plan] = values
+        return placed
