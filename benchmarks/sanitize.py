@@ -26,6 +26,7 @@ from mrv1 import kernels
 from mrv1.bench.provenance import provenance
 from mrv1.kernels import DecodePlan, HeadRole, KVScales, PrefillSplits, reference
 from mrv1.kernels.attention import prefill_attention
+from mrv1.kernels.attention.plan import Item
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
@@ -104,7 +105,7 @@ def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
         )  # fmt: skip
         ops.plan_decode_attention(case.seq_lens, case.layout, plan)
         num_items, num_merges = plan.counts.tolist()
-        yield plan.items[:num_items, :12]
+        yield plan.items[:num_items, : len(Item._fields)]
         yield plan.merges[:num_merges]
 
 

@@ -430,7 +430,7 @@ BREAKING = [
     (
         kernel_folders_point_one_way,
         "kernels.cache.fp8",
-        "from mrv1.kernels.attention.contracts import check_visited",
+        "from mrv1.kernels.attention.contracts import check_query_len",
     ),
     (kernel_folders_point_one_way, "kernels.step.reference", "from mrv1.kernels import reference"),
     (kernel_folders_point_one_way, "kernels.utils.checks", "import torch"),

@@ -12,7 +12,7 @@ from mrv1.kernels import DecodePlan, HeadRole, KVLayout, reference
 from mrv1.kernels.attention import decode_plan
 from mrv1.kernels.attention import plan as plan_buffers
 from mrv1.kernels.attention import reference as oracles
-from mrv1.kernels.attention.plan import DecodeAttentionConfig
+from mrv1.kernels.attention.plan import DecodeAttentionConfig, Item
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -107,7 +107,8 @@ def _made(ops, device, lens, roles, programs, query_len, options):
 
 def _lists(plan):
     num_items, num_merges = plan.counts.tolist()
-    return plan.items[:num_items, :13].tolist(), plan.merges[:num_merges].tolist()
+    items = plan.items[:num_items, : len(Item._fields)].tolist()
+    return [Item(*item) for item in items], plan.merges[:num_merges].tolist()
 
 
 # --- oracle ------------------------------------------------------------------------------------
@@ -143,9 +144,10 @@ def test_items_cover_what_is_visible_once(device, drawn):
     assert len(items) <= plan.max_items
     assert len(merges) <= plan.max_merges
     whole = {}
-    for index, (req, head, first, end, pieces, *_, piece) in enumerate(items):
-        whole.setdefault((req, head), []).append((first, end, pieces, index))
-        assert piece == len(whole[req, head]) - 1
+    for index, item in enumerate(items):
+        segment = whole.setdefault((item.req, item.head), [])
+        segment.append((item.first_work, item.end_work, item.pieces, index))
+        assert item.piece == len(segment) - 1
     assert sorted(whole) == [(r, h) for r in range(len(lens)) for h in range(len(roles))]
     split = {}
     for (req, head), pieces in whole.items():
@@ -178,7 +180,7 @@ def test_equal_shares_fill_the_programs(device):
     plan = _made(kernels, device, [MAX_KEYS], [HeadRole()], 8, 1, {})
     items, merges = _lists(plan)
     # 13 tiles of 32, the last one half full: shares of two tiles.
-    assert [end - first for _, _, first, end, *_ in items] == [64] * 6 + [16]
+    assert [item.end_work - item.first_work for item in items] == [64] * 6 + [16]
     assert merges == [[0, 0, 0, 7]]
     items, merges = _lists(_made(kernels, device, [300] * 8, [HeadRole()], 8, 1, {}))
     assert len(items) == 8
@@ -200,7 +202,7 @@ def test_long_pieces_are_halved(device, monkeypatch):
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
         kernels.plan_decode_attention(seq_lens, layout, plan)
         items, _ = _lists(plan)
-        assert [end - first for _, _, first, end, *_ in items] == expected
+        assert [item.end_work - item.first_work for item in items] == expected
 
 
 def test_a_piece_is_long_by_its_bytes(device):
@@ -219,7 +221,7 @@ def test_a_long_request_among_many_short_ones_is_cut(device):
     # 6 segments and half of the programs make eight items: five of up to three tiles and, of one
     # tile each, two that count. The short ones come last.
     assert merges == [[5, 0, 0, 5]]
-    assert [end - first for _, _, first, end, *_ in items] == [96, 96, 96, 64, 48] + [32] * 5
+    assert [item.end_work - item.first_work for item in items] == [96, 96, 96, 64, 48] + [32] * 5
 
 
 def test_short_segments_leave_the_programs_to_long_ones(device):
@@ -227,7 +229,7 @@ def test_short_segments_leave_the_programs_to_long_ones(device):
     roles = [HeadRole(window=10)] * 3 + [HeadRole()] + [HeadRole(window=10)] * 5
     items, merges = _lists(_made(kernels, device, [MAX_KEYS], roles, 8, 1, {}))
     assert merges == [[0, 3, 0, 7]]
-    assert [head for _, head, *_ in items] == [3] * 7 + [0, 1, 2, 4, 5, 6, 7, 8]
+    assert [item.head for item in items] == [3] * 7 + [0, 1, 2, 4, 5, 6, 7, 8]
 
 
 def test_no_more_items_than_the_buffers_hold(device):
@@ -248,9 +250,9 @@ def test_no_piece_is_shorter_than_wanted(device):
     options = {"min_tiles": 3}
     lens = [MAX_KEYS, 4 * 32, 2 * 32]
     items, _ = _lists(_made(kernels, device, lens, [HeadRole()], 40, 1, options))
-    assert [end - first for _, _, first, end, *_ in items] == [96, 96, 96, 64, 48, 64, 64, 64]
+    assert [item.end_work - item.first_work for item in items] == [96, 96, 96, 64, 48, 64, 64, 64]
     items, merges = _lists(_made(kernels, device, [64, 31], [HeadRole()], 40, 1, options))
-    assert [end - first for _, _, first, end, *_ in items] == [64, 31]
+    assert [item.end_work - item.first_work for item in items] == [64, 31]
     assert merges == []
 
 

@@ -26,15 +26,18 @@ def check_paged_attention(
     layout: KVLayout,
     dtypes: tuple[torch.dtype, ...],
     *,
+    softmax_scale: float,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     scales: KVScales | None,
+    visited: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the block table as one row per request, or raise where arguments do not fit together.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, or an indivisible number of query heads.
+        ValueError: a wrong shape, device or stride, an indivisible number of query heads, or a
+            softmax scale that does not keep the order of the scores.
     """
     check_tensor("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
     if q.shape[1] == 0 or q.shape[1] % layout.num_kv_heads:
@@ -65,16 +68,9 @@ def check_paged_attention(
     if lse is not None:
         lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=lse_dtype, device=q.device)
-    return layout.table_rows(block_table, seq_lens.shape[0])
-
-
-def check_visited(visited: torch.Tensor | None, table: torch.Tensor, layout: KVLayout) -> None:
-    """Raise unless ``visited`` has a byte for every column of every head of every request.
-
-    Raises:
-        TypeError: not uint8.
-        ValueError: another shape or device, or not contiguous.
-    """
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: expected > 0 and finite, got {softmax_scale}")
+    table = layout.table_rows(block_table, seq_lens.shape[0])
     if visited is not None:
         check_tensor(
             "visited",
@@ -84,6 +80,7 @@ def check_visited(visited: torch.Tensor | None, table: torch.Tensor, layout: KVL
             device=table.device,
             contiguous=True,
         )
+    return table
 
 
 def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -102,16 +99,6 @@ def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Ten
             device=q.device,
             contiguous=True,
         )
-
-
-def check_softmax_scale(softmax_scale: float) -> None:
-    """Raise unless ``softmax_scale`` keeps the order of the scores.
-
-    Raises:
-        ValueError: zero, negative or not finite.
-    """
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: expected > 0 and finite, got {softmax_scale}")
 
 
 def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:

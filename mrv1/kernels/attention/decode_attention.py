@@ -28,6 +28,8 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
@@ -37,29 +39,39 @@ from mrv1.kernels.attention.contracts import (
     check_num_kv_splits,
     check_paged_attention,
     check_query_len,
-    check_softmax_scale,
-    check_visited,
 )
 from mrv1.kernels.attention.decode_plan import plan_decode_attention
 from mrv1.kernels.attention.online_softmax import (
     LOG2_E,
     SMALLEST_UNIT,
+    HeadRows,
+    States,
     add_states,
     arrives_last,
     dot_precision,
+    head_offset,
     natural_lse,
     normalized,
+    store_out,
+    with_strides,
     work_position,
 )
 from mrv1.kernels.attention.plan import (
     ITEM_FIELDS,
-    MERGE_FIELDS,
     DecodePlan,
+    Item,
+    Merge,
     check_plan,
     check_plan_options,
     padded_rows,
 )
-from mrv1.kernels.cache.addresses import ALIGNED_ELEMENTS, page_offset, table_column
+from mrv1.kernels.cache.addresses import (
+    ALIGNED_ELEMENTS,
+    PagedKV,
+    TableRow,
+    page_offset,
+    table_column,
+)
 from mrv1.kernels.cache.contracts import check_head_dim
 from mrv1.kernels.cache.fp8 import decode_pairs, product_query_pairs, scale_index
 from mrv1.kernels.cache.kv_layout import KVLayout
@@ -67,7 +79,8 @@ from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_MERGE_FIELDS = tl.constexpr(MERGE_FIELDS)
+_NUM_FIELDS = tl.constexpr(len(Item._fields))
+_MERGE_FIELDS = tl.constexpr(len(Merge._fields))
 
 MIN_PAIRED_DIM = 32
 """Smallest padded head dimension of an fp8 cache: of its halves each fills a tensor core's 16."""
@@ -76,84 +89,126 @@ MAX_PROGRAMS = 4096
 """A grid of more items than this goes through them in rounds."""
 
 
+class Heads(NamedTuple):
+    """Constants of the heads."""
+
+    NUM_KV_HEADS: int
+    QUERY_LEN: int
+    GROUP: int  # query heads per KV head
+    HEAD_DIM: int
+
+
+class Cache(NamedTuple):
+    """Constants of the cache."""
+
+    BLOCK_SIZE: int
+    HAS_WINDOW: bool
+    HAS_RING: bool
+    FP8_PATH: str | None  # None = not an fp8 cache
+    SCALES_PER_BLOCK: int  # of each head; 0 = one for all blocks
+
+
+class Tiles(NamedTuple):
+    """Constants of a program and its tiles."""
+
+    TILE_ROWS: int  # power of two >= max(8, QUERY_LEN * GROUP)
+    TILE_TOKENS: int
+    TILE_DIM: int
+    PRECISION: str
+    MERGE_ROWS: int  # power of two >= QUERY_LEN * GROUP
+    LOADED_STATES: int  # that it asks for at a time where it merges
+    EARLY: bool  # whether plan and table may be read before the previous kernel's end
+
+
+class Items(NamedTuple):
+    """The items of a plan, and where their partial results go."""
+
+    ptr: tl.tensor  # [max_items, ITEM_FIELDS] int32
+    count: tl.tensor
+    states: States  # QUERY_LEN * GROUP of each item; arrivals of each segment, or None
+
+
+class BlockTable(NamedTuple):
+    """The block table, and which of its pages were read."""
+
+    ptr: tl.tensor  # [num_reqs, row_width] int32
+    stride_row: tl.tensor
+    row_width: tl.tensor
+    visited_ptr: tl.tensor | None  # [num_reqs, NUM_KV_HEADS, row_width] uint8
+
+
+class HeadPages(NamedTuple):
+    """Keys and values of one head, or their scales."""
+
+    k_ptr: tl.tensor  # of an fp8 cache two codes in each int16
+    v_ptr: tl.tensor
+    block_stride: tl.tensor  # int32, elements
+    token_stride: tl.tensor
+
+
+class Queries(NamedTuple):
+    """The queries of an item, a row each times the query heads of a KV head."""
+
+    row_ptr: tl.tensor  # [1, TILE_ROWS] pointers to their first elements
+    in_tile: tl.tensor  # [TILE_ROWS], False in padding rows
+    position: tl.tensor  # [TILE_ROWS] int32, negative in padding rows
+
+
 @triton.jit
-def _load_blocks(
-    table_row_ptr,  # [row_width] int32, this request's row
-    work,  # [TILE_TOKENS] int32, work indices
-    end_work,
-    sink_end,
-    start,
-    table_offset,
-    sink,
-    ring_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_RING: tl.constexpr,
-    EARLY: tl.constexpr,  # whether it is before the wait for the previous kernel
-):
-    """Return the block of each key of a tile, -1 where there is none or behind the end."""
-    position = work_position(work, sink_end, start, HAS_WINDOW)
-    logical = position // BLOCK_SIZE
-    column = table_column(logical, table_offset, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
-    cache: tl.constexpr = ".cg" if EARLY else ""
-    return tl.load(table_row_ptr + column, mask=work < end_work, other=-1, cache_modifier=cache)
+def _load_fields(ptr, is_there, NUM_FIELDS: tl.constexpr, CACHE_MODIFIER: tl.constexpr):
+    """Return the fields of an item or merge, 0 if it is none: behind a plan's lies anything.
+
+    All fields and the number of items are asked for together, so no load is masked. An empty
+    range has to be 0: one that begins at 0x7fffffff, float32's NaN, has no end that is larger.
+    """
+    fields = ()
+    for field in tl.static_range(NUM_FIELDS):
+        value = tl.load(ptr + field, cache_modifier=CACHE_MODIFIER)
+        fields += (tl.where(is_there, value, 0),)  # type: ignore[assignment]
+    return fields
+
+
+@triton.jit
+def _load_blocks(item, row, work, CACHE: tl.constexpr, CACHE_MODIFIER: tl.constexpr):
+    """Return the blocks of work indices, -1 where there is none or behind the item's end."""
+    position = work_position(work, item.sink_end, item.start, CACHE.HAS_WINDOW)
+    column = table_column(position // CACHE.BLOCK_SIZE, row, CACHE.BLOCK_SIZE)
+    in_item = work < item.end_work
+    return tl.load(row.ptr + column, mask=in_item, other=-1, cache_modifier=CACHE_MODIFIER)
 
 
 @triton.jit
 def _attend_item(
-    q_row_ptr,  # [1, TILE_ROWS] pointers to the queries' first elements
-    in_tile,  # [TILE_ROWS], False in padding rows
-    query_position,  # [TILE_ROWS] int32, negative in padding rows
-    k_ptr,  # the head's keys, flat; of an fp8 cache two codes in each int16
-    v_ptr,  # the head's values, likewise
-    block_stride,  # elements of k_ptr, int32
-    token_stride,  # elements of k_ptr
-    k_scale_ptr,  # the head's scales, float32; None = not an fp8 cache
-    v_scale_ptr,
-    scale_block_stride,  # elements, int32
-    visited_ptr,  # [row_width] uint8 of this request and head, or None
-    table_row_ptr,  # [row_width] int32, this request's row
-    block,  # [TILE_TOKENS] int32 of the first tile, as _load_blocks returns them
-    first_work,  # int32, first work index
-    end_work,  # int32, end of the work indices
-    sink_end,  # int32
-    start,  # int32
-    table_offset,  # int32
-    window,  # int32, -1 = full
-    sink,  # int32
-    ring_blocks,  # int32, 0 = none
-    scale_log2,  # softmax_scale * log2(e)
-    QUERY_LEN: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_RING: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
-    SCALES_PER_BLOCK: tl.constexpr,  # of each head; 0 = one for all blocks
-):
-    """Run the online softmax over work indices (see ``work_position``) [first_work, end_work).
+    item, queries, pages, scales, row, visited_ptr, block, scale_log2,
+    HEADS: tl.constexpr, CACHE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Run the online softmax over an item's work indices (see ``work_position``).
 
-    Blocks are looked up a tile ahead, so that no load of pages waits for one of the table. A
-    token's K scale is a factor of its logit, its V scale one of its weight. Weights are rounded
-    to 16 bits in units of the largest V scale so far, lest small scales underflow. An fp8 cache is
-    read two codes at a time: even and odd dimensions are products and sums of their own.
+    Blocks are looked up a tile ahead (``block`` are the first's), so that no load of pages waits
+    for one of the table. A token's K scale is a factor of its logit, its V scale one of its
+    weight. Weights are rounded to 16 bits in units of the largest V scale so far, lest small
+    scales underflow. An fp8 cache is read two codes at a time: even and odd dimensions are
+    products and sums of their own.
 
     Returns:
         (acc, top, total): ``[TILE_DIM, TILE_ROWS]`` sum of weights * v, and per row the largest
         scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
     """
-    IS_FP8: tl.constexpr = FP8_PATH is not None
+    IS_FP8: tl.constexpr = CACHE.FP8_PATH is not None
+    HEAD_DIM: tl.constexpr = HEADS.HEAD_DIM
+    BLOCK_SIZE: tl.constexpr = CACHE.BLOCK_SIZE
+    SCALES_PER_BLOCK: tl.constexpr = CACHE.SCALES_PER_BLOCK
+    TILE_DIM: tl.constexpr = TILES.TILE_DIM
+    TILE_ROWS: tl.constexpr = TILES.TILE_ROWS
+    TILE_TOKENS: tl.constexpr = TILES.TILE_TOKENS
+    PRECISION: tl.constexpr = TILES.PRECISION
     WIDTH: tl.constexpr = TILE_DIM // 2 if IS_FP8 else TILE_DIM  # elements of k_ptr in a row
     column_of = tl.arange(0, WIDTH)
     in_head = column_of < (HEAD_DIM // 2 if IS_FP8 else HEAD_DIM)
-    query_mask = in_head[:, None] & in_tile[None, :]
+    query_mask = in_head[:, None] & queries.in_tile[None, :]
     score_scale = scale_log2
     if IS_FP8:
-        pair_ptr = q_row_ptr + 2 * column_of[:, None]
+        pair_ptr = queries.row_ptr + 2 * column_of[:, None]
         q = tl.load(pair_ptr, mask=query_mask, other=0.0)
         q_odd = tl.load(pair_ptr + 1, mask=query_mask, other=0.0)
         q, q_odd, q_unit = product_query_pairs(q, q_odd)
@@ -161,23 +216,22 @@ def _attend_item(
         acc_odd = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
         v_unit = tl.full([], SMALLEST_UNIT, tl.float32)
         if SCALES_PER_BLOCK == 0:
-            score_scale *= tl.load(k_scale_ptr)
-            v_unit = tl.load(v_scale_ptr)
+            score_scale *= tl.load(scales.k_ptr)
+            v_unit = tl.load(scales.v_ptr)
     acc = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
     top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([TILE_ROWS], dtype=tl.float32)
     lane = tl.arange(0, TILE_TOKENS)
-    for tile_start in range(first_work, end_work, TILE_TOKENS):
-        position = work_position(tile_start + lane, sink_end, start, HAS_WINDOW)
+    for tile_start in range(item.first_work, item.end_work, TILE_TOKENS):
+        position = work_position(tile_start + lane, item.sink_end, item.start, CACHE.HAS_WINDOW)
         present = block >= 0
         if visited_ptr is not None:
-            logical = position // BLOCK_SIZE
-            column = table_column(logical, table_offset, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
+            column = table_column(position // BLOCK_SIZE, row, BLOCK_SIZE)
             tl.store(visited_ptr + column, 1, mask=present)
         token = position % BLOCK_SIZE
-        if not HAS_WINDOW and TILE_TOKENS % BLOCK_SIZE == 0:
+        if not CACHE.HAS_WINDOW and TILE_TOKENS % BLOCK_SIZE == 0:
             token = lane % BLOCK_SIZE  # the same in every tile
-        address = page_offset(block, block_stride) + token * token_stride
+        address = page_offset(block, pages.block_stride) + token * pages.token_stride
         address = tl.multiple_of(address, ALIGNED_ELEMENTS)
         # NaN of a dead page must not come in. V is read as columns, as its product takes it.
         k_mask, v_mask = present[:, None], present[None, :]
@@ -188,32 +242,19 @@ def _attend_item(
             # Beside K and V, not before: waiting for q first costs a trip to L2. The offset, 0,
             # keeps the compiler from moving the load out of the loop.
             offset = tl.minimum(tile_start, 0) * ALIGNED_ELEMENTS + column_of[:, None]
-            q = tl.load(q_row_ptr + offset, mask=query_mask, other=0.0)
-        k_row_ptr = k_ptr + (address[:, None] + column_of[None, :])
+            q = tl.load(queries.row_ptr + offset, mask=query_mask, other=0.0)
+        k_row_ptr = pages.k_ptr + (address[:, None] + column_of[None, :])
         k = tl.load(k_row_ptr, mask=k_mask, other=0)
-        v_column_ptr = v_ptr + (address[None, :] + column_of[:, None])
+        v_column_ptr = pages.v_ptr + (address[None, :] + column_of[:, None])
         v = tl.load(v_column_ptr, mask=v_mask, other=0)
         if SCALES_PER_BLOCK > 0:
-            scale_address = page_offset(block, scale_block_stride)
+            scale_address = page_offset(block, scales.block_stride)
             scale_address += scale_index(token, BLOCK_SIZE, SCALES_PER_BLOCK)
-            k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
-            v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
-        block = _load_blocks(
-            table_row_ptr,
-            tile_start + TILE_TOKENS + lane,
-            end_work,
-            sink_end,
-            start,
-            table_offset,
-            sink,
-            ring_blocks,
-            BLOCK_SIZE,
-            HAS_WINDOW,
-            HAS_RING,
-            False,
-        )
+            k_scale = tl.load(scales.k_ptr + scale_address, mask=present, other=0.0)
+            v_scale = tl.load(scales.v_ptr + scale_address, mask=present, other=0.0)
+        block = _load_blocks(item, row, tile_start + TILE_TOKENS + lane, CACHE, "")
         if IS_FP8:
-            k, k_odd = decode_pairs(k, FP8_PATH)
+            k, k_odd = decode_pairs(k, CACHE.FP8_PATH)
             scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
             scores = tl.dot(k_odd.to(q.dtype), q_odd, scores, input_precision=PRECISION)
         else:
@@ -222,13 +263,13 @@ def _attend_item(
         if SCALES_PER_BLOCK > 0:
             scores *= k_scale[:, None]
         visible = present[:, None]
-        if QUERY_LEN > 1:  # one query sees the whole range: it was made for it
-            visible = visible & (position[:, None] <= query_position[None, :])
-            if HAS_WINDOW:
+        if HEADS.QUERY_LEN > 1:  # one query sees the whole range: it was made for it
+            visible = visible & (position[:, None] <= queries.position[None, :])
+            if CACHE.HAS_WINDOW:
                 visible &= (
-                    (window < 0)
-                    | (position[:, None] > query_position[None, :] - window)
-                    | (position[:, None] < sink)
+                    (item.window < 0)
+                    | (position[:, None] > queries.position[None, :] - item.window)
+                    | (position[:, None] < item.sink)
                 )
         scores = tl.where(visible, scores, float("-inf"))
 
@@ -246,7 +287,7 @@ def _attend_item(
         weights = weights.to(q.dtype)
         acc *= rescale[None, :]
         if IS_FP8:
-            v, v_odd = decode_pairs(v, FP8_PATH)
+            v, v_odd = decode_pairs(v, CACHE.FP8_PATH)
             acc = tl.dot(v.to(q.dtype), weights, acc, input_precision=PRECISION)
             acc_odd *= rescale[None, :]
             acc_odd = tl.dot(v_odd.to(q.dtype), weights, acc_odd, input_precision=PRECISION)
@@ -260,279 +301,132 @@ def _attend_item(
 
 
 @triton.jit
-def _merge_if_last(
-    out_ptr,  # and so on to states_lse_ptr: the kernel's
-    stride_out_row,
-    stride_out_head,
-    lse_ptr,
-    stride_lse_row,
-    stride_lse_head,
-    states_ptr,
-    states_lse_ptr,
-    arrivals_ptr,  # the segment's pieces that are there: 0 before and after a launch
-    first_item,  # int32, of the segment
-    pieces,  # int32
-    req,  # int64
-    head,  # int32
-    QUERY_LEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
-    LOADED_STATES: tl.constexpr,
-):
+def _merge_if_last(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl.constexpr):
     """Merge the states of a segment, in order, if this program is the last of its programs."""
-    ROWS: tl.constexpr = QUERY_LEN * GROUP
-    if arrives_last(arrivals_ptr, pieces):
-        row = tl.arange(0, MERGE_ROWS)
-        dims = tl.arange(0, TILE_DIM)
+    ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
+    req = item.req.to(tl.int64)
+    first_item = index - item.piece
+    if arrives_last(states.arrivals_ptr + req * HEADS.NUM_KV_HEADS + item.head, item.pieces):
+        row = tl.arange(0, TILES.MERGE_ROWS)
+        dims = tl.arange(0, TILES.TILE_DIM)
         in_tile = row < ROWS
-        mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+        mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
         first_state = first_item.to(tl.int64) * ROWS
-        states_ptr += first_state * HEAD_DIM
-        states_lse_ptr += first_state
-        top = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([MERGE_ROWS], tl.float32)
-        acc = tl.zeros([MERGE_ROWS, TILE_DIM], tl.float32)
-        for first_piece in range(0, pieces, LOADED_STATES):
+        states_ptr = states.ptr + first_state * HEADS.HEAD_DIM
+        states_lse_ptr = states.lse_ptr + first_state
+        top = tl.full([TILES.MERGE_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([TILES.MERGE_ROWS], tl.float32)
+        acc = tl.zeros([TILES.MERGE_ROWS, TILES.TILE_DIM], tl.float32)
+        for first_piece in range(0, item.pieces, TILES.LOADED_STATES):
             parts = ()
-            for index in tl.static_range(LOADED_STATES):  # all are asked for before any is there
-                piece = first_piece + index
+            for offset in tl.static_range(TILES.LOADED_STATES):
+                piece = first_piece + offset  # all are asked for before any is there
                 state = piece * ROWS + row
-                lse = tl.load(
-                    states_lse_ptr + state, mask=in_tile & (piece < pieces), other=float("-inf")
+                part_lse = tl.load(
+                    states_lse_ptr + state,
+                    mask=in_tile & (piece < item.pieces),
+                    other=float("-inf"),
                 )
                 part = tl.load(
-                    states_ptr + state[:, None] * HEAD_DIM + dims[None, :],
-                    mask=mask & (piece < pieces),
+                    states_ptr + state[:, None] * HEADS.HEAD_DIM + dims[None, :],
+                    mask=mask & (piece < item.pieces),
                     other=0.0,
                 )
-                parts += ((lse * LOG2_E, part),)  # type: ignore[assignment]
-            for index in tl.static_range(LOADED_STATES):
-                lse, part = parts[index]
-                acc, top, total = add_states(acc, top, total, part, lse)
-        out = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
-        out_row = req * QUERY_LEN + row // GROUP
-        q_head = (head * GROUP + row % GROUP).to(tl.int64)
-        target = out_ptr + (out_row * stride_out_row + q_head * stride_out_head)[:, None]
-        tl.store(target + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-        if lse_ptr is not None:
-            offsets = out_row * stride_lse_row + q_head * stride_lse_head
-            tl.store(lse_ptr + offsets, natural_lse(top, total), mask=in_tile)
+                parts += ((part_lse * LOG2_E, part),)  # type: ignore[assignment]
+            for offset in tl.static_range(TILES.LOADED_STATES):
+                part_lse, part = parts[offset]
+                acc, top, total = add_states(acc, top, total, part, part_lse)
+        value = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
+        out_row = req * HEADS.QUERY_LEN + row // HEADS.GROUP
+        q_head = (item.head * HEADS.GROUP + row % HEADS.GROUP).to(tl.int64)
+        store_out(out, out_row, q_head, dims, value, mask)
+        if lse.ptr is not None:
+            target = lse.ptr + head_offset(lse, out_row, q_head)
+            tl.store(target, natural_lse(top, total), mask=in_tile)
 
 
 @triton.jit
-def _load_field(item_ptr, field: tl.constexpr, is_item, CACHE: tl.constexpr):
-    """Return a field of an item, 0 if it is none: behind a plan's items its buffer holds anything.
-
-    All fields and the number of items are asked for together, so the load is not masked. An empty
-    range has to be 0: one that begins at 0x7fffffff, float32's NaN, has no end that is larger.
-    """
-    return tl.where(is_item, tl.load(item_ptr + field, cache_modifier=CACHE), 0)
+def _load_head(
+    cache, head, PACKED: tl.constexpr, ALIGNED: tl.constexpr, CACHE_MODIFIER: tl.constexpr
+):
+    """Return the ``HeadPages`` of a head, in elements of so many codes."""
+    base = tl.load(cache.base_ptr + head, cache_modifier=CACHE_MODIFIER)
+    # Below 2^31, so that an address takes one 32 by 32 bit product (``KVLayout`` checks).
+    stride = tl.load(cache.block_stride_ptr + head, cache_modifier=CACHE_MODIFIER).to(tl.int32)
+    token_stride = cache.token_stride
+    if PACKED > 1:
+        base, stride, token_stride = base // PACKED, stride // PACKED, token_stride // PACKED
+    base = tl.multiple_of(base, ALIGNED)
+    return HeadPages(cache.k_ptr + base, cache.v_ptr + base, stride, token_stride)
 
 
 @triton.jit
 def _write_item(
-    item,  # int32
-    num_items,  # int32; an item behind them is none
-    out_ptr,
-    stride_out_row,
-    stride_out_head,
-    lse_ptr,
-    stride_lse_row,
-    stride_lse_head,
-    states_ptr,
-    states_lse_ptr,
-    arrivals_ptr,
-    visited_ptr,
-    items_ptr,
-    q_ptr,
-    stride_q_row,
-    stride_q_head,
-    k_cache_ptr,
-    v_cache_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    scale_base_ptr,
-    scale_block_stride_ptr,
-    block_table_ptr,
-    stride_table_row,
-    row_width,
-    head_base_ptr,
-    block_stride_ptr,
-    token_stride,
-    softmax_scale,
-    NUM_KV_HEADS: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_RING: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FP8_PATH: tl.constexpr,
-    SCALES_PER_BLOCK: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    LOADED_STATES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    index, items, out, lse, q, cache, scales, table, softmax_scale,
+    HEADS: tl.constexpr, CACHE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """Attend for one item; write its rows of the output, or their states if a merge follows.
 
-    The arguments are those of the kernel below. With EARLY the wait for the previous kernel is
-    in here: what comes before it must not have been written by that one.
+    With EARLY the wait for the previous kernel is in here: what comes before it must not have
+    been written by that one.
     """
-    CACHE: tl.constexpr = ".cg" if EARLY else ""  # a line of L1 may be older
-    ROWS: tl.constexpr = QUERY_LEN * GROUP
-    row = tl.arange(0, TILE_ROWS)
+    EARLY: tl.constexpr = TILES.EARLY
+    CACHE_MODIFIER: tl.constexpr = ".cg" if EARLY else ""  # a line of L1 may be older
+    ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
+    row = tl.arange(0, TILES.TILE_ROWS)
     in_tile = row < ROWS
-    query = row // GROUP
-    dims = tl.arange(0, TILE_DIM)
-    item_ptr = items_ptr + item.to(tl.int64) * _ITEM_FIELDS
-    is_item = item < num_items
-    req = _load_field(item_ptr, 0, is_item, CACHE).to(tl.int64)
-    head = _load_field(item_ptr, 1, is_item, CACHE)
-    first_work = _load_field(item_ptr, 2, is_item, CACHE)
-    end_work = _load_field(item_ptr, 3, is_item, CACHE)
-    pieces = _load_field(item_ptr, 4, is_item, CACHE)
-    table_offset = _load_field(item_ptr, 8, is_item, CACHE)
-    sink_end = 0
-    start = 0
-    window = -1
-    sink = 0
-    ring_blocks = 0
-    if HAS_WINDOW:
-        sink_end = _load_field(item_ptr, 5, is_item, CACHE)
-        start = _load_field(item_ptr, 6, is_item, CACHE)
-        window = _load_field(item_ptr, 9, is_item, CACHE)
-        sink = _load_field(item_ptr, 10, is_item, CACHE)
-    if HAS_RING:
-        ring_blocks = _load_field(item_ptr, 11, is_item, CACHE)
+    query = row // HEADS.GROUP
+    dims = tl.arange(0, TILES.TILE_DIM)
+    item_ptr = items.ptr + index.to(tl.int64) * _ITEM_FIELDS
+    is_item = index < items.count
+    item = Item(*_load_fields(item_ptr, is_item, _NUM_FIELDS, CACHE_MODIFIER))
+    req = item.req.to(tl.int64)
+    head = item.head
     query_position = query
-    if QUERY_LEN > 1:
-        seq_len = _load_field(item_ptr, 7, is_item, CACHE)
-        query_position = tl.where(in_tile, seq_len - QUERY_LEN + query, -1)
-    piece = 0
-    if arrivals_ptr is not None:
-        piece = _load_field(item_ptr, 12, is_item, CACHE)
+    if HEADS.QUERY_LEN > 1:
+        query_position = tl.where(in_tile, item.seq_len - HEADS.QUERY_LEN + query, -1)
 
-    out_row = req * QUERY_LEN + query
-    q_head = (head * GROUP + row % GROUP).to(tl.int64)
-    q_row_ptr = q_ptr + (out_row * stride_q_row + q_head * stride_q_head)[None, :]
-    head_base = tl.load(head_base_ptr + head, cache_modifier=CACHE)
-    # Below 2^31, so that an address takes one 32 by 32 bit product (``KVLayout`` checks).
-    block_stride = tl.load(block_stride_ptr + head, cache_modifier=CACHE).to(tl.int32)
-    element_stride = token_stride
-    scale_block_stride = 0
-    if FP8_PATH is not None:  # two codes in an element
-        head_base = head_base // 2
-        block_stride = block_stride // 2
-        element_stride = token_stride // 2
-        scale_base = tl.load(scale_base_ptr + head, cache_modifier=CACHE)
-        scale_block_stride = tl.load(scale_block_stride_ptr + head, cache_modifier=CACHE).to(
-            tl.int32
-        )
-        k_head_scale_ptr = k_scale_ptr + scale_base
-        v_head_scale_ptr = v_scale_ptr + scale_base
-    else:
-        k_head_scale_ptr = None
-        v_head_scale_ptr = None
-    head_base = tl.multiple_of(head_base, ALIGNED_ELEMENTS)
-    if visited_ptr is not None:
-        visited_row_ptr = visited_ptr + (req * NUM_KV_HEADS + head) * row_width
-    else:
-        visited_row_ptr = None
-    table_row_ptr = block_table_ptr + req * stride_table_row
-    first_block = _load_blocks(
-        table_row_ptr,
-        first_work + tl.arange(0, TILE_TOKENS),
-        end_work,
-        sink_end,
-        start,
-        table_offset,
-        sink,
-        ring_blocks,
-        BLOCK_SIZE,
-        HAS_WINDOW,
-        HAS_RING,
-        EARLY,
+    out_row = req * HEADS.QUERY_LEN + query
+    q_head = (head * HEADS.GROUP + row % HEADS.GROUP).to(tl.int64)
+    q_row_ptr = q.ptr + head_offset(q, out_row, q_head)[None, :]
+    queries = Queries(q_row_ptr, in_tile, query_position)
+    PACKED: tl.constexpr = 1 if CACHE.FP8_PATH is None else 2  # codes in an element
+    pages = _load_head(cache, head, PACKED, ALIGNED_ELEMENTS, CACHE_MODIFIER)
+    head_scales = None
+    if CACHE.FP8_PATH is not None:
+        head_scales = _load_head(scales, head, 1, 1, CACHE_MODIFIER)
+    visited_row_ptr = None
+    if table.visited_ptr is not None:
+        visited_row_ptr = table.visited_ptr + (req * HEADS.NUM_KV_HEADS + head) * table.row_width
+    table_row = TableRow(
+        table.ptr + req * table.stride_row,
+        item.table_offset,
+        item.sink if CACHE.HAS_WINDOW else None,
+        item.ring_blocks if CACHE.HAS_RING else None,
     )
+    first_work = item.first_work + tl.arange(0, TILES.TILE_TOKENS)
+    first_block = _load_blocks(item, table_row, first_work, CACHE, CACHE_MODIFIER)
     wait_for_previous(EARLY)
     let_next_start(EARLY)
     if is_item:
         acc, top, total = _attend_item(
-            q_row_ptr,
-            in_tile,
-            query_position,
-            k_cache_ptr + head_base,
-            v_cache_ptr + head_base,
-            block_stride,
-            element_stride,
-            k_head_scale_ptr,
-            v_head_scale_ptr,
-            scale_block_stride,
-            visited_row_ptr,
-            table_row_ptr,
-            first_block,
-            first_work,
-            end_work,
-            sink_end,
-            start,
-            table_offset,
-            window,
-            sink,
-            ring_blocks,
-            softmax_scale * LOG2_E,
-            QUERY_LEN,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            HAS_WINDOW,
-            HAS_RING,
-            TILE_ROWS,
-            TILE_TOKENS,
-            TILE_DIM,
-            PRECISION,
-            FP8_PATH,
-            SCALES_PER_BLOCK,
-        )
-        out = normalized(tl.trans(acc), total)
+            item, queries, pages, head_scales, table_row, visited_row_ptr, first_block,
+            softmax_scale * LOG2_E, HEADS, CACHE, TILES,
+        )  # fmt: skip
+        value = normalized(tl.trans(acc), total)
         row_lse = natural_lse(top, total)
-        mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
-        if pieces == 1:
-            offsets = out_row * stride_out_row + q_head * stride_out_head
-            target = out_ptr + offsets[:, None] + dims[None, :]
-            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
-            if lse_ptr is not None:
-                offsets = out_row * stride_lse_row + q_head * stride_lse_head
-                tl.store(lse_ptr + offsets, row_lse, mask=in_tile)
-        elif states_ptr is not None:
-            state = item.to(tl.int64) * ROWS + row
-            tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
-            tl.store(states_lse_ptr + state, row_lse, mask=in_tile)
-            if arrivals_ptr is not None:
-                _merge_if_last(
-                    out_ptr,
-                    stride_out_row,
-                    stride_out_head,
-                    lse_ptr,
-                    stride_lse_row,
-                    stride_lse_head,
-                    states_ptr,
-                    states_lse_ptr,
-                    arrivals_ptr + req * NUM_KV_HEADS + head,
-                    item - piece,
-                    pieces,
-                    req,
-                    head,
-                    QUERY_LEN,
-                    GROUP,
-                    HEAD_DIM,
-                    TILE_DIM,
-                    MERGE_ROWS,
-                    LOADED_STATES,
-                )
+        mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
+        if item.pieces == 1:
+            store_out(out, out_row, q_head, dims, value, mask)
+            if lse.ptr is not None:
+                tl.store(lse.ptr + head_offset(lse, out_row, q_head), row_lse, mask=in_tile)
+        elif items.states.ptr is not None:
+            state = index.to(tl.int64) * ROWS + row
+            state_ptr = items.states.ptr + state[:, None] * HEADS.HEAD_DIM
+            tl.store(state_ptr + dims[None, :], value, mask=mask)
+            tl.store(items.states.lse_ptr + state, row_lse, mask=in_tile)
+            if items.states.arrivals_ptr is not None:
+                _merge_if_last(out, lse, items.states, index, item, HEADS, TILES)
 
 
 @triton.jit
@@ -547,7 +441,7 @@ def _paged_decode_attention_kernel(
     states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32, or None
     arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32, zeros; None = a launch of its own merges
     visited_ptr,  # [num_reqs, NUM_KV_HEADS, row_width] uint8, contiguous, or None
-    items_ptr,  # [max_items, ITEM_FIELDS] int32
+    items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
     counts_ptr,  # [2] int32, items first
     q_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
     stride_q_row,
@@ -589,104 +483,28 @@ def _paged_decode_attention_kernel(
         wait_for_previous(OVERLAP)
         let_next_start(OVERLAP)
     num_items = tl.load(counts_ptr, cache_modifier=".cg" if EARLY else "")
+    HEADS: tl.constexpr = Heads(NUM_KV_HEADS, QUERY_LEN, GROUP, HEAD_DIM)
+    CACHE: tl.constexpr = Cache(BLOCK_SIZE, HAS_WINDOW, HAS_RING, FP8_PATH, SCALES_PER_BLOCK)
+    TILES: tl.constexpr = Tiles(
+        TILE_ROWS, TILE_TOKENS, TILE_DIM, PRECISION, MERGE_ROWS, LOADED_STATES, EARLY
+    )
+    items = Items(items_ptr, num_items, States(states_ptr, states_lse_ptr, arrivals_ptr))
+    out = HeadRows(out_ptr, stride_out_row, stride_out_head)
+    lse = HeadRows(lse_ptr, stride_lse_row, stride_lse_head)
+    q = HeadRows(q_ptr, stride_q_row, stride_q_head)
+    cache = PagedKV(k_cache_ptr, v_cache_ptr, head_base_ptr, block_stride_ptr, token_stride)
+    scales = PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1)
+    table = BlockTable(block_table_ptr, stride_table_row, row_width, visited_ptr)
     # Two calls, as a loop that runs once costs registers, and with them a program on an SM.
     if IN_ROUNDS:
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _write_item(
-                item,
-                num_items,
-                out_ptr,
-                stride_out_row,
-                stride_out_head,
-                lse_ptr,
-                stride_lse_row,
-                stride_lse_head,
-                states_ptr,
-                states_lse_ptr,
-                arrivals_ptr,
-                visited_ptr,
-                items_ptr,
-                q_ptr,
-                stride_q_row,
-                stride_q_head,
-                k_cache_ptr,
-                v_cache_ptr,
-                k_scale_ptr,
-                v_scale_ptr,
-                scale_base_ptr,
-                scale_block_stride_ptr,
-                block_table_ptr,
-                stride_table_row,
-                row_width,
-                head_base_ptr,
-                block_stride_ptr,
-                token_stride,
-                softmax_scale,
-                NUM_KV_HEADS,
-                QUERY_LEN,
-                GROUP,
-                HEAD_DIM,
-                BLOCK_SIZE,
-                HAS_WINDOW,
-                HAS_RING,
-                TILE_ROWS,
-                TILE_TOKENS,
-                TILE_DIM,
-                PRECISION,
-                FP8_PATH,
-                SCALES_PER_BLOCK,
-                MERGE_ROWS,
-                LOADED_STATES,
-                EARLY,
+                index, items, out, lse, q, cache, scales, table, softmax_scale, HEADS, CACHE, TILES
             )
     else:
-        item = tl.program_id(0)
+        index = tl.program_id(0)
         _write_item(
-            item,
-            num_items,
-            out_ptr,
-            stride_out_row,
-            stride_out_head,
-            lse_ptr,
-            stride_lse_row,
-            stride_lse_head,
-            states_ptr,
-            states_lse_ptr,
-            arrivals_ptr,
-            visited_ptr,
-            items_ptr,
-            q_ptr,
-            stride_q_row,
-            stride_q_head,
-            k_cache_ptr,
-            v_cache_ptr,
-            k_scale_ptr,
-            v_scale_ptr,
-            scale_base_ptr,
-            scale_block_stride_ptr,
-            block_table_ptr,
-            stride_table_row,
-            row_width,
-            head_base_ptr,
-            block_stride_ptr,
-            token_stride,
-            softmax_scale,
-            NUM_KV_HEADS,
-            QUERY_LEN,
-            GROUP,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            HAS_WINDOW,
-            HAS_RING,
-            TILE_ROWS,
-            TILE_TOKENS,
-            TILE_DIM,
-            PRECISION,
-            FP8_PATH,
-            SCALES_PER_BLOCK,
-            MERGE_ROWS,
-            LOADED_STATES,
-            EARLY,
+            index, items, out, lse, q, cache, scales, table, softmax_scale, HEADS, CACHE, TILES
         )
 
 
@@ -700,7 +518,7 @@ def _merge_items_kernel(
     stride_lse_head,
     states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32
     states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32; -inf = nothing seen
-    merges_ptr,  # [max_merges, MERGE_FIELDS] int32
+    merges_ptr,  # [max_merges, 4] int32, a Merge each
     counts_ptr,  # [2] int32, merges second
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -712,13 +530,10 @@ def _merge_items_kernel(
     """Grid (max_merges, QUERY_LEN * GROUP): out = sum_p exp(lse_p - lse) state_p over pieces."""
     merge = tl.program_id(0)
     row = tl.program_id(1)
-    merge_ptr = merges_ptr + merge * _MERGE_FIELDS
     # The plan was there when the launch in front, the items', let this one start.
     num_merges = tl.load(counts_ptr + 1, cache_modifier=".cg")
-    req = tl.load(merge_ptr, cache_modifier=".cg").to(tl.int64)
-    head = tl.load(merge_ptr + 1, cache_modifier=".cg")
-    first_item = tl.load(merge_ptr + 2, cache_modifier=".cg")
-    pieces = tl.load(merge_ptr + 3, cache_modifier=".cg")
+    merge_ptr = merges_ptr + merge * _MERGE_FIELDS
+    segment = Merge(*_load_fields(merge_ptr, True, _MERGE_FIELDS, ".cg"))
     let_next_start(OVERLAP)  # before the wait: the next kernel's weights come in meanwhile
     wait_for_previous(OVERLAP)
     if merge >= num_merges:
@@ -728,10 +543,10 @@ def _merge_items_kernel(
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([TILE_DIM], tl.float32)
-    for first_piece in range(0, pieces, TILE_PIECES):
+    for first_piece in range(0, segment.pieces, TILE_PIECES):
         piece = first_piece + tl.arange(0, TILE_PIECES)
-        is_piece = piece < pieces
-        state = (first_item + piece).to(tl.int64) * (QUERY_LEN * GROUP) + row
+        is_piece = piece < segment.pieces
+        state = (segment.first_item + piece).to(tl.int64) * (QUERY_LEN * GROUP) + row
         lse = tl.load(states_lse_ptr + state, mask=is_piece, other=float("-inf"))
         out = tl.load(
             states_ptr + state[:, None] * HEAD_DIM + dims[None, :],
@@ -746,8 +561,8 @@ def _merge_items_kernel(
         acc = acc * rescale + tl.sum(weight[:, None] * out, axis=0)
         top = new_top
     acc = acc / tl.where(total == 0.0, 1.0, total)  # nothing seen: zeros, and lse = -inf
-    out_row = req * QUERY_LEN + row // GROUP
-    q_head = (head * GROUP + row % GROUP).to(tl.int64)
+    out_row = segment.req.to(tl.int64) * QUERY_LEN + row // GROUP
+    q_head = (segment.head * GROUP + row % GROUP).to(tl.int64)
     target = out_ptr + (out_row * stride_out_row + q_head * stride_out_head) + dims
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_head)
     if lse_ptr is not None:
@@ -762,71 +577,6 @@ def merge_tile(rows: int, tile_dim: int) -> dict[str, int]:
     return {"MERGE_ROWS": merge_rows, "LOADED_STATES": states}
 
 
-def _launch_items(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    layout: KVLayout,
-    plan: DecodePlan,
-    *,
-    softmax_scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scales: KVScales | None,
-    visited: torch.Tensor | None,
-) -> None:
-    group = q.shape[1] // layout.num_kv_heads
-    tile_dim = triton.next_power_of_2(layout.head_dim)
-    if scales is not None:
-        tile_dim = max(tile_dim, MIN_PAIRED_DIM)
-    config = plan.config
-    in_rounds = plan.max_items > MAX_PROGRAMS
-    overlap = overlap_options(q.device)
-    early = plan.read_early and overlap["OVERLAP"] and not in_rounds
-    _paged_decode_attention_kernel[(min(plan.max_items, MAX_PROGRAMS),)](
-        out,
-        out.stride(0),
-        out.stride(1),
-        lse,
-        *((0, 0) if lse is None else lse.stride()),
-        plan.states if plan.max_merges else None,
-        plan.states_lse if plan.max_merges else None,
-        plan.arrivals if plan.merge_in_items else None,
-        visited,
-        plan.items,
-        plan.counts,
-        q,
-        q.stride(0),
-        q.stride(1),
-        *cache_arguments(k_cache, v_cache, scales, codes=torch.int16),
-        table,
-        table.stride(0),
-        table.shape[1],
-        layout.head_base,
-        layout.block_stride,
-        layout.token_stride,
-        softmax_scale,
-        NUM_KV_HEADS=layout.num_kv_heads,
-        QUERY_LEN=plan.query_len,
-        GROUP=group,
-        HEAD_DIM=layout.head_dim,
-        BLOCK_SIZE=layout.block_size,
-        HAS_WINDOW=layout.has_window,
-        HAS_RING=layout.has_ring,
-        IN_ROUNDS=in_rounds,
-        TILE_ROWS=padded_rows(plan.query_len * group),
-        TILE_TOKENS=config.tile_tokens,
-        TILE_DIM=tile_dim,
-        PRECISION=dot_precision(q.dtype),
-        **fp8_constexprs(scales, layout, q.device),
-        **merge_tile(plan.query_len * group, tile_dim),
-        EARLY=early,
-        **config.launch_options(),
-        **overlap,
-    )
-
-
 def _launch_merge(
     plan: DecodePlan, layout: KVLayout, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
@@ -834,11 +584,8 @@ def _launch_merge(
     # deterministic plan has one tile size, whatever the width of the table.
     few = plan.max_pieces <= 16 and not plan.deterministic
     _merge_items_kernel[(plan.max_merges, plan.states.shape[1])](
-        out,
-        out.stride(0),
-        out.stride(1),
-        lse,
-        *((0, 0) if lse is None else lse.stride()),
+        *with_strides(out),
+        *with_strides(lse),
         plan.states,
         plan.states_lse,
         plan.merges,
@@ -927,21 +674,11 @@ def paged_decode_attention(
         arXiv:2205.14135 and Flash-Decoding, as in the module docstring.
     """
     table = check_paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        layout,
-        FLOAT_DTYPES,
-        out=out,
-        lse=lse,
-        scales=scales,
-    )
+        q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES,
+        softmax_scale=softmax_scale, out=out, lse=lse, scales=scales, visited=visited,
+    )  # fmt: skip
     num_reqs = seq_lens.shape[0]
     check_query_len(q, query_len, num_reqs)
-    check_softmax_scale(softmax_scale)
-    check_visited(visited, table, layout)
     check_head_dim(layout)
     check_num_kv_splits(num_kv_splits)
     check_plan_options(plan, num_kv_splits, deterministic)
@@ -964,18 +701,49 @@ def paged_decode_attention(
         plan_decode_attention(seq_lens, layout, plan)
     else:
         check_plan(plan, seq_lens, layout, num_q_heads=q.shape[1], query_len=query_len)
-    _launch_items(
-        q,
-        k_cache,
-        v_cache,
+    group = q.shape[1] // layout.num_kv_heads
+    tile_dim = triton.next_power_of_2(layout.head_dim)
+    if scales is not None:
+        tile_dim = max(tile_dim, MIN_PAIRED_DIM)
+    config = plan.config
+    in_rounds = plan.max_items > MAX_PROGRAMS
+    overlap = overlap_options(q.device)
+    early = plan.read_early and overlap["OVERLAP"] and not in_rounds
+    _paged_decode_attention_kernel[(min(plan.max_items, MAX_PROGRAMS),)](
+        *with_strides(out),
+        *with_strides(lse),
+        plan.states if plan.max_merges else None,
+        plan.states_lse if plan.max_merges else None,
+        plan.arrivals if plan.merge_in_items else None,
+        visited,
+        plan.items,
+        plan.counts,
+        *with_strides(q),
+        *cache_arguments(k_cache, v_cache, scales, codes=torch.int16),
         table,
-        layout,
-        plan,
-        softmax_scale=softmax_scale,
-        out=out,
-        lse=lse,
-        scales=scales,
-        visited=visited,
+        table.stride(0),
+        table.shape[1],
+        layout.head_base,
+        layout.block_stride,
+        layout.token_stride,
+        softmax_scale,
+        NUM_KV_HEADS=layout.num_kv_heads,
+        QUERY_LEN=plan.query_len,
+        GROUP=group,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_SIZE=layout.block_size,
+        HAS_WINDOW=layout.has_window,
+        HAS_RING=layout.has_ring,
+        IN_ROUNDS=in_rounds,
+        TILE_ROWS=padded_rows(plan.query_len * group),
+        TILE_TOKENS=config.tile_tokens,
+        TILE_DIM=tile_dim,
+        PRECISION=dot_precision(q.dtype),
+        **fp8_constexprs(scales, layout, q.device),
+        **merge_tile(plan.query_len * group, tile_dim),
+        EARLY=early,
+        **config.launch_options(),
+        **overlap,
     )
     if plan.max_merges and not plan.merge_in_items:
         _launch_merge(plan, layout, out, lse)

@@ -34,16 +34,16 @@ from mrv1.kernels.attention.online_softmax import visible_range
 from mrv1.kernels.attention.plan import (
     ITEM_FIELDS,
     MAX_PIECES,
-    MERGE_FIELDS,
     SPLIT_TOKENS,
     DecodePlan,
+    Item,
+    Merge,
     check_plan,
     padded_reqs,
 )
 from mrv1.kernels.cache.kv_layout import KVLayout
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_MERGE_FIELDS = tl.constexpr(MERGE_FIELDS)
 _MAX_PIECES = tl.constexpr(MAX_PIECES)
 
 
@@ -55,6 +55,13 @@ def _segment_tiles(
     """Return how many tiles the keys fill that some query of a request sees, at least one."""
     _, _, num_visible = visible_range(seq_len - QUERY_LEN, seq_len, window, sink, HAS_WINDOW)
     return tl.maximum((num_visible + TILE_TOKENS - 1) // TILE_TOKENS, 1)
+
+
+@triton.jit
+def _store_fields(ptr, fields, mask):
+    """Store the fields of items or merges, each at its own place."""
+    for field in tl.static_range(len(fields)):
+        tl.store(ptr + field, fields[field], mask=mask)
 
 
 @triton.jit
@@ -100,8 +107,8 @@ def _own_size(tiles, SPLIT_TILES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_reqs", "max_items", "most_items", "fine_items"])
 def _plan_decode_kernel(
-    items_ptr,  # [max_items, ITEM_FIELDS] int32
-    merges_ptr,  # [max_merges, MERGE_FIELDS] int32
+    items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
+    merges_ptr,  # [max_merges, 4] int32, a Merge each
     counts_ptr,  # [2] int32
     arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32
     seq_lens_ptr,  # [num_reqs] int32
@@ -173,13 +180,10 @@ def _plan_decode_kernel(
         merge = (tl.cumsum(splits, axis=0) - splits)[:, None]
         merge = merge + tl.cumsum(is_split.to(tl.int32), axis=1) - 1
         first = (end_of_long - req_long)[:, None] + tl.cumsum(long_pieces, axis=1) - long_pieces
-        target = merges_ptr + merge * _MERGE_FIELDS
-        tl.store(target, tl.broadcast_to(req[:, None], [TILE_REQS, TILE_HEADS]), mask=is_split)
-        tl.store(
-            target + 1, tl.broadcast_to(head[None, :], [TILE_REQS, TILE_HEADS]), mask=is_split
-        )
-        tl.store(target + 2, first, mask=is_split)
-        tl.store(target + 3, pieces, mask=is_split)
+        every_req = tl.broadcast_to(req[:, None], [TILE_REQS, TILE_HEADS])
+        every_head = tl.broadcast_to(head[None, :], [TILE_REQS, TILE_HEADS])
+        segments = Merge(every_req, every_head, first, pieces)
+        _store_fields(merges_ptr + merge * len(segments), segments, is_split)
 
     if first_item >= num_items:
         return
@@ -221,22 +225,22 @@ def _plan_decode_kernel(
         seq_len - QUERY_LEN, seq_len, window, sink, HAS_WINDOW
     )
     none = tl.zeros([TILE_ITEMS], tl.int32)
-    target = items_ptr + item * _ITEM_FIELDS
-    tl.store(target, item_req, mask=is_item)
-    tl.store(target + 1, item_head, mask=is_item)
-    tl.store(target + 2, first_tile * TILE_TOKENS, mask=is_item)
-    tl.store(target + 3, tl.minimum(end_tile * TILE_TOKENS, num_visible), mask=is_item)
-    tl.store(target + 4, pieces, mask=is_item)
-    tl.store(target + 5, sink_end + none, mask=is_item)
-    tl.store(target + 6, start + none, mask=is_item)
-    tl.store(target + 7, seq_len, mask=is_item)
-    table_offset = tl.load(table_offset_ptr + item_head, mask=is_item, other=0)
-    tl.store(target + 8, table_offset, mask=is_item)
-    tl.store(target + 9, window, mask=is_item)
-    tl.store(target + 10, sink, mask=is_item)
-    ring_blocks = tl.load(ring_blocks_ptr + item_head, mask=is_item, other=0)
-    tl.store(target + 11, ring_blocks, mask=is_item)
-    tl.store(target + 12, piece, mask=is_item)
+    items = Item(
+        req=item_req,
+        head=item_head,
+        first_work=first_tile * TILE_TOKENS,
+        end_work=tl.minimum(end_tile * TILE_TOKENS, num_visible),
+        pieces=pieces,
+        sink_end=sink_end + none,
+        start=start + none,
+        seq_len=seq_len,
+        table_offset=tl.load(table_offset_ptr + item_head, mask=is_item, other=0),
+        window=window,
+        sink=sink,
+        ring_blocks=tl.load(ring_blocks_ptr + item_head, mask=is_item, other=0),
+        piece=piece,
+    )
+    _store_fields(items_ptr + item * _ITEM_FIELDS, items, is_item)
 
 
 def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan) -> None:

@@ -19,7 +19,7 @@ import torch
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.attention.contracts import check_merge_states
-from mrv1.kernels.attention.online_softmax import LN_2, LOG2_E
+from mrv1.kernels.attention.online_softmax import LN_2, LOG2_E, with_strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,18 +157,12 @@ def merge_states(
         return out
     config = MergeStatesConfig.default_for(head_dim, out_a.dtype)
     _merge_states_kernel[(triton.cdiv(num_vectors, config.tile_rows),)](
-        out,
-        *out.stride()[:2],
-        lse,
-        *((0, 0) if lse is None else lse.stride()),
-        out_a,
-        *out_a.stride()[:2],
-        lse_a,
-        *lse_a.stride(),
-        out_b,
-        *out_b.stride()[:2],
-        lse_b,
-        *lse_b.stride(),
+        *with_strides(out),
+        *with_strides(lse),
+        *with_strides(out_a),
+        *with_strides(lse_a),
+        *with_strides(out_b),
+        *with_strides(lse_b),
         num_vectors,
         num_heads,
         HEAD_DIM=head_dim,

@@ -14,7 +14,7 @@ arXiv:2205.14135.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,6 +25,27 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 SMALLEST_UNIT = tl.constexpr(1e-30)
 """Where the running unit of the V scales starts: below every scale, and finite inverted."""
+
+
+class HeadRows(NamedTuple):
+    """A tensor of rows by query heads, as (row, head) finds its place in it."""
+
+    ptr: tl.tensor | None  # unit stride within a head
+    stride_row: tl.tensor
+    stride_head: tl.tensor
+
+
+class States(NamedTuple):
+    """Partial results of programs that share keys."""
+
+    ptr: tl.tensor | None  # float32, contiguous, HEAD_DIM of each state; None = nothing is shared
+    lse_ptr: tl.tensor | None  # float32, of each state; -inf = nothing seen
+    arrivals_ptr: tl.tensor | None  # int32, programs that are there: 0 before and after a launch
+
+
+def with_strides(rows: torch.Tensor | None) -> tuple[torch.Tensor | int | None, ...]:
+    """Return what a kernel takes of ``[rows, heads, ...]``: the tensor, row and head stride."""
+    return (None, 0, 0) if rows is None else (rows, *rows.stride()[:2])
 
 
 def dot_precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
@@ -51,6 +72,19 @@ def work_position(work, sink_end, start, HAS_WINDOW: tl.constexpr):
     if HAS_WINDOW:
         position = tl.where(work < sink_end, work, work - sink_end + start)
     return position
+
+
+@triton.jit
+def head_offset(rows, row, head):
+    """Return where heads of rows lie in ``HeadRows``, in elements."""
+    return row * rows.stride_row + head * rows.stride_head
+
+
+@triton.jit
+def store_out(out, row, head, dims, value, mask):
+    """Store the results of (row, query head) pairs."""
+    target = out.ptr + head_offset(out, row, head)[:, None] + dims[None, :]
+    tl.store(target, value.to(out.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

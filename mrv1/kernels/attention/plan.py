@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +18,7 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.scale_arguments import product_dtype
 
 ITEM_FIELDS = 16
-"""int32 per item, a cache line's half: request, head, first and end work index, pieces of its
-segment, sink_end, start, seq_len, table_offset, window, sink, ring_blocks, piece; the rest
-is unused."""
-MERGE_FIELDS = 4
-"""int32 per merge: request, head, first item, pieces."""
+"""int32 per item, a cache line's half: an ``Item`` and padding."""
 MAX_SEGMENTS = 1 << 16
 """Requests times KV heads, heads rounded up to a power of two, requests to one of four."""
 
@@ -42,6 +39,36 @@ MERGED_PIECES = 16
 """Up to so many pieces of a segment, where all are alike, the last of its programs merges them. On
 an H200 that saves 1.2 us of a launch where there are three or none, takes 0.9 us more for 24 and
 4 us for 64. A deterministic plan keeps the launch: its pieces do not follow from the batch."""
+
+
+class Item(NamedTuple):
+    """A range of the keys one KV head of one request sees, in the order of a plan's int32."""
+
+    req: Any
+    head: Any
+    first_work: Any
+    """First work index (see ``online_softmax``) of this piece."""
+    end_work: Any
+    pieces: Any
+    """Of its segment."""
+    table_offset: Any
+    sink_end: Any
+    start: Any
+    window: Any
+    sink: Any
+    ring_blocks: Any
+    seq_len: Any
+    piece: Any
+    """Which of its segment's."""
+
+
+class Merge(NamedTuple):
+    """A segment of several pieces, in the order of a plan's int32."""
+
+    req: Any
+    head: Any
+    first_item: Any
+    pieces: Any
 
 
 def padded_rows(rows: int) -> int:
@@ -176,9 +203,9 @@ class DecodePlan:
     max_merges: int
     """Bound on the segments with several pieces; 0 = there can be none."""
     items: torch.Tensor
-    """[max_items, ITEM_FIELDS] int32."""
+    """[max_items, ITEM_FIELDS] int32: of each an ``Item``."""
     merges: torch.Tensor
-    """[max_merges, MERGE_FIELDS] int32."""
+    """[max_merges, 4] int32: of each a ``Merge``."""
     counts: torch.Tensor
     """[2] int32: items and merges there are."""
     states: torch.Tensor
@@ -290,7 +317,7 @@ class DecodePlan:
             max_pieces=max_pieces,
             max_merges=max_merges,
             items=torch.empty(max_items, ITEM_FIELDS, dtype=torch.int32, device=device),
-            merges=torch.empty(max_merges, MERGE_FIELDS, dtype=torch.int32, device=device),
+            merges=torch.empty(max_merges, len(Merge._fields), dtype=torch.int32, device=device),
             counts=torch.empty(2, dtype=torch.int32, device=device),
             states=torch.empty(num_states, rows, layout.head_dim, device=device),
             states_lse=torch.empty(num_states, rows, device=device),

@@ -28,6 +28,8 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
@@ -36,23 +38,26 @@ from mrv1.kernels.attention.contracts import (
     check_attn_mask_offsets,
     check_paged_attention,
     check_query_start_loc,
-    check_softmax_scale,
-    check_visited,
 )
 from mrv1.kernels.attention.online_softmax import (
     LOG2_E,
     SMALLEST_UNIT,
+    HeadRows,
+    States,
     add_states,
     arrives_last,
     dot_precision,
+    head_offset,
     natural_lse,
     normalized,
+    store_out,
+    with_strides,
 )
 from mrv1.kernels.attention.splits import PrefillSplits, check_splits, choose_config
 from mrv1.kernels.cache.addresses import (
     ALIGNED_CODES,
     ALIGNED_ELEMENTS,
-    load_head_role,
+    TableRow,
     load_page_rows,
     table_column,
 )
@@ -76,6 +81,37 @@ MIN_SPLIT_STEPS = 8
 
 MERGED_ROWS = tl.constexpr(16)
 """Rows of a tile that are merged at a time, so that they fit its registers."""
+
+
+class QueryTile(NamedTuple):
+    """A tile of a request's queries."""
+
+    query_start: tl.tensor  # int32, the request's first token
+    query_len: tl.tensor  # int32, its queries
+    first_query: tl.tensor  # int32, of the tile
+    end_query: tl.tensor
+
+
+class TileRow(NamedTuple):
+    """What the rows of a tile are."""
+
+    query: tl.tensor  # int32
+    in_tile: tl.tensor  # whether the tile has the query
+    token: tl.tensor  # int64
+    q_head: tl.tensor  # int64
+
+
+class VisibleKeys(NamedTuple):
+    """The positions that some row of a tile sees, and that each row does."""
+
+    start: tl.tensor  # int32
+    end: tl.tensor  # int32
+    sink_end: tl.tensor  # int32
+    query_position: tl.tensor  # [TILE_ROWS] int32
+    first_key: tl.tensor | None  # [TILE_ROWS] int32; None = causal
+    end_key: tl.tensor | None  # [TILE_ROWS] int32
+    window: tl.tensor | None  # int32; None = no head has one
+    sink: tl.tensor | None  # int32
 
 
 @triton.jit
@@ -110,101 +146,63 @@ def _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def _load_tile(query_start_loc_ptr, req, tile, TILE_QUERIES: tl.constexpr):
-    """Return (query_start, query_len) of a request, and [first_query, end_query) of its tile."""
+    """Return a request's ``QueryTile``, ``tile`` counting those of the batch."""
     query_start = tl.load(query_start_loc_ptr + req)
     query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
     first_query = (tile - (query_start // TILE_QUERIES + req)) * TILE_QUERIES
-    return query_start, query_len, first_query, tl.minimum(first_query + TILE_QUERIES, query_len)
+    end_query = tl.minimum(first_query + TILE_QUERIES, query_len)
+    return QueryTile(query_start, query_len, first_query, end_query)
 
 
 @triton.jit
-def _tile_rows(
-    query_start, first_query, end_query, head, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr
-):
-    """Return what the rows are: (query, whether the tile has it, its token, query head)."""
-    row = tl.arange(0, TILE_ROWS)
-    query = first_query + row // GROUP
-    token = (query_start + query).to(tl.int64)
-    return query, query < end_query, token, (head * GROUP + row % GROUP).to(tl.int64)
+def _tile_row(tile, head, row, GROUP: tl.constexpr):
+    """Return the ``TileRow`` of rows."""
+    query = tile.first_query + row // GROUP
+    token = (tile.query_start + query).to(tl.int64)
+    return TileRow(query, query < tile.end_query, token, (head * GROUP + row % GROUP).to(tl.int64))
 
 
 @triton.jit
-def _visible(
-    position,  # [TILE_TOKENS] int32
-    query_position,  # [TILE_ROWS] int32
-    first_key,  # [TILE_ROWS] int32
-    end_key,  # [TILE_ROWS] int32
-    window,
-    sink,
-    HAS_OFFSETS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
+def _visible(position, keys):
     """Return which keys each row sees, pages aside."""
-    behind = query_position[:, None] - position[None, :]
-    if HAS_OFFSETS:
-        visible = position[None, :] >= first_key[:, None]
-        visible &= position[None, :] < end_key[:, None]
+    behind = keys.query_position[:, None] - position[None, :]
+    if keys.first_key is not None:
+        visible = position[None, :] >= keys.first_key[:, None]
+        visible &= position[None, :] < keys.end_key[:, None]
     else:
         visible = behind >= 0
-    if HAS_WINDOW:
-        visible &= (behind < window) | (position[None, :] < sink)
+    if keys.window is not None:
+        visible &= (behind < keys.window) | (position[None, :] < keys.sink)
     return visible
 
 
 @triton.jit
-def _holds_every_page(
-    table_row_ptr,  # [row_width] int32
-    first_block,
-    end_block,
-    sink,
-    ring_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_RING: tl.constexpr,
-):
+def _holds_every_page(row, first_block, end_block, BLOCK_SIZE: tl.constexpr):
     """Return whether none of the logical blocks [first_block, end_block) lacks a page."""
     lowest = tl.zeros([SCAN_BLOCKS], dtype=tl.int32)
     for first in range(first_block, end_block, SCAN_BLOCKS):
         logical = first + tl.arange(0, SCAN_BLOCKS)
-        column = table_column(logical, 0, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
-        block = tl.load(table_row_ptr + column, mask=logical < end_block, other=0)
+        column = table_column(logical, row, BLOCK_SIZE)
+        block = tl.load(row.ptr + column, mask=logical < end_block, other=0)
         lowest = tl.minimum(lowest, block)
     return tl.min(lowest, axis=0) >= 0
 
 
 @triton.jit
 def _load_blocks(
-    table_row_ptr,  # [row_width] int32
-    visited_row_ptr,  # [row_width] uint8, or None
-    tile,
-    start,
-    end,
-    sink_end,
-    query_position,  # [TILE_ROWS] int32
-    first_key,  # [TILE_ROWS] int32
-    end_key,  # [TILE_ROWS] int32
-    window,
-    sink,
-    ring_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_RING: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
+    row, visited_row_ptr, keys, tile, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr
 ):
     """Return the block of each key of ``tile``, -1 where there is none or no row sees the key."""
     lane = tl.arange(0, TILE_TOKENS)
     position = tile * TILE_TOKENS + lane
     logical = tile * TILE_TOKENS // BLOCK_SIZE + lane // BLOCK_SIZE
-    column = table_column(logical, 0, sink, ring_blocks, BLOCK_SIZE, HAS_RING)
-    seen = position < end
-    if HAS_OFFSETS:
-        visible = _visible(
-            position, query_position, first_key, end_key, window, sink, HAS_OFFSETS, HAS_WINDOW
-        )
-        seen &= tl.max(visible.to(tl.int32), axis=0) > 0
-    elif HAS_WINDOW:
-        seen &= (position >= start) | (position < sink_end)
-    block = tl.load(table_row_ptr + column, mask=seen, other=-1)
+    column = table_column(logical, row, BLOCK_SIZE)
+    seen = position < keys.end
+    if keys.first_key is not None:
+        seen &= tl.max(_visible(position, keys).to(tl.int32), axis=0) > 0
+    elif keys.window is not None:
+        seen &= (position >= keys.start) | (position < keys.sink_end)
+    block = tl.load(row.ptr + column, mask=seen, other=-1)
     if visited_row_ptr is not None:
         tl.store(visited_row_ptr + column, 1, mask=block >= 0)
     return block
@@ -212,51 +210,28 @@ def _load_blocks(
 
 @triton.jit
 def _merge_tile(
-    out_ptr,  # and so on to states_lse_ptr: the kernel's
-    stride_out_token,
-    stride_out_head,
-    lse_ptr,
-    stride_lse_token,
-    stride_lse_head,
-    states_ptr,
-    states_lse_ptr,
-    num_tokens,
-    num_q_heads,
-    splits,  # int32, programs that have left a state
-    query_start,
-    first_query,
-    end_query,
-    head,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-):
+    out, lse, states, num_tokens, num_q_heads, splits, tile, head,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_DIM: tl.constexpr,
+):  # fmt: skip
     """Weigh the states of a tile by their log-sum-exp, in order, and write its rows."""
     dims = tl.arange(0, TILE_DIM)
     for first_row in range(0, TILE_ROWS, MERGED_ROWS):
-        row = first_row + tl.arange(0, MERGED_ROWS)
-        query = first_query + row // GROUP
-        in_tile = query < end_query
-        token = (query_start + query).to(tl.int64)
-        q_head = (head * GROUP + row % GROUP).to(tl.int64)
-        mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
+        row = _tile_row(tile, head, first_row + tl.arange(0, MERGED_ROWS), GROUP)
+        mask = row.in_tile[:, None] & (dims < HEAD_DIM)[None, :]
         top = tl.full([MERGED_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([MERGED_ROWS], tl.float32)
         acc = tl.zeros([MERGED_ROWS, TILE_DIM], tl.float32)
         for split in range(splits):
-            state = (split * num_tokens + token) * num_q_heads + q_head
-            lse = tl.load(states_lse_ptr + state, mask=in_tile, other=float("-inf")) * LOG2_E
-            part = tl.load(
-                states_ptr + state[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
-            )
-            acc, top, total = add_states(acc, top, total, part, lse)
-        out = normalized(acc, total).to(out_ptr.dtype.element_ty)
-        out_offsets = token * stride_out_token + q_head * stride_out_head
-        tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out, mask=mask)
-        if lse_ptr is not None:
-            lse_offsets = token * stride_lse_token + q_head * stride_lse_head
-            tl.store(lse_ptr + lse_offsets, natural_lse(top, total), mask=in_tile)
+            state = (split * num_tokens + row.token) * num_q_heads + row.q_head
+            part_lse = tl.load(states.lse_ptr + state, mask=row.in_tile, other=float("-inf"))
+            part_lse *= LOG2_E
+            part_ptr = states.ptr + state[:, None] * HEAD_DIM + dims[None, :]
+            part = tl.load(part_ptr, mask=mask, other=0.0)
+            acc, top, total = add_states(acc, top, total, part, part_lse)
+        store_out(out, row.token, row.q_head, dims, normalized(acc, total), mask)
+        if lse.ptr is not None:
+            target = lse.ptr + head_offset(lse, row.token, row.q_head)
+            tl.store(target, natural_lse(top, total), mask=row.in_tile)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs"])
@@ -341,46 +316,43 @@ def _paged_prefill_attention_kernel(
     head = pair % num_kv_heads
     tile_of_batch = pair // num_kv_heads
     req = _find_request(query_start_loc_ptr, tile_of_batch, num_reqs, TILE_QUERIES)
-    query_start, query_len, first_query, end_query = _load_tile(
-        query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES
-    )
-    if first_query >= query_len:
+    queries = _load_tile(query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES)
+    if queries.first_query >= queries.query_len:
         return
     seq_len = tl.load(seq_lens_ptr + req)
-    context_len = seq_len - query_len
-    table_offset, window, sink, ring_blocks = load_head_role(
-        head, table_offset_ptr, window_ptr, sink_ptr, ring_blocks_ptr, HAS_WINDOW, HAS_RING
-    )
-    HAS_OFFSETS: tl.constexpr = mask_offsets_ptr is not None
+    context_len = seq_len - queries.query_len
+    table_offset = tl.load(table_offset_ptr + head)
+    window = tl.load(window_ptr + head) if HAS_WINDOW else None
+    sink = tl.load(sink_ptr + head) if HAS_WINDOW else None
+    ring_blocks = tl.load(ring_blocks_ptr + head) if HAS_RING else None
 
-    query, in_tile, token, q_head = _tile_rows(
-        query_start, first_query, end_query, head, GROUP, TILE_ROWS
-    )
+    row = _tile_row(queries, head, tl.arange(0, TILE_ROWS), GROUP)
     dims = tl.arange(0, TILE_DIM)
     in_head = dims < HEAD_DIM
-    q_offsets = (token * stride_q_token + q_head * stride_q_head)[:, None] + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=in_tile[:, None] & in_head[None, :], other=0.0)
+    q_offset = head_offset(HeadRows(q_ptr, stride_q_token, stride_q_head), row.token, row.q_head)
+    q_offset = q_offset[:, None] + dims[None, :]
+    q = tl.load(q_ptr + q_offset, mask=row.in_tile[:, None] & in_head[None, :], other=0.0)
 
     # What each row may see, and the tile: [start, end) somebody, [inner_start, inner_end) all.
-    first_position = context_len + first_query
-    end_position = tl.maximum(context_len + end_query, 0)  # 0 in a padding row: no step
-    query_position = tl.where(in_tile, context_len + query, -1)
-    first_key = tl.zeros([TILE_ROWS], dtype=tl.int32)
-    end_key = first_key
+    first_position = context_len + queries.first_query
+    end_position = tl.maximum(context_len + queries.end_query, 0)  # 0 in a padding row: no step
+    query_position = tl.where(row.in_tile, context_len + row.query, -1)
+    first_key = None
+    end_key = None
     start = 0
     end = end_position
     inner_start = 0
     inner_end = first_position + 1
-    if HAS_OFFSETS:
-        range_ptr = mask_offsets_ptr + 2 * token
-        first_key = tl.maximum(tl.load(range_ptr, mask=in_tile, other=0), 0)
-        end_key = tl.minimum(tl.load(range_ptr + 1, mask=in_tile, other=0), seq_len)
+    if mask_offsets_ptr is not None:
+        range_ptr = mask_offsets_ptr + 2 * row.token
+        first_key = tl.maximum(tl.load(range_ptr, mask=row.in_tile, other=0), 0)
+        end_key = tl.minimum(tl.load(range_ptr + 1, mask=row.in_tile, other=0), seq_len)
         end = tl.maximum(tl.max(end_key, axis=0), 0)
         start = tl.min(tl.where(first_key < end_key, first_key, end), axis=0)
         inner_start = tl.max(first_key, axis=0)
-        inner_end = tl.min(tl.where(in_tile, end_key, end), axis=0)
+        inner_end = tl.min(tl.where(row.in_tile, end_key, end), axis=0)
     sink_end = 0
-    if HAS_WINDOW:
+    if window is not None:
         window = tl.where(window < 0, NO_WINDOW, window)
         sink_end = tl.minimum(sink, end)
         start = tl.maximum(start, first_position + 1 - window)
@@ -411,19 +383,15 @@ def _paged_prefill_attention_kernel(
 
     # The head's segment of the request's row, whose columns count from 0.
     table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_table_row + table_offset
+    table_row = TableRow(table_row_ptr, 0, sink, ring_blocks)
+    keys = VisibleKeys(start, end, sink_end, query_position, first_key, end_key, window, sink)
     visited_row_ptr = None
     if visited_ptr is not None:
         visited_row = req.to(tl.int64) * num_kv_heads + head
         visited_row_ptr = visited_ptr + visited_row * row_width + table_offset
-    if not _holds_every_page(
-        table_row_ptr,
-        first_inner * TILE_TOKENS // BLOCK_SIZE,
-        tl.cdiv(end_inner * TILE_TOKENS, BLOCK_SIZE),
-        sink,
-        ring_blocks,
-        BLOCK_SIZE,
-        HAS_RING,
-    ):
+    first_block = first_inner * TILE_TOKENS // BLOCK_SIZE
+    end_block = tl.cdiv(end_inner * TILE_TOKENS, BLOCK_SIZE)
+    if not _holds_every_page(table_row, first_block, end_block, BLOCK_SIZE):
         inner_end = 0
 
     ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
@@ -447,47 +415,13 @@ def _paged_prefill_attention_kernel(
     lane = tl.arange(0, TILE_TOKENS)
     # Blocks are looked up a step ahead, so that no load of pages waits for one of the table.
     next_tile = first_tile
-    next_block = _load_blocks(
-        table_row_ptr,
-        visited_row_ptr,
-        next_tile,
-        start,
-        end,
-        sink_end,
-        query_position,
-        first_key,
-        end_key,
-        window,
-        sink,
-        ring_blocks,
-        BLOCK_SIZE,
-        HAS_OFFSETS,
-        HAS_WINDOW,
-        HAS_RING,
-        TILE_TOKENS,
-    )
+    next_block = _load_blocks(table_row, visited_row_ptr, keys, next_tile, BLOCK_SIZE, TILE_TOKENS)
     for step in range(first_step, end_step):
         tile = tl.where(step < sink_tiles, step, step + gap)
         block = next_block.to(tl.int64)
         next_tile = tl.where(step + 1 < sink_tiles, step + 1, step + 1 + gap)
         next_block = _load_blocks(
-            table_row_ptr,
-            visited_row_ptr,
-            next_tile,
-            start,
-            end,
-            sink_end,
-            query_position,
-            first_key,
-            end_key,
-            window,
-            sink,
-            ring_blocks,
-            BLOCK_SIZE,
-            HAS_OFFSETS,
-            HAS_WINDOW,
-            HAS_RING,
-            TILE_TOKENS,
+            table_row, visited_row_ptr, keys, next_tile, BLOCK_SIZE, TILE_TOKENS
         )
         token_of_page = (tile * TILE_TOKENS % BLOCK_SIZE + lane % BLOCK_SIZE).to(tl.int64)
         address = head_base + token_of_page * token_stride + block * block_stride
@@ -506,36 +440,9 @@ def _paged_prefill_attention_kernel(
         if q.dtype == tl.float32:  # a branch makes these products, outside tensor cores, spill
             at_edge = True
         if at_edge:
-            visible = _visible(
-                tile * TILE_TOKENS + lane,
-                query_position,
-                first_key,
-                end_key,
-                window,
-                sink,
-                HAS_OFFSETS,
-                HAS_WINDOW,
-            )
+            visible = _visible(tile * TILE_TOKENS + lane, keys)
             # Looked up again: the layout of the scores is not the one of the loads.
-            again = _load_blocks(
-                table_row_ptr,
-                None,
-                tile,
-                start,
-                end,
-                sink_end,
-                query_position,
-                first_key,
-                end_key,
-                window,
-                sink,
-                ring_blocks,
-                BLOCK_SIZE,
-                HAS_OFFSETS,
-                HAS_WINDOW,
-                HAS_RING,
-                TILE_TOKENS,
-            )
+            again = _load_blocks(table_row, None, keys, tile, BLOCK_SIZE, TILE_TOKENS)
             scores = tl.where((again >= 0)[None, :] & visible, scores, float("-inf"))
 
         # The maximum is kept scaled: a product in the exponent of the rescale would be fused with
@@ -560,50 +467,30 @@ def _paged_prefill_attention_kernel(
         acc *= v_unit
 
     # Found anew: through the loop the rows' addresses would take the registers it lives on.
-    query_start, query_len, first_query, end_query = _load_tile(
-        query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES
-    )
-    query, in_tile, token, q_head = _tile_rows(
-        query_start, first_query, end_query, head, GROUP, TILE_ROWS
-    )
-    mask = in_tile[:, None] & in_head[None, :]
-    out = normalized(acc, total)
+    queries = _load_tile(query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES)
+    row = _tile_row(queries, head, tl.arange(0, TILE_ROWS), GROUP)
+    mask = row.in_tile[:, None] & in_head[None, :]
+    value = normalized(acc, total)
+    out = HeadRows(out_ptr, stride_out_token, stride_out_head)
+    lse = HeadRows(lse_ptr, stride_lse_token, stride_lse_head)
     if splits == 1:
-        out_offsets = token * stride_out_token + q_head * stride_out_head
-        out_ptrs = out_ptr + out_offsets[:, None] + dims[None, :]
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
-        if lse_ptr is not None:
-            lse_offsets = token * stride_lse_token + q_head * stride_lse_head
-            lse = natural_lse(top, total)
-            tl.store(lse_ptr + lse_offsets, lse, mask=in_tile)
+        store_out(out, row.token, row.q_head, dims, value, mask)
+        if lse.ptr is not None:
+            lse_offset = head_offset(lse, row.token, row.q_head)
+            row_lse = natural_lse(top, total)
+            tl.store(lse.ptr + lse_offset, row_lse, mask=row.in_tile)
     elif states_ptr is not None:
         num_q_heads = num_kv_heads * GROUP
-        state = (split * num_tokens + token) * num_q_heads + q_head
-        tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], out, mask=mask)
-        lse = natural_lse(top, total)
-        tl.store(states_lse_ptr + state, lse, mask=in_tile)
+        state = (split * num_tokens + row.token) * num_q_heads + row.q_head
+        tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], value, mask=mask)
+        row_lse = natural_lse(top, total)
+        tl.store(states_lse_ptr + state, row_lse, mask=row.in_tile)
+        states = States(states_ptr, states_lse_ptr, arrivals_ptr)
         if arrives_last(arrivals_ptr + tile_of_batch * num_kv_heads + head, splits):
             _merge_tile(
-                out_ptr,
-                stride_out_token,
-                stride_out_head,
-                lse_ptr,
-                stride_lse_token,
-                stride_lse_head,
-                states_ptr,
-                states_lse_ptr,
-                num_tokens,
-                num_q_heads,
-                splits,
-                query_start,
-                first_query,
-                end_query,
-                head,
-                GROUP,
-                HEAD_DIM,
-                TILE_ROWS,
-                TILE_DIM,
-            )
+                out, lse, states, num_tokens, num_q_heads, splits, queries, head,
+                GROUP, HEAD_DIM, TILE_ROWS, TILE_DIM,
+            )  # fmt: skip
 
 
 def paged_prefill_attention(
@@ -683,23 +570,13 @@ def paged_prefill_attention(
         arXiv:2205.14135, as in the module docstring.
     """
     table = check_paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        layout,
-        FLOAT_DTYPES,
-        out=out,
-        lse=lse,
-        scales=scales,
-    )
+        q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES,
+        softmax_scale=softmax_scale, out=out, lse=lse, scales=scales, visited=visited,
+    )  # fmt: skip
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     check_query_start_loc(query_start_loc, num_reqs, max_query_len, q.device)
     check_attn_mask_offsets(attn_mask_offsets, q)
-    check_softmax_scale(softmax_scale)
-    check_visited(visited, table, layout)
     check_splits(splits, q)
     group = num_q_heads // layout.num_kv_heads
     check_head_dim(layout)
@@ -726,11 +603,8 @@ def paged_prefill_attention(
                 f"queries, got one for fewer tiles"
             )
     _paged_prefill_attention_kernel[(num_programs,)](
-        out,
-        out.stride(0),
-        out.stride(1),
-        lse,
-        *((0, 0) if lse is None else lse.stride()),
+        *with_strides(out),
+        *with_strides(lse),
         None if splits is None else splits.states,
         None if splits is None else splits.states_lse,
         None if splits is None else splits.arrivals,
@@ -738,9 +612,7 @@ def paged_prefill_attention(
         0 if splits is None else splits.num_programs,
         num_tokens,
         visited,
-        q,
-        q.stride(0),
-        q.stride(1),
+        *with_strides(q),
         *cache_arguments(k_cache, v_cache, scales),
         table,
         table.stride(0),

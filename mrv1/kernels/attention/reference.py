@@ -15,13 +15,13 @@ from mrv1.kernels.attention.contracts import (
     check_paged_attention,
     check_query_len,
     check_query_start_loc,
-    check_softmax_scale,
-    check_visited,
 )
 from mrv1.kernels.attention.plan import (
     MAX_PIECES,
     SPLIT_TOKENS,
     DecodePlan,
+    Item,
+    Merge,
     check_plan,
     check_plan_options,
 )
@@ -103,8 +103,9 @@ def _attend_requests(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scales: KVScales | None,
+    visited: torch.Tensor | None,
     attn_mask_offsets: torch.Tensor | None = None,
-) -> None:
+) -> torch.Tensor:
     """Run attention request by request, so that no row can depend on another's length or pages."""
     for row, seq_len in enumerate(seq_lens):
         begin, end = query_starts[row], query_starts[row + 1]
@@ -129,25 +130,11 @@ def _attend_requests(
             out[first:last] = tile
             if lse is not None:
                 lse[first:last] = tile_lse
-
-
-def _mark_visited(
-    visited: torch.Tensor,
-    table_row: torch.Tensor,
-    positions: range,
-    layout: KVLayout,
-    ranges: torch.Tensor | None = None,
-) -> None:
-    """Set ``visited [kv_heads, row_width]`` where some query sees a key of the column's page."""
-    if not positions:
-        return
-    num_blocks = -(-positions.stop // layout.block_size)
-    columns = table_columns(layout, num_blocks)
-    present = (table_row[columns] >= 0).repeat_interleave(layout.block_size, dim=1)
-    queries = torch.tensor(positions, dtype=torch.int64, device=visited.device)
-    visible = _visible(queries, present, layout, ranges).any(1)
-    head, block = visible.unflatten(1, (num_blocks, -1)).any(2).nonzero(as_tuple=True)
-    visited[head, columns[head, block]] = 1
+            if visited is not None:
+                pages = visible.any(1).unflatten(1, (-1, layout.block_size)).any(2)
+                head, block = pages.nonzero(as_tuple=True)
+                visited[row, head, table_columns(layout, num_blocks)[head, block]] = 1
+    return out
 
 
 def _equal_size(tiles: list[int], plan: DecodePlan, most_items: int) -> int:
@@ -176,10 +163,23 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
             sink_end = min(sink, seq_len) if window >= 0 else 0
             first = max(seq_len - plan.query_len - window + 1, sink_end)
             start = min(first, seq_len) if window >= 0 else 0
-            visible = sink_end + seq_len - start
-            rest = (sink_end, start, seq_len, role.table_offset, window, sink, role.ring_blocks)
-            segments.append((req, head, visible, rest))
-    tiles = [max(1, -(-visible // tile)) for _, _, visible, _ in segments]
+            whole = Item(
+                req=req,
+                head=head,
+                first_work=0,
+                end_work=sink_end + seq_len - start,
+                pieces=1,
+                table_offset=role.table_offset,
+                sink_end=sink_end,
+                start=start,
+                window=window,
+                sink=sink,
+                ring_blocks=role.ring_blocks,
+                seq_len=seq_len,
+                piece=0,
+            )
+            segments.append(whole)
+    tiles = [max(1, -(-segment.end_work // tile)) for segment in segments]
     longest = max(tiles, default=1)
     if plan.num_kv_splits is not None:
         size = -(-longest // plan.num_kv_splits)
@@ -189,16 +189,16 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
             size = _equal_size(tiles, plan, plan.fine_items)
         by_length = sorted(zip(segments, tiles, strict=True), key=lambda each: 2 * each[1] <= size)
         segments, tiles = [each for each, _ in by_length], [count for _, count in by_length]
-    items: list[tuple[int, ...]] = []
-    merges: list[tuple[int, ...]] = []
-    for (req, head, visible, rest), num_tiles in zip(segments, tiles, strict=True):
+    items: list[Item] = []
+    merges: list[Merge] = []
+    for whole, num_tiles in zip(segments, tiles, strict=True):
         if plan.deterministic:
             size = SPLIT_TOKENS // tile
             while num_tiles > size * MAX_PIECES:
                 size *= 2
         pieces = -(-num_tiles // size)
         if pieces > 1:
-            merges.append((req, head, len(items), pieces))
+            merges.append(Merge(whole.req, whole.head, len(items), pieces))
         for piece in range(pieces):
             if plan.deterministic:
                 begin, end = piece * size, min((piece + 1) * size, num_tiles)
@@ -206,8 +206,11 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
                 share, longer = divmod(num_tiles, pieces)
                 begin = piece * share + min(piece, longer)
                 end = begin + share + (piece < longer)
-            keys = (begin * tile, min(end * tile, visible))
-            items.append((req, head, *keys, pieces, *rest, piece))
+            end_work = min(end * tile, whole.end_work)
+            item = whole._replace(
+                first_work=begin * tile, end_work=end_work, pieces=pieces, piece=piece
+            )
+            items.append(item)
     for rows, values in ((plan.items, items), (plan.merges, merges)):
         if values:
             found = torch.tensor(values, dtype=torch.int32, device=rows.device)
@@ -240,45 +243,21 @@ def paged_decode_attention(
     How the keys are cut is checked and has no effect here.
     """
     table = check_paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        layout,
-        ORACLE_DTYPES,
-        out=out,
-        lse=lse,
-        scales=scales,
-    )
+        q, k_cache, v_cache, block_table, seq_lens, layout, ORACLE_DTYPES,
+        softmax_scale=softmax_scale, out=out, lse=lse, scales=scales, visited=visited,
+    )  # fmt: skip
     num_reqs = seq_lens.shape[0]
     check_query_len(q, query_len, num_reqs)
     check_num_kv_splits(num_kv_splits)
-    check_softmax_scale(softmax_scale)
-    check_visited(visited, table, layout)
     check_plan_options(plan, num_kv_splits, deterministic)
     if plan is not None:
         check_plan(plan, seq_lens, layout, num_q_heads=q.shape[1], query_len=query_len)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     starts = list(range(0, (num_reqs + 1) * query_len, query_len))
-    _attend_requests(
-        q,
-        k_cache,
-        v_cache,
-        table,
-        starts,
-        seq_lens.tolist(),
-        layout,
-        softmax_scale,
-        out,
-        lse,
-        scales,
-    )
-    if visited is not None:
-        for row, seq_len in enumerate(seq_lens.tolist()):
-            positions = range(max(seq_len - query_len, 0), seq_len)
-            _mark_visited(visited[row], table[row], positions, layout)
-    return out
+    return _attend_requests(
+        q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale,
+        out, lse, scales, visited,
+    )  # fmt: skip
 
 
 @counted
@@ -309,21 +288,11 @@ def paged_prefill_attention(
             more than ``max_query_len`` queries.
     """
     table = check_paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        layout,
-        ORACLE_DTYPES,
-        out=out,
-        lse=lse,
-        scales=scales,
-    )
+        q, k_cache, v_cache, block_table, seq_lens, layout, ORACLE_DTYPES,
+        softmax_scale=softmax_scale, out=out, lse=lse, scales=scales, visited=visited,
+    )  # fmt: skip
     check_query_start_loc(query_start_loc, seq_lens.shape[0], max_query_len, q.device)
     check_attn_mask_offsets(attn_mask_offsets, q)
-    check_softmax_scale(softmax_scale)
-    check_visited(visited, table, layout)
     check_splits(splits, q)
     starts = query_start_loc.tolist()
     lengths = [end - begin for begin, end in pairwise(starts)]
@@ -334,30 +303,10 @@ def paged_prefill_attention(
     if max(lengths, default=0) > max_query_len:
         raise ValueError(f"max_query_len: expected at least {max(lengths)}, got {max_query_len}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    _attend_requests(
-        q,
-        k_cache,
-        v_cache,
-        table,
-        starts,
-        seq_lens.tolist(),
-        layout,
-        softmax_scale,
-        out,
-        lse,
-        scales,
-        attn_mask_offsets,
-    )
-    if visited is not None:
-        for row, seq_len in enumerate(seq_lens.tolist()):
-            if seq_len == 0:
-                continue
-            ranges = None
-            if attn_mask_offsets is not None:
-                ranges = attn_mask_offsets[starts[row] : starts[row + 1]].clamp(max=seq_len)
-            positions = range(seq_len - lengths[row], seq_len)
-            _mark_visited(visited[row], table[row], positions, layout, ranges)
-    return out
+    return _attend_requests(
+        q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale,
+        out, lse, scales, visited, attn_mask_offsets,
+    )  # fmt: skip
 
 
 @counted

@@ -1,9 +1,11 @@
-"""Device functions of the paged cache: head roles, table columns, addresses and rows of pages.
+"""Device functions of the paged cache: table columns, addresses and rows of pages.
 
 The rules are those of ``kv_layout``.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.cache.fp8 import decode_e4m3
@@ -15,41 +17,35 @@ ALIGNED_CODES = tl.constexpr(16)
 """Likewise beside scales: 16 bytes of e4m3 codes (the launchers check)."""
 
 
-@triton.jit
-def load_head_role(
-    head,  # int32
-    table_offset_ptr,  # [kv_heads] int32
-    window_ptr,  # [kv_heads] int32
-    sink_ptr,  # [kv_heads] int32
-    ring_blocks_ptr,  # [kv_heads] int32
-    HAS_WINDOW: tl.constexpr,
-    HAS_RING: tl.constexpr,
-):
-    """Return (table_offset, window, sink, ring_blocks) of a head; absent features cost no load."""
-    table_offset = tl.load(table_offset_ptr + head)
-    window = -1
-    sink = 0
-    ring_blocks = 0
-    if HAS_WINDOW:
-        window = tl.load(window_ptr + head)
-        sink = tl.load(sink_ptr + head)
-    if HAS_RING:
-        ring_blocks = tl.load(ring_blocks_ptr + head)
-    return table_offset, window, sink, ring_blocks
+class PagedKV(NamedTuple):
+    """One layer's keys and values, flat, or their scales, and where heads find their pages."""
+
+    k_ptr: tl.tensor | None
+    v_ptr: tl.tensor | None
+    base_ptr: tl.tensor | None  # [kv_heads] int64, elements
+    block_stride_ptr: tl.tensor | None  # [kv_heads] int64, elements
+    token_stride: tl.tensor  # elements
+
+
+class TableRow(NamedTuple):
+    """A request's row of the block table as one KV head reads it."""
+
+    ptr: tl.tensor  # int32
+    offset: tl.tensor  # int32, column of the head's segment
+    sink: tl.tensor | None  # int32, tokens; None = no head has a window
+    ring_blocks: tl.tensor | None  # int32, 0 = none; None = no head has a ring
 
 
 @triton.jit
-def table_column(
-    logical, table_offset, sink, ring_blocks, BLOCK_SIZE: tl.constexpr, HAS_RING: tl.constexpr
-):
-    """Return the block-table column of logical blocks (the ring rule of ``kv_layout``)."""
+def table_column(logical, row, BLOCK_SIZE: tl.constexpr):
+    """Return the columns of logical blocks in a ``TableRow`` (the ring rule of ``kv_layout``)."""
     column = logical
-    if HAS_RING:
-        sink_blocks = (sink + BLOCK_SIZE - 1) // BLOCK_SIZE
+    if row.ring_blocks is not None:
+        sink_blocks = (row.sink + BLOCK_SIZE - 1) // BLOCK_SIZE
         behind_sink = tl.maximum(logical - sink_blocks, 0)  # "%" of a negative truncates
-        in_ring = sink_blocks + behind_sink % tl.maximum(ring_blocks, 1)
-        column = tl.where((ring_blocks == 0) | (logical < sink_blocks), logical, in_ring)
-    return table_offset + column
+        in_ring = sink_blocks + behind_sink % tl.maximum(row.ring_blocks, 1)
+        column = tl.where((row.ring_blocks == 0) | (logical < sink_blocks), logical, in_ring)
+    return row.offset + column
 
 
 @triton.jit
