@@ -24,7 +24,15 @@ import torch
 
 from mrv1 import kernels
 from mrv1.bench.provenance import provenance
-from mrv1.kernels import DecodePlan, HeadRole, KVScales, PrefillSplits, reference
+from mrv1.kernels import (
+    DecodePlan,
+    HeadRole,
+    KVScales,
+    PrefillSplits,
+    QKNorm,
+    Rope,
+    reference,
+)
 from mrv1.kernels.attention import prefill_attention
 from mrv1.kernels.attention.plan import Item
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
@@ -81,8 +89,8 @@ def _qkv_cache_write(ops: ModuleType, device: torch.device) -> Outputs:
         positions = torch.arange(case.key.shape[0], device=device)
         yield ops.qkv_cache_write(
             _normal(case.key.shape[0], (8 + 2 * 4) * 128, device=device), k, v,
-            case.slot_mapping, case.layout, num_q_heads=8, cos_sin=cos_sin, positions=positions,
-            q_norm=weight, k_norm=weight, scales=scales,
+            case.slot_mapping, case.layout, num_q_heads=8, rope=Rope(cos_sin, positions),
+            norm=QKNorm(weight, weight), scales=scales,
         )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from mrv1.bench.timing import (
 )
 from mrv1.device import kernel_path, resolve_device
 from mrv1.errors import ConfigError
-from mrv1.kernels import reference
+from mrv1.kernels import QKNorm, Rope, reference
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.kernels.registry import Ops, select_ops
 
@@ -271,8 +271,8 @@ def _fused(ops: Ops, data: WriteData) -> list[Callable[..., torch.Tensor]]:
     return [
         partial(
             ops.qkv_cache_write, qkv, data.k_cache, data.v_cache, slots, data.layout,
-            num_q_heads=data.case.num_q_heads, cos_sin=data.cos_sin, q_norm=data.q_norm,
-            k_norm=data.k_norm, eps=EPS, scales=data.scales,
+            num_q_heads=data.case.num_q_heads, rope=Rope(data.cos_sin),
+            norm=QKNorm(data.q_norm, data.k_norm, EPS), scales=data.scales,
         )
         for qkv, slots in zip(data.qkv, data.slots, strict=True)
     ]  # fmt: skip

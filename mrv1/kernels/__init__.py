@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mrv1.kernels import reference
 from mrv1.kernels.attention.plan import DecodePlan
 from mrv1.kernels.attention.splits import PrefillSplits
+from mrv1.kernels.cache.contracts import QKNorm, Rope
 from mrv1.kernels.cache.kv_layout import HeadRole, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.sampling.contracts import BadWords, History, LogitEdits, TopLogprobs
@@ -54,7 +55,9 @@ __all__ = [
     "KVScales",
     "LogitEdits",
     "PrefillSplits",
+    "QKNorm",
     "RequestSlots",
+    "Rope",
     "SlotTables",
     "TopLogprobs",
     "apply_bad_words",

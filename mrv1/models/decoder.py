@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mrv1.kernels import QKNorm, Rope
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.registry import Ops
 from mrv1.models.attention import AttentionBackend, KernelBackend
@@ -49,6 +50,7 @@ class DecoderModel:
         self.softmax_scale = config.head_dim**-0.5
         self._unplanned = self.kernel_backend()
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
+        self._qk_norms = [_qk_norm(layer, config.rms_norm_eps) for layer in weights.layers]
 
     @property
     def device(self) -> torch.device:
@@ -99,12 +101,13 @@ class DecoderModel:
         hidden, cos_sin = self._ops.embed_tokens(
             batch.input_ids, self.weights.embed, batch.positions, self._cos_sin
         )
+        rope = Rope(cos_sin, interleaved=self.config.rope_interleaved)
         norms_ahead = self._norms_ahead(hidden)
         x = self._norm(hidden, layers[0].input_norm) if norms_ahead else hidden
-        for index, (layer, next_norm, cache) in enumerate(
-            zip(layers, next_norms, caches, strict=True)
+        for index, (layer, qk_norm, next_norm, cache) in enumerate(
+            zip(layers, self._qk_norms, next_norms, caches, strict=True)
         ):
-            q = self._write_kv(x, layer, batch, cos_sin, cache)
+            q = self._write_kv(x, layer, batch, rope, qk_norm, cache)
             if on_kv_written is not None:
                 on_kv_written(index)
             attended = backend.attend(q, batch, cache).flatten(1)
@@ -117,12 +120,10 @@ class DecoderModel:
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocab]`` float32 logits (float64 stays so) of ``[rows, hidden]``."""
-        wide = None if hidden_rows.dtype == torch.float64 else torch.float32
+        lm_head, wide = self.weights.lm_head, torch.promote_types(hidden_rows.dtype, torch.float32)
+        logits = hidden_rows.new_empty((len(hidden_rows), len(lm_head)), dtype=wide)
         logits = self._ops.linear(
-            hidden_rows,
-            self.weights.lm_head,
-            deterministic=self.deterministic,
-            out_dtype=wide,
+            hidden_rows, lm_head, out=logits, deterministic=self.deterministic
         )
         return self._parallel.all_gather(logits)
 
@@ -202,7 +203,8 @@ class DecoderModel:
         x: torch.Tensor,
         layer: LayerWeights,
         batch: AttentionBatch,
-        cos_sin: torch.Tensor,
+        rope: Rope,
+        qk_norm: QKNorm | None,
         cache: LayerCache,
     ) -> torch.Tensor:
         """Project, norm and rotate; store keys and values; return the queries."""
@@ -216,11 +218,14 @@ class DecoderModel:
             batch.slot_mapping,
             cache.layout,
             num_q_heads=config.num_q_heads,
-            cos_sin=cos_sin,
-            interleaved=config.rope_interleaved,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=config.rms_norm_eps,
+            rope=rope,
+            norm=qk_norm,
             q_out=q,
             scales=cache.scales,
         )
+
+
+def _qk_norm(layer: LayerWeights, eps: float) -> QKNorm | None:
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    return QKNorm(layer.q_norm, layer.k_norm, eps)

@@ -108,21 +108,20 @@ def _swapped(key, value, *arguments, scales):
     reference.kv_cache_write(value, key, *arguments, scales=scales)
 
 
-def _still(cos_sin):
+def _still(rope):
     """Angles of zero."""
-    return torch.cat(
-        [torch.ones_like(half) * (1 - i) for i, half in enumerate(cos_sin.chunk(2, 1))], 1
-    )
+    halves = rope.cos_sin.chunk(2, 1)
+    return replace(rope, cos_sin=torch.cat([torch.ones_like(halves[0]), halves[1] * 0], 1))
 
 
-def _unturned(qkv, *arguments, cos_sin, **options):
-    return reference.qkv_cache_write(qkv, *arguments, cos_sin=_still(cos_sin), **options)
+def _unturned(qkv, *arguments, rope, **options):
+    return reference.qkv_cache_write(qkv, *arguments, rope=_still(rope), **options)
 
 
-def _stores_what_it_did_not_turn(*arguments, k_out=None, cos_sin, **options):
+def _stores_what_it_did_not_turn(*arguments, k_out=None, rope, **options):
     if k_out is None:
-        cos_sin = _still(cos_sin)
-    return reference.qkv_cache_write(*arguments, k_out=k_out, cos_sin=cos_sin, **options)
+        rope = _still(rope)
+    return reference.qkv_cache_write(*arguments, k_out=k_out, rope=rope, **options)
 
 
 @KV_DTYPES

@@ -137,7 +137,6 @@ def _write(dtype: torch.dtype, head_dim: int, fp8: dict[str, object] = NO_FP8) -
             "GROUPS": head_dim == 256,
             "BLOCK_SIZE": BLOCK_SIZE,
             "TILE_ROWS": config.tile_rows,
-            "TILE_DIM": triton.next_power_of_2(head_dim),
             **fp8,
         },
         num_warps=config.num_warps,

@@ -52,7 +52,6 @@ def _copy(
             "SCALES_PER_BLOCK": scales,
             "ALIGNMENT": ALIGNMENT_BYTES // bits.itemsize,
             "TILE_ROWS": config.tile_rows,
-            "TILE_DIM": triton.next_power_of_2(head_dim),
         },
         num_warps=config.num_warps,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._base.triton import triton
 from mrv1.kernels.cache.qkv_cache_write import QKVCacheWriteConfig, _qkv_cache_write_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import BLOCK_SIZE, NO_FP8, _caches, _fp8, _fp8_name, _name
@@ -78,8 +77,6 @@ def _write(
             "BLOCK_SIZE": BLOCK_SIZE,
             "TILE_TOKENS": config.tile_tokens,
             "TILE_HEADS": config.tile_heads,
-            "TILE_PAIRS": triton.next_power_of_2(num_pairs),
-            "TILE_REST": triton.next_power_of_2(head_dim - 2 * num_pairs),
             **fp8,
             "OVERLAP": target.has_dependent_launch,
         },

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._base.triton import triton
 from mrv1.kernels.cache.quarter_write import QuarterWriteConfig, _quarter_write_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import NUM_KV_HEADS, _caches, _fp8, _name
@@ -42,7 +41,6 @@ def _write(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -
             "BLOCK_SIZE": block_size,
             "TILE_ROWS": config.tile_rows,
             "TILE_SLOTS": config.tile_slots,
-            "TILE_DIM": triton.next_power_of_2(head_dim),
             **fp8,
         },
         num_warps=config.num_warps,

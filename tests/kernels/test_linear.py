@@ -80,7 +80,7 @@ def test_the_oracle_norms_first_and_rounds_once():
     normed = reference.rms_norm(x, norm_weight, EPS)
     want = torch.nn.functional.linear(normed.float(), weight.float())
     assert torch.equal(reference.linear(**arguments), want.bfloat16())
-    assert torch.equal(reference.linear(**arguments, out_dtype=torch.float32), want)
+    assert torch.equal(reference.linear(**arguments, out=torch.empty_like(want)), want)
 
 
 # --- properties --------------------------------------------------------------------------------
@@ -103,9 +103,7 @@ def test_it_is_within_its_budget(
     out_dtype = torch.float32 if wide and "normed" not in features else dtype
     out = in_a_wider_row(torch.zeros(num_tokens, size[1], dtype=out_dtype, device=device), 4, 12)
     with _as_on(gpu), library_calls() as calls:
-        got = kernels.linear(
-            **arguments, out=out, out_dtype=out_dtype, deterministic=deterministic
-        )
+        got = kernels.linear(**arguments, out=out, deterministic=deterministic)
     assert got is out
     assert_linear_in_budget(got, **arguments, by_library=bool(calls))
     for view in (out, *(arguments.get(name, out) for name in ("x", "residual", "normed_out"))):
@@ -301,7 +299,7 @@ def test_programs_hold_odd_sizes(name, num_in, num_rows):
         ),
         ({"out": torch.ones(2, 6).half()}, TypeError, r"out: expected dtype torch\.float32"),
         ({"out": torch.ones(3, 6)}, ValueError, r"out: expected shape \[2, 6\], got \[3, 6\]"),
-        ({"out_dtype": torch.float16}, TypeError, r"out_dtype: expected None, torch\.float32 or"),
+        ({"out": torch.ones(2, 6).double()}, TypeError, r"out: expected dtype torch\.float32"),
         (
             {"normed_out": torch.ones(2, 6)},
             ValueError,
@@ -340,7 +338,8 @@ def test_a_weight_with_gaps_is_refused(device):
 def test_a_wide_result_is_not_normed(device):
     x, weight = torch.ones(2, 8, device=device).half(), torch.ones(6, 8, device=device).half()
     norm = {"out_norm_weight": weight[:, 0].clone(), "normed_out": weight.new_ones(2, 6)}
-    with pytest.raises(
-        TypeError, match=r"out_dtype: expected torch\.float16 with normed_out, got"
-    ):
-        kernels.linear(x, weight, **norm, out_dtype=torch.float32)
+    out = torch.ones(2, 6, device=device)
+    with pytest.raises(TypeError, match=r"out: expected torch\.float16 with normed_out, got"):
+        kernels.linear(x, weight, **norm, out=out)
+    with pytest.raises(TypeError, match=r"out: expected dtype torch\.float16 or torch\.float32"):
+        kernels.linear(x, weight, out=out.bfloat16())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import kernels
-from mrv1.kernels import KVLayout, KVScales, reference
+from mrv1.kernels import KVLayout, KVScales, QKNorm, Rope, reference
 from mrv1.kernels.cache.qkv_cache_write import QKVCacheWriteConfig
 from mrv1.testing.strategies import (
     LayoutCase,
@@ -95,22 +95,18 @@ class Call:
             qkv.copy_((qkv * 4).round().clamp(-32, 32) / 4)
         keywords: dict[str, object] = {"num_q_heads": num_q_heads}
         if options.norm:
-            for seed, name in enumerate(("q_norm", "k_norm")):
-                keywords[name] = normal((dim,), dtype, device, options.seed + seed)
-            keywords["eps"] = EPS
+            weights = (normal((dim,), dtype, device, options.seed + seed) for seed in (0, 1))
+            keywords["norm"] = QKNorm(*weights, EPS)
         if options.rotary_dim is not None:
             shape = (3, num_tokens) if options.mrope else (num_tokens,)
             generator = torch.Generator().manual_seed(options.seed)
             positions = torch.randint(MAX_POSITIONS, shape, generator=generator)
-            keywords |= {
-                "cos_sin": _table(options.rotary_dim, device),
-                "positions": positions.to(device),
-                "interleaved": options.interleaved,
-            }
+            section = None
             if options.mrope:
                 half, quarter = options.rotary_dim // 4, options.rotary_dim // 8
-                rest = options.rotary_dim // 2 - half - quarter
-                keywords["mrope_section"] = (rest, half, quarter)
+                section = (options.rotary_dim // 2 - half - quarter, half, quarter)
+            table = _table(options.rotary_dim, device)
+            keywords["rope"] = Rope(table, positions.to(device), options.interleaved, section)
         return cls(
             case=case,
             options=options,
@@ -159,11 +155,11 @@ class Call:
         """Return q and k as ``rms_norm`` and ``apply_rope`` leave them."""
         q, k, _ = (part.clone() for part in self.parts)
         if self.options.norm:
-            ops.rms_norm(q, self.keywords["q_norm"], EPS, out=q)
-            ops.rms_norm(k, self.keywords["k_norm"], EPS, out=k)
+            ops.rms_norm(q, self.keywords["norm"].q_weight, EPS, out=q)
+            ops.rms_norm(k, self.keywords["norm"].k_weight, EPS, out=k)
         if self.options.rotary_dim is not None:
-            names = ("cos_sin", "positions", "interleaved")
-            ops.apply_rope(q, k, **{name: self.keywords[name] for name in names})
+            rope = self.keywords["rope"]
+            ops.apply_rope(q, k, rope.cos_sin, rope.positions, interleaved=rope.interleaved)
         return q, k
 
 
@@ -249,13 +245,8 @@ def test_the_oracle_is_the_formula(interleaved):
         torch.tensor([[3, -1]]),
         layout,
         num_q_heads=2,
-        cos_sin=cos_sin,
-        positions=positions,
-        interleaved=interleaved,
-        mrope_section=(1, 0, 1),
-        q_norm=weights[0],
-        k_norm=weights[1],
-        eps=EPS,
+        rope=Rope(cos_sin, positions, interleaved, (1, 0, 1)),
+        norm=QKNorm(*weights, EPS),
     )
     torch.testing.assert_close(q, want[:, :2])
     for cache, row in ((caches[0], want[0, 2]), (caches[1], qkv[0, 3])):
@@ -304,7 +295,8 @@ def test_mrope_of_equal_positions_is_rope(device, seed, interleaved):
         _example(device, mrope=mrope, interleaved=interleaved, seed=seed)
         for mrope in (False, True)
     ]
-    calls[1].keywords["positions"] = calls[0].keywords["positions"].expand(3, -1)
+    one, three = (call.keywords["rope"] for call in calls)
+    calls[1].keywords["rope"] = replace(three, positions=one.positions.expand(3, -1))
     one, three = (call.run(kernels) for call in calls)
     assert _same(one, three)
     assert _same(calls[0].k_out, calls[1].k_out)
@@ -316,8 +308,9 @@ def test_rows_picked_before_are_the_same(device, drawn):
     case, options = drawn
     table, rows = (Call.of(case.to(device), options) for _ in range(2))
     if options.rotary_dim is not None:
-        positions = rows.keywords.pop("positions")
-        rows.keywords["cos_sin"] = rows.keywords["cos_sin"][positions].contiguous()
+        rope = rows.keywords["rope"]
+        picked = rope.cos_sin[rope.positions].contiguous()
+        rows.keywords["rope"] = replace(rope, cos_sin=picked, positions=None)
     assert _same(rows.run(kernels), table.run(kernels))
     _assert_same_cache(rows, table)
 
@@ -441,12 +434,25 @@ def test_configurations(dim, dtype):
 # --- errors ------------------------------------------------------------------------------------
 
 
-def _change(name, change):
-    return lambda arguments: arguments | {name: change(arguments[name])}
-
-
 def _set(**values):
-    return lambda arguments: arguments | values
+    """Set arguments, or fields of ``rope`` and ``norm``."""
+
+    def changed(arguments):
+        for name in ("rope", "norm"):
+            own = {k: v for k, v in values.items() if k in arguments[name].__slots__}
+            arguments = arguments | {name: replace(arguments[name], **own)}
+        return arguments | {k: v for k, v in values.items() if k in arguments}
+
+    return changed
+
+
+def _change(name, change):
+    def changed(arguments):
+        bundles = (arguments["rope"], arguments["norm"])
+        old = [getattr(bundle, name) for bundle in bundles if name in bundle.__slots__]
+        return _set(**{name: change(*(old or [arguments[name]]))})(arguments)
+
+    return changed
 
 
 WRONG = [
@@ -474,11 +480,18 @@ WRONG = [
     (_change("cos_sin", lambda x: x.to("meta")), ValueError, "cos_sin: expected device"),
     (_change("cos_sin", lambda x: x[:, :7].clone()), ValueError, "cos_sin: .* even .* got 7"),
     (_change("cos_sin", lambda x: x.repeat(1, 2)), ValueError, r"cos_sin: .* in \[2, 16\] .* 32"),
-    (_set(cos_sin=None), ValueError, "positions: expected None without cos_sin, got Tensor"),
+    (_set(cos_sin=None), TypeError, r"cos_sin: expected a torch\.Tensor, got NoneType"),
     (
-        _set(cos_sin=None, positions=None, mrope_section=(8, 0, 0)),
+        _set(positions=None, mrope_section=(8, 0, 0)),
         ValueError,
-        "mrope_section: expected None without cos_sin, got tuple",
+        r"rope\.cos_sin: expected shape \[5, any\], got",
+    ),
+    (
+        lambda arguments: _set(
+            cos_sin=arguments["rope"].cos_sin[:5], positions=None, mrope_section=(8, 0, 0)
+        )(arguments),
+        ValueError,
+        r"rope\.mrope_section: expected None without positions, got \(8, 0, 0\)",
     ),
     (_set(positions=None), ValueError, r"cos_sin: expected shape \[5, any\], got"),
     (_set(positions=[0] * 5), TypeError, r"positions: expected a torch\.Tensor, got list"),
@@ -494,12 +507,24 @@ WRONG = [
     (_set(mrope_section=(4, 4)), ValueError, r"mrope_section: .* 8 pairs together, got \(4, 4\)"),
     (_set(mrope_section=(4, 2, 1)), ValueError, "mrope_section: expected three sizes >= 0 of 8"),
     (_set(mrope_section=(9, -1, 0)), ValueError, "mrope_section: expected three sizes >= 0"),
-    (_change("q_norm", torch.Tensor.half), TypeError, "q_norm: expected dtype torch.float32"),
-    (_change("q_norm", lambda x: x[1:]), ValueError, r"q_norm: expected shape \[16\], got \[15\]"),
-    (_change("k_norm", lambda x: x.to("meta")), ValueError, "k_norm: expected device"),
-    (_change("k_norm", lambda x: x.repeat(2)[::2]), ValueError, "k_norm: expected a contiguous"),
-    (_set(k_norm=None), ValueError, "q_norm, k_norm: expected both or neither, got one"),
-    (_set(q_norm=None), ValueError, "q_norm, k_norm: expected both or neither, got one"),
+    (
+        _change("q_weight", torch.Tensor.half),
+        TypeError,
+        r"norm\.q_weight: expected dtype torch\.float32",
+    ),
+    (
+        _change("q_weight", lambda x: x[1:]),
+        ValueError,
+        r"norm\.q_weight: expected shape \[16\], got \[15\]",
+    ),
+    (_change("k_weight", lambda x: x.to("meta")), ValueError, "norm.k_weight: expected device"),
+    (
+        _change("k_weight", lambda x: x.repeat(2)[::2]),
+        ValueError,
+        r"norm\.k_weight: expected a contiguous",
+    ),
+    (_set(k_weight=None), TypeError, r"norm\.k_weight: expected a torch\.Tensor, got NoneType"),
+    (_set(q_weight=None), TypeError, r"norm\.q_weight: expected a torch\.Tensor, got NoneType"),
     (_change("q_out", torch.Tensor.half), TypeError, "q_out: expected dtype torch.float32"),
     (_change("q_out", lambda x: x[:, 1:]), ValueError, r"q_out: expected shape \[5, 4, 16\]"),
     (_change("q_out", lambda x: x.mT.contiguous().mT), ValueError, "q_out: expected unit last"),
@@ -523,12 +548,11 @@ def test_errors_name_the_argument_and_write_nothing(device, ops, change, error, 
         "slot_mapping": torch.arange(5, device=device)[None],
         "layout": KVLayout.hnd(2, 16, 16, device=device),
         "num_q_heads": 4,
-        "cos_sin": torch.ones(9, 16, device=device),
-        "positions": torch.arange(5, device=device),
-        "q_norm": torch.ones(16, device=device),
-        "k_norm": torch.ones(16, device=device),
+        "rope": Rope(torch.ones(9, 16, device=device), torch.arange(5, device=device)),
+        "norm": QKNorm(*torch.ones(2, 16, device=device)),
         "q_out": outs[0],
         "k_out": outs[1],
+        "scales": None,
     }
     with pytest.raises(error, match=message):
         ops.qkv_cache_write(**change(arguments))

@@ -51,6 +51,17 @@ def _matches(got: torch.Size, want: tuple[int | None, ...]) -> bool:
     )
 
 
+def check_rotary_dim(name: str, cos_sin: torch.Tensor, head_dim: int) -> int:
+    """Return the rotary dimension of a table of cosines and sines, or raise if it is none."""
+    rotary_dim = cos_sin.shape[1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"{name}: expected an even rotary_dim in [2, {head_dim}] as its last size, "
+            f"got {rotary_dim}"
+        )
+    return rotary_dim
+
+
 def check_launchable(name: str, tensor: torch.Tensor) -> None:
     """Raise unless a Triton kernel can run on ``tensor``'s device in this process."""
     if tensor.device.type == "cpu" and not INTERPRET:

@@ -5,9 +5,12 @@ Launchers and oracles share it; beside it stand ``kv_layout`` and ``kv_scales``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 
-from mrv1.kernels._base.checks import check_tensor
+from mrv1.kernels._base.checks import check_rotary_dim, check_tensor
 from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
 
@@ -93,35 +96,17 @@ def _check_scales(scales: KVScales, layout: KVLayout, k_cache: torch.Tensor) -> 
     elif scales.k_scale.dim() > 1:
         num_blocks = k_cache.shape[0] if k_cache.dim() == 4 else None
         shape = (num_blocks, heads, scales_per_block(scales.granularity, layout.block_size))
-    check_tensor(
-        "scales.k_scale",
-        scales.k_scale,
-        shape=shape,
-        dtype=torch.float32,
-        device=device,
-        contiguous=True,
-    )
-    check_tensor(
-        "scales.v_scale",
-        scales.v_scale,
-        shape=tuple(scales.k_scale.shape),
-        dtype=torch.float32,
-        device=device,
-        contiguous=True,
-    )
+    check = partial(check_tensor, device=device, contiguous=True)
+    check("scales.k_scale", scales.k_scale, shape=shape, dtype=torch.float32)
+    check("scales.v_scale", scales.v_scale, shape=scales.k_scale.shape, dtype=torch.float32)
     end = scales.last_base + max(1, scales_per_block(scales.granularity, layout.block_size))
     if 0 < scales.k_scale.numel() < end:
         raise ValueError(
             f"scales: expected those of block 0 within the {scales.k_scale.numel()} elements of "
             f"k_scale, got one that ends at {end}"
         )
-    for name, column in (
-        ("scales.base", scales.base),
-        ("scales.block_stride", scales.block_stride),
-    ):
-        check_tensor(
-            name, column, shape=(heads,), dtype=torch.int64, device=device, contiguous=True
-        )
+    check("scales.base", scales.base, shape=(heads,), dtype=torch.int64)
+    check("scales.block_stride", scales.block_stride, shape=(heads,), dtype=torch.int64)
 
 
 def check_cache_write(
@@ -140,50 +125,55 @@ def check_cache_write(
         TypeError: a wrong dtype.
         ValueError: a wrong shape, device or stride.
     """
-    check_tensor(
-        "key",
-        key,
-        shape=(None, layout.num_kv_heads, layout.head_dim),
-        dtype=dtypes,
-        unit_last_stride=True,
-    )
-    check_tensor(
-        "value",
-        value,
-        shape=tuple(key.shape),
-        dtype=key.dtype,
-        device=key.device,
-        unit_last_stride=True,
-    )
+    shape = (None, layout.num_kv_heads, layout.head_dim)
+    check_tensor("key", key, shape=shape, dtype=dtypes, unit_last_stride=True)
+    check = partial(check_tensor, device=key.device)
+    check("value", value, shape=key.shape, dtype=key.dtype, unit_last_stride=True)
     check_caches(k_cache, v_cache, layout, key, scales)
-    check_tensor(
-        "slot_mapping",
-        slot_mapping,
-        shape=(layout.num_groups, key.shape[0]),
-        dtype=torch.int64,
-        device=key.device,
-    )
+    slots_shape = (layout.num_groups, key.shape[0])
+    check("slot_mapping", slot_mapping, shape=slots_shape, dtype=torch.int64)
 
 
-def check_qkv_cache_write(
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How ``qkv_cache_write`` rotates queries and keys."""
+
+    cos_sin: torch.Tensor
+    """``[max_positions, rotary_dim]`` float32, as ``apply_rope`` takes it; or, without
+    ``positions``, ``[num_tokens, rotary_dim]``, each token's own row."""
+    positions: torch.Tensor | None = None
+    """``[num_tokens]`` int64, contiguous, in [0, max_positions): not checked on the device. With
+    ``mrope_section`` ``[3, num_tokens]``, unit last stride. None = the rows are picked already:
+    worth it when many layers share them, as no load waits for another."""
+    interleaved: bool = False
+    """Pairs are neighbours (2i, 2i + 1), not halves (i, i + rotary_dim / 2)."""
+    mrope_section: tuple[int, int, int] | None = None
+    """Pairs that turn by the position of time, of height and of width, in that order; together
+    rotary_dim / 2. None = one position per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """The RMS norms of ``qkv_cache_write``, over each head."""
+
+    q_weight: torch.Tensor
+    """``[head_dim]``, qkv's dtype, contiguous: of query heads."""
+    k_weight: torch.Tensor
+    """Likewise of key heads."""
+    eps: float = 1e-6
+
+
+def check_qkv(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    layout: KVLayout,
-    dtypes: tuple[torch.dtype, ...],
-    *,
     num_q_heads: int,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    mrope_section: tuple[int, ...] | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
+    layout: KVLayout,
+    rope: Rope | None,
+    norm: QKNorm | None,
     q_out: torch.Tensor | None,
     k_out: torch.Tensor | None,
-    scales: KVScales | None,
+    dtypes: tuple[torch.dtype, ...],
 ) -> torch.Tensor:
-    """Return qkv as [tokens, heads, head_dim], or raise where arguments do not fit together.
+    """Return qkv as [tokens, heads, head_dim], or raise where it and what is done to it misfit.
 
     Raises:
         TypeError: a wrong dtype.
@@ -198,79 +188,43 @@ def check_qkv_cache_write(
             f"qkv: expected shape [any, {heads * dim}] or [any, {heads}, {dim}], "
             f"got {list(qkv.shape)}"
         )
-    qkv = qkv if qkv.dim() == 3 else qkv.unflatten(1, (heads, dim))
-    key, value = qkv[:, num_q_heads:].chunk(2, dim=1)
-    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, dtypes, scales)
-    for name, out, like in (("q_out", q_out, qkv[:, :num_q_heads]), ("k_out", k_out, key)):
+    check = partial(check_tensor, dtype=qkv.dtype, device=qkv.device)
+    for name, out, num_heads in (
+        ("q_out", q_out, num_q_heads),
+        ("k_out", k_out, layout.num_kv_heads),
+    ):
         if out is not None:
-            check_tensor(
-                name,
-                out,
-                shape=tuple(like.shape),
-                dtype=qkv.dtype,
-                device=qkv.device,
-                unit_last_stride=True,
-            )
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm, k_norm: expected both or neither, got one")
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if weight is not None:
-            check_tensor(
-                name, weight, shape=(dim,), dtype=qkv.dtype, device=qkv.device, contiguous=True
-            )
-    _check_rope(qkv, cos_sin, positions, mrope_section)
-    return qkv
+            check(name, out, shape=(qkv.shape[0], num_heads, dim), unit_last_stride=True)
+    if norm is not None:
+        check("norm.q_weight", norm.q_weight, shape=(dim,), contiguous=True)
+        check("norm.k_weight", norm.k_weight, shape=(dim,), contiguous=True)
+    if rope is not None:
+        _check_rope(rope, qkv, dim)
+    return qkv if qkv.dim() == 3 else qkv.unflatten(1, (heads, dim))
 
 
-def _check_rope(
-    qkv: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    mrope_section: tuple[int, ...] | None,
-) -> None:
-    num_tokens, _, head_dim = qkv.shape
-    if cos_sin is None:
-        for name, given in (("positions", positions), ("mrope_section", mrope_section)):
-            if given is not None:
-                raise ValueError(
-                    f"{name}: expected None without cos_sin, got {type(given).__name__}"
-                )
-        return
-    check_tensor(
-        "cos_sin",
-        cos_sin,
-        shape=(num_tokens if positions is None else None, None),
-        dtype=torch.float32,
-        device=qkv.device,
-        contiguous=True,
+def _check_rope(rope: Rope, qkv: torch.Tensor, head_dim: int) -> None:
+    num_tokens, positions = qkv.shape[0], rope.positions
+    section: tuple[int, ...] | None = rope.mrope_section
+    check = partial(check_tensor, device=qkv.device)
+    num_rows = num_tokens if positions is None else None
+    check(
+        "rope.cos_sin", rope.cos_sin, shape=(num_rows, None), dtype=torch.float32, contiguous=True
     )
-    rotary_dim = cos_sin.shape[1]
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ValueError(
-            f"cos_sin: expected an even rotary_dim in [2, {head_dim}] as its last size, "
-            f"got {rotary_dim}"
-        )
+    rotary_dim = check_rotary_dim("rope.cos_sin", rope.cos_sin, head_dim)
     if positions is None:  # a row for each token
-        if mrope_section is not None:
-            raise ValueError(
-                f"mrope_section: expected None without positions, got {mrope_section}"
-            )
+        if section is not None:
+            raise ValueError(f"rope.mrope_section: expected None without positions, got {section}")
         return
-    if mrope_section is not None and (
-        len(mrope_section) != 3 or min(mrope_section) < 0 or sum(mrope_section) != rotary_dim // 2
+    if section is not None and (
+        len(section) != 3 or min(section) < 0 or sum(section) != rotary_dim // 2
     ):
         raise ValueError(
-            f"mrope_section: expected three sizes >= 0 of {rotary_dim // 2} pairs together, "
-            f"got {mrope_section}"
+            f"rope.mrope_section: expected three sizes >= 0 of {rotary_dim // 2} pairs together, "
+            f"got {section}"
         )
-    check_tensor(
-        "positions",
-        positions,
-        shape=(num_tokens,) if mrope_section is None else (3, num_tokens),
-        dtype=torch.int64,
-        device=qkv.device,
-        unit_last_stride=True,
-    )
+    shape = (num_tokens,) if section is None else (3, num_tokens)
+    check("rope.positions", positions, shape=shape, dtype=torch.int64, unit_last_stride=True)
 
 
 def check_copy_pages(
@@ -292,15 +246,10 @@ def check_copy_pages(
     """
     check_tensor("k_cache", k_cache, dtype=dtypes)
     check_caches(k_cache, v_cache, layout, k_cache, scales)
-    for name, ids in (("src_block_ids", src_block_ids), ("dst_block_ids", dst_block_ids)):
-        check_tensor(
-            name,
-            ids,
-            shape=(None,) if ids is src_block_ids else tuple(src_block_ids.shape),
-            dtype=(torch.int32, torch.int64),
-            device=k_cache.device,
-            contiguous=True,
-        )
+    integers = (torch.int32, torch.int64)
+    check = partial(check_tensor, dtype=integers, device=k_cache.device, contiguous=True)
+    check("src_block_ids", src_block_ids, shape=(None,))
+    check("dst_block_ids", dst_block_ids, shape=src_block_ids.shape)
     if group is None and layout.num_groups > 1:
         raise ValueError(f"group: expected one of {layout.num_groups} groups, got None")
     if group is not None and not 0 <= group < layout.num_groups:

@@ -21,6 +21,7 @@ from mrv1.kernels.cache.contracts import PAGE_DTYPES, check_copy_pages, check_he
 from mrv1.kernels.cache.fp8 import scale_index
 from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
+from mrv1.kernels.cache.scale_arguments import layout_constexprs
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes. Pages move as integers: no target need know the cache's dtype, no NaN is quieted."""
@@ -66,7 +67,6 @@ def _copy_pages_kernel(
     SCALES_PER_BLOCK: tl.constexpr,  # of each head
     ALIGNMENT: tl.constexpr,  # elements; divides every address
     TILE_ROWS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
 ):
     """Grid (cdiv(num_vectors, TILE_ROWS),): TILE_ROWS (block, head, token) vectors a program."""
     vector = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -84,7 +84,7 @@ def _copy_pages_kernel(
     source = tl.multiple_of(page_offset + src * block_stride, ALIGNMENT)
     target = tl.multiple_of(page_offset + dst * block_stride, ALIGNMENT)
 
-    dims = tl.arange(0, TILE_DIM)[None, :]
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
     mask = kept[:, None] & (dims < HEAD_DIM)
     k = tl.load(k_cache_ptr + source[:, None] + dims, mask=mask, other=0)
     v = tl.load(v_cache_ptr + source[:, None] + dims, mask=mask, other=0)
@@ -168,22 +168,15 @@ def copy_pages(
         k_cache.view(bits),
         v_cache.view(bits),
         *_scale_arguments(scales),
-        src_block_ids,
-        dst_block_ids,
-        layout.group_of_head,
-        layout.head_base,
-        layout.block_stride,
-        layout.token_stride,
+        *(src_block_ids, dst_block_ids, layout.group_of_head),
+        *(layout.head_base, layout.block_stride, layout.token_stride),
         -1 if group is None else group,
         num_vectors,
-        NUM_KV_HEADS=layout.num_kv_heads,
-        HEAD_DIM=layout.head_dim,
-        BLOCK_SIZE=layout.block_size,
         SCALES_PER_BLOCK=0
         if scales is None
         else scales_per_block(scales.granularity, layout.block_size),
         ALIGNMENT=math.gcd(layout.address_unit, ALIGNMENT_BYTES // itemsize),
         TILE_ROWS=config.tile_rows,
-        TILE_DIM=triton.next_power_of_2(layout.head_dim),
+        **layout_constexprs(layout),
         num_warps=config.num_warps,
     )

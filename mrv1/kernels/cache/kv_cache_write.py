@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
@@ -22,7 +23,12 @@ from mrv1.kernels.cache.fp8 import finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.quarter_write import write_quarters
-from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+from mrv1.kernels.cache.scale_arguments import (
+    cache_arguments,
+    fp8_constexprs,
+    layout_constexprs,
+    slot_arguments,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +56,12 @@ class KVCacheWriteConfig:
 
 
 @triton.jit
-def _quantized(
-    x,  # [TILE_ROWS, TILE_DIM]
-    scale_ptr,  # [TILE_ROWS, 1] pointers to float32, *written* if TOKEN_SCALES
-    kept,  # [TILE_ROWS, 1]
-    FP8_PATH: tl.constexpr,
-    TOKEN_SCALES: tl.constexpr,
-):
-    """Return the codes of the rows of ``x``, by the scale of each row or by the given ones."""
+def _quantized(x, scale_ptr, kept, FP8_PATH: tl.constexpr, TOKEN_SCALES: tl.constexpr):
+    """Return the codes of the rows of ``x``, by the scale of each row or by the given ones.
+
+    ``scale_ptr``, pointers to float32, are *written* if TOKEN_SCALES; they are [TILE_ROWS, 1], as
+    is ``kept``.
+    """
     if TOKEN_SCALES:
         scale = scale_of(finite_absmax(x.to(tl.float32)))
         tl.store(scale_ptr, scale, mask=kept)
@@ -93,7 +97,6 @@ def _kv_cache_write_kernel(
     GROUPS: tl.constexpr,  # whether there is more than one
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
     SCALES_PER_BLOCK: tl.constexpr,  # of each head: BLOCK_SIZE, or 0 = one for all blocks
 ):
@@ -116,7 +119,7 @@ def _kv_cache_write_kernel(
     address = head_base + block * block_stride + offset * token_stride
     address = tl.multiple_of(address, [ALIGNED, ALIGNED])
 
-    dim = tl.arange(0, TILE_DIM)[None, :]
+    dim = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
     in_row = in_range & (dim < HEAD_DIM)  # not "kept": a load waits for no other
     key_ptr += token * stride_key_token + head * stride_key_head
     value_ptr += token * stride_value_token + head * stride_value_head
@@ -197,26 +200,13 @@ def kv_cache_write(
     config = KVCacheWriteConfig.default_for(layout.head_dim, key.dtype, fp8=scales is not None)
     _kv_cache_write_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
         *cache_arguments(k_cache, v_cache, scales),
-        key,
-        key.stride(0),
-        key.stride(1),
-        value,
-        value.stride(0),
-        value.stride(1),
-        slot_mapping,
-        slot_mapping.stride(0),
-        slot_mapping.stride(1),
-        layout.group_of_head,
-        layout.head_base,
-        layout.block_stride,
-        layout.token_stride,
+        *with_strides(key),
+        *with_strides(value),
+        *slot_arguments(slot_mapping, layout),
         num_rows,
-        NUM_KV_HEADS=layout.num_kv_heads,
-        HEAD_DIM=layout.head_dim,
         GROUPS=layout.num_groups > 1,
-        BLOCK_SIZE=layout.block_size,
         TILE_ROWS=config.tile_rows,
-        TILE_DIM=triton.next_power_of_2(layout.head_dim),
+        **layout_constexprs(layout),
         **fp8_constexprs(scales, layout, key.device),
         num_warps=config.num_warps,
     )

@@ -24,16 +24,28 @@ from functools import lru_cache
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
-from mrv1.kernels.cache.contracts import check_head_dim, check_qkv_cache_write
+from mrv1.kernels.cache.contracts import (
+    QKNorm,
+    Rope,
+    check_cache_write,
+    check_head_dim,
+    check_qkv,
+)
 from mrv1.kernels.cache.fp8 import finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.quarter_write import write_quarters
-from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+from mrv1.kernels.cache.scale_arguments import (
+    cache_arguments,
+    fp8_constexprs,
+    layout_constexprs,
+    slot_arguments,
+)
 
 OVERLAPPED_PROGRAMS = 4096
 """Most programs of a launch that starts early: on an H200 at 256 tokens (1,536 programs) it saves
@@ -77,17 +89,15 @@ class QKVCacheWriteConfig:
 
 @triton.jit
 def _load_head(
-    row_ptr,  # [TILE_TOKENS, TILE_HEADS, 1] pointers to the heads
-    in_row,  # [TILE_TOKENS, TILE_HEADS, 1]
-    NUM_PAIRS: tl.constexpr,
-    NUM_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_REST: tl.constexpr,
+    row_ptr, in_row, NUM_PAIRS: tl.constexpr, NUM_REST: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Return (a, b, rest) of each head; ``rest`` is a stand-in if NUM_REST is 0."""
+    """Return (a, b, rest) of each head; ``rest`` is a stand-in if NUM_REST is 0.
+
+    ``row_ptr``, pointers to the heads, and ``in_row`` are [TILE_TOKENS, TILE_HEADS, 1].
+    """
     TILE_TOKENS: tl.constexpr = row_ptr.shape[0]
     TILE_HEADS: tl.constexpr = row_ptr.shape[1]
+    TILE_PAIRS: tl.constexpr = triton.next_power_of_2(NUM_PAIRS)
     if INTERLEAVED:  # one contiguous load, then even and odd elements apart
         col = tl.arange(0, 2 * TILE_PAIRS)[None, None, :]
         pairs = tl.load(row_ptr + col, mask=in_row & (col < 2 * NUM_PAIRS), other=0.0)
@@ -98,7 +108,7 @@ def _load_head(
         a = tl.load(row_ptr + pair, mask=in_pairs, other=0.0)
         b = tl.load(row_ptr + NUM_PAIRS + pair, mask=in_pairs, other=0.0)
     if NUM_REST > 0:
-        col = tl.arange(0, TILE_REST)[None, None, :]
+        col = tl.arange(0, triton.next_power_of_2(NUM_REST))[None, None, :]
         rest = tl.load(row_ptr + 2 * NUM_PAIRS + col, mask=in_row & (col < NUM_REST), other=0.0)
     else:
         rest = tl.zeros([TILE_TOKENS, TILE_HEADS, 1], a.dtype)
@@ -107,18 +117,16 @@ def _load_head(
 
 @triton.jit
 def _store_head(
-    row_ptr,  # as in _load_head
-    a,
-    b,
-    rest,
+    row_ptr,
+    parts,
     in_row,
     NUM_PAIRS: tl.constexpr,
     NUM_REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_REST: tl.constexpr,
 ):
-    """Store what _load_head loads."""
+    """Store ``parts``, the (a, b, rest) that _load_head loads."""
+    a, b, rest = parts
+    TILE_PAIRS: tl.constexpr = triton.next_power_of_2(NUM_PAIRS)
     if INTERLEAVED:
         col = tl.arange(0, 2 * TILE_PAIRS)[None, None, :]
         pairs = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * TILE_PAIRS])
@@ -129,7 +137,7 @@ def _store_head(
         tl.store(row_ptr + pair, a, mask=in_pairs)
         tl.store(row_ptr + NUM_PAIRS + pair, b, mask=in_pairs)
     if NUM_REST > 0:
-        col = tl.arange(0, TILE_REST)[None, None, :]
+        col = tl.arange(0, triton.next_power_of_2(NUM_REST))[None, None, :]
         tl.store(row_ptr + 2 * NUM_PAIRS + col, rest, mask=in_row & (col < NUM_REST))
 
 
@@ -189,8 +197,6 @@ def _qkv_cache_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_HEADS: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,  # power of two >= NUM_PAIRS
-    TILE_REST: tl.constexpr,  # power of two >= HEAD_DIM - 2 * NUM_PAIRS
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
     SCALES_PER_BLOCK: tl.constexpr,  # of each head: BLOCK_SIZE, 0 = one, else not stored here
     OVERLAP: tl.constexpr,  # see dependent_launch
@@ -213,7 +219,7 @@ def _qkv_cache_write_kernel(
     is_token = token < num_tokens
     is_q = tile < NUM_Q_TILES
     is_v = tile >= NUM_Q_TILES + NUM_KV_TILES
-    pair = tl.arange(0, TILE_PAIRS)[None, None, :]
+    pair = tl.arange(0, triton.next_power_of_2(NUM_PAIRS))[None, None, :]
     position = token
     if positions_ptr is not None:
         position_ptr = positions_ptr + token
@@ -237,19 +243,12 @@ def _qkv_cache_write_kernel(
     if GROUPS:
         group = tl.load(group_of_head_ptr + head, mask=is_cached, other=0).to(tl.int64)
         slot_ptr += group * stride_slot_group
-    a, b, rest = _load_head(
-        row_ptr, in_row, NUM_PAIRS, NUM_REST, INTERLEAVED, TILE_PAIRS, TILE_REST
-    )
+    a, b, rest = _load_head(row_ptr, in_row, NUM_PAIRS, NUM_REST, INTERLEAVED)
     if q_norm_ptr is not None:
         # As many pointers as heads, here and below: what is loaded has the layout of a and b.
+        norm_ptr = tl.broadcast_to(tl.where(is_q, q_norm_ptr, k_norm_ptr), in_row.shape)
         weight_a, weight_b, weight_rest = _load_head(
-            tl.broadcast_to(tl.where(is_q, q_norm_ptr, k_norm_ptr), in_row.shape),
-            in_row & (not is_v),
-            NUM_PAIRS,
-            NUM_REST,
-            INTERLEAVED,
-            TILE_PAIRS,
-            TILE_REST,
+            norm_ptr, in_row & (not is_v), NUM_PAIRS, NUM_REST, INTERLEAVED
         )
     head_base = tl.load(head_base_ptr + head, mask=is_cached, other=0)
     block_stride = tl.load(block_stride_ptr + head, mask=is_cached, other=0)
@@ -281,18 +280,9 @@ def _qkv_cache_write_kernel(
             b = (y * cos + x * sin).to(b.dtype)
 
     if k_out_ptr is not None:
-        _store_head(
-            k_out_ptr + token * stride_k_out_token + head * stride_k_out_head,
-            a,
-            b,
-            rest,
-            is_kv_row & (not is_v),
-            NUM_PAIRS,
-            NUM_REST,
-            INTERLEAVED,
-            TILE_PAIRS,
-            TILE_REST,
-        )
+        k_row_ptr = k_out_ptr + token * stride_k_out_token + head * stride_k_out_head
+        is_k_row = is_kv_row & (not is_v)
+        _store_head(k_row_ptr, (a, b, rest), is_k_row, NUM_PAIRS, NUM_REST, INTERLEAVED)
     kept = slot >= 0
     block, offset = split_slot(slot, BLOCK_SIZE)
     address = head_base + block * block_stride + offset * token_stride
@@ -305,18 +295,7 @@ def _qkv_cache_write_kernel(
         target_ptr = tl.where(is_q, q_out_ptr, cache_ptr)
         target = tl.where(is_q, target, address)
         stored |= kept
-    _store_head(
-        target_ptr + target,
-        a,
-        b,
-        rest,
-        stored,
-        NUM_PAIRS,
-        NUM_REST,
-        INTERLEAVED,
-        TILE_PAIRS,
-        TILE_REST,
-    )
+    _store_head(target_ptr + target, (a, b, rest), stored, NUM_PAIRS, NUM_REST, INTERLEAVED)
     if FP8_PATH is not None and (TOKEN_SCALES or SCALES_PER_BLOCK == 0):
         scale_ptr = tl.where(is_v, v_scale_ptr, k_scale_ptr) + scale_base
         if not is_q:
@@ -327,18 +306,11 @@ def _qkv_cache_write_kernel(
                 tl.store(scale_ptr + block * scale_block_stride + offset, scale, mask=kept)
             else:
                 scale = tl.load(scale_ptr, mask=is_cached, other=1.0)
-            _store_head(
-                cache_ptr + address,
-                quantize(a, scale, TOKEN_SCALES, FP8_PATH),
-                quantize(b, scale, TOKEN_SCALES, FP8_PATH),
-                quantize(rest, scale, TOKEN_SCALES, FP8_PATH),
-                kept,
-                NUM_PAIRS,
-                NUM_REST,
-                INTERLEAVED,
-                TILE_PAIRS,
-                TILE_REST,
-            )
+            code_ptr = cache_ptr + address
+            a_code = quantize(a, scale, TOKEN_SCALES, FP8_PATH)
+            b_code = quantize(b, scale, TOKEN_SCALES, FP8_PATH)
+            codes = a_code, b_code, quantize(rest, scale, TOKEN_SCALES, FP8_PATH)
+            _store_head(code_ptr, codes, kept, NUM_PAIRS, NUM_REST, INTERLEAVED)
 
 
 def qkv_cache_write(
@@ -349,13 +321,8 @@ def qkv_cache_write(
     layout: KVLayout,
     *,
     num_q_heads: int,
-    cos_sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    interleaved: bool = False,
-    mrope_section: tuple[int, int, int] | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    rope: Rope | None = None,
+    norm: QKNorm | None = None,
     q_out: torch.Tensor | None = None,
     k_out: torch.Tensor | None = None,
     scales: KVScales | None = None,
@@ -371,19 +338,8 @@ def qkv_cache_write(
             that group's heads, but its q is returned.
         layout: where the pages lie.
         num_q_heads: query heads in front of the key heads in ``qkv``.
-        cos_sin: ``[max_positions, rotary_dim]`` float32, as ``apply_rope`` takes it; or, without
-            ``positions``, ``[num_tokens, rotary_dim]``, each token's own row. None = q and k are
-            not rotated.
-        positions: ``[num_tokens]`` int64, contiguous, in [0, max_positions): not checked on the
-            device. With ``mrope_section`` ``[3, num_tokens]``, unit last stride. None = the rows
-            are picked already: worth it when many layers share them, as no load waits for another.
-        interleaved: pairs are neighbours (2i, 2i + 1), not halves (i, i + rotary_dim / 2).
-        mrope_section: pairs that turn by the position of time, of height and of width, in that
-            order; together rotary_dim / 2. None = one position per token.
-        q_norm: ``[head_dim]``, qkv's dtype, contiguous: weight of an RMS norm over each query
-            head, before the rotation. None = no norm.
-        k_norm: likewise for key heads; both or neither.
-        eps: of the norms.
+        rope: how q and k are rotated; None = they are not.
+        norm: of each query head and key head, before the rotation; None = no norm.
         q_out: ``[num_tokens, num_q_heads, head_dim]``, qkv's dtype, unit last stride, *written*;
             may be the view of q in ``qkv``, and overlap with nothing else. Allocated if omitted.
         k_out: ``[num_tokens, kv_heads, head_dim]``, likewise: *written* with the keys of all
@@ -410,23 +366,9 @@ def qkv_cache_write(
         One launch on the current stream, two beside a scale per quarter; no synchronisation,
         CUDA-graph safe.
     """
-    heads = check_qkv_cache_write(
-        qkv,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        layout,
-        FLOAT_DTYPES,
-        num_q_heads=num_q_heads,
-        cos_sin=cos_sin,
-        positions=positions,
-        mrope_section=mrope_section,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        q_out=q_out,
-        k_out=k_out,
-        scales=scales,
-    )
+    heads = check_qkv(qkv, num_q_heads, layout, rope, norm, q_out, k_out, FLOAT_DTYPES)
+    key, value = heads[:, num_q_heads:].chunk(2, dim=1)
+    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, FLOAT_DTYPES, scales)
     check_head_dim(layout)
     check_launchable("qkv", qkv)
     num_tokens, _, head_dim = heads.shape
@@ -443,55 +385,40 @@ def qkv_cache_write(
         config = QKVCacheWriteConfig.for_interpreter(num_tokens, most_heads, head_dim)
     else:
         config = QKVCacheWriteConfig.default_for(head_dim, qkv.dtype)
-    num_pairs = (head_dim if cos_sin is None else cos_sin.shape[1]) // 2
-    height, width, _ = mrope_section or (None, 0, 0)
     q_tiles = triton.cdiv(num_q_heads, config.tile_heads)
     kv_tiles = triton.cdiv(num_kv_heads, config.tile_heads)
     token_tiles = triton.cdiv(num_tokens, config.tile_tokens)
     num_tiles = q_tiles + (2 if quarters is None else 1) * kv_tiles  # nothing to do for v
     _qkv_cache_write_kernel[(token_tiles, num_tiles)](
         *cache_arguments(k_cache, v_cache, scales),
-        q_out,
-        q_out.stride(0),
-        q_out.stride(1),
-        k_out,
-        0 if k_out is None else k_out.stride(0),
-        0 if k_out is None else k_out.stride(1),
-        heads,
-        heads.stride(0),
-        heads.stride(1),
-        q_norm,
-        k_norm,
-        eps,
-        cos_sin,
-        positions,
-        0 if positions is None else positions.stride(0),
-        slot_mapping,
-        slot_mapping.stride(0),
-        slot_mapping.stride(1),
-        layout.group_of_head,
-        layout.head_base,
-        layout.block_stride,
-        layout.token_stride,
+        *with_strides(q_out),
+        *with_strides(k_out),
+        *with_strides(heads),
+        *((None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)),
+        *((None, None, 0) if rope is None else (rope.cos_sin, *with_strides(rope.positions, 1))),
+        *slot_arguments(slot_mapping, layout),
         num_tokens,
         NUM_Q_HEADS=num_q_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        NUM_PAIRS=num_pairs,
-        INTERLEAVED=interleaved,
-        HEIGHT_PAIR=height,
-        WIDTH_PAIR=None if height is None else height + width,
         GROUPS=layout.num_groups > 1,
-        BLOCK_SIZE=layout.block_size,
         TILE_TOKENS=config.tile_tokens,
         TILE_HEADS=config.tile_heads,
-        TILE_PAIRS=triton.next_power_of_2(num_pairs),
-        TILE_REST=triton.next_power_of_2(head_dim - 2 * num_pairs),
+        **_rope_constexprs(rope, head_dim),
+        **layout_constexprs(layout),
         **fp8_constexprs(scales, layout, qkv.device),
         **overlap_options(qkv.device, worthwhile=token_tiles * num_tiles <= OVERLAPPED_PROGRAMS),
         num_warps=config.num_warps,
     )
     if quarters is not None and k_out is not None:
-        value = heads[:, -num_kv_heads:]
         write_quarters(k_out, value, k_cache, v_cache, slot_mapping, layout, quarters)
     return q_out
+
+
+def _rope_constexprs(rope: Rope | None, head_dim: int) -> dict[str, object]:
+    """Return the constexprs of the rotation; without one a head is all pairs."""
+    sections = None if rope is None else rope.mrope_section
+    return {
+        "NUM_PAIRS": head_dim // 2 if rope is None else rope.cos_sin.shape[1] // 2,
+        "INTERLEAVED": rope is not None and rope.interleaved,
+        "HEIGHT_PAIR": None if sections is None else sections[0],
+        "WIDTH_PAIR": None if sections is None else sections[0] + sections[1],
+    }

@@ -15,15 +15,22 @@ is quadratic in the launch's tokens: nothing to a decode step, much to a prefill
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, split_slot
 from mrv1.kernels.cache.fp8 import decode_e4m3, finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
-from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+from mrv1.kernels.cache.scale_arguments import (
+    cache_arguments,
+    fp8_constexprs,
+    layout_constexprs,
+    slot_arguments,
+)
 
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
@@ -46,34 +53,45 @@ class QuarterWriteConfig:
         return cls(tile_rows=1, tile_slots=128, num_warps=4)
 
 
+class Slots(NamedTuple):
+    """The slots of the launch's tokens, as each row's group has them."""
+
+    row_ptr: tl.tensor  # [TILE_ROWS]
+    stride_token: tl.tensor
+    num_tokens: tl.tensor
+
+
+class Quarters(NamedTuple):
+    """What becomes of each row's quarter and of its tokens."""
+
+    is_new: tl.tensor  # [TILE_ROWS, TOKENS, 1]
+    is_owned: tl.tensor  # [TILE_ROWS, 1, 1]
+    is_begun: tl.tensor  # [TILE_ROWS, 1, 1], whether the first token is new
+
+
 @triton.jit
-def _position_in_quarter(
-    slot_row_ptr,  # [TILE_ROWS] pointers to the slots of each row's group
-    stride_slot_token,
-    other,  # [TILE_SLOTS] int32, tokens of the launch
-    num_tokens,
-    first_slot,  # [TILE_ROWS] int64, of each row's quarter
-):
-    """Return where tokens lie as seen from each row's quarter: [0, TOKENS) is inside of it."""
-    slot_ptr = slot_row_ptr[:, None] + other.to(tl.int64)[None, :] * stride_slot_token
-    slot = tl.load(slot_ptr, mask=(other < num_tokens)[None, :], other=-1)
+def _position_in_quarter(slots, other, first_slot):
+    """Return where tokens lie as seen from each row's quarter: [0, TOKENS) is inside of it.
+
+    ``other``, [TILE_SLOTS] int32, are tokens of the launch; ``first_slot``, [TILE_ROWS] int64, is
+    that of each row's quarter.
+    """
+    slot_ptr = slots.row_ptr[:, None] + other.to(tl.int64)[None, :] * slots.stride_token
+    slot = tl.load(slot_ptr, mask=(other < slots.num_tokens)[None, :], other=-1)
     return slot - first_slot[:, None]
 
 
 @triton.jit
 def _write_quarters(
-    cache_ptr,  # [TILE_ROWS, TOKENS, 1] pointers to codes, *written*
-    scale_ptr,  # [TILE_ROWS, 1, 1] pointers to float32, *written*
-    x_ptr,  # [TILE_ROWS, TOKENS, 1] pointers to new vectors
-    is_new,  # [TILE_ROWS, TOKENS, 1]
-    is_owned,  # [TILE_ROWS, 1, 1]
-    is_begun,  # [TILE_ROWS, 1, 1], whether the first token is new
-    HEAD_DIM: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    FP8_PATH: tl.constexpr,
+    cache_ptr, scale_ptr, x_ptr, quarters, HEAD_DIM: tl.constexpr, FP8_PATH: tl.constexpr
 ):
-    """Write the codes and scales of quarters of K or of V."""
-    dim = tl.arange(0, TILE_DIM)[None, None, :]
+    """Write the codes and scales of quarters of K or of V.
+
+    ``cache_ptr``, pointers to codes, and ``x_ptr``, to new vectors, are [TILE_ROWS, TOKENS, 1];
+    ``scale_ptr``, pointers to float32, are [TILE_ROWS, 1, 1].
+    """
+    is_new, is_owned, is_begun = quarters
+    dim = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, None, :]
     in_head = dim < HEAD_DIM
     x = tl.load(x_ptr + dim, mask=is_new & in_head, other=0.0).to(tl.float32)
     old = tl.load(scale_ptr, mask=is_owned & ~is_begun, other=0.0)
@@ -116,7 +134,6 @@ def _quarter_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_SLOTS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
     FP8_PATH: tl.constexpr,
     SCALES_PER_BLOCK: tl.constexpr,  # of each head
 ):
@@ -131,6 +148,7 @@ def _quarter_write_kernel(
     in_range = token < num_tokens
     group = tl.load(group_of_head_ptr + head, mask=in_range, other=0).to(tl.int64)
     slot_row_ptr = slot_mapping_ptr + group * stride_slot_group
+    slots = Slots(slot_row_ptr, stride_slot_token, num_tokens)
     slot_ptr = slot_row_ptr + token.to(tl.int64) * stride_slot_token
     slot = tl.load(slot_ptr, mask=in_range, other=-1)
     first_slot = tl.where(slot >= 0, slot // TOKENS * TOKENS, 0)
@@ -138,9 +156,7 @@ def _quarter_write_kernel(
     first_new = tl.full([TILE_ROWS, TILE_SLOTS], NO_TOKEN, tl.int32)
     for begin in range(0, tl.max(token, axis=0) + 1, TILE_SLOTS):
         other = begin + tl.arange(0, TILE_SLOTS)
-        position = _position_in_quarter(
-            slot_row_ptr, stride_slot_token, other, num_tokens, first_slot
-        )
+        position = _position_in_quarter(slots, other, first_slot)
         is_member = (position >= 0) & (position < TOKENS)
         first_new = tl.minimum(first_new, tl.where(is_member, other[None, :], NO_TOKEN))
     is_owned = (slot >= 0) & (tl.min(first_new, axis=1) == token)
@@ -151,9 +167,7 @@ def _quarter_write_kernel(
     member = tl.full([TILE_ROWS, TOKENS], -1, tl.int32)
     for begin in range(first_owned, num_tokens, TILE_SLOTS):
         other = begin + tl.arange(0, TILE_SLOTS)
-        position = _position_in_quarter(
-            slot_row_ptr, stride_slot_token, other, num_tokens, first_slot
-        )
+        position = _position_in_quarter(slots, other, first_slot)
         is_here = position[:, :, None] == tl.arange(0, TOKENS)[None, None, :]
         members = tl.where(is_here & is_owned[:, None, None], other[None, :, None], -1)
         member = tl.maximum(member, tl.max(members, axis=1))
@@ -169,29 +183,17 @@ def _quarter_write_kernel(
     scale_base = tl.load(scale_base_ptr + head, mask=is_owned, other=0)
     scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=is_owned, other=0)
     scale_address = scale_base + block * scale_block_stride + first_offset // TOKENS
+    scale_address = scale_address[:, None, None]
     member = member.to(tl.int64)[:, :, None]
     head = head[:, None, None]
+    quarters = Quarters(member >= 0, is_owned[:, None, None], is_begun[:, None, None])
+    x_ptr = key_ptr + member * stride_key_token + head * stride_key_head
     _write_quarters(
-        k_cache_ptr + address,
-        k_scale_ptr + scale_address[:, None, None],
-        key_ptr + member * stride_key_token + head * stride_key_head,
-        member >= 0,
-        is_owned[:, None, None],
-        is_begun[:, None, None],
-        HEAD_DIM,
-        TILE_DIM,
-        FP8_PATH,
+        k_cache_ptr + address, k_scale_ptr + scale_address, x_ptr, quarters, HEAD_DIM, FP8_PATH
     )
+    x_ptr = value_ptr + member * stride_value_token + head * stride_value_head
     _write_quarters(
-        v_cache_ptr + address,
-        v_scale_ptr + scale_address[:, None, None],
-        value_ptr + member * stride_value_token + head * stride_value_head,
-        member >= 0,
-        is_owned[:, None, None],
-        is_begun[:, None, None],
-        HEAD_DIM,
-        TILE_DIM,
-        FP8_PATH,
+        v_cache_ptr + address, v_scale_ptr + scale_address, x_ptr, quarters, HEAD_DIM, FP8_PATH
     )
 
 
@@ -211,26 +213,13 @@ def write_quarters(
     config = QuarterWriteConfig.default_for()
     _quarter_write_kernel[(triton.cdiv(num_tokens * layout.num_kv_heads, config.tile_rows),)](
         *cache_arguments(k_cache, v_cache, scales),
-        key,
-        key.stride(0),
-        key.stride(1),
-        value,
-        value.stride(0),
-        value.stride(1),
-        slot_mapping,
-        slot_mapping.stride(0),
-        slot_mapping.stride(1),
-        layout.group_of_head,
-        layout.head_base,
-        layout.block_stride,
-        layout.token_stride,
+        *with_strides(key),
+        *with_strides(value),
+        *slot_arguments(slot_mapping, layout),
         num_tokens,
-        NUM_KV_HEADS=layout.num_kv_heads,
-        HEAD_DIM=layout.head_dim,
-        BLOCK_SIZE=layout.block_size,
         TILE_ROWS=config.tile_rows,
         TILE_SLOTS=config.tile_slots,
-        TILE_DIM=triton.next_power_of_2(layout.head_dim),
+        **layout_constexprs(layout),
         **fp8_constexprs(scales, layout, key.device),
         num_warps=config.num_warps,
     )

@@ -7,9 +7,11 @@ import torch
 from mrv1.kernels._base.oracle import ORACLE_DTYPES, counted, wide
 from mrv1.kernels.cache.contracts import (
     PAGE_DTYPES,
+    QKNorm,
+    Rope,
     check_cache_write,
     check_copy_pages,
-    check_qkv_cache_write,
+    check_qkv,
     table_columns,
 )
 from mrv1.kernels.cache.kv_layout import KVLayout
@@ -160,49 +162,31 @@ def qkv_cache_write(
     layout: KVLayout,
     *,
     num_q_heads: int,
-    cos_sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    interleaved: bool = False,
-    mrope_section: tuple[int, int, int] | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    rope: Rope | None = None,
+    norm: QKNorm | None = None,
     q_out: torch.Tensor | None = None,
     k_out: torch.Tensor | None = None,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Norm and rotate, store, return q; see :func:`mrv1.kernels.qkv_cache_write`."""
-    heads = check_qkv_cache_write(
-        qkv,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        layout,
-        ORACLE_DTYPES,
-        num_q_heads=num_q_heads,
-        cos_sin=cos_sin,
-        positions=positions,
-        mrope_section=mrope_section,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        q_out=q_out,
-        k_out=k_out,
-        scales=scales,
-    )
-    q, k = heads[:, :num_q_heads].clone(), heads[:, num_q_heads : -layout.num_kv_heads].clone()
-    value = heads[:, -layout.num_kv_heads :]
-    if q_norm is not None and k_norm is not None:
-        rms_norm(q, q_norm, eps, out=q)
-        rms_norm(k, k_norm, eps, out=k)
-    if cos_sin is not None:
+    heads = check_qkv(qkv, num_q_heads, layout, rope, norm, q_out, k_out, ORACLE_DTYPES)
+    key, value = heads[:, num_q_heads:].chunk(2, dim=1)
+    check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, ORACLE_DTYPES, scales)
+    q, k = heads[:, :num_q_heads].clone(), key.clone()
+    if norm is not None:
+        rms_norm(q, norm.q_weight, norm.eps, out=q)
+        rms_norm(k, norm.k_weight, norm.eps, out=k)
+    if rope is not None:
+        cos_sin, positions = rope.cos_sin, rope.positions
         if positions is None:  # a row for each token
             positions = torch.arange(qkv.shape[0], device=qkv.device)
-        if mrope_section is not None:  # a table of this call's tokens, each pair from its section
+        if rope.mrope_section is not None:  # a table of this call's tokens, pairs by section
             axis = torch.arange(3, device=qkv.device)
-            axis = axis.repeat_interleave(torch.tensor(mrope_section, device=qkv.device)).repeat(2)
+            sizes = torch.tensor(rope.mrope_section, device=qkv.device)
+            axis = axis.repeat_interleave(sizes).repeat(2)
             cos_sin = cos_sin[positions.T[:, axis], torch.arange(axis.numel(), device=qkv.device)]
             positions = torch.arange(qkv.shape[0], device=qkv.device)
-        apply_rope(q, k, cos_sin, positions, interleaved=interleaved)
+        apply_rope(q, k, cos_sin, positions, interleaved=rope.interleaved)
     kv_cache_write(k, value, k_cache, v_cache, slot_mapping, layout, scales=scales)
     if k_out is not None:
         k_out.copy_(k)

@@ -1,4 +1,4 @@
-"""What the launchers of the paged ops pass to their kernels about an fp8 cache's scales."""
+"""What the launchers of the paged ops pass to their kernels of caches, slots and scales."""
 
 from __future__ import annotations
 
@@ -26,6 +26,21 @@ def cache_arguments(
         scales.base,
         scales.block_stride,
     )
+
+
+def slot_arguments(slot_mapping: torch.Tensor, layout: KVLayout) -> tuple[torch.Tensor | int, ...]:
+    """Return slots and their strides, each head's group, base and block stride, token stride."""
+    heads = layout.group_of_head, layout.head_base, layout.block_stride
+    return slot_mapping, *slot_mapping.stride(), *heads, layout.token_stride
+
+
+def layout_constexprs(layout: KVLayout) -> dict[str, int]:
+    """Return the constexprs of a page's shape."""
+    return {
+        "NUM_KV_HEADS": layout.num_kv_heads,
+        "HEAD_DIM": layout.head_dim,
+        "BLOCK_SIZE": layout.block_size,
+    }
 
 
 def fp8_constexprs(

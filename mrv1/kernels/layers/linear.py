@@ -57,7 +57,6 @@ def linear(
     normed_out: torch.Tensor | None = None,
     prefetch: torch.Tensor | None = None,
     deterministic: bool = False,
-    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return ``residual + activation(rms_norm(x) @ weight.T + bias)``, each part if it is given.
 
@@ -73,8 +72,9 @@ def linear(
             activation.
         activation: ``"silu_and_mul"``: weight has the gate's rows, then the up projection's, and
             the result is ``silu(gate) * up``.
-        out: ``[tokens, n]``, the result's dtype, unit last stride, *written*; may be
-            ``residual``, and overlap with nothing else. Allocated if omitted.
+        out: ``[tokens, n]``, x's dtype or float32, which is then the result's; unit last stride,
+            *written*; may be ``residual``, and overlap with nothing else. Allocated if omitted,
+            in x's dtype.
         out_norm_weight: ``[n]``, x's dtype, contiguous: weight of an RMS norm over each row of
             ``out``. With ``normed_out`` only.
         normed_out: ``[tokens, n]``, x's dtype, unit last stride, *written*: that norm. Overlaps
@@ -84,7 +84,6 @@ def linear(
             written.
         deterministic: whether a row's bits must depend on that row alone, not on how many tokens
             there are: one kind of product, one order of the inputs.
-        out_dtype: the result's dtype: x's (None), or float32.
 
     Returns:
         ``out``.
@@ -101,10 +100,10 @@ def linear(
         Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
-    num_out = _check(x, weight, bias, norm_weight, residual, activation, out, out_dtype)
-    _check_what_follows(x, num_out, out_norm_weight, normed_out, prefetch, out_dtype)
+    num_out = _check(x, weight, bias, norm_weight, residual, activation, out)
+    _check_what_follows(x, num_out, out, out_norm_weight, normed_out, prefetch)
     if out is None:
-        out = x.new_empty((x.shape[0], num_out), dtype=out_dtype or x.dtype)
+        out = x.new_empty((x.shape[0], num_out))
     if x.shape[0] == 0:
         return out
     is_vector = x.shape[0] == 1 and not deterministic
@@ -210,7 +209,6 @@ def _check(
     residual: torch.Tensor | None,
     activation: Activation | None,
     out: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
 ) -> int:
     """Raise unless these are as ``linear`` says; return the result's columns."""
     check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
@@ -231,38 +229,29 @@ def _check(
         raise ValueError(
             f"weight: expected an even number of rows (gate, then up), got {num_rows}"
         )
-    if out_dtype not in (None, x.dtype, torch.float32):
-        raise TypeError(f"out_dtype: expected None, {x.dtype} or torch.float32, got {out_dtype}")
     shape = (num_tokens, num_rows if activation is None else num_rows // 2)
     if residual is not None:
         check("residual", residual, shape=shape, unit_last_stride=True)
     if out is not None:
-        check_tensor(
-            "out",
-            out,
-            shape=shape,
-            dtype=out_dtype or x.dtype,
-            device=x.device,
-            unit_last_stride=True,
-        )
+        check("out", out, shape=shape, dtype=(x.dtype, torch.float32), unit_last_stride=True)
     return shape[1]
 
 
 def _check_what_follows(
     x: torch.Tensor,
     num_out: int,
+    out: torch.Tensor | None,
     out_norm_weight: torch.Tensor | None,
     normed_out: torch.Tensor | None,
     prefetch: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
 ) -> None:
     """Raise unless these are as ``linear`` says."""
     if (out_norm_weight is None) != (normed_out is None):
         alone = "normed_out" if out_norm_weight is None else "out_norm_weight"
         raise ValueError(f"out_norm_weight, normed_out: expected both or neither, got {alone}")
     if normed_out is not None:
-        if out_dtype not in (None, x.dtype):
-            raise TypeError(f"out_dtype: expected {x.dtype} with normed_out, got {out_dtype}")
+        if out is not None and out.dtype != x.dtype:
+            raise TypeError(f"out: expected {x.dtype} with normed_out, got {out.dtype}")
         check = partial(check_tensor, dtype=x.dtype, device=x.device)
         check("out_norm_weight", out_norm_weight, shape=(num_out,), contiguous=True)
         check("normed_out", normed_out, shape=(x.shape[0], num_out), unit_last_stride=True)

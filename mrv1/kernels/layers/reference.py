@@ -77,7 +77,6 @@ def linear(
     normed_out: torch.Tensor | None = None,
     prefetch: torch.Tensor | None = None,
     deterministic: bool = False,
-    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.linear`; if deterministic, one row after the other."""
     if norm_weight is not None:
@@ -96,7 +95,7 @@ def linear(
         y = _silu(gate) * up
     if residual is not None:
         y = wide(residual) + y
-    y = y.to(out_dtype or x.dtype)
+    y = y.to(x.dtype if out is None else out.dtype)
     if normed_out is not None and out_norm_weight is not None:
         rms_norm(y, out_norm_weight, eps, out=normed_out)
     return y if out is None else out.copy_(y)
