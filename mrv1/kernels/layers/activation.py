@@ -8,9 +8,11 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
@@ -97,25 +99,16 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     if out is None:
         out = torch.empty((num_tokens, num_cols), dtype=x.dtype, device=x.device)
     else:
-        check_tensor(
-            "out",
-            out,
-            shape=(num_tokens, num_cols),
-            dtype=x.dtype,
-            device=x.device,
-            unit_last_stride=True,
-        )
+        check = partial(check_tensor, dtype=x.dtype, device=x.device)
+        check("out", out, shape=(num_tokens, num_cols), unit_last_stride=True)
     if out.numel() == 0:
         return out
     config = SiluAndMulConfig.for_interpreter(num_tokens, num_cols) if INTERPRET else _GPU_CONFIG
     grid = (triton.cdiv(num_tokens, config.tile_tokens), triton.cdiv(num_cols, config.tile_cols))
     _silu_and_mul_kernel[grid](
-        out,
-        out.stride(0),
-        x,
-        x.stride(0),
-        num_tokens,
-        num_cols,
+        *with_strides(out, 1),
+        *with_strides(x, 1),
+        *(num_tokens, num_cols),
         TILE_TOKENS=config.tile_tokens,
         TILE_COLS=config.tile_cols,
         num_warps=config.num_warps,

@@ -81,15 +81,8 @@ def embed_tokens(
         return hidden, angles
     tile_tokens = triton.next_power_of_2(len(input_ids)) if INTERPRET else 1
     _embed_tokens_kernel[(triton.cdiv(len(input_ids), tile_tokens),)](
-        hidden,
-        angles,
-        input_ids,
-        positions,
-        embed,
-        cos_sin,
-        len(input_ids),
-        embed.shape[1],
-        cos_sin.shape[1],
+        *(hidden, angles, input_ids, positions, embed, cos_sin),
+        *(len(input_ids), embed.shape[1], cos_sin.shape[1]),
         TILE_TOKENS=tile_tokens,
         TILE_HIDDEN=triton.next_power_of_2(embed.shape[1]),
         TILE_ROTARY=triton.next_power_of_2(cos_sin.shape[1]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +42,13 @@ class LinearCall:
     def num_out(self) -> int:
         """Columns of the result."""
         return self.out.shape[1]
+
+
+class Rows(NamedTuple):
+    """The rows of weights, or of tokens, that a program multiplies."""
+
+    ptr: tl.tensor  # [rows, 1] pointers
+    is_row: tl.tensor  # [rows, 1]
 
 
 @triton.jit

@@ -13,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
 from mrv1.kernels._base.triton import tl, triton
-from mrv1.kernels.layers.linear_call import LinearCall
-from mrv1.kernels.layers.linear_splits import add_splits
+from mrv1.kernels.layers.linear_call import LinearCall, Rows
+from mrv1.kernels.layers.linear_splits import add_splits, empty_sums
 from mrv1.kernels.layers.silu import silu
 
 NUM_PROGRAMS = 128
@@ -120,24 +119,16 @@ def _lane_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _load_lanes(
-    row_ptr,  # [ROWS * WARPS, 1] pointers to rows of IN elements
-    in_row,  # [ROWS * WARPS, 1]
-    first,  # column
-    IN: tl.constexpr,
-    ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
-    IS_RAGGED: tl.constexpr,  # whether there are columns past the end
-):
-    """Return [ROWS * WARPS, 32]: lines of 32 columns, four lanes each.
+def _load_lanes(rows, first, END: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Return [ROWS * WARPS, 32]: lines of 32 columns, four lanes each, from a column on.
 
     Eight lines are eight rows, and one warp's; the next eight are the next warp's, of the same
-    rows and the next 32 columns.
+    rows and the next 32 columns. ``Rows`` has each line's; END None = no column is past the end.
     """
     warp = tl.arange(0, ROWS * WARPS)[:, None] // 8 % WARPS
     col = first + warp * 32 + tl.arange(0, 32)[None, :]
-    mask = in_row & (col < IN) if IS_RAGGED else in_row
-    return tl.load(row_ptr + col, mask=mask, other=0.0)
+    mask = rows.is_row & (col < END) if END is not None else rows.is_row
+    return tl.load(rows.ptr + col, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -194,7 +185,7 @@ def _linear_registers_kernel(
     """Grid (token tiles * splits * row tiles,), token tiles first, so that weights are shared."""
     STEP: tl.constexpr = WARPS * 32
     NUM_STEPS: tl.constexpr = (IN + SPLITS * STEP - 1) // (SPLITS * STEP)
-    IS_RAGGED: tl.constexpr = IN % (SPLITS * STEP) != 0
+    END: tl.constexpr = None if IN % (SPLITS * STEP) == 0 else IN
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
     let_next_start(OVERLAP and NEXT_START == 0)
     num_token_tiles = tl.cdiv(num_tokens, TOKEN_TILES * TILE_TOKENS)
@@ -211,10 +202,9 @@ def _linear_registers_kernel(
         row = first_out + tile * TILE_OUT + tile_row % TILE_OUT
         is_row = row < num_out
         row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
-        row_ptr = weight_ptr + row * IN
+        rows = Rows(weight_ptr + row * IN, is_row)
         for step in tl.static_range(NUM_STEPS):
-            first = first_in + step * STEP
-            lines = _load_lanes(row_ptr, is_row, first, IN, TILE_ROWS, WARPS, IS_RAGGED)
+            lines = _load_lanes(rows, first_in + step * STEP, END, TILE_ROWS, WARPS)
             weights += (lines,)  # type: ignore[assignment]
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP and NEXT_START == 1)
@@ -222,11 +212,10 @@ def _linear_registers_kernel(
     for token_step in tl.static_range(TOKEN_TILES):
         token = first_token + _lane_rows(TILE_TOKENS, WARPS)
         is_token = token < num_tokens
-        token_ptr = x_ptr + token * stride_x_token
+        tokens = Rows(x_ptr + token * stride_x_token, is_token)
         xs = ()
         for step in tl.static_range(NUM_STEPS):
-            first = first_in + step * STEP
-            lines = _load_lanes(token_ptr, is_token, first, IN, TILE_TOKENS, WARPS, IS_RAGGED)
+            lines = _load_lanes(tokens, first_in + step * STEP, END, TILE_TOKENS, WARPS)
             xs += (lines,)  # type: ignore[assignment]
         if prefetch_ptr is not None and token_step == 0:
             prefetch_part(prefetch_ptr, prefetch_bytes, prefetch_warp_bytes, WARPS)
@@ -270,24 +259,17 @@ def _linear_registers_kernel(
 def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> bool:
     """Compute ``call.out``, and if there are splits ``call.normed_out``: return whether."""
     splits = 1 if call.is_gated else config.splits
-    sums = None
-    if splits > 1:
-        shape = (splits, call.num_tokens, call.num_out)
-        sums = call.x.new_empty(shape, dtype=torch.float32)
+    sums = empty_sums(call, splits)
     program_out = config.row_tiles * config.tile_rows // (2 if call.is_gated else 1)
     token_tiles = triton.cdiv(call.num_tokens, config.token_tiles * config.tile_tokens)
     num_programs = token_tiles * splits * triton.cdiv(call.num_out, program_out)
     wanted = call.prefetch if splits == 1 else None
     _linear_registers_kernel[(num_programs,)](
-        call.out,
-        call.out.stride(0),
+        *with_strides(call.out, 1),
         sums,
-        call.residual,
-        0 if call.residual is None else call.residual.stride(0),
-        call.x,
-        call.x.stride(0),
-        call.weight,
-        call.bias,
+        *with_strides(call.residual, 1),
+        *with_strides(call.x, 1),
+        *(call.weight, call.bias),
         num_tokens=call.num_tokens,
         num_out=call.num_out,
         IN=call.num_in,

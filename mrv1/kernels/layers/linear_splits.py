@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, normed
@@ -57,6 +58,12 @@ def _add_splits_kernel(
         tl.store(normed_ptr, normed(out, scale, norm_weight), mask=inside)
 
 
+def empty_sums(call: LinearCall, splits: int) -> torch.Tensor | None:
+    """Return where the sums of splits go, as ``add_splits`` takes them; None for one split."""
+    shape = (splits, call.num_tokens, call.num_out)
+    return call.x.new_empty(shape, dtype=torch.float32) if splits > 1 else None
+
+
 def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
     """Compute ``call.out`` and ``call.normed_out`` from ``sums``.
 
@@ -67,18 +74,12 @@ def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
     has_norm = call.normed_out is not None
     tile_out = triton.next_power_of_2(call.num_out) if has_norm else TILE_OUT
     _add_splits_kernel[(call.num_tokens * triton.cdiv(call.num_out, tile_out),)](
-        call.out,
-        call.out.stride(0),
-        call.normed_out,
-        0 if call.normed_out is None else call.normed_out.stride(0),
+        *with_strides(call.out, 1),
+        *with_strides(call.normed_out, 1),
         sums,
-        call.residual,
-        0 if call.residual is None else call.residual.stride(0),
-        call.bias,
-        call.out_norm_weight,
-        call.eps,
-        call.num_tokens,
-        call.num_out,
+        *with_strides(call.residual, 1),
+        *(call.bias, call.out_norm_weight, call.eps),
+        *(call.num_tokens, call.num_out),
         SPLITS=sums.shape[0],
         TILE_OUT=tile_out,
         num_warps=sum_warps(tile_out),

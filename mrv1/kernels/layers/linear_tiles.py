@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
-from mrv1.kernels.layers.linear_call import LinearCall
-from mrv1.kernels.layers.linear_splits import add_splits
+from mrv1.kernels.layers.linear_call import LinearCall, Rows
+from mrv1.kernels.layers.linear_splits import add_splits, empty_sums
 from mrv1.kernels.layers.silu import silu
 
 
@@ -146,46 +147,26 @@ class TileConfig:
 
 
 @triton.jit
-def _load_step(
-    row_ptr,  # [rows, 1] pointers to rows of IN elements
-    in_row,  # [rows, 1]
-    first,  # column
-    IN: tl.constexpr,
-    TILE_IN: tl.constexpr,
-    IS_RAGGED: tl.constexpr,  # whether there are columns past the end
-):
-    """Return [rows, TILE_IN] of the rows."""
+def _load_step(rows, first, END: tl.constexpr, TILE_IN: tl.constexpr):
+    """Return [rows, TILE_IN] of ``Rows`` from a column on; END None = none is past the end."""
     col = first + tl.arange(0, TILE_IN)[None, :]
-    mask = in_row & (col < IN) if IS_RAGGED else in_row
-    return tl.load(row_ptr + col, mask=mask, other=0.0)
+    mask = rows.is_row & (col < END) if END is not None else rows.is_row
+    return tl.load(rows.ptr + col, mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_early(
-    row_ptr,  # as in _load_step, as are the others
-    in_row,
-    first,
-    STEPS: tl.constexpr,
-    IN: tl.constexpr,
-    TILE_IN: tl.constexpr,
-    IS_RAGGED: tl.constexpr,
-):
+def _load_early(rows, first, STEPS: tl.constexpr, END: tl.constexpr, TILE_IN: tl.constexpr):
     """Return STEPS steps, all of them asked for before any is there."""
     steps = ()
     for step in tl.static_range(STEPS):
-        first_in = first + step * TILE_IN
-        step_x = _load_step(row_ptr, in_row, first_in, IN, TILE_IN, IS_RAGGED)
+        step_x = _load_step(rows, first + step * TILE_IN, END, TILE_IN)
         steps += (step_x,)  # type: ignore[assignment]
     return steps
 
 
 @triton.jit
-def _add_product(
-    y,  # [rows, tokens] float32
-    weight,  # [rows, TILE_IN]
-    x,  # [tokens, TILE_IN]
-):
-    """Return ``y + weight @ x.T``.
+def _add_product(y, weight, x):
+    """Return ``y + weight @ x.T`` in float32, of [rows, TILE_IN] and [tokens, TILE_IN].
 
     A product of float32 is a chain of one addition an input, whose error grows with its length:
     each step has a chain of its own. ``tl.fma``, because the compiler would put ``y`` at the head
@@ -225,7 +206,7 @@ def _linear_tile_kernel(
 ):
     """Grid (token tiles * splits * row tiles,), token tiles first, so that weights are shared."""
     NUM_STEPS: tl.constexpr = (IN + SPLITS * TILE_IN - 1) // (SPLITS * TILE_IN)
-    IS_RAGGED: tl.constexpr = IN % (SPLITS * TILE_IN) != 0
+    END: tl.constexpr = None if IN % (SPLITS * TILE_IN) == 0 else IN
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
     let_next_start(OVERLAP and NEXT_AT_ONCE)
     num_token_tiles = tl.cdiv(num_tokens, TILE_TOKENS)
@@ -239,22 +220,22 @@ def _linear_tile_kernel(
     row = first_out + tile_row % TILE_OUT
     is_row = row < num_out
     row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
-    row_ptr = weight_ptr + row * IN
-    weights = _load_early(row_ptr, is_row, first_in, EARLY_STEPS, IN, TILE_IN, IS_RAGGED)
+    rows = Rows(weight_ptr + row * IN, is_row)
+    weights = _load_early(rows, first_in, EARLY_STEPS, END, TILE_IN)
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP and not NEXT_AT_ONCE)
 
     token = first_token + tl.arange(0, TILE_TOKENS)[:, None]
     is_token = token < num_tokens
-    token_ptr = x_ptr + token * stride_x_token
-    xs = _load_early(token_ptr, is_token, first_in, EARLY_STEPS, IN, TILE_IN, IS_RAGGED)
+    tokens = Rows(x_ptr + token * stride_x_token, is_token)
+    xs = _load_early(tokens, first_in, EARLY_STEPS, END, TILE_IN)
     y = tl.zeros([TILE_ROWS, TILE_TOKENS], tl.float32)
     for step in tl.static_range(EARLY_STEPS):
         y = _add_product(y, weights[step], xs[step])
     for late in tl.range(EARLY_STEPS, NUM_STEPS, num_stages=NUM_STAGES):
         col = first_in + late * TILE_IN
-        x = _load_step(token_ptr, is_token, col, IN, TILE_IN, IS_RAGGED)
-        weight = _load_step(row_ptr, is_row, col, IN, TILE_IN, IS_RAGGED)
+        x = _load_step(tokens, col, END, TILE_IN)
+        weight = _load_step(rows, col, END, TILE_IN)
         y = _add_product(y, weight, x)
 
     y = tl.trans(y)
@@ -285,25 +266,15 @@ def multiply_tiles(call: LinearCall, config: TileConfig) -> bool:
     """Compute ``call.out``, and if there are splits ``call.normed_out``: return whether."""
     num_steps = triton.cdiv(call.num_in, config.tile_in * config.splits)
     early_steps = min(config.early_steps, num_steps)
-    sums = None
-    if config.splits > 1:
-        shape = (config.splits, call.num_tokens, call.num_out)
-        sums = call.x.new_empty(shape, dtype=torch.float32)
-    residual_stride = 0 if call.residual is None else call.residual.stride(0)
+    sums = empty_sums(call, config.splits)
     row_tiles = triton.cdiv(call.num_out, config.tile_rows // (2 if call.is_gated else 1))
     token_tiles = triton.cdiv(call.num_tokens, config.tile_tokens)
     _linear_tile_kernel[(token_tiles * config.splits * row_tiles,)](
-        call.out,
-        call.out.stride(0),
+        *with_strides(call.out, 1),
         sums,
-        call.residual,
-        residual_stride,
-        call.x,
-        call.x.stride(0),
-        call.weight,
-        call.bias,
-        call.num_tokens,
-        call.num_out,
+        *with_strides(call.residual, 1),
+        *with_strides(call.x, 1),
+        *(call.weight, call.bias, call.num_tokens, call.num_out),
         IN=call.num_in,
         GATED=call.is_gated,
         TILE_TOKENS=config.tile_tokens,

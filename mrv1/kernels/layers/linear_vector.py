@@ -13,7 +13,7 @@ import torch
 
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
-from mrv1.kernels.layers.linear_call import LinearCall, normed
+from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
 from mrv1.kernels.layers.silu import silu
 
 
@@ -64,19 +64,12 @@ class VectorConfig:
 
 
 @triton.jit
-def _load_chunks(
-    row_ptr,  # [rows, 1] pointers to rows of IN elements
-    in_row,  # [rows, 1]
-    first,  # chunk
-    CHUNKS: tl.constexpr,
-    IN: tl.constexpr,
-    TILE_IN: tl.constexpr,
-):
-    """Return CHUNKS times [rows, TILE_IN], all asked for before any is there."""
+def _load_chunks(rows, first, CHUNKS: tl.constexpr, IN: tl.constexpr, TILE_IN: tl.constexpr):
+    """Return CHUNKS times [rows, TILE_IN] of ``Rows``, all asked for before any is there."""
     chunks = ()
     for chunk in tl.static_range(CHUNKS):
         col = (first + chunk) * TILE_IN + tl.arange(0, TILE_IN)[None, :]
-        loaded = tl.load(row_ptr + col, mask=in_row & (col < IN), other=0.0)
+        loaded = tl.load(rows.ptr + col, mask=rows.is_row & (col < IN), other=0.0)
         chunks += (loaded,)  # type: ignore[assignment]
     return chunks
 
@@ -137,21 +130,22 @@ def _linear_vector_kernel(
     else:
         first, second = 2 * pair, 2 * pair + 1
         is_first, is_second = first < num_out, second < num_out
-    first_ptr, second_ptr = weight_ptr + first * IN, weight_ptr + second * IN
+    first_rows = Rows(weight_ptr + first * IN, is_first)
+    second_rows = Rows(weight_ptr + second * IN, is_second)
     every = tl.zeros([TILE_ROWS, 1], tl.int32)
     always = every == 0
-    firsts = _load_chunks(first_ptr, is_first, 0, EARLY_CHUNKS, IN, TILE_IN)
-    seconds = _load_chunks(second_ptr, is_second, 0, EARLY_CHUNKS, IN, TILE_IN)
+    firsts = _load_chunks(first_rows, 0, EARLY_CHUNKS, IN, TILE_IN)
+    seconds = _load_chunks(second_rows, 0, EARLY_CHUNKS, IN, TILE_IN)
     if norm_weight_ptr is not None:
-        norm_ptr = norm_weight_ptr + every
-        norm_weights = _load_chunks(norm_ptr, always, 0, EARLY_CHUNKS, IN, TILE_IN)
+        norm_rows = Rows(norm_weight_ptr + every, always)
+        norm_weights = _load_chunks(norm_rows, 0, EARLY_CHUNKS, IN, TILE_IN)
     if bias_ptr is not None:
         first_bias = tl.load(bias_ptr + first, mask=is_first, other=0.0).to(tl.float32)
         second_bias = tl.load(bias_ptr + second, mask=is_second, other=0.0).to(tl.float32)
     wait_for_previous(OVERLAP)
 
-    vector_ptr = x_ptr + every
-    xs = _load_chunks(vector_ptr, always, 0, EARLY_CHUNKS, IN, TILE_IN)
+    vector = Rows(x_ptr + every, always)
+    xs = _load_chunks(vector, 0, EARLY_CHUNKS, IN, TILE_IN)
     if residual_ptr is not None:
         first_residual = tl.load(residual_ptr + first, mask=is_first, other=0.0).to(tl.float32)
         if not GATED:
@@ -160,18 +154,18 @@ def _linear_vector_kernel(
     if norm_weight_ptr is not None:
         squares = _add_squares(total, xs, EARLY_CHUNKS)
         for late in range(EARLY_CHUNKS, NUM_CHUNKS, LATE_CHUNKS):
-            late_xs = _load_chunks(vector_ptr, always, late, LATE_CHUNKS, IN, TILE_IN)
+            late_xs = _load_chunks(vector, late, LATE_CHUNKS, IN, TILE_IN)
             squares = _add_squares(squares, late_xs, LATE_CHUNKS)
         scale = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / IN + eps)
         xs = _normed_chunks(xs, scale, norm_weights, EARLY_CHUNKS)
     first_y = _add_products(total, firsts, xs, EARLY_CHUNKS)
     second_y = _add_products(total, seconds, xs, EARLY_CHUNKS)
     for late in range(EARLY_CHUNKS, NUM_CHUNKS, LATE_CHUNKS):
-        late_firsts = _load_chunks(first_ptr, is_first, late, LATE_CHUNKS, IN, TILE_IN)
-        late_seconds = _load_chunks(second_ptr, is_second, late, LATE_CHUNKS, IN, TILE_IN)
-        late_xs = _load_chunks(vector_ptr, always, late, LATE_CHUNKS, IN, TILE_IN)
+        late_firsts = _load_chunks(first_rows, late, LATE_CHUNKS, IN, TILE_IN)
+        late_seconds = _load_chunks(second_rows, late, LATE_CHUNKS, IN, TILE_IN)
+        late_xs = _load_chunks(vector, late, LATE_CHUNKS, IN, TILE_IN)
         if norm_weight_ptr is not None:
-            late_weights = _load_chunks(norm_ptr, always, late, LATE_CHUNKS, IN, TILE_IN)
+            late_weights = _load_chunks(norm_rows, late, LATE_CHUNKS, IN, TILE_IN)
             late_xs = _normed_chunks(late_xs, scale, late_weights, LATE_CHUNKS)
         first_y = _add_products(first_y, late_firsts, late_xs, LATE_CHUNKS)
         second_y = _add_products(second_y, late_seconds, late_xs, LATE_CHUNKS)
@@ -197,14 +191,8 @@ def multiply_vector(call: LinearCall, config: VectorConfig) -> None:
     """Compute ``call.out`` of one token."""
     num_rows = call.weight.shape[0]
     _linear_vector_kernel[(triton.cdiv(num_rows, 2 * config.tile_rows),)](
-        call.out,
-        call.residual,
-        call.x,
-        call.weight,
-        call.bias,
-        call.norm_weight,
-        call.eps,
-        call.num_out,
+        *(call.out, call.residual, call.x, call.weight),
+        *(call.bias, call.norm_weight, call.eps, call.num_out),
         IN=call.num_in,
         GATED=call.is_gated,
         TILE_ROWS=config.tile_rows,

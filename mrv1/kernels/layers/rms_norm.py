@@ -12,10 +12,11 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
@@ -137,19 +138,10 @@ def rms_norm(
     else:
         config = RmsNormConfig.default_for(dim)
     _rms_norm_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
-        out,
-        out.stride(0),
-        out.stride(-2),
-        residual,
-        0 if residual is None else residual.stride(0),
-        x,
-        x.stride(0),
-        x.stride(-2),
-        weight,
-        num_rows,
-        num_heads,
-        dim,
-        eps,
+        *(out, out.stride(0), out.stride(-2)),
+        *with_strides(residual, 1),
+        *(x, x.stride(0), x.stride(-2)),
+        *(weight, num_rows, num_heads, dim, eps),
         TILE_ROWS=config.tile_rows,
         TILE_DIM=triton.next_power_of_2(dim),
         num_warps=config.num_warps,
@@ -171,20 +163,12 @@ def _check(
             f"got {list(x.shape)}"
         )
     check_launchable("x", x)
-    check_tensor(
-        "weight", weight, shape=x.shape[-1:], dtype=x.dtype, device=x.device, contiguous=True
-    )
+    check = partial(check_tensor, dtype=x.dtype, device=x.device)
+    check("weight", weight, shape=x.shape[-1:], contiguous=True)
     if residual is not None and x.dim() != 2:
         raise ValueError(
             f"residual: expected None for a three-dimensional x, got shape {list(residual.shape)}"
         )
     for name, tensor in (("residual", residual), ("out", out)):
         if tensor is not None:
-            check_tensor(
-                name,
-                tensor,
-                shape=tuple(x.shape),
-                dtype=x.dtype,
-                device=x.device,
-                unit_last_stride=True,
-            )
+            check(name, tensor, shape=x.shape, unit_last_stride=True)

@@ -13,34 +13,49 @@ Source: Su et al., "RoFormer" (2021), section 3.4.2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 
-from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._base.arguments import with_strides
+from mrv1.kernels._base.checks import (
+    FLOAT_DTYPES,
+    check_launchable,
+    check_rotary_dim,
+    check_tensor,
+)
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 
 
+class Heads(NamedTuple):
+    """Queries or keys, [tokens, num_heads, head_dim]."""
+
+    ptr: tl.tensor  # unit last stride, updated
+    stride_token: tl.tensor
+    stride_head: tl.tensor
+    num_heads: tl.tensor
+
+
+class Turn(NamedTuple):
+    """The tokens of a program, and how much each of their pairs turns."""
+
+    token: tl.tensor  # [TILE_TOKENS, 1, 1] int64
+    is_token: tl.tensor  # [TILE_TOKENS, 1, 1]
+    cos: tl.tensor  # [TILE_TOKENS, 1, TILE_PAIRS] float32
+    sin: tl.tensor
+    num_pairs: tl.tensor
+
+
 @triton.jit
-def _rotate(
-    x_ptr,  # [tokens, num_heads, head_dim], unit last stride, updated
-    stride_x_token,
-    stride_x_head,
-    num_heads,
-    token,  # [TILE_TOKENS, 1, 1] int64
-    is_token,  # [TILE_TOKENS, 1, 1]
-    cos,  # [TILE_TOKENS, 1, TILE_PAIRS] float32
-    sin,
-    num_pairs,
-    INTERLEAVED: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-):
+def _rotate(heads, turn, INTERLEAVED: tl.constexpr, TILE_HEADS: tl.constexpr):
     """Turn every pair of TILE_TOKENS tokens, all heads."""
+    token, is_token, cos, sin, num_pairs = turn
+    TILE_TOKENS: tl.constexpr = cos.shape[0]
+    TILE_PAIRS: tl.constexpr = cos.shape[2]
     head = tl.arange(0, TILE_HEADS)[None, :, None]
-    in_head = is_token & (head < num_heads)
-    row_ptr = x_ptr + token * stride_x_token + head * stride_x_head
+    in_head = is_token & (head < heads.num_heads)
+    row_ptr = heads.ptr + token * heads.stride_token + head * heads.stride_head
     pair = tl.arange(0, TILE_PAIRS)[None, None, :]
     if INTERLEAVED:  # one contiguous load, then even and odd elements apart
         col = tl.arange(0, 2 * TILE_PAIRS)[None, None, :]
@@ -90,36 +105,11 @@ def _apply_rope_kernel(
     angle_ptr = cos_sin_ptr + position * (2 * num_pairs) + pair
     cos = tl.load(angle_ptr, mask=has_angle, other=0.0)
     sin = tl.load(angle_ptr + num_pairs, mask=has_angle, other=0.0)
-    _rotate(
-        q_ptr,
-        stride_q_token,
-        stride_q_head,
-        num_q_heads,
-        token,
-        is_token,
-        cos,
-        sin,
-        num_pairs,
-        INTERLEAVED,
-        TILE_TOKENS,
-        TILE_Q_HEADS,
-        TILE_PAIRS,
-    )
-    _rotate(
-        k_ptr,
-        stride_k_token,
-        stride_k_head,
-        num_kv_heads,
-        token,
-        is_token,
-        cos,
-        sin,
-        num_pairs,
-        INTERLEAVED,
-        TILE_TOKENS,
-        TILE_KV_HEADS,
-        TILE_PAIRS,
-    )
+    turn = Turn(token, is_token, cos, sin, num_pairs)
+    queries = Heads(q_ptr, stride_q_token, stride_q_head, num_q_heads)
+    _rotate(queries, turn, INTERLEAVED, TILE_Q_HEADS)
+    keys = Heads(k_ptr, stride_k_token, stride_k_head, num_kv_heads)
+    _rotate(keys, turn, INTERLEAVED, TILE_KV_HEADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +174,10 @@ def apply_rope(
     else:
         config = RopeConfig.default_for(num_q_heads, rotary_dim)
     _apply_rope_kernel[(triton.cdiv(num_tokens, config.tile_tokens),)](
-        q,
-        q.stride(0),
-        q.stride(1),
-        k,
-        k.stride(0),
-        k.stride(1),
-        cos_sin,
-        positions,
-        num_tokens,
-        num_q_heads,
-        num_kv_heads,
-        rotary_dim // 2,
+        *with_strides(q),
+        *with_strides(k),
+        *(cos_sin, positions),
+        *(num_tokens, num_q_heads, num_kv_heads, rotary_dim // 2),
         INTERLEAVED=interleaved,
         TILE_TOKENS=config.tile_tokens,
         TILE_Q_HEADS=triton.next_power_of_2(num_q_heads),
@@ -211,35 +193,10 @@ def _check(
     check_tensor("q", q, shape=(None, None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
     check_launchable("q", q)
     num_tokens, num_q_heads, head_dim = q.shape
-    check_tensor(
-        "k",
-        k,
-        shape=(num_tokens, None, head_dim),
-        dtype=q.dtype,
-        device=q.device,
-        unit_last_stride=True,
-    )
+    check = partial(check_tensor, device=q.device)
+    check("k", k, shape=(num_tokens, None, head_dim), dtype=q.dtype, unit_last_stride=True)
     if num_q_heads == 0 or k.shape[1] == 0:
         raise ValueError(f"q, k: expected at least one head, got {num_q_heads} and {k.shape[1]}")
-    check_tensor(
-        "cos_sin",
-        cos_sin,
-        shape=(None, None),
-        dtype=torch.float32,
-        device=q.device,
-        contiguous=True,
-    )
-    rotary_dim = cos_sin.shape[1]
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ValueError(
-            f"cos_sin: expected an even rotary_dim in [2, {head_dim}] as its last size, "
-            f"got {rotary_dim}"
-        )
-    check_tensor(
-        "positions",
-        positions,
-        shape=(num_tokens,),
-        dtype=torch.int64,
-        device=q.device,
-        contiguous=True,
-    )
+    check("cos_sin", cos_sin, shape=(None, None), dtype=torch.float32, contiguous=True)
+    check_rotary_dim("cos_sin", cos_sin, head_dim)
+    check("positions", positions, shape=(num_tokens,), dtype=torch.int64, contiguous=True)
