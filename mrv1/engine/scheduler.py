@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 
@@ -41,6 +41,8 @@ NEVER = np.iinfo(np.int64).max
 class _Rows:
     """Requests as the rows of a step; made once and used until another request joins or leaves."""
 
+    version: int
+    """How often a request had joined or left those that run."""
     requests: tuple[Request, ...]
     req_ids: tuple[RequestId, ...]
     index: Int64Array
@@ -49,8 +51,6 @@ class _Rows:
     epochs: Int32Array
     ones: Int32Array
     """[rows] a token each."""
-    everyone: BoolArray
-    """[rows] all of them."""
     ending_token_ids: frozenset[int]
     """Tokens that may end one of them or another."""
     any_logprobs: bool
@@ -59,24 +59,24 @@ class _Rows:
     """Whether one of them has a grammar."""
 
     @classmethod
-    def of(cls, requests: Iterable[Request]) -> _Rows:
+    def of(cls, requests: Iterable[Request], version: int) -> _Rows:
         requests = tuple(requests)
         index = np.array([request.slot for request in requests], dtype=np.int64)
         rows = cls(
+            version=version,
             requests=requests,
             req_ids=tuple([request.req_id for request in requests]),
             index=index,
             slots=index.astype(np.int32),
             epochs=np.array([request.epoch for request in requests], dtype=np.int32),
             ones=np.ones(len(requests), dtype=np.int32),
-            everyone=np.ones(len(requests), dtype=np.bool_),
             ending_token_ids=frozenset(
                 chain.from_iterable({request.ending_token_ids for request in requests})
             ),
             any_logprobs=any(request.asks_logprobs for request in requests),
             any_grammars=any(request.matcher is not None for request in requests),
         )
-        for shared in (rows.slots, rows.epochs, rows.ones, rows.everyone):
+        for shared in (rows.slots, rows.epochs, rows.ones):
             shared.flags.writeable = False  # among plans and steps
         return rows
 
@@ -94,19 +94,9 @@ class _Launched:
     """[rows] whether it computes its last token, known or pending, and yields the next."""
     all_sample: bool
     num_left: int
-    """Tokens that every row may compute behind this step, one in each; 0 if not all sample."""
+    """Steps that may continue this one; 0 unless all that run are rows of it, and sample."""
     last_rows: list[int]
     """Rows whose token of this step is their last by length."""
-
-
-@dataclass(slots=True)
-class _Entering:
-    """What a step being planned tells of the requests that take a slot in it."""
-
-    new: list[SlotRequest] = field(default_factory=list)
-    resumed: list[SlotRequest] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    """Tokens that are computed after the step."""
 
 
 class Scheduler:
@@ -218,11 +208,13 @@ class Scheduler:
         """By request id, in order of arrival."""
         self._without_token: set[Request] = set()
         """Running requests that have yet to get their first token."""
-        self._rows: _Rows | None = None
-        """Of ``running``; None = it has changed since."""
+        self._version = 0
+        """How often a request joined or left ``running``."""
+        self._rows = _Rows.of((), self._version)
+        """Of ``running``, as it was at their version."""
         self._in_flight: deque[_Launched] = deque()
         self._newest: _Launched | None = None
-        """What was launched last, in flight or not; None = a row of it has left since."""
+        """What was launched last, in flight or not."""
         self._blocked: tuple[Request, int] | None = None
         """The first of the waiting, which could not be admitted, and the tokens it might have had.
 
@@ -382,25 +374,34 @@ class Scheduler:
                 f"schedule: expected fewer than {self.max_steps_in_flight} steps in flight "
                 f"(max_steps_in_flight), got {len(self._in_flight)}; call update first"
             )
-        ends, counts, starved = self._running_ends()
-        rows = self._running_rows()
-        new_blocks = self._grow_running(rows, ends)
-        entering = _Entering()
-        if self.waiting and not starved:
-            self._admit_waiting(
-                entering, new_blocks, self.max_num_batched_tokens - int(counts.sum())
-            )
-        if entering.ends:
+        rows, continued, starved = self._running_rows(), self._continued(), False
+        if continued is None:
+            ends = np.minimum(self._num_tokens[rows.index], self._max_computed[rows.index])
+            num_tokens = int((ends - self._num_computed[rows.index]).sum())
+        else:
+            ends, num_tokens = continued.ends + 1, len(rows.requests)
+        if not self._suffices(rows, ends, num_tokens):
+            continued = None
+            ends, starved = self._ends_one_by_one()
             rows = self._running_rows()
-            ends = np.concatenate([ends, np.array(entering.ends, dtype=np.int64)])
-            counts = ends - self._num_computed[rows.index]
-        if counts is not rows.ones and np.count_nonzero(counts) < len(counts):
-            (scheduled,) = counts.nonzero()
-            ends, counts = ends[scheduled], counts[scheduled]
-            rows = _Rows.of([rows.requests[row] for row in scheduled.tolist()])
+            num_tokens = int((ends - self._num_computed[rows.index]).sum())
+        new_blocks = self._grow_running(rows, ends)
+        entering: list[Request] = []
+        if self.waiting and not starved:
+            budget = self.max_num_batched_tokens - num_tokens
+            entering, ends_of_entering = self._admit_waiting(new_blocks, budget)
+            if entering:
+                continued, rows = None, self._running_rows()
+                ends = np.array([*ends.tolist(), *ends_of_entering], dtype=np.int64)
+        if continued is None:
+            is_scheduled = ends > self._num_computed[rows.index]
+            if not is_scheduled.all():
+                (scheduled,) = is_scheduled.nonzero()
+                requests = [rows.requests[row] for row in scheduled.tolist()]
+                ends, rows = ends[scheduled], _Rows.of(requests, self._version)
         if not rows.requests:
             return None
-        return self._launch(rows, ends, counts, new_blocks, entering)
+        return self._launch(rows, ends, new_blocks, entering, continued)
 
     def rows_with_grammars(self) -> list[tuple[int, Request]]:
         """Return the rows of the plan made last that draw a token by a grammar."""
@@ -414,38 +415,37 @@ class Scheduler:
             if request.matcher is not None and samples[row]
         ]
 
-    def _running_ends(self) -> tuple[Int64Array, npt.NDArray[np.signedinteger], bool]:
-        """Return how far each running request is computed, and whether blocks ran out.
+    def _continued(self) -> _Launched | None:
+        """Return the newest step if all that run are to compute the token that it samples."""
+        last = self._newest
+        if last is None or not last.num_left or last.rows.version != self._version:
+            return None
+        return last
 
-        May preempt; what is returned is of those that still run. A row that has no room in this
-        step, or nothing to compute, ends where it began.
+    def _suffices(self, rows: _Rows, ends: Int64Array, num_tokens: int) -> bool:
+        """Return whether budget and blocks suffice to compute every row up to its end.
 
-        Returns:
-            ``[running]`` tokens that are computed after the step; how many of them in the step,
-            ``rows.ones`` itself if each goes on with the token that the last step samples.
+        Args:
+            rows: all that run.
+            ends: ``[rows]`` tokens that are computed after the step.
+            num_tokens: to be computed in it.
         """
-        rows, last = self._running_rows(), self._newest
-        index = rows.index
-        counts: npt.NDArray[np.signedinteger]
-        if last is not None and last.rows is rows and last.num_left:
-            ends, counts, num_tokens = last.ends + 1, rows.ones, len(rows.requests)
-        else:
-            ends = np.minimum(self._num_tokens[index], self._max_computed[index])
-            counts = ends - self._num_computed[index]
-            num_tokens = int(counts.sum())
-        if num_tokens <= self.max_num_batched_tokens:
-            # A row can lack blocks only for what it computes: no more than that many in all.
-            num_free = self.pools.num_free
-            if num_free >= num_tokens:
-                return ends, counts, False
-            short = -(-(ends - self._capacity[index]) // self.block_size)
-            if num_free >= np.maximum(short, 0).sum():
-                return ends, counts, False
-        ends, starved = self._ends_one_by_one()
-        return ends, ends - self._num_computed[self._running_rows().index], starved
+        if num_tokens > self.max_num_batched_tokens:
+            return False
+        # A row can lack blocks only for what it computes: no more than that many in all.
+        num_free = self.pools.num_free
+        if num_free >= num_tokens:
+            return True
+        short = -(-(ends - self._capacity[rows.index]) // self.block_size)
+        return bool(num_free >= np.maximum(short, 0).sum())
 
     def _ends_one_by_one(self) -> tuple[Int64Array, bool]:
-        """Do what ``_running_ends`` promises where tokens or blocks do not suffice for all."""
+        """Return how far each running request is computed, and whether blocks ran out.
+
+        For steps whose tokens or blocks do not suffice for all. May preempt; the ends,
+        ``[running]``, are of those that still run. A row that has no room in this step, or nothing
+        to compute, ends where it began.
+        """
         budget, claimed, starved = self.max_num_batched_tokens, 0, False
         ends: dict[RequestId, int] = {}
         for request in tuple(self.running.values()):
@@ -490,14 +490,22 @@ class Scheduler:
             new_blocks[slot] = own
         return new_blocks
 
-    def _admit_waiting(self, entering: _Entering, new_blocks: NewBlocks, budget: int) -> None:
-        """Admit waiting requests, in order, as long as slots, blocks and tokens suffice."""
+    def _admit_waiting(
+        self, new_blocks: NewBlocks, budget: int
+    ) -> tuple[list[Request], list[int]]:
+        """Admit waiting requests, in order, as long as slots, blocks and tokens suffice.
+
+        Returns:
+            Who enters, and how many tokens of each are computed after the step.
+        """
+        entering: list[Request] = []
+        ends: list[int] = []
         if self.enable_prefix_caching and self._free_slots:
             self._cache_running_blocks()
         while budget and self.waiting and self._free_slots:
             request = next(iter(self.waiting.values()))
             if self._blocked == (request, budget) and not self.pools.has_changed:
-                return
+                break
             hit = self._find_prefix(request)
             num_hit = len(hit[0])
             num_cached = num_hit * self.block_size
@@ -505,85 +513,68 @@ class Scheduler:
             if not count or self.pools.lacks(hit, self._blocks_to_admit(request, num_hit, count)):
                 self._blocked = request, budget
                 self.pools.watch(request.block_digests)
-                return
+                break
             self._enter(request, hit)
             self._grow(request, self._blocks_for(num_cached + count) - num_hit)
             new_blocks[request.slot] = tuple([tuple(own) for own in request.block_ids])
-            (entering.resumed if request.num_preemptions else entering.new).append(
-                SlotRequest(
-                    req_id=request.req_id,
-                    slot=request.slot,
-                    epoch=request.epoch,
-                    token_ids=request.token_ids(),
-                    prompt_len=len(request.prompt_token_ids),
-                    sampling_params=request.params,
-                    seed=request.seed,
-                    child=request.child,
-                    banned_token_sequences=request.banned_token_sequences,
-                    num_computed_tokens=num_cached,
-                    max_total_tokens=request.max_total_tokens,
-                    stop_token_ids=request.stop_token_ids[:MAX_STOP_TOKENS],
-                    stop_token_sequences=request.params.stop_token_sequences,
-                    min_total_tokens=len(request.prompt_token_ids) + request.params.min_tokens,
-                    late_token_ids=request.late_token_ids[:MAX_STOP_TOKENS],
-                )
-            )
-            entering.ends.append(num_cached + count)
+            entering.append(request)
+            ends.append(num_cached + count)
             budget -= count
+        return entering, ends
 
     def _launch(
         self,
         rows: _Rows,
         ends: Int64Array,
-        counts: npt.NDArray[np.signedinteger],
         new_blocks: NewBlocks,
-        entering: _Entering,
+        entering: Sequence[Request],
+        continued: _Launched | None,
     ) -> StepPlan:
         """Count the step's tokens, note what its output will mean, and return its plan."""
+        index = rows.index
+        if continued is None:
+            counts = (ends - self._num_computed[index]).astype(np.int32)
+            num_tokens = self._num_tokens[index]
+            samples = ends == num_tokens
+            self._num_tokens[index] = num_tokens + samples
+            all_sample, num_left = bool(samples.all()), 0
+            if all_sample and len(rows.requests) == len(self.running):
+                num_left = int((self._max_computed[index] - ends).min())
+        else:
+            counts, samples, all_sample = rows.ones, continued.samples, True
+            self._num_tokens[index] = ends + 1
+            num_left = continued.num_left - 1
+        self._num_computed[index] = ends
         plan = StepPlan(
             step_id=self._next_step_id,
-            new=tuple(entering.new),
-            resumed=tuple(entering.resumed),
+            continues=None if continued is None else continued.step_id,
+            new=tuple([_entering(request) for request in entering if not request.num_preemptions]),
+            resumed=tuple([_entering(request) for request in entering if request.num_preemptions]),
             preempted=tuple(self._preempted),
             finished=tuple(self._vacated),
             req_ids=rows.req_ids,
             slots=rows.slots,
             epochs=rows.epochs,
-            num_scheduled_tokens=counts.astype(np.int32, copy=False),
+            num_scheduled_tokens=counts,
             new_block_ids=new_blocks,
         )
-        self._newest = self._launched(plan, rows, ends)
-        self._in_flight.append(self._newest)
-        self._next_step_id += 1
-        self._preempted, self._vacated = [], []
-        return plan
-
-    def _launched(self, plan: StepPlan, rows: _Rows, ends: Int64Array) -> _Launched:
-        """Count the tokens that a step computes and those that it samples."""
-        index, last = rows.index, self._newest
-        self._num_computed[index] = ends
-        if plan.num_scheduled_tokens is rows.ones and last is not None:
-            self._num_tokens[index] = ends + 1
-            samples, all_sample, num_left = last.samples, True, last.num_left - 1
-        else:
-            num_tokens = self._num_tokens[index]
-            samples = ends == num_tokens
-            self._num_tokens[index] = num_tokens + samples
-            all_sample = bool(samples.all())
-            num_left = int((self._max_computed[index] - ends).min()) if all_sample else 0
         last_rows = []
         if not num_left:
             last_rows = (ends == self._max_computed[index]).nonzero()[0].tolist()
-        return _Launched(
+        self._newest = _Launched(
             step_id=plan.step_id,
             rows=rows,
-            num_scheduled_tokens=plan.num_scheduled_tokens,
+            num_scheduled_tokens=counts,
             ends=ends,
             samples=samples,
             all_sample=all_sample,
             num_left=num_left,
             last_rows=last_rows,
         )
+        self._in_flight.append(self._newest)
+        self._next_step_id += 1
+        self._preempted, self._vacated = [], []
+        return plan
 
     def update(self, output: StepOutput) -> list[Request]:
         """Take in what the oldest step in flight produced.
@@ -612,14 +603,14 @@ class Scheduler:
         tokens = None
         if (
             step.all_sample
-            and live is step.rows.everyone
+            and live is None
             and not output.errors
             and not step.rows.any_logprobs
             and not step.rows.any_grammars
         ):
             tokens = _one_each(output.token_ids)
         if tokens is None:
-            live = live.copy()
+            live = np.ones(len(step.rows.requests), dtype=np.bool_) if live is None else live
             requests, tokens = self._sampled_rows(step, output, live, ended)
         changed = [*ended, *requests]
         for request, token in zip(requests, tokens, strict=True):
@@ -640,7 +631,7 @@ class Scheduler:
                     ended[request] = "error"
                     request.error = RequestError.caused_by(error, "structured_output")
         for row in step.last_rows:
-            if live[row]:
+            if live is None or live[row]:
                 ended.setdefault(step.rows.requests[row], "length")
         self._land(step, live)
         for request, reason in ended.items():
@@ -745,8 +736,9 @@ class Scheduler:
                 f"{[step.step_id for step in self._in_flight]}, got step {plan.step_id}"
             )
         self._retire(step)
-        live = self._live_rows(step).nonzero()[0].tolist()
-        failed = [step.rows.requests[row] for row in live]
+        live, failed = self._live_rows(step), list(step.rows.requests)
+        if live is not None:
+            failed = [failed[row] for row in live.nonzero()[0].tolist()]
         for request in failed:
             self.fail(request, error)
         return failed
@@ -780,17 +772,17 @@ class Scheduler:
         oldest = self._in_flight[0].step_id if self._in_flight else self._next_step_id
         self.pools.release(oldest - 1)
 
-    def _live_rows(self, step: _Launched) -> BoolArray:
+    def _live_rows(self, step: _Launched) -> BoolArray | None:
         """Return ``[rows]`` whether each request is still in its slot; count the others.
 
-        ``rows.everyone`` itself if all are.
+        None = all are.
         """
-        if step.rows is self._rows:
-            return step.rows.everyone  # nobody has joined or left since
+        if step.rows.version == self._version:
+            return None
         live: BoolArray = self._epochs[step.rows.index] == step.rows.epochs
         num_stale = len(live) - int(np.count_nonzero(live))
         if not num_stale:
-            return step.rows.everyone
+            return None
         self.num_stale_outputs += num_stale
         self.wasted_tokens += int(step.num_scheduled_tokens[~live].sum())
         return live
@@ -866,16 +858,15 @@ class Scheduler:
 
         return self.pools.find(request.block_digests[:num_blocks], cut)
 
-    def _land(self, step: _Launched, live: BoolArray) -> None:
-        """Note what a step computed of the requests that are live and did not fail."""
+    def _land(self, step: _Launched, live: BoolArray | None) -> None:
+        """Note what a step computed of the requests that are live and did not fail; None = all."""
         index, ends = step.rows.index, step.ends
-        if live is not step.rows.everyone:
+        requests: Sequence[Request] = step.rows.requests
+        if live is not None:
             index, ends = index[live], ends[live]
+            requests = [requests[row] for row in live.nonzero()[0].tolist()]
         self._num_landed[index] = ends
         if self.pools.streaming:
-            requests: Sequence[Request] = step.rows.requests
-            if live is not step.rows.everyone:
-                requests = [requests[row] for row in live.nonzero()[0].tolist()]
             self._give_up_behind_windows(requests, index, ends)
 
     def _give_up_behind_windows(
@@ -928,8 +919,8 @@ class Scheduler:
     # --- slots ----------------------------------------------------------------------------
 
     def _running_rows(self) -> _Rows:
-        if self._rows is None:
-            self._rows = _Rows.of(self.running.values())
+        if self._rows.version != self._version:
+            self._rows = _Rows.of(self.running.values(), self._version)
         return self._rows
 
     def _enter(self, request: Request, hit: list[list[int]]) -> None:
@@ -941,7 +932,8 @@ class Scheduler:
         self.pools.share(hit)
         del self.waiting[request.req_id]
         self.running[request.req_id] = request
-        self._rows = self._blocked = None
+        self._version += 1
+        self._blocked = None
         slot = self._free_slots.popleft()
         request.slot, request.epoch = slot, int(self._epochs[slot])
         request.status = Status.RUNNING
@@ -1002,7 +994,7 @@ class Scheduler:
         if self.enable_prefix_caching:
             self._cache_blocks(request)
         del self.running[request.req_id]
-        self._rows = self._newest = None
+        self._version += 1
         self._without_token.discard(request)
         last_step = self._next_step_id - 1 if self._in_flight else None
         self.pools.free(request.block_ids, last_step=last_step)
@@ -1010,6 +1002,28 @@ class Scheduler:
         self._epochs[request.slot] += 1
         self._free_slots.append(request.slot)
         request.slot = -1
+
+
+def _entering(request: Request) -> SlotRequest:
+    """Return a request that has been given a slot as the plan tells of it."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    return SlotRequest(
+        req_id=request.req_id,
+        slot=request.slot,
+        epoch=request.epoch,
+        token_ids=request.token_ids(),
+        prompt_len=num_prompt_tokens,
+        sampling_params=request.params,
+        seed=request.seed,
+        child=request.child,
+        banned_token_sequences=request.banned_token_sequences,
+        num_computed_tokens=request.num_cached_tokens,
+        max_total_tokens=request.max_total_tokens,
+        stop_token_ids=request.stop_token_ids[:MAX_STOP_TOKENS],
+        stop_token_sequences=request.params.stop_token_sequences,
+        min_total_tokens=num_prompt_tokens + request.params.min_tokens,
+        late_token_ids=request.late_token_ids[:MAX_STOP_TOKENS],
+    )
 
 
 def _refusal(request: Request, matcher: GrammarMatcher, token: int) -> str | RequestError | None:

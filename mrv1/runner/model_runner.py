@@ -341,7 +341,8 @@ class ModelRunner:
             The step's rows, and its upload unless a graph, which knows the place, runs the step.
         """
         upload = StepUpload()
-        goes_on = self.state.stage(plan, upload)
+        continues = plan.continues is not None
+        self.state.stage(plan, upload)
         self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
         for request in plan.entering:
             self._logprobs.enter(request)
@@ -356,7 +357,7 @@ class ModelRunner:
                 upload.write(self._slots.first_word(name, request.slot), values)
         self.state.advance_on_host(plan)
         slot = self._outputs.acquire()
-        rows = self._steady_rows if samples and goes_on else None
+        rows = self._steady_rows if samples and continues else None
         if rows is not None and self._sent[slot] is rows and not plan.new_block_ids:
             return rows, None  # the upload would be, word for word, what is there
         upload.put(self._next_upload_word, ((slot + 1) % self._outputs.num_slots,))
@@ -367,7 +368,7 @@ class ModelRunner:
         words = self._staging.send(
             slot, upload, rows.idx_mapping, rows.query_lens, drafts=rows.draft_token_ids
         )
-        self._sent[slot] = rows if goes_on and not plan.new_block_ids else None
+        self._sent[slot] = rows if continues and not plan.new_block_ids else None
         if rows.is_captured:
             return rows, None
         num_rows, drafts = rows.shape.num_rows, rows.draft_token_ids

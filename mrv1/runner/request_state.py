@@ -25,15 +25,14 @@ MAX_DRAFTS = MAX_SAMPLED_TOKENS - 1
 
 
 @dataclass(slots=True)
-class _Rows:
-    """Rows of a plan that were checked, each of which samples."""
+class _SampledStep:
+    """The step launched last, every row of which samples: a plan may continue it."""
 
-    slots: Int32Array
-    epochs: Int32Array
+    step_id: int
     index: npt.NDArray[np.intp]
-    """[rows] slots."""
-    ones: Int32Array | None = None
-    """[rows] a token each, checked and read-only; None = no such array was seen yet."""
+    """[rows] slots, as numpy indexes fastest."""
+    rows: tuple[bytes, bytes, bytes]
+    """Slots, epochs and token counts of a plan that continues it; bytes compare fastest."""
 
 
 class RequestState:
@@ -88,8 +87,8 @@ class RequestState:
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
         self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
-        self._last: _Rows | None = None
-        """Of the last plan, if all its rows sample and nobody may write its arrays."""
+        self._sampled: _SampledStep | None = None
+        """None = a row of the step launched last does not sample."""
 
     def history(self) -> History:
         """Return what the sampler reads of the slots."""
@@ -101,18 +100,17 @@ class RequestState:
             late_token_ids=self._slots["late_token_ids"],
         )
 
-    def stage(self, plan: StepPlan, upload: StepUpload) -> bool:
+    def stage(self, plan: StepPlan, upload: StepUpload) -> None:
         """Bring the mirrors to the start of the step; add what the device needs for it.
 
-        Returns:
-            Whether the plan gives the rows of the one before it a token each, and changes nothing.
-
         Raises:
-            ValueError: the plan contradicts what the slots hold.
+            ValueError: the plan contradicts what the slots hold, or does not continue the step
+                that it claims to.
         """
-        if self._goes_on(plan):
-            return True
-        self._last = None
+        if plan.continues is not None:
+            self._check_continues(plan)
+            return
+        self._sampled = None
         self._check_slots((*plan.preempted, *plan.finished))
         if plan.slots.min() < 0 or plan.slots.max() >= len(self._epochs_np):
             self._check_slots(plan.slots.tolist())
@@ -132,31 +130,26 @@ class RequestState:
                 f"got {plan.epochs}"
             )
         self._check_rows(plan)
-        return False
 
-    def are_known_ones(self, counts: Int32Array) -> bool:
-        """Whether these are the last plan's counts, of a token in each row."""
-        return self._last is not None and counts is self._last.ones
-
-    def _goes_on(self, plan: StepPlan) -> bool:
-        """Whether the plan gives the last one's rows a token each: then it has been checked."""
-        last, counts = self._last, plan.num_scheduled_tokens
-        if (
-            last is None
-            or plan.slots is not last.slots
-            or plan.epochs is not last.epochs
-            or plan.new
-            or plan.resumed
-            or plan.preempted
-            or plan.finished
-            or plan.draft_token_ids
-        ):
-            return False
-        if counts is not last.ones:
-            if len(counts) != len(last.index) or not (counts == 1).all():
-                return False
-            last.ones = None if counts.flags.writeable else counts
-        return True
+    def _check_continues(self, plan: StepPlan) -> None:
+        """Check that the plan computes the tokens that the step before samples, and no more."""
+        last = self._sampled
+        if last is None or plan.continues != last.step_id:
+            expected = "None, as there is no last step whose rows all sample"
+            if last is not None:
+                expected = f"None or the last step, {last.step_id}"
+            raise ValueError(f"continues: expected {expected}, got {plan.continues}")
+        if plan.new or plan.resumed or plan.preempted or plan.finished or plan.draft_token_ids:
+            raise ValueError(
+                f"continues: expected None in a plan where a request enters, leaves or drafts, "
+                f"got {plan.continues}"
+            )
+        slots, epochs, counts = plan.slots, plan.epochs, plan.num_scheduled_tokens
+        if (slots.tobytes(), epochs.tobytes(), counts.tobytes()) != last.rows:
+            raise ValueError(
+                f"continues: expected the rows of step {last.step_id}, a token each, got slots "
+                f"{slots}, epochs {epochs}, num_scheduled_tokens {counts}"
+            )
 
     def _stage_entering(self, request: SlotRequest, upload: StepUpload) -> None:
         first_word = self._slots.first_word
@@ -283,13 +276,14 @@ class RequestState:
 
     def advance_on_host(self, plan: StepPlan) -> None:
         """Bring the mirrors to the end of the step: who reaches its newest token samples."""
-        if self._last is not None:  # the plan goes on with it: each row samples again
-            index = self._last.index
-            computed = self.num_tokens_np[index]  # all that were known: each row has sampled
-            self.num_computed_tokens_np[index] = computed
-            self.num_tokens_np[index] = computed + 1
+        last = self._sampled
+        if last is not None:  # the plan continues it
+            computed = self.num_tokens_np[last.index]  # all that were known
+            self.num_computed_tokens_np[last.index] = computed
+            self.num_tokens_np[last.index] = computed + 1
+            last.step_id = plan.step_id
             return
-        index = plan.slots.astype(np.intp)  # as numpy indexes fastest
+        index = plan.slots.astype(np.intp)
         computed = self.num_computed_tokens_np[index] + plan.num_scheduled_tokens
         self.num_computed_tokens_np[index] = computed
         samples = computed >= self.num_tokens_np[index]
@@ -298,8 +292,10 @@ class RequestState:
             self._is_drafting_np[index] = drafts
             samples &= ~drafts
         self.num_tokens_np[index] += samples
-        if samples.all() and not plan.slots.flags.writeable:
-            self._last = _Rows(slots=plan.slots, epochs=plan.epochs, index=index)
+        if samples.all():
+            ones = np.ones(len(index), dtype=np.int32)
+            rows = (plan.slots.tobytes(), plan.epochs.tobytes(), ones.tobytes())
+            self._sampled = _SampledStep(step_id=plan.step_id, index=index, rows=rows)
 
 
 def _late_tokens(request: SlotRequest) -> tuple[int, ...]:

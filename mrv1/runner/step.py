@@ -68,6 +68,10 @@ class StepPlan:
 
     step_id: int
     """Counts launched steps."""
+    continues: int | None = None
+    """``step_id`` of the step launched just before, if every row of it samples a token and this
+    plan computes these tokens, row by row in the same order: no request enters, leaves or drafts.
+    Such a step is launched faster. None = no such claim, which is always correct."""
     new: tuple[SlotRequest, ...] = ()
     """Requests that enter."""
     resumed: tuple[SlotRequest, ...] = ()

@@ -106,6 +106,8 @@ class FakeRunner:
     launched: deque[StepPlan] = field(default_factory=deque)
     not_launched: set[int] = field(default_factory=set)
     """Steps whose launch failed."""
+    last: StepPlan | None = None
+    """Launched last."""
 
     def __post_init__(self) -> None:
         self.cells: list[list[list[int | None]]] = [
@@ -120,6 +122,14 @@ class FakeRunner:
         assert plan.num_scheduled_tokens.min() >= 1
         assert len(set(plan.slots.tolist())) == len(plan.slots) == len(plan.req_ids)
         assert {r.slot for r in plan.entering} <= set(plan.slots.tolist())
+        if plan.continues is not None:
+            assert plan.continues == self.last.step_id
+            assert plan.req_ids == self.last.req_ids
+            assert plan.slots.tolist() == self.last.slots.tolist()
+            assert plan.epochs.tolist() == self.last.epochs.tolist()
+            assert plan.num_scheduled_tokens.max() == 1
+            assert plan.entering == plan.preempted == plan.finished == ()
+        self.last = plan
         num_shared = {r.slot: r.num_computed_tokens // self.block_size for r in plan.entering}
         for slot, per_group in plan.new_block_ids.items():
             for cells, ids in zip(self.cells, per_group, strict=True):

@@ -351,7 +351,7 @@ def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when,
     scheduler = caching_scheduler()
     runner = make_runner(scheduler)
     land = scheduler._land
-    monkeypatch.setattr(scheduler, "_land", lambda step, _: land(step, step.rows.everyone))
+    monkeypatch.setattr(scheduler, "_land", lambda step, _: land(step, None))
     scheduler.add(make_request("a", prompt_of(40), max_tokens=4))
     runner.execute(scheduler.schedule())
     scheduler.add(make_request("b", prompt_of(40), max_tokens=4))
@@ -360,7 +360,7 @@ def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when,
         runner.execute(scheduler.schedule())
     else:
         (step,) = scheduler._in_flight
-        scheduler._land(step, step.rows.everyone)
+        scheduler._land(step, None)
         runner.execute(scheduler.schedule())
         runner.result(fail_rows=frozenset([0]))
     assert scheduler.get("b").num_cached_tokens == 32

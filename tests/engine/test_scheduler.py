@@ -59,11 +59,12 @@ class ForgetfulScheduler(Scheduler):
     """Plans every step, and takes in every output, as if none had come before it."""
 
     def schedule(self) -> StepPlan | None:
-        self._rows = self._newest = self._blocked = None
+        self._newest = self._blocked = None
+        self._version += 1
         return super().schedule()
 
     def update(self, output: StepOutput) -> list[Request]:
-        self._rows = None
+        self._version += 1
         return super().update(output)
 
 
@@ -420,6 +421,25 @@ def stop_in_output(count: int) -> tuple[tuple[int, ...], list[int]]:
         if output[-1] not in output[:-1] and EOS not in output:
             return request.prompt_token_ids, output
     raise AssertionError("no such prompt")
+
+
+def test_a_plan_says_which_step_it_continues():
+    """Every row of that one samples, and nobody enters, leaves or is left out."""
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_steps_in_flight=1)
+
+    def claims(count: int) -> list[int | None]:
+        plans = []
+        for _ in range(count):
+            plans.append(scheduler.schedule())
+            runner.execute(plans[-1])
+            scheduler.update(runner.result())
+        return [plan.continues for plan in plans]
+
+    runner = make_runner(scheduler)
+    scheduler.add(make_request("a", prompt_of(12), max_tokens=10, ignore_eos=True))
+    assert claims(5) == [None, None, 1, 2, 3], "step 0 is the first chunk of the prompt"
+    scheduler.add(make_request("b", (1,), max_tokens=3, ignore_eos=True))
+    assert claims(5) == [None, 5, 6, None, 8], "b enters in step 5 and has left by step 8"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

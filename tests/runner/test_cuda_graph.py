@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrv1 import SamplingParams
+from mrv1 import SamplingParams, StepPlan
 from mrv1.engine.core import EngineCore
 from mrv1.runner import cuda_graph
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs, decode_sizes, prompt_sizes
@@ -135,30 +136,41 @@ def test_padding_changes_no_token(checkpoint, overlap, monkeypatch):
     assert outputs[0] == outputs[1]
 
 
-def test_a_step_that_goes_on_writes_nothing_for_the_device(checkpoint, monkeypatch):
-    """Once each slot of the ring holds the rows, an upload is due with new blocks only."""
-    outputs = []
-    for goes_on in (True, False):
+def copied(plan: StepPlan) -> StepPlan:
+    arrays = ("slots", "epochs", "num_scheduled_tokens")
+    return replace(plan, **{name: np.copy(getattr(plan, name)) for name in arrays})
+
+
+def test_a_step_that_continues_another_writes_nothing_for_the_device(checkpoint, monkeypatch):
+    """Once each slot of the ring holds the rows, an upload is due with new blocks only.
+
+    Because the plan says so, whoever owns its arrays: without the claim each step is uploaded.
+    """
+    outputs, num_sent = [], []
+    for changed in (lambda plan: plan, copied, lambda plan: replace(plan, continues=None)):
         core = make_core(checkpoint, device="cpu", dtype="float64", max_num_seqs=4)
         runner = core.runner
         runner._graphs = LaunchedGraphs(core)
         sent = []
-        send = runner._staging.send
+        send, execute = runner._staging.send, runner.execute
         monkeypatch.setattr(
             runner._staging,
             "send",
             lambda *a, send=send, sent=sent, **k: sent.append(a) or send(*a, **k),
         )
-        if not goes_on:
-            monkeypatch.setattr(runner.state, "_goes_on", lambda _: False)
+        monkeypatch.setattr(
+            runner,
+            "execute",
+            lambda plan, execute=execute, changed=changed: execute(changed(plan)),
+        )
         params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         requests = [core.add_request(str(i), [5, 6, 7 + i], params) for i in range(3)]
         steps = run(core)
         outputs.append(tokens(requests))
+        num_sent.append(len(sent))
         num_growing = -(-103 // core.config.block_size)
-        if goes_on:
-            assert len(sent) <= 2 * runner._outputs.num_slots * num_growing < steps
-        else:
-            assert len(sent) >= 100
+        most = 2 * runner._outputs.num_slots * num_growing
         runner.close()
-    assert outputs[0] == outputs[1]
+    assert num_sent[0] == num_sent[1] <= most < steps
+    assert num_sent[2] >= 100
+    assert outputs[0] == outputs[1] == outputs[2]

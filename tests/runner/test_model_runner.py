@@ -215,24 +215,46 @@ def test_a_plan_that_contradicts_the_slots_is_a_step_error(runner, plan, message
         runner.execute(plan)
 
 
-def test_a_plan_that_goes_on_is_checked_where_it_may_be_wrong(checkpoint):
-    """The last plan's own arrays again: only what differs from it is looked at."""
+def test_a_plan_that_continues_another_is_checked_where_it_may_be_wrong(checkpoint):
     runner = make_runner(checkpoint, device="cpu")
     rows = {"a": (0, 5, (0, 1)), "b": (1, 20, (2, 3))}
     entering = (enter("a", 0, PROMPTS[0]), enter("b", 1, PROMPTS[1]))
     runner.execute(make_plan(0, rows, new=entering)).result()
-    steady = make_plan(1, {"a": (0, 1, ()), "b": (1, 1, ())})
-    steady.slots.flags.writeable = steady.epochs.flags.writeable = False
-    tokens = [runner.execute(replace(steady, step_id=n)).result().token_ids for n in (1, 2, 3)]
+    steady = [
+        make_plan(n, {"a": (0, 1, ()), "b": (1, 1, ())}, continues=n - 1) for n in range(1, 6)
+    ]
+    tokens = [runner.execute(plan).result().token_ids for plan in steady[:3]]
     assert all(map(len, sum(tokens, ())))
     for wrong, message in (
+        ({"continues": 2}, "continues: expected None or the last step, 3, got 2"),
         ({"num_scheduled_tokens": np.array([1, 2], dtype=np.int32)}, "num_scheduled_tokens"),
-        ({"finished": (1,)}, r"expected epochs \[ 0 -1\]"),
-        ({"new": (enter("c", 0, [5]),)}, "expected slot 0 free, 'c' got it"),
+        ({"finished": (1,)}, "continues: expected None in a plan where a request enters, leaves"),
+        ({"finished": (1,), "continues": None}, r"expected epochs \[ 0 -1\]"),
+        ({"new": (enter("c", 0, [5]),), "continues": None}, "expected slot 0 free, 'c' got it"),
     ):
         with pytest.raises(StepError, match=message):
-            runner.execute(replace(steady, step_id=4, **wrong))
+            runner.execute(replace(steady[3], **wrong))
     runner.close()
+
+
+def test_a_plan_continues_rows_in_the_order_of_the_callers_plan(runner, expected):
+    """Step 1 computes a's row before b's, which has two tokens; its plan names b first."""
+    plans = [
+        make_plan(
+            0,
+            {"b": (1, 18, (3, 4)), "a": (0, 5, (1, 2))},
+            new=(enter("b", 1, PROMPTS[1]), enter("a", 0, PROMPTS[0])),
+        ),
+        make_plan(1, {"b": (1, 2, ()), "a": (0, 1, ())}),
+        *(make_plan(n, {"b": (1, 1, ()), "a": (0, 1, ())}, continues=n - 1) for n in (2, 3)),
+        make_plan(4, {"b": (1, 1, ()), "a": (0, 1, ())}),
+    ]
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+    for plan in plans:
+        output = runner.execute(plan).result()
+        for req_id, new in zip(output.req_ids, output.token_ids, strict=True):
+            tokens[req_id].extend(new)
+    assert tokens == {name: expected[name][:num] for name, num in (("a", 5), ("b", 4))}
 
 
 def spoil(runner: ModelRunner, slot: int, column: int, block_id: int) -> None:

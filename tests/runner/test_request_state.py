@@ -14,6 +14,7 @@ from mrv1 import StepPlan
 from mrv1.kernels.step.contracts import RUNNING
 from mrv1.runner.request_state import RequestState
 from mrv1.runner.slot_state import SlotState
+from mrv1.runner.staging import StepUpload
 from tests.runner.host_state import AppliedUpload, entering, plan_of
 
 NUM_SLOTS, MAX_LEN = 5, 40
@@ -44,10 +45,8 @@ def take(state: RequestState, upload: AppliedUpload, plan: StepPlan) -> None:
     state.advance_on_host(plan)
 
 
-def frozen(values: list[int]) -> np.ndarray:
-    array = np.array(values, dtype=np.int32)
-    array.flags.writeable = False
-    return array
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
 
 
 @given(data=st.data())
@@ -56,14 +55,18 @@ def test_mirrors_count_what_launched_steps_will_have_done(data):
     state, upload = make_state()
     lengths: dict[int, list[int]] = {}  # slot -> known and pending tokens, computed ones
     epochs = [-1] * NUM_SLOTS
-    plan = None
-    for _ in range(data.draw(st.integers(1, 12))):
-        goes_on = plan is not None and all(n - c == 1 for n, c in lengths.values())
-        if goes_on and data.draw(st.booleans()):
-            ones = plan.num_scheduled_tokens
-            if (ones != 1).any() or data.draw(st.booleans()):
-                ones = frozen([1] * len(ones))
-            plan = plan_of(plan.slots, epochs=plan.epochs, num_scheduled_tokens=ones)
+    plan, sampled = None, False
+    for step_id in range(data.draw(st.integers(1, 12))):
+        may_continue = plan is not None and all(
+            lengths[slot][0] - lengths[slot][1] == 1 for slot in plan.slots.tolist()
+        )
+        if may_continue and data.draw(st.booleans()):
+            plan = plan_of(
+                plan.slots.copy(),
+                step_id=step_id,
+                continues=data.draw(st.sampled_from([None, plan.step_id])) if sampled else None,
+                epochs=plan.epochs.copy(),
+            )
         else:
             gone = data.draw(st.sets(st.sampled_from(sorted(lengths)))) if lengths else set()
             for slot in gone:
@@ -88,9 +91,10 @@ def test_mirrors_count_what_launched_steps_will_have_done(data):
             away = sorted(gone)
             cut = data.draw(st.integers(0, len(away)))
             plan = plan_of(
-                frozen(rows),
-                epochs=frozen([epochs[slot] for slot in rows]),
-                num_scheduled_tokens=frozen(counts),
+                rows,
+                step_id=step_id,
+                epochs=int32(*(epochs[slot] for slot in rows)),
+                num_scheduled_tokens=int32(*counts),
                 new=tuple(new[::2]),
                 resumed=tuple(new[1::2]),
                 preempted=tuple(away[:cut]),
@@ -109,11 +113,14 @@ def test_mirrors_count_what_launched_steps_will_have_done(data):
             assert state.slots.min_total_tokens[slot] == request.min_total_tokens
             assert state.slots.stopped[slot] == RUNNING
         state.advance_on_host(plan)
+        sampled = True
         for slot, count in zip(
             plan.slots.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
         ):
             lengths[slot][1] += count
-            lengths[slot][0] += lengths[slot][1] == lengths[slot][0]
+            samples = lengths[slot][1] == lengths[slot][0]
+            lengths[slot][0] += samples
+            sampled &= samples
         for slot, (num_tokens, num_computed) in lengths.items():
             mirrors = (state.num_tokens_np[slot], state.num_computed_tokens_np[slot])
             assert mirrors == (num_tokens, num_computed)
@@ -127,12 +134,12 @@ def test_what_waits_for_min_tokens_is_what_stops_unless_said_otherwise(late, hel
     request = entering(
         1, 4, epoch=0, stop_token_ids=(7, 8), min_total_tokens=9, late_token_ids=late
     )
-    take(state, upload, plan_of(frozen([1]), num_scheduled_tokens=frozen([4]), new=(request,)))
+    take(state, upload, plan_of([1], num_scheduled_tokens=int32(4), new=(request,)))
     assert state.history().late_token_ids[1].tolist() == held + [-1] * (16 - len(held))
     assert state.slots.stop_token_ids[1].tolist() == [7, 8] + [-1] * 14
     many = entering(2, 4, epoch=0, late_token_ids=tuple(range(17)))
     with pytest.raises(ValueError, match=r"late_token_ids .*: expected at most 16, got 17"):
-        state.stage(plan_of(frozen([2]), num_scheduled_tokens=frozen([4]), new=(many,)), upload)
+        state.stage(plan_of([2], num_scheduled_tokens=int32(4), new=(many,)), upload)
 
 
 def test_the_sampler_reads_the_same_slots():
@@ -161,47 +168,78 @@ def test_a_slot_holds_as_many_stop_sequences_as_configured():
     assert staged_sequences(state, 1) == list(sequences)
 
 
-def steady(**fields: object) -> tuple[RequestState, AppliedUpload, StepPlan]:
-    """A state whose last plans gave two rows a token each, and their plan."""
+def steady() -> tuple[RequestState, AppliedUpload, StepPlan]:
+    """A state whose last steps, 0 to 3, gave two rows a token each, and the plan of step 3."""
     state, upload = make_state()
-    first = plan_of([0, 3], new=(entering(0), entering(3)))
-    take(state, upload, first)
-    same = {"epochs": frozen([0, 0]), "num_scheduled_tokens": frozen([1, 1])}
-    plan = plan_of(frozen([0, 3]), **(same | fields))
-    for _ in range(3):
+    take(state, upload, plan_of([0, 3], new=(entering(0), entering(3))))
+    for step_id in (1, 2, 3):
+        plan = plan_of([0, 3], step_id=step_id, continues=step_id - 1)
         take(state, upload, plan)
     return state, upload, plan
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"num_scheduled_tokens": frozen([1, 2])}, "num_scheduled_tokens: expected 1 to"),
-        ({"num_scheduled_tokens": frozen([0, 1])}, "num_scheduled_tokens: expected 1 to"),
-        ({"preempted": (3,)}, r"expected epochs \[ 0 -1\]"),
-        ({"finished": (0,)}, r"expected epochs \[-1  0\]"),
-        ({"epochs": frozen([0, 1])}, r"expected epochs \[0 0\]"),
-        ({"slots": frozen([0, 0])}, "expected one row per slot"),
-        ({"new": (entering(3),)}, "expected slot 3 free, 'r3' got it"),
-        ({"resumed": (entering(3),)}, "expected slot 3 free, 'r3' got it"),
-        ({"draft_token_ids": ((5,), ())}, "draft_token_ids of 'r0': .* behind all known"),
-    ],
-)
-def test_a_plan_that_goes_on_is_checked_where_it_differs(wrong, message):
+WRONG = [
+    ({"num_scheduled_tokens": int32(1, 2)}, "num_scheduled_tokens: expected 1 to"),
+    ({"num_scheduled_tokens": int32(0, 1)}, "num_scheduled_tokens: expected 1 to"),
+    ({"num_scheduled_tokens": int32(1)}, r"expected one entry a row \(2\), got 1"),
+    ({"preempted": (3,)}, r"expected epochs \[ 0 -1\]"),
+    ({"finished": (0,)}, r"expected epochs \[-1  0\]"),
+    ({"epochs": int32(0, 1)}, r"expected epochs \[0 0\]"),
+    ({"slots": int32(0, 0)}, "expected one row per slot"),
+    ({"new": (entering(3),)}, "expected slot 3 free, 'r3' got it"),
+    ({"resumed": (entering(3),)}, "expected slot 3 free, 'r3' got it"),
+    ({"draft_token_ids": ((5,), ())}, "draft_token_ids of 'r0': .* behind all known"),
+]
+
+
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_a_plan_that_contradicts_the_slots_is_refused_whatever_it_claims(wrong, message, claims):
     state, upload, plan = steady()
-    with pytest.raises(ValueError, match=message):
-        take(state, upload, replace(plan, **wrong))
-
-
-def test_an_array_that_others_may_write_is_checked_each_time():
-    counts = np.ones(2, dtype=np.int32)
-    state, upload, plan = steady(num_scheduled_tokens=counts)
-    counts[1] = 2
-    with pytest.raises(ValueError, match="num_scheduled_tokens: expected 1 to"):
+    plan = replace(plan, step_id=4, continues=3 if claims else None, **wrong)
+    with pytest.raises(ValueError, match="continues: expected" if claims else message):
         take(state, upload, plan)
 
 
-def test_counts_of_another_number_of_rows_are_refused():
+@pytest.mark.parametrize("continues", [2, 4, 5])
+def test_a_claim_names_the_step_launched_just_before(continues):
     state, upload, plan = steady()
-    with pytest.raises(ValueError, match=r"expected one entry a row \(2\), got 1"):
-        take(state, upload, replace(plan, num_scheduled_tokens=frozen([1])))
+    plan = replace(plan, step_id=4, continues=continues)
+    with pytest.raises(ValueError, match=rf"expected None or the last step, 3, got {continues}"):
+        take(state, upload, plan)
+    take(state, upload, replace(plan, continues=3))
+
+
+def test_only_a_step_whose_rows_all_sample_is_continued():
+    state, upload = make_state()
+    for plan in (
+        plan_of([1], continues=0),
+        plan_of([1], num_scheduled_tokens=int32(3), new=(entering(1, 5),)),
+        plan_of([1], step_id=1, continues=0),
+        plan_of([1], step_id=1),
+        plan_of([1], step_id=2, num_scheduled_tokens=int32(3), draft_token_ids=((7, 8),)),
+        plan_of([1], step_id=3, continues=2),
+    ):
+        if plan.continues is None:
+            take(state, upload, plan)
+            continue
+        with pytest.raises(ValueError, match="expected None, as there is no last step whose rows"):
+            take(state, upload, plan)
+
+
+def test_a_plan_that_is_refused_is_not_continued():
+    state, upload, plan = steady()
+    wrong = replace(plan, step_id=4, continues=None, num_scheduled_tokens=int32(1, 2))
+    with pytest.raises(ValueError, match="num_scheduled_tokens: expected 1 to"):
+        take(state, upload, wrong)
+    with pytest.raises(ValueError, match="expected None, as there is no last step"):
+        take(state, upload, replace(plan, step_id=5, continues=4))
+    take(state, upload, replace(plan, step_id=5, continues=None))
+    take(state, upload, replace(plan, step_id=6, continues=5))
+
+
+def test_a_step_that_continues_another_uploads_nothing():
+    state, _, plan = steady()
+    upload = StepUpload()
+    take(state, upload, replace(plan, step_id=4, continues=3, slots=np.copy(plan.slots)))
+    assert upload.num_words == 0
