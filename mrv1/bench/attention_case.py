@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
-
+from mrv1.bench.options import SCALE_BYTES, CacheCase
 from mrv1.errors import ConfigError
-from mrv1.kernels import HeadRole
+from mrv1.headwise.policy import FULL, Visible
 
 INT32_BYTES = 4
-SCALE_BYTES = torch.float32.itemsize
-
-KVDtype = Literal["auto", "fp8_e4m3"]
-"""K and V as q, or e4m3 codes with a scale per (token, head)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,19 +39,12 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCase:
+class AttentionCase(CacheCase):
     """One attention over a paged cache."""
 
     cell: Cell
     query_len: int
     """Queries of each request: its last tokens."""
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-    """Of q and out."""
-    kv_dtype: KVDtype = "auto"
     num_full_heads: int
     """KV heads that see everything; the others see ``sink`` and ``window``."""
     window: int = -1
@@ -69,21 +56,6 @@ class AttentionCase:
         return self.cell.batch * self.query_len
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether K and V are codes with scales."""
-        return self.kv_dtype != "auto"
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """Of K and V."""
-        return torch.float8_e4m3fn if self.is_fp8 else self.dtype
-
-    @property
-    def vector_bytes(self) -> int:
-        """Bytes of one head's K, or V, of one token; of a code's vector with its scale."""
-        return self.head_dim * self.cache_dtype.itemsize + SCALE_BYTES * self.is_fp8
-
-    @property
     def is_uniform(self) -> bool:
         """Whether every head sees everything."""
         return self.num_full_heads == self.num_kv_heads
@@ -93,9 +65,9 @@ class AttentionCase:
         before = head * self.num_full_heads // self.num_kv_heads
         return (head + 1) * self.num_full_heads // self.num_kv_heads > before
 
-    def role_of(self, head: int) -> HeadRole:
-        """Return what a KV head may see, without a place in a table."""
-        return HeadRole() if self.is_full(head) else HeadRole(window=self.window, sink=self.sink)
+    def visible(self, head: int) -> Visible:
+        """Return what a KV head sees."""
+        return FULL if self.is_full(head) else Visible(self.window, self.sink)
 
     def read_tokens(self, head: int) -> int:
         """Return the tokens of a request that some query of a KV head sees."""
@@ -106,13 +78,9 @@ class AttentionCase:
 
     def read_blocks(self, head: int) -> int:
         """Return the pages that hold ``read_tokens``."""
-        num_blocks = -(-self.cell.context // self.block_size)
-        unread = self.cell.context - self.read_tokens(head)
-        if not unread:
-            return num_blocks
-        first_unread_block = -(-self.sink // self.block_size)
-        first_window_block = (self.sink + unread) // self.block_size
-        return num_blocks - max(0, first_window_block - first_unread_block)
+        num_before = self.cell.context - self.query_len
+        unread = self.visible(head).freed_blocks(num_before, self.block_size)
+        return -(-self.cell.context // self.block_size) - len(unread)
 
     @property
     def kv_bytes(self) -> int:

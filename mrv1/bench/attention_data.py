@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from mrv1.bench.attention_case import AttentionCase
-from mrv1.kernels import DecodePlan, HeadRole, KVLayout, KVScales, PrefillSplits
+from mrv1.headwise import HeadGroups, HeadPolicy
+from mrv1.kernels import DecodePlan, KVLayout, KVScales, PrefillSplits
 from mrv1.kernels.reference import quantize_e4m3, token_scale
+from mrv1.runner.kv_cache import CacheSpec, KVCache
 
 QUANTIZED_ROWS = 1 << 18
 """Vectors quantised at once: the float32 they come from is 128 MiB for heads of 128."""
 NUM_CHECKED_REQUESTS = 4
 NUM_CHECKED_QUERIES = 8
 """Of each checked request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """The heads of one role: pages of their own, and a segment of every block-table row."""
-
-    heads: list[int]
-    sink_blocks: int
-    ring_blocks: int
-    """0 = a column per logical block."""
-    first_column: int
-    num_columns: int
-    base: int
-    """Element of the buffers where the pages start."""
-    num_blocks: int
-
-    def column(self, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-        """Return the block-table columns that hold token positions."""
-        logical = positions // block_size
-        if self.ring_blocks:
-            turn = self.sink_blocks + (logical - self.sink_blocks) % self.ring_blocks
-            logical = torch.where(logical < self.sink_blocks, logical, turn)
-        return self.first_column + logical
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +31,7 @@ class Layer:
     out: torch.Tensor
     """Like ``q``."""
     scales: KVScales | None
-    """Of an fp8 case; flat, a scale for each vector of ``k`` and ``v`` in their order."""
+    """Of an fp8 case; a scale for each vector of ``k`` and ``v`` in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +39,9 @@ class AttentionData:
     """A cell on a device; tables and lengths serve all layers, as in a model."""
 
     case: AttentionCase
+    cache: KVCache
     layout: KVLayout
-    pools: list[Pool]
+    """Every layer's."""
     block_table: torch.Tensor
     """[batch, columns] int32, ids in random order."""
     seq_lens: torch.Tensor
@@ -71,6 +49,11 @@ class AttentionData:
     query_start_loc: torch.Tensor
     """[batch + 1] int32."""
     layers: list[Layer]
+
+    def clear(self) -> None:
+        """Remove the results."""
+        for layer in self.layers:
+            layer.out.fill_(torch.nan)
 
     @property
     def softmax_scale(self) -> float:
@@ -106,33 +89,27 @@ class AttentionData:
         )
 
 
-def buffer_elements(case: AttentionCase) -> int:
-    """Return the elements of K, or of V, that one layer holds."""
-    last = _pools(case)[-1]
-    return last.base + last.num_blocks * len(last.heads) * case.block_size * case.head_dim
-
-
-def _pools(case: AttentionCase) -> list[Pool]:
-    """Return the full heads' pool and the streaming heads', whichever there are."""
-    pools: list[Pool] = []
-    base = first_column = 0
-    for full in (True, False):
-        heads = [head for head in range(case.num_kv_heads) if case.is_full(head) == full]
-        if not heads:
-            continue
-        sink_blocks = 0 if full else math.ceil(case.sink / case.block_size)
+def cache_shape(
+    case: AttentionCase, num_layers: int
+) -> tuple[CacheSpec, HeadGroups, tuple[int, ...]]:
+    """Return a cache's pages, the groups of its heads, and each group's blocks: all are used."""
+    spec = CacheSpec(
+        num_layers=num_layers,
+        num_kv_heads=case.num_kv_heads,
+        block_size=case.block_size,
+        head_dim=case.head_dim,
+        dtype=case.cache_dtype,
+        granularity="token" if case.is_fp8 else None,
+    )
+    heads = tuple(case.visible(head) for head in range(case.num_kv_heads))
+    groups = HeadGroups.of_roles(
+        HeadPolicy((heads,) * num_layers),
+        block_size=case.block_size,
+        max_model_len=case.cell.context,
         # A prefill writes all its chunk first, so only a decode can keep its window in a ring.
-        ring = 0 if full or case.query_len > 1 else -(-(case.window - 1) // case.block_size) + 1
-        columns = sink_blocks + ring if ring else math.ceil(case.cell.context / case.block_size)
-        pools.append(
-            Pool(
-                heads=heads, sink_blocks=sink_blocks, ring_blocks=ring, first_column=first_column,
-                num_columns=columns, base=base, num_blocks=case.cell.batch * columns,
-            )
-        )  # fmt: skip
-        first_column += columns
-        base += pools[-1].num_blocks * len(heads) * case.block_size * case.head_dim
-    return pools
+        max_query_len=1 if case.query_len == 1 else case.cell.context,
+    )
+    return spec, groups, tuple(case.cell.batch * group.width for group in groups.groups)
 
 
 def make_data(
@@ -140,83 +117,48 @@ def make_data(
 ) -> AttentionData:
     """Return random data for a cell: normal K, V and q, pages in random order.
 
-    Every page of the pools belongs to a request; ``out`` is NaN until it is written.
+    Every page belongs to a request; ``out`` is NaN until it is written.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    pools = _pools(case)
+    cache = KVCache(*cache_shape(case, num_layers), device)
     batch = case.cell.batch
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=case.dtype, device=device).normal_(generator=generator)
+    def ids(count: int) -> torch.Tensor:
+        return torch.randperm(count, generator=generator, device=device).view(batch, -1)
 
-    def ids(pool: Pool) -> torch.Tensor:
-        order = torch.randperm(pool.num_blocks, generator=generator, device=device)
-        return order.view(batch, pool.num_columns)
-
-    size = buffer_elements(case)
     q_shape = (case.num_tokens, case.num_q_heads, case.head_dim)
     layers = []
-    for _ in range(num_layers):
-        q = normal(*q_shape)
-        out = torch.full_like(q, torch.nan)
-        if case.is_fp8:
-            (k, k_scale), (v, v_scale) = (_codes(size, case.head_dim, generator) for _ in "kv")
-            scales = _scales(case, pools, k_scale, v_scale)
+    for layer in cache.layers:
+        k, v, scales = layer.k, layer.v, layer.scales
+        q = torch.empty(q_shape, dtype=case.dtype, device=device).normal_(generator=generator)
+        if scales is None:
+            k.normal_(generator=generator)
+            v.normal_(generator=generator)
         else:
-            k, v, scales = normal(size), normal(size), None
+            _fill_codes(k, scales.k_scale, generator)
+            _fill_codes(v, scales.v_scale, generator)
+        out = torch.full_like(q, torch.nan)
         layers.append(Layer(q=q, k=k, v=v, out=out, scales=scales))
     return AttentionData(
         case=case,
-        layout=_layout(case, pools, device),
-        pools=pools,
-        block_table=torch.cat([ids(pool) for pool in pools], dim=1).to(torch.int32),
+        cache=cache,
+        layout=cache.layers[0].layout,
+        block_table=torch.cat([*map(ids, cache.num_blocks)], dim=1).to(torch.int32),
         seq_lens=torch.full((batch,), case.cell.context, dtype=torch.int32, device=device),
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * case.query_len,
         layers=layers,
     )
 
 
-def _codes(
-    size: int, head_dim: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return normal vectors as flat e4m3 codes, and the scale of each vector."""
-    device = generator.device
-    codes = torch.empty((size // head_dim, head_dim), dtype=torch.uint8, device=device)
-    scales = torch.empty(len(codes), dtype=torch.float32, device=device)
-    parts = zip(codes.split(QUANTIZED_ROWS), scales.split(QUANTIZED_ROWS), strict=True)
+def _fill_codes(codes: torch.Tensor, scales: torch.Tensor, generator: torch.Generator) -> None:
+    """Write normal vectors as e4m3 codes, and the scale of each vector."""
+    flat_scales = scales.view(-1)
+    vectors = codes.view(torch.uint8).view(len(flat_scales), -1)
+    parts = zip(vectors.split(QUANTIZED_ROWS), flat_scales.split(QUANTIZED_ROWS), strict=True)
     for part, scale in parts:
-        x = torch.empty(part.shape, device=device).normal_(generator=generator)
+        x = torch.empty(part.shape, device=codes.device).normal_(generator=generator)
         scale.copy_(token_scale(x))
         part.copy_(quantize_e4m3(x, scale))
-    return codes.view(torch.float8_e4m3fn).flatten(), scales
-
-
-def _layout(case: AttentionCase, pools: Sequence[Pool], device: torch.device) -> KVLayout:
-    if case.is_uniform:
-        return KVLayout.hnd(case.num_kv_heads, case.block_size, case.head_dim, device=device)
-    bases = [pool.base for pool in pools]
-    return KVLayout.head_groups(
-        _roles(case, pools), bases, case.block_size, case.head_dim, device=device
-    )
-
-
-def _scales(
-    case: AttentionCase, pools: Sequence[Pool], k_scale: torch.Tensor, v_scale: torch.Tensor
-) -> KVScales:
-    bases = [pool.base // case.head_dim for pool in pools]
-    return KVScales.head_groups(k_scale, v_scale, _roles(case, pools), bases, case.block_size)
-
-
-def _roles(case: AttentionCase, pools: Sequence[Pool]) -> list[HeadRole]:
-    """Return each KV head's role with its place in a block-table row."""
-    roles = [case.role_of(head) for head in range(case.num_kv_heads)]
-    for group, pool in enumerate(pools):
-        for head in pool.heads:
-            roles[head] = replace(
-                roles[head], ring_blocks=pool.ring_blocks, table_offset=pool.first_column,
-                group=group,
-            )  # fmt: skip
-    return roles
 
 
 def relative_error(data: AttentionData, layer: Layer) -> float:
@@ -233,14 +175,11 @@ def relative_error(data: AttentionData, layer: Layer) -> float:
     for req in _spread(case.cell.batch, NUM_CHECKED_REQUESTS):
         rows = torch.tensor(queries, device=layer.q.device) + req * case.query_len
         positions = rows - req * case.query_len + case.cell.context - case.query_len
-        for pool in data.pools:
-            for index, head in enumerate(pool.heads):
-                exact = _exact_rows(data, layer, pool, index, req, rows, positions)
-                group = slice(
-                    *(n * case.num_q_heads // case.num_kv_heads for n in (head, head + 1))
-                )
-                got = layer.out[rows, group].double()
-                errors.append(((got - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+        for head in range(case.num_kv_heads):
+            exact = _exact_rows(data, layer, head, req, rows, positions)
+            out = layer.out.view(len(layer.out), case.num_kv_heads, -1, case.head_dim)
+            got = out[rows, head].double()
+            errors.append(((got - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
     return float(torch.stack(errors).max())
 
 
@@ -254,35 +193,39 @@ def _spread(count: int, wanted: int) -> list[int]:
 def _exact_rows(
     data: AttentionData,
     layer: Layer,
-    pool: Pool,
-    index: int,
+    head: int,
     req: int,
     rows: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Return ``[rows, group, head_dim]`` float64 for the pool's head number ``index``."""
-    case, head = data.case, pool.heads[index]
-    role = case.role_of(head)
+    """Return ``[rows, group, head_dim]`` float64 for one KV head."""
+    case, groups, of_head = data.case, data.cache.groups.groups, data.cache.groups.group_of_head[0]
+    group = groups[of_head[head]]
+    window, sink = case.visible(head)
     keys = torch.arange(case.cell.context, device=rows.device)
     visible = keys <= positions[:, None]
-    if role.window >= 0:
-        visible &= (keys > positions[:, None] - role.window) | (keys < role.sink)
+    if window >= 0:
+        visible &= (keys > positions[:, None] - window) | (keys < sink)
     seen = visible.any(dim=0)
     keys, visible = keys[seen], visible[:, seen]
-    blocks = data.block_table[req, pool.column(keys, case.block_size)].long()
+    logical = keys // case.block_size
+    if group.ring_blocks:
+        turn = group.sink_blocks + (logical - group.sink_blocks) % group.ring_blocks
+        logical = torch.where(logical < group.sink_blocks, logical, turn)
+    blocks = data.block_table[req, group.offset + logical].long()
+    index = of_head[:head].count(of_head[head])
+    num_pages = [case.cell.batch * each.width * each.num_heads[0] for each in groups]
 
     def gather(vectors: torch.Tensor) -> torch.Tensor:
-        shape = (pool.num_blocks, len(pool.heads), case.block_size)
-        start = pool.base // case.head_dim
-        pages = vectors[start : start + math.prod(shape)].view(*shape, *vectors.shape[1:])
-        return pages[blocks, index, keys % case.block_size]
+        page = (case.block_size, *vectors.shape[1:])
+        pages: torch.Tensor = vectors.view(-1, *page).split(num_pages)[of_head[head]]
+        return pages.view(-1, group.num_heads[0], *page)[blocks, index, keys % case.block_size]
 
     k, v = (gather(x.view(-1, case.head_dim)).double() for x in (layer.k, layer.v))
     if layer.scales is not None:
-        k *= gather(layer.scales.k_scale)[:, None]
-        v *= gather(layer.scales.v_scale)[:, None]
-    group = case.num_q_heads // case.num_kv_heads
-    q = layer.q[rows, head * group : (head + 1) * group].double()
+        k *= gather(layer.scales.k_scale.view(-1))[:, None]
+        v *= gather(layer.scales.v_scale.view(-1))[:, None]
+    q = layer.q.view(len(layer.q), case.num_kv_heads, -1, case.head_dim)[rows, head].double()
     scores = (q @ k.T) * data.softmax_scale
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     return scores.softmax(dim=-1) @ v

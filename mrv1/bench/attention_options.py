@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-import torch
-
-from mrv1.bench.attention_case import AttentionCase, Cell, KVDtype
-from mrv1.bench.peers import PEERS
+from mrv1.bench.attention_case import AttentionCase, Cell
+from mrv1.bench.options import CacheBench
+from mrv1.bench.peers.attention import PEERS
 from mrv1.errors import ConfigError
-from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 
 DECODE_CELLS = tuple(
     Cell(*pair)
@@ -21,11 +19,9 @@ DECODE_CELLS = tuple(
 )  # fmt: skip
 PREFILL_CELLS = (Cell(1, 8192), Cell(8, 2048))
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionBench:
+class AttentionBench(CacheBench):
     """What to measure: one attention kernel over a paged cache of random keys and values.
 
     Raises:
@@ -38,14 +34,6 @@ class AttentionBench:
     """Tokens of each request that a prefill computes, its last ones; None = all."""
     cells: tuple[Cell, ...] = ()
     """Empty = ``DECODE_CELLS`` or ``PREFILL_CELLS``."""
-    dtype: str = "bfloat16"
-    """Of q and out: a key of ``DTYPES``."""
-    kv_dtype: KVDtype = "auto"
-    """Of K and V: ``auto`` = like q, ``fp8_e4m3`` = codes with a scale per (token, head)."""
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    block_size: int = 16
     full_heads: float = 1.0
     """Share of the KV heads that see everything, 0 to 1."""
     window: int = 256
@@ -55,23 +43,13 @@ class AttentionBench:
     deterministic: bool = False
     """Measure a decode whose rows do not depend on their batch as well."""
     peers: tuple[str, ...] = tuple(PEERS)
-    repeats: int = 50
-    """Samples of each variant, after one that is not counted."""
-    device: str = "auto"
-    seed: int = 0
-    commit: str | None = None
-    """Commit of the source; None asks git."""
 
     def __post_init__(self) -> None:
         """Check what the kernels will not, or not by the option's name."""
         if self.mode not in ("decode", "prefill"):
             raise ConfigError(f"mode: expected decode or prefill, got {self.mode!r}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.kv_dtype not in get_args(KVDtype):
-            raise ConfigError(
-                f"kv_dtype: expected one of {', '.join(get_args(KVDtype))}, got {self.kv_dtype!r}"
-            )
+        CacheBench.__post_init__(self)
+        self.check_least(window=1, sink=0)
         if self.query_len is not None:
             if self.mode != "prefill":
                 raise ConfigError(f"query_len: expected mode prefill, got {self.mode}")
@@ -84,16 +62,8 @@ class AttentionBench:
         if self.deterministic and self.mode != "decode":
             raise ConfigError(f"deterministic: expected mode decode, got {self.mode}")
         if len(set(self.cells)) < len(self.cells):
-            raise ConfigError(f"cells: expected different ones, got {self.cell_names}")
-        if self.block_size not in BLOCK_SIZES:
-            raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size}")
-        for name, least in (
-            ("num_kv_heads", 1), ("head_dim", 16), ("window", 1), ("sink", 0),
-            ("repeats", 1),
-        ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: expected >= {least}, got {getattr(self, name)}")
-        if self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(f"cells: expected different ones, got {[*map(str, self.cells)]}")
+        if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_q_heads: expected a multiple of {self.num_kv_heads}, got {self.num_q_heads}"
             )
@@ -109,26 +79,16 @@ class AttentionBench:
         """``cells``, or the mode's own."""
         return self.cells or (DECODE_CELLS if self.mode == "decode" else PREFILL_CELLS)
 
-    @property
-    def cell_names(self) -> list[str]:
-        """The chosen cells as they are written."""
-        return [str(cell) for cell in self.cells]
-
     def cases(self) -> list[AttentionCase]:
         """Return the cells with everything that belongs to their shape."""
         return [
             AttentionCase(
                 cell=cell,
                 query_len=1 if self.mode == "decode" else self.query_len or cell.context,
-                num_q_heads=self.num_q_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                block_size=self.block_size,
-                dtype=DTYPES[self.dtype],
-                kv_dtype=self.kv_dtype,
                 num_full_heads=round(self.full_heads * self.num_kv_heads),
                 window=self.window,
                 sink=self.sink,
+                **self.shape,
             )
             for cell in self.chosen_cells
         ]

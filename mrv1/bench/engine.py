@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from mrv1.bench.options import BenchOptions
 from mrv1.bench.shapes import shape_config
 from mrv1.config import (
     AttentionBackendName,
@@ -27,7 +28,7 @@ from mrv1.models import DecoderModel, ModelConfig, random_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineBench:
+class EngineBench(BenchOptions):
     """Which engine decodes which batches: greedily, of random prompts.
 
     Raises:
@@ -42,7 +43,6 @@ class EngineBench:
     """Concurrent requests, measured one after the other in one engine."""
     prompt_tokens: int = 128
     dtype: DtypeName = "auto"
-    device: str = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
     kv_scale: KVScaleName = "token"
     block_size: int = 16
@@ -53,10 +53,6 @@ class EngineBench:
     cuda_graphs: bool = True
     enable_prefix_caching: bool = False
     """Off: random prompts have nothing in common."""
-    seed: int = 0
-    """Of weights and prompts."""
-    commit: str | None = None
-    """Commit of the source; None asks git."""
 
     def __post_init__(self) -> None:
         """Check what the engine will not."""
@@ -66,12 +62,7 @@ class EngineBench:
             )
         if not self.batches or min(self.batches) < 1 or len(set(self.batches)) < len(self.batches):
             raise ConfigError(f"batch: expected different sizes >= 1, got {list(self.batches)}")
-        self.check_least("prompt_tokens", 1)
-
-    def check_least(self, name: str, least: int) -> None:
-        """Raise ``ConfigError`` if a field is less than it may be."""
-        if getattr(self, name) < least:
-            raise ConfigError(f"{name}: expected >= {least}, got {getattr(self, name)}")
+        self.check_least(prompt_tokens=1)
 
     def prompts(self, batch: int, vocab_size: int, run: int = 0) -> list[list[int]]:
         """Return ``batch`` random prompts, others for every run."""

@@ -36,8 +36,7 @@ class GenerateBench(EngineBench):
     def __post_init__(self) -> None:
         """Check what the engine will not."""
         EngineBench.__post_init__(self)
-        self.check_least("output_tokens", 2)
-        self.check_least("repeats", 1)
+        self.check_least(output_tokens=2, repeats=1)
 
 
 def run_generate(

@@ -57,9 +57,7 @@ class HeadwiseBench(HeadwiseOptions):
     def __post_init__(self) -> None:
         """Check what the engine will not."""
         HeadwiseOptions.__post_init__(self)
-        for name, least in (("output_tokens", 2), ("num_requests", 1), ("repeats", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: expected >= {least}, got {getattr(self, name)}")
+        self.check_least(output_tokens=2, num_requests=1, repeats=1)
         if not 1 <= self.prompt_tokens <= self.context - self.output_tokens:
             raise ConfigError(
                 f"prompt_tokens: expected 1 to {self.context - self.output_tokens}, what context "

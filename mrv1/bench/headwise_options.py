@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mrv1.bench.engine import random_model
+from mrv1.bench.options import BenchOptions
 from mrv1.bench.shapes import shape_config
 from mrv1.config import DtypeName, EngineConfig, KVCacheDtypeName
 from mrv1.engine import EngineCore
@@ -39,7 +40,7 @@ keeps everything; ``recycled`` gives back what they have left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadwiseOptions:
+class HeadwiseOptions(BenchOptions):
     """Which model, with which policy, in which caches.
 
     Raises:
@@ -63,11 +64,7 @@ class HeadwiseOptions:
     """Of every variant; None = what this GPU has left."""
     block_size: int = 16
     dtype: DtypeName = "auto"
-    device: str = "auto"
     cuda_graphs: bool = True
-    seed: int = 0
-    commit: str | None = None
-    """Commit of the source; None asks git."""
 
     def __post_init__(self) -> None:
         """Check what the engine will not."""
@@ -76,8 +73,7 @@ class HeadwiseOptions:
             raise ConfigError(
                 f"variants: expected some of {', '.join(VARIANTS)}, got {list(self.variants)}"
             )
-        if self.context < 2:
-            raise ConfigError(f"context: expected >= 2, got {self.context}")
+        self.check_least(context=2)
         self.head_policy()
 
     @property

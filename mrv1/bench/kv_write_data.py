@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from mrv1.bench.attention_case import KVDtype
+from mrv1.bench.options import CacheCase
 from mrv1.kernels import KVLayout, KVScales, reference
 
 SlotOrder = Literal["tokens", "blocks"]
@@ -15,45 +16,30 @@ SlotOrder = Literal["tokens", "blocks"]
 fill them one token after the other."""
 
 SLOT_BYTES = 8
-FLOAT32_BYTES = 4
 EPS = 1e-6
 BYTE_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer type of an element's size: bytes are compared, and NaN is a byte pattern like others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteCase:
+class WriteCase(CacheCase):
     """One layer's write of so many tokens, out of a fused qkv."""
 
     num_tokens: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-    """Of qkv."""
-    kv_dtype: KVDtype
-    """Of the cache: ``auto`` = like qkv, ``fp8_e4m3`` = codes with a scale per (token, head)."""
     slot_order: SlotOrder
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the cache holds codes and scales."""
-        return self.kv_dtype != "auto"
 
     @property
     def bytes_moved(self) -> int:
         """K and V read and stored, with their scales, and the slots read: each byte once."""
         head_bytes = self.head_dim * self.dtype.itemsize
-        stored_bytes = self.head_dim + FLOAT32_BYTES if self.is_fp8 else head_bytes
-        token_bytes = 2 * self.num_kv_heads * (head_bytes + stored_bytes) + SLOT_BYTES
+        token_bytes = 2 * self.num_kv_heads * (head_bytes + self.vector_bytes) + SLOT_BYTES
         return self.num_tokens * token_bytes
 
     @property
     def fused_bytes_moved(self) -> int:
         """The same, q read and written, and each token's row of angles read."""
         q_bytes = 2 * self.num_q_heads * self.head_dim * self.dtype.itemsize
-        angle_bytes = self.head_dim * FLOAT32_BYTES
+        angle_bytes = self.head_dim * torch.float32.itemsize
         return self.bytes_moved + self.num_tokens * (q_bytes + angle_bytes)
 
 
@@ -93,6 +79,11 @@ class WriteData:
         """Views [tokens, kv_heads, head_dim]."""
         return [qkv[:, -self.case.num_kv_heads :] for qkv in self.qkv]
 
+    @property
+    def sets(self) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Keys, values and slots of each launch."""
+        return zip(self.keys, self.values, self.slots, strict=True)
+
     def clear(self) -> None:
         """Forget what was written."""
         scales = () if self.scales is None else (self.scales.k_scale, self.scales.v_scale)
@@ -119,8 +110,9 @@ def make_write_data(
         offsets = torch.arange(case.block_size, device=device)
         order = (order[:, None] * case.block_size + offsets).flatten()
     shape = (num_blocks, num_kv_heads, case.block_size, dim)
-    cache_dtype = torch.float8_e4m3fn if case.is_fp8 else case.dtype
-    k_cache, v_cache = (torch.empty(shape, dtype=cache_dtype, device=device) for _ in range(2))
+    k_cache, v_cache = (
+        torch.empty(shape, dtype=case.cache_dtype, device=device) for _ in range(2)
+    )
     scales = None
     if case.is_fp8:
         scales = KVScales.per_token(*(torch.empty(shape[:3], device=device) for _ in range(2)))

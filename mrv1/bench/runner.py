@@ -51,7 +51,7 @@ class RunnerBench(EngineBench):
     def __post_init__(self) -> None:
         """Check what the engine will not."""
         EngineBench.__post_init__(self)
-        self.check_least("steps", 2)
+        self.check_least(steps=2)
         if len(set(self.waiting)) < len(self.waiting) or min(self.waiting, default=0) < 0:
             raise ConfigError(
                 f"waiting: expected different numbers >= 0, got {list(self.waiting)}"

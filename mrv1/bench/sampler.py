@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from mrv1.bench.attention import OURS
-from mrv1.bench.floor import copy_bandwidth
-from mrv1.bench.peers import NOT_INSTALLED, peer_versions
-from mrv1.bench.provenance import provenance
+from mrv1.bench.comparison import (
+    OURS,
+    Comparison,
+    Contender,
+    Contenders,
+    NotComparedError,
+    Say,
+    compare,
+)
+from mrv1.bench.options import KernelBench
+from mrv1.bench.peers import Peer
+from mrv1.bench.peers.sampler import SAMPLER_PEERS, Adapter
 from mrv1.bench.sampler_cases import (
     CASES,
     CHECKED_ROWS,
@@ -22,21 +30,8 @@ from mrv1.bench.sampler_cases import (
     target_us,
     works,
 )
-from mrv1.bench.sampler_peers import SAMPLER_PEERS
-from mrv1.bench.timing import (
-    Launch,
-    Replay,
-    Timing,
-    WrongResultError,
-    capture,
-    measure,
-    num_launches,
-    on_device,
-    rotation,
-)
-from mrv1.device import kernel_path, resolve_device
+from mrv1.bench.timing import rotation
 from mrv1.errors import ConfigError
-from mrv1.kernels.registry import select_ops
 
 SCHEMA = 1
 """Version of the result's layout; raised when a field changes its meaning."""
@@ -46,7 +41,7 @@ DRAW = f"{OURS}-draw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerBench:
+class SamplerBench(KernelBench):
     """What to measure.
 
     Raises:
@@ -62,11 +57,6 @@ class SamplerBench:
     """Of ``CASES``. Those that only edit are measured at the first of ``stds``."""
     peers: tuple[str, ...] = tuple(SAMPLER_PEERS)
     repeats: int = 30
-    """Samples of each variant, after one that is not counted."""
-    device: str = "auto"
-    seed: int = 0
-    commit: str | None = None
-    """Commit of the source; None asks git."""
 
     def __post_init__(self) -> None:
         """Check what the kernels will not, or not by the option's name."""
@@ -79,14 +69,10 @@ class SamplerBench:
             raise ConfigError(
                 f"cases: expected some of {', '.join(CASES)}, got {unknown or 'nothing'}"
             )
-        for name in ("vocab_size", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected >= 1, got {getattr(self, name)}")
+        self.check_least(vocab_size=1, repeats=1)
 
 
-def run_sampler(
-    bench: SamplerBench, say: Callable[[str], None] = lambda _: None
-) -> dict[str, object]:
+def run_sampler(bench: SamplerBench, say: Say = lambda _: None) -> dict[str, Any]:
     """Measure every size and return the result, ready for JSON.
 
     Args:
@@ -98,58 +84,40 @@ def run_sampler(
         UnsupportedDeviceError: the device is not there or cannot run mrv1.
         WrongResultError: ours differs from the oracle.
     """
-    device = resolve_device(bench.device)
-    versions = peer_versions(bench.peers, SAMPLER_PEERS)
-    bandwidth = copy_bandwidth(device)
-    results = []
-    with on_device(device):
-        for num_rows in bench.rows:
-            for std in bench.stds:
-                for name in bench.cases:
-                    if CASES[name].stage in ("edit", "bitmask") and std != bench.stds[0]:
-                        continue  # their time does not depend on the values
-                    entry = _measure(bench, num_rows, std, name, versions, device, bandwidth)
-                    times = [f"{n} {v['median_us']:.1f} us" for n, v in entry["variants"].items()]
-                    say(f"{num_rows} rows, std {std}, {name}: {', '.join(times)}")
-                    results.append(entry)
-    timer = "CUDA graph of launches on rotated buffers, events around a replay, variants in turns"
-    return {
-        "op": "sample_tokens",
-        "schema": SCHEMA,
-        "dtype": "float32",
-        "path": kernel_path(device),
-        **provenance(device, bench.commit),
-        "peers": versions,
-        "copy_bandwidth_bytes_per_s": bandwidth,
-        "conditions": {
+    cases = [
+        (num_rows, std, name)
+        for num_rows in bench.rows
+        for std in bench.stds
+        for name in bench.cases
+        # The time of an edit does not depend on the values.
+        if std == bench.stds[0] or CASES[name].stage not in ("edit", "bitmask")
+    ]
+    return compare(
+        bench,
+        SAMPLER_PEERS,
+        cases,
+        partial(_measure_case, bench),
+        say,
+        head={"op": "sample_tokens", "schema": SCHEMA, "dtype": "float32"},
+        conditions={
             "vocab_size": bench.vocab_size,
             "temperature": TEMPERATURE,
             "data": "normal logits of the standard deviation named",
             "history": f"{PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output tokens, counted before",
             "bytes": "what a case must read and write at least; a read: the logits once",
-            "repeats": bench.repeats,
-            "timer": timer if device.type == "cuda" else "host clock; no measurement",
             "check": f"{CHECKED_ROWS} rows against the oracle's logits, tokens, log-probabilities",
-            "seed": bench.seed,
-            "clocks": "as found, not locked",
         },
-        "results": results,
-    }
+    )
 
 
-def _measure(
-    bench: SamplerBench,
-    num_rows: int,
-    std: float,
-    name: str,
-    versions: dict[str, str],
-    device: torch.device,
-    bandwidth: float | None,
+def _measure_case(
+    bench: SamplerBench, comparison: Comparison, size: tuple[int, float, str]
 ) -> dict[str, Any]:
-    """Check ours and time all variants of one case and size."""
-    case, vocab_size = CASES[name], bench.vocab_size
+    num_rows, std, name = size
+    case, vocab_size, device = CASES[name], bench.vocab_size, comparison.device
     bytes_moved = case.bytes_moved(num_rows, vocab_size)
     read_bytes = num_rows * vocab_size * torch.float32.itemsize
+    read_us = read_bytes / comparison.bandwidth * 1e6 if comparison.bandwidth else None
     # What moves little needs many sets to be out of L2; the logits are not to fill the device.
     num_sets = min(rotation(bytes_moved, device), 4 * rotation(read_bytes, device))
     generator = torch.Generator(device).manual_seed(bench.seed)
@@ -157,65 +125,42 @@ def _measure(
         torch.empty(num_rows, vocab_size, device=device).normal_(generator=generator) * std
         for _ in range(num_sets)
     ]
-    sets = works(case, buffers, select_ops(kernel_path(device)), bench.seed)
-    try:
-        sets[0].check()
-    except WrongResultError as error:
-        raise WrongResultError(f"{OURS} at {num_rows} rows, {name}: {error}") from error
-    floor_us = bytes_moved / (bandwidth or 1e12) * 1e6
+    sets = works(case, buffers, comparison.ops, bench.seed)
+    contender = partial(
+        Contender,
+        rates=lambda seconds: {"reads": seconds * 1e6 / read_us if read_us else None},
+    )
 
-    def prepare(launches: list[Launch]) -> Replay:
-        return capture(launches, num_launches(len(launches), floor_us), device)
+    def ours() -> Contender:
+        sets[0].check()  # before edits come again and again to the same logits
+        return contender(launches=[work.run for work in sets], bytes_moved=bytes_moved)
 
-    replays = {OURS: prepare([work.run for work in sets])}
+    def peer(peer: Peer[Adapter]) -> Contender:
+        launches = [launch for work in sets if (launch := peer.adapter(work)) is not None]
+        if not launches:
+            raise NotComparedError(f"has no {name}")
+        return contender(launches=launches, bytes_moved=bytes_moved)
+
+    contenders: Contenders = {OURS: ours}
     if case.stage == "edit and draw":
-        replays[DRAW] = prepare([work.draw for work in sets])
-    failures = {}
-    for peer, version in versions.items():
-        if version == NOT_INSTALLED:
-            continue
-        try:
-            launches = [SAMPLER_PEERS[peer].launch(work) for work in sets]
-            if None in launches:
-                failures[peer] = f"has no {name}"
-                continue
-            replays[peer] = prepare([launch for launch in launches if launch is not None])
-        except Exception as error:  # a peer that fails must not cost the other rows
-            failures[peer] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    timings = measure(replays, bench.repeats, device)
-    ours_us = timings[OURS].median_us
-    read_us = read_bytes / bandwidth * 1e6 if bandwidth else None
-    return {
-        "rows": num_rows,
-        "std": std,
-        "params": name,
-        "bytes_moved": bytes_moved,
-        "buffer_sets": num_sets,
-        "read_us": read_us,
-        "target_us": target_us(name, num_rows, vocab_size, read_us),
-        "over_draw_us": ours_us - timings[DRAW].median_us if DRAW in timings else None,
-        "variants": {
-            variant: _figures(
-                timing, read_bytes if variant == DRAW else bytes_moved, bandwidth, read_us
-            )
-            for variant, timing in timings.items()
+        contenders[DRAW] = partial(
+            contender, launches=[work.draw for work in sets], bytes_moved=read_bytes
+        )
+    entry = comparison.run(
+        f"{num_rows} rows, std {std}, {name}",
+        {
+            "rows": num_rows,
+            "std": std,
+            "params": name,
+            "bytes_moved": bytes_moved,
+            "buffer_sets": num_sets,
+            "read_us": read_us,
+            "target_us": target_us(name, num_rows, vocab_size, read_us),
+            "over_draw_us": None,
         },
-        "peer_time_over_ours": {
-            variant: timing.median_us / ours_us
-            for variant, timing in timings.items()
-            if variant != OURS
-        },
-        "failed_peers": failures,
-    }
-
-
-def _figures(
-    timing: Timing, bytes_moved: int, bandwidth: float | None, read_us: float | None
-) -> dict[str, object]:
-    rate = bytes_moved / (timing.median_us * 1e-6)
-    return {
-        **asdict(timing),
-        "bytes_moved": bytes_moved,
-        "share_of_copy_bandwidth": rate / bandwidth if bandwidth else None,
-        "reads": timing.median_us / read_us if read_us else None,
-    }
+        contenders | comparison.installed(peer),
+    )
+    times_us = {variant: figures["median_us"] for variant, figures in entry["variants"].items()}
+    if DRAW in times_us:
+        entry["over_draw_us"] = times_us[OURS] - times_us[DRAW]
+    return entry

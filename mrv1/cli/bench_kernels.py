@@ -19,9 +19,9 @@ from mrv1.bench import (
     run_attention,
     run_kv_write,
 )
-from mrv1.bench.attention_case import KVDtype
 from mrv1.bench.kv_write_data import SlotOrder
-from mrv1.bench.kv_write_peers import WRITE_PEERS
+from mrv1.bench.options import KVDtype
+from mrv1.bench.peers.kv_write import WRITE_PEERS
 from mrv1.cli.console import one_line_errors, say, show_table
 from mrv1.errors import ConfigError
 

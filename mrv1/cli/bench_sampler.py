@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from mrv1.bench.peers.sampler import SAMPLER_PEERS
 from mrv1.bench.sampler import SamplerBench, run_sampler
 from mrv1.bench.sampler_cases import CASES, TARGET_VOCAB_SIZE
-from mrv1.bench.sampler_peers import SAMPLER_PEERS
 from mrv1.cli.bench_kernels import check_target, write_result
 from mrv1.cli.console import one_line_errors, say, show_table
 from mrv1.errors import ConfigError

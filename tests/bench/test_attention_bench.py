@@ -15,15 +15,17 @@ from mrv1.bench import (
     AttentionBench,
     Cell,
     attention_data,
-    peers,
+    comparison,
     plot,
     plot_attention,
     run_attention,
 )
 from mrv1.bench import attention as bench_module
-from mrv1.bench.attention_case import AttentionCase, KVDtype
+from mrv1.bench.attention_case import AttentionCase
 from mrv1.bench.attention_data import make_data, relative_error
+from mrv1.bench.options import KVDtype
 from mrv1.bench.peers import Peer
+from mrv1.bench.peers import attention as peers
 from mrv1.errors import CapacityError, ConfigError
 from mrv1.kernels import PrefillSplits, reference
 
@@ -136,7 +138,7 @@ def test_check_accepts_the_oracle_and_finds_one_wrong_head(
     data = make_data(case, 1, torch.device("cpu"), seed=1)
     (layer,) = data.layers
     assert math.isnan(relative_error(data, layer))  # nothing is written yet
-    bench_module._ours(reference, data)[0]()
+    bench_module.our_launches(reference, data)[0]()
     assert relative_error(data, layer) < 1e-6
     layer.out[-1, 2] *= 1.5
     assert relative_error(data, layer) == pytest.approx(0.5, rel=1e-5)
@@ -148,7 +150,7 @@ def test_check_finds_a_head_that_ignores_its_window():
     blind = replace(
         data, layout=replace(data.layout, window=torch.full_like(data.layout.window, -1))
     )
-    bench_module._ours(reference, blind)[0]()
+    bench_module.our_launches(reference, blind)[0]()
     assert relative_error(data, data.layers[0]) > 0.1
 
 
@@ -157,7 +159,7 @@ def test_fp8_data_is_normal_vectors_each_with_its_own_scale(monkeypatch: pytest.
     case = replace(CHECKED, kv_dtype="fp8_e4m3")
     (layer,) = make_data(case, 1, torch.device("cpu"), seed=1).layers
     for codes, scale in ((layer.k, layer.scales.k_scale), (layer.v, layer.scales.v_scale)):
-        vectors = codes.view(-1, 16).float()
+        vectors, scale = codes.view(-1, 16).float(), scale.view(-1)
         assert (vectors.abs().amax(dim=1) == 448).all()
         assert (vectors * scale[:, None]).std() == pytest.approx(1.0, abs=0.02)
         assert len(scale.unique()) > 0.9 * len(scale)
@@ -168,7 +170,7 @@ def test_check_finds_a_scale_that_is_ignored():
     (layer,) = data.layers
     v_scale = layer.scales.v_scale.mean().expand_as(layer.scales.v_scale).contiguous()
     blind = replace(layer, scales=replace(layer.scales, v_scale=v_scale))
-    bench_module._ours(reference, replace(data, layers=[blind]))[0]()
+    bench_module.our_launches(reference, replace(data, layers=[blind]))[0]()
     assert relative_error(data, layer) > 0.1
 
 
@@ -187,10 +189,10 @@ def test_a_wrong_kernel_of_ours_ends_the_benchmark(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wrong_or_failing_peer_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch):
-    idle = Peer(module="torch", on_auto=lambda data: [lambda: None])
+    idle = Peer(module="torch", adapter=lambda data: lambda layer: lambda: None)
     monkeypatch.setitem(peers.PEERS, "torch-sdpa", idle)
     monkeypatch.setitem(
-        peers.PEERS, "flashinfer", Peer(module="torch", on_auto=lambda data: 1 / 0)
+        peers.PEERS, "flashinfer", Peer(module="torch", adapter=lambda data: 1 / 0)
     )
     (entry,) = run_attention(AttentionBench(**SMALL | {"cells": (Cell(1, 40),)}))["results"]
     assert entry["variants"].keys() == {"mrv1"}
@@ -251,7 +253,7 @@ def test_a_prefill_of_the_last_tokens_of_each_request(monkeypatch: pytest.Monkey
 
 
 def test_share_and_ratios_follow_from_bytes_and_times(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench_module, "copy_bandwidth", lambda _: 1e9)
+    monkeypatch.setattr(comparison, "copy_bandwidth", lambda _: 1e9)
     result = run_attention(AttentionBench(**SMALL, peers=("torch-sdpa",)))
     ratios = []
     for entry in result["results"]:
@@ -360,7 +362,7 @@ def test_plot_is_a_png(
     kv_dtype: KVDtype,
 ):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(bench_module, "copy_bandwidth", lambda _: bandwidth)
+    monkeypatch.setattr(comparison, "copy_bandwidth", lambda _: bandwidth)
     result = run_attention(AttentionBench(**SMALL, kv_dtype=kv_dtype))
     plot_attention(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from mrv1.bench import KVWriteBench, kv_write, peers, run_kv_write
-from mrv1.bench.attention_case import KVDtype
+from mrv1.bench import KVWriteBench, comparison, kv_write, peers, run_kv_write
 from mrv1.bench.kv_write_data import WriteCase, make_write_data, wrong_elements
+from mrv1.bench.options import KVDtype
 from mrv1.bench.timing import WrongResultError
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
@@ -92,7 +92,7 @@ def test_check_finds_one_bit_in_any_buffer_and_outside_of_the_slots(kv_dtype: KV
     data = make_write_data(_case(kv_dtype=kv_dtype), 2, CPU)
     vector = 17 if data.scales else 16  # a scale counts as an element
     assert wrong_elements(data) == 2 * 2 * 33 * 2 * vector
-    for launch in kv_write._plain(reference, data):
+    for launch in kv_write.plain_launches(reference, data):
         launch()
     assert wrong_elements(data) == 0
     scales = [data.scales.k_scale, data.scales.v_scale] if data.scales else []
@@ -145,7 +145,7 @@ def test_a_wrong_kernel_ends_the_benchmark(
         qkv_cache_write = staticmethod(reference.qkv_cache_write)
 
     monkeypatch.setattr(Ops, op, staticmethod(wrong))
-    monkeypatch.setattr(kv_write, "select_ops", lambda _: Ops)
+    monkeypatch.setattr(comparison, "select_ops", lambda _: Ops)
     with pytest.raises(WrongResultError, match=message):
         run_kv_write(KVWriteBench(**SMALL, kv_dtype=kv_dtype))
 
@@ -176,7 +176,7 @@ def test_result_has_the_schema_and_survives_json(kv_dtype: KVDtype):
 
 
 def test_share_and_ratio_follow_from_bytes_and_times(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kv_write, "copy_bandwidth", lambda _: 1e9)
+    monkeypatch.setattr(comparison, "copy_bandwidth", lambda _: 1e9)
     for entry in run_kv_write(KVWriteBench(**SMALL))["results"]:
         ours, fused = entry["variants"]["mrv1"], entry["variants"]["mrv1-fused"]
         for variant in (ours, fused):

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from mrv1.bench import AttentionBench, Cell, peers, run_attention
-from mrv1.bench.attention_case import KVDtype
-from mrv1.bench.peers import peer_versions
+from mrv1.bench import PEERS, AttentionBench, Cell, peers, run_attention
+from mrv1.bench.options import KVDtype
+from mrv1.bench.peers import attention, peer_versions
 from mrv1.errors import ConfigError
 from mrv1.kernels import KVLayout, reference
 
@@ -168,7 +168,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch):
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(peers, "find_spec", lambda _: object())
-    monkeypatch.setattr(peers, "FLASHINFER_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(attention, "FLASHINFER_WORKSPACE_BYTES", 64)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -255,9 +255,9 @@ def test_absent_and_unversioned_peers(monkeypatch: pytest.MonkeyPatch):
     present = {"flashinfer": object()}
     monkeypatch.setattr(peers, "find_spec", present.get)
     monkeypatch.setattr(peers, "version_of", lambda _: None)
-    assert peer_versions(("flash-attn-3", "flashinfer")) == {
+    assert peer_versions(("flash-attn-3", "flashinfer"), PEERS) == {
         "flash-attn-3": "not installed",
         "flashinfer": "unknown",
     }
     with pytest.raises(ConfigError, match="peers: expected some of"):
-        peer_versions(("fa3",))
+        peer_versions(("fa3",), PEERS)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks import readme_table
-from mrv1.bench import sampler
+from mrv1.bench import comparison
+from mrv1.bench.peers.sampler import SAMPLER_PEERS, plain_torch
 from mrv1.bench.sampler import DRAW, SamplerBench, run_sampler
 from mrv1.bench.sampler_cases import CASES, Work, target_us, works
-from mrv1.bench.sampler_peers import SAMPLER_PEERS, plain_torch
 from mrv1.bench.timing import WrongResultError
 from mrv1.cli import bench_sampler
 from mrv1.errors import ConfigError
@@ -52,7 +52,7 @@ def _work(name: str, num_rows: int = ROWS, vocab_size: int = V) -> Work:
 
 
 def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sampler, "copy_bandwidth", lambda _: 1e9)
+    monkeypatch.setattr(comparison, "copy_bandwidth", lambda _: 1e9)
     options = SMALL | {"stds": (1.0, 2.0), "rows": (1, 3)}
     result = run_sampler(SamplerBench(**options, peers=("torch",)))
     assert json.loads(json.dumps(result)) == result
@@ -86,7 +86,7 @@ def test_chosen_cases_are_measured():
 
 
 def test_peers_without_a_case_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sampler, "peer_versions", lambda *_: {"vllm-mask": "0.26"})
+    monkeypatch.setattr(comparison, "peer_versions", lambda *_: {"vllm-mask": "0.26"})
     bench = SamplerBench(**SMALL, cases=("unused", "logprobs 20"))
     for entry in run_sampler(bench)["results"]:
         assert entry["failed_peers"] == {"vllm-mask": f"has no {entry['params']}"}
@@ -169,7 +169,7 @@ def test_a_wrong_kernel_ends_the_benchmark(
 ):
     names = ("edit_logits", "apply_bad_words", "sample_tokens", "top_logprobs")
     ops = SimpleNamespace(**{n: getattr(reference, n) for n in names} | {op: wrong})
-    monkeypatch.setattr(sampler, "select_ops", lambda _: ops)
+    monkeypatch.setattr(comparison, "select_ops", lambda _: ops)
     with pytest.raises(WrongResultError, match=rf"^mrv1 at 3 rows, .*{message}"):
         run_sampler(SamplerBench(**SMALL | {"rows": (3,)}, cases=(name,), peers=()))
 
@@ -212,7 +212,7 @@ def test_the_torch_peer_has_the_log_probabilities(name: str):
 
 def test_peers_of_the_draw_alone_have_nothing_else():
     for name in CASES.keys() - set(DRAWS):
-        assert SAMPLER_PEERS["vllm-mask"].launch(_work(name)) is None
+        assert SAMPLER_PEERS["vllm-mask"].adapter(_work(name)) is None
 
 
 # --- table, options ----------------------------------------------------------------------------

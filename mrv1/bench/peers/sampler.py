@@ -1,4 +1,4 @@
-"""Other samplers on the same data; imported only when asked for.
+"""Other samplers.
 
 They draw with their own generators: what they return is not compared. FlashInfer and vLLM take
 the draws only; plain torch takes every case.
@@ -7,23 +7,16 @@ the draws only; plain torch takes every case.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from mrv1.bench.peers import Peer
 from mrv1.bench.sampler_cases import BAD_WORD_LEN, NUM_TOP, PROMPT_TOKENS, Work
 from mrv1.bench.timing import Launch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerPeer:
-    """Somebody else's sampler."""
-
-    module: str
-    """What must be importable."""
-    launch: Callable[[Work], Launch | None]
-    """Of one buffer set; None = it has nothing for the case."""
+Adapter = Callable[[Work], Launch | None]
+"""Of one buffer set; None = it has nothing for the case."""
 
 
 def _asks(work: Work) -> tuple[bool, bool, bool, bool]:
@@ -34,7 +27,6 @@ def _asks(work: Work) -> tuple[bool, bool, bool, bool]:
 
 def flashinfer(work: Work) -> Launch | None:
     """Run FlashInfer's softmax, with the temperature, and its fused filter and draw."""
-    # Not a dependency of mrv1, so there is nothing to check its types against.
     from flashinfer import sampling  # type: ignore[import-not-found]
 
     greedy, has_top_k, has_top_p, has_min_p = _asks(work)
@@ -59,14 +51,17 @@ def flashinfer(work: Work) -> Launch | None:
 
 def vllm_mask(work: Work) -> Launch | None:
     """Run vLLM's Triton mask of top-k and top-p on scaled logits, as its sampler does: no draw."""
-    from mrv1.integrations.vllm_sampler import masked
-
     _, has_top_k, has_top_p, has_min_p = _asks(work)
     if work.case.stage != "draw" or has_min_p or not (has_top_k or has_top_p):
         return None
+    from vllm.v1.sample.ops.topk_topp_triton import (  # type: ignore[import-not-found]
+        apply_top_k_top_p_triton,
+    )
+
     top_k = work.slots["top_k"] if has_top_k else None
     top_p = work.slots["top_p"] if has_top_p else None
-    return partial(masked, work.logits, work.slots["temperature"], top_k, top_p)
+    temperature = work.slots["temperature"][:, None]
+    return lambda: apply_top_k_top_p_triton(work.logits / temperature, top_k, top_p)
 
 
 def plain_torch(work: Work) -> Launch:
@@ -185,9 +180,9 @@ def _logprobs(work: Work) -> Launch:
     return launch
 
 
-SAMPLER_PEERS: Mapping[str, SamplerPeer] = {
-    "flashinfer": SamplerPeer(module="flashinfer", launch=flashinfer),
-    "vllm-mask": SamplerPeer(module="vllm", launch=vllm_mask),
-    "torch": SamplerPeer(module="torch", launch=plain_torch),
+SAMPLER_PEERS: Mapping[str, Peer[Adapter]] = {
+    "flashinfer": Peer(module="flashinfer", adapter=flashinfer),
+    "vllm-mask": Peer(module="vllm", adapter=vllm_mask),
+    "torch": Peer(module="torch", adapter=plain_torch),
 }
 """By name."""

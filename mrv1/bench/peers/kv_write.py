@@ -1,45 +1,32 @@
-"""Other KV cache writes on the same data: one adapter each, imported only when it is asked for.
+"""Other KV cache writes.
 
-An adapter takes the data of a size and returns a launch per buffer set, all of which write into
-one cache in the peer's own layout, and what says how many elements of that cache are wrong. What
-a peer prepares once (indices in its own form) is done before, and not timed.
+An adapter takes the data of a size and returns what makes a buffer set's launch, all of which
+write into one cache in the peer's own layout, and what counts the wrong elements of that cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from mrv1.bench.kv_write_data import BYTE_DTYPE, WriteData, wrong_elements
+from mrv1.bench.peers import Peer
 from mrv1.bench.timing import Launch
-from mrv1.integrations.vllm_cache_write import triton_cache_writes
 from mrv1.kernels.cache.kv_scales import LARGEST_E4M3
 
+SetLaunch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Launch]
+"""Of keys, values and slots."""
 CountWrong = Callable[[], int]
-Adapter = Callable[[WriteData], tuple[list[Launch], CountWrong]]
+Adapter = Callable[[WriteData], tuple[SetLaunch, CountWrong]]
 
 LARGEST_ERROR = 16.5 / LARGEST_E4M3
 """Of an element over its vector's largest: half of e4m3's last step, 32, and rounding before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WritePeer:
-    """Somebody else's write."""
-
-    module: str
-    """What must be importable."""
-    on_auto: Adapter | None = None
-    """Writes a cache of qkv's dtype."""
-    on_fp8: Adapter | None = None
-    """Writes codes with a scale per (token, head)."""
-
-
-def flashinfer(data: WriteData) -> tuple[list[Launch], CountWrong]:
+def flashinfer(data: WriteData) -> tuple[SetLaunch, CountWrong]:
     """Run FlashInfer's append on our own pages (its HND), as one request that owns them all."""
-    # Not a dependency of mrv1, so there is nothing to check its types against.
     from flashinfer import append_paged_kv_cache  # type: ignore[import-not-found]
 
     device, num_blocks = data.k_cache.device, data.k_cache.shape[0]
@@ -61,34 +48,40 @@ def flashinfer(data: WriteData) -> tuple[list[Launch], CountWrong]:
             kv_layout="HND",
         )
 
-    sets = zip(data.keys, data.values, data.slots, strict=True)
-    return [launch(*each) for each in sets], partial(wrong_elements, data)
+    return launch, partial(wrong_elements, data)
 
 
-def vllm_triton(data: WriteData) -> tuple[list[Launch], CountWrong]:
+def vllm_triton(data: WriteData) -> tuple[SetLaunch, CountWrong]:
     """Run vLLM's Triton write on its own cache: [blocks, tokens, heads, K then V]."""
-    write, _, _ = triton_cache_writes()
+    if data.case.is_fp8:
+        return _vllm_triton_inline(data)
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (  # type: ignore[import-not-found]
+        triton_reshape_and_cache_flash,
+    )
+
     blocks, heads, size, dim = data.k_cache.shape
     packed = data.k_cache.new_full((blocks, size, heads, 2 * dim), torch.nan)
     k_cache, v_cache = packed.split(dim, dim=-1)
     one = torch.ones(1, device=packed.device)
 
     def launch(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> Launch:
-        return partial(write, key, value, k_cache, v_cache, slots[0], "auto", one, one)
+        return partial(
+            triton_reshape_and_cache_flash,
+            key, value, k_cache, v_cache, slots[0], "auto", one, one,
+        )  # fmt: skip
 
     def count_wrong() -> int:
         bits = packed.view(BYTE_DTYPE[packed.dtype.itemsize])
         expected = torch.full_like(packed, torch.nan).view(bits.dtype)
-        for key, value, slots in zip(data.keys, data.values, data.slots, strict=True):
+        for key, value, slots in data.sets:
             rows = torch.cat([key, value], dim=-1)
             expected[slots[0] // size, slots[0] % size] = rows.view(bits.dtype)
         return int((bits != expected).sum())
 
-    sets = zip(data.keys, data.values, data.slots, strict=True)
-    return [launch(*each) for each in sets], count_wrong
+    return launch, count_wrong
 
 
-def vllm_triton_inline(data: WriteData) -> tuple[list[Launch], CountWrong]:
+def _vllm_triton_inline(data: WriteData) -> tuple[SetLaunch, CountWrong]:
     """Run its quantising write on its own cache: K, its scale, V, its scale, packed."""
     blocks, heads, size, dim = data.k_cache.shape
     shape = (blocks, size, heads, 2 * (dim + 4))  # bytes
@@ -98,7 +91,7 @@ def vllm_triton_inline(data: WriteData) -> tuple[list[Launch], CountWrong]:
     return _vllm_quantized(data, caches, (scales[..., dim // 4], scales[..., -1]))
 
 
-def vllm_triton_side(data: WriteData) -> tuple[list[Launch], CountWrong]:
+def vllm_triton_side(data: WriteData) -> tuple[SetLaunch, CountWrong]:
     """Run the same kernel on [blocks, tokens, heads] pages, the scales in tensors beside."""
     blocks, heads, size, dim = data.k_cache.shape
     device = data.k_cache.device
@@ -112,13 +105,17 @@ def _vllm_quantized(
     data: WriteData,
     caches: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[list[Launch], CountWrong]:
+) -> tuple[SetLaunch, CountWrong]:
     """Return its launches, and how many elements are not within e4m3's rounding.
 
     It multiplies by an inverse and bounds scales by 1e-6: its codes are not ours bit for bit.
     """
-    _, write, quant_modes = triton_cache_writes()
-    mode = quant_modes.FP8_PER_TOKEN_HEAD
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
+        triton_reshape_and_cache_flash_per_token_head_quant as write,
+    )
+    from vllm.v1.kv_cache_interface import KVQuantMode  # type: ignore[import-not-found]
+
+    mode = KVQuantMode.FP8_PER_TOKEN_HEAD
 
     def launch(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> Launch:
         return partial(write, key, value, *caches, *scales, slots[0], mode)
@@ -134,13 +131,12 @@ def _vllm_quantized(
                 wrong += int((~within).sum())
         return wrong
 
-    sets = zip(data.keys, data.values, data.slots, strict=True)
-    return [launch(*each) for each in sets], count_wrong
+    return launch, count_wrong
 
 
-WRITE_PEERS: Mapping[str, WritePeer] = {
-    "flashinfer": WritePeer(module="flashinfer", on_auto=flashinfer),
-    "vllm-triton": WritePeer(module="vllm", on_auto=vllm_triton, on_fp8=vllm_triton_inline),
-    "vllm-triton-side": WritePeer(module="vllm", on_fp8=vllm_triton_side),
+WRITE_PEERS: Mapping[str, Peer[Adapter]] = {
+    "flashinfer": Peer(module="flashinfer", adapter=flashinfer),
+    "vllm-triton": Peer(module="vllm", adapter=vllm_triton, kv_dtypes=("auto", "fp8_e4m3")),
+    "vllm-triton-side": Peer(module="vllm", adapter=vllm_triton_side, kv_dtypes=("fp8_e4m3",)),
 }
 """By name."""

@@ -1,0 +1,109 @@
+"""Options and shapes that several benchmarks have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from mrv1.errors import ConfigError
+from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+SCALE_BYTES = torch.float32.itemsize
+
+KVDtype = Literal["auto", "fp8_e4m3"]
+"""The cache as the inputs, or e4m3 codes with a scale per (token, head)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Options of every benchmark."""
+
+    device: str = "auto"
+    seed: int = 0
+    """Of data, weights and prompts."""
+    commit: str | None = None
+    """Commit of the source; None asks git."""
+
+    def check_least(self, **least: int) -> None:
+        """Raise ``ConfigError`` if a field is less than it may be."""
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigError(f"{name}: expected >= {value}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelBench(BenchOptions):
+    """Options of every benchmark of one kernel."""
+
+    peers: tuple[str, ...] = ()
+    """Other implementations to measure beside ours."""
+    repeats: int = 50
+    """Samples of each variant, after one that is not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheBench(KernelBench):
+    """Options of the benchmarks of one layer's paged cache."""
+
+    dtype: str = "bfloat16"
+    """Of the inputs: a key of ``DTYPES``."""
+    kv_dtype: KVDtype = "auto"
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        """Check what the kernels will not, or not by the option's name."""
+        for name, choices in (("dtype", DTYPES), ("kv_dtype", get_args(KVDtype))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size}")
+        self.check_least(num_q_heads=1, num_kv_heads=1, head_dim=16, repeats=1)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Fields of a ``CacheCase``."""
+        shape = {field.name: getattr(self, field.name) for field in fields(CacheCase)}
+        return shape | {"dtype": DTYPES[self.dtype]}
+
+    def conditions(self) -> dict[str, object]:
+        """Return what the figures depend on, for the result."""
+        names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size")
+        scales = "none" if self.kv_dtype == "auto" else "one per token and head"
+        return {name: getattr(self, name) for name in names} | {"kv_scales": scales}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCase:
+    """Shape of one layer's heads and cache."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    """Of the inputs."""
+    kv_dtype: KVDtype = "auto"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache holds codes with scales."""
+        return self.kv_dtype != "auto"
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of K and V in the cache."""
+        return torch.float8_e4m3fn if self.is_fp8 else self.dtype
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of one head's K, or V, of one token in the cache, with its scale."""
+        return self.head_dim * self.cache_dtype.itemsize + SCALE_BYTES * self.is_fp8

@@ -1,0 +1,55 @@
+"""Other implementations, to measure beside ours: adapters, their packages imported on first use.
+
+A peer's preparations (a plan, a cache in its own layout, indices in its own form) are made before
+its launches, and not timed. Its packages are no dependencies of mrv1, hence without types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Generic, TypeVar
+
+from mrv1.bench.options import KVDtype
+from mrv1.bench.provenance import version_of
+from mrv1.errors import ConfigError
+
+Adapter = TypeVar("Adapter")
+
+NOT_INSTALLED = "not installed"
+PACKAGES = {"flashinfer": "flashinfer-python"}
+"""Distribution of a module, where it is not the module's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer(Generic[Adapter]):
+    """Somebody else's kernel."""
+
+    module: str
+    """What must be importable."""
+    adapter: Adapter
+    """Makes its launches on a case's data."""
+    kv_dtypes: tuple[KVDtype, ...] = ("auto",)
+    """Caches that it reads or writes."""
+    static_scale_error: float | None = None
+    """Its fp8 cache has one static scale, and this relative error to ours is still rounding; None
+    = it reads our codes and scales."""
+
+
+def peer_versions(names: tuple[str, ...], peers: Mapping[str, Peer[Any]]) -> dict[str, str]:
+    """Return the version of each wanted peer's package, or ``"not installed"``.
+
+    Raises:
+        ConfigError: there is no such peer.
+    """
+    unknown = [name for name in names if name not in peers]
+    if unknown:
+        raise ConfigError(f"peers: expected some of {', '.join(peers)}, got {unknown}")
+
+    def version(module: str) -> str:
+        if find_spec(module) is None:
+            return NOT_INSTALLED
+        return version_of(PACKAGES.get(module, module)) or "unknown"
+
+    return {name: version(peers[name].module) for name in names}
