@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args, get_origin, get_type_hints
 
-import torch
-
-from mrv1.device import env_flag
+from mrv1.environment import (
+    BAD_WORDS_LEN_VARIABLE,
+    DEBUG_SYNC_VARIABLE,
+    DEBUG_VARIABLE,
+    HEAD_POLICY_VARIABLE,
+    INT32_MAX,
+    MAX_BAD_WORDS_VARIABLE,
+    MAX_STOP_SEQS_VARIABLE,
+    STOP_SEQS_LEN_VARIABLE,
+    VARIABLES,
+    name_errors,
+)
 from mrv1.errors import ConfigError
-
-DEBUG_VARIABLE = "MRV1_DEBUG"
-"""``EngineConfig.debug`` where that is not given: 1, or 0 and unset."""
-
-DEBUG_SYNC_VARIABLE = "MRV1_DEBUG_SYNC"
-"""``EngineConfig.debug_sync`` where that is not given."""
-
-MAX_BAD_WORDS_VARIABLE = "MRV1_MAX_BAD_WORDS_NUM"
-"""``EngineConfig.max_bad_words_num`` where that is not given; else 16."""
-
-BAD_WORDS_LEN_VARIABLE = "MRV1_BAD_WORDS_MAX_LEN"
-"""``EngineConfig.bad_words_max_len`` where that is not given; else 8."""
-
-MAX_STOP_SEQS_VARIABLE = "MRV1_MAX_STOP_SEQS_NUM"
-"""``EngineConfig.max_stop_seqs_num`` where that is not given; else 5."""
-
-STOP_SEQS_LEN_VARIABLE = "MRV1_STOP_SEQS_MAX_LEN"
-"""``EngineConfig.stop_seqs_max_len`` where that is not given; else 8."""
-
-HEAD_POLICY_VARIABLE = "MRV1_HEAD_POLICY"
-"""``EngineConfig.head_policy`` where that is not given."""
-
-INT32_MAX = 2**31 - 1
-"""Counts, slots and block ids are int32 on the device."""
 
 DtypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
@@ -57,62 +39,8 @@ EMBEDDED_MODEL = "tiny"
 BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
 
-
-def env_count(name: str, default: int) -> int:
-    """Return an environment variable's number.
-
-    Raises:
-        ConfigError: it is not an integer >= 1, or does not fit int32.
-    """
-    value = os.environ.get(name, str(default))
-    digits = value.lstrip("0")
-    if not digits.isdecimal() or not digits.isascii():
-        raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
-    if len(digits) > len(str(INT32_MAX)) or int(digits) > INT32_MAX:
-        raise ConfigError(f"{name}: expected at most {INT32_MAX}, got {value!r}")
-    return int(digits)
-
-
-VARIABLES: dict[str, Callable[[], Any]] = {
-    DEBUG_VARIABLE: partial(env_flag, DEBUG_VARIABLE),
-    DEBUG_SYNC_VARIABLE: partial(env_flag, DEBUG_SYNC_VARIABLE),
-    MAX_BAD_WORDS_VARIABLE: partial(env_count, MAX_BAD_WORDS_VARIABLE, 16),
-    BAD_WORDS_LEN_VARIABLE: partial(env_count, BAD_WORDS_LEN_VARIABLE, 8),
-    MAX_STOP_SEQS_VARIABLE: partial(env_count, MAX_STOP_SEQS_VARIABLE, 5),
-    STOP_SEQS_LEN_VARIABLE: partial(env_count, STOP_SEQS_LEN_VARIABLE, 8),
-    HEAD_POLICY_VARIABLE: partial(os.environ.get, HEAD_POLICY_VARIABLE),
-}
-"""Every variable of mrv1's own, and how its value is read (``ConfigError`` for a wrong value)."""
-
-FOREIGN_VARIABLES = (
-    "TRITON_INTERPRET",
-    "TRITON_CACHE_DIR",
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
-"""Variables of other packages that change what mrv1 does."""
-
-
-def environment() -> dict[str, str]:
-    """Return the values of ``VARIABLES`` and ``FOREIGN_VARIABLES`` that are set."""
-    names = (*VARIABLES, *FOREIGN_VARIABLES)
-    return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def name_errors() -> list[str]:
-    """Return an error for each ``MRV1_*`` name of the environment that is not in ``VARIABLES``.
-
-    It says which variable was probably meant.
-    """
-    errors = []
-    for name in sorted(os.environ):
-        if name.startswith("MRV1_") and name not in VARIABLES:
-            close = difflib.get_close_matches(name, VARIABLES, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            errors.append(f"{name}: expected one of {', '.join(VARIABLES)}{hint}")
-    return errors
+LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0}
+"""Least values of counts that are not 1; a prompt and one token are two."""
 
 
 def checkpoint_dir(model: str | Path) -> Path:
@@ -145,93 +73,101 @@ def checkpoint_dir(model: str | Path) -> Path:
 class EngineConfig:
     """What an engine and its runner are built from.
 
+    An option of the engine is a field here, and nothing else: ``LLM`` and the command line take
+    its name, type, default and docstring from it.
+
     Raises:
         ConfigError: a field is out of its range; the message names it.
     """
 
     model: str
-    """Checkpoint directory, or ``"tiny"``."""
+    """Checkpoint directory, or ``tiny``, the embedded model."""
     dtype: DtypeName = "auto"
-    """Weights and activations; ``auto``: the checkpoint's on a GPU, float32 on a CPU."""
+    """Type of weights and activations; ``auto`` is the checkpoint's own on a GPU and float32 on a
+    CPU. float64 runs on a CPU only."""
     device: str = "auto"
-    """``auto`` takes the GPU if there is one, else the CPU."""
+    """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     kv_cache_dtype: KVCacheDtypeName = "auto"
-    """``auto``: ``dtype``."""
+    """Type of keys and values in the cache: ``auto`` is ``dtype``; ``fp8_e4m3`` stores codes of 8
+    bits and their scales, whatever ``dtype`` is."""
     kv_scale: KVScaleName = "token"
-    """What has a scale of its own in an fp8 cache; ``head`` reads them from the checkpoint, and
-    with ``quarter`` a token's bytes depend on when its neighbours were written."""
+    """Granularity of the scales of an fp8 cache. ``token``: each head's vector of each token,
+    scaled as it is written. ``quarter``: a quarter of each block and head, requantised as its
+    largest value grows, so that a token's bytes depend on when its neighbours were written.
+    ``head``: each KV head of each layer, by the static ``k_scale`` and ``v_scale`` of the
+    checkpoint."""
     block_size: int = 16
-    """Tokens per KV block."""
+    """Tokens per KV block: 16, 32, 64 or 128."""
     max_model_len: int | None = None
-    """Longest prompt + output in tokens; None = the model's context."""
+    """Longest prompt and output together, in tokens. Default: the model's context."""
     max_num_seqs: int = 256
     """Requests that run at the same time."""
     max_num_batched_tokens: int = 8192
-    """Token budget of one step; longer prompts are prefilled in chunks."""
+    """Token budget of a step; longer prompts are prefilled in chunks."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations and KV cache together."""
     num_kv_blocks: int | None = None
-    """KV blocks to allocate for heads that see everything; None = what memory allows, at most what
-    can be used. Heads with a window have as many or, if that is less, what they can use."""
+    """KV blocks to allocate for heads that see all tokens. Default: the number that memory allows,
+    at most the number that requests can use. Heads with a window have the same number or, if that
+    is smaller, the number that they can use."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes of the KV cache, where ``num_kv_blocks`` is not given; None = what is left of
+    """Bytes of the KV cache where ``num_kv_blocks`` is not given. Default: the rest of
     ``gpu_memory_utilization``."""
     head_policy: str | None = field(default_factory=VARIABLES[HEAD_POLICY_VARIABLE])
-    """JSON file of a ``HeadPolicy``; None = what the checkpoint says, else every head sees all
-    that its layer does."""
+    """JSON file of the tokens that each KV head sees (a ``HeadPolicy``). Default: the file that
+    the environment variable ``MRV1_HEAD_POLICY`` names, else the policy in the checkpoint's
+    configuration, else each head sees all that its layer does."""
     window_recycling: bool = True
-    """Give back the blocks that heads with a window no longer see; else they are kept, in one
-    table for all heads. FlashInfer has one table."""
+    """Give back the blocks that heads with a window no longer see; otherwise all heads share one
+    table, and the blocks are kept. FlashInfer has one table."""
     streaming_cache_blocks: int | None = None
-    """Blocks, of each group of heads with a window, that the prefix cache may keep beside those of
-    running requests; None = what 64 requests hold."""
+    """Blocks of each group of heads with a window that the prefix cache may keep, in addition to
+    the blocks of running requests. Default: the blocks of 64 requests."""
     attention_backend: AttentionBackendName = "triton"
-    """Who attends: mrv1's kernels, or FlashInfer if it is installed."""
+    """``triton``, mrv1's own kernels, or ``flashinfer``, where that is installed: on a GPU, in
+    float16 or bfloat16, without fp8."""
     enable_prefix_caching: bool = True
-    """Keep the blocks of prompts and outputs for requests that begin alike."""
+    """Keep the blocks of prompts and outputs for requests that begin alike; not with the scales
+    ``quarter``."""
     overlap: bool = True
-    """Launch a step before the result of the one before it is known; with FlashInfer never."""
+    """Launch a step before the result of the previous step is known; never with FlashInfer. It may
+    change which requests share a step, hence how products round, but nothing else."""
     cuda_graphs: bool = True
-    """Capture steps of a few sizes as CUDA graphs, on a GPU."""
+    """Capture steps of a few sizes as CUDA graphs at the start, on a GPU."""
     deterministic: bool = False
-    """Compute every row by itself alone: the bits of its result do not depend on the batch."""
+    """Compute every row by itself alone, so that the bits of its logits do not depend on the
+    batch; slower, and not with the scales ``quarter``."""
     max_bad_words_num: int = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
-    """Bad words that a request may have."""
+    """Most bad words of a request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
+    else 16."""
     bad_words_max_len: int = field(default_factory=VARIABLES[BAD_WORDS_LEN_VARIABLE])
-    """Tokens that a bad word may have."""
+    """Most tokens of a bad word. Default: ``MRV1_BAD_WORDS_MAX_LEN``, else 8."""
     max_stop_seqs_num: int = field(default_factory=VARIABLES[MAX_STOP_SEQS_VARIABLE])
-    """Stop sequences that a request may have."""
+    """Most stop sequences of tokens of a request. Default: ``MRV1_MAX_STOP_SEQS_NUM``, else 5."""
     stop_seqs_max_len: int = field(default_factory=VARIABLES[STOP_SEQS_LEN_VARIABLE])
-    """Tokens that a stop sequence may have."""
+    """Most tokens of a stop sequence. Default: ``MRV1_STOP_SEQS_MAX_LEN``, else 8."""
     max_logit_bias: int = 300
-    """Tokens that a request may give a bias."""
+    """Most tokens to which a request may give a bias."""
     max_logprobs: int = 20
-    """Most likely tokens, and tokens by id, that a request may ask the log-probabilities of."""
+    """Most tokens, likeliest or by id, of which a request may ask the log-probabilities."""
     logprobs_mode: LogprobsModeName = "raw_logprobs"
-    """Of the model's logits, or of what a token is drawn from: edited, scaled and filtered."""
+    """Log-probabilities of the model's logits (``raw_logprobs``), or of the logits that a token is
+    drawn from: edited, scaled and filtered (``processed_logprobs``)."""
     seed: int = 0
-    """Seed from which requests without their own draw theirs."""
+    """Seed from which requests without a seed of their own draw theirs."""
     debug: bool = field(default_factory=VARIABLES[DEBUG_VARIABLE])
-    """Check every block id before a step reads or writes it; waits for the device each step."""
-
+    """Check every block id before a step reads or writes it; each step waits for the device.
+    Default: the environment variable ``MRV1_DEBUG``, else off."""
     debug_sync: bool = field(default_factory=VARIABLES[DEBUG_SYNC_VARIABLE])
-    """Wait behind every kernel, so that one that fails is named; no CUDA graphs then."""
+    """Wait after every kernel, so that a kernel that fails is named; without CUDA graphs. Default:
+    the environment variable ``MRV1_DEBUG_SYNC``, else off."""
 
     def __post_init__(self) -> None:
         """Check the environment's names and every field's range."""
         for error in name_errors():
             raise ConfigError(error)
-        for name, choices in (
-            ("dtype", get_args(DtypeName)),
-            ("kv_cache_dtype", get_args(KVCacheDtypeName)),
-            ("kv_scale", get_args(KVScaleName)),
-            ("attention_backend", get_args(AttentionBackendName)),
-            ("logprobs_mode", get_args(LogprobsModeName)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"{name}: expected one of {choices}, got {getattr(self, name)!r}"
-                )
+        for name, kind in get_type_hints(EngineConfig).items():
+            self._check_type(name, kind)
         if self.kv_cache_dtype == "auto" and self.kv_scale != "token":
             raise ConfigError(
                 f"kv_scale: expected kv_cache_dtype='fp8_e4m3' beside {self.kv_scale!r}, "
@@ -243,44 +179,33 @@ class EngineConfig:
                     f"kv_scale, {name}: expected not both, got {self.kv_scale!r}, whose bytes "
                     f"depend on the order of writes, beside {name}=True"
                 )
-        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
-            raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size}")
-        for name, least in (
-            ("max_model_len", 2),  # a prompt and one token
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("num_kv_blocks", 1),
-            ("kv_cache_memory_bytes", 1),
-            ("streaming_cache_blocks", 0),
-            ("max_bad_words_num", 1),
-            ("bad_words_max_len", 1),
-            ("max_stop_seqs_num", 1),
-            ("stop_seqs_max_len", 1),
-            ("max_logit_bias", 1),
-            ("max_logprobs", 1),
-        ):
-            value = getattr(self, name)
-            most = None if name.endswith("_bytes") else INT32_MAX
-            if value is None or (
-                type(value) is int and least <= value and (most is None or value <= most)
-            ):
-                continue
-            limit = "" if most is None else " that fits int32"
-            raise ConfigError(f"{name}: expected an integer >= {least}{limit}, got {value!r}")
         share: object = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")
         policy: object = self.head_policy
         if policy is not None and not isinstance(policy, str):
             raise ConfigError(f"head_policy: expected the name of a JSON file, got {policy!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed: expected an integer, got {self.seed!r}")
-        for name in (
-            "enable_prefix_caching", "overlap", "cuda_graphs", "deterministic", "debug",
-            "debug_sync", "window_recycling",
-        ):  # fmt: skip
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+
+    def _check_type(self, name: str, kind: object) -> None:
+        """Check a flag, a choice or an integer by the type of its field."""
+        value: object = getattr(self, name)
+        if kind is bool and not isinstance(value, bool):
+            raise ConfigError(f"{name}: expected True or False, got {value!r}")
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise ConfigError(f"{name}: expected one of {get_args(kind)}, got {value!r}")
+        if kind not in (int, int | None) or (value is None and kind is not int):
+            return
+        if name == "seed":
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"seed: expected an integer, got {value!r}")
+        elif name == "block_size":
+            if type(value) is not int or value not in BLOCK_SIZES:
+                raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {value}")
+        else:
+            least, most = LEAST.get(name, 1), math.inf if name.endswith("_bytes") else INT32_MAX
+            if type(value) is not int or not least <= value <= most:
+                limit = " that fits int32" if most == INT32_MAX else ""
+                raise ConfigError(f"{name}: expected an integer >= {least}{limit}, got {value!r}")
 
     @property
     def steps_in_flight(self) -> int:
@@ -289,22 +214,6 @@ class EngineConfig:
         FlashInfer plans a step on the host, which then must know who has stopped.
         """
         return 2 if self.overlap and self.attention_backend == "triton" else 1
-
-
-def resolve_dtype(
-    name: DtypeName, checkpoint_dtype: torch.dtype, device: torch.device
-) -> torch.dtype:
-    """Return the torch dtype that ``name`` means for this checkpoint on this device.
-
-    Raises:
-        ConfigError: float64 on a GPU: only the reference path computes in it.
-    """
-    if name == "auto":
-        return checkpoint_dtype if device.type == "cuda" else torch.float32
-    if name == "float64" and device.type == "cuda":
-        raise ConfigError("dtype: float64 runs on the CPU reference path only, got device cuda")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def resolve_max_model_len(requested: int | None, model_max_len: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,26 +11,13 @@ from typing import Literal
 
 import torch
 
+from mrv1.environment import env_flag
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 
 KernelPath = Literal["triton", "interpreter", "reference"]
 
 MIN_CAPABILITY = (8, 0)
 """Oldest NVIDIA compute capability the Triton kernels are compiled and checked for."""
-
-
-def env_flag(name: str) -> bool:
-    """Return whether an environment variable is set to a yes; unset is a no.
-
-    Raises:
-        ConfigError: its value is neither a yes nor a no.
-    """
-    value = os.environ.get(name, "0").lower()
-    if value in ("1", "true", "on", "yes", "y"):
-        return True
-    if value in ("0", "false", "off", "no", "n", ""):
-        return False
-    raise ConfigError(f"{name}: expected 0 or 1, got {value!r}")
 
 
 INTERPRET = env_flag("TRITON_INTERPRET")
@@ -110,6 +96,20 @@ def resolve_device(device: str | torch.device) -> torch.device:
             "kernels need 8.0 (Ampere) or newer: choose such a GPU, or device='cpu'"
         )
     return resolved
+
+
+def resolve_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the torch dtype that ``name`` means for this checkpoint on this device.
+
+    Raises:
+        ConfigError: float64 on a GPU: only the reference path computes in it.
+    """
+    if name == "auto":
+        return checkpoint_dtype if device.type == "cuda" else torch.float32
+    if name == "float64" and device.type == "cuda":
+        raise ConfigError("dtype: float64 runs on the CPU reference path only, got device cuda")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def kernel_path(device: torch.device) -> KernelPath:

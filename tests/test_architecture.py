@@ -124,17 +124,19 @@ def _scopes(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 # --- the rules -----------------------------------------------------------------------------------
 
-BASE = {"errors", "device", "progress"}
-OPS = BASE | {"kernels", "config"}
+BASE = {"errors", "environment", "device", "progress"}
+OPS = BASE | {"kernels", "config", "options"}
 STEP = OPS | {"sampler", "models", "headwise", "runner"}
 APP = STEP | {
     "engine", "testing", "calibration", "bench", "cli", "integrations", "__init__", "__main__",
 }  # fmt: skip
 MAY_IMPORT = {
     "errors": set(),
-    "device": {"errors"},
+    "environment": {"errors"},
+    "device": {"errors", "environment"},
     "progress": set(),
-    "config": BASE,
+    "options": set(),
+    "config": {"errors", "environment"},
     "kernels": BASE | {"kernels"},
     "testing": BASE | {"kernels", "testing"},
     "sampler": OPS | {"sampler"},
@@ -285,9 +287,9 @@ def engine_has_no_cuda(file: File) -> Iterator[str]:
                 yield f"{line}: uses torch.cuda"
 
 
-def only_config_reads_the_environment(file: File) -> Iterator[str]:
-    """The environment is read in ``config.py`` and ``device.py``; test tools pass it on."""
-    if file.name in ("config", "device") or file.layer == "testing":
+def only_one_module_reads_the_environment(file: File) -> Iterator[str]:
+    """The environment is read in ``environment.py``; test tools pass it on."""
+    if file.name == "environment" or file.layer == "testing":
         return
     for line, name in _uses(file.tree):
         if name in ("os.environ", "os.environb", "os.getenv"):
@@ -360,7 +362,7 @@ RULES: list[Rule] = [
     kernel_folders_point_one_way,
     only_device_asks_the_gpu,
     engine_has_no_cuda,
-    only_config_reads_the_environment,
+    only_one_module_reads_the_environment,
     no_assert,
     ascii_only,
     no_hidden_wait,
@@ -389,6 +391,7 @@ BREAKING = [
     (arrows_point_one_way, "sampler.params", "from mrv1 import LLM"),
     (arrows_point_one_way, "runner.step", "from mrv1.engine.request import Request"),
     (arrows_point_one_way, "device", "from mrv1.config import EngineConfig"),
+    (arrows_point_one_way, "config", "from mrv1.device import resolve_device"),
     (arrows_point_one_way, "utils", "import torch"),
     (only_integrations_and_peers_import_vllm, "engine.llm", "import vllm.v1 as v1"),
     (only_integrations_and_peers_import_vllm, "engine.llm", "import_module('vllm')"),
@@ -442,8 +445,9 @@ BREAKING = [
     (only_device_asks_the_gpu, "runner.step", "from torch import cuda"),
     (only_device_asks_the_gpu, "engine.llm", "if torch.cuda.is_available(): pass"),
     (engine_has_no_cuda, "engine.llm", "torch.cuda.empty_cache()"),
-    (only_config_reads_the_environment, "runner.step", "os.environ['X']"),
-    (only_config_reads_the_environment, "runner.step", "from os import getenv"),
+    (only_one_module_reads_the_environment, "runner.step", "os.environ['X']"),
+    (only_one_module_reads_the_environment, "config", "import os\nos.environ['X']"),
+    (only_one_module_reads_the_environment, "runner.step", "from os import getenv"),
     (no_assert, "runner.step", "def f(x):\n    assert x"),
     (ascii_only, "runner.step", "# \u00e9"),
     (no_hidden_wait, "runner.input_batch", "def f(x):\n    return x.max().item()"),
@@ -492,7 +496,7 @@ KEEPING = [
     (kernel_folders_point_one_way, "kernels.registry", "from mrv1.kernels import reference"),
     (only_device_asks_the_gpu, "runner.step", "torch.cuda.Event()"),
     (engine_has_no_cuda, "engine.llm", "torch.device('cuda')"),
-    (only_config_reads_the_environment, "config", "import os\nos.environ['X']"),
+    (only_one_module_reads_the_environment, "environment", "import os\nos.environ['X']"),
     (no_assert, "testing.interpreter", "assert True"),
     (ascii_only, "runner.step", "# e"),
     (no_hidden_wait, "runner.async_output", "x.tolist()"),

@@ -11,8 +11,16 @@ import pytest
 import torch
 
 from mrv1 import ConfigError, EngineConfig, RequestError, StepError, UnsupportedDeviceError
-from mrv1.config import VARIABLES, checkpoint_dir, resolve_dtype, resolve_max_model_len
-from mrv1.device import INTERPRET, DeviceInfo, device_info, kernel_path, resolve_device
+from mrv1.config import checkpoint_dir, resolve_max_model_len
+from mrv1.device import (
+    INTERPRET,
+    DeviceInfo,
+    device_info,
+    kernel_path,
+    resolve_device,
+    resolve_dtype,
+)
+from mrv1.environment import VARIABLES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -159,6 +167,34 @@ def test_a_count_that_is_none_names_its_variable(monkeypatch, value, expected):
     assert EngineConfig(model="tiny").max_stop_seqs_num == 7
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("dtype", "int8", r"one of \('auto', 'float32', .*, 'float64'\), got 'int8'"),
+        ("kv_scale", ["token"], r"one of \('token', 'quarter', 'head'\), got \['token'\]"),
+        ("overlap", 1, "True or False, got 1"),
+        ("block_size", 16.0, r"one of \(16, 32, 64, 128\), got 16.0"),
+        ("max_num_seqs", 0, "an integer >= 1 that fits int32, got 0"),
+        ("max_num_seqs", True, "an integer >= 1 that fits int32, got True"),
+        ("max_num_seqs", None, "an integer >= 1 that fits int32, got None"),
+        ("max_num_seqs", 2**31, "an integer >= 1 that fits int32, got 2147483648"),
+        ("max_model_len", 1, "an integer >= 2 that fits int32, got 1"),
+        ("streaming_cache_blocks", -1, "an integer >= 0 that fits int32, got -1"),
+        ("kv_cache_memory_bytes", 0, "an integer >= 1, got 0"),
+        ("gpu_memory_utilization", 0, r"\(0, 1\], got 0"),
+        ("seed", True, "an integer, got True"),
+    ],
+)
+def test_a_value_is_of_its_fields_type_and_range(option, value, expected):
+    with pytest.raises(ConfigError, match=f"^{option}: expected {expected}$"):
+        EngineConfig(model="tiny", **{option: value})
+
+
+def test_bytes_need_not_fit_int32_and_counts_may_be_zero_or_none():
+    options = {"kv_cache_memory_bytes": 2**40, "streaming_cache_blocks": 0, "max_model_len": None}
+    assert EngineConfig(model="tiny", **options).kv_cache_memory_bytes == 2**40
+
+
 @pytest.mark.parametrize("option", ["deterministic", "enable_prefix_caching"])
 def test_bytes_that_depend_on_the_order_of_writes_are_refused(option):
     off = {"deterministic": False, "enable_prefix_caching": False}
@@ -180,6 +216,18 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("module", ["config", "environment", "errors", "options"])
+def test_a_configuration_needs_no_torch(module):
+    """The package itself imports torch for its public names: here it is an empty one."""
+    root = str(Path(__file__).parents[1] / "mrv1")
+    run = run_python(
+        "import sys, types; package = sys.modules['mrv1'] = types.ModuleType('mrv1'); "
+        f"package.__path__ = [{root!r}]; import mrv1.{module}; "
+        "print(sorted({'torch', 'numpy', 'triton'} & set(sys.modules)))"
+    )
+    assert run.stdout == "[]\n", run.stderr
 
 
 def test_the_mode_of_a_process_cannot_change_after_triton_is_imported():

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from mrv1.bench.headwise_options import HeadwiseOptions
 from mrv1.bench.provenance import provenance
-from mrv1.config import INT32_MAX
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
 from mrv1.engine.request import Request
 from mrv1.engine.scheduler import Scheduler
+from mrv1.environment import INT32_MAX
 from mrv1.runner import KVReport, RequestId, StepOutput, StepPlan
 from mrv1.sampler import SamplingParams
 

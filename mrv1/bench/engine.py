@@ -18,9 +18,8 @@ from mrv1.config import (
     EngineConfig,
     KVCacheDtypeName,
     KVScaleName,
-    resolve_dtype,
 )
-from mrv1.device import kernel_path
+from mrv1.device import kernel_path, resolve_dtype
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError
 from mrv1.kernels.registry import select_ops

@@ -11,8 +11,8 @@ from mrv1.calibration.forward import PolicyModel
 from mrv1.calibration.losses import Losses, measure
 from mrv1.calibration.options import CalibrateOptions
 from mrv1.calibration.prompts import load_texts
-from mrv1.config import checkpoint_dir, resolve_dtype
-from mrv1.device import kernel_path, resolve_device
+from mrv1.config import checkpoint_dir
+from mrv1.device import kernel_path, resolve_device, resolve_dtype
 from mrv1.headwise import HeadPolicy, HeadRanking, RecallPrompt, rank_heads, rankable_heads
 from mrv1.headwise.calibrate import num_losses
 from mrv1.kernels.registry import select_ops

@@ -115,10 +115,7 @@ def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
     bias = given.get("logit_bias")
     if isinstance(bias, dict):  # JSON has no keys but strings
         given = given | {"logit_bias": {_token_id(key): bias[key] for key in bias}}
-    try:
-        return SamplingParams(**{**sampling, **given})
-    except TypeError as error:  # a key such as "self" collides in the call itself
-        raise RequestError(f"sampling_params: {error}") from error
+    return SamplingParams(**{**sampling, **given})
 
 
 def _token_id(key: str) -> int:

@@ -12,14 +12,7 @@ import torch
 from mrv1 import __version__
 from mrv1.bench.provenance import version_of
 from mrv1.cli.report import PATHS
-from mrv1.config import (
-    EMBEDDED_MODEL,
-    HEAD_POLICY_VARIABLE,
-    VARIABLES,
-    checkpoint_dir,
-    environment,
-    name_errors,
-)
+from mrv1.config import EMBEDDED_MODEL, checkpoint_dir
 from mrv1.device import (
     MIN_CAPABILITY,
     DeviceInfo,
@@ -30,6 +23,7 @@ from mrv1.device import (
     resolve_device,
     visible_gpus,
 )
+from mrv1.environment import HEAD_POLICY_VARIABLE, VARIABLES, environment, name_errors
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 from mrv1.headwise import HeadPolicy
 from mrv1.runner.attention_backends import import_flashinfer

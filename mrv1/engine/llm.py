@@ -6,19 +6,12 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from mrv1.config import (
-    AttentionBackendName,
-    DtypeName,
-    EngineConfig,
-    KVCacheDtypeName,
-    KVScaleName,
-    LogprobsModeName,
-    checkpoint_dir,
-)
+from mrv1.config import EngineConfig, checkpoint_dir
 from mrv1.engine.core import EngineCore, Metrics
 from mrv1.engine.guards import Turns, in_turn, recovers
 from mrv1.engine.outputs import CompletionOutput, RequestOutput
@@ -27,6 +20,7 @@ from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import RequestError
 from mrv1.headwise import HeadPolicy
+from mrv1.options import env_fields, takes
 from mrv1.progress import progress_bar
 from mrv1.runner import KVUsage
 from mrv1.sampler import LogitsProcessor, SamplingParams
@@ -35,6 +29,19 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 """A text, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids``."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LLMOptions(EngineConfig):
+    """The parameters of ``LLM``: an engine's options, and objects that no configuration holds."""
+
+    model: str = field(kw_only=False)
+    head_policy: HeadPolicy | str | Path | None = None  # type: ignore[assignment]
+    """What each KV head sees, or a JSON file that says so. Default: the file that the environment
+    variable ``MRV1_HEAD_POLICY`` names, else what the checkpoint's configuration asks for, else
+    all that its layer does."""
+    logits_processors: Sequence[LogitsProcessor] = ()
+    """The caller's own edits of every step's logits."""
 
 
 class LLM:
@@ -60,132 +67,27 @@ class LLM:
         8
     """
 
+    @takes(LLMOptions)
     def __init__(
         self,
         model: str,
         *,
-        dtype: DtypeName = "auto",
-        device: str = "auto",
-        kv_cache_dtype: KVCacheDtypeName = "auto",
-        kv_scale: KVScaleName = "token",
-        block_size: int = 16,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        gpu_memory_utilization: float = 0.9,
-        num_kv_blocks: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        enable_prefix_caching: bool = True,
-        overlap: bool = True,
-        cuda_graphs: bool = True,
-        deterministic: bool = False,
-        attention_backend: AttentionBackendName = "triton",
-        max_bad_words_num: int | None = None,
-        bad_words_max_len: int | None = None,
-        max_stop_seqs_num: int | None = None,
-        stop_seqs_max_len: int | None = None,
-        max_logit_bias: int = 300,
-        max_logprobs: int = 20,
-        logprobs_mode: LogprobsModeName = "raw_logprobs",
-        logits_processors: Sequence[LogitsProcessor] = (),
         head_policy: HeadPolicy | str | Path | None = None,
-        window_recycling: bool = True,
-        streaming_cache_blocks: int | None = None,
-        seed: int = 0,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        **options: object,
     ) -> None:
         """Load ``model`` and allocate its KV cache.
-
-        Args:
-            model: a checkpoint directory, or ``"tiny"`` for the embedded model.
-            dtype: of weights and activations; ``auto`` is the checkpoint's own on a GPU and
-                float32 on a CPU. float64 runs on a CPU only.
-            device: ``auto`` takes the GPU if there is one, else the CPU; or ``cpu``, ``cuda``,
-                ``cuda:N``.
-            kv_cache_dtype: ``auto`` is ``dtype``; ``fp8_e4m3`` holds codes of 8 bits beside
-                scales, whatever ``dtype`` is.
-            kv_scale: what has a scale of its own in an fp8 cache: ``token``, each head's vector of
-                each token, scaled as it is written; ``quarter``, a quarter of each block and head,
-                requantised as its largest value grows, so that a token's bytes depend on when its
-                neighbours were written; or ``head``, each KV head of each layer, by the static
-                ``k_scale`` and ``v_scale`` of the checkpoint.
-            block_size: tokens per KV block: 16, 32, 64 or 128.
-            max_model_len: longest prompt + output in tokens; None = the model's context.
-            max_num_seqs: requests that run at the same time.
-            max_num_batched_tokens: token budget of a step; longer prompts are prefilled in chunks.
-            gpu_memory_utilization: share of the GPU's memory for weights, activations and cache.
-            num_kv_blocks: KV blocks to allocate, of heads that see everything; None = what memory
-                allows, at most what can be used. Heads with a window have as many or, if that is
-                less, what they can use.
-            kv_cache_memory_bytes: bytes of the KV cache where ``num_kv_blocks`` is not given;
-                None = what is left of ``gpu_memory_utilization``.
-            enable_prefix_caching: keep the blocks of prompts and outputs for requests that begin
-                alike; not with ``kv_scale="quarter"``, nor is ``deterministic``.
-            overlap: launch a step before the result of the one before it is known (never with
-                ``flashinfer``). It may change which requests share a step, hence how products
-                round, but nothing else.
-            cuda_graphs: capture steps of a few sizes as CUDA graphs at the start, on a GPU.
-            deterministic: compute every row by itself alone, so that the bits of its logits do not
-                depend on the batch; slower.
-            attention_backend: ``triton``, mrv1's own kernels, or ``flashinfer``, where that is
-                installed: on a GPU, float16 or bfloat16, without fp8.
-            max_bad_words_num: bad words that a request may have; None = what the environment
-                variable ``MRV1_MAX_BAD_WORDS_NUM`` says, else 16.
-            bad_words_max_len: tokens that one may have; None = ``MRV1_BAD_WORDS_MAX_LEN``, else 8.
-            max_stop_seqs_num: stop sequences of tokens that a request may have; None =
-                ``MRV1_MAX_STOP_SEQS_NUM``, else 5.
-            stop_seqs_max_len: tokens that one may have; None = ``MRV1_STOP_SEQS_MAX_LEN``, else 8.
-            max_logit_bias: tokens that a request may give a bias.
-            max_logprobs: likeliest tokens, and tokens by id, that a request may ask the
-                log-probabilities of.
-            logprobs_mode: ``raw_logprobs``, of the model's logits, or ``processed_logprobs``, of
-                what a token is drawn from: edited, scaled and filtered.
-            logits_processors: edits of the caller's own, of every step's logits.
-            head_policy: what each KV head sees, or a JSON file that says so; None = the file that
-                the environment variable ``MRV1_HEAD_POLICY`` names, else what the checkpoint's
-                configuration asks for, else all that its layer does.
-            window_recycling: give back the blocks that heads with a window no longer see; else
-                all heads share one table, and they are kept. FlashInfer has one table.
-            streaming_cache_blocks: blocks, of each group of heads with a window, that the prefix
-                cache may keep beside those of running requests; None = what 64 requests hold.
-            seed: from which requests without a seed of their own draw theirs.
 
         Raises:
             ConfigError: an argument or the checkpoint is wrong.
             UnsupportedDeviceError: the device is not there or cannot do what was asked.
             CapacityError: the KV cache does not fit.
         """
-        limits: dict[str, Any] = {
-            "max_bad_words_num": max_bad_words_num,
-            "bad_words_max_len": bad_words_max_len,
-            "max_stop_seqs_num": max_stop_seqs_num,
-            "stop_seqs_max_len": stop_seqs_max_len,
+        made = env_fields(EngineConfig)
+        given: dict[str, Any] = {
+            name: value for name, value in options.items() if value is not None or name not in made
         }
-        config = EngineConfig(
-            model=str(model),
-            dtype=dtype,
-            device=device,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_scale=kv_scale,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            gpu_memory_utilization=gpu_memory_utilization,
-            num_kv_blocks=num_kv_blocks,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            enable_prefix_caching=enable_prefix_caching,
-            overlap=overlap,
-            cuda_graphs=cuda_graphs,
-            deterministic=deterministic,
-            attention_backend=attention_backend,
-            max_logit_bias=max_logit_bias,
-            max_logprobs=max_logprobs,
-            logprobs_mode=logprobs_mode,
-            window_recycling=window_recycling,
-            streaming_cache_blocks=streaming_cache_blocks,
-            seed=seed,
-            **{name: value for name, value in limits.items() if value is not None},
-        )
+        config = EngineConfig(model=str(model), **given)
         if head_policy is not None and not isinstance(head_policy, HeadPolicy):
             head_policy = HeadPolicy.load(head_policy)
         # First: a damaged tokenizer fails before weights load, not minutes later.

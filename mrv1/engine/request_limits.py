@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from itertools import chain
 
-from mrv1.config import MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE, EngineConfig
+from mrv1.config import EngineConfig
+from mrv1.environment import MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE
 from mrv1.errors import RequestError
 from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import short

@@ -233,7 +233,7 @@ class OutputText:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
-        stop_token_sequences: Sequence[tuple[int, ...]] = (),
+        stop_token_sequences: Sequence[Sequence[int]] = (),
     ) -> None:
         self._searched = Detokenizer(tokenizer)
         self._stop = tuple(stop)

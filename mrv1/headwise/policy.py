@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from mrv1.config import INT32_MAX
+from mrv1.environment import INT32_MAX
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.kv_layout import HeadRole
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.config import EngineConfig, checkpoint_dir, resolve_dtype, resolve_max_model_len
-from mrv1.device import fp8_path, kernel_path, resolve_device
+from mrv1.config import EngineConfig, checkpoint_dir, resolve_max_model_len
+from mrv1.device import fp8_path, kernel_path, resolve_device, resolve_dtype
 from mrv1.errors import ConfigError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations

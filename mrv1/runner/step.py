@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,7 +53,7 @@ class SlotRequest:
     stop_token_ids: tuple[int, ...] = ()
     """Up to 16 tokens that end it on the device, before the host knows; the engine looks for
     these and all others itself."""
-    stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    stop_token_sequences: Sequence[Sequence[int]] = ()
     """Token sequences that end it where its output ends with one; as many, and as long, as the
     configuration allows."""
     min_total_tokens: int = 0

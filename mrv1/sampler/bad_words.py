@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mrv1.config import BAD_WORDS_LEN_VARIABLE, MAX_BAD_WORDS_VARIABLE
+from mrv1.environment import BAD_WORDS_LEN_VARIABLE, MAX_BAD_WORDS_VARIABLE
 from mrv1.errors import RequestError
 from mrv1.sampler.params import SamplingParams, short
 

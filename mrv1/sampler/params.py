@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
-from typing import Never
+from typing import Self
 
 import numpy as np
 
 from mrv1.errors import RequestError
+from mrv1.options import documented
 from mrv1.sampler.grammar import Grammar
 
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
@@ -77,144 +78,98 @@ def _plain(value: object, depth: int = 0) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends. The names are vLLM's.
 
     Numbers may be numpy's, and lists any sequence or a numpy array of ids: they are kept as
     Python's numbers and tuples. None stands for an empty list, but for ``allowed_token_ids``.
 
-    Attributes:
-        temperature: 0, or from 1e-5 to 1e5; 0 is greedy: exactly the argmax, ties to the lowest
-            id.
-        top_k: keep the k highest logits (ties with the last one stay); 0 or -1 keeps all.
-        top_p: in (0, 1]; keep the most likely tokens up to this probability, after temperature,
-            min_p and top_k (ties with the last one stay).
-        min_p: in [0, 1]; keep the tokens at least so likely, relative to the likeliest; 0 = all.
-        repetition_penalty: from 1e-5 to 2; divides the positive logits of tokens that the prompt
-            or the output holds, and multiplies negative ones; 1 = none.
-        frequency_penalty: in [-2, 2]; taken from a token's logit for each time the output holds
-            it.
-        presence_penalty: in [-2, 2]; taken from the logits of tokens that the output holds.
-        logit_bias: token id -> from -100 to 100, added to its logit.
-        allowed_token_ids: tokens of which the output is made; None = all.
-        seed: 64-bit integer; None derives one from the engine's seed and the order of admission.
-        n: outputs of the request, 1 to 16,384; equal seeds do not make them equal.
-        max_tokens: tokens to generate, >= 1; None = as many as the context holds.
-        min_tokens: tokens before which nothing ends the output: stop tokens, and the model's
-            end-of-sequence tokens even if ignored, are not drawn, and stop texts and sequences do
-            not count.
-        ignore_eos: do not stop at the model's end-of-sequence tokens.
-        stop_token_ids: further tokens that end the request.
-        stop_token_sequences: token sequences, each of which ends the request where its output
-            first ends with it; the text ends in front of it. Not of vLLM.
-        stop: a text, or several, that ends the request where its output first holds it.
-        include_stop_str_in_output: keep that text, or sequence, at the end of the text, which is
-            cut in front of it otherwise.
-        bad_words: texts that the output is not to hold, each without and with a space in front,
-            whatever whitespace it is given with; one of whitespace alone only as it is. The last
-            token of such a tokenization is never drawn where the output ends with the others.
-        bad_words_token_ids: further token sequences of that kind.
-        bad_words_match_prompt: whether tokens of the prompt count towards a word's beginning.
-        logprobs: how many of the likeliest tokens to report the log-probabilities of, beside the
-            one drawn; None = nothing.
-        logprob_token_ids: tokens to report the log-probabilities of, beside the one drawn.
-        prompt_logprobs: like ``logprobs``, for the prompt's tokens.
-        structured_output: a ``Grammar`` that the output is of, as ``mrv1.integrations.xgrammar``
-            makes them from a JSON schema, a regular expression or EBNF.
-
     Raises:
         RequestError: an unknown name, or a value out of range; the message names the field.
     """
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: Mapping[int, float] = field(hash=False)
-    allowed_token_ids: tuple[int, ...] | None
-    seed: int | None
-    n: int
-    max_tokens: int | None
-    min_tokens: int
-    ignore_eos: bool
-    stop_token_ids: tuple[int, ...]
-    stop_token_sequences: tuple[tuple[int, ...], ...]
-    stop: tuple[str, ...]
-    include_stop_str_in_output: bool
-    bad_words: tuple[str, ...]
-    bad_words_token_ids: tuple[tuple[int, ...], ...]
-    bad_words_match_prompt: bool
-    logprobs: int | None
-    logprob_token_ids: tuple[int, ...]
-    prompt_logprobs: int | None
-    structured_output: Grammar | None
+    temperature: float = 1.0
+    """0, or from 1e-5 to 1e5; 0 is greedy: exactly the argmax, ties to the lowest id."""
+    top_k: int = 0
+    """Keep the k highest logits (ties with the last of them stay); 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this probability, above 0 and at most 1, after
+    temperature, min_p and top_k (ties with the last of them stay)."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, from 0 to 1, relative to the likeliest token; 0 keeps
+    all."""
+    repetition_penalty: float = 1.0
+    """From 1e-5 to 2; divides the positive logits of tokens that the prompt or the output holds,
+    and multiplies their negative logits; 1 changes nothing."""
+    frequency_penalty: float = 0.0
+    """From -2 to 2; subtracted from a token's logit for each time the output holds the token."""
+    presence_penalty: float = 0.0
+    """From -2 to 2; subtracted from the logits of tokens that the output holds."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Token id -> number from -100 to 100 that is added to the token's logit."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Tokens of which the output is made. Default: all."""
+    seed: int | None = None
+    """Seed of the request's noise, an integer of 64 bits. Default: derived from the engine's seed
+    and the order of admission."""
+    n: int = 1
+    """Outputs of the request, 1 to 16,384; equal seeds do not make them equal."""
+    max_tokens: int | None = 16
+    """Most tokens to generate, >= 1; None: as many as the context holds."""
+    min_tokens: int = 0
+    """Generate at least this many tokens: before, stop tokens, and the model's end-of-sequence
+    tokens even if ignored, are not drawn, and stop texts and sequences do not count."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+    stop_token_ids: Sequence[int] = ()
+    """Further tokens that end the request."""
+    stop_token_sequences: Sequence[Sequence[int]] = ()
+    """Token sequences, each of which ends the request where its output first ends with it; the
+    text ends before it. Not in vLLM."""
+    stop: Sequence[str] = ()
+    """Text, or texts, that end the request where its output first holds one of them; the output
+    ends before it."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop text, or sequence, in the output; otherwise the output ends before it."""
+    bad_words: Sequence[str] = ()
+    """Texts that the output must not hold, each with and without a space before it, whatever
+    whitespace it is given with; a text of whitespace alone only as it is. The last token of such a
+    tokenization is never drawn where the output ends with the others."""
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    """Further token sequences that the output must not hold."""
+    bad_words_match_prompt: bool = False
+    """Count tokens of the prompt as the beginning of a bad word."""
+    logprobs: int | None = None
+    """Most likely tokens whose log-probabilities are reported, beside the token drawn. Default: no
+    report."""
+    logprob_token_ids: Sequence[int] = ()
+    """Tokens whose log-probabilities are reported, beside the token drawn."""
+    prompt_logprobs: int | None = None
+    """Like ``logprobs``, for the prompt's tokens."""
+    structured_output: Grammar | None = None
+    """``Grammar`` that the output follows, as ``mrv1.integrations.xgrammar`` makes it from a JSON
+    schema, a regular expression or EBNF."""
 
-    def __init__(
-        self,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | None = None,
-        allowed_token_ids: Sequence[int] | None = None,
-        seed: int | None = None,
-        n: int = 1,
-        max_tokens: int | None = 16,
-        min_tokens: int = 0,
-        ignore_eos: bool = False,
-        stop_token_ids: Sequence[int] | None = None,
-        stop_token_sequences: Sequence[Sequence[int]] | None = None,
-        stop: str | Sequence[str] | None = None,
-        include_stop_str_in_output: bool = False,
-        bad_words: Sequence[str] | None = None,
-        bad_words_token_ids: Sequence[Sequence[int]] | None = None,
-        bad_words_match_prompt: bool = False,
-        logprobs: int | None = None,
-        logprob_token_ids: Sequence[int] | None = None,
-        prompt_logprobs: int | None = None,
-        structured_output: Grammar | None = None,
-        **unknown: Never,
-    ) -> None:
-        """Check and store; see the class for the fields."""
+    def __new__(cls, /, *args: object, **params: object) -> Self:
+        """Refuse unknown names, which ``__init__`` would answer with a ``TypeError``."""
+        unknown = params.keys() - cls.__dataclass_fields__
         if unknown:
             raise RequestError(_unknown_message(sorted(unknown)))
-        values = {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-            "logit_bias": {} if logit_bias is None else logit_bias,
-            "allowed_token_ids": allowed_token_ids,
-            "seed": seed,
-            "n": n,
-            "max_tokens": max_tokens,
-            "min_tokens": min_tokens,
-            "ignore_eos": ignore_eos,
-            "stop_token_ids": () if stop_token_ids is None else stop_token_ids,
-            "stop_token_sequences": () if stop_token_sequences is None else stop_token_sequences,
-            "stop": (stop,) if isinstance(stop, str) else () if stop is None else stop,
-            "include_stop_str_in_output": include_stop_str_in_output,
-            "bad_words": () if bad_words is None else bad_words,
-            "bad_words_token_ids": () if bad_words_token_ids is None else bad_words_token_ids,
-            "bad_words_match_prompt": bad_words_match_prompt,
-            "logprobs": logprobs,
-            "logprob_token_ids": () if logprob_token_ids is None else logprob_token_ids,
-            "prompt_logprobs": prompt_logprobs,
-            "structured_output": structured_output,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, _plain(value, depth=2))
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Keep Python's numbers and tuples, and check them."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is None and option.default == ():
+                value = ()
+            elif value is None and option.default is MISSING:
+                value = {}
+            elif option.name == "stop" and isinstance(value, str):
+                value = (value,)
+            object.__setattr__(self, option.name, _plain(value, depth=2))
         if _is_int(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self._validate_numbers()
@@ -392,4 +347,4 @@ def _unknown_message(names: list[str]) -> str:
         close = difflib.get_close_matches(name, known, n=1)
         hints.append(short(name) + (f" (did you mean {close[0]!r}?)" if close else ""))
     more = ", ..." if len(names) > NUM_UNKNOWN_SHOWN else ""
-    return f"sampling parameter: expected one of {', '.join(known)}; got {', '.join(hints)}{more}"
+    return f"sampling_params: expected one of {', '.join(known)}; got {', '.join(hints)}{more}"

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrv1 import LLM, ConfigError, UnsupportedDeviceError, __version__, config, device
+from mrv1 import LLM, ConfigError, UnsupportedDeviceError, __version__, device, environment
 from mrv1.cli import facts
-from mrv1.config import VARIABLES
 from mrv1.device import DeviceInfo, choose_fp8_path, kernel_path, resolve_device
+from mrv1.environment import VARIABLES
 from tests.cli.conftest import Mrv1
 
 REPO = Path(__file__).resolve().parents[2]
@@ -284,7 +284,7 @@ def test_environment_holds_only_what_is_set(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/x")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("SECRET", "y")
-    found = config.environment()
+    found = environment.environment()
     assert found["TRITON_CACHE_DIR"] == "/x"
     assert "CUDA_VISIBLE_DEVICES" not in found
     assert "SECRET" not in found

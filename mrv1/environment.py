@@ -1,0 +1,94 @@
+"""The environment: its variables and how their values are read; no other module reads it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mrv1.errors import ConfigError
+
+# Each is the default of the field of ``EngineConfig`` that has its name.
+DEBUG_VARIABLE = "MRV1_DEBUG"
+DEBUG_SYNC_VARIABLE = "MRV1_DEBUG_SYNC"
+MAX_BAD_WORDS_VARIABLE = "MRV1_MAX_BAD_WORDS_NUM"
+BAD_WORDS_LEN_VARIABLE = "MRV1_BAD_WORDS_MAX_LEN"
+MAX_STOP_SEQS_VARIABLE = "MRV1_MAX_STOP_SEQS_NUM"
+STOP_SEQS_LEN_VARIABLE = "MRV1_STOP_SEQS_MAX_LEN"
+HEAD_POLICY_VARIABLE = "MRV1_HEAD_POLICY"
+
+INT32_MAX = 2**31 - 1
+"""Counts, slots and block ids are int32 on the device."""
+
+
+def env_flag(name: str) -> bool:
+    """Return whether an environment variable is set to a yes; unset is a no.
+
+    Raises:
+        ConfigError: its value is neither a yes nor a no.
+    """
+    value = os.environ.get(name, "0").lower()
+    if value in ("1", "true", "on", "yes", "y"):
+        return True
+    if value in ("0", "false", "off", "no", "n", ""):
+        return False
+    raise ConfigError(f"{name}: expected 0 or 1, got {value!r}")
+
+
+def env_count(name: str, default: int) -> int:
+    """Return an environment variable's number.
+
+    Raises:
+        ConfigError: it is not an integer >= 1, or does not fit int32.
+    """
+    value = os.environ.get(name, str(default))
+    digits = value.lstrip("0")
+    if not digits.isdecimal() or not digits.isascii():
+        raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
+    if len(digits) > len(str(INT32_MAX)) or int(digits) > INT32_MAX:
+        raise ConfigError(f"{name}: expected at most {INT32_MAX}, got {value!r}")
+    return int(digits)
+
+
+VARIABLES: dict[str, Callable[[], Any]] = {
+    DEBUG_VARIABLE: partial(env_flag, DEBUG_VARIABLE),
+    DEBUG_SYNC_VARIABLE: partial(env_flag, DEBUG_SYNC_VARIABLE),
+    MAX_BAD_WORDS_VARIABLE: partial(env_count, MAX_BAD_WORDS_VARIABLE, 16),
+    BAD_WORDS_LEN_VARIABLE: partial(env_count, BAD_WORDS_LEN_VARIABLE, 8),
+    MAX_STOP_SEQS_VARIABLE: partial(env_count, MAX_STOP_SEQS_VARIABLE, 5),
+    STOP_SEQS_LEN_VARIABLE: partial(env_count, STOP_SEQS_LEN_VARIABLE, 8),
+    HEAD_POLICY_VARIABLE: partial(os.environ.get, HEAD_POLICY_VARIABLE),
+}
+"""Every variable of mrv1's own, and how its value is read (``ConfigError`` for a wrong value)."""
+
+FOREIGN_VARIABLES = (
+    "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Variables of other packages that change what mrv1 does."""
+
+
+def environment() -> dict[str, str]:
+    """Return the values of ``VARIABLES`` and ``FOREIGN_VARIABLES`` that are set."""
+    names = (*VARIABLES, *FOREIGN_VARIABLES)
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def name_errors() -> list[str]:
+    """Return an error for each ``MRV1_*`` name of the environment that is not in ``VARIABLES``.
+
+    It says which variable was probably meant.
+    """
+    errors = []
+    for name in sorted(os.environ):
+        if name.startswith("MRV1_") and name not in VARIABLES:
+            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            errors.append(f"{name}: expected one of {', '.join(VARIABLES)}{hint}")
+    return errors
