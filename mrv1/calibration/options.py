@@ -31,21 +31,23 @@ class CalibrateOptions:
     window: int = 256
     """Tokens that a streaming head sees, the current one among them."""
     sink: int = 64
-    """Leading tokens that it sees too."""
+    """Leading tokens that a streaming head sees too."""
     method: Method = "greedy"
     """``greedy``: heads come to stream in rounds, each tried beside those of earlier rounds;
     ``single``: each alone, faster, and blind to heads that stand in for each other."""
     num_prompts: int = 2
+    """Prompts that a loss is measured on."""
     num_tokens: int = 2048
-    """Of a prompt."""
+    """Tokens of a prompt."""
     num_facts: int = 32
     """Facts, and questions, of a prompt."""
     seed: int = 0
-    """Of the prompts."""
+    """Seed of the prompts."""
     dtype: DtypeName = "auto"
     device: str = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
-    """Of the cache the policy is made for; an fp8 cache has scales per token."""
+    """Type of the cache that the policy is made for; ``auto`` is ``dtype``, and ``fp8_e4m3`` has
+    scales per token."""
 
     def __post_init__(self) -> None:
         """Check."""

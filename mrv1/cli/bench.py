@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from mrv1.bench import SHAPES, GenerateBench, RunnerBench, run_generate, run_runner
 from mrv1.cli import bench_headwise, bench_kernels, bench_sampler
-from mrv1.cli.bench_kernels import check_target, write_result
-from mrv1.cli.console import one_line_errors, say, show_table
-from mrv1.config import AttentionBackendName, DtypeName, KVCacheDtypeName, KVScaleName
+from mrv1.cli.bench_kernels import Output, check_target, write_result
+from mrv1.cli.console import say, show_table
+from mrv1.cli.options import FieldsOf, command
 from mrv1.device import resolve_device
 
 app = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
@@ -24,11 +23,8 @@ app.command("capacity")(bench_headwise.capacity)
 app.command("headwise")(bench_headwise.headwise)
 
 DEFAULT_SHAPE = "qwen3-0.6b"
-DEFAULT_BATCHES = (1, 32, 256)
-DEFAULT_WAITING = (0, 1_000, 10_000)
 CPU_SHAPE = "tiny-random"
-CPU_BATCHES = (1, 4)
-CPU_WAITING = (0, 100)
+ON_CPU = {"batches": (1, 4), "waiting": (0, 100)}
 
 Shape = Annotated[
     str | None,
@@ -37,148 +33,50 @@ Shape = Annotated[
         f"Unset: {DEFAULT_SHAPE}, unless there is a --model."
     ),
 ]
-Model = Annotated[str | None, typer.Option(help="Checkpoint directory to run instead, or 'tiny'.")]
-Batch = Annotated[
-    list[int] | None, typer.Option(help="Concurrent requests; repeatable. Unset: 1, 32 and 256.")
-]
-PromptTokens = Annotated[int, typer.Option(help="Tokens of each prompt.")]
-Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float16, bfloat16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-KVDtype = Annotated[str, typer.Option(help="auto (the dtype) or fp8_e4m3.")]
-KVScale = Annotated[
-    str, typer.Option(help="Scales of an fp8 cache: token, quarter, or head (from --model).")
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(help="Token budget of a step.")]
-Backend = Annotated[str, typer.Option(help="triton or flashinfer.")]
-Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="A request's bits do not depend on its batch.")
-]
-Overlap = Annotated[
-    bool, typer.Option(help="Launch a step before the result of the one before is known.")
-]
-CudaGraphs = Annotated[bool, typer.Option(help="Run steps as CUDA graphs.")]
-PrefixCaching = Annotated[
-    bool, typer.Option("--enable-prefix-caching", help="Keep blocks for prompts that begin alike.")
-]
-Seed = Annotated[int, typer.Option(help="Of weights and prompts.")]
-Commit = Annotated[str | None, typer.Option(help="Commit to record; unset: what git says.")]
+NAMES = {"batches": "batch"}
+HELP = {
+    "model": "Checkpoint directory to run instead of a shape, or 'tiny'.",
+    "prompt_tokens": "Tokens of each prompt.",
+    "enable_prefix_caching": "Keep blocks for prompts that begin alike.",
+    "commit": "Commit to record; unset: what git says.",
+}
 
 
 @app.command("generate")
+@command
 def generate(
+    options: Annotated[dict[str, Any], FieldsOf(cls=GenerateBench, names=NAMES, help=HELP)],
     shape: Shape = None,
-    model: Model = None,
-    batch: Batch = None,
-    prompt_tokens: PromptTokens = 128,
-    output_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 256,
-    repeats: Annotated[int, typer.Option(help="Runs that count, after a warm-up.")] = 3,
     output: Output = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kv_cache_dtype: KVDtype = "auto",
-    kv_scale: KVScale = "token",
-    block_size: BlockSize = 16,
-    max_num_batched_tokens: MaxNumBatchedTokens = 8192,
-    attention_backend: Backend = "triton",
-    deterministic: Deterministic = False,
-    overlap: Overlap = True,
-    cuda_graphs: CudaGraphs = True,
-    enable_prefix_caching: PrefixCaching = False,
-    seed: Seed = 0,
-    commit: Commit = None,
 ) -> None:
     """Measure whole-engine generation: tokens/s and the time of a decode step."""
-    with one_line_errors():
-        bench = GenerateBench(
-            shape=DEFAULT_SHAPE if shape is None and model is None else shape,
-            model=model,
-            batches=tuple(batch or DEFAULT_BATCHES),
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            repeats=repeats,
-            dtype=cast("DtypeName", dtype),
-            device=device,
-            kv_cache_dtype=cast("KVCacheDtypeName", kv_cache_dtype),
-            kv_scale=cast("KVScaleName", kv_scale),
-            attention_backend=cast("AttentionBackendName", attention_backend),
-            block_size=block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            deterministic=deterministic,
-            overlap=overlap,
-            cuda_graphs=cuda_graphs,
-            enable_prefix_caching=enable_prefix_caching,
-            seed=seed,
-            commit=commit,
-        )
-        check_target("--output", output)
-        result = run_generate(bench, say)
-        write_result(result, output)
+    if shape is None and "model" not in options:
+        shape = DEFAULT_SHAPE
+    bench = GenerateBench(shape=shape, **options)
+    check_target("--output", output)
+    result = run_generate(bench, say)
+    write_result(result, output)
     show_table(_generate_table(result))
 
 
 @app.command("runner")
+@command
 def runner(
+    options: Annotated[dict[str, Any], FieldsOf(cls=RunnerBench, names=NAMES, help=HELP)],
     shape: Shape = None,
-    model: Model = None,
-    batch: Batch = None,
-    prompt_tokens: PromptTokens = 128,
-    steps: Annotated[int, typer.Option(help="Steps that count, of each measurement.")] = 50,
-    waiting: Annotated[
-        list[int] | None,
-        typer.Option(help="Requests that wait; repeatable. Unset: 0, 1,000 and 10,000."),
-    ] = None,
-    compare_deterministic: Annotated[
-        bool, typer.Option(help="Time the step of a deterministic engine as well.")
-    ] = True,
     output: Output = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kv_cache_dtype: KVDtype = "auto",
-    kv_scale: KVScale = "token",
-    block_size: BlockSize = 16,
-    max_num_batched_tokens: MaxNumBatchedTokens = 8192,
-    attention_backend: Backend = "triton",
-    deterministic: Deterministic = False,
-    overlap: Overlap = True,
-    cuda_graphs: CudaGraphs = True,
-    enable_prefix_caching: PrefixCaching = False,
-    seed: Seed = 0,
-    commit: Commit = None,
 ) -> None:
     """Measure a steady decode step: host time, launches, copies, waits, idle time of the GPU.
 
     On a CPU shape, batches and waiting requests that are not given are tiny.
     """
-    with one_line_errors():
-        on_gpu = resolve_device(device).type == "cuda"
-        unset_shape = DEFAULT_SHAPE if on_gpu else CPU_SHAPE
-        bench = RunnerBench(
-            shape=unset_shape if shape is None and model is None else shape,
-            model=model,
-            batches=tuple(batch or (DEFAULT_BATCHES if on_gpu else CPU_BATCHES)),
-            prompt_tokens=prompt_tokens,
-            steps=steps,
-            waiting=tuple(waiting or (DEFAULT_WAITING if on_gpu else CPU_WAITING)),
-            compare_deterministic=compare_deterministic,
-            dtype=cast("DtypeName", dtype),
-            device=device,
-            kv_cache_dtype=cast("KVCacheDtypeName", kv_cache_dtype),
-            kv_scale=cast("KVScaleName", kv_scale),
-            attention_backend=cast("AttentionBackendName", attention_backend),
-            block_size=block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            deterministic=deterministic,
-            overlap=overlap,
-            cuda_graphs=cuda_graphs,
-            enable_prefix_caching=enable_prefix_caching,
-            seed=seed,
-            commit=commit,
-        )
-        check_target("--output", output)
-        result = run_runner(bench, say)
-        write_result(result, output)
+    on_gpu = resolve_device(options["device"]).type == "cuda"
+    if shape is None and "model" not in options:
+        shape = DEFAULT_SHAPE if on_gpu else CPU_SHAPE
+    bench = RunnerBench(shape=shape, **({} if on_gpu else ON_CPU) | options)
+    check_target("--output", output)
+    result = run_runner(bench, say)
+    write_result(result, output)
     show_table(_step_table(result))
     show_table(_host_table(result))
     if on_gpu:

@@ -2,97 +2,63 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from mrv1.bench.capacity import run_capacity
 from mrv1.bench.headwise import HeadwiseBench, run_headwise
 from mrv1.bench.headwise_options import VARIANTS, HeadwiseOptions
 from mrv1.bench.shapes import SHAPES
-from mrv1.cli.bench_kernels import check_target, write_result
-from mrv1.cli.console import one_line_errors, say, show_table
-from mrv1.config import DtypeName
+from mrv1.cli.bench_kernels import Output, check_target, write_result
+from mrv1.cli.console import say, show_table
+from mrv1.cli.options import FieldsOf, command, words
 from mrv1.headwise import HeadPolicy
 
-Shape = Annotated[str, typer.Option(help=f"Random weights of a shape: {', '.join(SHAPES)}.")]
-Policy = Annotated[
-    Path | None, typer.Option("--head-policy", help="JSON policy; unset: by --streaming-ratio.")
-]
-Ratio = Annotated[float, typer.Option(help="Share of each layer's heads that stream.")]
-Window = Annotated[int, typer.Option(help="Tokens that those see.")]
-Sink = Annotated[int, typer.Option(help="Leading tokens that they see too.")]
-Every = Annotated[int | None, typer.Option(help="Period of layers whose heads are all full.")]
-Variants = Annotated[
-    str, typer.Option(help=f"Caches to compare, comma-separated: {', '.join(VARIANTS)}.")
-]
-Context = Annotated[int, typer.Option(help="Tokens of the longest request.")]
-Seqs = Annotated[int, typer.Option(help="Requests that may run at once.")]
-Budget = Annotated[int, typer.Option(help="Token budget of a step.")]
-KVBytes = Annotated[
-    int | None, typer.Option(help="Bytes of every cache; unset: what the GPU has left.")
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float16, bfloat16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-CudaGraphs = Annotated[bool, typer.Option(help="Run steps as CUDA graphs.")]
-Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")]
-Seed = Annotated[int, typer.Option(help="Of weights and prompts.")]
-Commit = Annotated[str | None, typer.Option(help="Commit to record; unset: what git says.")]
+NAMES = {"policy": "head-policy"}
+HELP = {
+    "shape": f"Random weights of a shape: {', '.join(SHAPES)}.",
+    "policy": "JSON policy; unset: by --streaming-ratio.",
+    "streaming_ratio": "Share of each layer's heads that stream.",
+    "window": "Tokens that streaming heads see.",
+    "sink": "Leading tokens that they see too.",
+    "full_layers_every": "Period of layers whose heads are all full.",
+    "variants": f"Caches to compare, comma-separated: {', '.join(VARIANTS)}.",
+    "kv_cache_memory_bytes": "Bytes of every cache; unset: what the GPU has left.",
+    "prompt_tokens": "Tokens of each prompt.",
+    "output_tokens": "Tokens to generate for each.",
+    "num_requests": "Requests, added at once.",
+    "seed": "Of weights and prompts.",
+    "commit": "Commit to record; unset: what git says.",
+}
+PARSERS = {"policy": HeadPolicy.load, "variants": words}
 
 
-def _names(variants: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in variants.split(",") if name.strip())
-
-
+@command
 def capacity(
-    shape: Shape = "llama3-8b",
-    head_policy: Policy = None,
-    streaming_ratio: Ratio = 0.75,
-    window: Window = 256,
-    sink: Sink = 64,
-    full_layers_every: Every = None,
-    variants: Variants = "uniform,recycled,uniform-fp8,recycled-fp8",
-    context: Context = 131_072,
-    max_num_seqs: Seqs = 64,
-    max_num_batched_tokens: Budget = 8192,
-    kv_cache_memory_bytes: KVBytes = None,
-    block_size: BlockSize = 16,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    cuda_graphs: CudaGraphs = True,
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(
+            cls=HeadwiseOptions,
+            names=NAMES,
+            help=HELP,
+            parsers=PARSERS,
+            defaults={
+                "variants": "uniform,recycled,uniform-fp8,recycled-fp8",
+                "max_num_seqs": 64,
+            },
+        ),
+    ],
     output: Output = None,
-    seed: Seed = 0,
-    commit: Commit = None,
 ) -> None:
     """Count the requests that fit: uniform heads and a policy, with and without fp8."""
-    with one_line_errors():
-        bench = HeadwiseOptions(
-            shape=shape,
-            policy=None if head_policy is None else HeadPolicy.load(head_policy),
-            streaming_ratio=streaming_ratio,
-            window=window,
-            sink=sink,
-            full_layers_every=full_layers_every,
-            variants=_names(variants),
-            context=context,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            block_size=block_size,
-            dtype=cast("DtypeName", dtype),
-            device=device,
-            cuda_graphs=cuda_graphs,
-            seed=seed,
-            commit=commit,
-        )
-        check_target("--output", output)
-        result: dict[str, Any] = run_capacity(bench, say)
-        write_result(result, output)
+    bench = HeadwiseOptions(**options)
+    check_target("--output", output)
+    result: dict[str, Any] = run_capacity(bench, say)
+    write_result(result, output)
     table = Table(
-        title=f"{result['shape']}, {context:,} tokens a request, on {result['device']['name']}"
+        title=f"{result['shape']}, {bench.context:,} tokens a request, "
+        f"on {result['device']['name']}"
     )
     for name in ("cache", "GiB", "GiB a request", "predicted", "requests", "ratio", "longest"):
         table.add_column(name, justify="left" if name == "cache" else "right")
@@ -109,65 +75,34 @@ def capacity(
     show_table(table)
 
 
+@command
 def headwise(
-    shape: Shape = "llama3-8b",
-    head_policy: Policy = None,
-    streaming_ratio: Ratio = 0.75,
-    window: Window = 256,
-    sink: Sink = 64,
-    full_layers_every: Every = None,
-    variants: Variants = "uniform,kept,recycled",
-    context: Context = 32_768,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 8192,
-    output_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 256,
-    num_requests: Annotated[int, typer.Option(help="Requests, added at once.")] = 16,
-    planted: Annotated[
-        bool, typer.Option("--planted", help="Find prompts cached, with random K and V.")
-    ] = False,
-    repeats: Annotated[int, typer.Option(help="Runs that count.")] = 1,
-    max_num_seqs: Seqs = 64,
-    max_num_batched_tokens: Budget = 8192,
-    kv_cache_memory_bytes: KVBytes = None,
-    block_size: BlockSize = 16,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    cuda_graphs: CudaGraphs = True,
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(
+            cls=HeadwiseBench,
+            names=NAMES,
+            help=HELP,
+            parsers=PARSERS,
+            defaults={
+                "variants": "uniform,kept,recycled",
+                "context": 32_768,
+                "max_num_seqs": 64,
+                "output_tokens": 256,
+                "num_requests": 16,
+            },
+        ),
+    ],
     output: Output = None,
-    seed: Seed = 0,
-    commit: Commit = None,
 ) -> None:
     """Serve the same requests with uniform heads and with a policy, recycling off and on."""
-    with one_line_errors():
-        bench = HeadwiseBench(
-            shape=shape,
-            policy=None if head_policy is None else HeadPolicy.load(head_policy),
-            streaming_ratio=streaming_ratio,
-            window=window,
-            sink=sink,
-            full_layers_every=full_layers_every,
-            variants=_names(variants),
-            context=context,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            num_requests=num_requests,
-            planted=planted,
-            repeats=repeats,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            block_size=block_size,
-            dtype=cast("DtypeName", dtype),
-            device=device,
-            cuda_graphs=cuda_graphs,
-            seed=seed,
-            commit=commit,
-        )
-        check_target("--output", output)
-        result: dict[str, Any] = run_headwise(bench, say)
-        write_result(result, output)
+    bench = HeadwiseBench(**options)
+    check_target("--output", output)
+    result: dict[str, Any] = run_headwise(bench, say)
+    write_result(result, output)
     table = Table(
-        title=f"{result['shape']}, {num_requests} requests of {prompt_tokens:,} + "
-        f"{output_tokens:,} tokens, on {result['device']['name']}",
+        title=f"{result['shape']}, {bench.num_requests} requests of {bench.prompt_tokens:,} + "
+        f"{bench.output_tokens:,} tokens, on {result['device']['name']}",
         caption="crowded: while requests wait; ratios to the first row, above 1 is better",
     )
     for name in ("cache", "tokens/s", "crowded", "first, ms", "between, ms", "preempted"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from mrv1.bench import (
-    PEERS,
     AttentionBench,
     Cell,
     KVWriteBench,
@@ -19,92 +19,60 @@ from mrv1.bench import (
     run_attention,
     run_kv_write,
 )
-from mrv1.bench.kv_write_data import SlotOrder
-from mrv1.bench.options import KVDtype
-from mrv1.bench.peers.kv_write import WRITE_PEERS
-from mrv1.cli.console import one_line_errors, say, show_table
+from mrv1.cli.console import say, show_table
+from mrv1.cli.options import FieldsOf, command, counts, words
 from mrv1.errors import ConfigError
 
 Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")]
-Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
-KVHeads = Annotated[int, typer.Option(help="KV heads.")]
-HeadDim = Annotated[int, typer.Option(help="Elements of a head.")]
-QHeads = Annotated[int, typer.Option(help="Query heads.")]
-Repeats = Annotated[int, typer.Option(help="Samples of each variant.")]
-Seed = Annotated[int, typer.Option(help="Of the data.")]
-Commit = Annotated[str | None, typer.Option(help="Commit to record; unset: what git says.")]
+NAMES = {"num_q_heads": "q-heads", "num_kv_heads": "kv-heads"}
+HELP = {
+    "dtype": "float32, float16 or bfloat16.",
+    "kv_dtype": "auto = like the inputs, or fp8_e4m3 with a scale per token and head.",
+    "num_q_heads": "Query heads.",
+    "num_kv_heads": "KV heads.",
+    "head_dim": "Elements of a head.",
+    "peers": "Others to measure beside, comma-separated; '' = none.",
+    "repeats": "Samples of each variant.",
+    "seed": "Of the data.",
+    "commit": "Commit to record; unset: what git says.",
+}
 
 
+def _cells(text: str) -> tuple[Cell, ...]:
+    return tuple(Cell.parse(cell) for cell in text.split(",") if text)
+
+
+@command
 def attention(
-    mode: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
-    query_len: Annotated[
-        int | None,
-        typer.Option(help="Last tokens of each request that a prefill computes; unset: all."),
-    ] = None,
-    cells: Annotated[
-        str, typer.Option(help="BATCHxCONTEXT,...; unset: the mode's own grid.")
-    ] = "",
-    dtype: Dtype = "bfloat16",
-    kv_dtype: Annotated[
-        str, typer.Option(help="auto = like q, or fp8_e4m3 with a scale per token and head.")
-    ] = "auto",
-    q_heads: QHeads = 32,
-    kv_heads: KVHeads = 8,
-    head_dim: HeadDim = 128,
-    block_size: BlockSize = 16,
-    full_heads: Annotated[
-        float, typer.Option(help="Share of the KV heads that see everything.")
-    ] = 1.0,
-    window: Annotated[int, typer.Option(help="Tokens that the other heads see.")] = 256,
-    sink: Annotated[int, typer.Option(help="Leading tokens that they see as well.")] = 64,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Measure our deterministic decode as well.")
-    ] = False,
-    peers: Annotated[
-        str, typer.Option(help="Others to measure beside, comma-separated; '' = none.")
-    ] = ",".join(PEERS),
-    repeats: Repeats = 50,
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(
+            cls=AttentionBench,
+            names=NAMES,
+            help=HELP
+            | {
+                "cells": "BATCHxCONTEXT,...; unset: the mode's own grid.",
+                "query_len": "Last tokens of each request that a prefill computes; unset: all.",
+            },
+            parsers={"cells": _cells, "peers": words},
+        ),
+    ],
     output: Output = None,
     plot: Annotated[
         Path | None, typer.Option(dir_okay=False, help="PNG file: bandwidth share over bytes.")
     ] = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-    commit: Commit = None,
 ) -> None:
     """Measure paged attention over a grid of batch and context, against the copy bandwidth."""
-    with one_line_errors():
-        bench = AttentionBench(
-            mode=cast("Literal['decode', 'prefill']", mode),
-            query_len=query_len,
-            cells=tuple(Cell.parse(cell) for cell in cells.split(",") if cells),
-            dtype=dtype,
-            kv_dtype=cast("KVDtype", kv_dtype),
-            num_q_heads=q_heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            full_heads=full_heads,
-            window=window,
-            sink=sink,
-            deterministic=deterministic,
-            peers=tuple(peer.strip() for peer in peers.split(",") if peers),
-            repeats=repeats,
-            device=device,
-            seed=seed,
-            commit=commit,
-        )
-        check_target("--output", output)
-        check_target("--plot", plot)
-        if plot is not None:
-            require_matplotlib()
-        result: dict[str, Any] = run_attention(bench, say)
-        write_result(result, output)
-        if plot is not None:
-            plot_attention(result, plot)
-            say(f"plotted to {plot}")
+    bench = AttentionBench(**options)
+    check_target("--output", output)
+    check_target("--plot", plot)
+    if plot is not None:
+        require_matplotlib()
+    result: dict[str, Any] = run_attention(bench, say)
+    write_result(result, output)
+    if plot is not None:
+        plot_attention(result, plot)
+        say(f"plotted to {plot}")
     for name, version in result["peers"].items():
         say(f"peer {name}: {version}")
     for name, why, where in _failures(result):
@@ -114,62 +82,33 @@ def attention(
     show_table(_attention_table(result))
 
 
+@command
 def kv_write(
-    tokens: Annotated[
-        str, typer.Option(help="Tokens of a write, comma-separated.")
-    ] = "1,32,256,2048,16384",
-    dtype: Dtype = "bfloat16",
-    kv_dtype: Annotated[
-        str, typer.Option(help="auto = like qkv, or fp8_e4m3 with a scale per token and head.")
-    ] = "auto",
-    q_heads: QHeads = 32,
-    kv_heads: KVHeads = 8,
-    head_dim: HeadDim = 128,
-    block_size: BlockSize = 16,
-    slot_order: Annotated[
-        str, typer.Option(help="What is in random order: tokens, or blocks, as in a prefill.")
-    ] = "tokens",
-    peers: Annotated[
-        str, typer.Option(help="Others to measure beside, comma-separated; '' = none.")
-    ] = ",".join(WRITE_PEERS),
-    repeats: Repeats = 50,
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(
+            cls=KVWriteBench,
+            names=NAMES,
+            help=HELP
+            | {
+                "tokens": "Tokens of a write, comma-separated.",
+                "slot_order": "What is in random order: tokens, or blocks, as in a prefill.",
+            },
+            parsers={"tokens": partial(counts, "tokens"), "peers": words},
+        ),
+    ],
     output: Output = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-    commit: Commit = None,
 ) -> None:
     """Measure the KV cache write from a fused qkv, against the copy bandwidth."""
-    with one_line_errors():
-        bench = KVWriteBench(
-            tokens=_counts(tokens),
-            dtype=dtype,
-            kv_dtype=cast("KVDtype", kv_dtype),
-            num_q_heads=q_heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            slot_order=cast("SlotOrder", slot_order),
-            peers=tuple(peer.strip() for peer in peers.split(",") if peers),
-            repeats=repeats,
-            device=device,
-            seed=seed,
-            commit=commit,
-        )
-        check_target("--output", output)
-        result: dict[str, Any] = run_kv_write(bench, say)
-        write_result(result, output)
+    bench = KVWriteBench(**options)
+    check_target("--output", output)
+    result: dict[str, Any] = run_kv_write(bench, say)
+    write_result(result, output)
     for name, version in result["peers"].items():
         say(f"peer {name}: {version}")
     for name, why, where in _failures(result, "{tokens} tokens"):
         say(f"peer {name} {where}: {why}")
     show_table(_kv_write_table(result))
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"tokens: expected counts such as 1,256, got {text!r}")
-    return tuple(int(part) for part in parts)
 
 
 def check_target(option: str, path: Path | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,42 +13,22 @@ from mrv1.bench import require_matplotlib
 from mrv1.bench.provenance import provenance
 from mrv1.calibration import CalibrateOptions, Calibration, calibrate, plot_ranking
 from mrv1.cli.bench_kernels import check_target, write_result
-from mrv1.cli.console import counting_bar, one_line_errors, say, show_table
-from mrv1.config import DtypeName, KVCacheDtypeName
+from mrv1.cli.console import counting_bar, say, show_table
+from mrv1.cli.options import FieldsOf, command
 from mrv1.device import resolve_device
 from mrv1.errors import ConfigError
-from mrv1.headwise.calibrate import Method
 
 LOW_RECALL = 0.5
 """Below it the model itself does not find the facts, and no head can be seen to."""
 
 
+@command
 def calibrate_command(
-    model: Annotated[str, typer.Option(help="Checkpoint directory, or 'tiny'.")],
+    settings: Annotated[dict[str, Any], FieldsOf(cls=CalibrateOptions)],
     output: Annotated[
         Path,
         typer.Option(dir_okay=False, help="JSON file for the policy, as --head-policy takes it."),
     ],
-    data: Annotated[
-        str,
-        typer.Option(
-            help="UTF-8 text to predict, with facts to recall scattered over it; or 'synthetic': "
-            "random words, recall alone."
-        ),
-    ] = "synthetic",
-    budget: Annotated[float, typer.Option(help="Share of the heads that stay full.")] = 0.25,
-    window: Annotated[int, typer.Option(help="Tokens that the other heads see.")] = 256,
-    sink: Annotated[int, typer.Option(help="Leading tokens that they see as well.")] = 64,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="greedy: heads come to stream in rounds, each tried beside those before; single: "
-            "each alone, faster, blind to heads that stand in for each other."
-        ),
-    ] = "greedy",
-    num_prompts: Annotated[int, typer.Option(help="Prompts that a loss is measured on.")] = 2,
-    num_tokens: Annotated[int, typer.Option(help="Tokens of each.")] = 2048,
-    num_facts: Annotated[int, typer.Option(help="Facts, and questions, of each.")] = 32,
     plot: Annotated[
         bool, typer.Option(help="Draw the losses, layers by heads, to a PNG beside --output.")
     ] = True,
@@ -56,12 +36,6 @@ def calibrate_command(
         Path | None,
         typer.Option(dir_okay=False, help="JSON file: every head's loss, and what was measured."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16, bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="Cache the policy is for: auto (the dtype) or fp8_e4m3.")
-    ] = "auto",
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
 ) -> None:
     """Find the KV heads that need the whole context; the others may stream.
 
@@ -69,36 +43,21 @@ def calibrate_command(
     model loses when they stream, at answers that stand further back than that and, with a text,
     over the text.
     """
-    with one_line_errors():
-        options = CalibrateOptions(
-            model=model,
-            data=data,
-            budget=budget,
-            window=window,
-            sink=sink,
-            method=cast("Method", method),
-            num_prompts=num_prompts,
-            num_tokens=num_tokens,
-            num_facts=num_facts,
-            seed=seed,
-            dtype=cast("DtypeName", dtype),
-            device=device,
-            kv_cache_dtype=cast("KVCacheDtypeName", kv_cache_dtype),
-        )
-        picture = output.with_suffix(".png")
-        check_target("--output", output)
-        check_target("--report", report)
-        if plot:
-            require_matplotlib()
-            if picture == output:
-                raise ConfigError(f"--output: expected a file other than a .png, got {output}")
-        found = _calibrate(options)
-        found.policy.save(output)
-        say(f"policy written to {output}")
-        if plot:
-            plot_ranking(found.ranking, found.policy, picture, _title(options))
-            say(f"plotted to {picture}")
-        write_result(calibration_result(options, found), report)
+    options = CalibrateOptions(**settings)
+    picture = output.with_suffix(".png")
+    check_target("--output", output)
+    check_target("--report", report)
+    if plot:
+        require_matplotlib()
+        if picture == output:
+            raise ConfigError(f"--output: expected a file other than a .png, got {output}")
+    found = _calibrate(options)
+    found.policy.save(output)
+    say(f"policy written to {output}")
+    if plot:
+        plot_ranking(found.ranking, found.policy, picture, _title(options))
+        say(f"plotted to {picture}")
+    write_result(calibration_result(options, found), report)
     if found.full.accuracy < LOW_RECALL:
         say(
             f"warning: with all heads full the model recalls {found.full.accuracy:.0%} of the "

@@ -1,0 +1,154 @@
+"""The options of a command from the fields of dataclasses."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import GenericAlias, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+
+from mrv1.cli.console import one_line_errors
+from mrv1.config import EngineConfig
+from mrv1.errors import ConfigError
+from mrv1.options import field_docs, parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldsOf:
+    """Annotates a command's parameter that stands for options, one a field of a dataclass.
+
+    The command gets a dict of those that have a value. An option has its field's name, default
+    and docstring, and the dataclass checks its value. A field without a docstring has that of the
+    engine's option of its name.
+    """
+
+    cls: type
+    without: tuple[str, ...] = ()
+    """Fields that are not options; nor are those that have the name of another parameter."""
+    panel: str | None = None
+    """Heading in the help."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Options that are not called as their fields."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Defaults that are not those of the fields."""
+    help: Mapping[str, str] = field(default_factory=dict)
+    """Help that is not the docstring."""
+    parsers: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
+    """How fields that are given as text are made of it."""
+
+    def options(self) -> list[inspect.Parameter]:
+        """Return the options as parameters that typer understands."""
+        docs = {**field_docs(EngineConfig), **field_docs(self.cls), **self.help}
+        return [
+            self._option(each, docs[each.name].replace("``", ""))
+            for each in parameters(self.cls)
+            if each.name not in self.without
+        ]
+
+    def _option(self, parameter: inspect.Parameter, text: str) -> inspect.Parameter:
+        """Return a field as an option.
+
+        Raises:
+            TypeError: a value of its type cannot be given on a command line.
+        """
+        name, default = parameter.name, parameter.default
+        option = self.names.get(name, name.replace("_", "-"))
+        kind: Any = _without_none(parameter.annotation)
+        shown: str | bool = True
+        if name in self.parsers:
+            kind = str
+            if isinstance(default, tuple):
+                default = ",".join(map(str, default))
+        elif get_origin(kind) is Literal:  # checked by the dataclass
+            if not all(choice in text for choice in get_args(kind)):
+                text += f" One of {', '.join(get_args(kind))}."
+            kind = str
+        elif get_origin(kind) in (tuple, Sequence):
+            text += " Repeatable."
+            option = self.names.get(name, option.removesuffix("s"))
+            shown = ", ".join(map(str, default or ())) or False
+            kind, default = GenericAlias(list, get_args(kind)[0]), None
+        elif kind not in (str, int, float, bool):
+            raise TypeError(f"{self.cls.__name__}.{name}: expected a type of options, got {kind}")
+        default = self.defaults.get(name, default)
+        on_and_off = f"--{option}/--no-{option}" if kind is bool and default is not False else None
+        return parameter.replace(
+            kind=inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[
+                kind | None if default is None else kind,
+                typer.Option(
+                    on_and_off or f"--{option}",
+                    help=text,
+                    rich_help_panel=self.panel,
+                    show_default=shown,
+                ),
+            ],
+        )
+
+    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields; what the user left open has none."""
+        values = {}
+        for name, value in given.items():
+            if name in self.parsers and value is not None:
+                values[name] = self.parsers[name](value)
+            elif value is not None and value != []:
+                values[name] = tuple(value) if isinstance(value, list) else value
+        return values
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function as a typer command.
+
+    Its parameters that ``FieldsOf`` annotates become options, and an error that mrv1 raises on
+    purpose becomes one line.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    options: list[inspect.Parameter] = []
+    groups: dict[str, tuple[FieldsOf, list[str]]] = {}
+    for parameter in signature.parameters.values():
+        notes = getattr(parameter.annotation, "__metadata__", ())
+        if notes and isinstance(notes[0], FieldsOf):
+            found = [each for each in notes[0].options() if each.name not in signature.parameters]
+            groups[parameter.name] = notes[0], [each.name for each in found]
+            options += found
+        else:
+            options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(function)
+    def run(**given: object) -> None:
+        with one_line_errors():
+            for group, (fields_of, names) in groups.items():
+                given[group] = fields_of.values({name: given.pop(name) for name in names})
+            function(**given)
+
+    vars(run)["__signature__"] = signature.replace(parameters=options)
+    return run
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a text that has commas between them."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def counts(name: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of a text that has commas between them.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"{name}: expected counts such as 1,256, got {text!r}")
+    return tuple(map(int, parts))
+
+
+def _without_none(kind: object) -> object:
+    """Return the first type of a union, such as ``int`` of ``int | None``."""
+    if isinstance(kind, UnionType) or get_origin(kind) is Union:
+        return next(each for each in get_args(kind) if each is not NoneType)
+    return kind

@@ -1,0 +1,231 @@
+"""An option is one field: ``LLM`` and the command line have every field, and a new one too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+
+from mrv1 import LLM, EngineConfig, SamplingParams
+from mrv1.bench import AttentionBench, GenerateBench, KVWriteBench, RunnerBench
+from mrv1.bench.headwise import HeadwiseBench
+from mrv1.bench.headwise_options import HeadwiseOptions
+from mrv1.bench.sampler import SamplerBench
+from mrv1.calibration import CalibrateOptions
+from mrv1.cli import app
+from mrv1.cli.options import FieldsOf, command
+from mrv1.options import env_fields, field_docs, parameters, takes
+
+ENGINE, SAMPLING = fields(EngineConfig), fields(SamplingParams)
+
+IN_FILES_ALONE = {
+    "n", "logprobs", "logprob_token_ids", "prompt_logprobs", "logit_bias", "stop_token_sequences",
+    "bad_words_token_ids", "structured_output",
+}  # fmt: skip
+"""Sampling parameters that ``mrv1 generate`` has no options for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoreOptions(EngineConfig):
+    """The engine's, and a new one of each kind."""
+
+    colour: Literal["red", "blue"] = "red"
+    """Colour of the ``tokens``."""
+    num_shades: int = 7
+    """Shades of the
+    colour."""
+    is_bright: bool = False
+    """Whether it shines."""
+    is_warm: bool = True
+    """Whether it glows."""
+    tint_ids: tuple[int, ...] = (1, 2)
+    """Tints."""
+    brush: str | None = None
+    """Kind of brush."""
+
+
+def options_of(path: tuple[str, ...]) -> Mapping[str, Any]:
+    """The options of a command by the name of their field."""
+    found = typer.main.get_command(app)
+    for name in path:
+        found = found.commands[name]
+    return {option.name: option for option in found.params}
+
+
+def text_of(option: Any) -> str:
+    """An option's help without the remarks that its type adds."""
+    return option.help.partition(" One of ")[0].removesuffix(" Repeatable.")
+
+
+# --- every field ---------------------------------------------------------------------------------
+
+
+def test_every_field_has_a_docstring():
+    for cls, each in [(EngineConfig, ENGINE), (SamplingParams, SAMPLING)]:
+        assert list(field_docs(cls)) == [field.name for field in each]
+        assert all(doc.endswith(".") for doc in field_docs(cls).values())
+
+
+@pytest.mark.parametrize("field", ENGINE, ids=lambda field: field.name)
+def test_llm_has_every_field_of_an_engine(field):
+    taken = inspect.signature(LLM).parameters[field.name]
+    is_model = field.name == "model"
+    assert taken.kind is (taken.POSITIONAL_OR_KEYWORD if is_model else taken.KEYWORD_ONLY)
+    if is_model:
+        assert taken.default is taken.empty
+    else:
+        assert taken.default == (None if field.default is MISSING else field.default)
+    assert f"\n    {field.name}: " in inspect.getdoc(LLM.__init__)
+
+
+def test_llm_takes_objects_that_a_configuration_cannot_hold():
+    assert inspect.signature(LLM).parameters.keys() - {field.name for field in ENGINE} == {
+        "logits_processors"
+    }
+    assert "\n    logits_processors: " in inspect.getdoc(LLM.__init__)
+    assert "HeadPolicy" in str(inspect.signature(LLM).parameters["head_policy"].annotation)
+
+
+@pytest.mark.parametrize("field", ENGINE, ids=lambda field: field.name)
+def test_generate_has_every_field_of_an_engine(field):
+    """But the seed: that of the one request is the sampling parameter."""
+    option = options_of(("generate",))[field.name]
+    if field.name in ("model", "seed"):
+        assert option.rich_help_panel != "Engine"
+        return
+    assert option.rich_help_panel == "Engine"
+    assert option.default == (None if field.default is MISSING else field.default)
+    assert text_of(option) == field_docs(EngineConfig)[field.name].replace("``", "")
+
+
+@pytest.mark.parametrize("field", SAMPLING, ids=lambda field: field.name)
+def test_generate_has_every_sampling_parameter_that_text_can_give(field):
+    option = options_of(("generate",)).get(field.name)
+    if field.name in IN_FILES_ALONE:
+        assert option is None
+        return
+    assert option.rich_help_panel == "Sampling"
+    if field.name == "max_tokens":  # 16, as vLLM has it, is short for a reader
+        assert option.default == 128
+        return
+    assert option.default == (None if field.default == () else field.default)
+    assert text_of(option) == field_docs(SamplingParams)[field.name].replace("``", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "cls", "without"),
+    [
+        (("bench", "generate"), GenerateBench, set()),
+        (("bench", "runner"), RunnerBench, set()),
+        (("bench", "capacity"), HeadwiseOptions, set()),
+        (("bench", "headwise"), HeadwiseBench, set()),
+        (("bench", "attention"), AttentionBench, set()),
+        (("bench", "kv-write"), KVWriteBench, set()),
+        (("bench", "sampler"), SamplerBench, {"stds"}),
+        (("calibrate",), CalibrateOptions, set()),
+    ],
+)
+def test_a_command_has_every_field_of_what_it_runs(path, cls, without):
+    options = options_of(path)
+    assert {field.name for field in fields(cls)} - options.keys() == without
+    assert all(option.help for option in options.values())
+
+
+# --- a new field ---------------------------------------------------------------------------------
+
+
+def test_a_new_field_is_an_option_of_python():
+    class Engine:
+        @takes(MoreOptions)
+        def __init__(self, **options: object) -> None:
+            """Start."""
+
+    signature = inspect.signature(Engine)
+    assert {"colour", *(field.name for field in ENGINE)} <= signature.parameters.keys()
+    assert signature.parameters["colour"].default == "red"
+    assert "\n    num_shades: Shades of the colour." in inspect.getdoc(Engine.__init__)
+    assert signature.parameters["debug"].default is None  # the environment's
+    assert signature.parameters["debug"].annotation == bool | None
+    assert {each.name for each in parameters(MoreOptions)} == signature.parameters.keys()
+    assert env_fields(MoreOptions) == env_fields(EngineConfig)
+
+
+@pytest.fixture
+def paint():
+    """A command whose options are the fields, and what it got."""
+    from typer.testing import CliRunner
+
+    got: dict[str, Any] = {}
+
+    @command
+    def paint(
+        options: Annotated[dict[str, Any], FieldsOf(cls=MoreOptions, without=("debug",))],
+        seed: Annotated[int, typer.Option(help="In place of the field.")] = 3,
+    ) -> None:
+        """Paint."""
+        got.update(options=options, seed=seed)
+        MoreOptions(**options)
+
+    painter = typer.Typer()
+    painter.command()(paint)
+
+    def run(*arguments: str) -> tuple[Any, dict[str, Any]]:
+        got.clear()
+        return CliRunner().invoke(painter, ["--model", "tiny", *arguments]), dict(got)
+
+    return run
+
+
+def test_a_new_field_is_an_option_of_a_command(paint):
+    result, got = paint()
+    assert result.exit_code == 0, result.output
+    expected = {"colour": "red", "num_shades": 7, "is_bright": False, "is_warm": True}
+    assert got["options"].items() >= expected.items()
+    assert (
+        not {"tint_ids", "brush", "debug", "debug_sync", "max_model_len"} & got["options"].keys()
+    )
+    assert got["seed"] == 3
+    result, got = paint(
+        "--colour", "blue", "--num-shades", "2", "--is-bright", "--no-is-warm", "--tint-id", "5",
+        "--tint-id", "6", "--brush", "flat", "--debug-sync",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    expected = {
+        "colour": "blue", "num_shades": 2, "is_bright": True, "is_warm": False, "tint_ids": (5, 6),
+        "brush": "flat", "debug_sync": True,
+    }  # fmt: skip
+    assert got["options"].items() >= expected.items()
+
+
+def test_help_says_text_choices_and_default(paint):
+    result, _ = paint("--help")
+    said = " ".join(word for word in result.output.split() if word.isascii())
+    assert "Colour of the tokens. One of red, blue. [default: red]" in said
+    assert "Shades of the colour. [default: 7]" in said
+    assert "Tints. Repeatable. [default: (1, 2)]" in said
+    assert "--no-is-warm" in said
+    assert "--no-is-bright" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--block-size", "20"), "error: block_size: expected one of (16, 32, 64, 128), got 20"),
+        (("--dtype", "int8"), "error: dtype: expected one of ('auto', 'float32',"),
+        (("--num-shades", "many"), "Invalid value for '--num-shades'"),
+        (("--debug",), "No such option"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(paint, arguments, message):
+    result, _ = paint(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_field_that_no_text_can_give_must_be_left_out():
+    with pytest.raises(TypeError, match=r"SamplingParams.logit_bias: expected a type of options"):
+        FieldsOf(cls=SamplingParams).options()
