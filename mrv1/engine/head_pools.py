@@ -56,6 +56,10 @@ class HeadPools:
             return self._pools[0].num_free
         return min([pool.num_free for pool in self._pools])
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks of a group ``num_tokens`` tokens fill."""
+        return -(-num_tokens // self.block_size)
+
     def lacking(self, num_tokens: int, chunk: int) -> tuple[int, int] | None:
         """Return a group that a request cannot fit while nobody else holds a block; None = it can.
 
@@ -66,7 +70,7 @@ class HeadPools:
         Returns:
             The group, and the blocks of it that the request may need at once.
         """
-        num_blocks = -(-num_tokens // self.block_size)
+        num_blocks = self.blocks_for(num_tokens)
         for group, (pool, seen) in enumerate(zip(self._pools, self.keeps, strict=True)):
             needed = num_blocks
             if not seen.is_full:
@@ -184,16 +188,21 @@ class HeadPools:
         """Whether, since ``watch``, a block became free or the cache of its digests changed."""
         return any(pool.has_changed for pool in self._pools)
 
-    def lacks(self, blocks: GroupBlocks, counts: Sequence[int]) -> bool:
+    def lacks(self, blocks: GroupBlocks, num_tokens: int, end: int) -> bool:
         """Return whether a group lacks blocks to admit a request.
+
+        Those of all its known tokens, or, where what leaves the window is given back, of those
+        that the step computes.
 
         Args:
             blocks: that it would share.
-            counts: blocks that it would take of each group beside them.
+            num_tokens: that are known of it.
+            end: tokens that would be computed after the step.
         """
         return any(
-            count > pool.num_free - pool.num_evictable(_held(own))
-            for pool, own, count in zip(self._pools, blocks, counts, strict=True)
+            self.blocks_for(num_tokens if seen.is_full else end) - len(own)
+            > pool.num_free - pool.num_evictable(_held(own))
+            for pool, seen, own in zip(self._pools, self.keeps, blocks, strict=True)
         )
 
     def reset_cache(self) -> None:

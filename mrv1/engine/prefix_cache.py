@@ -1,4 +1,4 @@
-"""What names a KV block by its content: a chain of digests over full blocks of token ids."""
+"""Finds KV blocks by their content: a chain of digests over full blocks of token ids."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from mrv1.engine.head_pools import HeadPools
+from mrv1.engine.request import Request
+from mrv1.engine.slot_table import SlotTable
+
 DIGEST_BYTES = 16
 """128 bits: two different prefixes share a digest with a probability nobody will see."""
+
+NEVER = np.iinfo(np.int64).max
+"""Full blocks at which a request's next one would enter the prefix cache, if none may."""
 
 
 def extend_chain(
@@ -35,3 +42,57 @@ def extend_chain(
     for end in range(block_bytes, len(data) + 1, block_bytes):
         parent = blake2b(parent + data[end - block_bytes : end], digest_size=DIGEST_BYTES).digest()
         chain.append(parent)
+
+
+class PrefixCache:
+    """Makes the full blocks of running requests known, and finds them for requests that wait.
+
+    The digests that name a block are worked out when a request is looked up, or leaves: a step
+    that continues another has nothing to do for them.
+    """
+
+    def __init__(self, pools: HeadPools, slots: SlotTable, *, is_enabled: bool) -> None:
+        self.is_enabled = is_enabled
+        self._pools = pools
+        self._slots = slots
+
+    def find(self, request: Request) -> list[list[int]]:
+        """Return, per group, cached blocks of the request's first tokens.
+
+        Full ones, and not its last token's.
+        """
+        if not self.is_enabled or request.lacks_prompt_logprobs:
+            return [[] for _ in self._pools]
+        self._extend_digests(request, request.num_tokens)
+        block_size = self._pools.block_size
+        num_blocks = (request.num_tokens - 1) // block_size
+
+        # The start of a span that would be cut may be within a block, hence within another span.
+        def cut(count: int) -> int:
+            return request.uncut(0, count * block_size) // block_size
+
+        return self._pools.find(request.block_digests[:num_blocks], cut)
+
+    def add(self, request: Request) -> None:
+        """Let the blocks of a running request that successful steps filled be found."""
+        if not self.is_enabled:
+            return
+        start = int(self._slots.num_cached_blocks[request.slot])
+        end = int(self._slots.num_landed[request.slot]) // self._pools.block_size
+        if start < end:
+            self._extend_digests(request, end * self._pools.block_size)
+            self._pools.cache(request.block_ids, request.block_digests, start, end)
+            self._slots.num_cached_blocks[request.slot] = end
+
+    def reset(self) -> None:
+        """Forget every prefix; nothing that was computed until now is shared again."""
+        self._pools.reset_cache()
+        self._slots.num_cached_blocks.fill(NEVER)
+
+    def _extend_digests(self, request: Request, num_tokens: int) -> None:
+        """Work out the digests of the full blocks of the first ``num_tokens`` tokens."""
+        block_size = self._pools.block_size
+        start = len(request.block_digests) * block_size
+        if start + block_size <= num_tokens:
+            token_ids = request.token_ids(start, num_tokens)
+            extend_chain(request.block_digests, token_ids, block_size, request.cache_key)

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 
 from mrv1.errors import Mrv1Error, RequestError
-from mrv1.runner.step import Int32Array, RequestId, TokenLogprobs
+from mrv1.runner.request_state import MAX_STOP_TOKENS
+from mrv1.runner.step import Int32Array, RequestId, SlotRequest, TokenLogprobs
 from mrv1.sampler import GrammarMatcher, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -167,6 +168,53 @@ class Request:
         if start >= num_prompt_tokens:
             return own
         return np.concatenate([self._prompt[start:], own])
+
+    def uncut(self, start: int, count: int) -> int:
+        """Return ``count`` tokens from ``start``, or fewer to end before a span, not inside it."""
+        for span_start, span_end in self.unsplittable:
+            if span_start < start + count < span_end:
+                return span_start - start
+        return count
+
+    def slot_request(self) -> SlotRequest:
+        """Return what a plan tells of it as it takes its slot."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        return SlotRequest(
+            req_id=self.req_id,
+            slot=self.slot,
+            epoch=self.epoch,
+            token_ids=self.token_ids(),
+            prompt_len=num_prompt_tokens,
+            sampling_params=self.params,
+            seed=self.seed,
+            child=self.child,
+            banned_token_sequences=self.banned_token_sequences,
+            num_computed_tokens=self.num_cached_tokens,
+            max_total_tokens=self.max_total_tokens,
+            stop_token_ids=self.stop_token_ids[:MAX_STOP_TOKENS],
+            stop_token_sequences=self.params.stop_token_sequences,
+            min_total_tokens=num_prompt_tokens + self.params.min_tokens,
+            late_token_ids=self.late_token_ids[:MAX_STOP_TOKENS],
+        )
+
+    def set_ending_tokens(self, eos_token_ids: tuple[int, ...]) -> None:
+        """Work out which tokens end it, given those that end a sequence of the model."""
+        named = tuple(dict.fromkeys(self.params.stop_token_ids))
+        self.late_token_ids = tuple(dict.fromkeys((*named, *eos_token_ids)))
+        self.stop_token_ids = named if self.params.ignore_eos else self.late_token_ids
+        last_of_sequences = [sequence[-1] for sequence in self.params.stop_token_sequences]
+        self.ending_token_ids = (*self.stop_token_ids, *last_of_sequences)
+
+    def end(self, reason: FinishReason) -> None:
+        """Note why it has ended; its status says so last, when all else is noted."""
+        self.stop_reason = None
+        if reason == "stop":
+            last = self.output_token_ids[-1]
+            named = last in self.params.stop_token_ids
+            self.stop_reason = last if named else self.stop_sequence
+        self.finish_reason = reason
+        self.finish_time = time.perf_counter()
+        self.status = Status.FINISHED
 
     @property
     def finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a model and a configuration allow a request to ask for."""
+"""What a model, a configuration and the KV cache allow a request to ask for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from itertools import chain
 
 from mrv1.config import EngineConfig
 from mrv1.environment import MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE
+from mrv1.engine.head_pools import HeadPools
+from mrv1.engine.request import Request
 from mrv1.errors import RequestError
+from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import short
 
@@ -47,20 +50,13 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
             config.stop_seqs_max_len,
             f"stop_seqs_max_len or {STOP_SEQS_LEN_VARIABLE}",
         ),
-        ("logprobs", "tokens", params.logprobs or 0, config.max_logprobs, "max_logprobs"),
-        (
-            "prompt_logprobs",
-            "tokens",
-            params.prompt_logprobs or 0,
-            config.max_logprobs,
-            "max_logprobs",
-        ),
-        (
-            "logprob_token_ids",
-            "tokens",
-            len(params.logprob_token_ids),
-            config.max_logprobs,
-            "max_logprobs",
+        *(
+            (name, "tokens", count, config.max_logprobs, "max_logprobs")
+            for name, count in (
+                ("logprobs", params.logprobs or 0),
+                ("prompt_logprobs", params.prompt_logprobs or 0),
+                ("logprob_token_ids", len(params.logprob_token_ids)),
+            )
         ),
     ):
         if got > limit:
@@ -73,6 +69,51 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
                 f"{name}: expected at most {vocab_size}, the vocabulary, "
                 f"got {getattr(params, name)}"
             )
+
+
+def check_fits(request: Request, pools: HeadPools, max_num_batched_tokens: int) -> None:
+    """Raise unless a request can be computed by steps of so many tokens.
+
+    Raises:
+        RequestError: it could never get the blocks it may need, a span that must not be split is
+            out of order or longer than a step, or more tokens end it than ``min_tokens`` can keep
+            from being drawn.
+    """
+    lacking = pools.lacking(request.max_total_tokens, max_num_batched_tokens)
+    if lacking is not None:
+        group, needed = lacking
+        num_blocks, seen = pools[group].num_blocks, pools.keeps[group]
+        if seen.is_full:
+            raise RequestError(
+                f"prompt and max_tokens: expected at most {num_blocks * pools.block_size} tokens "
+                f"(num_kv_blocks = {num_blocks} of {pools.block_size}), got up to "
+                f"{request.max_total_tokens}; raise num_kv_blocks or lower max_tokens"
+            )
+        raise RequestError(
+            f"prompt and max_tokens: expected to need at most the {num_blocks} blocks of heads "
+            f"that see {seen.window} tokens, got {needed} for {request.max_total_tokens} tokens, "
+            f"up to {max_num_batched_tokens} a step; raise num_kv_blocks or lower "
+            "max_num_batched_tokens"
+        )
+    previous_end = 0
+    for start, end in request.unsplittable:
+        if not previous_end <= start < end <= len(request.prompt_token_ids):
+            raise RequestError(
+                "unsplittable: expected ascending spans [start, end) within the prompt's "
+                f"{len(request.prompt_token_ids)} tokens, got {list(request.unsplittable)}"
+            )
+        if end - start > max_num_batched_tokens:
+            raise RequestError(
+                f"unsplittable: expected spans of at most {max_num_batched_tokens} tokens"
+                f" (max_num_batched_tokens), got {end - start} from {start} to {end}; raise "
+                "max_num_batched_tokens"
+            )
+        previous_end = end
+    if request.params.min_tokens and len(request.late_token_ids) > MAX_STOP_TOKENS:
+        raise RequestError(
+            f"stop_token_ids: expected at most {MAX_STOP_TOKENS} beside min_tokens, the "
+            f"model's end-of-sequence tokens among them, got {len(request.late_token_ids)}"
+        )
 
 
 def _token_ids(params: SamplingParams) -> Iterator[tuple[str, Collection[int]]]:

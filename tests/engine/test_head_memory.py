@@ -107,7 +107,8 @@ def test_a_steady_decode_holds_exactly_what_the_report_predicts(checkpoint, over
         in_full, in_streaming = held_of(core, request)
         slot = request.slot
         computed, landed = (
-            int(x[slot]) for x in (core.scheduler._num_computed, core.scheduler._num_landed)
+            int(x[slot])
+            for x in (core.scheduler._slots.num_computed, core.scheduler._slots.num_landed)
         )
         assert in_full == math.ceil(computed / 16)
         assert in_streaming == 1 + math.ceil(computed / 16) - (landed - 63) // 16

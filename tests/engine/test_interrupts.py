@@ -91,8 +91,8 @@ def check(llm: LLM, num_blocks: int) -> None:
     assert scheduler.num_steps_in_flight == 0
     assert not scheduler.running
     assert not scheduler.waiting
-    assert not scheduler._held
-    assert sorted(scheduler._free_slots) == list(range(core.config.max_num_seqs))
+    assert not scheduler.waiting.held
+    assert sorted(scheduler._slots.free) == list(range(core.config.max_num_seqs))
     for pool in scheduler.pools:
         check_group(pool, Counter())
         assert pool.num_free == num_blocks

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import StepError
-from mrv1.engine import scheduler as scheduler_module
+from mrv1.engine import prefix_cache
 from mrv1.engine.prefix_cache import extend_chain
 from mrv1.engine.scheduler import Scheduler
 from tests.engine.scheduler_model import (
@@ -192,7 +192,7 @@ def test_digests_are_worked_out_when_somebody_looks(monkeypatch):
         scheduler.add(make_request(name, prompt_of(20, ord(name)), max_tokens=99, ignore_eos=True))
     runner.execute(scheduler.schedule())
     scheduler.update(runner.result())
-    monkeypatch.setattr(scheduler_module, "extend_chain", counted)
+    monkeypatch.setattr(prefix_cache, "extend_chain", counted)
     for _ in range(50):
         runner.execute(scheduler.schedule())
         scheduler.update(runner.result())
@@ -340,7 +340,7 @@ def extend_without_parent(chain, token_ids, block_size, extra_key):
 
 
 def test_a_digest_without_its_parent_shares_pages_of_another_prefix(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "extend_chain", extend_without_parent)
+    monkeypatch.setattr(prefix_cache, "extend_chain", extend_without_parent)
     x, y = prompt_of(16), prompt_of(16, 7)
     with pytest.raises(DeviceError, match="b: position 0 was overwritten"):
         run_after(caching_scheduler(), (*x, *y, 1), (*y, *x, 1))
@@ -350,8 +350,8 @@ def test_a_digest_without_its_parent_shares_pages_of_another_prefix(monkeypatch)
 def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when, monkeypatch):
     scheduler = caching_scheduler()
     runner = make_runner(scheduler)
-    land = scheduler._land
-    monkeypatch.setattr(scheduler, "_land", lambda step, _: land(step, None))
+    land = scheduler._batch.land
+    monkeypatch.setattr(scheduler._batch, "land", lambda step, _: land(step, None))
     scheduler.add(make_request("a", prompt_of(40), max_tokens=4))
     runner.execute(scheduler.schedule())
     scheduler.add(make_request("b", prompt_of(40), max_tokens=4))
@@ -360,7 +360,7 @@ def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when,
         runner.execute(scheduler.schedule())
     else:
         (step,) = scheduler._in_flight
-        scheduler._land(step, None)
+        scheduler._batch.land(step, None)
         runner.execute(scheduler.schedule())
         runner.result(fail_rows=frozenset([0]))
     assert scheduler.get("b").num_cached_tokens == 32

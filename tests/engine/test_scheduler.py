@@ -59,12 +59,12 @@ class ForgetfulScheduler(Scheduler):
     """Plans every step, and takes in every output, as if none had come before it."""
 
     def schedule(self) -> StepPlan | None:
-        self._newest = self._blocked = None
-        self._version += 1
+        self._blocked = None
+        self._batch.version += 1
         return super().schedule()
 
     def update(self, output: StepOutput) -> list[Request]:
-        self._version += 1
+        self._batch.version += 1
         return super().update(output)
 
 
@@ -226,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for req_id, slot, count in zip(
             plan.req_ids, plan.slots.tolist(), plan.num_scheduled_tokens.tolist(), strict=True
         ):
-            end = int(self.scheduler._num_computed[slot])
+            end = int(self.scheduler._slots.num_computed[slot])
             for span_start, span_end in self.requests[req_id].unsplittable:
                 assert not span_start < end < span_end
                 assert not span_start < end - count < span_end
@@ -288,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = scheduler.running.values()
         check_pool(scheduler)
         for request in running:
-            landed = int(scheduler._num_landed[request.slot])
+            landed = int(scheduler._slots.num_landed[request.slot])
             for seen, blocks in zip(self.keeps, request.block_ids, strict=True):
                 given_up = [index for index, block in enumerate(blocks) if block < 0]
                 assert given_up == [*seen.freed_blocks(landed, BLOCK_SIZE)]
@@ -305,8 +305,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({r.slot for r in running}) == len(running)
         assert all(r.status is Status.RUNNING for r in running)
         assert all(r.status is Status.WAITING for r in scheduler.waiting.values())
-        held = [r for followers in scheduler._held.values() for r in followers]
-        assert all(r.leader in scheduler._held and not r.leader.finished for r in held)
+        held = [r for followers in scheduler.waiting.held.values() for r in followers]
+        assert all(r.leader in scheduler.waiting.held and not r.leader.finished for r in held)
         assert scheduler.num_waiting == len(scheduler.waiting) + len(held)
         for request in self.requests.values():
             pending = scheduler.num_pending(request)

@@ -1,0 +1,353 @@
+"""The requests that run: each holds a slot and, of every head group, its blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from mrv1.engine.head_pools import HeadPools
+from mrv1.engine.prefix_cache import PrefixCache
+from mrv1.engine.request import Request, Status
+from mrv1.engine.slot_table import SlotTable
+from mrv1.runner.step import Int32Array, Int64Array, RequestId
+
+BoolArray = npt.NDArray[np.bool_]
+NewBlocks = dict[int, tuple[tuple[int, ...], ...]]
+"""Slot -> per head group, block ids to append."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRows:
+    """Requests as the rows of a step; shared by steps until a request joins or leaves."""
+
+    version: int
+    """How often a request had joined or left those that run."""
+    requests: tuple[Request, ...]
+    req_ids: tuple[RequestId, ...]
+    index: Int64Array
+    """[rows] slots, as numpy indexes fastest."""
+    slots: Int32Array
+    epochs: Int32Array
+    ones: Int32Array
+    """[rows] a token each."""
+    ending_token_ids: frozenset[int]
+    """Tokens that may end one of them or another."""
+    any_logprobs: bool
+    """Whether one of them asks for log-probabilities."""
+    any_grammars: bool
+    """Whether one of them has a grammar."""
+
+    @classmethod
+    def of(cls, requests: Iterable[Request], version: int) -> ScheduledRows:
+        """Return the rows of running requests."""
+        requests = tuple(requests)
+        index = np.array([request.slot for request in requests], dtype=np.int64)
+        rows = cls(
+            version=version,
+            requests=requests,
+            req_ids=tuple([request.req_id for request in requests]),
+            index=index,
+            slots=index.astype(np.int32),
+            epochs=np.array([request.epoch for request in requests], dtype=np.int32),
+            ones=np.ones(len(requests), dtype=np.int32),
+            ending_token_ids=frozenset(
+                chain.from_iterable({request.ending_token_ids for request in requests})
+            ),
+            any_logprobs=any(request.asks_logprobs for request in requests),
+            any_grammars=any(request.matcher is not None for request in requests),
+        )
+        for shared in (rows.slots, rows.epochs, rows.ones):
+            shared.flags.writeable = False  # among plans and steps
+        return rows
+
+    def where(self, mask: BoolArray | None) -> Sequence[Request]:
+        """Return the requests of the rows for which ``mask`` is true; None = of all."""
+        if mask is None:
+            return self.requests
+        return [self.requests[row] for row in mask.nonzero()[0].tolist()]
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step whose output has yet to come."""
+
+    step_id: int
+    rows: ScheduledRows
+    num_scheduled_tokens: Int32Array
+    ends: Int64Array
+    """[rows] tokens that are computed after the step."""
+    samples: BoolArray
+    """[rows] whether it computes its last token, known or pending, and yields the next."""
+    all_sample: bool
+    num_left: int
+    """Steps that may continue this one; 0 unless all that run are rows of it, and sample."""
+    last_rows: list[int]
+    """Rows whose token of this step is their last by length."""
+
+    @property
+    def rows_with_grammars(self) -> list[tuple[int, Request]]:
+        """Rows that draw a token by a grammar."""
+        if not self.rows.any_grammars:
+            return []
+        return [
+            (row, self.rows.requests[row])
+            for row in self.samples.nonzero()[0].tolist()
+            if self.rows.requests[row].matcher is not None
+        ]
+
+    def start(self, row: int) -> int:
+        """Return how many tokens of a row are computed before the step."""
+        return int(self.ends[row]) - int(self.num_scheduled_tokens[row])
+
+    def num_prompt_logprobs(self, row: int) -> int:
+        """Return for how many prompt tokens a row is to give log-probabilities."""
+        request = self.rows.requests[row]
+        if not request.lacks_prompt_logprobs:
+            return 0
+        end = min(int(self.ends[row]), len(request.prompt_token_ids) - 1)
+        return max(end - self.start(row), 0)
+
+
+class RunningBatch:
+    """Requests that hold a slot and blocks; makes no decision about who does.
+
+    A request takes as many blocks of every head group. Of a group whose heads have a window it
+    gives back those that left the window once the step has returned that moved it on: steps in
+    flight start behind that one, so that none of them reads what is given back.
+    """
+
+    def __init__(self, pools: HeadPools, slots: SlotTable, prefix_cache: PrefixCache) -> None:
+        self.requests: dict[RequestId, Request] = {}
+        """By request id, in order of arrival."""
+        self.version = 0
+        """How often a request has joined or left."""
+        self.newest: LaunchedStep | None = None
+        """The step launched last, in flight or not."""
+        self._without_token: set[Request] = set()
+        """Those that have yet to get their first token."""
+        self._pools = pools
+        self._slots = slots
+        self._prefix_cache = prefix_cache
+        self._rows = ScheduledRows.of((), self.version)
+
+    @property
+    def rows(self) -> ScheduledRows:
+        """All of them, as rows."""
+        if self._rows.version != self.version:
+            self._rows = ScheduledRows.of(self.requests.values(), self.version)
+        return self._rows
+
+    @property
+    def continued(self) -> LaunchedStep | None:
+        """The step launched last, if all that run are to compute the token that it samples."""
+        last = self.newest
+        if last is None or not last.num_left or last.rows.version != self.version:
+            return None
+        return last
+
+    def live(self, rows: ScheduledRows) -> BoolArray | None:
+        """Return ``[rows]`` whether each request is still in its slot; None = all are."""
+        if rows.version == self.version:
+            return None
+        live: BoolArray = self._slots.epochs[rows.index] == rows.epochs
+        return None if live.all() else live
+
+    # --- joining and leaving ----------------------------------------------------------------
+
+    def enter(
+        self, request: Request, blocks: list[list[int]], end: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Give a request a slot, and the blocks of its first ``end`` tokens.
+
+        Args:
+            request: one that waits.
+            blocks: per group, cached blocks of its prefix.
+            end: tokens that are computed after the step.
+
+        Returns:
+            All its blocks, per group.
+        """
+        pools, slots = self._pools, self._slots
+        num_cached = len(blocks[0]) * pools.block_size
+        pools.share(blocks)
+        self.requests[request.req_id] = request
+        self.version += 1
+        slot = slots.free.popleft()
+        request.slot, request.epoch = slot, int(slots.epochs[slot])
+        request.status = Status.RUNNING
+        request.num_cached_tokens = num_cached
+        request.block_ids = blocks
+        num_fresh = pools.blocks_for(end - num_cached)
+        for held, fresh in zip(blocks, pools.allocate(num_fresh), strict=True):
+            held += fresh
+        slots.num_tokens[slot] = request.num_tokens
+        slots.num_computed[slot] = slots.num_landed[slot] = num_cached
+        slots.max_computed[slot] = request.max_total_tokens - 1
+        slots.num_cached_blocks[slot] = num_cached // pools.block_size
+        slots.capacity[slot] = num_cached + num_fresh * pools.block_size
+        for group, seen in pools.streaming:
+            slots.first_live[group][slot] = seen.first_live(num_cached, pools.block_size)
+        if request.first_token_time is None:
+            self._without_token.add(request)
+        return tuple([tuple(own) for own in blocks])
+
+    def leave(self, request: Request, last_step: int | None) -> None:
+        """Take back slot and blocks, which steps up to ``last_step`` may use; None = none do."""
+        self._prefix_cache.add(request)
+        del self.requests[request.req_id]
+        self._without_token.discard(request)
+        self.version += 1
+        self._pools.free(request.block_ids, last_step=last_step)
+        request.block_ids = []
+        self._slots.give_back(request.slot)
+        request.slot = -1
+
+    # --- blocks -----------------------------------------------------------------------------
+
+    def num_lacking(self, request: Request, end: int) -> int:
+        """Return how many blocks of a group its first ``end`` tokens need beside its own."""
+        return self._pools.blocks_for(end - int(self._slots.capacity[request.slot]))
+
+    def has_blocks(self, ends: Int64Array, num_tokens: int) -> bool:
+        """Return whether every request can have the blocks of its first ``ends`` tokens.
+
+        ``num_tokens`` of these have yet to be computed.
+        """
+        num_free = self._pools.num_free
+        if num_free >= num_tokens:  # no more blocks are lacking
+            return True
+        short = ends - self._slots.capacity[self.rows.index]
+        return bool(num_free >= np.maximum(-(-short // self._pools.block_size), 0).sum())
+
+    def grow(self, ends: Int64Array) -> NewBlocks:
+        """Give every request the blocks that its first ``ends`` tokens lack; return these."""
+        rows, capacity, block_size = self.rows, self._slots.capacity, self._pools.block_size
+        (short,) = (ends > capacity[rows.index]).nonzero()
+        if not len(short):
+            return {}
+        index = rows.index[short]
+        counts = -(-(ends[short] - capacity[index]) // block_size)
+        blocks = self._pools.allocate(int(counts.sum()))
+        capacity[index] += counts * block_size
+        new_blocks: NewBlocks = {}
+        at = 0
+        for row, slot, count in zip(short.tolist(), index.tolist(), counts.tolist(), strict=True):
+            own = tuple(map(itemgetter(slice(at, at + count)), blocks))
+            at += count
+            for held, fresh in zip(rows.requests[row].block_ids, own, strict=True):
+                held += fresh
+            new_blocks[slot] = own
+        return new_blocks
+
+    def num_free_soon(self) -> int:
+        """Return the blocks of every group that are free when the steps in flight are over.
+
+        Whatever these produce: what ends by length, and what windows leave behind.
+        """
+        pools, slots = self._pools, self._slots
+        num_free = np.array([pool.num_free + pool.num_quarantined for pool in pools])
+        for request in self.requests.values():
+            if self.is_ending(request):
+                num_free += pools.num_sole(request.block_ids)
+                continue
+            for group, seen in pools.streaming:
+                start = int(slots.first_live[group][request.slot])
+                end = int(seen.first_live(slots.num_computed[request.slot], pools.block_size))
+                num_free[group] += pools[group].num_sole(request.block_ids[group][start:end])
+        return int(num_free.min())
+
+    def is_ending(self, request: Request) -> bool:
+        """Return whether the last token of a running request is pending."""
+        return bool(self._slots.num_tokens[request.slot] > self._slots.max_computed[request.slot])
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def launch(
+        self, step_id: int, rows: ScheduledRows, ends: Int64Array, continued: LaunchedStep | None
+    ) -> LaunchedStep:
+        """Count the tokens that a step computes, and those that it samples.
+
+        Args:
+            step_id: its number.
+            rows: those of the requests that have tokens in it.
+            ends: ``[rows]`` tokens that are computed after it.
+            continued: the step that it continues.
+        """
+        index, slots = rows.index, self._slots
+        if continued is None:
+            counts = (ends - slots.num_computed[index]).astype(np.int32)
+            num_tokens = slots.num_tokens[index]
+            samples = ends == num_tokens
+            slots.num_tokens[index] = num_tokens + samples
+            all_sample, num_left = bool(samples.all()), 0
+            if all_sample and len(rows.requests) == len(self.requests):
+                num_left = int((slots.max_computed[index] - ends).min())
+        else:
+            counts, samples, all_sample = rows.ones, continued.samples, True
+            slots.num_tokens[index] = ends + 1
+            num_left = continued.num_left - 1
+        slots.num_computed[index] = ends
+        last_rows = []
+        if not num_left:
+            last_rows = (ends == slots.max_computed[index]).nonzero()[0].tolist()
+        self.newest = LaunchedStep(
+            step_id=step_id,
+            rows=rows,
+            num_scheduled_tokens=counts,
+            ends=ends,
+            samples=samples,
+            all_sample=all_sample,
+            num_left=num_left,
+            last_rows=last_rows,
+        )
+        return self.newest
+
+    def note_first_tokens(self, requests: Sequence[Request]) -> list[Request]:
+        """Return those of some requests that have just got their first token."""
+        if not self._without_token:
+            return []
+        now = time.perf_counter()
+        first = [request for request in requests if request in self._without_token]
+        for request in first:
+            request.first_token_time = now
+        self._without_token.difference_update(first)
+        return first
+
+    def land(self, step: LaunchedStep, succeeded: BoolArray | None) -> None:
+        """Note that a step is over.
+
+        Args:
+            step: as it was launched.
+            succeeded: ``[rows]`` whether the request still runs and did not fail; None = all.
+        """
+        index, ends = step.rows.index, step.ends
+        if succeeded is not None:
+            index, ends = index[succeeded], ends[succeeded]
+        self._slots.num_landed[index] = ends
+        for group, seen in self._pools.streaming:  # no token behind these sees older blocks
+            requests = step.rows.where(succeeded)
+            first_live = self._slots.first_live[group]
+            starts, firsts = first_live[index], seen.first_live(ends, self._pools.block_size)
+            for row in (firsts > starts).nonzero()[0].tolist():
+                request = requests[row]
+                self._prefix_cache.add(request)
+                start, end = int(starts[row]), int(firsts[row])
+                self._pools.give_up(group, request.block_ids[group], start, end)
+            first_live[index] = np.maximum(starts, firsts)
+
+    def cache_blocks(self) -> None:
+        """Let the full blocks of all that run be found by their content.
+
+        Done when somebody looks, and for a request that leaves: until then nobody asks.
+        """
+        index = self.rows.index
+        num_full = self._slots.num_landed[index] // self._pools.block_size
+        is_new = num_full > self._slots.num_cached_blocks[index]
+        for request in self.rows.where(is_new):
+            self._prefix_cache.add(request)

@@ -1,0 +1,53 @@
+"""How far the request in each slot is, in tokens and blocks: a numpy column for each count."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from mrv1.runner.step import Int64Array
+
+
+class SlotTable:
+    """A row per slot: counts of the request that holds it, and which slots are free.
+
+    Args:
+        num_slots: rows.
+        streaming_groups: head groups whose heads have a window.
+    """
+
+    def __init__(self, num_slots: int, streaming_groups: Iterable[int]) -> None:
+        def column() -> Int64Array:
+            return np.zeros(num_slots, dtype=np.int64)
+
+        self.epochs: npt.NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+        """How often each slot has been given back."""
+        self.num_tokens = column()
+        """Known and pending tokens."""
+        self.num_computed = column()
+        """Tokens whose K and V are in the cache once the launched steps are over."""
+        self.max_computed = column()
+        """One less than the tokens at which it ends: its last token is never computed."""
+        self.capacity = column()
+        """Tokens that its blocks hold."""
+        self.num_landed = column()
+        """Tokens whose K and V are in the cache by steps that are over and succeeded."""
+        self.num_cached_blocks = column()
+        """Leading blocks that were offered to the prefix cache."""
+        self.first_live = {group: column() for group in streaming_groups}
+        """Of groups with a window: the first logical block behind the sink that is held."""
+        self.free = deque(range(num_slots))
+        """Slots that no request holds, in the order in which they are taken."""
+
+    def give_back(self, slot: int) -> None:
+        """Make a slot free; its next request has another epoch."""
+        self.epochs[slot] += 1
+        self.free.append(slot)
+
+    def reset(self) -> None:
+        """Make every slot free, each with a new epoch."""
+        self.epochs += 1
+        self.free = deque(range(len(self.epochs)))

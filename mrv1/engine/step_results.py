@@ -1,0 +1,163 @@
+"""What the output of a step means for its requests: tokens, log-probabilities, ends, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mrv1.engine.request import FinishReason, Request
+from mrv1.engine.running_batch import BoolArray, LaunchedStep
+from mrv1.errors import RequestError
+from mrv1.runner.step import RowFailure, StepOutput
+from mrv1.sampler import GrammarMatcher
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What has become of a step's requests."""
+
+    sampled: Sequence[Request]
+    """Those that got a token, row by row."""
+    failed: list[Request]
+    ended: dict[Request, FinishReason]
+    """Those that are to be finished, the failed ones first."""
+    succeeded: BoolArray | None
+    """[rows] whether the request still held its slot and did not fail; None = all did."""
+    num_nan_rows: int
+    """Rows that failed for NaN in their logits."""
+
+
+def take_output(
+    step: LaunchedStep,
+    output: StepOutput,
+    live: BoolArray | None,
+    custom_masks: tuple[str, ...] = (),
+) -> StepResult:
+    """Give the requests of a step their tokens and log-probabilities; see who ends.
+
+    Args:
+        step: as it was launched.
+        output: its output.
+        live: ``[rows]`` whether the request still holds its slot; None = all do.
+        custom_masks: what may mask every request's tokens, for errors to name.
+    """
+    rows = step.rows
+    requests: Sequence[Request] = rows.requests
+    ended: dict[Request, FinishReason] = {}
+    tokens, num_nan_rows = None, 0
+    if (
+        step.all_sample
+        and live is None
+        and not output.errors
+        and not rows.any_logprobs
+        and not rows.any_grammars
+    ):
+        tokens = _one_each(output.token_ids)
+    if tokens is None:
+        live = np.ones(len(requests), dtype=np.bool_) if live is None else live
+        requests, tokens = [], []
+        for row in live.nonzero()[0].tolist():
+            request, row_tokens = rows.requests[row], output.token_ids[row]
+            reason = _failure(step, output, row, custom_masks)
+            num_nan_rows += reason == RowFailure.NAN
+            if reason is None and row_tokens and request.matcher is not None:
+                reason = _refusal(request, request.matcher, row_tokens[0])
+            if reason is not None:
+                ended[request] = "error"
+                request.error = RequestError(f"request {request.name!r}: {reason}")
+                if isinstance(reason, RequestError):
+                    request.error.__cause__ = reason.__cause__
+                live[row] = False  # what it computed is not to be shared
+                continue
+            if rows.any_logprobs:
+                _take_logprobs(step, output, row)
+            if row_tokens:  # else an unfinished prefill
+                requests.append(request)
+                tokens.append(row_tokens[0])
+    failed = [*ended]
+    for request, token in zip(requests, tokens, strict=True):
+        request.output_token_ids.append(token)
+    if not rows.ending_token_ids.isdisjoint(tokens):
+        for request, token in zip(requests, tokens, strict=True):
+            if token in request.stop_token_ids or request.stop_sequence is not None:
+                ended[request] = "stop"
+    if rows.any_grammars:
+        _end_finished_grammars(requests, ended)
+    for row in step.last_rows:
+        if live is None or live[row]:
+            ended.setdefault(rows.requests[row], "length")
+    return StepResult(
+        sampled=requests, failed=failed, ended=ended, succeeded=live, num_nan_rows=num_nan_rows
+    )
+
+
+def _end_finished_grammars(
+    requests: Sequence[Request], ended: dict[Request, FinishReason]
+) -> None:
+    for request in requests:
+        try:
+            if request.matcher is not None and request.matcher.is_finished():
+                ended.setdefault(request, "stop")
+        except Exception as error:  # whatever a matcher raises fails its request alone
+            ended[request] = "error"
+            request.error = RequestError.caused_by(error, "structured_output")
+
+
+def _failure(
+    step: LaunchedStep, output: StepOutput, row: int, custom_masks: tuple[str, ...]
+) -> str | RequestError | None:
+    """Return why a row has failed; None = it has not."""
+    request, num_expected = step.rows.requests[row], int(step.samples[row])
+    reason = output.errors.get(row)
+    if reason is not None:
+        masks = request.params.masks(len(request.output_token_ids)) + custom_masks
+        if reason == RowFailure.MASKED and masks:
+            return f"{reason}, by {', '.join(masks)}"
+        return reason
+    if len(output.token_ids[row]) != num_expected:
+        return (
+            f"expected {num_expected} tokens of step {step.step_id}, got {output.token_ids[row]}"
+        )
+    if not step.rows.any_logprobs:
+        return None
+    wants = (
+        ("logprobs", num_expected if request.params.wants_logprobs else 0, output.logprobs),
+        ("prompt_logprobs", step.num_prompt_logprobs(row), output.prompt_logprobs),
+    )
+    for name, count, given in wants:
+        got = len(given[row]) if row in given else 0
+        if count and got != count:
+            return f"{name}: expected {count} positions of step {step.step_id}, got {got}"
+    return None
+
+
+def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int) -> None:
+    """Keep a row's log-probabilities; a prompt's only once, though it be computed again."""
+    request = step.rows.requests[row]
+    if request.params.wants_logprobs and step.samples[row]:
+        request.output_logprobs.append(output.logprobs[row])
+    if step.num_prompt_logprobs(row):
+        known = request.num_prompt_logprobs - step.start(row)
+        fresh = output.prompt_logprobs[row].behind(known)
+        if len(fresh):
+            request.prompt_logprobs.append(fresh)
+
+
+def _refusal(request: Request, matcher: GrammarMatcher, token: int) -> str | RequestError | None:
+    """Let a grammar follow a token; return why it does not. What ends a request it need not."""
+    try:
+        if matcher.accept(token) or token in request.stop_token_ids:
+            return None
+    except Exception as error:  # whatever a matcher raises fails its request alone
+        return RequestError.caused_by(error, "structured_output")
+    return f"structured_output: token {token}, which its bitmask allowed, was not accepted"
+
+
+def _one_each(token_ids: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """Return the rows' tokens if each has one."""
+    try:
+        return [token for (token,) in token_ids]
+    except ValueError:
+        return None
