@@ -248,14 +248,15 @@ class ModelRunner:
         pending = self._pending
         if pending is None:
             raise RuntimeError("sample: expected a step that forward has launched, got none")
-        expected = [len(rows), self.sampler.limits.mask_words]
-        if bitmask is not None and (bitmask.dtype != np.int32 or [*bitmask.shape] != expected):
-            raise ValueError(
-                f"bitmask: expected int32 {expected}, a mask for each of rows, got "
-                f"{bitmask.dtype} {list(bitmask.shape)}"
-            )
-        if bitmask is not None and pending.rows.shape.has_drafts:
-            raise ValueError("bitmask: expected a step without drafts, got one with some")
+        if bitmask is not None:
+            expected = [len(rows), self.sampler.limits.mask_words]
+            if bitmask.dtype != np.int32 or [*bitmask.shape] != expected:
+                raise ValueError(
+                    f"bitmask: expected int32 {expected}, a mask for each of rows, got "
+                    f"{bitmask.dtype} {list(bitmask.shape)}"
+                )
+            if pending.rows.shape.has_drafts:
+                raise ValueError("bitmask: expected a step without drafts, got one with some")
         self._pending = None
         return self._guarded(pending.plan, self._sample_only, pending, bitmask, rows)
 
