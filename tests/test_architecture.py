@@ -18,6 +18,7 @@ import pytest
 
 import mrv1.kernels
 from mrv1.kernels import reference
+from mrv1.kernels.registry import MODULE_OF_OP
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -561,11 +562,50 @@ def test_every_launcher_has_an_oracle_and_a_test_file():
 
 
 def test_an_op_is_imported_from_where_type_checkers_see_it():
-    tree = BY_NAME["kernels.__init__"].tree
+    tree = BY_NAME["kernels.registry"].tree
     at_start = {target for _, target in _imports_at_start(tree)}
     typed = {target for _, target in _imports(tree)} - at_start
-    modules = mrv1.kernels._MODULE_OF_OP.items()
-    assert typed == {f"mrv1.kernels.{module}.{name}" for name, module in modules}
+    assert typed == {f"mrv1.kernels.{module}.{name}" for name, module in MODULE_OF_OP.items()}
+
+
+def _places(name: str, module: str) -> dict[str, list[Path]]:
+    """The files that say something of one op, by what they say."""
+    folder, _, last = module.partition(".")
+    kernels, tests = REPO / "mrv1" / "kernels", REPO / "tests"
+    cases = (tests / "compile").glob("cases_*.py")
+    launched = f"mrv1.kernels.{module} import "
+    return {
+        "kernel": [kernels / folder / f"{last}.py"],
+        "oracle": [kernels / folder / "reference.py"],
+        "contract": [kernels / folder / "contracts.py"],
+        "export": [p for p in kernels.glob("*.py") if _names_op(File("", p.read_text()), name)],
+        "test": [tests / "kernels" / f"test_{last}.py"],
+        "compile case": [p for p in cases if launched in p.read_text("utf-8")],
+    }
+
+
+def _names_op(file: File, name: str) -> bool:
+    """Whether a file has an op's name outside of its docstrings."""
+    return any(
+        name in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "value", ""))
+        or (isinstance(node, ast.alias) and node.name == name)
+        for node in ast.walk(file.tree)
+    )
+
+
+@pytest.mark.parametrize(("name", "module"), MODULE_OF_OP.items())
+def test_a_new_op_touches_six_files(name: str, module: str):
+    """Kernel, oracle, contract, export, test, compile case: no second list anywhere above."""
+    places = _places(name, module)
+    assert {what: len(paths) for what, paths in places.items()} == dict.fromkeys(places, 1)
+    assert all(path.is_file() for (path,) in places.values())
+    assert places["export"] == [REPO / "mrv1" / "kernels" / "registry.py"]
+
+
+def test_a_second_list_of_ops_is_found():
+    for text in ("ops = ['linear']", "from x import linear", "linear = x", "x.linear(y)"):
+        assert _names_op(File("", text), "linear")
+    assert not _names_op(File("", '"""A linear layer."""\nlinear_call = 1'), "linear")
 
 
 def test_oracle_check_finds_what_is_missing(tmp_path: Path):

@@ -1,12 +1,56 @@
-"""The ops that a step calls, and the choice of the path that runs them: oracles or kernels."""
+"""The one list of ops: each one's oracle and launcher, and the choice of the path that runs them.
+
+A new op is a line in ``Ops`` and an import by which type checkers know its launcher:
+``mrv1.kernels`` exports the ops listed here, and ``mrv1.kernels.reference`` all oracles.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mrv1 import kernels
 from mrv1.device import KernelPath
 from mrv1.kernels import reference
+
+if TYPE_CHECKING:
+    from mrv1.kernels.attention.decode_attention import (
+        paged_decode_attention as paged_decode_attention,
+    )
+    from mrv1.kernels.attention.decode_plan import plan_decode_attention as plan_decode_attention
+    from mrv1.kernels.attention.merge_states import merge_states as merge_states
+    from mrv1.kernels.attention.prefill_attention import (
+        paged_prefill_attention as paged_prefill_attention,
+    )
+    from mrv1.kernels.cache.copy_pages import copy_pages as copy_pages
+    from mrv1.kernels.cache.kv_cache_write import kv_cache_write as kv_cache_write
+    from mrv1.kernels.cache.qkv_cache_write import qkv_cache_write as qkv_cache_write
+    from mrv1.kernels.layers.activation import silu_and_mul as silu_and_mul
+    from mrv1.kernels.layers.embed_tokens import embed_tokens as embed_tokens
+    from mrv1.kernels.layers.linear import linear as linear
+    from mrv1.kernels.layers.rms_norm import rms_norm as rms_norm
+    from mrv1.kernels.layers.rope import apply_rope as apply_rope
+    from mrv1.kernels.sampling.bad_words import apply_bad_words as apply_bad_words
+    from mrv1.kernels.sampling.edit_logits import apply_token_bitmask as apply_token_bitmask
+    from mrv1.kernels.sampling.edit_logits import edit_logits as edit_logits
+    from mrv1.kernels.sampling.logprobs import top_logprobs as top_logprobs
+    from mrv1.kernels.sampling.sample_tokens import sample_tokens as sample_tokens
+    from mrv1.kernels.step.fetch_upload import fetch_upload as fetch_upload
+    from mrv1.kernels.step.gather_tokens import gather_tokens as gather_tokens
+    from mrv1.kernels.step.post_update import post_update as post_update
+    from mrv1.kernels.step.scatter_segments import scatter_segments as scatter_segments
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MODULE_OF_OP: dict[str, str] = {}
+"""Where the launcher of each op is, below ``mrv1.kernels``."""
+
+
+def _op(oracle: Callable[P, R], module: str) -> staticmethod[P, R]:
+    MODULE_OF_OP[oracle.__name__] = module
+    return staticmethod(oracle)
 
 
 class Ops:
@@ -18,32 +62,31 @@ class Ops:
         source: where each op is taken from: ``mrv1.kernels`` or ``mrv1.kernels.reference``.
     """
 
-    apply_bad_words = staticmethod(reference.apply_bad_words)
-    apply_rope = staticmethod(reference.apply_rope)
-    apply_token_bitmask = staticmethod(reference.apply_token_bitmask)
-    edit_logits = staticmethod(reference.edit_logits)
-    embed_tokens = staticmethod(reference.embed_tokens)
-    fetch_upload = staticmethod(reference.fetch_upload)
-    gather_tokens = staticmethod(reference.gather_tokens)
-    kv_cache_write = staticmethod(reference.kv_cache_write)
-    linear = staticmethod(reference.linear)
-    paged_decode_attention = staticmethod(reference.paged_decode_attention)
-    paged_prefill_attention = staticmethod(reference.paged_prefill_attention)
-    plan_decode_attention = staticmethod(reference.plan_decode_attention)
-    post_update = staticmethod(reference.post_update)
-    qkv_cache_write = staticmethod(reference.qkv_cache_write)
-    rms_norm = staticmethod(reference.rms_norm)
-    sample_tokens = staticmethod(reference.sample_tokens)
-    scatter_segments = staticmethod(reference.scatter_segments)
-    silu_and_mul = staticmethod(reference.silu_and_mul)
-    top_logprobs = staticmethod(reference.top_logprobs)
+    apply_bad_words = _op(reference.apply_bad_words, "sampling.bad_words")
+    apply_rope = _op(reference.apply_rope, "layers.rope")
+    apply_token_bitmask = _op(reference.apply_token_bitmask, "sampling.edit_logits")
+    copy_pages = _op(reference.copy_pages, "cache.copy_pages")
+    edit_logits = _op(reference.edit_logits, "sampling.edit_logits")
+    embed_tokens = _op(reference.embed_tokens, "layers.embed_tokens")
+    fetch_upload = _op(reference.fetch_upload, "step.fetch_upload")
+    gather_tokens = _op(reference.gather_tokens, "step.gather_tokens")
+    kv_cache_write = _op(reference.kv_cache_write, "cache.kv_cache_write")
+    linear = _op(reference.linear, "layers.linear")
+    merge_states = _op(reference.merge_states, "attention.merge_states")
+    paged_decode_attention = _op(reference.paged_decode_attention, "attention.decode_attention")
+    paged_prefill_attention = _op(reference.paged_prefill_attention, "attention.prefill_attention")
+    plan_decode_attention = _op(reference.plan_decode_attention, "attention.decode_plan")
+    post_update = _op(reference.post_update, "step.post_update")
+    qkv_cache_write = _op(reference.qkv_cache_write, "cache.qkv_cache_write")
+    rms_norm = _op(reference.rms_norm, "layers.rms_norm")
+    sample_tokens = _op(reference.sample_tokens, "sampling.sample_tokens")
+    scatter_segments = _op(reference.scatter_segments, "step.scatter_segments")
+    silu_and_mul = _op(reference.silu_and_mul, "layers.activation")
+    top_logprobs = _op(reference.top_logprobs, "sampling.logprobs")
 
     def __init__(self, source: ModuleType) -> None:
-        for name in OP_NAMES:
+        for name in MODULE_OF_OP:
             setattr(self, name, getattr(source, name))
-
-
-OP_NAMES = tuple(name for name, op in vars(Ops).items() if isinstance(op, staticmethod))
 
 
 def select_ops(path: KernelPath) -> Ops:

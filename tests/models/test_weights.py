@@ -8,7 +8,7 @@ import torch
 from mrv1 import kernels
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
-from mrv1.kernels.registry import OP_NAMES, select_ops
+from mrv1.kernels.registry import MODULE_OF_OP, select_ops
 from mrv1.models import DecoderModel, ModelConfig, ParallelContext, random_weights
 from mrv1.models.weights import checkpoint_tensors
 from tests.models.driver import PagedDriver
@@ -54,8 +54,8 @@ def test_select_ops() -> None:
         ("reference", reference), ("triton", kernels), ("interpreter", kernels)
     ):  # fmt: skip
         ops = select_ops(path)
-        assert all(getattr(ops, name) is getattr(source, name) for name in OP_NAMES)
-    assert "linear" in OP_NAMES
+        assert all(getattr(ops, name) is getattr(source, name) for name in MODULE_OF_OP)
+    assert "linear" in MODULE_OF_OP
 
 
 def test_one_rank_changes_nothing() -> None:
