@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 
 from mrv1.config import EngineConfig
-from mrv1.environment import MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE
 from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.request import Request
+from mrv1.environment import MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE
 from mrv1.errors import RequestError
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.sampler import SamplingParams
