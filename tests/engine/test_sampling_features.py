@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mrv1 import LLM, LogitsContext, SamplingParams
 from mrv1.errors import ConfigError, RequestError, StepError
-from mrv1.runner import AsyncOutput, ModelRunner
+from mrv1.runner import AsyncOutput
 from mrv1.runner.async_output import OutputRing
+from mrv1.runner.device_step import DeviceStep, TokenMasks
 from tests.models.families import tiny_checkpoint
 from tests.sampler.rules import edited
 
@@ -349,27 +350,28 @@ def test_a_grammar_that_fails_ends_its_request_alone(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("fails", ["take", "_placed", "_post_process"])
+@pytest.mark.parametrize("fails", ["take", "of", "sample"])
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_gpu_that_fails_while_a_step_awaits_its_masks_ends_every_request(
     checkpoint, monkeypatch, overlap, fails, at
 ):
     """From one result, upload of masks or launch on, the driver refuses everything."""
-    owner = AsyncOutput if fails == "take" else ModelRunner
+    owner = {"take": AsyncOutput, "of": TokenMasks, "sample": DeviceStep}[fails]
     method, calls = getattr(owner, fails), itertools.count(1)
 
-    def failing(self, *arguments, **options):
+    def failing(*arguments, **options):
         if next(calls) < at:
-            return method(self, *arguments, **options)
+            return method(*arguments, **options)
         error = torch.AcceleratorError("an illegal memory access")
         if fails != "take":
             raise error
-        return StepError(str(error), step_id=self.step_id, device_lost=True)
+        return StepError(str(error), step_id=arguments[0].step_id, device_lost=True)
 
     def refused(self) -> None:
         raise torch.AcceleratorError("an illegal memory access")
 
-    monkeypatch.setattr(owner, fails, failing)
+    # The class of ``of`` is bound to it already.
+    monkeypatch.setattr(owner, fails, staticmethod(failing) if fails == "of" else failing)
     monkeypatch.setattr(OutputRing, "give_up", refused)
     with LLM(
         str(checkpoint), device="cpu", num_kv_blocks=32, overlap=overlap, max_num_seqs=2
