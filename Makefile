@@ -27,6 +27,8 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
 HOST := $(PYTEST)
 INTERP := TRITON_INTERPRET=1 $(PYTEST)
 LONG := full or slow or big
+# Newer than the triton of the lock, and of its torch: in front of it, in a folder of its own.
+TRITON_39 := $(VENV)/triton-3.9.0
 
 # Prints the instruction sets that numpy would use beyond AVX2, as it wants them named.
 define BEYOND_AVX2
@@ -38,7 +40,7 @@ export BEYOND_AVX2
 
 .PHONY: help demo test test-full test-gpu install lint types hooks \
 	test-host test-interp test-compile \
-	full-host full-interp full-avx2 full-compile lock clean
+	full-host full-interp full-avx2 full-compile full-triton39 lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -108,7 +110,7 @@ test-compile: $(VENV)/.dev
 # --- make test-full -------------------------------------------------------------------------------
 
 # What `make test` ran with fewer examples or not at all: properties, long tests, compile targets.
-test-full: test full-compile full-avx2 full-interp full-host
+test-full: test full-compile full-triton39 full-avx2 full-interp full-host
 
 full-host: $(VENV)/.dev
 	$(HOST) --hypothesis-profile=full \
@@ -119,6 +121,15 @@ full-interp: $(VENV)/.dev
 
 full-compile: $(VENV)/.dev
 	$(HOST) -m compile
+
+$(TRITON_39)/.installed: | $(VENV)/.dev
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --upgrade \
+		--target $(TRITON_39) triton==3.9.0
+	@touch $@
+
+full-triton39: $(TRITON_39)/.installed
+	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(INTERP) -m "interp and not ($(LONG))"
+	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(HOST) -m "compile and not ($(LONG))"
 
 # The bits of the interpreter must not come from the CPU: the same lane as on one without AVX-512.
 full-avx2: $(VENV)/.dev

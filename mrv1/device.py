@@ -23,6 +23,9 @@ MIN_CAPABILITY = (8, 0)
 INTERPRET = env_flag("TRITON_INTERPRET")
 """Whether this process interprets Triton kernels on the CPU (Triton's own variable, read once)."""
 
+FP_FUSION = env_flag("TRITON_DEFAULT_FP_FUSION", default="1")
+"""Whether compiled kernels fuse products into sums (Triton's own variable, read once)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:

@@ -23,13 +23,13 @@ INT32_MAX = 2**31 - 1
 """Counts, slots and block ids are int32 on the device."""
 
 
-def env_flag(name: str) -> bool:
-    """Return whether an environment variable is set to a yes; unset is a no.
+def env_flag(name: str, default: str = "0") -> bool:
+    """Return whether an environment variable is a yes; unset it is ``default``.
 
     Raises:
         ConfigError: its value is neither a yes nor a no.
     """
-    value = os.environ.get(name, "0").lower()
+    value = os.environ.get(name, default).lower()
     if value in ("1", "true", "on", "yes", "y"):
         return True
     if value in ("0", "false", "off", "no", "n", ""):

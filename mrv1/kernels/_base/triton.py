@@ -6,7 +6,7 @@ choice must be made before the first import of triton and holds for the whole pr
 
 from __future__ import annotations
 
-from mrv1.device import INTERPRET
+from mrv1.device import FP_FUSION, INTERPRET
 from mrv1.errors import ConfigError
 
 try:
@@ -24,6 +24,10 @@ if (type(tl.max).__name__ == "InterpretedFunction") != INTERPRET:
         "TRITON_INTERPRET changed after triton was imported: set it before the first import of "
         "triton or mrv1, and start a new process to change it"
     )
+
+# For the whole process, a user's own choice included. Where nobody has chosen, 3.9 warns, and 3.10
+# stops to fuse: the kernels would have other bits.
+triton.knobs.language.default_fp_fusion = FP_FUSION
 
 if INTERPRET:
     from mrv1.kernels._base import interpreter

@@ -60,8 +60,7 @@ class CheckedMemory:
         return self._memory.atomic_cas(pointers, expected, value, sem)
 
     def _check(self, what: str, pointers: Array, mask: Array, itemsize: int) -> None:
-        # A scalar condition that was broadcast comes as int32.
-        used = pointers[np.broadcast_to(mask.astype(bool), pointers.shape)]
+        used = pointers[np.broadcast_to(mask, pointers.shape)]
         if not used.size:
             return
         if len(self._ranges):

@@ -105,14 +105,16 @@ class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
             return encode_as(float32_of(src), dst_type, toward_zero=toward_zero)
 
     def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
-        """Apply ``op``; a comparison of bfloat16 yields int1, all else bfloat16."""
+        """Apply ``op``; a comparison yields int1, where stock keeps the operands' dtype.
+
+        That dtype would be a broadcast scalar condition's, and 3.9 refuses it as a mask.
+        """
         with np.errstate(all="ignore"):
+            if op in _COMPARISONS:
+                return ti.TensorHandle(op(_widened(lhs).data, _widened(rhs).data), tl.int1)
             if not _is_bf16(lhs):
                 return super().binary_op(lhs, rhs, op)
-            result = op(_widened(lhs).data, _widened(rhs).data)
-            if op in _COMPARISONS:
-                return ti.TensorHandle(result, tl.int1)
-            return encode_as(result, tl.bfloat16)
+            return encode_as(op(_widened(lhs).data, _widened(rhs).data), tl.bfloat16)
 
     def ternary_op(
         self, lhs: Handle, rhs: Handle, other: Handle, op: Callable[..., Array]
