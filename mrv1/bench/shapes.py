@@ -2,56 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mrv1.errors import ConfigError
 from mrv1.models import ModelConfig, RopeConfig
 
+QWEN3_0_6B = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_q_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    max_model_len=40_960,
+    tie_word_embeddings=True,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+    rope=RopeConfig(theta=1e6, rotary_dim=128),
+    rope_interleaved=False,
+    layer_windows=(-1,) * 28,
+    torch_dtype=torch.bfloat16,
+)
+
 SHAPES = {
-    "qwen3-0.6b": ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=28,
-        num_q_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        max_model_len=40_960,
-        tie_word_embeddings=True,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=True,
-        rope=RopeConfig(theta=1e6, rotary_dim=128),
-        rope_interleaved=False,
-        layer_windows=(-1,) * 28,
-        torch_dtype=torch.bfloat16,
-    ),
-    "llama3-8b": ModelConfig(
+    "qwen3-0.6b": QWEN3_0_6B,
+    "llama3-8b": replace(
+        QWEN3_0_6B,
         architecture="LlamaForCausalLM",
         vocab_size=128_256,
         hidden_size=4096,
         intermediate_size=14_336,
         num_layers=32,
         num_q_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
         rms_norm_eps=1e-5,
         max_model_len=8192,
         tie_word_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
         qk_norm=False,
         rope=RopeConfig(theta=5e5, rotary_dim=128),
-        rope_interleaved=False,
         layer_windows=(-1,) * 32,
-        torch_dtype=torch.bfloat16,
     ),
-    "tiny-random": ModelConfig(
-        architecture="Qwen3ForCausalLM",
+    "tiny-random": replace(
+        QWEN3_0_6B,
         vocab_size=320,
         hidden_size=64,
         intermediate_size=96,
@@ -59,15 +57,8 @@ SHAPES = {
         num_q_heads=4,
         num_kv_heads=2,
         head_dim=32,
-        rms_norm_eps=1e-6,
         max_model_len=512,
-        tie_word_embeddings=True,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=True,
         rope=RopeConfig(theta=1e4, rotary_dim=32),
-        rope_interleaved=False,
         layer_windows=(-1, -1),
         torch_dtype=torch.float32,
     ),
