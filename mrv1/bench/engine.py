@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -70,6 +70,14 @@ class EngineBench(BenchOptions):
         prompts: list[list[int]] = generator.integers(vocab_size, size=shape).tolist()
         return prompts
 
+    def engine_options(self) -> dict[str, Any]:
+        """Return the fields of ``EngineConfig`` that every engine of the benchmark has."""
+        names = (
+            "kv_cache_dtype", "kv_scale", "attention_backend", "deterministic", "overlap",
+            "cuda_graphs", "enable_prefix_caching", "block_size", "max_num_batched_tokens",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {"max_num_seqs": max(self.batches)}
+
     def conditions(self, device: torch.device) -> dict[str, object]:
         """Return what the figures depend on, for the result."""
         cpu = {"num_threads": torch.get_num_threads()} if device.type == "cpu" else {}
@@ -77,16 +85,8 @@ class EngineBench(BenchOptions):
             "prompt_tokens": self.prompt_tokens,
             "sampling": "greedy, end-of-sequence ignored",
             "prompts": "random token ids",
-            "kv_cache_dtype": self.kv_cache_dtype,
+            **self.engine_options(),
             "kv_scale": None if self.kv_cache_dtype == "auto" else self.kv_scale,
-            "attention_backend": self.attention_backend,
-            "deterministic": self.deterministic,
-            "overlap": self.overlap,
-            "cuda_graphs": self.cuda_graphs,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "block_size": self.block_size,
-            "max_num_seqs": max(self.batches),
-            "max_num_batched_tokens": self.max_num_batched_tokens,
             "seed": self.seed,
             "clocks": "as found, not locked",
             **cpu,
@@ -138,17 +138,8 @@ def _new_core(bench: EngineBench, device: torch.device, max_model_len: int) -> E
         model=bench.model or str(bench.shape),
         dtype=bench.dtype,
         device=str(device),
-        kv_cache_dtype=bench.kv_cache_dtype,
-        kv_scale=bench.kv_scale,
-        attention_backend=bench.attention_backend,
-        block_size=bench.block_size,
         max_model_len=max_model_len,
-        max_num_seqs=max(bench.batches),
-        max_num_batched_tokens=bench.max_num_batched_tokens,
-        deterministic=bench.deterministic,
-        overlap=bench.overlap,
-        cuda_graphs=bench.cuda_graphs,
-        enable_prefix_caching=bench.enable_prefix_caching,
+        **bench.engine_options(),
     )
     if bench.shape is None:
         return EngineCore(config)
