@@ -42,7 +42,11 @@ an H200 that saves 1.2 us of a launch where there are three or none, takes 0.9 u
 
 
 class Item(NamedTuple):
-    """A range of the keys one KV head of one request sees, in the order of a plan's int32."""
+    """A range of the keys one KV head of one request sees: ints on the host, tensors in kernels.
+
+    The fields' order is that of the int32 in a plan. Triton's cache of compiled kernels knows how
+    many there are, not their order: change it together with the kernels' text.
+    """
 
     req: Any
     head: Any
@@ -63,7 +67,7 @@ class Item(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """A segment of several pieces, in the order of a plan's int32."""
+    """A segment of several pieces, likewise."""
 
     req: Any
     head: Any
