@@ -26,6 +26,7 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
 	--durations=15
 HOST := $(PYTEST)
 INTERP := TRITON_INTERPRET=1 $(PYTEST)
+QUICK := --hypothesis-profile=quick
 LONG := full or slow or big
 # Newer than the triton of the lock, and of its torch: in front of it, in a folder of its own.
 TRITON_39 := $(VENV)/triton-3.9.0
@@ -99,10 +100,10 @@ hooks: $(VENV)/.dev
 	fi
 
 test-host: $(VENV)/.dev
-	$(HOST) -m "not (interp or gpu_only or compile or $(LONG))"
+	$(HOST) $(QUICK) -m "not (interp or gpu_only or compile or $(LONG))"
 
 test-interp: $(VENV)/.dev
-	$(INTERP) -m "interp and not ($(LONG))"
+	$(INTERP) $(QUICK) -m "interp and not ($(LONG))"
 
 test-compile: $(VENV)/.dev
 	$(HOST) -m "compile and not ($(LONG))"
@@ -128,7 +129,7 @@ $(TRITON_39)/.installed: | $(VENV)/.dev
 	@touch $@
 
 full-triton39: $(TRITON_39)/.installed
-	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(INTERP) -m "interp and not ($(LONG))"
+	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(INTERP) $(QUICK) -m "interp and not ($(LONG))"
 	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(HOST) -m "compile and not ($(LONG))"
 
 # The bits of the interpreter must not come from the CPU: the same lane as on one without AVX-512.

@@ -26,9 +26,11 @@ _common = {
     "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow],
 }
+# --hypothesis-profile loads another: `make test` quick, `make test-full` full.
+settings.register_profile("quick", max_examples=12, **_common)
 settings.register_profile("dev", max_examples=20, **_common)
 settings.register_profile("full", max_examples=300, **_common)
-settings.load_profile("dev")  # --hypothesis-profile=full loads the other one
+settings.load_profile("dev")
 
 
 def _not_run_reason(

@@ -14,12 +14,12 @@ from mrv1.testing.aot import TARGETS, AotReport, collect_cases, compile_for
 pytestmark = pytest.mark.compile
 
 GROUPS = {
-    "attention": 4,
+    "attention": 6,
     "decode": 3,
     "linear": 3,
     "elementwise edit_logits": 1,
     "pages qkv quarter": 2,
-    "logprobs sampler sampling step": 1,
+    "logprobs sampler sampling step": 4,
 }
 """Modules of cases that one test compiles, and how many tests share them: each takes seconds."""
 QUICK = "sm_90"
