@@ -17,11 +17,15 @@ Options = ParamSpec("Options")
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstrings of a dataclass' fields, a line each.
 
-    Python does not keep them: they are read from the source.
+    Python does not keep them: they are read from the source, and are none where there is no source.
     """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        try:
+            source = inspect.getsource(base)
+        except OSError:  # only compiled files are there
+            continue
+        (definition,) = ast.parse(textwrap.dedent(source)).body
         for field, text in pairwise(ast.iter_child_nodes(definition)):
             match field, text:
                 case (

@@ -105,6 +105,8 @@ class Request:
 
         What their prompts' log-probabilities are, the first one tells for all.
         """
+        if self.params.n == 1:
+            return  # a copy of the parameters is checked anew, which is half of an admission
         params = replace(self.params, prompt_logprobs=None)
         self.followers = tuple(
             Request(
