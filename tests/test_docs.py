@@ -1,0 +1,47 @@
+"""The documents: what they link to and name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("benchmarks/*.md")])
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
+    return {re.sub(r"\s", "-", word.strip()) for word in words}
+
+
+def _broken_links(page: Path) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        name, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_every_link_leads_somewhere(page):
+    assert _broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A title, here\n[a](#a-title-here) [b](#no-title) [c](none.md) [d](page.md)\n")
+    assert _broken_links(page) == ["#no-title", "none.md"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"])
+def test_every_source_file_it_names_exists(page):
+    names = re.findall(r"`((?:mrv1|tests|benchmarks|notebooks)/[\w/.-]+)`", page.read_text("utf-8"))
+    assert [name for name in names if not (REPO / name).exists()] == []
