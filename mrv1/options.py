@@ -17,7 +17,7 @@ Options = ParamSpec("Options")
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstrings of a dataclass' fields, a line each.
 
-    Python does not keep them: they are read from the source, and are none where there is no source.
+    Python does not keep them: they are read from the source; without it there are none.
     """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):

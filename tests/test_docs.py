@@ -37,11 +37,15 @@ def test_every_link_leads_somewhere(page):
 
 def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# A title, here\n[a](#a-title-here) [b](#no-title) [c](none.md) [d](page.md)\n")
+    page.write_text(
+        "# A title, here\n[a](#a-title-here) [b](#no-title) [c](none.md) [d](page.md)\n"
+    )
     assert _broken_links(page) == ["#no-title", "none.md"]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"])
 def test_every_source_file_it_names_exists(page):
-    names = re.findall(r"`((?:mrv1|tests|benchmarks|notebooks)/[\w/.-]+)`", page.read_text("utf-8"))
+    names = re.findall(
+        r"`((?:mrv1|tests|benchmarks|notebooks)/[\w/.-]+)`", page.read_text("utf-8")
+    )
     assert [name for name in names if not (REPO / name).exists()] == []
