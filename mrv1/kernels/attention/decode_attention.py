@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
@@ -53,7 +54,6 @@ from mrv1.kernels.attention.online_softmax import (
     natural_lse,
     normalized,
     store_out,
-    with_strides,
     work_position,
 )
 from mrv1.kernels.attention.plan import (

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.attention.contracts import check_merge_states
-from mrv1.kernels.attention.online_softmax import LN_2, LOG2_E, with_strides
+from mrv1.kernels.attention.online_softmax import LN_2, LOG2_E
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,11 +43,6 @@ class States(NamedTuple):
     arrivals_ptr: tl.tensor | None  # int32, programs that are there: 0 before and after a launch
 
 
-def with_strides(rows: torch.Tensor | None) -> tuple[torch.Tensor | int | None, ...]:
-    """Return what a kernel takes of ``[rows, heads, ...]``: the tensor, row and head stride."""
-    return (None, 0, 0) if rows is None else (rows, *rows.stride()[:2])
-
-
 def dot_precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
     """Return ``tl.dot``'s input precision: fp32 inputs keep all their bits."""
     return "ieee" if dtype == torch.float32 else "tf32"

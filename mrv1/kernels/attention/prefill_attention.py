@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.attention.contracts import (
@@ -51,7 +52,6 @@ from mrv1.kernels.attention.online_softmax import (
     natural_lse,
     normalized,
     store_out,
-    with_strides,
 )
 from mrv1.kernels.attention.splits import PrefillSplits, check_splits, choose_config
 from mrv1.kernels.cache.addresses import (
