@@ -229,3 +229,12 @@ def test_a_wrong_value_is_refused_by_name(paint, arguments, message):
 def test_a_field_that_no_text_can_give_must_be_left_out():
     with pytest.raises(TypeError, match=r"SamplingParams.logit_bias: expected a type of options"):
         FieldsOf(cls=SamplingParams).options()
+
+
+def test_fields_of_a_package_without_sources_have_no_docstrings(monkeypatch):
+    def no_source(cls: type) -> str:
+        raise OSError("could not get source code")
+
+    assert field_docs(EngineConfig).keys() == {field.name for field in ENGINE}
+    monkeypatch.setattr(inspect, "getsource", no_source)
+    assert field_docs(EngineConfig) == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mrv1 import RequestError, StepError
+from mrv1 import RequestError, SamplingParams, StepError
 from mrv1.engine.request import Request
 from mrv1.engine.scheduler import Scheduler
 from tests.engine.scheduler_model import (
@@ -29,6 +29,20 @@ def family_of(scheduler: Scheduler, num_prompt_tokens: int, **params: object) ->
     request = make_request("r", prompt_of(num_prompt_tokens), **params)
     scheduler.add(request)
     return [request, *request.followers]
+
+
+@pytest.mark.parametrize(("num_outputs", "num_copies"), [(1, 0), (2, 1), (5, 1)])
+def test_parameters_are_checked_once_for_one_output(monkeypatch, num_outputs, num_copies):
+    """A copy is checked anew, which takes longer than all else of an admission."""
+    checks = []
+    check = SamplingParams.__post_init__
+    monkeypatch.setattr(
+        SamplingParams, "__post_init__", lambda params: (checks.append(params), check(params))
+    )
+    request = make_request("r", prompt_of(5), n=num_outputs, prompt_logprobs=2)
+    assert len(request.followers) == num_outputs - 1
+    assert len(checks) == 1 + num_copies
+    assert all(each.params.prompt_logprobs is None for each in request.followers)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
