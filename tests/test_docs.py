@@ -49,3 +49,12 @@ def test_every_source_file_it_names_exists(page):
         r"`((?:mrv1|tests|benchmarks|notebooks)/[\w/.-]+)`", page.read_text("utf-8")
     )
     assert [name for name in names if not (REPO / name).exists()] == []
+
+
+def test_the_examples_for_integrators_run():
+    text = (REPO / "docs" / "integrators.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    names: dict[str, object] = {}
+    for block in blocks:  # each goes on where the one before it ended
+        exec(block, names)
