@@ -21,7 +21,7 @@ GROUPS = {
     "pages qkv quarter": 2,
     "logprobs sampler sampling step": 4,
 }
-"""Modules of cases that one test compiles, and how many tests share them: each takes seconds."""
+"""Modules of cases, and how many tests share them for the quick target: each takes seconds."""
 QUICK = "sm_90"
 """What `make test` compiles for, the first share of each group: the GPU that is measured."""
 SHARES = [
@@ -30,9 +30,11 @@ SHARES = [
         marks=() if (target, share) == (QUICK, 0) else pytest.mark.full,
     )
     for target in TARGETS
-    for group, shares in GROUPS.items()
+    for group, quick_shares in GROUPS.items()
+    for shares in [quick_shares if target == QUICK else -(-quick_shares // 3)]
     for share in range(shares)
 ]
+"""Fewer and longer tests for the other targets: a child process takes four seconds to start."""
 
 
 def _modules(group: str) -> list[str]:
