@@ -1,7 +1,7 @@
-"""Write the measured figures into the READMEs from the results files; never by hand.
+"""Write the measured figures into README.md and results/README.md from the results files.
 
 python benchmarks/readme_table.py           rewrite the tables
-python benchmarks/readme_table.py --check   exit 1 if one is not what the files say
+python benchmarks/readme_table.py --check   exit 1 if a table differs from the files
 """
 
 from __future__ import annotations
@@ -14,14 +14,9 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 README = REPO / "README.md"
-KERNELS_README = REPO / "benchmarks" / "README.md"
 RESULTS = REPO / "benchmarks" / "results"
+RESULTS_PAGE = RESULTS / "README.md"
 BEGIN, END = "<!-- results:generate -->", "<!-- /results:generate -->"
-KERNELS_BEGIN, KERNELS_END = "<!-- results:kernels -->", "<!-- /results:kernels -->"
-SAMPLER_BEGIN, SAMPLER_END = "<!-- results:sampler -->", "<!-- /results:sampler -->"
-RUNNER_BEGIN, RUNNER_END = "<!-- results:runner -->", "<!-- /results:runner -->"
-HEADWISE_BEGIN, HEADWISE_END = "<!-- results:headwise -->", "<!-- /results:headwise -->"
-RECALL_BEGIN, RECALL_END = "<!-- results:recall -->", "<!-- /results:recall -->"
 RECALL_KINDS = {
     "full": "all",
     "greedy": "calibrated",
@@ -30,14 +25,33 @@ RECALL_KINDS = {
     "random": "random, 5 seeds",
 }
 """Kinds of policies, as they are shown."""
+PAGE_HEAD = """# Measured results
+
+Written by `benchmarks/readme_table.py` from the JSON files of this folder: not edited by hand.
+[benchmarks/README.md](../README.md) is the manual: commands, conditions, every field.
+[docs/performance.md](../../docs/performance.md) says how to read the figures. In a table of
+kernels, the column of another variant is that variant's time over ours: above 1, mrv1 is
+faster."""
+OTHER_FILES = {
+    "attempts-h200.json": "every optimization that was tried, its expected and its measured gain, "
+    "and the profile",
+    "before-after-h200.json": "two commits on one machine, before and after a refactor: kernels "
+    "and decode steps within 1%, first tokens of 32 and 256 requests 10% and 13% earlier",
+    "accuracy-h200.json": "errors of 638f36c and 4ebca58 against float64: prefill's log-sum-exp "
+    "with large scores (1.7e-4 before, 2.8e-5 after in 16 bits; 6.3e-4 and 5.8e-5 in float32), "
+    "float32 `linear` over torch's (3.8 times before, 1.5 times after at most, root mean square)",
+    "sanitize-h200.json": "compute-sanitizer's findings, op by op",
+    "tiny_model.json": "how the embedded model was trained",
+}
+"""Results without a table of their own."""
 OURS = "mrv1"
 ENGINE_DEFAULTS = {"deterministic": False, "overlap": True, "cuda_graphs": True}
 NONE_YET = "Nothing has been measured yet."
 
 
-def load_results(folder: Path = RESULTS) -> list[dict[str, Any]]:
+def load_results(folder: Path = RESULTS, pattern: str = "generate*.json") -> list[dict[str, Any]]:
     """Return the results of ``mrv1 bench generate`` in a folder, by file name."""
-    return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("generate*.json"))]
+    return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob(pattern))]
 
 
 def generate_table(results: list[dict[str, Any]]) -> str:
@@ -381,29 +395,115 @@ def with_table(readme: str, table: str, begin: str = BEGIN, end: str = END) -> s
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
+def summary_table(folder: Path = RESULTS) -> str:
+    """Return the Markdown for README.md: both shapes in one table, the conditions below."""
+    results = [*load_results(folder), *load_results(folder, "llama3-8b-generate*.json")]
+    if not results:
+        return NONE_YET
+    body = [
+        [
+            result["shape"],
+            f"{entry['batch']}",
+            f"{entry['tokens_per_s']:,.0f}",
+            f"{entry['decode_step_ms']:.2f}",
+            _optional(entry["floor_ms"], "{:.2f}"),
+            _optional(entry["share_of_floor"], "{:.0%}"),
+        ]
+        for result in results
+        for entry in result["results"]
+    ]
+    head = [
+        "shape",
+        "batch",
+        "tokens/s",
+        "ms per decode step",
+        "memory floor, ms",
+        "share of floor",
+    ]
+    conditions = results[0]["conditions"]
+    sources = "; ".join(
+        f"{result['shape']}: {_runs(result)}, commit {result['commit'][:7]}, {result['date']}"
+        for result in results
+    )
+    return "\n".join(
+        [
+            *_markdown(head, body),
+            "",
+            f"Random weights, {results[0]['dtype']}, one {results[0]['device']['name']}; "
+            f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output tokens, "
+            f"{conditions['sampling']}; medians after a warm-up ({sources}).",
+        ]
+    )
+
+
+def _runs(result: dict[str, Any]) -> str:
+    repeats = result["conditions"]["repeats"]
+    return "1 run" if repeats == 1 else f"{repeats} runs"
+
+
+def vllm_table(folder: Path = RESULTS) -> str:
+    """Return the Markdown for the results of ``benchmarks.beside_vllm``, by file name."""
+    paths = sorted(folder.glob("beside-vllm*.json"))
+    return "\n\n".join(_vllm_table(json.loads(p.read_text("utf-8"))) for p in paths) or NONE_YET
+
+
+def _vllm_table(result: dict[str, Any]) -> str:
+    conditions, versions = result["conditions"], result["versions"]
+    body = [
+        [
+            f"{entry['batch']}",
+            *(f"{entry['tokens_per_s'][name]:,.0f}" for name in (OURS, "vllm")),
+            f"{entry['mrv1_over_vllm']:.2f}x",
+        ]
+        for entry in result["results"]
+    ]
+    return "\n".join(
+        [
+            *_markdown(["batch", "mrv1, tokens/s", "vLLM, tokens/s", "mrv1 over vLLM"], body),
+            "",
+            f"{result['shape']} shape, one random checkpoint for both, {result['dtype']}, one "
+            f"{result['device']['name']}; {_measured(conditions)}; "
+            f"vLLM {result['peers']['vllm']}, torch {versions['torch']}, "
+            f"triton {versions['triton']}; clocks {conditions['clocks']} "
+            f"(commit {result['commit'][:12]}, {result['date']}).",
+        ]
+    )
+
+
+def results_page(folder: Path = RESULTS) -> str:
+    """Return ``results/README.md``: every table, section by section."""
+    sections = {
+        "mrv1 beside vLLM": vllm_table(folder),
+        "Whole-engine generation": generate_table(load_results(folder)),
+        "Whole-engine generation, other conditions": generate_table(
+            load_results(folder, "*-generate-*.json")
+        ),
+        "A decode step": runner_tables(folder),
+        "Attention and KV cache write": kernel_tables(folder),
+        "Sampler": sampler_tables(folder),
+        "Head policies": headwise_tables(folder),
+        "Recall under head policies": recall_tables(folder),
+    }
+    others = [f"- `{name}`: {text}" for name, text in OTHER_FILES.items()]
+    blocks = [PAGE_HEAD, *(f"## {title}\n\n{table}" for title, table in sections.items())]
+    return "\n\n".join([*blocks, "## Other files\n\n" + "\n".join(others)]) + "\n"
+
+
 def main(arguments: list[str]) -> int:
-    """Rewrite the READMEs, or with ``--check`` only say whether one would change."""
+    """Rewrite both READMEs, or with ``--check`` only say whether one would change."""
     if arguments not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
+    readme = README.read_text("utf-8")
+    wanted = {
+        README: with_table(readme, summary_table()),
+        RESULTS_PAGE: results_page(),
+    }
     is_current = True
-    for path, *tables in (
-        (README, (generate_table(load_results()), BEGIN, END)),
-        (
-            KERNELS_README,
-            (runner_tables(), RUNNER_BEGIN, RUNNER_END),
-            (kernel_tables(), KERNELS_BEGIN, KERNELS_END),
-            (sampler_tables(), SAMPLER_BEGIN, SAMPLER_END),
-            (headwise_tables(), HEADWISE_BEGIN, HEADWISE_END),
-            (recall_tables(), RECALL_BEGIN, RECALL_END),
-        ),
-    ):
-        current = wanted = path.read_text("utf-8")
-        for table in tables:
-            wanted = with_table(wanted, *table)
-        is_current &= current == wanted
+    for path, text in wanted.items():
+        is_current &= path.exists() and path.read_text("utf-8") == text
         if not arguments:
-            path.write_text(wanted, encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
     return int(bool(arguments) and not is_current)
 
 

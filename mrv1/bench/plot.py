@@ -1,7 +1,8 @@
-"""A result of ``bench attention`` as a picture: share of the bandwidth over the bytes moved."""
+"""A result of ``bench attention`` as a picture: each cell's share of the copy bandwidth."""
 
 from __future__ import annotations
 
+import itertools
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def require_matplotlib() -> None:
 
 
 def plot_attention(result: dict[str, Any], path: Path) -> None:
-    """Write a log-log PNG of a result, one line per variant; without a GPU, of times instead.
+    """Write a PNG of a result: a column per cell, a mark per variant; times if there is no GPU.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -31,33 +32,56 @@ def plot_attention(result: dict[str, Any], path: Path) -> None:
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    key, label = "share_of_copy_bandwidth", "share of the copy bandwidth"
-    if result["copy_bandwidth_bytes_per_s"] is None:
-        key, label = "median_us", "median time, us (no measurement)"
-    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+    has_shares = result["copy_bandwidth_bytes_per_s"] is not None
+    labels, series = cells_by_bytes(
+        result, "share_of_copy_bandwidth" if has_shares else "median_us"
+    )
+    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for name, points in variant_points(result, key).items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes moved")
-    axes.set_ylabel(label)
+    for (name, values), marker in zip(series.items(), itertools.cycle("os^Dvxp*")):
+        # Columns are cells, not a scale: only our own are joined, so that they are found at once.
+        line = "-" if name == "mrv1" else "none"
+        axes.plot(labels, values, marker=marker, linestyle=line, label=name)
+    if has_shares:
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_yscale("log")
+    axes.set_xlabel("requests x tokens of context, by bytes to move")
+    axes.set_ylabel(
+        "share of the copy bandwidth" if has_shares else "median time, us (no measurement)"
+    )
+    axes.tick_params(axis="x", labelrotation=60)
     axes.set_title(
         f"{result['mode']} attention, {result['dtype']}, KV cache {result['kv_dtype']}, "
         f"{result['device']['name']}",
         fontsize="medium",
     )
-    axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend()
+    axes.grid(visible=True, alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path, format="png", dpi=150)
 
 
-def variant_points(result: dict[str, Any], key: str) -> dict[str, list[tuple[int, float]]]:
-    """Return (bytes moved, figure) of each variant, by rising bytes."""
-    points: dict[str, list[tuple[int, float]]] = {}
-    for entry in result["results"]:
-        for name, variant in entry["variants"].items():
-            points.setdefault(name, []).append((variant["bytes_moved"], variant[key]))
-    return {name: sorted(pairs) for name, pairs in points.items()}
+def cells_by_bytes(
+    result: dict[str, Any], key: str
+) -> tuple[list[str], dict[str, list[float | None]]]:
+    """Return the cells' labels by rising bytes, and each variant's figure for every cell.
+
+    Cells of equal bytes go by rising batch. A variant that did not run a cell has None there.
+    """
+    entries = sorted(result["results"], key=lambda e: (e["bytes_moved"], e["batch"]))
+    names = dict.fromkeys(name for entry in entries for name in entry["variants"])
+    figures = {
+        name: [entry["variants"].get(name, {}).get(key) for entry in entries] for name in names
+    }
+    return [cell_label(entry) for entry in entries], figures
+
+
+def cell_label(entry: dict[str, Any]) -> str:
+    """Return "batch x context", or "batch x queries of context" for the end of a prompt."""
+    if 1 < entry["query_len"] < entry["context"]:
+        return f"{entry['batch']} x {entry['query_len']} of {entry['context']}"
+    return f"{entry['batch']} x {entry['context']}"

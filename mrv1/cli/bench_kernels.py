@@ -19,6 +19,7 @@ from mrv1.bench import (
     run_attention,
     run_kv_write,
 )
+from mrv1.bench.plot import cell_label
 from mrv1.cli.console import say, show_table
 from mrv1.cli.options import FieldsOf, command, counts, words
 from mrv1.errors import ConfigError
@@ -155,9 +156,7 @@ def _attention_table(result: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if name else "right", no_wrap=name)
     for entry in result["results"]:
         table.add_section()
-        cell = f"{entry['batch']} x {entry['context']}"
-        if prefill and entry["query_len"] < entry["context"]:
-            cell = f"{entry['batch']} x {entry['query_len']} of {entry['context']}"
+        cell = cell_label(entry)
         for number, (name, variant) in enumerate(entry["variants"].items()):
             ratio = entry["peer_time_over_ours"].get(name)
             table.add_row(

@@ -368,12 +368,19 @@ def test_plot_is_a_png(
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_points_of_a_plot_go_by_rising_bytes():
-    def entry(size: int, share: float) -> dict[str, object]:
-        return {"variants": {"mrv1": {"bytes_moved": size, "share": share}}}
+def test_cells_of_a_plot_are_sorted_by_bytes_then_batch():
+    def cell(batch: int, bytes_moved: int, **shares: float) -> dict[str, object]:
+        variants = {name: {"share": share} for name, share in shares.items()}
+        return {
+            "batch": batch, "context": 64, "query_len": 1, "bytes_moved": bytes_moved,
+            "variants": variants,
+        }  # fmt: skip
 
-    result = {"results": [entry(30, 0.9), entry(10, 0.5)]}
-    assert plot.variant_points(result, "share") == {"mrv1": [(10, 0.5), (30, 0.9)]}
+    cells = [cell(8, 30, mrv1=0.9, peer=0.5), cell(4, 30, mrv1=0.8), cell(9, 10, mrv1=0.7)]
+    cells[0] |= {"query_len": 2}
+    labels, series = plot.cells_by_bytes({"results": cells}, "share")
+    assert labels == ["9 x 64", "4 x 64", "8 x 2 of 64"]
+    assert series == {"mrv1": [0.7, 0.8, 0.9], "peer": [None, None, 0.5]}
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
