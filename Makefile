@@ -2,7 +2,9 @@
 #
 #   make demo       generate text with the embedded model
 #   make test       lint, types, and the suite: host tests, interpreted kernels, compile checks
-#   make test-full  `make test`, then many more hypothesis examples, soak tests, every compile target
+#   make test-full  `make test`, then the API reference, many more hypothesis examples, soak tests,
+#                   every compile target
+#   make docs       the documents and the API reference as a site, in build/site
 #   make test-gpu   the GPU suite with the interpreter named by PYTHON; installs nothing
 
 SHELL := bash
@@ -41,7 +43,7 @@ export BEYOND_AVX2
 
 .PHONY: help demo test test-full test-gpu install lint types hooks \
 	test-host test-interp test-compile \
-	full-host full-interp full-avx2 full-compile full-triton39 lock clean
+	full-host full-interp full-avx2 full-compile full-triton39 docs lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -71,6 +73,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(PIP_INSTALL) hatchling
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@ $(VENV)/.runtime
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.dev
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,docs]'
+	@touch $@
 
 install: $(VENV)/.dev
 
@@ -111,7 +117,7 @@ test-compile: $(VENV)/.dev
 # --- make test-full -------------------------------------------------------------------------------
 
 # What `make test` ran with fewer examples or not at all: properties, long tests, compile targets.
-test-full: test full-compile full-triton39 full-avx2 full-interp full-host
+test-full: test docs full-compile full-triton39 full-avx2 full-interp full-host
 
 full-host: $(VENV)/.dev
 	$(HOST) --hypothesis-profile=full \
@@ -142,13 +148,17 @@ full-avx2: $(VENV)/.dev
 		echo "full-avx2: not run: this CPU has no AVX-512, so that every lane ran without it"; \
 	fi
 
+# Every warning is an error: a broken link, a docstring that is not of the format, an unknown name.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 # --- other ----------------------------------------------------------------------------------------
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu --durations=15
 
 # Pin what .venv holds now (after installing newer releases into it by hand).
-lock: $(VENV)/.dev
+lock: $(VENV)/.docs
 	{ echo "# What CI and a fresh machine install, every package pinned; written by \`make lock\`."; \
 		$(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \
 		| sed 's/+[a-z0-9.]*$$//'; } > constraints.new

@@ -18,7 +18,7 @@ from mrv1.headwise import HeadPolicy
 from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
 from mrv1.sampler import LogitsContext, LogitsProcessor, SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import mrv1
+import mrv1.kernels
+import mrv1.runner
+
 REPO = Path(__file__).resolve().parents[1]
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("benchmarks/**/*.md")])
 
@@ -58,3 +62,17 @@ def test_the_examples_for_integrators_run():
     names: dict[str, object] = {}
     for block in blocks:  # each goes on where the one before it ended
         exec(block, names)
+
+
+def test_api_reference_names_every_public_name():
+    pages = "".join(page.read_text("utf-8") for page in sorted(REPO.glob("docs/api/*.md")))
+    named = set(re.findall(r"^::: [\w.]*\.(\w+)$", pages, re.MULTILINE))
+    public = {*mrv1.__all__, *mrv1.kernels.__all__, *mrv1.runner.__all__}
+    # Type aliases, the version, and the oracles, whose docstrings are those of the kernels.
+    assert public - named == {"RequestId", "__version__", "reference"}
+
+
+def test_every_page_is_in_the_sites_navigation():
+    navigation = (REPO / "mkdocs.yml").read_text("utf-8").partition("nav:")[2]
+    pages = {str(page.relative_to(REPO / "docs")) for page in REPO.glob("docs/**/*.md")}
+    assert pages <= set(re.findall(r"- ([\w/-]+\.md)$", navigation, re.MULTILINE))

@@ -51,8 +51,8 @@ else:
         "SlotTables",
         "TopLogprobs",
         "reference",
-        *MODULE_OF_OP,
     ]
+    __all__.extend(MODULE_OF_OP)
 
 
 def __getattr__(name: str) -> object:
