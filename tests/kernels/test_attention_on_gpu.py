@@ -57,7 +57,7 @@ def test_decode_of_long_contexts(device, head_dim, dtype, query_len):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("query_len", [4, 256])
 def test_lse_errs_no_more_after_many_steps(device, head_dim, dtype, query_len):
-    """Large scores: where the maximum stays, a rescale that is not exactly 1 adds up over steps."""
+    """Large scores: a rescale that is not exactly 1 where the maximum stays adds up over steps."""
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=head_dim, max_seq_len=4096)
     batch = RaggedBatch(query_lens=(query_len,), seq_lens=(4096,))
     case = build_paged_cache(layout, batch, dtype=dtype).to(device)

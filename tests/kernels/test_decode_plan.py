@@ -225,7 +225,7 @@ def test_a_long_request_among_many_short_requests_is_divided(device):
 
 
 def test_short_segments_leave_the_programs_to_long_segments(device):
-    """Eight heads see ten keys and share a program; the head that sees 400 gets the other seven."""
+    """Eight heads see ten keys, one sees 400: seven pieces on eight programs, short items last."""
     roles = [HeadRole(window=10)] * 3 + [HeadRole()] + [HeadRole(window=10)] * 5
     items, merges = _lists(_made(kernels, device, [MAX_KEYS], roles, 8, 1, {}))
     assert merges == [[0, 3, 0, 7]]
@@ -246,7 +246,7 @@ def test_a_plan_makes_no_more_items_than_its_buffers_have(device):
 
 
 def test_segments_are_divided_by_at_least_min_tiles(device):
-    """Divided by 3 tiles, then shared equally: 13 tiles are five pieces, 4 tiles two, 2 tiles one."""
+    """Divided by 3 tiles, then shared equally: 13 tiles are five pieces, 4 are two, 2 are one."""
     options = {"min_tiles": 3}
     lens = [MAX_KEYS, 4 * 32, 2 * 32]
     items, _ = _lists(_made(kernels, device, lens, [HeadRole()], 40, 1, options))

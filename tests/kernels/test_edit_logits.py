@@ -104,7 +104,7 @@ def _logits(case: Case) -> torch.Tensor:
 
 
 def _arguments(case: Case, device="cpu") -> Arguments:
-    """Return the arguments: matrices are views of larger ones, counts hold rubbish and cover nothing."""
+    """Return the arguments: matrices are views, counts hold rubbish and cover no token yet."""
 
     def vector(values: list, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor([UNREAD, *values], dtype=dtype, device=device)[1:]
