@@ -88,7 +88,7 @@ def _decode_kernel(code_ptr, out_ptr, TILE: tl.constexpr, PATH: tl.constexpr):
 
 
 def _edges() -> np.ndarray:
-    """Return e4m3 values and midpoints, neighbours of both, values out of range and random bits."""
+    """Return e4m3 values, midpoints, neighbours of both, values out of range and random bits."""
     values = np.sort(_number_formats.decode(np.arange(127, dtype=np.uint8), "fp8e4nv"))
     ties = (values[1:] + values[:-1]) / np.float32(2)
     past = np.array([449, 464, 465, 480, 1e4, 3e38, np.inf, np.nan, 1e-45, 1e-12], np.float32)
