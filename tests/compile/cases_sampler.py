@@ -1,4 +1,4 @@
-"""Launches of bad words that are compiled ahead of time."""
+"""Launches of the bad-words mask that are compiled ahead of time."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_every_kernel_compiles(target, group, share, shares):
 
 
 def test_spills_shared_memory_and_unsupported_operations_are_reported():
-    """A kernel that spills, one with too much shared memory, one with an operation sm_80 lacks."""
+    """The kernels spill, need too much shared memory, or use an operation that sm_80 lacks."""
     reports = {r.case: r for r in compile_for("sm_80", [f"{__package__}.bad_kernels"])}
     assert "sm_80 spills: spills " in reports["spills"].problem
     assert "bytes of shared memory, has 166912" in reports["shared"].problem

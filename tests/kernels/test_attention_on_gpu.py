@@ -150,7 +150,7 @@ def test_a_captured_launch_serves_other_lengths_pages_and_roles(device, op, cut,
     live, other = (_arguments(case, op, q) for case in cases)
     if op == "prefill" and cut:
         if cut != {"num_kv_splits": 4}:
-            pytest.skip("prefill has no other cut than splits")
+            pytest.skip("prefill divides keys by splits only")
         cut = {"splits": make_splits(cases[0], q, 4)}
     launch = partial(getattr(kernels, f"paged_{op}_attention"), **cut)
     eager = []

@@ -279,7 +279,7 @@ def test_pages_beyond_two_to_the_31_elements(device, ops):
 
 
 def test_attention_over_copied_blocks_is_unchanged(device):
-    """Copy on write: a request whose table names the copies computes the same, bit for bit."""
+    """Copy on write: a request whose table names the copies gets the same output, bit for bit."""
     roles = (HeadRole(group=0), HeadRole(group=1, window=20, sink=4, ring_blocks=3))
     layout = LayoutCase.head_groups(roles=roles, head_dim=16, max_seq_len=48, max_reqs=2)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(1,), seq_lens=(40,))).to(device)

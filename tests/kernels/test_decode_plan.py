@@ -246,7 +246,7 @@ def test_a_plan_makes_no_more_items_than_its_buffers_have(device):
 
 
 def test_segments_are_divided_by_at_least_min_tiles(device):
-    """Divided by 3 tiles, then shared equally: 13 tiles are five pieces, 4 are two, 2 are one."""
+    """min_tiles 3, then equal shares: 13 tiles are five pieces, 4 tiles two, 2 tiles one."""
     options = {"min_tiles": 3}
     lens = [MAX_KEYS, 4 * 32, 2 * 32]
     items, _ = _lists(_made(kernels, device, lens, [HeadRole()], 40, 1, options))

@@ -304,7 +304,7 @@ def test_a_captured_launch_follows_the_logits(device):
 
 
 def test_configurations():
-    """A program of the first launch takes up to 2048 ids, whatever the group size and the rows."""
+    """A program of the first launch takes up to 2048 ids, for any group size and any rows."""
     small, usual, largest = map(
         TopLogprobsConfig.default_for, (1000, 151_936, MAX_LOGPROBS_VOCAB_SIZE)
     )

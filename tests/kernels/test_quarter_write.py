@@ -182,7 +182,7 @@ def test_several_programs_and_tiles_of_slots(device, case):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_sizes(device, head_dim, block_size):
-    """The first launch has more tokens than a tile of slots; the second has larger neighbours."""
+    """The first launch has more tokens than a tile of slots; the second writes larger vectors."""
     layout = LayoutCase.hnd(
         num_kv_heads=2, head_dim=head_dim, block_size=block_size, max_seq_len=320
     )

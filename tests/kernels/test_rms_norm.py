@@ -155,7 +155,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_normalised_value_is_rounded_before_the_weight(device, dtype):
-    """The mean square of 1 and 7 is 25: 7 / 5 = 1.4 must be rounded before the weight."""
+    """The mean square of 1 and 7 is 25: 7 / 5 = 1.4 is rounded before the weight is applied."""
     x = torch.tensor([1.0, 7.0] * 64, dtype=dtype, device=device)[None]
     weight = 1 + torch.arange(128, dtype=torch.float32, device=device).to(dtype) / 128
     want = _torch(x, weight)

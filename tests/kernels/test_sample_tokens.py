@@ -25,7 +25,7 @@ NEAR_TIE = 2.0**-17
 """Scores this close, relative to the larger of the best and 16, may swap: noise and quotient each
 differ from the oracle's by a few float32 ulp, and the noise reaches 22."""
 ROUNDING = 2.0**-15
-"""The kernel may keep the set of a filter value this much larger or smaller, relatively:
+"""Relative change of a filter's value: the kernel may keep the set of the changed value, as
 thresholds of min_p and sums of up to 2^18 float32 terms round by less."""
 
 SOME = 3 if INTERPRET else 60
@@ -422,7 +422,7 @@ def test_parameters_in_slot_order_are_read_through_idx_mapping(device, data, see
 
 
 def _chi_square_bound(degrees: int) -> float:
-    """Return the value that chi-square exceeds once in 10^6 (Wilson and Hilferty)."""
+    """Return the value that chi-square exceeds once in 10^6 (Wilson-Hilferty approximation)."""
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + 4.75 * math.sqrt(spread)) ** 3
 
@@ -460,7 +460,7 @@ def test_draws_follow_the_softmax(device, vary, filters):
         "child": index.int() if vary == "child" else torch.zeros(num_draws, dtype=torch.int32),
         **_filters(num_draws, "cpu", **filters),
     }
-    if device.type == "cpu":  # a program a row: the oracle, equal to the kernel, is quicker
+    if device.type == "cpu":  # one program per row: the oracle, equal to the kernel, is quicker
         step = 20_000
         tokens = torch.cat([
             reference.sample_tokens(**{name: x[i : i + step] for name, x in rows.items()})

@@ -108,7 +108,7 @@ def _upload(generator: torch.Generator, layout: Step) -> torch.Tensor:
     first_word = 1 + NUM_ROWS + 3 * MAX_SEGMENTS
 
     def write(target: torch.Tensor, values: list[int] | int) -> None:
-        """Stage ``values``; an int is a count of -1."""
+        """Stage ``values``; an int n stages n times -1."""
         dst = target.storage_offset()
         if isinstance(values, int):
             segments.append((dst, -1, values))

@@ -272,5 +272,5 @@ def test_params_are_immutable_values():
         (SamplingParams(min_p=0.1, temperature=0), False),
     ],
 )
-def test_greedy_rows_and_rows_without_filters_do_not_filter(params, filters):
+def test_filters_is_true_only_where_a_random_draw_is_filtered(params, filters):
     assert params.filters is filters
