@@ -49,7 +49,7 @@ def _case(num_tokens: int = 33, **options: object) -> WriteCase:
 # --- bytes and data ----------------------------------------------------------------------------
 
 
-def test_bytes_by_hand():
+def test_bytes_equal_the_closed_forms():
     """8 heads x 128: 4 KiB of K and V a token in bf16, 2 KiB of codes, 64 bytes of scales."""
     large, _, _, _, largest = reversed(KVWriteBench().cases())
     assert large.bytes_moved == 16384 * (2 * 4096 + 8)
