@@ -146,7 +146,7 @@ def test_layers_with_a_window_of_their_own_stay_full():
         rankable_heads((24, 24), 2)
 
 
-def test_errors_say_what_was_expected():
+def test_wrong_lengths_and_policies_are_refused():
     with pytest.raises(ConfigError, match=r"method: expected one of .*'greedy'.* got 'best'"):
         rank((1, 2), len, "best")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expected a finite loss, got nan"):
