@@ -230,7 +230,7 @@ def test_a_step_is_timed_from_end_to_end(
 
 
 class Clock:
-    """A clock that only moves when told to."""
+    """A clock that moves only when a slowed call runs."""
 
     def __init__(self) -> None:
         self.us = 0
@@ -351,7 +351,9 @@ def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch
     assert [(e["batch"], e["waiting"]) for e in result["waiting"]] == [(3, 0), (3, 5)]
     assert all(entry["host"].keys() == HOST_KEYS for entry in result["waiting"])
     assert built == [True, False]
-    assert len(said) == 2 + 1 + 2 + 2  # the other engine, the start line, the batches, the queues
+    assert (
+        len(said) == 2 + 1 + 2 + 2
+    )  # the deterministic engine, the start line, the batches, the queues
 
 
 @pytest.mark.parametrize("options", [{"compare_deterministic": False}, {"deterministic": True}])

@@ -44,7 +44,7 @@ def run_onto(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     """Return a function that runs the command with a failing stdout and returns its stderr."""
 
     def run(stdout: IO[str] | None, arguments: list[str]) -> str:
-        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
         monkeypatch.setattr(sys, "stdout", stdout)
         stderr = sys.stderr
         with pytest.raises(SystemExit) as ended:

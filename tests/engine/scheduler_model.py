@@ -73,7 +73,7 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
 
 @dataclass
 class Slot:
-    """The device's state of one slot."""
+    """The state of one slot on the device."""
 
     request: SlotRequest
     hashes: list[int]

@@ -27,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached: dict[bytes, int] = {}
         self.newest_step = self.newest_over = 0
         self.used_until: dict[int, int] = {}
-        """Of a block that other requests still use: the newest step of those that freed it."""
+        """Per block still in use: the newest step in flight of the requests that freed it."""
 
     @property
     def num_free(self) -> int:
@@ -134,7 +134,7 @@ def test_uncached_free_blocks_are_allocated_first_then_the_least_recently_used()
 
 @pytest.mark.parametrize("is_shared_late", [False, True])
 def test_a_block_is_quarantined_until_the_steps_of_all_its_former_requests_end(is_shared_late):
-    """One request frees the block with its step 3 in flight, the other one with no step."""
+    """One request frees the block with its step 3 in flight, the other request with no step."""
     pool = BlockPool(4)
     (block,) = pool.allocate(1)
     pool.cache(block, b"a")

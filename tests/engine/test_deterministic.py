@@ -58,7 +58,7 @@ def logits_of(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 5, 8, 12, 70])
-def test_logits_of_a_short_prompt_are_the_same_bits_in_a_batch_with_a_long_one(
+def test_logits_of_a_short_prompt_are_the_same_bits_with_a_long_prompt_in_the_batch(
     checkpoint, device, length
 ):
     """The choice of kernel and tiles does not depend on the longest prompt of the batch."""

@@ -72,7 +72,7 @@ def assert_greedy_equals_transformers(
             num_kv_blocks=64,
         ) as llm:
             reference.calls.clear()
-            # a step of one token takes as long as a step of 64: fewer prompts there
+            # a step of one token takes as long as a step of 64: fewer prompts for chunk 1
             outputs = llm.generate(prompts[:count], GREEDY)
             assert bool(reference.calls) == (llm._engine.runner.path == "reference")
         tokens = [list(output.outputs[0].token_ids) for output in outputs]

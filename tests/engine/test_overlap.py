@@ -1,4 +1,4 @@
-"""Two steps in flight give the tokens of one: requests join, leave, stop and are preempted."""
+"""Two steps in flight give the tokens of one while requests join, stop, leave or are preempted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of the configuration on a request: only that request is refused, and by name."""
+"""Limits of the configuration on a request: a request beyond a limit is refused, and alone."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_the_main_thread_alone_shows_a_progress_bar(roomy, monkeypatch):
 
 
 def test_step_and_generate_in_two_threads_return_only_their_own_outputs(roomy):
-    """One thread steps its own requests while another generates: neither takes foreign outputs."""
+    """One thread steps, another generates: neither gets the outputs of the other thread."""
     llm, done = roomy, threading.Event()
 
     def steps() -> dict[str, object]:

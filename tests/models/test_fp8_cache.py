@@ -93,7 +93,7 @@ def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def scale_tensors(spelling: int, scales: torch.Tensor = HEAD_SCALES) -> dict[str, torch.Tensor]:
-    """Return ``[layers, 2, ...]`` scales under one of the names they may have."""
+    """Return ``[layers, 2, ...]`` scales by tensor name, in one of the supported spellings."""
     return {
         scale_names(layer, part)[spelling]: scales[layer, index].clone()
         for layer in range(len(scales))

@@ -45,14 +45,14 @@ def edit_index(directory: Path, change: Callable[[dict[str, str]], None]) -> Non
 
 @pytest.fixture
 def single(tmp_path: Path) -> Path:
-    """A tiny checkpoint in one file."""
+    """Return a tiny checkpoint in one file."""
     tiny_checkpoint(tmp_path, "qwen3")
     return tmp_path
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """The same checkpoint in several shards; the last holds several tensors."""
+    """Return the same checkpoint in several shards; the last shard has several tensors."""
     save_checkpoint(tmp_path, tiny_config("qwen3"), max_shard_size="120KB")
     *shards, last = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) >= 2

@@ -35,7 +35,7 @@ def launch(
     on: str = "cpu",
     **options: object,
 ) -> AsyncOutput:
-    """Do what a step does: take a slot, have kernels write it, deliver."""
+    """Do the work of a step: take a slot, have kernels write it, deliver the result."""
     slot = ring.acquire()
     ring.start()
     num_output, output = ring.views(len(tokens), 1)

@@ -311,7 +311,7 @@ def test_a_missing_flashinfer_package_is_named(tmp_path, stand_in, monkeypatch):
     tiny_checkpoint(tmp_path, "llama")
     with pytest.raises(ConfigError, match=r"expected the package flashinfer-python .*'triton'"):
         LLM(str(tmp_path), device="cpu", attention_backend="flashinfer")
-    # the other backend does not import it
+    # the triton backend does not import flashinfer
     with LLM(str(tmp_path), device="cpu", num_kv_blocks=8) as llm:
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
 

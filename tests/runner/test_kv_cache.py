@@ -192,7 +192,7 @@ def test_streaming_groups_get_the_blocks_they_can_use_and_full_groups_the_rest()
 
 @pytest.mark.parametrize("num_full", [1, 2, 7])
 def test_short_memory_is_divided_fairly_between_short_and_long_requests(num_full: int):
-    """Relative to the best division for its length, no length fares worse than both extremes."""
+    """Relative to the best division for its length, no length gets less than the two extremes."""
     num_heads, window, context, block_size = 8, 40 * 16, 400, 16
     policy = HeadPolicy(((FULL,) * num_full + (Visible(window),) * (num_heads - num_full),))
     sizes = {"max_model_len": context * block_size, "max_query_len": 64}
