@@ -2,7 +2,7 @@
 
 A process either interprets Triton kernels (``TRITON_INTERPRET=1``) or compiles them, never both:
 the suite is run once per mode. A test whose mode this process does not have is reported as
-"not run" with the reason: a lane never passes by not looking.
+"not run" with the reason: a lane in which no test ran does not pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from mrv1.device import INTERPRET
 
-# Two pytest workers share two cores: more threads than that only make them wait for each other.
+# Two pytest workers share two cores: with more threads than cores, workers wait for each other.
 torch.set_num_threads(1)
 
 HAS_GPU = torch.cuda.is_available() and not INTERPRET
@@ -26,7 +26,7 @@ _common = {
     "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-# --hypothesis-profile loads another: `make test` quick, `make test-full` full.
+# --hypothesis-profile loads another profile: `make test` quick, `make test-full` full.
 settings.register_profile("quick", max_examples=12, **_common)
 settings.register_profile("dev", max_examples=20, **_common)
 settings.register_profile("full", max_examples=300, **_common)
@@ -36,14 +36,14 @@ settings.load_profile("dev")
 def _not_run_reason(
     marks: set[str], *, interpreting: bool = INTERPRET, has_gpu: bool = HAS_GPU
 ) -> str | None:
-    """Say why a test with these marks has no place in this process, or None if it has."""
+    """Return why a test with these marks cannot run in this process, or None if it can."""
     if interpreting:
         return None if "interp" in marks else "not run: TRITON_INTERPRET=1 is set"
     if "gpu" in marks and has_gpu:
         return None
     if "interp" in marks:
         return "not run: set TRITON_INTERPRET=1"
-    return NO_GPU if "gpu_only" in marks else None  # others run on a CPU, on the torch reference
+    return NO_GPU if "gpu_only" in marks else None  # other tests run on the torch reference
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _not_run(reporter: pytest.TerminalReporter) -> list[str]:
-    """Return the reasons of a session in which each test was "not run", or nothing."""
+    """Return the reasons of a session in which each test was "not run", else an empty list."""
     if any(reporter.stats.get(outcome) for outcome in ("passed", "failed", "error", "xfailed")):
         return []
     skips = [str(report.longrepr[-1]) for report in reporter.stats.get("skipped", [])]
@@ -74,14 +74,14 @@ def _not_run(reporter: pytest.TerminalReporter) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A lane in which nothing was run exits as a run without tests, not as a success."""
+    """Make a lane in which no test ran exit like a run without tests, not like a success."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and exitstatus == pytest.ExitCode.OK and _not_run(reporter):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say in one line that nothing was run, and why."""
+    """Print one line per reason if no test ran."""
     reasons = _not_run(terminalreporter)
     for reason in sorted(set(reasons)):
         terminalreporter.write_line(f"{reasons.count(reason)} tests {reason}", yellow=True)
@@ -89,11 +89,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The device kernels run on here: the GPU if they are compiled, else the CPU."""
+    """Return the device that kernels run on: the GPU if they are compiled, else the CPU."""
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
 @pytest.fixture
 def generator(device: torch.device) -> torch.Generator:
-    """A seeded generator on ``device`` (in ``@given`` tests draw the seed instead)."""
+    """Return a seeded generator on ``device`` (in ``@given`` tests draw the seed instead)."""
     return torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""The shape of the house: which module may import, call or say what.
+"""The rules of the architecture: what each module may import, call and contain.
 
 Each rule is a function from one parsed file to its violations, applied to every file of ``mrv1``
 and, so that the rule itself can fail, to a snippet that breaks it and to one that keeps it.
@@ -59,7 +59,7 @@ BY_NAME = {file.name: file for file in FILES}
 
 
 def _dotted(node: ast.AST) -> str:
-    """The dotted name an expression spells ("torch.cuda.Event"), or an empty string."""
+    """Return the dotted name that an expression spells ("torch.cuda.Event"), or ""."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
@@ -68,7 +68,7 @@ def _dotted(node: ast.AST) -> str:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything imported, wherever it stands in the file."""
+    """Yield line and full dotted name of every import, anywhere in the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -83,7 +83,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _imports_at_start(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """What is imported when the module is: not in a function, nor for type checkers alone."""
+    """Yield the imports that run with the module's: not in functions nor for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and _dotted(node.test).endswith("TYPE_CHECKING"):
             yield from _imports_at_start(ast.Module(node.orelse, []))
@@ -94,7 +94,7 @@ def _imports_at_start(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _modules(target: str) -> Iterator[str]:
-    """The files, named as in ``File``, that an import of a dotted name runs: packages and it."""
+    """Yield the files, named as in ``File``, that an import runs: the packages and the module."""
     parts = target.split(".")
     if parts[0] != "mrv1":
         return
@@ -106,7 +106,7 @@ def _modules(target: str) -> Iterator[str]:
 
 
 def _uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import and every attribute that is read or called."""
+    """Yield line and dotted name of every import and every attribute that is read or called."""
     yield from _imports(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (name := _dotted(node)):
@@ -114,7 +114,7 @@ def _uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _scopes(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Every node with the qualified name of the function or class it stands in."""
+    """Yield every node with the qualified name of the function or class that contains it."""
     for child in ast.iter_child_nodes(node):
         yield scope, child
         inner = scope
@@ -164,14 +164,14 @@ def arrows_point_one_way(file: File) -> Iterator[str]:
         if package != "mrv1":
             continue
         layer = inner.partition(".")[0]
-        # What mrv1/__init__.py defines itself ("from mrv1 import LLM") belongs to the top.
+        # A name that mrv1/__init__.py defines ("from mrv1 import LLM") belongs to the top layer.
         layer = layer if layer in MAY_IMPORT else "__init__"
         if layer not in MAY_IMPORT[file.layer]:
             yield f"{line}: {file.layer} imports {target}"
 
 
 def only_integrations_and_peers_import_vllm(file: File) -> Iterator[str]:
-    """The vLLM plug-in is the only place that knows vLLM; benchmarks measure its kernels."""
+    """Only the vLLM plug-in and the benchmarks of vLLM's kernels import vLLM."""
     if file.layer == "integrations" or file.name.startswith("bench.peers."):
         return
     for line, target in _imports(file.tree):
@@ -180,7 +180,7 @@ def only_integrations_and_peers_import_vllm(file: File) -> Iterator[str]:
 
 
 def only_one_module_imports_triton(file: File) -> Iterator[str]:
-    """``_base/triton.py`` settles interpreter or compiler; repair and test tools look inside."""
+    """Only ``_base/triton.py``, fixes of the interpreter and test tools import triton."""
     looks_inside = file.name.startswith("kernels._base.interpreter") or file.layer == "testing"
     if file.name == "kernels._base.triton" or looks_inside:
         return
@@ -193,7 +193,7 @@ ORACLE_USERS = {
     "bench.attention_data": "quantises keys and values as a cache holds them",
     "bench.kv_write": "compares with the oracle in float64",
     "bench.kv_write_data": "compares with the oracle's scales and codes",
-    "bench.peers.attention": "quantises keys and values for peers that take them so",
+    "bench.peers.attention": "quantises keys and values for peers with an fp8 cache",
 }
 
 
@@ -218,7 +218,7 @@ def _targets_at_start(name: str) -> tuple[str, ...]:
 
 
 def _way_to_triton(name: str, seen: set[str]) -> list[str]:
-    """How the import of a file ends at triton: the files between, or nothing if it does not."""
+    """Return the files through which the import of a file reaches triton, or an empty list."""
     for target in _targets_at_start(name):
         if target.partition(".")[0] == "triton":
             return [name]
@@ -247,10 +247,10 @@ KERNEL_FOLDERS = {
     "layers": {"_base", "layers"},
     "sampling": {"_base", "sampling"},
     "step": {"_base", "step"},
-    "cache": {"_base", "cache", "layers.reference"},  # its oracle norms and rotates by theirs
+    "cache": {"_base", "cache", "layers.reference"},  # its oracle calls their norm and rope
     "attention": {"_base", "cache", "attention"},
 }
-"""What each folder of ``kernels`` may import of ``kernels``: folders, and single modules."""
+"""The folders and modules of ``kernels`` that each folder of ``kernels`` may import."""
 
 
 def kernel_folders_point_one_way(file: File) -> Iterator[str]:
@@ -268,7 +268,7 @@ def kernel_folders_point_one_way(file: File) -> Iterator[str]:
 
 
 def only_device_asks_the_gpu(file: File) -> Iterator[str]:
-    """What a GPU is and holds is asked in ``device.py``."""
+    """Only ``device.py`` queries the properties and the memory of GPUs."""
     asking = ("get_", "mem_get_info", "is_available", "device_count")
     if file.name == "device":
         return
@@ -289,7 +289,7 @@ def engine_has_no_cuda(file: File) -> Iterator[str]:
 
 
 def only_one_module_reads_the_environment(file: File) -> Iterator[str]:
-    """The environment is read in ``environment.py``; test tools pass it on."""
+    """Only ``environment.py`` reads the environment; test tools pass it on."""
     if file.name == "environment" or file.layer == "testing":
         return
     for line, name in _uses(file.tree):
@@ -298,7 +298,7 @@ def only_one_module_reads_the_environment(file: File) -> Iterator[str]:
 
 
 def no_assert(file: File) -> Iterator[str]:
-    """``python -O`` must not remove a check: raise an error that says what was expected."""
+    """``python -O`` must not remove a check: raise an error that names the expected value."""
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Assert) and file.layer != "testing":
             yield f"{node.lineno}: assert"
@@ -318,12 +318,12 @@ WAITING_FILES = {
 }
 WAITING_FUNCTIONS = {
     "runner.attention_backends:FlashInferBackend.plan": "FlashInfer's page-locked buffers",
-    "runner.block_table:BlockTables.stage": "a numpy array of the host's",
+    "runner.block_table:BlockTables.stage": "a numpy array on the host",
     "runner.block_table:BlockTables._check": "a numpy array of the plan",
-    "runner.debug:_SyncedOps.__getattr__.awaited": "what debug_sync is for",
-    "runner.logprobs:LogprobReport.read": "page-locked memory behind the step's event",
-    "runner.logprobs:LogprobRequests.of_outputs": "a numpy array of the host's",
-    "runner.logprobs:LogprobRequests.of_prompts": "a numpy array of the host's",
+    "runner.debug:_SyncedOps.__getattr__.awaited": "debug_sync waits by design",
+    "runner.logprobs:LogprobReport.read": "page-locked memory, after the step's event",
+    "runner.logprobs:LogprobRequests.of_outputs": "a numpy array on the host",
+    "runner.logprobs:LogprobRequests.of_prompts": "a numpy array on the host",
     "runner.model_runner:ModelRunner.close": "after the last step",
     "runner.profile:run_profile_step": "start-up, before the first step",
     "runner.profile:warm_up": "start-up, before the first step",
@@ -381,7 +381,7 @@ def test_files_were_found():
     assert {"kernels._base.triton", "device", "runner.async_output"} <= names
 
 
-# --- each rule finds what breaks it, and nothing else --------------------------------------------
+# --- each rule finds code that breaks it, and no other code --------------------------------------
 
 BREAKING = [
     (arrows_point_one_way, "kernels.rope", "from mrv1.models.rope import RopeConfig"),
@@ -511,7 +511,7 @@ def test_rule_finds_a_violation(rule: Rule, name: str, text: str):
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), KEEPING)
-def test_rule_accepts_what_keeps_it(rule: Rule, name: str, text: str):
+def test_rule_accepts_code_that_keeps_it(rule: Rule, name: str, text: str):
     assert not list(rule(File(name, text)))
 
 
@@ -520,7 +520,7 @@ def test_every_rule_has_a_breaking_and_a_keeping_snippet():
 
 
 def test_named_exceptions_are_still_needed():
-    """An exception whose function is gone, or waits no longer, is removed from the list."""
+    """An exception whose function is gone, or waits no longer, must be removed from the list."""
     waiting = {f"{file.name}:{scope}" for file in FILES for scope, _, _ in _waits(file.tree)}
     assert set(WAITING_FUNCTIONS) <= waiting
     assert set(WAITING_FILES) <= {file.name for file in FILES}
@@ -561,7 +561,7 @@ def test_every_launcher_has_an_oracle_and_a_test_file():
     assert not violations, "\n".join(violations)
 
 
-def test_an_op_is_imported_from_where_type_checkers_see_it():
+def test_type_checkers_see_every_op_imported_from_its_module():
     tree = BY_NAME["kernels.registry"].tree
     at_start = {target for _, target in _imports_at_start(tree)}
     typed = {target for _, target in _imports(tree)} - at_start
@@ -569,7 +569,7 @@ def test_an_op_is_imported_from_where_type_checkers_see_it():
 
 
 def _places(name: str, module: str) -> dict[str, list[Path]]:
-    """The files that say something of one op, by what they say."""
+    """Return the files that define or name one op, by their role."""
     folder, _, last = module.partition(".")
     kernels, tests = REPO / "mrv1" / "kernels", REPO / "tests"
     cases = (tests / "compile").glob("cases_*.py")
@@ -585,7 +585,7 @@ def _places(name: str, module: str) -> dict[str, list[Path]]:
 
 
 def _names_op(file: File, name: str) -> bool:
-    """Whether a file has an op's name outside of its docstrings."""
+    """Return whether a file has an op's name outside of its docstrings."""
     return any(
         name in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "value", ""))
         or (isinstance(node, ast.alias) and node.name == name)
@@ -595,7 +595,7 @@ def _names_op(file: File, name: str) -> bool:
 
 @pytest.mark.parametrize(("name", "module"), MODULE_OF_OP.items())
 def test_a_new_op_touches_six_files(name: str, module: str):
-    """Kernel, oracle, contract, export, test, compile case: no second list anywhere above."""
+    """Kernel, oracle, contract, export, test, compile case: no second list of ops in kernels/."""
     places = _places(name, module)
     assert {what: len(paths) for what, paths in places.items()} == dict.fromkeys(places, 1)
     assert all(path.is_file() for (path,) in places.values())
@@ -608,7 +608,7 @@ def test_a_second_list_of_ops_is_found():
     assert not _names_op(File("", '"""A linear layer."""\nlinear_call = 1'), "linear")
 
 
-def test_oracle_check_finds_what_is_missing(tmp_path: Path):
+def test_oracle_check_finds_missing_oracles_and_tests(tmp_path: Path):
     def scale(x, factor, *, out=None): ...
 
     scale.__module__ = "mrv1.kernels.scaling"
@@ -621,7 +621,7 @@ def test_oracle_check_finds_what_is_missing(tmp_path: Path):
 
     assert len(found(scale)) == 1  # no test file
     tested.write_text("def test_nothing(): ...")
-    assert len(found(scale)) == 1  # a test file that does not name it
+    assert len(found(scale)) == 1  # a test file that does not name the op
     tested.write_text("def test_scale(): ...")
     assert not found(scale)
     assert found(None) == ["scale: no oracle"]

@@ -1,4 +1,4 @@
-"""Configuration, devices and errors: what each refusal says."""
+"""Configuration, devices and errors: the message of each refusal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_auto_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(name, devic
     assert resolve_dtype(name, torch.bfloat16, device) is expected
 
 
-def test_a_policy_is_named_by_its_file():
+def test_head_policy_must_be_a_file_name():
     with pytest.raises(ConfigError, match="head_policy: expected the name of a JSON file, got 5"):
         EngineConfig(model="tiny", head_policy=5)  # type: ignore[arg-type]
 
@@ -72,7 +72,7 @@ def test_float64_needs_the_cpu():
         resolve_dtype("float64", torch.bfloat16, CUDA)
 
 
-def test_the_context_is_the_models_unless_less_is_asked_for():
+def test_max_model_len_defaults_to_the_models_context_and_cannot_exceed_it():
     assert resolve_max_model_len(None, 100) == 100
     assert resolve_max_model_len(40, 100) == 40
     with pytest.raises(ConfigError, match=r"expected <= 100 \(the model's context\), got 101"):
@@ -85,7 +85,7 @@ def test_an_unknown_device_is_refused_by_name(device):
         resolve_device(device)
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+def test_a_missing_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedDeviceError, match="torch sees 0 GPUs; use device='cpu'"):
         resolve_device("cuda")
@@ -115,14 +115,14 @@ def test_a_cpu_runs_the_reference_unless_the_process_interprets():
     assert device_info(CPU).num_sms == 0
 
 
-def test_errors_are_the_builtins_they_resemble():
+def test_errors_subclass_the_builtins_they_resemble():
     assert issubclass(RequestError, ValueError)
     assert issubclass(ConfigError, ValueError)
     error = StepError("boom", step_id=3, req_ids=("a",))
     assert (str(error), error.step_id, error.req_ids) == ("step 3 (1 requests): boom", 3, ("a",))
 
 
-def test_debug_is_the_environments_unless_it_is_given(monkeypatch):
+def test_debug_defaults_to_the_environment_variable(monkeypatch):
     monkeypatch.delenv("MRV1_DEBUG", raising=False)
     assert not EngineConfig(model="tiny").debug
     monkeypatch.setenv("MRV1_DEBUG", "1")
@@ -136,7 +136,7 @@ def test_debug_is_the_environments_unless_it_is_given(monkeypatch):
 
 
 def test_every_variable_is_the_default_of_a_field(monkeypatch):
-    """So that none can be read without being one of those that ``mrv1 doctor`` tells."""
+    """So that no variable is read that ``mrv1 doctor`` does not report."""
     readers = {field.default_factory for field in fields(EngineConfig)}
     assert readers - {MISSING} == set(VARIABLES.values())
     for name, read in VARIABLES.items():
@@ -157,7 +157,7 @@ def test_every_variable_is_the_default_of_a_field(monkeypatch):
         ("\u0663", "an integer >= 1"),
     ],
 )
-def test_a_count_that_is_none_names_its_variable(monkeypatch, value, expected):
+def test_a_wrong_count_names_its_variable(monkeypatch, value, expected):
     monkeypatch.setenv("MRV1_MAX_STOP_SEQS_NUM", value)
     with pytest.raises(ConfigError, match=f"^MRV1_MAX_STOP_SEQS_NUM: expected {expected}, got"):
         EngineConfig(model="tiny")
@@ -185,7 +185,7 @@ def test_a_count_that_is_none_names_its_variable(monkeypatch, value, expected):
         ("seed", True, "an integer, got True"),
     ],
 )
-def test_a_value_is_of_its_fields_type_and_range(option, value, expected):
+def test_a_value_must_have_the_type_and_range_of_its_field(option, value, expected):
     with pytest.raises(ConfigError, match=f"^{option}: expected {expected}$"):
         EngineConfig(model="tiny", **{option: value})
 
@@ -196,7 +196,7 @@ def test_bytes_need_not_fit_int32_and_counts_may_be_zero_or_none():
 
 
 @pytest.mark.parametrize("option", ["deterministic", "enable_prefix_caching"])
-def test_bytes_that_depend_on_the_order_of_writes_are_refused(option):
+def test_quarter_scales_are_refused_with_determinism_or_prefix_caching(option):
     off = {"deterministic": False, "enable_prefix_caching": False}
     quarters = {"model": "tiny", "kv_cache_dtype": "fp8_e4m3", "kv_scale": "quarter"}
     assert EngineConfig(**quarters, **off).kv_scale == "quarter"
@@ -220,7 +220,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("module", ["config", "environment", "errors", "options"])
 def test_a_configuration_needs_no_torch(module):
-    """The package itself imports torch for its public names: here it is an empty one."""
+    """``mrv1`` itself imports torch for its public names: an empty package replaces it here."""
     root = str(Path(__file__).parents[1] / "mrv1")
     run = run_python(
         "import sys, types; package = sys.modules['mrv1'] = types.ModuleType('mrv1'); "
@@ -237,13 +237,13 @@ def test_the_mode_of_a_process_cannot_change_after_triton_is_imported():
     assert "TRITON_INTERPRET changed after triton was imported" in run.stderr
 
 
-def test_a_senseless_mode_is_refused():
+def test_an_invalid_interpreter_mode_is_refused():
     run = run_python("import mrv1", TRITON_INTERPRET="perhaps")
     assert "TRITON_INTERPRET: expected 0 or 1, got 'perhaps'" in run.stderr
 
 
-def test_steps_in_flight():
-    """FlashInfer's plans are made on the host, which must know who has stopped."""
+def test_two_steps_are_in_flight_unless_overlap_is_off_or_flashinfer_plans():
+    """FlashInfer's plans are made on the host, which must know which requests have stopped."""
     assert EngineConfig(model="tiny").steps_in_flight == 2
     assert EngineConfig(model="tiny", overlap=False).steps_in_flight == 1
     assert EngineConfig(model="tiny", attention_backend="flashinfer").steps_in_flight == 1

@@ -1,4 +1,4 @@
-"""Who converts e4m3 on which GPU, and why."""
+"""Hardware or integer conversion of e4m3 by GPU, and the reason."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def test_fp8_path_by_capability_and_triton(capability, triton_version, path, rea
     assert reason in choice.reason
 
 
-def test_the_installed_triton_is_asked():
+def test_the_fp8_path_defaults_to_the_installed_tritons():
     assert choose_fp8_path(_gpu((8, 9))).path in ("integer", "hardware")
 
 
-def test_amd_converts_in_integers():
+def test_amd_converts_fp8_in_integer_arithmetic():
     choice = choose_fp8_path(_gpu((9, 4)), is_amd=True)
     assert choice.path == "integer"
     assert "AMD" in choice.reason
 
 
-def test_the_interpreter_is_exact():
+def test_the_fp8_conversion_on_a_cpu_counts_as_hardware():
     assert fp8_path(torch.device("cpu")).path == "hardware"
 
 
-def test_old_gpus_are_refused_by_name():
+def test_old_gpus_are_refused_and_named():
     with pytest.raises(UnsupportedDeviceError, match=r"Some GPU has compute capability 7\.5; an"):
         choose_fp8_path(_gpu((7, 5)))

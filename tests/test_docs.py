@@ -1,4 +1,4 @@
-"""The documents: what they link to and name exists."""
+"""The documents: every link has a target, and every file they name exists."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _broken_links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
-def test_every_link_leads_somewhere(page):
+def test_every_link_has_a_target(page):
     assert _broken_links(page) == []
 
 
@@ -48,7 +48,7 @@ def test_a_broken_link_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"])
-def test_every_source_file_it_names_exists(page):
+def test_every_source_file_that_a_page_names_exists(page):
     names = re.findall(
         r"`((?:mrv1|tests|benchmarks|notebooks)/[\w/.-]+)`", page.read_text("utf-8")
     )
@@ -60,7 +60,7 @@ def test_the_examples_for_integrators_run():
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
     names: dict[str, object] = {}
-    for block in blocks:  # each goes on where the one before it ended
+    for block in blocks:  # each block continues the block before it
         exec(block, names)
 
 

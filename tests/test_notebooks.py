@@ -32,18 +32,18 @@ def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _own_kernel() -> AsyncKernelManager:
-    """A manager whose "python3" is this interpreter, whatever kernels the user has installed."""
+    """Return a manager whose "python3" is this interpreter, regardless of installed kernels."""
     specs = KernelSpecManager(kernel_dirs=[])
     assert specs.get_kernel_spec("python3").argv[0] == sys.executable
     return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
 
 
-def test_quickstart_is_there():
+def test_quickstart_is_the_only_notebook():
     assert [path.stem for path in NOTEBOOKS] == ["quickstart"]
 
 
 @each_notebook
-def test_it_runs_from_top_to_bottom(path: Path):
+def test_notebook_runs_from_top_to_bottom(path: Path):
     notebook = _read(path)
     client = NotebookClient(
         notebook, km=_own_kernel(), timeout=120, resources={"metadata": {"path": path.parent}}
@@ -51,11 +51,11 @@ def test_it_runs_from_top_to_bottom(path: Path):
     search_path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
     client.execute(cleanup_kc=True, env=os.environ | {"PYTHONPATH": search_path})
     printed = [cell for cell in _code_cells(notebook) if cell.outputs]
-    assert len(printed) >= 5  # it executed, and showed something
+    assert len(printed) >= 5  # the cells ran and printed
 
 
 @each_notebook
-def test_it_is_short_and_has_no_logic_of_its_own(path: Path):
+def test_notebook_is_short_and_defines_no_functions(path: Path):
     cells = _code_cells(_read(path))
     assert len(cells) <= MAX_CODE_CELLS
     defining = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
@@ -66,7 +66,7 @@ def test_it_is_short_and_has_no_logic_of_its_own(path: Path):
 
 
 @each_notebook
-def test_it_carries_no_outputs(path: Path):
+def test_notebook_carries_no_outputs(path: Path):
     for cell in _code_cells(_read(path)):
         assert cell.outputs == []
         assert cell.execution_count is None

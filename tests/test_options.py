@@ -1,4 +1,4 @@
-"""An option is one field: ``LLM`` and the command line have every field, and a new one too."""
+"""An option is one field: ``LLM`` and the command line have every field, a new field too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IN_FILES_ALONE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreOptions(EngineConfig):
-    """The engine's, and a new one of each kind."""
+    """The engine's options, and a new option of each kind."""
 
     colour: Literal["red", "blue"] = "red"
     """Colour of the ``tokens``."""
@@ -49,7 +49,7 @@ class MoreOptions(EngineConfig):
 
 
 def options_of(path: tuple[str, ...]) -> Mapping[str, Any]:
-    """The options of a command by the name of their field."""
+    """Return the options of a command by the name of their field."""
     found = typer.main.get_command(app)
     for name in path:
         found = found.commands[name]
@@ -57,7 +57,7 @@ def options_of(path: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def text_of(option: Any) -> str:
-    """An option's help without the remarks that its type adds."""
+    """Return an option's help without the remarks that its type adds."""
     return option.help.partition(" One of ")[0].removesuffix(" Repeatable.")
 
 
@@ -92,7 +92,7 @@ def test_llm_takes_objects_that_a_configuration_cannot_hold():
 
 @pytest.mark.parametrize("field", ENGINE, ids=lambda field: field.name)
 def test_generate_has_every_field_of_an_engine(field):
-    """But the seed: that of the one request is the sampling parameter."""
+    """Except the seed: ``--seed`` is the sampling parameter of the one request."""
     option = options_of(("generate",))[field.name]
     if field.name in ("model", "seed"):
         assert option.rich_help_panel != "Engine"
@@ -109,7 +109,7 @@ def test_generate_has_every_sampling_parameter_that_text_can_give(field):
         assert option is None
         return
     assert option.rich_help_panel == "Sampling"
-    if field.name == "max_tokens":  # 16, as vLLM has it, is short for a reader
+    if field.name == "max_tokens":  # vLLM's 16 is short for a reader
         assert option.default == 128
         return
     assert option.default == (None if field.default == () else field.default)
@@ -129,7 +129,7 @@ def test_generate_has_every_sampling_parameter_that_text_can_give(field):
         (("calibrate",), CalibrateOptions, set()),
     ],
 )
-def test_a_command_has_every_field_of_what_it_runs(path, cls, without):
+def test_a_command_has_every_field_of_its_options_class(path, cls, without):
     options = options_of(path)
     assert {field.name for field in fields(cls)} - options.keys() == without
     assert all(option.help for option in options.values())
@@ -148,7 +148,7 @@ def test_a_new_field_is_an_option_of_python():
     assert {"colour", *(field.name for field in ENGINE)} <= signature.parameters.keys()
     assert signature.parameters["colour"].default == "red"
     assert "\n    num_shades: Shades of the colour." in inspect.getdoc(Engine.__init__)
-    assert signature.parameters["debug"].default is None  # the environment's
+    assert signature.parameters["debug"].default is None  # from the environment
     assert signature.parameters["debug"].annotation == bool | None
     assert {each.name for each in parameters(MoreOptions)} == signature.parameters.keys()
     assert env_fields(MoreOptions) == env_fields(EngineConfig)
@@ -156,7 +156,7 @@ def test_a_new_field_is_an_option_of_python():
 
 @pytest.fixture
 def paint():
-    """A command whose options are the fields, and what it got."""
+    """Return a function that runs a command with these fields and returns the values it got."""
     from typer.testing import CliRunner
 
     got: dict[str, Any] = {}
@@ -201,7 +201,7 @@ def test_a_new_field_is_an_option_of_a_command(paint):
     assert got["options"].items() >= expected.items()
 
 
-def test_help_says_text_choices_and_default(paint):
+def test_help_shows_text_choices_and_default(paint):
     result, _ = paint("--help")
     said = " ".join(word for word in result.output.split() if word.isascii())
     assert "Colour of the tokens. One of red, blue. [default: red]" in said
@@ -226,7 +226,7 @@ def test_a_wrong_value_is_refused_by_name(paint, arguments, message):
     assert message in result.stderr
 
 
-def test_a_field_that_no_text_can_give_must_be_left_out():
+def test_a_field_that_text_cannot_express_must_be_left_out():
     with pytest.raises(TypeError, match=r"SamplingParams.logit_bias: expected a type of options"):
         FieldsOf(cls=SamplingParams).options()
 

@@ -1,4 +1,4 @@
-"""What is installed and shipped: version, typing marker, embedded model, pins, test lanes."""
+"""The package and its wheel: version, typing marker, embedded model, pins, test lanes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _canonical(name: str) -> str:
 
 
 def _pins() -> dict[str, str]:
-    """Name to version, from a file in which every line is a comment or one exact pin."""
+    """Return versions by name, from a file in which every line is a comment or an exact pin."""
     pins = {}
     for line in (REPO / "constraints.txt").read_text("utf-8").splitlines():
         if line.startswith("#"):
@@ -42,7 +42,7 @@ def _pins() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built in place by the pinned hatchling: no isolated environment, no network."""
+    """Build the wheel in place with the pinned hatchling: no isolated environment, no network."""
     folder = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder],
@@ -86,11 +86,11 @@ def test_wheel_names_its_licence_and_version(wheel: Path):
 # --- version, dependencies, pins -----------------------------------------------------------------
 
 
-def test_one_version():
+def test_the_version_is_the_same_everywhere():
     assert mrv1.__version__ == PROJECT["version"] == metadata.version("mrv1")
 
 
-def test_typing_marker_is_beside_the_package():
+def test_typing_marker_is_in_the_package():
     assert (Path(mrv1.__file__).parent / "py.typed").is_file()
 
 
@@ -99,7 +99,7 @@ def _requirement(text: str) -> str:
 
 
 def _needed(extras: tuple[str, ...]) -> set[str]:
-    """Names of everything installed here that mrv1 with ``extras`` needs, however indirectly."""
+    """Return the installed packages that mrv1 with ``extras`` needs, directly or indirectly."""
     optional = PROJECT["optional-dependencies"]
     todo = [_requirement(text) for text in PROJECT["dependencies"]]
     todo += [_requirement(text) for extra in extras for text in optional[extra]]
@@ -128,7 +128,7 @@ def test_every_installed_requirement_is_pinned_at_its_version():
 
 
 def test_every_extra_is_bounded_by_a_release_beyond_its_pin():
-    """A bound that the pinned version does not keep would be one that nobody has tested."""
+    """If a pinned version were beyond its bound, no version within the bound would be tested."""
     texts = [text for extra in PROJECT["optional-dependencies"].values() for text in extra]
     bounds = {_requirement(text): text.partition("<")[2] for text in texts}
     del bounds["mrv1"]
@@ -142,7 +142,7 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".") if part.isdecimal()]
 
 
-def test_pins_name_the_tested_pair():
+def test_pins_name_the_tested_torch_and_triton():
     assert (_pins()["torch"], _pins()["triton"]) == ("2.13.0", "3.7.1")
 
 
@@ -172,7 +172,7 @@ def test_ci_runs_the_full_suite():
         ({"gpu", "gpu_only"}, False, False, "not run: no GPU"),
     ],
 )
-def test_a_test_runs_only_where_its_lane_is(marks, interpreting, has_gpu, reason):
+def test_a_test_runs_only_in_its_lane(marks, interpreting, has_gpu, reason):
     assert _not_run_reason(marks, interpreting=interpreting, has_gpu=has_gpu) == reason
 
 
@@ -204,14 +204,16 @@ def _run_lane(
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1")])
-def test_gpu_lane_without_a_gpu_is_no_success(tmp_path: Path, workers: tuple[str, ...]):
+def test_gpu_lane_without_a_gpu_exits_as_a_run_without_tests(
+    tmp_path: Path, workers: tuple[str, ...]
+):
     run = _run_lane(tmp_path, "-m", "gpu", *workers)
     assert run.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, run.stdout + run.stderr
     assert "2 tests not run: no GPU" in run.stdout
     assert " passed" not in run.stdout
 
 
-def test_another_lane_succeeds_and_says_what_it_left_out(tmp_path: Path):
+def test_another_lane_succeeds_and_names_the_reason_of_its_skips(tmp_path: Path):
     run = _run_lane(tmp_path)
     assert run.returncode == pytest.ExitCode.OK, run.stdout + run.stderr
     assert "1 passed, 1 skipped" in run.stdout

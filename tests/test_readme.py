@@ -1,4 +1,4 @@
-"""README.md is short, its example runs, and what it names exists."""
+"""README.md is short, its example runs, and everything it names exists."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _fences(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_it_is_short():
+def test_the_readme_is_short():
     assert len(README.splitlines()) < MAX_LINES
 
 
-def test_its_example_runs(capsys: pytest.CaptureFixture[str]):
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]):
     (example,) = _fences("python")
     assert len(example.strip().splitlines()) <= 10
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
@@ -63,7 +63,7 @@ def test_every_command_and_option_exists():
             assert option in usage.stdout, line
 
 
-def test_every_file_it_links_or_names_exists():
+def test_every_file_that_the_readme_links_or_names_exists():
     links = [target for target in re.findall(r"\]\(([^)]+)\)", README) if "://" not in target]
     named = re.findall(r"`([\w/.-]+(?:\.ipynb|\.txt|/))`", README)
     assert {"LICENSE", "benchmarks/README.md"} <= set(links)
@@ -80,14 +80,14 @@ def test_table_of_kernels_names_every_op_and_no_other():
     assert f"[{len(ops)} of them](docs/performance.md#the-kernels)" in README
 
 
-def test_it_names_every_model_family_and_no_other():
+def test_the_readme_names_every_model_family():
     (models,) = re.findall(r"^- \*\*Models\*\*: (.*?);", README, re.M | re.DOTALL)
     assert FAMILY_NAMES.keys() == ARCHITECTURES.keys()
     for name in FAMILY_NAMES.values():
         assert name in models
 
 
-def test_it_says_what_it_is_not():
+def test_the_readme_states_its_name_clash_and_its_untested_gpus():
     assert 'unrelated to what vLLM threads call "MRV1"' in README
     assert "Blackwell and AMD: compiled, never run" in README
 
@@ -125,13 +125,13 @@ def _result() -> dict[str, Any]:
     }
 
 
-def test_measured_figures_are_those_of_the_results_files():
+def test_measured_figures_equal_the_results_files():
     table = readme_table.summary_table()
     assert readme_table.with_table(README, table) == README, "run benchmarks/readme_table.py"
     assert readme_table.main(["--check"]) == 0, "run benchmarks/readme_table.py"
 
 
-def test_kernel_tables_show_our_time_and_how_many_times_it_others_take(tmp_path: Path):
+def test_kernel_tables_show_our_time_and_the_ratios_of_peers(tmp_path: Path):
     def variant(us: float) -> dict[str, object]:
         return {"median_us": us, "share_of_copy_bandwidth": 0.956, "flops_per_s": 4.5e14}
 
@@ -180,7 +180,7 @@ def test_table_shows_the_figures_and_their_conditions(tmp_path: Path):
         assert said in table
 
 
-def test_table_shows_what_is_new_and_what_is_not_the_default():
+def test_table_shows_optional_figures_and_options_that_are_not_the_default():
     result = _result() | {"start": {"seconds": 18.85, "triton_cache": "empty"}}
     result["results"] = [entry | {"host_ms": 0.0584} for entry in result["results"]]
     result["conditions"] |= {"deterministic": True, "overlap": True, "cuda_graphs": False}
@@ -252,7 +252,7 @@ def test_sampler_tables_show_reads_and_peers(tmp_path: Path):
         assert said in table
 
 
-def test_runner_tables_show_steps_and_hosts(tmp_path: Path):
+def test_runner_tables_show_step_times_and_host_times(tmp_path: Path):
     names = ("schedule", "execute", "read", "update")
     host = {f"{name}_us": 10.4 * 10**i for i, name in enumerate(names)} | {
         "total_us": 12_345.6, "quietest_us": 11_111.1
@@ -322,7 +322,7 @@ def test_headwise_tables_show_ratios_to_the_first_cache(tmp_path: Path):
         assert said in table
 
 
-def test_no_results_are_no_figures(tmp_path: Path):
+def test_tables_without_results_have_no_figures(tmp_path: Path):
     assert readme_table.runner_tables(tmp_path) == readme_table.NONE_YET
     assert readme_table.headwise_tables(tmp_path) == readme_table.NONE_YET
     assert readme_table.load_results(tmp_path) == []
@@ -332,7 +332,7 @@ def test_no_results_are_no_figures(tmp_path: Path):
     assert readme_table.vllm_table(tmp_path) == readme_table.NONE_YET
 
 
-def test_only_what_stands_between_the_markers_changes():
+def test_only_the_text_between_the_markers_changes():
     begin, end = readme_table.BEGIN, readme_table.END
     text = f"a\n{begin}\nold\n{end}\nb\n"
     assert readme_table.with_table(text, "new") == f"a\n{begin}\nnew\n{end}\nb\n"
@@ -341,7 +341,7 @@ def test_only_what_stands_between_the_markers_changes():
             readme_table.with_table(broken, "new")
 
 
-def test_check_says_whether_the_readme_would_change(tmp_path: Path, monkeypatch, capsys):
+def test_check_reports_whether_the_readme_would_change(tmp_path: Path, monkeypatch, capsys):
     readme = tmp_path / "README.md"
     readme.write_text(f"{readme_table.BEGIN}\n{readme_table.END}\n")
     monkeypatch.setattr(readme_table, "README", readme)

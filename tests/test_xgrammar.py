@@ -1,4 +1,4 @@
-"""Grammars by xgrammar: outputs are what Python's own readers accept, whatever else is asked."""
+"""Grammars by xgrammar: Python's own parsers accept every output, with any other option."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def grammars() -> XGrammar:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_outputs_are_of_their_grammars(grammars, overlap):
-    """Greedy and drawn, beside requests without a grammar, whose tokens stay what they are."""
+def test_outputs_match_their_grammars(grammars, overlap):
+    """Greedy and drawn, batched with requests without a grammar, whose tokens do not change."""
     free = [SamplingParams(temperature=1.0, seed=seed, max_tokens=30) for seed in range(3)]
     bound = [
         SamplingParams(temperature=0, max_tokens=60, structured_output=grammars.regex(PATTERN)),
@@ -66,7 +66,7 @@ def test_outputs_are_of_their_grammars(grammars, overlap):
 
 
 def test_a_grammar_survives_preemption(grammars):
-    """A pool too small for all: computed again, an output goes on where its grammar was."""
+    """The pool is too small: a preempted output continues from the state of its grammar."""
     params = [
         SamplingParams(
             temperature=1.0, seed=seed, max_tokens=60, structured_output=grammars.regex("[ab]{50}")
@@ -80,7 +80,7 @@ def test_a_grammar_survives_preemption(grammars):
         assert re.fullmatch("[ab]{50}", output.outputs[0].text)
 
 
-def test_what_does_not_compile_is_an_error_of_its_own(grammars):
+def test_a_grammar_that_does_not_compile_is_a_request_error(grammars):
     with pytest.raises(RequestError, match="regex: expected what xgrammar compiles, got"):
         grammars.regex("(")
     with pytest.raises(RequestError, match="json_schema: expected what xgrammar compiles"):

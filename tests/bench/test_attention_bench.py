@@ -93,7 +93,7 @@ def test_operations_of_a_causal_prefill_by_hand():
 @pytest.mark.parametrize("sink", [0, 5, 16, 20, 33])
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 40])
 @pytest.mark.parametrize(("context", "query_len"), [(1, 1), (16, 1), (90, 1), (96, 7), (80, 80)])
-def test_what_a_streaming_head_reads_is_what_its_mask_shows(
+def test_a_streaming_head_reads_the_keys_that_its_mask_shows(
     context: int, query_len: int, window: int, sink: int
 ):
     case = replace(
@@ -114,7 +114,7 @@ def test_what_a_streaming_head_reads_is_what_its_mask_shows(
 
 
 @pytest.mark.parametrize("num_full", range(9))
-def test_full_heads_are_as_many_as_asked_and_spread(num_full: int):
+def test_full_heads_have_the_given_number_and_are_spread(num_full: int):
     full = [replace(FULL, num_full_heads=num_full).is_full(head) for head in range(8)]
     assert sum(full) == num_full
     assert abs(sum(full[:4]) - sum(full[4:])) <= 1
@@ -201,7 +201,7 @@ def test_a_wrong_or_failing_peer_is_named_and_not_timed(monkeypatch: pytest.Monk
     assert entry["failed_peers"]["flashinfer"] == "ZeroDivisionError: division by zero"
 
 
-# --- the whole -----------------------------------------------------------------------------------
+# --- whole runs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
@@ -229,8 +229,10 @@ def test_result_has_the_schema_and_survives_json(mode: str, kv_dtype: KVDtype):
             assert variant["relative_error"] < variant["max_relative_error"] == 1e-2
 
 
-def test_a_prefill_of_the_last_tokens_of_each_request(monkeypatch: pytest.MonkeyPatch):
-    """As on a GPU, where programs share tiles; counted from the first key, a result is wrong."""
+def test_a_prefill_of_the_last_tokens_is_timed_with_and_without_splits(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """With splits, as on a GPU; a peer that counts queries from the first key is refused."""
     monkeypatch.setattr(PrefillSplits, "allocate", partial(PrefillSplits.allocate, num_splits=2))
     seen = []
     plain = reference.paged_prefill_attention
@@ -248,7 +250,7 @@ def test_a_prefill_of_the_last_tokens_of_each_request(monkeypatch: pytest.Monkey
         assert entry["failed_peers"] == {"torch-sdpa": why}
     assert set(seen) == {2, None}
     one = AttentionBench(**SMALL | {"cells": (Cell(1, 1),)}, mode="prefill", peers=())
-    (entry,) = run_attention(one)["results"]  # a token is decoded
+    (entry,) = run_attention(one)["results"]  # one token is a decode
     assert entry["variants"].keys() == {"mrv1"}
 
 
@@ -269,7 +271,7 @@ def test_share_and_ratios_follow_from_bytes_and_times(monkeypatch: pytest.Monkey
     assert result["geometric_mean_over_ours"] == {"torch-sdpa": pytest.approx(mean)}
 
 
-def test_mixed_heads_stand_beside_the_uniform_run():
+def test_mixed_heads_are_compared_with_a_uniform_run():
     options = SMALL | {"cells": (Cell(2, 200),), "full_heads": 0.5, "window": 40, "sink": 20}
     result = run_attention(AttentionBench(**options))
     (entry,) = result["results"]
@@ -282,7 +284,7 @@ def test_mixed_heads_stand_beside_the_uniform_run():
     assert result["conditions"]["head_roles"] == {"full_heads": 0.5, "window": 40, "sink": 20}
 
 
-def test_an_fp8_mix_stands_beside_our_own_other_caches():
+def test_mixed_heads_over_fp8_are_compared_with_our_other_caches():
     options = SMALL | {"cells": (Cell(2, 200),), "full_heads": 0.5, "window": 40, "sink": 20}
     result = run_attention(AttentionBench(**options, kv_dtype="fp8_e4m3"))
     assert result["kv_dtype"] == "fp8_e4m3"
@@ -297,7 +299,7 @@ def test_an_fp8_mix_stands_beside_our_own_other_caches():
     }
 
 
-def test_deterministic_is_asked_for_and_stands_beside(monkeypatch: pytest.MonkeyPatch):
+def test_deterministic_reaches_the_plan_and_is_compared(monkeypatch: pytest.MonkeyPatch):
     asked = []
     plain = reference.paged_decode_attention
 
@@ -329,7 +331,7 @@ def test_the_kernels_themselves_pass_the_check(device: torch.device, kv_dtype: K
 @pytest.mark.gpu
 @pytest.mark.gpu_only
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
-def test_on_a_gpu_launches_rotate_in_a_graph_and_there_is_a_share(kv_dtype: KVDtype):
+def test_on_a_gpu_launches_rotate_in_a_graph_and_have_a_share_of_bandwidth(kv_dtype: KVDtype):
     cells = (Cell(1, 2048), Cell(4, 4096))
     options = {"cells": cells, "device": "cuda", "num_q_heads": 8, "num_kv_heads": 2}
     result = run_attention(AttentionBench(**options, kv_dtype=kv_dtype, repeats=5))
@@ -431,7 +433,7 @@ def test_a_cell_is_batch_x_context(text: str):
         Cell.parse(text)
 
 
-def test_an_empty_cell_is_refused_and_a_good_one_is_read():
+def test_an_empty_cell_is_refused_and_a_valid_cell_is_parsed():
     with pytest.raises(ConfigError, match="cells: expected batch and context >= 1, got '0x4'"):
         Cell.parse("0x4")
     assert Cell.parse(" 8x4096 ") == Cell(8, 4096)

@@ -17,7 +17,7 @@ QWEN3 = shape_config("qwen3-0.6b")
 TINY = shape_config("tiny-random")
 
 
-def test_weights_of_qwen3_by_hand():
+def test_weight_bytes_of_qwen3_equal_the_closed_form():
     hidden, mlp, q_size, kv_size = 1024, 3072, 16 * 128, 8 * 128
     layer = hidden * (q_size + 2 * kv_size) + q_size * hidden + 3 * hidden * mlp
     layer += 2 * hidden + 2 * 128  # the norms
@@ -27,19 +27,19 @@ def test_weights_of_qwen3_by_hand():
     assert step_weight_bytes(QWEN3, torch.float32) == 4 * elements
 
 
-def test_an_embedding_that_is_not_the_head_is_not_read():
+def test_an_untied_embedding_is_not_counted_as_read():
     untied = replace(QWEN3, tie_word_embeddings=False)
     assert step_weight_bytes(untied, torch.bfloat16) == step_weight_bytes(QWEN3, torch.bfloat16)
 
 
-def test_biases_count():
+def test_bytes_of_biases_are_counted():
     biased = replace(TINY, qkv_bias=True, mlp_bias=True)
     per_layer = (4 + 2 * 2) * 32 + 2 * 96 + 64
     added = step_weight_bytes(biased, torch.float32) - step_weight_bytes(TINY, torch.float32)
     assert added == 2 * per_layer * 4
 
 
-def test_weights_are_those_that_are_made():
+def test_weight_bytes_equal_those_of_the_loaded_tensors():
     weights = random_weights(TINY, device="cpu", dtype=torch.float32, seed=0)
     tensors = [weights.embed, weights.final_norm]
     tensors += [
@@ -65,13 +65,13 @@ def qwen3_cache(dtype: torch.dtype, **scales: str) -> CacheSpec:
         (qwen3_cache(torch.float8_e4m3fn, granularity="head"), 128),
     ],
 )
-def test_kv_of_qwen3_by_hand(spec: CacheSpec, vector_bytes: int):
+def test_kv_bytes_of_qwen3_equal_the_closed_form(spec: CacheSpec, vector_bytes: int):
     """The mean of 129 .. 383 visible tokens is 256; a token is 28 * 2 * 8 vectors."""
     found = step_kv_bytes(spec, [-1] * 28, batch=256, prompt_tokens=128, output_tokens=256)
     assert found == 256 * 256 * 28 * 2 * 8 * vector_bytes
 
 
-def test_windows_bound_what_is_read():
+def test_windows_bound_the_kv_bytes_that_are_read():
     spec = CacheSpec(num_layers=2, num_kv_heads=2, block_size=16, head_dim=32, dtype=torch.float32)
     found = step_kv_bytes(spec, [-1, 10], batch=3, prompt_tokens=8, output_tokens=5)
     steps = [9, 10, 11, 12]

@@ -1,4 +1,4 @@
-"""The generation benchmark: its schema, its arithmetic under a made-up clock, its errors."""
+"""The generation benchmark: its schema, its arithmetic under a fake clock, its errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENTRY_KEYS = {
 }  # fmt: skip
 
 
-# --- the whole -----------------------------------------------------------------------------------
+# --- whole runs ----------------------------------------------------------------------------------
 
 
 def test_result_has_the_schema_and_survives_json():
@@ -56,7 +56,7 @@ def test_result_has_the_schema_and_survives_json():
     assert result["conditions"]["warm_up_runs"] == 1
     assert result["start"]["seconds"] > 0
     assert result["start"]["triton_cache"] is None  # nothing is compiled
-    assert len(said) == 1 + 2 * 3  # what runs, then each batch: a warm-up and two runs
+    assert len(said) == 1 + 2 * 3  # the start line, then per batch a warm-up and two runs
 
 
 def test_every_batch_has_its_figures():
@@ -99,7 +99,9 @@ def test_floor_is_the_bytes_over_the_bandwidth(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_engine_is_closed_whatever_happens(monkeypatch: pytest.MonkeyPatch, fails: bool):
+def test_the_engine_is_closed_after_success_and_after_failure(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+):
     closed = []
     close = ModelRunner.close
     monkeypatch.setattr(ModelRunner, "close", lambda self: (closed.append(self), close(self)))
@@ -161,7 +163,7 @@ def test_engine_options_reach_the_engine_and_the_conditions(
 @pytest.mark.parametrize(
     ("files", "said"), [(None, "empty"), ([], "empty"), (["kernel"], "filled")]
 )
-def test_a_start_says_what_was_compiled_before(
+def test_a_start_reports_whether_the_triton_cache_was_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str] | None, said: str
 ):
     folder = tmp_path / "cache"
@@ -216,17 +218,17 @@ PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     [
         ([[1, 2, 3, 4]], 5, 1),
         ([[1, 2], [3, 4]], 5, 1),
-        ([[1, 2, 3, 4], [5, 6, 7, 8]], 7, 3),  # the second: 3 tokens beside a decode, then 1
+        ([[1, 2, 3, 4], [5, 6, 7, 8]], 7, 3),  # the second prompt: 3 tokens with a decode, then 1
     ],
 )
-def test_times_are_those_of_the_clock(
+def test_times_of_a_run_follow_the_clock_and_the_counters(
     core: EngineCore,
     monkeypatch: pytest.MonkeyPatch,
     prompts: list[list[int]],
     num_steps: int,
     num_prefill_steps: int,
 ):
-    """The clock moves a second at each step's end, the engine's counters as steps squared."""
+    """The clock moves one second per step, the engine's counters grow as steps squared."""
     clock = itertools.count()
     monkeypatch.setattr(sample, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     metrics = core.metrics
@@ -284,7 +286,7 @@ def test_bad_options_are_refused_by_name(options: dict[str, object], message: st
         GenerateBench(**SMALL | options)
 
 
-def test_the_engine_checks_the_rest():
+def test_engine_options_are_checked_by_the_engine():
     with pytest.raises(ConfigError, match="block_size: expected one of"):
         run_generate(GenerateBench(**SMALL | {"block_size": 20}))
     with pytest.raises(ConfigError, match="max_model_len: expected <= 512"):

@@ -33,13 +33,13 @@ SMALL = {
 @pytest.mark.parametrize(
     ("num_blocks", "keeps", "expected"),
     [
-        ([100], [FULL], 100 // (256 // 16 + 2)),  # two more for the tokens behind the prompt
+        ([100], [FULL], 100 // (256 // 16 + 2)),  # two more for the tokens after the prompt
         ([400], [FULL], 8),  # slots
         ([400, 40], [FULL, Visible(32, 16)], 8),  # 1 + 3 blocks each, and two chunks of 4
         ([400, 22], [FULL, Visible(32, 16)], 4),
     ],
 )
-def test_requests_are_counted_when_the_first_has_to_wait(num_blocks, keeps, expected):
+def test_requests_are_counted_until_a_request_has_to_wait(num_blocks, keeps, expected):
     scheduler = Scheduler(
         num_blocks=num_blocks, keeps=keeps, block_size=16, max_num_seqs=8,
         max_num_batched_tokens=64,
@@ -48,7 +48,7 @@ def test_requests_are_counted_when_the_first_has_to_wait(num_blocks, keeps, expe
 
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(32, 1), (31, 0), (63, 1)])
-def test_a_request_counts_where_its_context_fits_and_no_token_more(num_blocks, expected):
+def test_a_request_is_counted_only_if_its_whole_context_fits(num_blocks, expected):
     scheduler = Scheduler(
         num_blocks=[num_blocks], block_size=16, max_num_seqs=8, max_num_batched_tokens=64
     )
@@ -67,8 +67,8 @@ def test_requests_are_counted_where_decodes_take_the_whole_budget():
 @pytest.mark.parametrize("budget", [64, 512])
 @pytest.mark.parametrize("seen", [Visible(32, 64), Visible(20), Visible(100, 4)])
 @pytest.mark.parametrize("spare", [0, 10, 50, 130])
-def test_what_streaming_heads_are_predicted_to_hold_is_admitted(budget, seen, spare):
-    """Blocks for one prompt's chunks at least, as an engine makes sure of."""
+def test_the_predicted_requests_of_streaming_heads_are_admitted(budget, seen, spare):
+    """The pool has at least the blocks of one prompt's chunks, as an engine ensures."""
     options = {"block_size": 16, "max_num_seqs": 32, "max_num_batched_tokens": budget}
     num_blocks = min(512 // 16, seen.num_blocks(16, budget)) + spare
     scheduler = Scheduler(num_blocks=[num_blocks], keeps=[seen], **options)
@@ -78,8 +78,8 @@ def test_what_streaming_heads_are_predicted_to_hold_is_admitted(budget, seen, sp
     assert predicted >= 1
 
 
-def test_capacity_is_what_arithmetic_says_and_the_scheduler_admits():
-    """2 layers of 2 heads, 32 float32 elements each: a page of 16 tokens is 2 KiB, K and V 4."""
+def test_capacity_equals_the_arithmetic_and_the_schedulers_admissions():
+    """2 layers of 2 heads of 32 float32: a page of 16 tokens is 2 KiB, 4 KiB with K and V."""
     num_bytes = 2_500_000
     options = SMALL | {"kv_cache_memory_bytes": num_bytes, "variants": ("uniform", "recycled")}
     result = run_capacity(HeadwiseOptions(**options))
@@ -97,9 +97,9 @@ def test_capacity_is_what_arithmetic_says_and_the_scheduler_admits():
     assert recycled["predicted_requests"] == (num_bytes - 48 * 2 * page) // (2 * page) // 32 == 8
     assert uniform["held_bytes"][0] >= uniform["requests"] * 4 * page * 32
     assert recycled["held_bytes"][0] >= recycled["requests"] * 2 * page * 32
-    # A sink's block, and two or three of the window for each.
+    # Per request one block of the sink, and two or three of the window.
     assert 3 <= recycled["held_bytes"][1] / (recycled["requests"] * 2 * page) <= 4
-    for entry in (uniform, recycled):  # tokens behind the prompt take some blocks
+    for entry in (uniform, recycled):  # tokens after the prompt take some blocks
         assert 0 <= entry["predicted_requests"] - entry["requests"] <= 1
         assert entry["predicted_held_bytes"] == [
             entry["requests"] * nbytes for nbytes in entry["request_bytes"]
@@ -111,7 +111,7 @@ def test_capacity_is_what_arithmetic_says_and_the_scheduler_admits():
     assert recycled["ratio"] == recycled["requests"] / uniform["requests"] >= 1.5
 
 
-def test_memory_sets_streaming_heads_no_longest_context_and_may_hold_nothing_else():
+def test_streaming_heads_serve_a_context_for_which_uniform_heads_lack_memory():
     options = SMALL | {"streaming_ratio": 1.0, "kv_cache_memory_bytes": 31 * 16_384}
     result = run_capacity(HeadwiseOptions(**options, variants=("uniform", "recycled")))
     uniform, recycled = result["results"]
@@ -122,7 +122,7 @@ def test_memory_sets_streaming_heads_no_longest_context_and_may_hold_nothing_els
     assert recycled["longest_context"] == 512
 
 
-def test_uniform_heads_are_full_whatever_the_environment_says(tmp_path, monkeypatch):
+def test_uniform_heads_are_full_regardless_of_the_environment(tmp_path, monkeypatch):
     HeadPolicy.of_ratio(2, 2, 1.0, window=16).save(tmp_path / "policy.json")
     monkeypatch.setenv("MRV1_HEAD_POLICY", str(tmp_path / "policy.json"))
     bench = HeadwiseOptions(**SMALL)
@@ -149,7 +149,7 @@ def planted_core(name: str = "recycled") -> tuple[HeadwiseBench, EngineCore]:
 
 
 @pytest.mark.parametrize("name", ["uniform", "kept", "recycled", "recycled-fp8"])
-def test_a_planted_prompt_is_found_but_for_its_last_block(name):
+def test_a_planted_prompt_is_a_prefix_hit_except_for_its_last_block(name):
     _, engine = planted_core(name)
     prompt = [7 + i % 300 for i in range(200)]
     with engine as core:
@@ -169,7 +169,7 @@ def test_a_planted_prompt_is_found_but_for_its_last_block(name):
 
 
 def test_no_code_of_a_planted_fp8_cache_is_nan():
-    """Of two million normal values, 100 wide, some are beyond FP8's 448."""
+    """Of two million normal values with a deviation of 100, some are beyond FP8's 448."""
     options = SMALL | {"max_num_seqs": 64, "kv_cache_memory_bytes": 40_000_000}
     bench = HeadwiseBench(**options, prompt_tokens=200, output_tokens=5)
     with bench.engine("uniform-fp8", bench.new_model(torch.device("cpu"))) as core:
@@ -181,7 +181,7 @@ def test_no_code_of_a_planted_fp8_cache_is_nan():
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_every_variant_serves_the_same_requests(planted):
+def test_every_variant_runs_the_same_requests(planted):
     bench = HeadwiseBench(
         **SMALL, variants=("uniform", "kept", "recycled"), prompt_tokens=90, output_tokens=6,
         num_requests=3, planted=planted,
@@ -190,14 +190,14 @@ def test_every_variant_serves_the_same_requests(planted):
     result = run_headwise(bench, said.append)
     assert json.loads(json.dumps(result)) == result
     assert [entry["variant"] for entry in result["results"]] == ["uniform", "kept", "recycled"]
-    assert len(said) == 3 * 2  # what runs, a run
+    assert len(said) == 3 * 2  # the start line and one run
     for entry in result["results"]:
         (run,) = entry["runs"]
         assert run["tokens_per_s"] == pytest.approx(3 * 6 / run["seconds"])
         assert 0 < run["first_token_ms"] < run["seconds"] * 1e3
         assert 5 * run["between_tokens_ms"] < run["seconds"] * 1e3
         assert run["cached_tokens"] == (3 * 80 if planted else 0)
-        assert run["crowded_tokens_per_s"] is entry["crowded_ratio"] is None, "there is room"
+        assert run["crowded_tokens_per_s"] is entry["crowded_ratio"] is None, "no request waits"
     first, _, last = result["results"]
     assert last["throughput_ratio"] == pytest.approx(last["tokens_per_s"] / first["tokens_per_s"])
     assert last["between_tokens_speedup"] == pytest.approx(
@@ -205,8 +205,8 @@ def test_every_variant_serves_the_same_requests(planted):
     )
 
 
-def test_the_time_in_which_requests_wait_is_told_apart(monkeypatch):
-    """Two of five run at once, 11 steps each for 10 tokens; by a clock of a second a step."""
+def test_throughput_while_requests_wait_is_reported_apart(monkeypatch):
+    """Two of five requests run at once, 11 steps each for 10 tokens; a step takes one second."""
     seconds, step = [0.0], EngineCore.step
 
     def timed(core: EngineCore) -> object:
@@ -221,14 +221,14 @@ def test_the_time_in_which_requests_wait_is_told_apart(monkeypatch):
     for entry in result["results"]:
         (run,) = entry["runs"]
         assert entry["crowded_tokens_per_s"] == run["crowded_tokens_per_s"]
-        # Of the last two that wait, one is alone at the end.
+        # Of the last two requests that wait, one is alone at the end.
         assert 1.5 < run["crowded_tokens_per_s"] <= 2
         assert run["tokens_per_s"] == 50 / run["seconds"] < run["crowded_tokens_per_s"]
         assert entry["crowded_ratio"] == 1
 
 
-def test_other_tokens_of_recycled_pages_are_told_before_anything_is_timed(monkeypatch):
-    """Here the recycled variant alone loses what its pages hold, step by step."""
+def test_wrong_tokens_of_the_recycled_variant_are_an_error_before_timing(monkeypatch):
+    """Every step here damages the pages of the recycled variant alone."""
     bench = HeadwiseBench(
         **SMALL, variants=("kept", "recycled"), prompt_tokens=90, output_tokens=6, num_requests=1
     )

@@ -49,8 +49,8 @@ def _case(num_tokens: int = 33, **options: object) -> WriteCase:
 # --- bytes and data ----------------------------------------------------------------------------
 
 
-def test_bytes_by_hand():
-    """8 heads x 128: 4 KiB of K and V a token in bf16, 2 KiB of codes, 64 bytes of scales."""
+def test_bytes_equal_the_closed_forms():
+    """8 heads x 128, per token: 4 KiB of K and V in bf16, 2 KiB of codes, 64 bytes of scales."""
     large, _, _, _, largest = reversed(KVWriteBench().cases())
     assert large.bytes_moved == 16384 * (2 * 4096 + 8)
     assert largest.bytes_moved == 2 * 4096 + 8
@@ -97,7 +97,7 @@ def test_check_finds_one_bit_in_any_buffer_and_outside_of_the_slots(kv_dtype: KV
     assert wrong_elements(data) == 0
     scales = [data.scales.k_scale, data.scales.v_scale] if data.scales else []
     for buffer in (data.k_cache, data.v_cache, *scales):
-        for element in (0, -1):  # 66 of 80 slots are written: whatever these two are
+        for element in (0, -1):  # 66 of 80 slots are written, perhaps these two
             bits = buffer.view(torch.uint8).view(-1)
             bits[element] ^= 1
             assert wrong_elements(data) == 1
@@ -109,7 +109,7 @@ def _swapped(key, value, *arguments, scales):
 
 
 def _still(rope):
-    """Angles of zero."""
+    """Return ``rope`` with angles of zero."""
     halves = rope.cos_sin.chunk(2, 1)
     return replace(rope, cos_sin=torch.cat([torch.ones_like(halves[0]), halves[1] * 0], 1))
 
@@ -219,7 +219,7 @@ def _reshape_and_cache(key, value, key_cache, value_cache, slots, kv_cache_dtype
 
 
 def _reshape_and_quantize(key, value, key_cache, value_cache, k_scale, v_scale, slots, mode):
-    """vLLM's: likewise, [blocks, tokens, heads] scales bounded by 1e-6, an inverse."""
+    """vLLM's: the same layout, [blocks, tokens, heads] scales >= 1e-6, applied as inverses."""
     assert mode == _QuantMode.FP8_PER_TOKEN_HEAD
     pairs = ((key, key_cache, k_scale), (value, value_cache, v_scale))
     for rows, cache, scales in pairs:
@@ -277,7 +277,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch):
         ("fp8_e4m3", {"vllm-triton", "vllm-triton-side"}, "flashinfer"),
     ],
 )
-def test_every_peer_writes_what_it_should(kv_dtype: KVDtype, ran: set[str], failed: str):
+def test_every_peer_passes_the_check_of_the_cache(kv_dtype: KVDtype, ran: set[str], failed: str):
     for entry in run_kv_write(KVWriteBench(**SMALL, kv_dtype=kv_dtype))["results"]:
         assert entry["failed_peers"] == {failed: f"has no write to a {kv_dtype} cache"}
         assert entry["variants"].keys() == {"mrv1", "mrv1-fused", *ran}
@@ -287,7 +287,7 @@ def test_every_peer_writes_what_it_should(kv_dtype: KVDtype, ran: set[str], fail
 
 
 @KV_DTYPES
-def test_a_peer_that_writes_something_else_fails_alone(
+def test_a_peer_that_writes_wrong_values_fails_alone(
     monkeypatch: pytest.MonkeyPatch, stand_ins: ModuleType, kv_dtype: KVDtype
 ):
     name = "triton_reshape_and_cache_flash"

@@ -26,7 +26,7 @@ SMALL = {
 
 
 def _attend(q, k, v, table, query_start_loc, seq_lens, layout, softmax_scale, out):
-    """Attend in float32 to values, whatever type they came in."""
+    """Compute attention in float32, for q, k and v of any dtype."""
     result = reference.paged_prefill_attention(
         q.float(), k.float().contiguous(), v.float().contiguous(), table, query_start_loc,
         seq_lens, layout, softmax_scale=softmax_scale, max_query_len=q.shape[0],
@@ -187,7 +187,7 @@ def test_every_peer_gives_our_result_on_our_data(mode: str):
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("mode", ["decode", "prefill"])
 def test_every_fp8_peer_is_as_close_as_its_scales_allow(mode: str):
-    """One static scale rounds what ours stands for again; a scale per (token, head) is ours."""
+    """A peer with one static scale rounds our values again; per (token, head) it uses ours."""
     result = run_attention(AttentionBench(**SMALL, mode=mode, kv_dtype="fp8_e4m3"))
     for entry in result["results"]:
         assert entry["failed_peers"] == {"torch-sdpa": "has no fp8_e4m3 cache"}
@@ -236,7 +236,7 @@ def test_an_fp8_peer_that_ignores_a_scale_is_caught(
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 def test_a_peer_that_skips_a_page_is_caught(monkeypatch: pytest.MonkeyPatch, kv_dtype: KVDtype):
-    """A page of 128 tokens is a third of the result: beyond the laxest limit."""
+    """One page of a context of 128 tokens is a third of the result: beyond the laxest limit."""
     flash = sys.modules["vllm.vllm_flash_attn"]
     right = flash.flash_attn_varlen_func
 
@@ -251,7 +251,7 @@ def test_a_peer_that_skips_a_page_is_caught(monkeypatch: pytest.MonkeyPatch, kv_
     assert "WrongResultError: flash-attn-3 at 2x128" in entry["failed_peers"]["flash-attn-3"]
 
 
-def test_absent_and_unversioned_peers(monkeypatch: pytest.MonkeyPatch):
+def test_absent_and_unversioned_peers_are_named(monkeypatch: pytest.MonkeyPatch):
     present = {"flashinfer": object()}
     monkeypatch.setattr(peers, "find_spec", present.get)
     monkeypatch.setattr(peers, "version_of", lambda _: None)

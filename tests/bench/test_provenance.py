@@ -1,4 +1,4 @@
-"""Where a result comes from: the commit is mrv1's own or unknown, never another project's."""
+"""Provenance of a result: the commit is mrv1's own or unknown, never another project's."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_commit_of_a_clean_checkout(checkout: Path):
+def test_the_commit_of_a_clean_checkout_is_its_head(checkout: Path):
     (checkout / "untracked").write_text("")
     assert git_commit() == _git(checkout, "rev-parse", "HEAD")
 
 
-def test_changes_are_told(checkout: Path):
+def test_a_checkout_with_changes_is_marked_dirty(checkout: Path):
     (checkout / "mrv1" / "__init__.py").write_text("2")
     assert git_commit() == _git(checkout, "rev-parse", "HEAD") + "-dirty"
 
 
-def test_a_copy_inside_another_checkout_is_unknown(checkout: Path, monkeypatch):
+def test_the_commit_of_a_copy_inside_another_checkout_is_unknown(checkout: Path, monkeypatch):
     installed = checkout / "venv" / "mrv1" / "__init__.py"
     installed.parent.mkdir(parents=True)
     monkeypatch.setattr(provenance.mrv1, "__file__", str(installed))
     assert git_commit() == "unknown"
 
 
-def test_outside_of_git_is_unknown(tmp_path: Path, monkeypatch):
+def test_the_commit_outside_of_git_is_unknown(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(provenance.mrv1, "__file__", str(tmp_path / "mrv1" / "__init__.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_commit() == "unknown"
 
 
-def test_no_git_is_unknown(checkout: Path, monkeypatch):
+def test_the_commit_without_the_git_command_is_unknown(checkout: Path, monkeypatch):
     monkeypatch.setenv("PATH", str(checkout))
     assert git_commit() == "unknown"
 
 
-def test_a_given_commit_wins(checkout: Path):
+def test_a_given_commit_has_precedence(checkout: Path):
     found = provenance.provenance(torch.device("cpu"), "abc")
     assert found["commit"] == "abc"
     assert found["device"] == {
@@ -75,6 +75,6 @@ def test_a_given_commit_wins(checkout: Path):
     assert provenance.provenance(torch.device("cpu"), None)["commit"] == git_commit()
 
 
-def test_versions():
+def test_the_version_of_a_missing_package_is_none():
     assert version_of("pytest") == pytest.__version__
     assert version_of("no-such-package-here") is None

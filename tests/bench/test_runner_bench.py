@@ -1,4 +1,4 @@
-"""The runner benchmark: what it reads in a trace, its clock, its steady batches, its result."""
+"""The runner benchmark: its figures of a trace, its clock, its steady batches, its result."""
 
 from __future__ import annotations
 
@@ -80,22 +80,22 @@ TRACE = [
     {"ph": "M", "name": "process_name"},
     _event("user_annotation", STEPS_RANGE, 100, 100),
     _event("user_annotation", "another", 0, 500),
-    # before the steps: its work runs during them and is not theirs
+    # before the steps: its kernel runs during the steps but is not counted
     _call("cudaLaunchKernel", 90, 1),
     _work("kernel", 110, 50, 1),
-    # the first: a copy, a graph of two kernels that overlap and one behind a gap of 2
+    # the first step: a copy, a graph of two kernels that overlap and one after a gap of 2
     _call("cudaMemcpyAsync", 101, 2),
     _call("cudaGraphLaunch", 103, 3),
     _copy("HtoD (Pinned -> Device)", 1000, 3, 2, COMPUTE),
     _work("kernel", 1004, 10, 3),
     _work("kernel", 1010, 6, 3),
     _work("kernel", 1018, 2, 3),
-    # its output leaves on the other stream, when nothing computes
+    # its output is copied on the other stream, while no kernel runs
     _call("cudaMemcpyAsync", 110, 4),
     _copy("DtoH (Device -> Pinned)", 1020, 9, 4, COPY),
     _call("cudaEventSynchronize", 120, 5),
     _call("cudaEventQuery", 121, 6),
-    # the second: kernel by kernel, after a fill, and it waits for the device
+    # the second step: kernel by kernel, after a fill, and it waits for the device
     _call("cudaMemsetAsync", 130, 7),
     _call("cuLaunchKernelEx", 131, 8),
     _call("cudaLaunchKernel", 132, 9),
@@ -126,7 +126,7 @@ def test_the_order_of_a_traces_events_does_not_matter():
     assert summarize(reversed(TRACE), 2) == summarize(TRACE, 2)
 
 
-def test_other_vendors_names_count_too():
+def test_events_with_hip_names_are_counted_too():
     renamed = json.loads(json.dumps(TRACE).replace('"cuda', '"hip').replace("hip_", "cuda_"))
     assert any(event["name"] == "hipGraphLaunch" for event in renamed)
     assert summarize(renamed, 2) == summarize(TRACE, 2)
@@ -139,7 +139,7 @@ def test_a_trace_without_steps_or_kernels_is_refused():
         summarize([e for e in TRACE if e.get("cat") != "kernel"], 2)
 
 
-@pytest.mark.filterwarnings("ignore")  # the profiler's about a machine without a GPU
+@pytest.mark.filterwarnings("ignore")  # the profiler warns on a machine without a GPU
 def test_the_profiler_sees_the_range():
     ran = []
     with pytest.raises(ValueError, match="expected kernels launched in the steps, got none"):
@@ -162,7 +162,7 @@ def core(bench: RunnerBench) -> Iterator[EngineCore]:
     engine.runner.close()
 
 
-def test_a_steady_batch_decodes_and_leaves_nothing(core: EngineCore, bench: RunnerBench):
+def test_a_steady_batch_decodes_and_leaves_no_request(core: EngineCore, bench: RunnerBench):
     for batch in (3, 1):
         with steady(core, bench, batch):
             for _ in range(bench.steps):
@@ -176,7 +176,7 @@ def test_a_steady_batch_decodes_and_leaves_nothing(core: EngineCore, bench: Runn
 
 
 def test_a_long_prefill_leaves_tokens_for_the_steps():
-    """A budget of 6 tokens: the first request decodes while the others are in their prompts."""
+    """A budget of 6 tokens: the first request decodes while the other prompts are computed."""
     bench = RunnerBench(**SMALL | {"batches": (4,), "waiting": ()}, max_num_batched_tokens=6)
     assert len(run_runner(bench)["results"][0]["samples_ms"]) == 3
 
@@ -208,7 +208,7 @@ def test_a_failed_step_ends_the_measurement(
     assert not core.scheduler.has_unfinished_requests
 
 
-def test_queued_requests_wait_and_go(core: EngineCore, bench: RunnerBench):
+def test_queued_requests_wait_and_end_with_the_measurement(core: EngineCore, bench: RunnerBench):
     with steady(core, bench, 3), queued(core, bench, 7):
         assert len(core.scheduler.waiting) == 7
         assert len(core.step()) == 3
@@ -230,7 +230,7 @@ def test_a_step_is_timed_from_end_to_end(
 
 
 class Clock:
-    """A clock that only moves when told to."""
+    """A clock that moves only when a slowed call runs."""
 
     def __init__(self) -> None:
         self.us = 0
@@ -239,7 +239,7 @@ class Clock:
         return self.us * 1e-6
 
     def slowed(self, us: int, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``call``, which now takes so long."""
+        """Return ``call``, which now takes ``us`` microseconds of this clock."""
 
         def run(*args: object) -> Any:
             self.us += us
@@ -256,13 +256,13 @@ def test_host_time_is_split_and_waits_are_left_out(
     take, taken = AsyncOutput.take, set()
 
     def ready(output: AsyncOutput) -> bool:
-        """Ready at the third look."""
+        """Return True from the third call of a step on."""
         clock.us += 500_000
         polls[output.step_id] = polls.get(output.step_id, 0) + 1
         return polls[output.step_id] >= 3
 
     def slow_take(output: AsyncOutput, timeout: float | None = None) -> object:
-        if output.step_id in polls and output.step_id not in taken:  # not the ring's second look
+        if output.step_id in polls and output.step_id not in taken:  # not the ring's second take
             clock.us += 1_000
             taken.add(output.step_id)
         return take(output, timeout)
@@ -284,10 +284,10 @@ def test_host_time_is_split_and_waits_are_left_out(
     assert times.mean_total_us == pytest.approx(11_011)
 
 
-def test_of_windows_the_quietest_is_told(
+def test_the_quietest_window_is_reported(
     core: EngineCore, bench: RunnerBench, monkeypatch: pytest.MonkeyPatch
 ):
-    """The clock's own steps, then windows of 3: two slow, one with a pause in it."""
+    """Steps that are not timed, then windows of 3: two slow, one fast with a pause in it."""
     clock, places, allowed = Clock(), [], os.sched_getaffinity(0)
     steps = iter([0] * core.config.steps_in_flight + [8, 9, 8] + [5, 900, 4] + [8, 8, 7])
     step = EngineCore.step
@@ -317,7 +317,7 @@ def test_the_engine_is_left_as_it_was(core: EngineCore, bench: RunnerBench):
     assert [set(vars(part)) for part in (core, core.scheduler, core.runner)] == before
 
 
-# --- the whole -----------------------------------------------------------------------------------
+# --- whole runs ----------------------------------------------------------------------------------
 
 
 def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch):
@@ -351,11 +351,13 @@ def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch
     assert [(e["batch"], e["waiting"]) for e in result["waiting"]] == [(3, 0), (3, 5)]
     assert all(entry["host"].keys() == HOST_KEYS for entry in result["waiting"])
     assert built == [True, False]
-    assert len(said) == 2 + 1 + 2 + 2  # the other engine, what runs, the batches, the queues
+    assert (
+        len(said) == 2 + 1 + 2 + 2
+    )  # the deterministic engine, the start line, the batches, the queues
 
 
 @pytest.mark.parametrize("options", [{"compare_deterministic": False}, {"deterministic": True}])
-def test_there_is_nothing_to_compare_with_if_not_wanted(options: dict[str, bool]):
+def test_without_comparison_there_is_no_deterministic_time(options: dict[str, bool]):
     result: dict[str, Any] = run_runner(RunnerBench(**SMALL | {"waiting": ()}, **options))
     for entry in result["results"]:
         assert entry["deterministic_step_ms"] is entry["deterministic_over_default"] is None
@@ -372,8 +374,8 @@ def test_the_engine_is_closed_when_a_step_fails(monkeypatch: pytest.MonkeyPatch)
     assert len(closed) == 1
 
 
-def test_the_profiler_comes_when_all_is_timed(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU, which is only said to be one here: it would slow what comes after it."""
+def test_the_profiler_runs_after_all_timing(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU, which is faked here: the profiler would slow all steps after it."""
     done = []
     trace = StepTrace(**dict.fromkeys((field.name for field in fields(StepTrace)), 0))
 
@@ -406,8 +408,8 @@ def test_on_a_gpu_a_step_is_one_graph_and_no_copy():
         assert trace["kernel_launches"] == trace["other_waits"] == 0
         assert trace["event_waits"] <= 1
         assert 0 < trace["idle_between_launches_share"] <= trace["idle_share"] < 1
-        # Both are means, so that it holds on a GPU that other programs use meanwhile too; the GPU
-        # works on a step at a time, one of which may have begun before the first sample.
+        # Both are means, so the bound also holds on a GPU that other programs use meanwhile; the
+        # GPU runs one step at a time, and one step may have begun before the first sample.
         assert 0 < entry["gpu_ms"] <= statistics.fmean(entry["samples_ms"]) * 1.5
 
 

@@ -33,9 +33,9 @@ BYTES = {
     "raw logprobs 20": 3 * READ,
     "penalties": READ + 1000 * 8,  # counts; tokens of the history
     "bias 300": 300 * 16,
-    "allowed ids 1000": 63 * 4 + 1000 * 4,  # 2000 bits; those banned
+    "allowed ids 1000": 63 * 4 + 1000 * 4,  # 2000 bits; banned logits
     "bitmask 1000": 63 * 4 + 1000 * 4,
-    "bad words 128 x 8": 128 * 9 * 4 + 7 * 4 + 64 * 4,  # words; the end of the history; banned
+    "bad words 128 x 8": 128 * 9 * 4 + 7 * 4 + 64 * 4,  # words; end of the history; banned logits
 }
 BYTES["everything"] = sum(map(BYTES.get, ("greedy", "penalties", "bias 300", "bad words 128 x 8")))
 EDITS = [name for name, case in CASES.items() if case.stage in ("edit", "bitmask")]
@@ -96,7 +96,7 @@ def test_peers_without_a_case_are_named(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_bytes_are_what_a_case_must_move(name: str):
+def test_bytes_of_a_case_equal_the_closed_form(name: str):
     assert CASES[name].bytes_moved(3, V) == 3 * BYTES[name]
 
 
@@ -114,7 +114,7 @@ def test_half_of_the_bad_words_are_banned():
     assert (work.logits == -torch.inf).sum(1).tolist() == [64] * ROWS
 
 
-def test_everything_edits_as_its_parts_do():
+def test_the_case_everything_edits_as_its_parts_do():
     together, logits = _work("everything"), _work("unused").logits
     for name in ("bad words 128 x 8", "bias 300", "penalties"):
         (part,) = works(CASES[name], [logits], reference, seed=0)
@@ -124,7 +124,7 @@ def test_everything_edits_as_its_parts_do():
     assert bool((logits.gather(1, tokens[:, None]) > -torch.inf).all())
 
 
-def test_what_is_unused_changes_nothing():
+def test_the_case_unused_changes_no_logits():
     work = _work("unused")
     before = work.logits.clone()
     assert torch.equal(work.run(), work.draw())
@@ -187,7 +187,7 @@ def test_the_torch_peer_edits_as_the_oracle_does(name: str):
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_the_torch_peer_draws_what_is_kept(name: str):
+def test_the_torch_peer_draws_only_kept_tokens(name: str):
     work = _work(name, num_rows=64)
     tokens = plain_torch(work)()
     if name == "greedy":
@@ -200,7 +200,7 @@ def test_the_torch_peer_draws_what_is_kept(name: str):
 
 
 @pytest.mark.parametrize("name", ["logprobs 20", "raw logprobs 20"])
-def test_the_torch_peer_has_the_log_probabilities(name: str):
+def test_the_torch_peer_equals_the_oracles_log_probabilities(name: str):
     work = _work(name)
     want = work.run()
     logprobs, ranks, top_logprobs, top_token_ids = plain_torch(work)()
@@ -210,7 +210,7 @@ def test_the_torch_peer_has_the_log_probabilities(name: str):
     assert torch.equal(top_token_ids, want.top_token_ids)
 
 
-def test_peers_of_the_draw_alone_have_nothing_else():
+def test_peers_of_the_draw_alone_have_no_other_case():
     for name in CASES.keys() - set(DRAWS):
         assert SAMPLER_PEERS["vllm-mask"].adapter(_work(name)) is None
 

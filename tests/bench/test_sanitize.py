@@ -1,4 +1,4 @@
-"""The compute-sanitizer script: it runs every kernel, and reads what the tool says."""
+"""The compute-sanitizer script: it runs every kernel, and reads the tool's summary."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def test_every_launcher_is_run():
 
 
 @pytest.mark.gpu
-def test_what_it_runs_is_right(device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys):
-    if device.type == "cpu":  # the arguments at least
+def test_the_script_launches_every_kernel_with_valid_arguments(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    if device.type == "cpu":  # checks the arguments at least
         monkeypatch.setattr(sanitize, "kernels", reference)
     sanitize.run(device)
     assert capsys.readouterr().out.splitlines() == [f"ran {name}" for name in sanitize.OPS]
@@ -40,7 +42,7 @@ def _said(tool: str, found: int) -> str:
     ("memcheck", "racecheck", "planted", "exit_code"),
     [(0, 0, 3, 0), (1, 0, 3, 1), (0, 2, 3, 1), (0, 0, 0, 1)],
 )
-def test_it_passes_only_if_clean_and_the_planted_launch_is_found(
+def test_the_script_passes_only_if_clean_and_the_planted_launch_is_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     memcheck: int,

@@ -24,7 +24,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
         (1 << 32, 2),
     ],
 )
-def test_sets_together_are_a_gib_where_that_takes_few(bytes_moved: int, num_sets: int):
+def test_buffer_sets_add_up_to_a_gib_with_2_to_64_sets(bytes_moved: int, num_sets: int):
     assert rotation(bytes_moved, GPU) == num_sets
     assert rotation(bytes_moved, CPU) == 1
 
@@ -33,12 +33,14 @@ def test_sets_together_are_a_gib_where_that_takes_few(bytes_moved: int, num_sets
     ("num_sets", "floor_us", "launches"),
     [(2, 1000.0, 2), (2, 3000.0, 2), (4, 300.0, 8), (64, 0.001, 256), (48, 1.0, 288)],
 )
-def test_a_sample_is_whole_rounds(num_sets: int, floor_us: float, launches: int):
+def test_a_sample_is_whole_rounds_over_the_buffer_sets(
+    num_sets: int, floor_us: float, launches: int
+):
     assert num_launches(num_sets, floor_us) == launches
 
 
 def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch):
-    """The clock moves by what a variant says, a hundredfold in the first round."""
+    """The clock moves by the seconds of each variant, a hundredfold in the first round."""
     now = [0.0]
     ran: list[str] = []
 
@@ -47,7 +49,9 @@ def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch: pyt
 
         def run() -> None:
             ran.append(name)
-            now[0] += seconds * (100 if next(rounds) < 2 else 1)  # a warm-up, then the first
+            now[0] += seconds * (
+                100 if next(rounds) < 2 else 1
+            )  # the warm-up, then the first round
 
         return run
 
@@ -67,7 +71,7 @@ def test_a_sample_is_the_mean_over_its_launches(monkeypatch: pytest.MonkeyPatch)
     assert measure({"x": replay}, 3, CPU)["x"].samples_us == [0.25e6] * 3
 
 
-def test_statistics():
+def test_a_timing_has_the_percentiles_of_its_samples():
     found = Timing.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0], 7)
     assert (found.median_us, found.p20_us, found.p80_us) == (3.5, 2.0, 5.0)
     assert found.launches_per_sample == 7

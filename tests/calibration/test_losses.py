@@ -1,4 +1,4 @@
-"""Models under policies, against transformers' model with a mask of its own for each head."""
+"""Models under policies, against transformers' model with one mask per head."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def oracle(checkpoint, device) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def model(checkpoint, device) -> PolicyModel:
-    """One for all policies, which therefore follow each other in its cache."""
+    """Return one model for all policies, which therefore follow each other in its cache."""
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     return PolicyModel(load(checkpoint, device, dtype), NUM_TOKENS)
 
@@ -93,7 +93,7 @@ TOKENS = st.lists(st.integers(3, VOCAB_SIZE - 1), min_size=NUM_TOKENS, max_size=
 @pytest.mark.gpu
 @settings(max_examples=10)
 @given(policy=POLICIES, tokens=TOKENS)
-def test_heads_see_what_the_policy_says(model, oracle, policy, tokens):
+def test_logits_equal_transformers_with_the_masks_of_the_policy(model, oracle, policy, tokens):
     expected = masked_logits(oracle, policy, tokens)
     logits = model.model.compute_logits(model.hidden(np.array(tokens), policy))
     torch.testing.assert_close(logits.double(), expected, rtol=0, atol=1e-4)
@@ -150,7 +150,7 @@ def test_losses_are_means_over_all_answers_and_all_text(model, oracle, policy, p
 
 @pytest.mark.gpu
 def test_an_fp8_cache_has_scales_per_token(checkpoint, device):
-    """As a driver that pages, scatters and pads its prompts otherwise."""
+    """Against the test driver, which pages, scatters and pads its prompts differently."""
     decoder = load(checkpoint, device, torch.float32)
     tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, NUM_TOKENS)
     driver = PagedDriver(decoder, block_size=32, num_blocks=4, granularity="token")
@@ -162,7 +162,7 @@ def test_an_fp8_cache_has_scales_per_token(checkpoint, device):
     assert (logits - decoder.compute_logits(exact)).abs().max() > 0.01
 
 
-def test_layers_keep_windows_of_their_own(tmp_path):
+def test_layers_keep_their_own_windows(tmp_path):
     oracle = tiny_checkpoint(tmp_path, "qwen3", **SLIDING["qwen3"]).double()
     decoder = load(tmp_path, torch.device("cpu"), torch.float64)
     assert decoder.config.layer_windows == (-1, 24)
@@ -174,7 +174,7 @@ def test_layers_keep_windows_of_their_own(tmp_path):
     torch.testing.assert_close(decoder.compute_logits(hidden), expected, rtol=0, atol=1e-4)
 
 
-def test_errors_say_what_was_expected(model):
+def test_wrong_lengths_and_policies_are_refused(model):
     with pytest.raises(ConfigError, match=r"num_tokens: expected 1 to 512, .* got 513"):
         PolicyModel(model.model, 513)
     with pytest.raises(ConfigError, match=r"tokens: expected \[70\], got \[71\]"):

@@ -1,4 +1,4 @@
-"""What prompts are made of: the embedded model's own lines, words, and a text."""
+"""The parts of prompts: the embedded model's own lines, words, and a text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def synthetic() -> Texts:
     return load_texts(TINY, "synthetic", 512)
 
 
-def test_lines_are_those_the_embedded_model_is_trained_on(synthetic):
+def test_lines_equal_those_that_the_embedded_model_is_trained_on(synthetic):
     tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
     trained = RecallVocabulary.from_tokenizer(tokenizer)
     lines = synthetic.lines
@@ -61,7 +61,7 @@ def test_filler_is_consecutive_text(synthetic):
     assert prompt_tokens(text, 1).tolist() != filler.tolist()
 
 
-def test_prompts_begin_as_the_model_wants(synthetic):
+def test_prompts_begin_with_the_prefix_of_the_model(synthetic):
     texts = Texts(lines=synthetic.lines, prefix=(0, 1), ids=None)
     prompts = texts.prompts(
         np.random.default_rng(0), 9, num_tokens=60, num_facts=2, sink=0, distance=20
@@ -70,7 +70,7 @@ def test_prompts_begin_as_the_model_wants(synthetic):
     assert all(len(prompt.tokens) == 60 for prompt in prompts)
 
 
-def test_what_cannot_be_used_is_an_error(tmp_path: Path):
+def test_unusable_texts_and_tokenizers_are_errors(tmp_path: Path):
     short = tmp_path / "short.txt"
     short.write_text("To be, or not to be", encoding="utf-8")
     with pytest.raises(ConfigError, match="data: expected a text of at least 512 tokens"):

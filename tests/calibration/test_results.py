@@ -1,4 +1,4 @@
-"""What the committed measurement of the embedded model says, as its claims are worded."""
+"""The documented claims about the embedded model's recall, against the committed measurement."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_calibrated_policy_keeps_recall_and_text_loss(result, cache, budget):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_recall_is_the_work_of_one_head(result, cache):
+def test_recall_depends_on_one_head(result, cache):
     for entry in result["results"]:
         recalls = entry["recall_accuracy"] > 0.9
         assert recalls == (RECALL_HEAD in entry["full_heads"])
@@ -56,13 +56,13 @@ def test_recall_is_the_work_of_one_head(result, cache):
     assert one["full_heads"] == [RECALL_HEAD]
 
 
-def test_it_was_measured_far_beyond_what_streaming_heads_see(result):
+def test_recall_was_measured_far_beyond_the_windows_of_streaming_heads(result):
     conditions = result["conditions"]
     assert conditions["distance"] == 1024 > 10 * (conditions["window"] + conditions["sink"])
     assert RESULTS.with_suffix(".png").is_file()
 
 
-def test_table_and_picture_are_made_of_it(result, tmp_path):
+def test_table_and_picture_show_the_measurement(result, tmp_path):
     rows = [
         line for line in readme_table.recall_table(result).splitlines() if line.startswith("| ")
     ]

@@ -1,4 +1,4 @@
-"""A checkpoint without a tokenizer, and the command run in this process."""
+"""Fixtures: a checkpoint without a tokenizer, and the command run in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def mrv1() -> Mrv1:
-    """Run the command; an exception that it did not turn into text is raised."""
+    """Return a function that runs the command and raises any exception it does not report."""
 
     def run(*arguments: str | Path) -> Result:
         result = CliRunner().invoke(

@@ -1,4 +1,4 @@
-"""``mrv1 generate --input``: every line its record, a bad line fails alone."""
+"""``mrv1 generate --input``: every line gives one record, a bad line fails alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _run(
     return result.exit_code, records, result.stderr
 
 
-def test_results_are_the_engines_in_the_order_of_the_lines(
+def test_results_equal_the_engines_in_the_order_of_the_lines(
     mrv1: Mrv1, checkpoint: str, tmp_path: Path
 ):
     prompts = [[5, 6, 7], [8], [9] * 40]
@@ -193,7 +193,7 @@ def test_bytes_that_are_no_utf8_fail_alone(tmp_path: Path):
     assert good.number == 2
 
 
-def test_a_request_id_names_one_line(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+def test_a_request_id_used_twice_is_refused(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
     line = '{"prompt_token_ids": [5], "request_id": "a"}'
     exit_code, records, _ = _run(mrv1, tmp_path, checkpoint, [line, line])
     assert exit_code == 1
@@ -202,7 +202,7 @@ def test_a_request_id_names_one_line(mrv1: Mrv1, checkpoint: str, tmp_path: Path
     assert [record["request_id"] for record in records] == ["a", "a"]
 
 
-def test_a_request_that_fails_while_it_runs_keeps_what_it_had(
+def test_a_request_that_fails_while_it_runs_keeps_its_tokens(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     source = tmp_path / "in.jsonl"
@@ -226,7 +226,7 @@ def test_a_request_that_fails_while_it_runs_keeps_what_it_had(
     assert "the device fell over" in record["error"]
 
 
-def test_done_results_survive_an_interruption(
+def test_finished_results_survive_an_interruption(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     source = tmp_path / "in.jsonl"
@@ -251,7 +251,7 @@ def test_done_results_survive_an_interruption(
     assert len(record["token_ids"]) == 2
 
 
-def test_an_empty_file_is_no_requests(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+def test_an_empty_file_gives_no_records(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
     exit_code, records, stderr = _run(mrv1, tmp_path, checkpoint, [])
     assert (exit_code, records) == (0, [])
     assert "0 of 0 requests done" in stderr

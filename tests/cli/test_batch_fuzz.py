@@ -44,7 +44,7 @@ values = st.recursive(
 
 
 def _objects(names: list[str]) -> st.SearchStrategy[str]:
-    """Objects of some names, the same name twice now and then."""
+    """Draw JSON objects with these names, sometimes with the same name twice."""
     member = st.builds(lambda name, value: f'"{name}": {value}', st.sampled_from(names), values)
     return st.lists(member, max_size=3).map(lambda members: f"{{{', '.join(members)}}}")
 
@@ -75,7 +75,7 @@ def good_tokens(llm: LLM) -> list[int]:
 
 
 def _check(llm: LLM, good_tokens: list[int], folder: Path, odd: list[bytes]) -> list[str | None]:
-    """Run odd lines between two good ones; return the error of each odd one that is not blank."""
+    """Run odd lines between two good lines; return each nonblank odd line's error or None."""
     source, target = folder / "in.jsonl", io.StringIO()
     source.write_bytes(b"\n".join([GOOD, *odd, GOOD]))
     errors = run_batch(llm, read_lines(source, DEFAULTS), target.write, Usage(llm))
@@ -96,7 +96,7 @@ def _check(llm: LLM, good_tokens: list[int], folder: Path, odd: list[bytes]) -> 
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_every_value_of_every_parameter(
+def test_no_value_of_a_parameter_affects_other_lines(
     llm: LLM, good_tokens: list[int], tmp_path: Path, name: str
 ):
     odd = [
@@ -106,7 +106,9 @@ def test_every_value_of_every_parameter(
 
 
 @pytest.mark.parametrize("name", [*KEYS, "unknown", "\\ud800"])
-def test_every_value_of_every_key(llm: LLM, good_tokens: list[int], tmp_path: Path, name: str):
+def test_no_value_of_a_key_affects_other_lines(
+    llm: LLM, good_tokens: list[int], tmp_path: Path, name: str
+):
     odd = [f'{{"{name}": {value}}}' for value in ATOMS]
     odd += [f'{{"prompt_token_ids": [5], "{name}": {value}}}' for value in ATOMS]
     _check(llm, good_tokens, tmp_path, [line.encode() for line in odd])
@@ -116,7 +118,7 @@ def test_every_value_of_every_key(llm: LLM, good_tokens: list[int], tmp_path: Pa
     "before", ['"request_id": ', '"prompt_token_ids": ', '"sampling_params": {"stop": ']
 )
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"5": ', "}")])
-def test_every_depth_that_json_takes(
+def test_values_nested_to_the_recursion_limit_fail_alone(
     llm: LLM, good_tokens: list[int], tmp_path: Path, before: str, opening: str, closing: str
 ):
     """Near the recursion limit a value can be read, but not always printed."""
@@ -129,7 +131,7 @@ def test_every_depth_that_json_takes(
     assert all(errors)
 
 
-def test_of_many_unknown_names_a_few_are_looked_up(
+def test_an_error_names_a_few_of_many_unknown_parameters(
     llm: LLM, good_tokens: list[int], tmp_path: Path
 ):
     names = ", ".join(f'"name_{index}": 1' for index in range(20_000))
@@ -142,7 +144,7 @@ def test_of_many_unknown_names_a_few_are_looked_up(
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(odd=st.lists(lines, min_size=1, max_size=5))
-def test_whatever_a_line_holds_the_others_complete(
+def test_other_lines_complete_whatever_a_line_contains(
     llm: LLM, good_tokens: list[int], tmp_path: Path, odd: list[bytes]
 ):
     _check(llm, good_tokens, tmp_path, odd)

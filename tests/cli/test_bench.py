@@ -15,7 +15,7 @@ SMALL = ("--device", "cpu", "--prompt-tokens", "8", "--output-tokens", "4", "--r
 SHAPE_NAMES = "qwen3-0.6b, llama3-8b, tiny-random"
 
 
-def test_file_and_table_say_the_same(mrv1: Mrv1, tmp_path: Path):
+def test_file_and_table_have_the_same_figures(mrv1: Mrv1, tmp_path: Path):
     target = tmp_path / "result.json"
     result = mrv1(
         "bench", "generate", "--shape", "tiny-random", *SMALL, "--batch", "1", "--batch", "3",
@@ -32,7 +32,7 @@ def test_file_and_table_say_the_same(mrv1: Mrv1, tmp_path: Path):
     assert f"written to {target}" in result.stderr
 
 
-def test_a_checkpoint_takes_the_place_of_a_shape(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+def test_a_checkpoint_can_replace_a_shape(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
     target = tmp_path / "result.json"
     result = mrv1(
         "bench", "generate", "--model", checkpoint, *SMALL, "--batch", "2", "--output", target
@@ -43,7 +43,7 @@ def test_a_checkpoint_takes_the_place_of_a_shape(mrv1: Mrv1, checkpoint: str, tm
 
 
 def test_cache_options_reach_the_engine(mrv1: Mrv1, tmp_path: Path):
-    """A scale of 4 bytes beside 32 codes, instead of 32 floats of 4 bytes."""
+    """Per vector a scale of 4 bytes and 32 codes of 1 byte, instead of 32 floats of 4 bytes."""
     results = {}
     for dtype in ("auto", "fp8_e4m3"):
         target = tmp_path / f"{dtype}.json"
@@ -59,7 +59,7 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1, tmp_path: Path):
     assert results["fp8_e4m3"]["conditions"]["kv_scale"] == "token"
 
 
-def test_engine_options_are_taken_and_named(mrv1: Mrv1, tmp_path: Path):
+def test_engine_options_reach_the_file_and_the_table(mrv1: Mrv1, tmp_path: Path):
     target = tmp_path / "result.json"
     result = mrv1(
         "bench", "generate", "--shape", "tiny-random", *SMALL, "--batch", "1", "--output", target,
@@ -84,7 +84,9 @@ def _few_warm_steps(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("_few_warm_steps")
-def test_a_steady_step_is_tiny_on_a_cpu_and_its_tables_show_it(mrv1: Mrv1, tmp_path: Path):
+def test_the_runner_benchmark_on_a_cpu_uses_a_tiny_shape_and_prints_its_tables(
+    mrv1: Mrv1, tmp_path: Path
+):
     target = tmp_path / "result.json"
     result = mrv1(*RUNNER, "--output", target)
     assert result.exit_code == 0
@@ -102,7 +104,7 @@ def test_a_steady_step_is_tiny_on_a_cpu_and_its_tables_show_it(mrv1: Mrv1, tmp_p
 
 
 @pytest.mark.usefixtures("_few_warm_steps")
-def test_runner_options_are_taken(mrv1: Mrv1, tmp_path: Path, checkpoint: str):
+def test_runner_options_reach_the_benchmark(mrv1: Mrv1, tmp_path: Path, checkpoint: str):
     target = tmp_path / "result.json"
     result = mrv1(
         *RUNNER, "--model", checkpoint, "--batch", "2", "--waiting", "3", "--no-overlap",
@@ -116,8 +118,8 @@ def test_runner_options_are_taken(mrv1: Mrv1, tmp_path: Path, checkpoint: str):
     assert written["results"][0]["deterministic_step_ms"] is None
 
 
-def test_a_trace_is_shown():
-    """The trace table alone: its figures come from a GPU."""
+def test_the_trace_table_shows_every_figure():
+    """Only the table is tested: the figures of a trace come from a GPU."""
     trace = {
         "step_us": 699.3, "idle_share": 0.0346, "idle_between_launches_share": 0.0315,
         "graph_launches": 1.0, "kernel_launches": 0.25,

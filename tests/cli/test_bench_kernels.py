@@ -13,7 +13,7 @@ SHAPE = ("--kv-heads", "2", "--q-heads", "4", "--head-dim", "16", "--repeats", "
 ON_CPU = (*SHAPE, "--device", "cpu")
 
 
-def test_attention_file_table_and_plot_say_the_same(mrv1: Mrv1, tmp_path: Path):
+def test_attention_file_table_and_plot_have_the_same_figures(mrv1: Mrv1, tmp_path: Path):
     pytest.importorskip("matplotlib")
     target, picture = tmp_path / "result.json", tmp_path / "plot.png"
     result = mrv1(
@@ -47,8 +47,8 @@ def test_prefill_and_roles_are_options(mrv1: Mrv1):
     assert "mrv1-uniform" in result.stdout
 
 
-def test_an_fp8_cache_stands_beside_ours_of_qs_dtype(mrv1: Mrv1):
-    """A reason that holds for all cells is said once."""
+def test_an_fp8_cache_is_compared_with_a_cache_of_the_query_dtype(mrv1: Mrv1):
+    """A reason that holds for all cells is printed once."""
     result = mrv1(
         "bench", "attention", "--cells", "1x40,2x17", "--kv-dtype", "fp8_e4m3",
         "--peers", "torch-sdpa", *ON_CPU,
@@ -59,7 +59,7 @@ def test_an_fp8_cache_stands_beside_ours_of_qs_dtype(mrv1: Mrv1):
     assert "peer torch-sdpa everywhere: has no fp8_e4m3 cache\n" in result.stderr
 
 
-def test_kv_write_file_and_table_say_the_same(mrv1: Mrv1, tmp_path: Path):
+def test_kv_write_file_and_table_have_the_same_figures(mrv1: Mrv1, tmp_path: Path):
     target = tmp_path / "result.json"
     result = mrv1("bench", "kv-write", "--tokens", "1,5", *ON_CPU, "--output", target)
     assert result.exit_code == 0
@@ -72,7 +72,7 @@ def test_kv_write_file_and_table_say_the_same(mrv1: Mrv1, tmp_path: Path):
     assert "peer vllm-triton: not installed" in result.stderr
 
 
-def test_kv_write_to_an_fp8_cache(mrv1: Mrv1):
+def test_kv_write_measures_an_fp8_cache(mrv1: Mrv1):
     result = mrv1("bench", "kv-write", "--tokens", "5", "--kv-dtype", "fp8_e4m3", *ON_CPU)
     assert result.exit_code == 0
     assert "KV cache fp8_e4m3" in result.stdout

@@ -1,4 +1,4 @@
-"""``mrv1 calibrate`` on the embedded model, whose recall rests on one head."""
+"""``mrv1 calibrate`` on the embedded model, whose recall depends on one head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK = (
     "--num-prompts", "1", "--num-tokens", "256", "--num-facts", "6",
 )  # fmt: skip
 RECALL_HEAD = (3, 0)
-"""Found by measurement: without it recall is gone, without all others it is not."""
+"""Found by measurement: recall fails without this head, and works without all others."""
 
 
 def full_heads(policy: HeadPolicy) -> set[tuple[int, int]]:
@@ -36,7 +36,7 @@ def full_heads(policy: HeadPolicy) -> set[tuple[int, int]]:
 def test_the_head_that_recalls_stays_full(
     mrv1: Mrv1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # to rich, stderr is a terminal then
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
     output, report = tmp_path / "policy.json", tmp_path / "report.json"
     result = mrv1(
         "calibrate", *QUICK, "--data", CORPUS_PATH, "--budget", "0.25", "--output", output,
@@ -62,8 +62,8 @@ def test_the_head_that_recalls_stays_full(
     assert measured["device"]["type"] == "cpu"
 
 
-def test_the_policy_serves(mrv1: Mrv1, tmp_path: Path):
-    """One head full of sixteen still answers from far back; none does not."""
+def test_generate_recalls_a_fact_under_the_calibrated_policy(mrv1: Mrv1, tmp_path: Path):
+    """With one of sixteen heads full the model recalls a distant fact, with none it does not."""
     words = "What light through yonder window breaks? " * 12
     prompt = f"\nREMEMBER: crown soldier.\n{words}\nRECALL: crown"
     answers = []
@@ -84,7 +84,7 @@ def test_the_policy_serves(mrv1: Mrv1, tmp_path: Path):
     assert answers[1] != "soldier"
 
 
-def test_synthetic_words_do_as_well(mrv1: Mrv1, tmp_path: Path):
+def test_calibration_on_synthetic_words_finds_the_recall_head(mrv1: Mrv1, tmp_path: Path):
     output = tmp_path / "policy.json"
     result = mrv1(
         "calibrate", *QUICK, "--data", "synthetic", "--method", "single", "--no-plot",
@@ -120,7 +120,7 @@ def test_a_mistake_is_one_line(mrv1: Mrv1, tmp_path: Path, monkeypatch, argument
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_does_not_recall_is_said_to(mrv1: Mrv1, tmp_path: Path):
+def test_a_model_that_does_not_recall_gives_a_warning(mrv1: Mrv1, tmp_path: Path):
     """Random weights, with the embedded model's tokenizer."""
     folder = tmp_path / "random"
     tiny_checkpoint(folder, "qwen3", vocab_size=2048)

@@ -1,4 +1,4 @@
-"""``mrv1 doctor``: the facts are this process's, and what is not supported is said."""
+"""``mrv1 doctor`` reports this process's facts and warns of everything that is unsupported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _gpu(capability: tuple[int, int] = (9, 0)) -> DeviceInfo:
     )
 
 
-def test_json_holds_what_is_installed_here(mrv1: Mrv1):
+def test_json_reports_the_installed_versions_and_the_device(mrv1: Mrv1):
     result = mrv1("doctor", "--json")
     found = json.loads(result.stdout)
     assert result.exit_code == 0
@@ -55,14 +55,16 @@ def test_json_holds_what_is_installed_here(mrv1: Mrv1):
         ((8, 0), "integer arithmetic: GPU X has no e4m3 (8.9 and newer have)"),
     ],
 )
-def test_who_converts_fp8_is_said(monkeypatch: pytest.MonkeyPatch, capability, said):
+def test_the_fp8_conversion_is_reported_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capability, said
+):
     choice = choose_fp8_path(_gpu(capability))
     monkeypatch.setattr(facts, "fp8_path", lambda _: choice)
     assert facts.fp8_use(torch.device("cuda", 0)) == {"FP8 conversion": said}
     assert facts.fp8_use(None) == {}
 
 
-def test_screen_shows_everything_on_one_screen(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):
+def test_the_report_fits_on_one_screen(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(facts, "visible_gpus", lambda: (_gpu(), _gpu()))
     monkeypatch.setattr(facts, "driver_version", lambda: "580.95.05")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
@@ -132,7 +134,7 @@ def test_a_missing_embedded_model_is_a_warning(
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-def test_on_a_gpu_it_is_shown_and_used(mrv1: Mrv1):
+def test_a_gpu_is_shown_and_used(mrv1: Mrv1):
     found = json.loads(mrv1("doctor", "--json").stdout)
     assert found["gpus"][0]["name"] == torch.cuda.get_device_name(0)
     assert found["gpus"][0]["memory_bytes"] > 2**30
@@ -140,7 +142,7 @@ def test_on_a_gpu_it_is_shown_and_used(mrv1: Mrv1):
 
 
 @pytest.mark.parametrize("path", ["triton", "interpreter", "reference"])
-def test_every_path_says_what_implements_attention(path):
+def test_every_path_names_its_implementation_of_attention(path):
     attention = facts.used_for(path)["attention"]
     assert (
         attention
@@ -197,7 +199,7 @@ def test_a_misspelled_variable_is_refused_as_by_llm(
     assert "no warnings" not in result.stdout
 
 
-def test_every_wrong_variable_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_every_wrong_variable_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MRV1_DEBUG", "perhaps")
     monkeypatch.setenv("MRV1_STOP_SEQS_MAX_LEN", "0")
     monkeypatch.setenv("MRV1_B", "")
@@ -210,7 +212,7 @@ def test_every_wrong_variable_is_said(monkeypatch: pytest.MonkeyPatch):
 
 
 def _install_flashinfer(monkeypatch, tmp_path: Path, code: str, version: str | None) -> None:
-    """Put a package of that name first on the path."""
+    """Put a package named flashinfer first on the path."""
     (tmp_path / "flashinfer").mkdir()
     (tmp_path / "flashinfer" / "__init__.py").write_text(code)
     if version is not None:
@@ -223,7 +225,7 @@ def _install_flashinfer(monkeypatch, tmp_path: Path, code: str, version: str | N
 
 
 @pytest.mark.parametrize(("version", "said"), [("9.8.7", "9.8.7"), (None, "unknown version")])
-def test_an_installed_flashinfer_is_said_with_its_version(
+def test_an_installed_flashinfer_is_reported_with_its_version(
     mrv1: Mrv1, monkeypatch, tmp_path: Path, version, said
 ):
     if version is None and facts.version_of("flashinfer-python") is not None:
@@ -245,7 +247,7 @@ def test_a_broken_flashinfer_is_a_warning(mrv1: Mrv1, monkeypatch, tmp_path: Pat
     ]
 
 
-def test_no_flashinfer_is_no_warning(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_flashinfer_gives_no_warning(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.setattr(facts, "version_of", lambda name: None if "flashinfer" in name else "3.7")
     result = mrv1("doctor")
@@ -254,7 +256,7 @@ def test_no_flashinfer_is_no_warning(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch
     assert "no warnings" in result.stdout
 
 
-# --- what device.py tells ------------------------------------------------------------------------
+# --- driver and environment ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -275,12 +277,12 @@ def test_driver_version_is_read(monkeypatch, tmp_path: Path, text: str, expected
     assert device.driver_version() == expected
 
 
-def test_no_driver_no_version(monkeypatch, tmp_path: Path):
+def test_without_a_driver_there_is_no_driver_version(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(device, "Path", lambda _: tmp_path / "version")
     assert device.driver_version() is None
 
 
-def test_environment_holds_only_what_is_set(monkeypatch):
+def test_environment_has_only_known_variables_that_are_set(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/x")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("SECRET", "y")

@@ -1,4 +1,4 @@
-"""``mrv1 generate`` on the embedded model: what goes to stdout and stderr, and user mistakes."""
+"""``mrv1 generate`` on the embedded model: its stdout, its stderr, and user mistakes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "24", "--ignore-eos")
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """What the same request gives from Python."""
+    """Return the text of the same request through the Python API."""
     with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         return llm.generate("ROMEO:", params)[0].outputs[0].text
@@ -31,7 +31,7 @@ def test_stdout_is_the_text_alone(mrv1: Mrv1, expected: str, mode: str):
     assert "ROMEO:" in result.stderr
 
 
-def test_summary_says_speed_cache_and_path(mrv1: Mrv1):
+def test_the_summary_names_speed_cache_and_path(mrv1: Mrv1):
     result = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:")
     summary = result.stderr.splitlines()[-1]
     found = re.search(
@@ -92,8 +92,8 @@ def test_sampling_options_reach_the_engine(mrv1: Mrv1, expected: str):
     assert word not in banned.stdout.split()
 
 
-def test_peak_blocks_are_those_the_tokens_needed():
-    """16 + 17 tokens, the last never cached: 32 positions in blocks of 16, and one token more."""
+def test_peak_memory_is_the_blocks_that_the_tokens_needed():
+    """With 16 + 17 tokens, the last never cached, two blocks of 16 are full; 18 need a third."""
     for num_output, num_blocks in ((1, 1), (2, 2), (17, 2), (18, 3)):
         with LLM("tiny", device="cpu", num_kv_blocks=8) as llm:
             usage = Usage(llm)
@@ -105,10 +105,10 @@ def test_peak_blocks_are_those_the_tokens_needed():
             assert usage.num_tokens == num_output
 
 
-def test_blocks_of_a_prompt_that_outputs_share_count_once():
-    """17 + 17 tokens, the last never cached: a shared block, and two of each output's own.
+def test_shared_blocks_of_a_prompt_are_counted_once():
+    """17 + 17 tokens, the last never cached: one shared block, and two own blocks per output.
 
-    The first output has ended before the others, a token later, need their last one.
+    The first output has ended before the others, one token later, need their last block.
     """
     with LLM("tiny", device="cpu", num_kv_blocks=8) as llm:
         usage = Usage(llm)
@@ -194,7 +194,7 @@ def test_text_for_a_checkpoint_without_tokenizer_is_a_mistake(mrv1: Mrv1, checkp
     assert "prompt: expected token ids, because" in result.stderr
 
 
-def test_nothing_to_do_is_a_mistake(mrv1: Mrv1):
+def test_neither_prompt_nor_input_is_a_mistake(mrv1: Mrv1):
     result = mrv1("generate", "--model", "tiny")
     assert result.exit_code == 2
     assert "expected one of --prompt TEXT and --input FILE" in result.stderr
@@ -209,7 +209,7 @@ def test_input_must_exist(mrv1: Mrv1, tmp_path: Path):
 # --- the command itself --------------------------------------------------------------------------
 
 
-def test_version(mrv1: Mrv1):
+def test_the_version_is_printed(mrv1: Mrv1):
     assert mrv1("--version").stdout == f"mrv1 {__version__}\n"
 
 

@@ -1,4 +1,4 @@
-"""A full disk, a closed stdout and a pipe that nobody reads: one line or none, no traceback."""
+"""A full disk, a closed stdout and a pipe without a reader: one line or none, no traceback."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Run = Callable[[IO[str] | None, list[str]], str]
 
 @pytest.fixture
 def run_onto(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command with a stdout that fails; return what stderr got."""
+    """Return a function that runs the command with a failing stdout and returns its stderr."""
 
     def run(stdout: IO[str] | None, arguments: list[str]) -> str:
-        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
         monkeypatch.setattr(sys, "stdout", stdout)
         stderr = sys.stderr
         with pytest.raises(SystemExit) as ended:
@@ -60,7 +60,7 @@ def run_onto(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     "arguments",
     [[*TINY, "--prompt", "ROMEO:", "--max-tokens", "4"], ["--version"], ["doctor", "--json"]],
 )
-def test_a_full_stdout_is_one_line(run_onto: Run, arguments: list[str]):
+def test_a_full_stdout_gives_one_error_line(run_onto: Run, arguments: list[str]):
     stdout = _full()
     stderr = run_onto(stdout, arguments)
     assert stderr.endswith(f"error: cannot write stdout: {NO_SPACE}\n")
@@ -68,21 +68,21 @@ def test_a_full_stdout_is_one_line(run_onto: Run, arguments: list[str]):
     assert stdout.closed  # else the interpreter would write the rest at its end, and fail
 
 
-def test_a_table_on_a_full_stdout_is_one_line(run_onto: Run):
+def test_a_table_on_a_full_stdout_gives_one_error_line(run_onto: Run):
     assert run_onto(_full(), ["doctor"]) == f"error: cannot write stdout: {NO_SPACE}\n"
 
 
-def test_a_closed_stdout_is_one_line(run_onto: Run):
+def test_a_closed_stdout_gives_one_error_line(run_onto: Run):
     stderr = run_onto(None, [*TINY, "--prompt", "ROMEO:", "--max-tokens", "4"])
     assert stderr.endswith(f"error: cannot write stdout: {os.strerror(errno.EBADF)}\n")
 
 
-def test_a_reader_that_has_gone_ends_it_without_a_word(run_onto: Run):
+def test_a_pipe_without_a_reader_ends_the_command_silently(run_onto: Run):
     with suppress(BrokenPipeError), _abandoned_pipe() as stdout:
         assert run_onto(stdout, ["--version"]) == ""
 
 
-def test_text_that_stdout_cannot_encode_is_one_line(
+def test_text_that_stdout_cannot_encode_gives_one_error_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
@@ -92,7 +92,9 @@ def test_text_that_stdout_cannot_encode_is_one_line(
     assert capsys.readouterr().err.startswith("error: cannot write stdout: 'latin-1' codec can't")
 
 
-def test_an_output_file_on_a_full_disk_is_one_line(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+def test_an_output_file_on_a_full_disk_gives_one_error_line(
+    mrv1: Mrv1, checkpoint: str, tmp_path: Path
+):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt_token_ids": [5]}\n{"prompt_token_ids": [6]}\n')
     result = mrv1(
@@ -101,12 +103,12 @@ def test_an_output_file_on_a_full_disk_is_one_line(mrv1: Mrv1, checkpoint: str, 
     )  # fmt: skip
     assert result.exit_code == 1
     assert result.stdout == ""
-    _, *errors = result.stderr.splitlines()  # the first says what runs
+    _, *errors = result.stderr.splitlines()  # the first is the start line
     assert errors == [f"error: cannot write --output '/dev/full': {NO_SPACE}"]
 
 
 def test_a_process_with_a_full_stdout_ends_with_one_line():
-    """Nor does the interpreter complain as it ends."""
+    """The interpreter prints no error of its own when it exits."""
     with FULL.open("w") as stdout:
         run = subprocess.run(
             [sys.executable, "-m", "mrv1", "--version"],

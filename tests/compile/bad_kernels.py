@@ -1,4 +1,4 @@
-"""Kernels that a compile check must refuse, and one that it must not."""
+"""Kernels that a compile check must refuse, and a kernel that the check must accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the paged KV cache and prefill attention is compiled ahead of time, as launched."""
+"""Launches of KV cache writes and prefill attention that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrv1.testing.aot import AotCase, Target, pointer
 SHAPES = (
     *((torch.bfloat16, head_dim) for head_dim in (64, 80, 128, 256)),
     *((torch.float32, head_dim) for head_dim in (64, 80, 128, 256)),
-    (torch.float16, 128),  # the code is bfloat16's but for the conversion
+    (torch.float16, 128),  # bfloat16's code except for the conversion
 )
 STREAMING_SHAPES = ((torch.bfloat16, 128), (torch.float32, 128))
 FP8_SHAPES = (
@@ -27,7 +27,7 @@ FP8_SHAPES = (
     (torch.float16, 128),
     (torch.float32, 128),
 )
-"""Dtype of q, key and value, and head_dim, beside a cache of e4m3 codes."""
+"""Dtype of q, key and value, and head_dim, for a cache of e4m3 codes."""
 NO_FP8: dict[str, object] = {"FP8_PATH": None, "SCALES_PER_BLOCK": 0}
 NUM_KV_HEADS = 8
 BLOCK_SIZE = 16
@@ -81,7 +81,7 @@ def _fp8_cases(target: Target) -> list[AotCase]:
 
 
 def _fp8(target: Target, granularity: ScaleGranularity) -> dict[str, object]:
-    """The constexprs of an fp8 cache, converted as on the target."""
+    """Return the constexprs of an fp8 cache, with the target's conversion path."""
     path = choose_fp8_path(_device(target), is_amd=target.backend == "hip").path
     return {"FP8_PATH": path, "SCALES_PER_BLOCK": scales_per_block(granularity, BLOCK_SIZE)}
 
@@ -101,7 +101,7 @@ def _fp8_name(fp8: dict[str, object]) -> list[str]:
 
 
 def _caches(dtype: torch.dtype, fp8: dict[str, object]) -> tuple[object, ...]:
-    """K and V cache, scales and their addresses."""
+    """Return K and V cache, scales and their addresses."""
     if fp8 is NO_FP8:
         return pointer(dtype), pointer(dtype), None, None, None, None
     codes, scale, int64 = map(pointer, (torch.uint8, torch.float32, torch.int64))
@@ -144,12 +144,12 @@ def _write(dtype: torch.dtype, head_dim: int, fp8: dict[str, object] = NO_FP8) -
 
 
 def _pages(dtype: torch.dtype, fp8: dict[str, object]) -> tuple[object, ...]:
-    """K cache, V cache, their scales, block table and its row stride."""
+    """Return K cache, V cache, their scales, block table and its row stride."""
     return *_caches(dtype, fp8), pointer(torch.int32), 512
 
 
 def _roles(head_dim: int) -> tuple[object, ...]:
-    """The layout's tensors, its token stride, and softmax_scale."""
+    """Return the layout's tensors, its token stride, and softmax_scale."""
     int32, int64 = pointer(torch.int32), pointer(torch.int64)
     return int64, int64, int32, int32, int32, int32, head_dim, head_dim**-0.5
 
@@ -214,7 +214,7 @@ def _prefill(
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        # A window's scalars beside two programs a multiprocessor: an eighth faster than without.
-        # Over the loop: which tile it is, for those who share it.
+        # A window's scalars are parked so that two programs fit an SM: an eighth faster.
+        # With splits, the tile's index is parked over the loop.
         parked_bytes=64 if streaming and config.max_registers else 16 * splits,
     )

@@ -1,4 +1,4 @@
-"""What of paged decode attention is compiled ahead of time, as launched."""
+"""Launches of paged decode attention that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.compile.cases_attention import (
 )
 
 FEW, SOME = 8, 32 * NUM_KV_HEADS
-"""Segments: of one request, and so many that a launch choice of its own serves them."""
+"""Segments: of one request, and of 32 requests, which have their own launch choice."""
 
 
 def cases(target: Target) -> list[AotCase]:
@@ -144,7 +144,7 @@ def _decode(
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        parked_bytes=16,  # over the loop, for one more program on an SM
+        parked_bytes=16,  # parked over the loop, so that one more program fits an SM
         programs_per_sm=config.programs_per_sm if target.name == "sm_90" else 0,
     )
 

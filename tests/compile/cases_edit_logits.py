@@ -1,4 +1,4 @@
-"""What of the logits' edits is compiled ahead of time, as launched."""
+"""Launches of the logits' edits that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _edit_logits(
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,
-        parked_bytes=16,  # over the loops, on sm_89 (drafts) and sm_120
+        parked_bytes=16,  # parked over the loops, on sm_89 (drafts) and sm_120
     )
 
 

@@ -1,4 +1,4 @@
-"""What of norms, rope and activation is compiled ahead of time, as launched."""
+"""Launches of norms, rope and activation that are compiled ahead of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The linear layer: dtypes, what is fused with it, and the shapes that models have."""
+"""Launches of the linear layer that are compiled ahead of time: dtypes, fusions, model shapes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mrv1.kernels.layers.linear_vector import VectorConfig, _linear_vector_kerne
 from mrv1.testing.aot import AotCase, Target, pointer
 
 PARKED_BYTES = {"sm_80": 16, "sm_100": 8}
-"""Four registers and two that the compiler parks where there is no loop: all weights are early, or
-in the activation."""
+"""Bytes of four and two registers that the compiler parks outside loops: where all weights are
+loaded early, or in the activation."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights, and what is fused with them."""
+    """The shape of a layer's weights, and the operations fused with the product."""
 
     num_in: int
     num_out: int
@@ -133,7 +133,7 @@ def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
 
 
 def _registers(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
-    """Return the case, or nothing where these weights do not come into registers."""
+    """Return the case, or no case where the weights do not fit registers."""
     config = RegisterConfig.default_for(
         num_tokens,
         layer.num_in,

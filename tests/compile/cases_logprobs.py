@@ -1,4 +1,4 @@
-"""What of the log-probabilities is compiled ahead of time, as launched."""
+"""Launches of log-probabilities that are compiled ahead of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of page copies and the merge of partial results is compiled ahead of time, as launched."""
+"""Launches of page copies and merges of partial results that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _name(op: str, *details: object) -> str:
 def _copy(
     bits: torch.dtype, head_dim: int, *, ids: torch.dtype = torch.int32, scales: int = 0
 ) -> AotCase:
-    """``scales`` of a block and head, 0 = none."""
+    """Return a copy with ``scales`` per block and head, 0 = none."""
     config = CopyPagesConfig.default_for(head_dim, bits.itemsize)
     int32, int64 = pointer(torch.int32), pointer(torch.int64)
     return AotCase(

@@ -1,4 +1,4 @@
-"""What of the fused op from qkv to the cache is compiled ahead of time, as launched."""
+"""Launches of the fused op from qkv to the cache that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _write(
     k_out: bool = False,
     fp8: dict[str, object] = NO_FP8,
 ) -> AotCase:
-    """``rotary_dim`` -1 = all of the head, None = no rope."""
+    """Return a write; ``rotary_dim`` -1 = the whole head, None = no rope."""
     rotary_dim = head_dim if rotary_dim == -1 else rotary_dim
     config = QKVCacheWriteConfig.default_for(head_dim, dtype)
     data, int32, int64 = pointer(dtype), pointer(torch.int32), pointer(torch.int64)

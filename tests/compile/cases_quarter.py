@@ -1,4 +1,4 @@
-"""What of the KV write beside a scale per quarter is compiled ahead of time, as launched."""
+"""Launches of KV writes with a scale per quarter of a block that are compiled ahead of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the sampler's kernels, beside the draw, is compiled ahead of time, as launched."""
+"""Launches of the bad-words mask that are compiled ahead of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the draw is compiled ahead of time, as launched."""
+"""Launches of the draw that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def _draw(target: Target, dtype: torch.dtype, vocab_size: int, *, filters: bool 
             **({} if target.capability is None else {"maxnreg": config.draw_registers}),
         },
         num_warps=config.draw_warps,
-        parked_bytes=320,  # the price of two programs a multiprocessor; not known where
+        parked_bytes=320,  # so that two programs fit an SM; where they are parked is unknown
         programs_per_sm=0 if target.capability is None else 2,
     )

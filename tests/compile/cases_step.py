@@ -1,4 +1,4 @@
-"""What of a step's head and tail (scatter, gather, post-update) is compiled ahead of time."""
+"""Launches of a step's head and tail (fetch to gather, post-update), compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -120,5 +120,5 @@ def _post_update(num_columns: int, overlap: bool, *, uniform: bool = False) -> A
             "TILE_COLUMNS": triton.next_power_of_2(num_columns),
         },
         num_warps=config.num_warps,
-        parked_bytes=8,  # over the loop, with drafts on sm_80: one launch a step
+        parked_bytes=8,  # parked over the loop, with drafts on sm_80: one launch per step
     )

@@ -22,9 +22,9 @@ GROUPS = {
     "pages qkv quarter": 2,
     "logprobs sampler sampling step": 4,
 }
-"""Modules of cases, and how many tests share them for the quick target: each takes seconds."""
+"""Modules of cases, and how many tests share a group on the quick target: cases take seconds."""
 QUICK = "sm_90"
-"""What `make test` compiles for, the first share of each group: the GPU that is measured."""
+"""The target of `make test`, which compiles the first share of each group: the measured GPU."""
 SHARES = [
     pytest.param(
         *(target, group, share, shares),
@@ -52,8 +52,8 @@ SLOWER_WITH_39 = (
     "sm_90 linear_tile-float32-32x100x48-norm-bias-gated-residual: "
     "spills 8 bytes a thread (80 registers)",
 )
-"""What triton 3.9 makes of the quick target's first shares, whose kernels are tuned for the triton
-of the lock: they are slower with it, not wrong. With any other triton there are no problems."""
+"""Problems of triton 3.9 in the quick target's first shares. The kernels are tuned for the locked
+triton: with 3.9 they are slower, not wrong. With any other triton there are no problems."""
 
 
 def _modules(group: str) -> list[str]:
@@ -79,8 +79,8 @@ def test_every_kernel_compiles(target, group, share, shares):
     assert all(report.registers > 0 for report in reports)
 
 
-def test_what_must_not_ship_is_found():
-    """A kernel that spills, one with too much shared memory, one with an operation sm_80 lacks."""
+def test_spills_shared_memory_and_unsupported_operations_are_reported():
+    """The kernels spill, need too much shared memory, or use an operation that sm_80 lacks."""
     reports = {r.case: r for r in compile_for("sm_80", [f"{__package__}.bad_kernels"])}
     assert "sm_80 spills: spills " in reports["spills"].problem
     assert "bytes of shared memory, has 166912" in reports["shared"].problem
@@ -89,13 +89,13 @@ def test_what_must_not_ship_is_found():
     assert reports["good"].registers > 0
 
 
-def test_amd_scratch_is_found():
+def test_spills_on_amd_are_reported():
     reports = {r.case: r for r in compile_for("gfx942", [f"{__package__}.bad_kernels"])}
     assert "gfx942 spills: spills " in reports["spills"].problem
     assert reports["good"].problem == ""
 
 
-def test_a_report_judges_itself():
+def test_a_report_names_its_problem():
     fine = {"target": "sm_89", "case": "op", "seconds": 0.1, "registers": 40}
     assert AotReport(**fine, shared_bytes=99 * 1024).problem == ""
     assert "needs 101377 bytes" in AotReport(**fine, shared_bytes=99 * 1024 + 1).problem
@@ -114,7 +114,7 @@ def test_a_report_judges_itself():
     assert AotReport(**fine, error="no").problem == "sm_89 op: no"
 
 
-def test_capabilities():
+def test_amd_targets_have_no_compute_capability():
     assert TARGETS["sm_120"].capability == (12, 0)
     assert TARGETS["gfx942"].capability is None
 
@@ -136,6 +136,6 @@ def test_a_failing_child_is_reported():
 @pytest.mark.parametrize(
     "arguments", [(), ("sm_90",), ("sm_90[2]", "json"), ("sm_90[0::0]", "json")]
 )
-def test_usage(capsys, arguments):
+def test_wrong_arguments_print_the_usage(capsys, arguments):
     assert aot.main(arguments) == 2
     assert "usage: python -m mrv1.testing.aot" in capsys.readouterr().err

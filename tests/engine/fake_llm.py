@@ -1,7 +1,7 @@
-"""An ``LLM`` whose runner is the device in plain Python, for tests of everything around it.
+"""An ``LLM`` whose runner is a device in plain Python, for tests of everything but the runner.
 
-What a request must yield is known in closed form (``expected_output``), and a step that reads a
-page which is not its own raises ``DeviceError``.
+The expected output of a request is known in closed form (``expected_output``), and a step that
+reads a page whose content belongs to another request raises ``DeviceError``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FakeModelRunner:
 
 
 def make_llm(monkeypatch: pytest.MonkeyPatch, **options: object) -> LLM:
-    """Return an engine of few blocks: requests of the tests preempt each other."""
+    """Return an engine with so few blocks that the tests' requests preempt each other."""
     with monkeypatch.context() as patch:
         patch.setattr("mrv1.engine.core.ModelRunner", FakeModelRunner)
         return LLM(

@@ -1,10 +1,10 @@
 """A model and a device in plain Python, for tests of the scheduler.
 
-The model's next token is a hash of the whole prefix, so that what a request must yield is known in
-closed form; the outputs of one request differ by their child. The device executes launched steps
-as late as it can, when their result is asked for, and keeps a hash of the prefix where a cache
-keeps K and V, once for every head group: a page that was shared wrongly, reused or given up too
-early, written twice or never written is found by the step that reads it.
+The model's next token is a hash of the whole prefix, so the expected output of a request is known
+in closed form; the outputs of one request differ by their child index. The device executes a
+launched step as late as possible: when the test asks for its result. Where a cache stores K and V,
+the device stores a hash of the prefix, once per head group. So the step that reads a page raises
+if the page was shared wrongly, reused or freed too early, written twice or never written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POISON = None
 
 
 class DeviceError(AssertionError):
-    """A step read or wrote what is not its own."""
+    """A step read or wrote a page whose content belongs to another request."""
 
 
 def root_hash(cache_key: bytes) -> int:
@@ -51,7 +51,7 @@ def ends_with_any(output: list[int], sequences: Iterable[tuple[int, ...]]) -> bo
 
 
 def expected_output(request: Request) -> tuple[list[int], FinishReason]:
-    """What a request must yield and why it must end, from its definition."""
+    """Return the tokens that a request must yield and its finish reason, from its definition."""
     prefix_hash = root_hash(request.cache_key)
     for token in request.prompt_token_ids:
         prefix_hash = extend_hash(prefix_hash, token)
@@ -73,15 +73,15 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
 
 @dataclass
 class Slot:
-    """The device's state of one slot."""
+    """The state of one slot on the device."""
 
     request: SlotRequest
     hashes: list[int]
-    """Of every prefix: ``hashes[n]`` is that of ``n`` tokens."""
+    """One hash per prefix: ``hashes[n]`` is the hash of the first ``n`` tokens."""
     num_computed_tokens: int
     output: list[int]
     blocks: list[list[int]]
-    """Per head group."""
+    """Block ids per head group."""
     stopped: bool = False
 
     @property
@@ -91,23 +91,23 @@ class Slot:
 
 @dataclass
 class FakeRunner:
-    """Executes plans in launch order, as late as their results allow."""
+    """Executes plans in launch order, each one as late as possible: when its result is read."""
 
     num_blocks: Sequence[int]
-    """Of each head group."""
+    """Number of blocks of each head group."""
     block_size: int
     max_tokens: int
     keeps: Sequence[Visible] = (FULL,)
     """What the heads of each group see."""
     cache_keys: dict[RequestId, bytes] = field(default_factory=dict)
     stops_on_device: bool = True
-    """Whether a stopped row does no further work; else it runs on until the host knows."""
+    """Whether a stopped row does no further work; if not, it runs until the host knows."""
     slots: dict[int, Slot] = field(default_factory=dict)
     launched: deque[StepPlan] = field(default_factory=deque)
     not_launched: set[int] = field(default_factory=set)
     """Steps whose launch failed."""
     last: StepPlan | None = None
-    """Launched last."""
+    """The step launched last."""
 
     def __post_init__(self) -> None:
         self.cells: list[list[list[int | None]]] = [
@@ -117,7 +117,7 @@ class FakeRunner:
     # --- host side ------------------------------------------------------------------------
 
     def execute(self, plan: StepPlan, *, fails: bool = False) -> None:
-        """Take a plan; another stream overwrites what the pool says is unused, at once."""
+        """Queue a plan; overwrite its new blocks at once, as another stream might."""
         assert 0 < plan.num_scheduled_tokens.sum() <= self.max_tokens
         assert plan.num_scheduled_tokens.min() >= 1
         assert len(set(plan.slots.tolist())) == len(plan.slots) == len(plan.req_ids)
@@ -134,14 +134,14 @@ class FakeRunner:
         for slot, per_group in plan.new_block_ids.items():
             for cells, ids in zip(self.cells, per_group, strict=True):
                 for block in ids[num_shared.get(slot, 0) :]:
-                    assert block >= 0, "what is not shared is fresh"
+                    assert block >= 0, "a block that is not shared is newly allocated"
                     cells[block] = [POISON] * self.block_size
         self.launched.append(plan)
         if fails:
             self.not_launched.add(plan.step_id)
 
     def poison_free(self, scheduler: Scheduler) -> None:
-        """Overwrite every block whose content is said to mean nothing, at once."""
+        """Overwrite every free block that is not cached: no step may read its content."""
         for cells, pool in zip(self.cells, scheduler.pools, strict=True):
             for block in pool._free:
                 cells[block] = [POISON] * self.block_size
@@ -158,11 +158,11 @@ class FakeRunner:
     # --- device side ----------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:
-        """Give slots away and back, and rows their blocks."""
+        """Free the slots that requests left, assign those of new requests, add new blocks."""
         for slot in (*plan.preempted, *plan.finished):
             del self.slots[slot]
         for request in plan.entering:
-            assert request.slot not in self.slots, "a slot is given once"
+            assert request.slot not in self.slots, "a request enters a free slot"
             self._enter(request)
         for slot, per_group in plan.new_block_ids.items():
             for held, ids in zip(self.slots[slot].blocks, per_group, strict=True):
@@ -210,16 +210,17 @@ class FakeRunner:
         )
 
     def _run_row(self, state: Slot, count: int, broken: bool) -> tuple[int, ...]:
-        """Write the K and V of ``count`` tokens, read all, and sample after the last token."""
+        """Write K and V of ``count`` tokens, read all visible ones, sample after the last."""
         start, end = state.num_computed_tokens, state.num_computed_tokens + count
         assert end <= state.num_tokens, "only known tokens are computed"
         for cells, seen, blocks in zip(self.cells, self.keeps, state.blocks, strict=True):
-            assert len(blocks) == -(-end // self.block_size), "blocks for just these tokens"
-            oldest = 0 if seen.is_full else start - seen.window + 1  # that the first token sees
+            assert len(blocks) == -(-end // self.block_size), "blocks for exactly these tokens"
+            # the oldest position of the window of the first token computed here
+            oldest = 0 if seen.is_full else start - seen.window + 1
             for position in range(end):
                 if seen.sink <= position < oldest:
                     continue
-                assert blocks[position // self.block_size] >= 0, "what is seen is held"
+                assert blocks[position // self.block_size] >= 0, "a visible token has a block"
                 block = cells[blocks[position // self.block_size]]
                 offset = position % self.block_size
                 name = f"{state.request.req_id}: position {position}"
@@ -272,7 +273,7 @@ def make_request(
 
 
 def make_scheduler(**overrides: object) -> Scheduler:
-    """A scheduler with ``num_blocks`` of each group that ``keeps`` names, one full one if none."""
+    """Return a scheduler with ``num_blocks`` blocks for each head group of ``keeps``."""
     options = {
         "num_blocks": 64,
         "block_size": BLOCK_SIZE,
@@ -311,7 +312,7 @@ def scheduled(plan: StepPlan) -> dict[RequestId, int]:
 
 
 def new_blocks(plan: StepPlan, req_id: str) -> tuple[int, ...]:
-    """The block ids that the plan gives a request; none if it names none."""
+    """Return the ids of the blocks that the plan gives a request; empty if it gives none."""
     slot = int(plan.slots[plan.req_ids.index(req_id)])
     (block_ids,) = plan.new_block_ids.get(slot, ((),))
     return block_ids
@@ -322,7 +323,7 @@ def prompt_of(num_tokens: int, first: int = 1) -> tuple[int, ...]:
 
 
 def drain(scheduler: Scheduler, runner: FakeRunner, limit: int = 20_000) -> list[StepPlan]:
-    """Run until nothing is left, with as many steps in flight as allowed; return the plans."""
+    """Run until all requests end, with as many steps in flight as allowed; return the plans."""
     plans: list[StepPlan] = []
     while True:
         plan = None

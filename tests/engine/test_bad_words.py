@@ -1,4 +1,4 @@
-"""Bad words, from a user's text to tokens: against transformers' model and a list of rules."""
+"""Bad words, from a user's text to tokens: against transformers' model with the same bans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory) -> Path:
 def greedy_by_hand(
     model, prompt: list[int], banned, *, match_prompt: bool, num_tokens: int = NUM_TOKENS
 ) -> list[int]:
-    """Greedy tokens of transformers' model, what would complete a banned sequence left out."""
+    """Return transformers' greedy tokens, without any that would complete a banned sequence."""
     output: list[int] = []
     for _ in range(num_tokens):
         with torch.no_grad():
@@ -42,14 +42,14 @@ def greedy_by_hand(
 
 
 def words_of(output: list[int]) -> list[list[int]]:
-    """Sequences that the output holds: a token, pairs, three; and one that never comes."""
+    """Return sequences of 1, 2 and 3 tokens of the output, an absent one and a doubled token."""
     return [[output[3]], output[5:7], output[9:12], [150, 151, 152], [output[0], output[0]]]
 
 
 @pytest.mark.parametrize("match_prompt", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_are_those_of_the_rule(checkpoint, overlap, match_prompt):
-    """Requests that ban much, little and nothing, in one batch and in slots taken again."""
+def test_tokens_equal_greedy_decoding_with_the_same_bans(checkpoint, overlap, match_prompt):
+    """Requests that ban five, no and two sequences, in one batch and in reused slots."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     free = [greedy_by_hand(model, list(p), [], match_prompt=False) for p in PROMPTS]
     banned = [words_of(free[0]), [], [free[2][:1], [*PROMPTS[2][-2:], free[2][1]]]]
@@ -100,14 +100,14 @@ def test_a_word_of_text_is_banned_with_and_without_a_space():
 
 
 @pytest.mark.parametrize("space", ["", " ", "  ", "\n", "\t ", "\u3000"])
-def test_the_space_that_a_word_is_given_with_does_not_count(space):
+def test_leading_whitespace_of_a_word_makes_no_difference(space):
     params = SamplingParams(bad_words=[f"{space}king", f"{space}my lord "])
     banned = banned_token_sequences(params, lambda t: list(map(ord, t)), max_words=2, max_len=9)
     texts = {"".join(map(chr, sequence)) for sequence in banned}
     assert texts == {"king", " king", "my lord ", " my lord "}
 
 
-def test_a_word_of_whitespace_is_banned_as_it_is():
+def test_a_word_of_whitespace_alone_is_banned_unchanged():
     with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
         encode = llm._tokenizer.encode_word
     for word in (" ", "\n", "\t", "\n\n", " \n"):
@@ -166,7 +166,7 @@ def test_a_word_of_too_many_tokens_is_named():
         )
 
 
-def test_too_many_words_are_counted_over_both_fields_and_name_them():
+def test_the_word_limit_counts_both_fields_and_the_error_names_them():
     for fields, name in (
         ({"bad_words": ["a", "b"]}, "bad_words"),
         ({"bad_words_token_ids": [[1], [2]]}, "bad_words_token_ids"),
@@ -176,7 +176,7 @@ def test_too_many_words_are_counted_over_both_fields_and_name_them():
             banned_token_sequences(SamplingParams(**fields), lambda _: [1], max_words=1, max_len=3)
 
 
-def test_limits_come_from_the_environment_and_a_slip_is_named(monkeypatch):
+def test_limits_come_from_the_environment_and_a_misspelled_variable_is_named(monkeypatch):
     monkeypatch.setenv("MRV1_MAX_BAD_WORDS_NUM", "3")
     monkeypatch.setenv("MRV1_BAD_WORDS_MAX_LEN", "20")
     config = EngineConfig(model="tiny")

@@ -27,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached: dict[bytes, int] = {}
         self.newest_step = self.newest_over = 0
         self.used_until: dict[int, int] = {}
-        """The newest step of a holder that has let go of a block which others still hold."""
+        """Per block still in use: the newest step in flight of the requests that freed it."""
 
     @property
     def num_free(self) -> int:
@@ -111,7 +111,7 @@ TestPool = PoolMachine.TestCase
 
 
 @pytest.mark.parametrize("blocks", [(7,), (3,), (-4,), (0, 0)])
-def test_freeing_what_is_not_held_changes_nothing(blocks):
+def test_freeing_a_block_that_is_not_in_use_changes_nothing(blocks):
     pool = BlockPool(4)
     pool.allocate(1)
     with pytest.raises(ValueError, match="expected blocks held once"):
@@ -119,7 +119,7 @@ def test_freeing_what_is_not_held_changes_nothing(blocks):
     assert (pool.num_held, pool.num_free) == (1, 3)
 
 
-def test_free_blocks_go_first_then_the_least_recently_used():
+def test_uncached_free_blocks_are_allocated_first_then_the_least_recently_used():
     pool = BlockPool(4)
     a, b, c = pool.allocate(3)
     pool.cache(a, b"a")
@@ -133,8 +133,8 @@ def test_free_blocks_go_first_then_the_least_recently_used():
 
 
 @pytest.mark.parametrize("is_shared_late", [False, True])
-def test_a_block_waits_for_the_steps_of_every_former_holder(is_shared_late):
-    """One leaves while its step 3 is in flight; the last one needs the block no more at once."""
+def test_a_block_is_quarantined_until_the_steps_of_all_its_former_requests_end(is_shared_late):
+    """One request frees the block with its step 3 in flight, the other request with no step."""
     pool = BlockPool(4)
     (block,) = pool.allocate(1)
     pool.cache(block, b"a")

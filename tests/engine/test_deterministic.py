@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory) -> Path:
 def logits_of(
     checkpoint: Path, device: torch.device, prompts: list[list[int]], **options: object
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Return all tokens, and the logits behind the first prompt's, ``[tokens, vocab]``."""
+    """Return all output tokens, and the first prompt's logits ``[output tokens, vocab]``."""
     config = EngineConfig(
         **(
             {
@@ -58,8 +58,10 @@ def logits_of(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 5, 8, 12, 70])
-def test_a_short_prompt_has_the_same_bits_beside_a_long_one(checkpoint, device, length):
-    """Its kernel and its tiles do not follow from the longest of the batch."""
+def test_logits_of_a_short_prompt_are_the_same_bits_with_a_long_prompt_in_the_batch(
+    checkpoint, device, length
+):
+    """The choice of kernel and tiles does not depend on the longest prompt of the batch."""
     prompts = random_prompts((length, 200, 3))
     _, logits = logits_of(checkpoint, device, prompts[:1], dtype="bfloat16")
     _, beside = logits_of(checkpoint, device, prompts, dtype="bfloat16")
@@ -69,7 +71,7 @@ def test_a_short_prompt_has_the_same_bits_beside_a_long_one(checkpoint, device, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_the_same_bits_in_any_batch(checkpoint, device, dtype):
-    """Prompts of one token to two blocks and more, whole: chunk cuts are not in play."""
+    """Prompts of 1 to 39 tokens (one to three blocks), none of which is cut into chunks."""
     prompts = random_prompts((37, *range(1, 40)))
     tokens, logits = logits_of(checkpoint, device, prompts, dtype=dtype)
     for count in (1, 2, 17):
@@ -78,7 +80,7 @@ def test_logits_are_the_same_bits_in_any_batch(checkpoint, device, dtype):
         assert torch.equal(alone, logits)
 
 
-def test_a_model_made_otherwise_is_refused(checkpoint):
+def test_a_model_loaded_without_deterministic_is_refused(checkpoint):
     config = EngineConfig(model=str(checkpoint), num_kv_blocks=8, device="cpu")
     runner = ModelRunner(config, progress=False)
     other = EngineConfig(model=str(checkpoint), num_kv_blocks=8, device="cpu", deterministic=True)

@@ -1,4 +1,4 @@
-"""Text that grows with its tokens: every kind of decoder, any token ids, invalid UTF-8 too."""
+"""Incremental detokenization: every kind of decoder, any token ids, invalid UTF-8 too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FFFD = "\N{REPLACEMENT CHARACTER}"
 END, PAD = "<end>", "<pad>"
 SPECIAL = {0, 1}
 NUM_OUTSIDE = 3
-"""Ids behind the vocabulary, as a model with padded embeddings draws them."""
+"""Number of ids beyond the vocabulary, which a model with padded embeddings may draw."""
 
 WORDS = [
     "\u2581a",
@@ -38,7 +38,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def _byte_names() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    """Return the character for each byte in a byte-level vocabulary (GPT-2's table)."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
@@ -58,7 +58,7 @@ SPLIT = [
 
 
 def _llama() -> BackendTokenizer:
-    """Llama 2's: bytes where there is no better token, and no space in front of the first word."""
+    """Return a tokenizer like Llama 2's: byte fallback, and no space before the first word."""
     vocab = [END, PAD, "<unk>", *BYTES, *WORDS]
     backend = BackendTokenizer(
         models.BPE(_ids(vocab), [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
@@ -89,7 +89,7 @@ def _metaspace() -> BackendTokenizer:
 
 
 def _word_piece() -> BackendTokenizer:
-    """Decodes with a clean-up of its own, " n't" to "n't", a token at a time."""
+    """Return a tokenizer whose decoder cleans up token by token, such as " n't" to "n't"."""
     vocab = [END, PAD, "[UNK]", "do", "##n", "n't", "a", ".", "##b", "'", "t"]
     backend = BackendTokenizer(models.WordPiece(_ids(vocab), unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece(cleanup=True)
@@ -97,7 +97,7 @@ def _word_piece() -> BackendTokenizer:
 
 
 def _suffixes() -> BackendTokenizer:
-    """The last token of a text has no space behind it, the same token elsewhere has."""
+    """Return a tokenizer whose decoder adds a space after a word, but not at the text's end."""
     vocab = [END, PAD, "a", "b</w>", "the</w>", "c", ".</w>"]
     backend = BackendTokenizer(models.BPE(_ids(vocab), [], end_of_word_suffix="</w>"))
     backend.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -134,14 +134,14 @@ SIZES = {kind: backend.get_vocab_size() for kind, backend in BACKENDS.items()}
 
 
 def _expected(kind: str, ids: Sequence[int]) -> str:
-    """What the tokenizers library decodes; byte fallback has an oracle of its own."""
+    """Return the text of the tokenizers library; byte fallback has its own oracle."""
     if kind == "llama":
         return _llama_text(ids)
     return BACKENDS[kind].decode([token for token in ids if token not in SPECIAL])
 
 
 def _llama_text(ids: Sequence[int]) -> str:
-    """Token by token; each run of bytes by ``_utf8``."""
+    """Decode token by token, and each run of byte tokens with ``_utf8``."""
     tokens = [BACKENDS["llama"].id_to_token(token) for token in ids if token not in SPECIAL]
     pieces = []
     for is_byte, run in groupby(filter(None, tokens), key=BYTES.__contains__):
@@ -153,7 +153,7 @@ def _llama_text(ids: Sequence[int]) -> str:
 
 
 def _utf8(raw: bytes) -> str:
-    """From the left, the character that some bytes are, else U+FFFD for one byte."""
+    """Decode from the left: the next bytes that form a character, else U+FFFD for one byte."""
     text, at = "", 0
     while at < len(raw):
         for size in range(1, 5):
@@ -169,7 +169,7 @@ def _utf8(raw: bytes) -> str:
 
 
 def _has_mixed_run(ids: Sequence[int]) -> bool:
-    """Whether a run of byte tokens holds characters as well as bytes that are part of none."""
+    """Return whether a run of byte tokens has both characters and bytes of no character."""
     tokens = [BACKENDS["llama"].id_to_token(token) for token in ids if token not in SPECIAL]
     for is_byte, run in groupby(filter(None, tokens), key=BYTES.__contains__):
         raw = bytes(map(BYTES.index, run)) if is_byte else b""
@@ -182,7 +182,7 @@ def _has_mixed_run(ids: Sequence[int]) -> bool:
 
 
 def _tokens(kind: str) -> st.SearchStrategy[list[int]]:
-    """Random ids, among them runs of the bytes of characters, whole or not."""
+    """Draw random ids, among them runs of byte tokens of whole and of cut characters."""
     first = {"llama": 3, "byte_level": 2}.get(kind)
     anything = st.integers(0, SIZES[kind] + NUM_OUTSIDE - 1).map(lambda token: [token])
     if first is None:
@@ -203,10 +203,10 @@ def _flat(parts: Iterable[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_text_only_grows_and_ends_as_the_whole(
+def test_streamed_text_only_grows_and_ends_as_the_full_text(
     tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
 ):
-    """However many tokens come at once. Held back is U+FFFD that may become a character."""
+    """For any number of tokens at once. Only U+FFFD that may become a character is withheld."""
     tokenizer, ids = tokenizers[kind], data.draw(_tokens(kind))
     output, shown, end = OutputText(tokenizer), "", 0
     final = _expected(kind, ids)
@@ -224,15 +224,15 @@ def test_text_only_grows_and_ends_as_the_whole(
 
 
 @given(ids=_tokens("llama"))
-def test_where_bytes_are_utf8_or_none_are_the_text_is_that_of_the_library(
+def test_text_equals_the_librarys_unless_a_run_mixes_characters_and_invalid_bytes(
     tokenizers: dict[str, Tokenizer], ids: list[int]
 ):
     library = BACKENDS["llama"].decode([token for token in ids if token not in SPECIAL])
     assert (tokenizers["llama"].decode(ids) == library) == (not _has_mixed_run(ids))
 
 
-def test_a_bad_byte_costs_no_character_before_it(tokenizers: dict[str, Tokenizer]):
-    """The library has six U+FFFD for these six bytes."""
+def test_an_invalid_byte_keeps_the_characters_before_it(tokenizers: dict[str, Tokenizer]):
+    """The tokenizers library decodes these six bytes to six U+FFFD."""
     ids = [3 + byte for byte in "\u00e9\u4f60".encode() + b"\xff"]
     output = OutputText(tokenizers["llama"])
     shown = [output.text(ids[:end], is_last=False) for end in range(1, 7)]
@@ -250,19 +250,20 @@ ENDLESS = {
     "byte-level bytes that are no UTF-8": ("byte_level", [2 + 0xFF]),
     "tokens that end inside characters": ("byte_level", [2 + 256 + 1, 2 + 256]),
     "special tokens": ("llama", [0]),
-    "ids behind the vocabulary": ("byte_level", [SIZES["byte_level"] + 1]),
+    "ids beyond the vocabulary": ("byte_level", [SIZES["byte_level"] + 1]),
     "special tokens inside a character": ("llama", [3 + 0xE4, *[0] * 40, 3 + 0xB8, 3 + 0xAD]),
     "spaces": ("llama", [SIZES["llama"] - len(WORDS) + WORDS.index("\u2581")]),
 }
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_the_cost_is_linear(
+def test_the_cost_of_streaming_is_linear_in_the_tokens(
     tokenizers: dict[str, Tokenizer], name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Tokens decoded for each token, of a text twice as long: no more.
+    """In a text twice as long, no more tokens are decoded per output token.
 
-    Of a window of at most 24 tokens each may be decoded twice, invalid bytes as three.
+    The bound of 4 * 24: each of the at most 24 tokens of the window is decoded up to twice, and an
+    invalid byte the second time as the three bytes of U+FFFD.
     """
     kind, period = ENDLESS[name]
     tokenizer, num_decoded = tokenizers[kind], 0
@@ -296,7 +297,7 @@ def test_the_cost_is_linear(
 def test_a_stop_string_is_found_among_invalid_bytes(
     tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
 ):
-    """The first one of the text as it is known; nothing of it has been shown."""
+    """The first stop string in the text known so far is found, and no part of it was shown."""
     ids = data.draw(_tokens(kind))
     stop = data.draw(
         st.lists(st.text(alphabet=" a\u00e9\u4f60\ufffd", min_size=1, max_size=3), min_size=1)
@@ -318,8 +319,8 @@ def test_a_stop_string_is_found_among_invalid_bytes(
     assert shown == _expected(kind, ids)
 
 
-def test_any_order_of_random_tokens_of_a_long_text(tokenizers: dict[str, Tokenizer]):
-    """Many windows long, where hypothesis' lists are short."""
+def test_a_long_random_text_streams_to_the_full_text(tokenizers: dict[str, Tokenizer]):
+    """1000 tokens are many windows long; hypothesis' lists are short."""
     source = random.Random(0)
     for kind, size in SIZES.items():
         ids = [source.randrange(size + NUM_OUTSIDE) for _ in range(1000)]

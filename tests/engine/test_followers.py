@@ -1,4 +1,4 @@
-"""Several outputs of one request: who computes the prompt, who waits, who fails."""
+"""Several outputs of one prompt: which request computes it, which ones wait, which ones fail."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.engine.scheduler_model import (
 
 NUM_OUTPUTS = 4
 FOLLOWERS = tuple(("r", child) for child in range(1, NUM_OUTPUTS))
-"""Their ids."""
+"""Request ids of the followers."""
 
 
 def family_of(scheduler: Scheduler, num_prompt_tokens: int, **params: object) -> list[Request]:
-    """Add a request of several outputs; return all of them."""
+    """Add a request with several outputs; return it and its followers."""
     params = {"n": NUM_OUTPUTS, "max_tokens": 6, "ignore_eos": True} | params
     request = make_request("r", prompt_of(num_prompt_tokens), **params)
     scheduler.add(request)
@@ -32,8 +32,10 @@ def family_of(scheduler: Scheduler, num_prompt_tokens: int, **params: object) ->
 
 
 @pytest.mark.parametrize(("num_outputs", "num_copies"), [(1, 0), (2, 1), (5, 1)])
-def test_parameters_are_checked_once_for_one_output(monkeypatch, num_outputs, num_copies):
-    """A copy is checked anew, which takes longer than all else of an admission."""
+def test_all_followers_share_one_checked_copy_of_the_parameters(
+    monkeypatch, num_outputs, num_copies
+):
+    """Each copy is checked again, which takes longer than the rest of an admission."""
     checks = []
     check = SamplingParams.__post_init__
     monkeypatch.setattr(
@@ -66,13 +68,13 @@ def test_the_full_blocks_of_a_prompt_are_computed_once(depth, budget):
 @pytest.mark.parametrize(
     ("caching", "num_prompt_tokens"), [(False, 5 * BLOCK_SIZE), (True, BLOCK_SIZE)]
 )
-def test_nobody_waits_where_no_block_can_be_shared(caching, num_prompt_tokens):
+def test_followers_do_not_wait_where_no_block_can_be_shared(caching, num_prompt_tokens):
     scheduler = make_scheduler(enable_prefix_caching=caching, max_num_batched_tokens=100)
     family_of(scheduler, num_prompt_tokens)
     assert scheduler.schedule().req_ids == ("r", *FOLLOWERS)
 
 
-def test_others_overtake_followers_that_wait_and_not_later():
+def test_other_requests_overtake_followers_only_while_they_wait():
     scheduler = make_scheduler(enable_prefix_caching=True, max_num_seqs=9, max_steps_in_flight=1)
     family_of(scheduler, 2 * BLOCK_SIZE)
     for name in "ab":
@@ -86,7 +88,7 @@ def test_others_overtake_followers_that_wait_and_not_later():
     assert scheduler.schedule().req_ids == ("r", "a", "b", *FOLLOWERS, "c")
 
 
-def test_one_that_fails_leaves_the_others():
+def test_a_follower_that_fails_leaves_the_other_outputs():
     scheduler = make_scheduler(enable_prefix_caching=True, max_steps_in_flight=1)
     family = family_of(scheduler, 2 * BLOCK_SIZE)
     runner = make_runner(scheduler)
@@ -102,7 +104,7 @@ def test_one_that_fails_leaves_the_others():
 
 
 @pytest.mark.parametrize("how", ["abort", "fail"])
-def test_followers_go_on_when_the_first_one_ends_before_its_first_token(how):
+def test_followers_run_when_the_first_request_ends_before_its_first_token(how):
     scheduler = make_scheduler(
         enable_prefix_caching=True, max_num_batched_tokens=BLOCK_SIZE, max_steps_in_flight=1
     )
@@ -133,8 +135,8 @@ def test_a_follower_that_waits_for_the_prompt_can_be_aborted():
 
 
 @pytest.mark.parametrize("first", ["family", "others"])
-def test_no_name_of_a_caller_is_the_id_of_a_follower(first):
-    """Names as followers would have them, were they strings, before and after the family."""
+def test_no_request_id_of_a_caller_collides_with_a_follower(first):
+    """Callers' ids that look like followers' ids, added before and after the followers."""
     scheduler = make_scheduler(max_num_seqs=16)
     names = ["r#1", "r#2", "('r', 1)", "r 1", "1"]
 
@@ -157,7 +159,7 @@ def test_no_name_of_a_caller_is_the_id_of_a_follower(first):
     assert {request.name for request in family} == {"r"}
 
 
-def test_the_plan_tells_the_child():
+def test_the_plan_carries_the_child_index_of_each_output():
     scheduler = make_scheduler()
     family = family_of(scheduler, 3)
     assert [request.child for request in scheduler.schedule().new] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Generation over an fp8 KV cache: tokens against transformers over a rounded one."""
+"""Generation over an fp8 KV cache: tokens against transformers over a rounded cache."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_greedy_tokens_equal_transformers_over_a_rounded_cache(checkpoint, devic
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_greedy_tokens_over_quarters_that_grow(checkpoint, device, block_size):
-    """Prompts at once, then token by token: the order in which transformers' cache is filled."""
+def test_greedy_tokens_with_quarter_scales_equal_transformers(checkpoint, device, block_size):
+    """Whole prompts, then token by token: the order in which transformers fills its cache."""
     path, model = checkpoint
     prompts = random_prompts((1, 15, 16, 17, 70))
     model.to(device)
@@ -102,8 +102,8 @@ def test_greedy_tokens_over_quarters_that_grow(checkpoint, device, block_size):
     assert [list(o.outputs[0].token_ids) for o in outputs] == expected
 
 
-def test_the_embedded_model_still_recalls():
-    """A fact from 1024 tokens back, through every layer's rounded keys and values."""
+def test_the_embedded_model_recalls_a_fact_over_an_fp8_cache():
+    """It recalls a fact from 1024 tokens back, through rounded K and V of every layer."""
     tokenizer = Tokenizer.from_file(str(checkpoint_dir("tiny") / "tokenizer.json"))
     text = CORPUS.read_text(encoding="utf-8")
     source = random.Random(0)

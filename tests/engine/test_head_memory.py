@@ -1,4 +1,4 @@
-"""What streaming heads give back: counted block by block, poisoned at once, found again."""
+"""Blocks that streaming heads free: counted one by one, poisoned at once, found as prefixes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory) -> Path:
 def make_core(
     checkpoint: Path, policy: HeadPolicy | None = POLICY, **options: object
 ) -> EngineCore:
-    """In float64 on a CPU, so that no near tie can flip with the composition of a batch."""
+    """Return an engine in float64 on a CPU, where no near tie can flip with the batch."""
     given = {
         "dtype": "float64", "device": "cpu", "max_num_seqs": 4, "num_kv_blocks": 200,
         "max_num_batched_tokens": 64, "debug": True,
@@ -45,7 +45,7 @@ def make_core(
 
 
 def poison_free_pages(core: EngineCore) -> None:
-    """Fill every page of every block that nobody holds or remembers with NaN."""
+    """Fill every page of every free block that is not cached with NaN."""
     for group, pool in enumerate(core.scheduler.pools):
         if not pool._free:
             continue
@@ -62,7 +62,7 @@ def poison_free_pages(core: EngineCore) -> None:
 
 
 def run(core: EngineCore, *, poisons: bool = False) -> None:
-    """Step until all is done."""
+    """Step until all requests have ended."""
     while core.has_unfinished_requests:
         core.step()
         if poisons:
@@ -81,14 +81,14 @@ def held_of(core: EngineCore, request: Request) -> list[int]:
     return [sum(block >= 0 for block in blocks) for blocks in request.block_ids]
 
 
-# --- what is held --------------------------------------------------------------------------------
+# --- blocks in use -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_steady_decode_holds_exactly_what_the_report_predicts(checkpoint, overlap):
-    """At every length: sink blocks, those of the window, and one block a 16 tokens of full heads.
+def test_a_steady_decode_uses_exactly_the_blocks_that_the_report_predicts(checkpoint, overlap):
+    """At every length: blocks of sink and window, and of full heads one block per 16 tokens.
 
-    A step in flight holds on to what it sees: with two of them the window is a token longer.
+    A step in flight keeps the blocks that it reads: with two steps the window is a token longer.
     """
     core = make_core(checkpoint, overlap=overlap, enable_prefix_caching=False)
     request = core.add_request("a", random_prompt(0, 200), greedy(150))
@@ -129,7 +129,7 @@ def test_a_steady_decode_holds_exactly_what_the_report_predicts(checkpoint, over
 
 
 def test_the_free_share_is_a_fraction_not_a_count_of_whole_blocks(checkpoint):
-    """3 of 32 head-blocks are 0.09375, though no block of all heads is free."""
+    """3 free of 32 head-blocks are 0.09375, though no position has a free block for all heads."""
     core = make_core(
         checkpoint, HeadPolicy(((STREAMING, FULL), (FULL, FULL))), num_kv_blocks=8,
         enable_prefix_caching=False,
@@ -143,8 +143,8 @@ def test_the_free_share_is_a_fraction_not_a_count_of_whole_blocks(checkpoint):
 
 
 @pytest.mark.parametrize("num_steps", [120, pytest.param(3000, marks=pytest.mark.slow)])
-def test_thousands_of_steps_in_a_tiny_pool(checkpoint, num_steps):
-    """Joins, ends, prompts in chunks and preemption; overlapped or not, poisoned at once."""
+def test_thousands_of_steps_in_a_tiny_pool_leak_no_block(checkpoint, num_steps):
+    """Joins, ends, chunked prompts, preemption; with and without overlap, poisoned at once."""
     outputs = {}
     for overlap in (False, True):
         core = make_core(
@@ -178,8 +178,8 @@ def test_thousands_of_steps_in_a_tiny_pool(checkpoint, num_steps):
     [{}, {"num_kv_blocks": None}, {"num_kv_blocks": None, "streaming_cache_blocks": 400}],
     ids=["blocks", "plenty", "asked for"],
 )
-def test_a_prefix_is_found_though_its_first_request_has_moved_on(checkpoint, memory):
-    """A and B share 512 tokens; B comes when A has generated 500 more."""
+def test_a_prefix_is_found_after_its_first_request_has_generated_500_tokens(checkpoint, memory):
+    """A and B share 512 tokens; B is added when A has generated 500 more."""
     shared = random_prompt(5, 512)
     prompts = {name: [*shared, *random_prompt(seed, 40)] for name, seed in (("a", 6), ("b", 7))}
     core = make_core(
@@ -200,7 +200,7 @@ def test_a_prefix_is_found_though_its_first_request_has_moved_on(checkpoint, mem
 
 
 def test_a_prefix_whose_window_is_gone_is_computed_again(checkpoint):
-    """Full heads still have it, streaming ones do not: what one group lacks is no hit."""
+    """Full heads still have its blocks, streaming heads do not: a hit needs every group."""
     prompt = random_prompt(5, 300)
     core = make_core(checkpoint, streaming_cache_blocks=0, max_num_seqs=1, num_kv_blocks=100)
     first = core.add_request("a", prompt, greedy(5))
@@ -216,7 +216,7 @@ def test_a_prefix_whose_window_is_gone_is_computed_again(checkpoint):
     assert other.error is None
 
 
-# --- anything ------------------------------------------------------------------------------------
+# --- any policy ----------------------------------------------------------------------------------
 
 seen = st.one_of(
     st.just(FULL), st.builds(Visible, window=st.integers(1, 90), sink=st.integers(0, 40))
@@ -232,7 +232,7 @@ seen = st.one_of(
     caching=st.booleans(),
 )
 def test_recycling_changes_no_token(checkpoint, heads, lengths, num_blocks, budget, caching):
-    """Chunks, prefix hits, preemption, any roles: as with one table that keeps everything."""
+    """With chunks, prefix hits, preemption and any roles: as with one table and no recycling."""
     policy, outputs = HeadPolicy(heads), []
     for options in ({"window_recycling": False, "overlap": False}, {}):
         core = make_core(
@@ -252,11 +252,11 @@ def test_recycling_changes_no_token(checkpoint, heads, lengths, num_blocks, budg
     assert outputs[0] == outputs[1]
 
 
-# --- who says so ---------------------------------------------------------------------------------
+# --- sources of the policy -----------------------------------------------------------------------
 
 
-def test_a_checkpoint_or_the_environment_may_bring_the_policy(checkpoint, tmp_path, monkeypatch):
-    """FastDeploy's fields in config.json; a file named by the variable goes first."""
+def test_a_checkpoint_or_the_environment_can_set_the_policy(checkpoint, tmp_path, monkeypatch):
+    """FastDeploy's fields in config.json; a file named by MRV1_HEAD_POLICY has precedence."""
     raw = json.loads((checkpoint / "config.json").read_text())
     for name in ("model.safetensors", "generation_config.json"):
         if (checkpoint / name).exists():
@@ -285,7 +285,7 @@ def test_without_recycling_all_heads_share_one_table(checkpoint):
     )
 
 
-def test_layers_with_windows_of_their_own_give_back_too(tmp_path):
+def test_layers_with_their_own_windows_free_blocks_too(tmp_path):
     tiny_checkpoint(tmp_path, "mistral", sliding_window=32)
     with LLM(str(tmp_path), device="cpu", num_kv_blocks=40, enable_prefix_caching=False) as llm:
         llm.generate([[5] * 300], greedy(100))
@@ -300,7 +300,7 @@ def test_layers_with_windows_of_their_own_give_back_too(tmp_path):
 
 
 def test_a_caller_may_manage_the_pages_of_each_head(checkpoint):
-    """FastDeploy's form: a list of ids for each KV head, here shuffled apart."""
+    """FastDeploy's form: one list of block ids per KV head, each shuffled by itself."""
     prompt, num_tokens = random_prompt(3, 70), 20
     core = make_core(checkpoint)
     expected = core.add_request("a", prompt, greedy(num_tokens))

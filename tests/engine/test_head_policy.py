@@ -1,4 +1,4 @@
-"""Head policies in the engine: transformers' model with a mask of its own for each head."""
+"""Head policies in the engine, against transformers' model with one mask per head."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def head_masks(policy: HeadPolicy, layer: int, group: int, length: int) -> torch
 def logits_under(
     model: PreTrainedModel, policy: HeadPolicy, tokens: Sequence[int]
 ) -> torch.Tensor:
-    """Return ``[tokens, vocab]`` of transformers' model whose heads see what the policy says."""
+    """Return transformers' logits ``[tokens, vocab]``, each head masked as the policy says."""
     config = model.config
     group = config.num_attention_heads // config.num_key_value_heads
 
@@ -93,8 +93,8 @@ def policies(model: PreTrainedModel) -> st.SearchStrategy[HeadPolicy]:
 
 @settings(max_examples=6)
 @given(data=st.data())
-def test_tokens_are_those_of_a_model_that_masks_by_head(checkpoint, model, data):
-    """Contexts across every edge, in chunks, side by side, and from the prefix cache."""
+def test_tokens_equal_a_model_that_masks_by_head(checkpoint, model, data):
+    """Contexts shorter and longer than the windows, in chunks, batched, and as prefix hits."""
     policy = data.draw(policies(model))
     lengths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
     chunk = data.draw(st.sampled_from([7, 64]))
@@ -118,10 +118,10 @@ def test_tokens_are_those_of_a_model_that_masks_by_head(checkpoint, model, data)
     data=st.data(), chunk=st.sampled_from([7, 64]), num_blocks=st.sampled_from([7, 32]),
     lengths=st.lists(st.integers(1, 70), min_size=2, max_size=4),
 )  # fmt: skip
-def test_float32_logits_are_those_of_masks_by_head(
+def test_float32_logprobs_equal_a_model_that_masks_by_head(
     checkpoint, model, data, chunk, num_blocks, lengths
 ):
-    """In chunks, from the prefix cache, and computed again where 7 blocks are too few for all."""
+    """In chunks, as prefix hits, and computed again where 7 blocks force preemption."""
     policy = data.draw(policies(model))
     shared = [random.Random(0).randrange(3, 150) for _ in range(40)]
     prompts = [[*shared, *range(3, 3 + length)][:length] for length in lengths]
@@ -142,7 +142,7 @@ def test_float32_logits_are_those_of_masks_by_head(
                 torch.testing.assert_close(got.double(), row, rtol=0, atol=1e-4)
 
 
-def test_a_policy_may_come_from_a_file_and_must_be_the_models(checkpoint, model, tmp_path):
+def test_a_policy_can_come_from_a_file_and_must_fit_the_model(checkpoint, model, tmp_path):
     config = model.config
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
     path = tmp_path / "policy.json"
@@ -164,7 +164,7 @@ def test_a_policy_may_come_from_a_file_and_must_be_the_models(checkpoint, model,
             LLM(str(checkpoint), device="cpu", num_kv_blocks=32, head_policy=wrong)
 
 
-def test_a_layer_with_a_window_of_its_own_keeps_it():
+def test_a_layer_with_its_own_window_keeps_that_window():
     policy = HeadPolicy.full(2, 2).within([-1, 30])
     assert policy == HeadPolicy.of_layer_windows([-1, 30], 2)
     with pytest.raises(ConfigError, match="full heads in layer 1, which has a window"):

@@ -1,8 +1,9 @@
 """KeyboardInterrupt at any line leaves every slot and block accounted for, and the engine usable.
 
-The trace function raises it at random lines of the engine and of the runner's host code. Lines of
-``Turns.take`` are left out: the interpreter looks for signals behind calls, where loops jump back
-and where functions begin, hence not between a lock's ``with`` and its body.
+The trace function raises KeyboardInterrupt at random lines of the engine and of the runner's host
+code. Lines of ``Turns.take`` are left out: the interpreter checks for signals only after calls, at
+the jump back of a loop and at the start of a function, so never between a lock's ``with`` and its
+body.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def use(llm: LLM) -> None:
 
 
 def check(llm: LLM, num_blocks: int) -> None:
-    """Step until nothing is left; then every slot and block is free, and nothing is awaited."""
+    """Step until all requests end; then every slot and block is free, no output is awaited."""
     outputs: dict[str, RequestOutput] = {}
     for _ in range(200):
         if not llm.has_unfinished_requests():
@@ -101,7 +102,7 @@ def check(llm: LLM, num_blocks: int) -> None:
 
 
 def interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int, again: int | None) -> None:
-    """Use an engine up to a line, then interrupt its recovery ``again`` so many lines later."""
+    """Interrupt ``use`` at line ``at``, and the recovery at its line ``again`` unless None."""
     recoveries: list[Request] = []
 
     def interrupt_too(owner: type) -> None:
@@ -139,7 +140,7 @@ def llm(request) -> Iterator[LLM]:
 EXPECTED, _ = expected_output(make_request("", prompt_of(25), max_tokens=5, ignore_eos=True))
 
 
-@settings(max_examples=min(settings.default.max_examples, 100))  # each an engine's whole life
+@settings(max_examples=min(settings.default.max_examples, 100))  # each example runs many requests
 @given(seed=st.integers(0, 2**32))
 def test_an_interrupt_at_any_line_of_the_engine_loses_no_slot_or_block(llm, seed):
     source = random.Random(seed)
@@ -179,7 +180,7 @@ def use_briefly(llm: LLM) -> None:
 
 @pytest.fixture(scope="module", params=[False, True])
 def uninterrupted(tmp_path_factory, request) -> Iterator[tuple[LLM, int, tuple[int, ...]]]:
-    """An engine, the lines of ``use_briefly``, and the tokens of a request, in float64."""
+    """Yield an engine in float64, the lines of ``use_briefly``, and a request's tokens."""
     path = tmp_path_factory.mktemp("llama")
     tiny_checkpoint(path, "llama")
     with LLM(
@@ -191,9 +192,9 @@ def uninterrupted(tmp_path_factory, request) -> Iterator[tuple[LLM, int, tuple[i
         yield llm, num_lines_of(use_briefly, llm), output.outputs[0].token_ids
 
 
-@settings(max_examples=min(settings.default.max_examples, 100))  # each an engine's whole life
+@settings(max_examples=min(settings.default.max_examples, 100))  # each example runs many requests
 @given(seed=st.integers(0, 2**32))
-def test_an_interrupt_at_any_line_of_the_runner_leaves_it_usable(uninterrupted, seed):
+def test_an_interrupt_at_any_line_of_the_runner_leaves_the_engine_usable(uninterrupted, seed):
     llm, num_lines, expected = uninterrupted
     llm._engine.scheduler.reset_prefix_cache()
     at = random.Random(seed).randrange(1, num_lines * 9 // 10)

@@ -1,4 +1,4 @@
-"""LLM: greedy tokens against transformers, any schedule, errors, streams, the end."""
+"""LLM: greedy tokens against transformers, any schedule, errors, streams, closing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def assert_greedy_equals_transformers(
             num_kv_blocks=64,
         ) as llm:
             reference.calls.clear()
-            outputs = llm.generate(prompts[:count], GREEDY)  # a step of one token takes as long
+            # a step of one token takes as long as a step of 64: fewer prompts for chunk 1
+            outputs = llm.generate(prompts[:count], GREEDY)
             assert bool(reference.calls) == (llm._engine.runner.path == "reference")
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         assert tokens == expected[:count], (chunk, block_size)
@@ -86,7 +87,7 @@ def test_64_greedy_tokens_equal_transformers(tmp_path, device, family, rope, ove
 
 
 @pytest.mark.gpu
-def test_the_embedded_model_says_what_transformers_says(device):
+def test_greedy_tokens_of_the_embedded_model_equal_transformers(device):
     path = checkpoint_dir("tiny")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     tokenizer = Tokenizer(path)
@@ -94,7 +95,7 @@ def test_the_embedded_model_says_what_transformers_says(device):
     assert_greedy_equals_transformers(path, model, [tokenizer.encode(text) for text in texts])
 
 
-# --- the schedule does not show ---------------------------------------------------------------
+# --- independence of the schedule -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def requests(checkpoint) -> list[tuple[list[int], SamplingParams, list[int]]]:
-    """Prompts and parameters, each with what it yields alone."""
+    """Return prompts and parameters, each with the tokens that the request yields alone."""
     prompts = random_prompts((1, 3, 16, 40, 90))
     params = [
         SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -123,7 +124,7 @@ def requests(checkpoint) -> list[tuple[list[int], SamplingParams, list[int]]]:
     return list(zip(prompts, params, alone, strict=True))
 
 
-@settings(max_examples=settings.default.max_examples // 2)  # of whole engines
+@settings(max_examples=settings.default.max_examples // 2)  # each makes an engine
 @given(
     order=st.permutations(range(5)),
     arrivals=st.lists(st.integers(0, 3), max_size=8),
@@ -157,7 +158,7 @@ def test_output_does_not_depend_on_batch_chunks_blocks_or_arrival(
     assert outputs == {index: alone for index, (_, _, alone) in enumerate(requests)}
 
 
-def test_another_seed_gives_another_draw_and_the_same_seed_the_same(checkpoint):
+def test_the_same_seed_repeats_a_draw_and_another_seed_changes_it(checkpoint):
     prompt = random_prompts((8,))[0]
     with LLM(str(checkpoint), device="cpu", num_kv_blocks=32) as llm:
         draws = [
@@ -215,7 +216,7 @@ PROMPT = random_prompts((12,))[0]
         ([5], {"temperature": 1}, "sampling_params: expected SamplingParams, got dict"),
     ],
 )
-def test_a_bad_request_fails_alone_and_by_name(llm, prompt, params, message):
+def test_a_bad_request_fails_alone_and_the_error_names_the_argument(llm, prompt, params, message):
     prompt = prompt[0] if prompt == [[]] else prompt
     if params is None or isinstance(params, SamplingParams):
         good = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -231,7 +232,7 @@ def test_a_bad_request_fails_alone_and_by_name(llm, prompt, params, message):
     assert not llm.has_unfinished_requests()
 
 
-def test_a_prompt_of_no_known_kind_is_refused(llm):
+def test_a_prompt_of_an_unknown_type_is_refused(llm):
     with pytest.raises(
         RequestError, match="expected a string, a list of token ids or a dict, got"
     ):
@@ -239,23 +240,23 @@ def test_a_prompt_of_no_known_kind_is_refused(llm):
 
 
 @pytest.mark.parametrize("prompts", [None, 5, {1, 2}])
-def test_prompts_of_no_known_kind_are_refused(llm, prompts):
+def test_prompts_of_an_unknown_type_are_refused(llm, prompts):
     with pytest.raises(RequestError, match="prompts: expected a prompt or a list of prompts, got"):
         llm.generate(prompts)
 
 
-def test_params_of_no_known_kind_are_refused(llm):
+def test_sampling_params_of_an_unknown_type_are_refused(llm):
     with pytest.raises(RequestError, match="expected SamplingParams or a list, got int"):
         llm.generate([PROMPT], 5)
 
 
 @pytest.mark.parametrize("request_id", ["", 5, ["a"]])
-def test_an_id_is_a_string(llm, request_id):
+def test_a_request_id_must_be_a_nonempty_string(llm, request_id):
     with pytest.raises(RequestError, match="request_id: expected a string that is not empty"):
         llm.add_request(PROMPT, GREEDY, request_id=request_id)
 
 
-def test_an_id_is_free_once_its_output_has_been_given(llm):
+def test_a_request_id_can_be_reused_once_its_output_was_returned(llm):
     llm.add_request(PROMPT, GREEDY, request_id="a")
     llm.abort("a")
     with pytest.raises(RequestError, match=r"'a' has an output that step\(\) has yet to give"):
@@ -269,7 +270,7 @@ def test_an_id_is_free_once_its_output_has_been_given(llm):
 @pytest.mark.gpu
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}])
 def test_a_draw_from_one_token_is_greedy(checkpoint, filters):
-    """top-k and top-p reach the draw: with one token left there is nothing to draw."""
+    """top-k and top-p reach the draw: with one token left it is the likeliest one."""
     with LLM(str(checkpoint), dtype="float32", num_kv_blocks=32) as llm:
         greedy, drawn, free = llm.generate(
             [PROMPT] * 3,
@@ -315,8 +316,8 @@ def test_an_interrupt_fails_its_step_and_leaves_the_engine_usable(llm, monkeypat
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == whole
 
 
-def test_an_abandoned_stream_leaves_nothing_to_deliver(llm):
-    """Also where another one stepped in between and kept an output for it."""
+def test_an_abandoned_stream_leaves_no_output_to_deliver(llm):
+    """Also where another stream stepped in between and kept an output for this stream."""
     first, second = llm.stream(PROMPT, GREEDY), llm.stream(PROMPT, GREEDY)
     next(first)
     next(second)
@@ -326,7 +327,7 @@ def test_an_abandoned_stream_leaves_nothing_to_deliver(llm):
     assert llm.step() == []
 
 
-def test_closing_in_the_middle_of_a_stream_is_quiet(checkpoint):
+def test_closing_the_engine_in_the_middle_of_a_stream_raises_nothing(checkpoint):
     with LLM(str(checkpoint), device="cpu", num_kv_blocks=32) as llm:
         stream = llm.stream(PROMPT, GREEDY)
         next(stream)
@@ -338,7 +339,7 @@ def test_a_single_prompt_raises_its_error(llm):
         llm.generate([5] * 300)
 
 
-def test_more_tokens_than_blocks_is_refused_with_the_limit(checkpoint):
+def test_a_request_larger_than_the_pool_is_refused_with_the_limit(checkpoint):
     with LLM(str(checkpoint), device="cpu", num_kv_blocks=4) as llm:
         with pytest.raises(
             RequestError, match=r"at most 64 tokens \(num_kv_blocks = 4 of 16\), got up to 65"
@@ -354,16 +355,16 @@ def test_more_tokens_than_blocks_is_refused_with_the_limit(checkpoint):
         )
 
 
-def test_params_must_match_the_prompts(llm):
+def test_the_number_of_params_must_match_the_prompts(llm):
     with pytest.raises(RequestError, match="expected one, or 2 for 2 prompts, got 1"):
         llm.generate([PROMPT, PROMPT], [SamplingParams()])
 
 
-def test_no_prompts_no_outputs(llm):
+def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([]) == []
 
 
-def test_length_ends_at_max_tokens_or_at_the_context(llm):
+def test_generation_ends_at_max_tokens_or_at_the_end_of_the_context(llm):
     outputs = llm.generate(
         [PROMPT, [5] * 250],
         [
@@ -375,7 +376,7 @@ def test_length_ends_at_max_tokens_or_at_the_context(llm):
     assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
 
 
-def test_a_stop_token_ends_the_request_and_is_named(llm):
+def test_a_stop_token_ends_the_request_and_is_the_stop_reason(llm):
     whole = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
     stop = whole[10]
     first = whole.index(stop)
@@ -389,7 +390,7 @@ def test_a_stop_token_ends_the_request_and_is_named(llm):
 
 @pytest.fixture(scope="module")
 def spoken() -> dict[str, RequestOutput]:
-    """What the embedded model says, greedily, if nothing stops it."""
+    """Return the embedded model's greedy outputs of 40 tokens."""
     with LLM("tiny", device="cpu") as llm:
         outputs = llm.generate(["ROMEO:", "JULIET:"], SAYS)
     return dict(zip(("ROMEO:", "JULIET:"), outputs, strict=True))
@@ -402,7 +403,7 @@ SAYS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_ends_the_text_and_no_other_request(spoken, overlap, include):
     text = spoken["ROMEO:"].outputs[0].text
-    stop = text[len(text) // 2 :][:3]  # wherever tokens begin and end
+    stop = text[len(text) // 2 :][:3]  # regardless of where tokens begin and end
     end = text.index(stop) + (len(stop) if include else 0)
     params = SamplingParams(
         temperature=0, max_tokens=40, ignore_eos=True, stop=["\x00", stop],
@@ -426,8 +427,8 @@ def test_a_stop_string_ends_the_text_and_no_other_request(spoken, overlap, inclu
     assert other.outputs == spoken["JULIET:"].outputs
 
 
-def test_a_stop_string_in_the_last_token_counts_more_than_the_length(spoken):
-    """With as many tokens as it takes to complete the string, and no one more."""
+def test_a_stop_string_completed_by_the_last_token_has_precedence_over_length(spoken):
+    """``max_tokens`` is exactly the number of tokens that completes the stop string."""
     whole = spoken["ROMEO:"].outputs[0]
     with LLM("tiny", device="cpu") as llm:
         ends = [llm._tokenizer.decode(whole.token_ids[:n]) for n in range(41)]
@@ -441,7 +442,7 @@ def test_a_stop_string_in_the_last_token_counts_more_than_the_length(spoken):
     assert output.text == ends[count][:-6]
 
 
-def test_a_text_that_never_comes_changes_nothing(spoken):
+def test_a_stop_string_that_never_comes_changes_nothing(spoken):
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop="\x00")
     with LLM("tiny", device="cpu") as llm:
         assert llm.generate("ROMEO:", params)[0].outputs == spoken["ROMEO:"].outputs
@@ -482,7 +483,7 @@ def test_a_stream_raises_its_error(llm):
         next(llm.stream({"prompt_token_ids": []}))
 
 
-def test_abort_delivers_what_there_was(llm):
+def test_abort_delivers_the_tokens_generated_so_far(llm):
     req_id = llm.add_request(PROMPT, GREEDY)
     llm.step()
     llm.step()
@@ -497,7 +498,7 @@ def test_abort_delivers_what_there_was(llm):
 
 
 def test_a_row_without_a_selectable_token_fails_alone(llm, monkeypatch):
-    """NaN logits of one request, by its first prompt token, do not reach its neighbour."""
+    """NaN logits in the first row do not affect the request of the second row."""
     model = llm._engine.runner.model
     compute_logits = model.compute_logits
 
@@ -527,7 +528,7 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(llm, monkeypatc
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == expected
 
 
-def test_a_closed_engine_says_so(checkpoint):
+def test_a_closed_engine_refuses_requests(checkpoint):
     llm = LLM(str(checkpoint), device="cpu", num_kv_blocks=32)
     llm.close()
     llm.close()
@@ -584,7 +585,7 @@ def test_a_closed_engine_says_so(checkpoint):
         ),
     ],
 )
-def test_a_bad_option_is_refused_by_name(checkpoint, options, message):
+def test_a_bad_option_is_refused_and_named(checkpoint, options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(**({"model": str(checkpoint)} | options))
 
@@ -618,8 +619,8 @@ def test_close_gives_the_memory_back(checkpoint):
     assert run.returncode == 0, run.stderr
 
 
-def test_close_lets_go_of_every_tensor(checkpoint):
-    """On a CPU: no tensor of an engine's is left alive, for five engines in a row."""
+def test_close_frees_every_tensor(checkpoint):
+    """On a CPU: no tensor of an engine is left alive, for five engines in a row."""
 
     def live_tensors() -> int:
         gc.collect()

@@ -27,7 +27,7 @@ NUM_TOKENS = 8
     ids=["qwen3", "mistral-sliding", "ernie4_5-tied"],
 )
 def test_greedy_tokens_equal_transformers_and_no_oracle_ran(tmp_path, device, family, overrides):
-    """A chunked prefill beside decodes, through the kernels alone."""
+    """A chunked prefill in the same steps as decodes, through the kernels alone."""
     model = tiny_checkpoint(tmp_path, family, **overrides).to(device)
     prompts = random_prompts((3, 30))
     expected = [greedy_by_transformers(model, prompt, NUM_TOKENS) for prompt in prompts]
@@ -41,8 +41,8 @@ def test_greedy_tokens_equal_transformers_and_no_oracle_ran(tmp_path, device, fa
     assert not reference.calls
 
 
-def test_streaming_heads_give_pages_back_and_change_no_token(tmp_path, device):
-    """Heads of three roles, rings that turn more than once, full and streaming in one launch."""
+def test_streaming_heads_free_pages_and_change_no_token(tmp_path, device):
+    """Three roles of heads, rings that wrap more than once, full and streaming in one launch."""
     tiny_checkpoint(tmp_path, "qwen3")
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float64, attn_implementation="eager"
@@ -64,7 +64,7 @@ def test_streaming_heads_give_pages_back_and_change_no_token(tmp_path, device):
     assert not reference.calls
 
 
-def test_bad_words_never_come(tmp_path, device):
+def test_bad_words_are_never_drawn(tmp_path, device):
     model = tiny_checkpoint(tmp_path, "qwen3").to(device)
     prompts = random_prompts((3, 30))
     free = [greedy_by_transformers(model, prompt, NUM_TOKENS) for prompt in prompts]
@@ -88,10 +88,12 @@ def test_bad_words_never_come(tmp_path, device):
 
 
 @pytest.mark.parametrize(("kv_scale", "budget"), [("token", 20), ("head", 20), ("quarter", 40)])
-def test_an_fp8_cache_gives_the_tokens_of_a_rounded_one(tmp_path, device, kv_scale, budget):
-    """A prefill beside decodes over e4m3 pages, through the kernels alone.
+def test_an_fp8_cache_gives_the_tokens_of_transformers_over_a_rounded_cache(
+    tmp_path, device, kv_scale, budget
+):
+    """A prefill in the same steps as decodes over e4m3 pages, through the kernels alone.
 
-    In chunks, but for a scale per quarter: its bytes depend on them.
+    Prompts come in chunks, except with a scale per quarter, where the bytes depend on the chunks.
     """
     model = tiny_checkpoint(tmp_path, "qwen3").to(device)
     add_tensors(tmp_path, scale_tensors(0))

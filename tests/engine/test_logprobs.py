@@ -1,4 +1,4 @@
-"""Log-probabilities from a step's arrays to what the caller gets; and what rows lack."""
+"""Log-probabilities from a step's arrays to the caller's output, and rows that fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_TOKENIZER = Tokenizer(None)
 
 
 def logprobs_of(*positions: dict[int, tuple[float, int]]) -> TokenLogprobs:
-    """Positions of ``{token: (logprob, rank)}``."""
+    """Return a step's arrays for positions that are given as ``{token: (logprob, rank)}``."""
 
     def column(of) -> np.ndarray:
         return np.array([[of(*item) for item in position.items()] for position in positions])
@@ -38,12 +38,12 @@ def logprobs_of(*positions: dict[int, tuple[float, int]]) -> TokenLogprobs:
 
 
 def prompt_logprobs(plan: StepPlan, row: int, start: int, prompt_len: int) -> TokenLogprobs:
-    """What the device would say of a row's prompt: of position ``p``, token ``p``."""
+    """Return a row's prompt logprobs as the device gives them: token ``p`` at position ``p``."""
     end = min(start + int(plan.num_scheduled_tokens[row]), prompt_len - 1)
     return logprobs_of(*({p: (-float(p), p + 1)} for p in range(start + 1, end + 1)))
 
 
-def test_each_token_has_its_own_as_the_device_said():
+def test_each_token_has_the_logprobs_that_the_device_reported():
     scheduler = make_scheduler(max_steps_in_flight=1)
     asks = make_request("a", (1, 2), max_tokens=2, logprobs=1, ignore_eos=True)
     other = make_request("b", (1, 2), max_tokens=2, ignore_eos=True)
@@ -57,7 +57,7 @@ def test_each_token_has_its_own_as_the_device_said():
         9: Logprob(logprob=-0.5, rank=1, decoded_token=None),
     }
     assert group.output().outputs[0].logprobs == (told,)
-    # the drawn token is the likeliest, too: it is told once
+    # the drawn token is also the likeliest one: it is reported once
     twice = TokenLogprobs(
         token_ids=np.array([[7, 7]]), logprobs=np.array([[-0.5, -0.5]]), ranks=np.array([[1, 1]])
     )
@@ -69,7 +69,7 @@ def test_each_token_has_its_own_as_the_device_said():
     assert group.output() == group.output()
 
 
-def test_a_token_is_told_as_text():
+def test_logprobs_have_the_text_of_each_token():
     tokenizer = Tokenizer(checkpoint_dir("tiny"))
     scheduler = make_scheduler(max_steps_in_flight=1)
     request = make_request("a", (1, 2), max_tokens=1, logprob_token_ids=[6], ignore_eos=True)
@@ -95,7 +95,7 @@ def test_a_token_is_told_as_text():
         ({"prompt_logprobs": 0}, {}, "'a': prompt_logprobs: expected 1 positions of step 0, got"),
     ],
 )
-def test_a_row_without_what_it_asks_for_fails_alone(params, given, message):
+def test_a_row_without_its_requested_logprobs_fails_alone(params, given, message):
     scheduler = make_scheduler()
     asks = make_request("a", (1, 2), max_tokens=9, ignore_eos=True, **params)
     other = make_request("b", (1, 2), max_tokens=9, ignore_eos=True)
@@ -116,7 +116,7 @@ def test_prompt_logprobs_come_in_chunks_and_skip_the_prefix_cache(num_prompt_tok
     )
     prompt = prompt_of(num_prompt_tokens)
     runner = make_runner(scheduler)
-    for req_id in "ab":  # the second one would find the prompt in the cache
+    for req_id in "ab":  # the second request could find the prompt in the cache
         request = make_request(req_id, prompt, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
         scheduler.add(request)
         group = RequestGroup(request, NO_TOKENIZER)
@@ -152,8 +152,8 @@ def with_prompt_logprobs(output: StepOutput, given: dict[int, TokenLogprobs]) ->
     )
 
 
-def test_a_prompt_computed_again_is_told_once():
-    """Preempted in the middle of its prompt, behind two chunks that were told."""
+def test_logprobs_of_a_prompt_computed_again_are_reported_once():
+    """The request is preempted within its prompt, after two chunks that were reported."""
     prompt_len = 3 * BLOCK_SIZE
     scheduler = make_scheduler(
         enable_prefix_caching=True, max_steps_in_flight=1, max_num_batched_tokens=BLOCK_SIZE
@@ -175,7 +175,7 @@ def test_a_prompt_computed_again_is_told_once():
     assert [list(position) for position in told[1:]] == [[p] for p in range(1, prompt_len)]
 
 
-def test_the_first_of_several_outputs_tells_of_the_prompt():
+def test_prompt_logprobs_come_with_the_first_of_several_outputs():
     scheduler = make_scheduler(max_steps_in_flight=1)
     request = make_request("a", (1, 2), max_tokens=1, n=2, prompt_logprobs=0, ignore_eos=True)
     scheduler.add(request)
@@ -203,7 +203,7 @@ def test_the_first_of_several_outputs_tells_of_the_prompt():
         ),
     ],
 )
-def test_a_masked_row_names_what_masks_it(params, message):
+def test_a_masked_row_names_the_parameters_that_mask_it(params, message):
     scheduler = make_scheduler()
     request = make_request("a", (1, 2), max_tokens=9, **params)
     scheduler.add(request)
@@ -213,7 +213,7 @@ def test_a_masked_row_names_what_masks_it(params, message):
     assert scheduler.num_nan_rows == 0
 
 
-def test_nan_rows_are_counted_if_anybody_waits_for_them():
+def test_nan_rows_are_counted_unless_their_request_has_ended():
     scheduler = make_scheduler()
     for name in "abc":
         scheduler.add(make_request(name, (1, 2), max_tokens=9, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Two steps in flight give the tokens of one, whatever joins, leaves, stops or is preempted."""
+"""Two steps in flight give the tokens of one while requests join, stop, leave or are preempted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_LEN = 128
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """In float64, so that no near tie can flip with the composition of a batch."""
+    """Return a model in float64, where no near tie can flip with the composition of a batch."""
     path = tmp_path_factory.mktemp("qwen3")
     tiny_checkpoint(path, "qwen3", eos_token_id=EOS)
     ops = select_ops("reference")
@@ -47,7 +47,7 @@ def make_core(model, **options: object) -> EngineCore:
 
 @st.composite
 def schedules(draw) -> list[tuple[int, list[int], SamplingParams, int | None]]:
-    """Requests: the step they join at, prompt, parameters, the step they are aborted at."""
+    """Draw requests: the step at which each joins, prompt, parameters, the step of its abort."""
     shared = draw(st.lists(st.integers(3, VOCAB - 1), min_size=0, max_size=40))
     requests = []
     for index in range(draw(st.integers(1, 7))):
@@ -68,7 +68,7 @@ def schedules(draw) -> list[tuple[int, list[int], SamplingParams, int | None]]:
 
 
 def run(core: EngineCore, schedule) -> list[Request]:
-    """Step until all is done; return the requests, in the schedule's order."""
+    """Step until all requests have ended; return them in the schedule's order."""
     requests: dict[int, Request] = {}
     for step in range(600):
         for index, (joins, prompt, params, _) in enumerate(schedule):
@@ -86,7 +86,7 @@ def run(core: EngineCore, schedule) -> list[Request]:
 
 
 def drained(core: EngineCore) -> None:
-    """Nothing is held any more, once the steps in flight are over."""
+    """Check that all blocks and slots are free once the steps in flight have ended."""
     core.step()
     core.step()
     assert not core._in_flight
@@ -112,13 +112,13 @@ def test_overlap_changes_no_token(model, schedule, caching, blocks):
             assert other.output_token_ids == request.output_token_ids
             assert other.finish_reason == request.finish_reason
             assert other.stop_reason == request.stop_reason
-        else:  # an abort comes at another token, but the tokens are the same
+        else:  # the abort falls on another token, but the tokens before it are the same
             shorter = min(len(request.output_token_ids), len(other.output_token_ids))
             assert other.output_token_ids[:shorter] == request.output_token_ids[:shorter]
 
 
 def launches(core: EngineCore) -> Iterator[int]:
-    """Yield the rows of each step, until there is none."""
+    """Run until all requests have ended; yield the number of rows of each step."""
     execute = core.runner.execute
     rows: list[int] = []
 
@@ -132,7 +132,7 @@ def launches(core: EngineCore) -> Iterator[int]:
     yield from rows
 
 
-def test_a_stop_by_length_costs_no_step(model):
+def test_a_stop_by_length_costs_no_extra_step(model):
     core = make_core(model)
     core.add_request("a", [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True))
     assert list(launches(core)) == [1] * 6
@@ -171,8 +171,8 @@ def test_a_stop_token_costs_at_most_one_step_that_does_nothing(model):
     assert seen[-1] == ([0], [[-1]])
 
 
-def test_the_step_that_ends_the_last_request_leaves_nothing_in_flight(model):
-    """Nobody may step again: the step behind a stop token is taken in, its blocks come back."""
+def test_the_step_that_ends_the_last_request_leaves_no_step_in_flight(model):
+    """The caller may not step again: the step after the stop token is read, its blocks freed."""
     core = make_core(model)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     free = core.add_request("a", [5, 6, 7], params)
@@ -185,13 +185,13 @@ def test_the_step_that_ends_the_last_request_leaves_nothing_in_flight(model):
     while core.has_unfinished_requests:
         core.step()
     assert request.finish_reason == "stop"
-    assert core.metrics()["wasted_tokens"] == 1, "a step was launched behind the one that ended it"
+    assert core.metrics()["wasted_tokens"] == 1, "one step was launched after b's last"
     assert not core._in_flight
     assert core.metrics()["num_free_blocks"] == core.metrics()["num_kv_blocks"]
 
 
 def test_a_launch_that_fails_ends_its_own_requests(model):
-    """The step before it is delivered, in order; requests that come later are served."""
+    """The step before it is delivered, in order; requests that are added later run."""
     core = make_core(model)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     first = core.add_request("a", [5, 6, 7], params)
@@ -246,7 +246,7 @@ def test_a_row_without_a_token_fails_alone(model):
     drained(core)
 
 
-def test_host_mirrors_are_what_the_device_holds(model):
+def test_host_mirrors_equal_the_state_on_the_device(model):
     core = make_core(model)
     for name in "abc":
         prompt = np.arange(3, 3 + 10 * (1 + ord(name) - ord("a"))).tolist()
@@ -263,8 +263,8 @@ def test_host_mirrors_are_what_the_device_holds(model):
         assert device == tuple(x.tolist() for x in host)
 
 
-def test_nothing_is_launched_behind_a_launch_that_failed(model):
-    """A request that has not entered yet does not pay for another's failed step."""
+def test_no_step_is_launched_after_a_launch_that_failed(model):
+    """A request that has not entered yet does not fail with another request's step."""
     core = make_core(model, max_num_batched_tokens=8)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     first = core.add_request("a", [5] * 8, params)
@@ -284,8 +284,8 @@ def test_nothing_is_launched_behind_a_launch_that_failed(model):
     drained(core)
 
 
-def test_an_interrupt_behind_a_result_loses_no_request_of_it(model, monkeypatch):
-    """What the step took in before the interrupt, the next one returns."""
+def test_an_interrupt_after_a_result_loses_no_finished_request(model, monkeypatch):
+    """The next step returns the request that finished before the interrupt."""
     core = make_core(model, overlap=False)
     request = core.add_request("a", [5, 6, 7], SamplingParams(max_tokens=1))
 

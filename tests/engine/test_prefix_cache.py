@@ -1,4 +1,4 @@
-"""The prefix cache: what names a block, and what the scheduler shares and what it never does."""
+"""The prefix cache: the digests of blocks, the blocks that are shared and those that never are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chain_of(token_ids: list[int], block_size: int, key: bytes = b"") -> list[by
     block_size=st.integers(1, 4),
     keys=st.tuples(*[st.sampled_from([b"", b"k", b"0123456789abcdef"])] * 2),
 )
-def test_digests_are_equal_where_prefix_and_key_are(a, b, block_size, keys):
+def test_digests_are_equal_exactly_where_prefix_and_key_are_equal(a, b, block_size, keys):
     chains = chain_of(a, block_size, keys[0]), chain_of(b, block_size, keys[1])
     assert [len(chain) for chain in chains] == [len(a) // block_size, len(b) // block_size]
     prefixes = {
@@ -111,7 +111,7 @@ def test_a_block_is_shared_only_once_its_step_has_succeeded():
 
 
 @pytest.mark.parametrize("how", ["row", "step", "abort"])
-def test_what_a_failed_step_computed_is_never_shared(how):
+def test_blocks_of_a_failed_or_aborted_step_are_never_shared(how):
     scheduler = caching_scheduler()
     scheduler.add(make_request("a", prompt_of(40), max_tokens=5))
     plan = scheduler.schedule()
@@ -128,7 +128,7 @@ def test_what_a_failed_step_computed_is_never_shared(how):
 
 
 def test_generated_blocks_are_shared_too():
-    """A second turn finds the first one's prompt and answer."""
+    """A second turn finds the first turn's prompt and answer."""
     scheduler = caching_scheduler()
     runner = make_runner(scheduler)
     a = make_request("a", prompt_of(30), max_tokens=40, ignore_eos=True)
@@ -138,13 +138,13 @@ def test_generated_blocks_are_shared_too():
     b = make_request("b", turn, max_tokens=3, ignore_eos=True)
     scheduler.add(b)
     drain(scheduler, runner)
-    assert b.num_cached_tokens == 64, "of 69 computed tokens: the 70th never was"
+    assert b.num_cached_tokens == 64, "of 69 computed tokens: the 70th is never computed"
     assert b.output_token_ids == expected_output(b)[0]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_generated_blocks_of_a_running_request_are_shared(depth):
-    """All but those of steps whose output has yet to come."""
+    """All of them but the blocks of steps in flight."""
     scheduler = caching_scheduler(max_steps_in_flight=depth)
     runner = make_runner(scheduler)
     a = make_request("a", prompt_of(30), max_tokens=90, ignore_eos=True)
@@ -163,7 +163,7 @@ def test_the_generated_blocks_of_a_running_request_are_shared(depth):
 
 
 @pytest.mark.parametrize("how", ["aborted", "its next row failed", "its next step failed"])
-def test_what_a_request_computed_before_it_ended_is_shared(how):
+def test_blocks_computed_before_a_request_ended_are_shared(how):
     scheduler = caching_scheduler(max_steps_in_flight=1)
     scheduler.add(make_request("a", prompt_of(40), max_tokens=5, ignore_eos=True))
     scheduler.update(output_of(scheduler.schedule(), (5,)))
@@ -178,8 +178,8 @@ def test_what_a_request_computed_before_it_ended_is_shared(how):
     assert scheduled(scheduler.schedule()) == {"b": 8}
 
 
-def test_digests_are_worked_out_when_somebody_looks(monkeypatch):
-    """A step that only goes on costs none of them; who comes or goes pays for what was left."""
+def test_digests_are_computed_only_when_a_request_is_looked_up_or_leaves(monkeypatch):
+    """A steady step computes no digest; an abort or a lookup computes the outstanding ones."""
     blocks: list[int] = []
 
     def counted(chain, token_ids, block_size, extra_key):
@@ -201,7 +201,7 @@ def test_digests_are_worked_out_when_somebody_looks(monkeypatch):
     assert blocks == [3], "a has computed 70 tokens, four blocks; the first was looked up"
     scheduler.add(make_request("c", prompt_of(20, 3), max_tokens=1, ignore_eos=True))
     scheduler.schedule()
-    assert blocks == [3, 3, 1], "b's, and c's own"
+    assert blocks == [3, 3, 1], "b's three, and c's own"
 
 
 def test_a_preempted_request_finds_its_own_blocks_again():
@@ -232,10 +232,10 @@ def test_the_least_recently_used_prefix_is_evicted_from_its_end():
     old, new = prompt_of(9, 0), prompt_of(9, 5)
     run("old", old)
     run("new", new)
-    assert scheduler.pools[0].num_free == 6, "cached blocks that nobody holds count as free"
+    assert scheduler.pools[0].num_free == 6, "cached blocks that no request uses count as free"
     assert run("other", prompt_of(12, 11)) == 0, "takes the two free blocks, then old's second"
     assert run("old again", old) == 4
-    assert run("other again", prompt_of(12, 11)) == 8, "in use after new, which lost a block"
+    assert run("other again", prompt_of(12, 11)) == 8, "used after new, which lost a block"
 
 
 def test_only_full_blocks_of_equal_prefix_and_key_are_shared():
@@ -261,7 +261,7 @@ def test_only_full_blocks_of_equal_prefix_and_key_are_shared():
     ("spans", "num_hit"),
     [
         (((5, 20), (40, 66)), 32),  # 64 would cut the second span, which starts at 40
-        (((5, 40), (40, 66)), 0),  # 32, the last block before 40, would cut the first
+        (((5, 40), (40, 66)), 0),  # 32, the last block end before 40, would cut the first span
         (((16, 64), (64, 66)), 64),
     ],
 )
@@ -291,7 +291,7 @@ def test_blocks_in_quarantine_can_be_shared_but_not_overwritten():
     assert (scheduler.pools[0].num_free, scheduler.pools[0].num_held) == (1, 3)
 
 
-def test_admission_counts_a_shared_block_that_was_free_once():
+def test_admission_counts_a_free_block_that_becomes_shared_only_once():
     scheduler = caching_scheduler(num_blocks=4)
     runner = make_runner(scheduler)
     scheduler.add(make_request("a", prompt_of(40), max_tokens=1))
@@ -307,7 +307,7 @@ def test_admission_counts_a_shared_block_that_was_free_once():
     assert scheduler.num_prefix_queries == queries, "counted after the resource check"
 
 
-def test_a_reset_forgets_what_was_computed_before_it():
+def test_a_reset_forgets_all_blocks_computed_before_the_reset():
     scheduler = caching_scheduler()
     runner = make_runner(scheduler)
     scheduler.add(make_request("done", prompt_of(40), max_tokens=1))
@@ -321,11 +321,11 @@ def test_a_reset_forgets_what_was_computed_before_it():
     assert scheduled(scheduler.schedule()) == {"again": 40}
 
 
-# --- each guard is needed: without it the device reads another prefix's pages --------------------
+# --- each guard is needed: without the guard the device reads another prefix's pages -------------
 
 
 def run_after(scheduler: Scheduler, first: tuple[int, ...], second: tuple[int, ...]) -> None:
-    """Run a request, and then one that could share its blocks."""
+    """Run a request, then a second request that could share its blocks."""
     runner = make_runner(scheduler)
     for name, prompt in (("a", first), ("b", second)):
         scheduler.add(make_request(name, prompt, max_tokens=1, ignore_eos=True))
@@ -347,7 +347,7 @@ def test_a_digest_without_its_parent_shares_pages_of_another_prefix(monkeypatch)
 
 
 @pytest.mark.parametrize("when", ["row failed", "step in flight"])
-def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when, monkeypatch):
+def test_a_block_shared_before_its_step_has_succeeded_has_wrong_content(when, monkeypatch):
     scheduler = caching_scheduler()
     runner = make_runner(scheduler)
     land = scheduler._batch.land
@@ -372,9 +372,9 @@ def test_a_block_shared_before_its_step_has_succeeded_holds_something_else(when,
 def test_a_blocked_request_is_looked_up_again_only_when_it_could_be_admitted(
     max_steps_in_flight, monkeypatch
 ):
-    """Others decode 60 tokens, which fill and cache blocks, while the first of the waiting waits.
+    """Two requests decode 60 tokens, which fill and cache blocks, while a third one waits.
 
-    It is admitted in the same step as where it is looked up in every step.
+    The waiting request is admitted in the same step as with a lookup in every step.
     """
     admitted = []
     for forgets in (False, True):
@@ -405,12 +405,12 @@ def test_a_blocked_request_is_looked_up_again_only_when_it_could_be_admitted(
                 scheduler.update(runner.result())
             steps += 1
         assert waiting.output_token_ids == expected_output(waiting)[0]
-        num_lookups = len(lookups) - 2  # of those that run
+        num_lookups = len(lookups) - 2  # without those of the two running requests
         assert num_lookups > 40 if forgets else num_lookups <= 3
     assert admitted[0] == admitted[1] > 50
 
 
-def test_followers_go_on_in_the_order_of_their_leaders():
+def test_followers_wait_in_the_order_of_their_first_requests():
     scheduler = caching_scheduler(max_num_seqs=8)
     names = list("abcdef")
     for name in names:

@@ -100,7 +100,7 @@ def test_leaving_a_stream_aborts_all_outputs(llm):
     assert llm.step() == []
 
 
-def test_one_output_that_fails_leaves_the_others(llm, said, monkeypatch):
+def test_an_output_that_fails_leaves_the_other_outputs(llm, said, monkeypatch):
     collect = AsyncOutput._collect
 
     def failing(self):
@@ -121,11 +121,11 @@ def test_one_output_that_fails_leaves_the_others(llm, said, monkeypatch):
     assert llm.metrics()["num_nan_rows"] == before + 1
 
 
-def test_a_caller_may_use_any_name_beside_several_outputs(llm, said):
+def test_a_caller_may_use_any_request_id_together_with_several_outputs(llm, said):
     names = ["0#1", "0", "1#2", "('1', 1)"]
     for name in names:
         llm.add_request("JULIET:", GREEDY, request_id=name)
-    outputs = llm.generate([PROMPT] * 2, SAYS)  # of names that the engine chooses
+    outputs = llm.generate([PROMPT] * 2, SAYS)  # with request ids that the engine chooses
     assert [output.outputs for output in outputs] == [said] * 2
     finished = {}
     while llm.has_unfinished_requests():
@@ -135,8 +135,8 @@ def test_a_caller_may_use_any_name_beside_several_outputs(llm, said):
     assert all(output.outputs == alone.outputs for output in finished.values())
 
 
-def test_a_name_is_in_use_until_the_last_of_several_outputs_has_ended(llm, said):
-    """The first output ends before the others, which the name still stands for."""
+def test_a_request_id_is_in_use_until_the_last_of_several_outputs_has_ended(llm, said):
+    """The first output ends before the others, which still have this request id."""
     llm.add_request(PROMPT, SAYS, request_id="r")
     group = llm._groups["r"]
     while group.requests[0].status is not Status.RUNNING:
@@ -150,7 +150,7 @@ def test_a_name_is_in_use_until_the_last_of_several_outputs_has_ended(llm, said)
     assert outputs[-1].outputs[1:] == said[1:]
 
 
-def test_a_request_has_failed_when_all_its_outputs_have(llm, monkeypatch):
+def test_a_request_fails_when_all_its_outputs_fail(llm, monkeypatch):
     execute = llm._engine.runner.execute
 
     def failing(plan):
@@ -170,7 +170,7 @@ def test_a_request_has_failed_when_all_its_outputs_have(llm, monkeypatch):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_the_text_ends_in_front_of_a_stop_sequence(llm, include):
+def test_the_text_ends_before_a_stop_sequence(llm, include):
     whole = llm.generate("ROMEO:", GREEDY)[0].outputs[0]
     sequence = whole.token_ids[10:13]
     first = next(i for i in range(len(whole.token_ids)) if whole.token_ids[i : i + 3] == sequence)
@@ -185,7 +185,7 @@ def test_the_text_ends_in_front_of_a_stop_sequence(llm, include):
     assert all(parts[-1].text.startswith(part.text) for part in parts)
 
 
-def test_a_stop_sequence_that_ends_with_eos_is_named_and_not_text(llm, monkeypatch):
+def test_a_stop_sequence_that_ends_with_eos_is_the_stop_reason_and_not_text(llm, monkeypatch):
     whole = llm.generate("ROMEO:", GREEDY)[0].outputs[0].token_ids
     end = next(i for i, token in enumerate(whole) if i > 4 and token not in whole[:i])
     monkeypatch.setattr(llm._engine.scheduler, "_eos_token_ids", (whole[end],))
@@ -200,7 +200,7 @@ def test_a_stop_sequence_that_ends_with_eos_is_named_and_not_text(llm, monkeypat
         assert output.text == llm._tokenizer.decode(whole[:num_text])
 
 
-def test_neither_the_prompt_nor_the_first_tokens_hold_a_stop_sequence(llm):
+def test_a_stop_sequence_that_begins_in_the_prompt_or_ends_before_min_tokens_is_ignored(llm):
     whole = llm.generate("ROMEO:", GREEDY)[0]
     tokens = whole.outputs[0].token_ids
     across = [whole.prompt_token_ids[-1], tokens[0]]
@@ -219,7 +219,7 @@ def test_min_tokens_beyond_the_context_is_refused(llm):
         llm.generate([5, 6], params)
 
 
-def test_what_an_interrupted_generate_gave_up_is_not_delivered(llm, said, monkeypatch):
+def test_requests_of_an_interrupted_generate_are_not_delivered(llm, said, monkeypatch):
     def interrupted(self, timeout=None):
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""What a configuration allows a request to ask for: refused by name, and that request only."""
+"""Limits of the configuration on a request: a request beyond a limit is refused, and alone."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def config() -> EngineConfig:
         ({"logprob_token_ids": [1] * 8}, "logprob_token_ids: expected at most 7 tokens, got 8"),
     ],
 )
-def test_beyond_a_limit_is_refused_by_name(config, params, message):
+def test_a_parameter_beyond_a_limit_is_refused_and_named(config, params, message):
     with pytest.raises(RequestError, match=message):
         check_params(SamplingParams(**params), config, VOCAB)
 
 
-def test_at_the_limits_is_accepted(config):
+def test_parameters_at_the_limits_are_accepted(config):
     check_params(SamplingParams(**AT_LIMITS), config, VOCAB)
     with pytest.raises(
         RequestError, match=r"^logprobs: expected at most 5, the vocabulary, got 7"
@@ -80,7 +80,7 @@ def test_at_the_limits_is_accepted(config):
         check_params(SamplingParams(logprobs=7), config, 5)
 
 
-def test_more_stop_tokens_than_the_device_masks_cannot_wait_for_min_tokens():
+def test_min_tokens_with_more_stop_tokens_than_the_device_masks_is_refused():
     scheduler = make_scheduler()
     many = list(range(1, 17))
     for ignore_eos in (False, True):
@@ -124,6 +124,6 @@ def test_limits_come_from_the_environment(monkeypatch):
         ("logprobs_mode", "raw", r"logprobs_mode: expected one of .*'processed_logprobs'.*'raw'"),
     ],
 )
-def test_a_bad_limit_is_refused_by_name(name, value, message):
+def test_a_bad_limit_is_refused_and_named(name, value, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(model="tiny", **{name: value})

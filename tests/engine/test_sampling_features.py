@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler, end to end: transformers' model and rules in Python."""
+"""Sampling features end to end, against transformers' model and rules in plain Python."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(checkpoint) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A token, and the logits it was drawn from: the model's, and those after the edits."""
+    """A token, the model's logits for it, and the edited logits that it was drawn from."""
 
     token: int
     raw: torch.Tensor
@@ -92,8 +92,8 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_tokens_are_those_of_the_rules(checkpoint, model, feature):
-    """With requests beside it that ask for nothing or for all, in few slots and in many."""
+def test_tokens_equal_the_rules_applied_to_transformers_logits(checkpoint, model, feature):
+    """Batched with requests that use no feature and all of them, in few slots and in many."""
     params = [asked(**FEATURES[feature]), asked(), asked(**FEATURES["everything"])]
     expected = [
         [drawn.token for drawn in greedy(model, prompt, own)]
@@ -111,14 +111,14 @@ def test_tokens_are_those_of_the_rules(checkpoint, model, feature):
 
 
 def test_penalties_survive_preemption_and_prefix_hits(checkpoint, model):
-    """A pool too small for all: requests are computed again, their tokens counted again."""
+    """The pool is too small: preempted requests are computed, and their tokens counted, again."""
     params = asked(repetition_penalty=1.4, frequency_penalty=0.5, max_tokens=40)
     prompts = [[*range(1, 33), first] for first in (40, 41, 42, 43)]
     expected = [[drawn.token for drawn in greedy(model, prompt, params)] for prompt in prompts]
     with LLM(
         str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=13, max_num_seqs=4
     ) as llm:
-        first = llm.generate(prompts[:1], params)  # now its blocks are in the cache
+        first = llm.generate(prompts[:1], params)  # now its blocks are cached
         outputs = llm.generate(prompts, params)
         metrics = llm.metrics()
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
@@ -128,7 +128,7 @@ def test_penalties_survive_preemption_and_prefix_hits(checkpoint, model):
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 2, 9])
-def test_nothing_stops_before_min_tokens(checkpoint, model, min_tokens):
+def test_no_stop_token_ends_a_request_before_min_tokens(checkpoint, model, min_tokens):
     free = [drawn.token for drawn in greedy(model, PROMPTS[0], asked())]
     stop = free[1]
     params = asked(stop_token_ids=[stop], min_tokens=min_tokens)
@@ -140,8 +140,8 @@ def test_nothing_stops_before_min_tokens(checkpoint, model, min_tokens):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_end_of_sequence_waits_for_min_tokens_though_it_be_ignored(checkpoint, overlap):
-    """A token that would always be drawn: ignored, it comes once it may, and ends nothing."""
+def test_eos_is_masked_until_min_tokens_even_with_ignore_eos(checkpoint, overlap):
+    """EOS is the likeliest token: with ignore_eos it comes from token 5 on and ends nothing."""
     with LLM(
         str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap
     ) as llm:
@@ -179,7 +179,10 @@ def test_a_stop_sequence_ends_the_output(checkpoint, model, name, overlap):
     with LLM(
         str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap
     ) as llm:
-        prompts = [list(PROMPTS[0]), [*PROMPTS[0], *sequences[-1]]]  # a prompt never counts
+        prompts = [
+            list(PROMPTS[0]),
+            [*PROMPTS[0], *sequences[-1]],
+        ]  # a prompt's tokens never count
         params = [asked(stop_token_sequences=sequences), asked(stop_token_sequences=sequences)]
         first, second = llm.generate(prompts, params)
     assert list(first.outputs[0].token_ids) == free[:end]
@@ -189,7 +192,7 @@ def test_a_stop_sequence_ends_the_output(checkpoint, model, name, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_logprobs_are_those_of_a_softmax(checkpoint, model, mode, overlap):
+def test_logprobs_equal_a_log_softmax(checkpoint, model, mode, overlap):
     features = FEATURES["everything"] | {"logit_bias": {9: 1.0}, "allowed_token_ids": None}
     params = [
         asked(logprobs=4, logprob_token_ids=[1, 99], **features),
@@ -219,15 +222,15 @@ def test_logprobs_are_those_of_a_softmax(checkpoint, model, mode, overlap):
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_prompt_logprobs_are_those_of_a_softmax(checkpoint, model, chunk):
-    """In chunks, beside others, and where the prefix is cached."""
+def test_prompt_logprobs_equal_a_log_softmax(checkpoint, model, chunk):
+    """In chunks, batched with another request, and with the prefix cached."""
     prompt = [*range(3, 40)]
     params = asked(prompt_logprobs=2, max_tokens=3)
     with LLM(
         str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32,
         max_num_batched_tokens=chunk,
     ) as llm:  # fmt: skip
-        llm.generate([prompt], asked(max_tokens=1))  # now it is in the cache
+        llm.generate([prompt], asked(max_tokens=1))  # now the prompt is cached
         found, other = llm.generate([prompt, list(PROMPTS[0])], [params, asked()])
     assert other.prompt_logprobs is None
     assert len(found.prompt_logprobs) == len(prompt)
@@ -242,7 +245,7 @@ def test_prompt_logprobs_are_those_of_a_softmax(checkpoint, model, chunk):
             assert own[token].rank == 1 + int((row > row[token]).sum())
 
 
-def test_samples_of_one_request_differ_and_repeat(checkpoint):
+def test_outputs_of_one_request_differ_and_repeat_with_the_seed(checkpoint):
     params = asked(temperature=1.0, seed=5, n=3)
     with LLM(str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=64) as llm:
         (three,) = llm.generate([list(PROMPTS[0])], params)
@@ -255,7 +258,7 @@ def test_samples_of_one_request_differ_and_repeat(checkpoint):
     assert tokens == [tuple(output.token_ids) for output in beside.outputs]
 
 
-def test_a_row_without_any_token_fails_alone_and_says_why(checkpoint):
+def test_a_row_with_every_token_masked_fails_alone_and_names_the_masks(checkpoint):
     params = [
         asked(allowed_token_ids=[3, 4], bad_words_token_ids=[[3], [4]]),
         asked(),
@@ -268,8 +271,8 @@ def test_a_row_without_any_token_fails_alone_and_says_why(checkpoint):
     assert len(fine.outputs[0].token_ids) == NUM_TOKENS
 
 
-def test_a_slot_taken_again_knows_nothing_of_before(checkpoint, model):
-    """One slot: requests that ask for everything, then for nothing, and so on."""
+def test_a_reused_slot_keeps_no_state_of_its_former_request(checkpoint, model):
+    """One slot: requests with all features and with none take turns."""
     everything = asked(**FEATURES["everything"], logprobs=2)
     params = [everything, asked(), everything, asked(repetition_penalty=1.7), asked()]
     prompts = [list(PROMPTS[index % 3]) for index in range(len(params))]
@@ -291,7 +294,7 @@ WORD = (9, 23, 41)
 
 @dataclass
 class Word:
-    """A grammar of one output, ``WORD``, and its matcher, which may be at fault."""
+    """A grammar that allows only ``WORD``, and its matcher; ``fault`` names a method to fail."""
 
     fault: str = ""
     at: int = 0
@@ -355,7 +358,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(
 def test_a_gpu_that_fails_while_a_step_awaits_its_masks_ends_every_request(
     checkpoint, monkeypatch, overlap, fails, at
 ):
-    """From one result, upload of masks or launch on, the driver refuses everything."""
+    """From the first or third result, upload of masks or launch on, every driver call fails."""
     owner = {"take": AsyncOutput, "of": TokenMasks, "sample": DeviceStep}[fails]
     method, calls = getattr(owner, fails), itertools.count(1)
 
@@ -370,7 +373,7 @@ def test_a_gpu_that_fails_while_a_step_awaits_its_masks_ends_every_request(
     def refused(self) -> None:
         raise torch.AcceleratorError("an illegal memory access")
 
-    # The class of ``of`` is bound to it already.
+    # ``TokenMasks.of`` is a class method: ``method`` is already bound to the class.
     monkeypatch.setattr(owner, fails, staticmethod(failing) if fails == "of" else failing)
     monkeypatch.setattr(OutputRing, "give_up", refused)
     with LLM(
@@ -403,7 +406,7 @@ def test_the_last_token_of_a_grammar_is_text():
 
 
 class Returns:
-    """A processor that returns what it is told."""
+    """A processor that returns ``edit`` of the logits."""
 
     def __init__(self, edit) -> None:
         self.edit = edit
@@ -424,7 +427,7 @@ class Returns:
     ],
     ids=["shape", "dtype", "none"],
 )
-def test_what_a_custom_processor_returns_is_checked(checkpoint, edit, got):
+def test_the_result_of_a_custom_processor_is_checked(checkpoint, edit, got):
     options = {"device": "cpu", "dtype": "float64", "num_kv_blocks": 32}
     with LLM(str(checkpoint), **options, logits_processors=[Returns(edit)]) as llm:
         (output,) = llm.generate([list(PROMPTS[0])], [asked()])
@@ -444,7 +447,7 @@ def test_a_custom_processor_that_masks_everything_is_named(checkpoint):
 
 
 class OnlyBehind:
-    """A processor: the token of rows whose request has a top_k of 77 is the one before, plus 1."""
+    """A processor: requests with a top_k of 77 draw the token before, plus 1."""
 
     def __init__(self) -> None:
         self.slots: dict[int, bool] = {}
@@ -483,7 +486,7 @@ def test_a_custom_processor_changes_its_rows_and_no_others(checkpoint, model, ov
 
 
 class Picky(OnlyBehind):
-    """The same, but it raises for requests that have a top_k of 13, and has no slot of theirs."""
+    """The same, but it raises for requests with a top_k of 13 and keeps no slot for them."""
 
     def add_request(self, slot: int, params: SamplingParams, token_ids) -> None:
         self.slots.pop(slot, None)
@@ -497,7 +500,7 @@ class Picky(OnlyBehind):
 def test_a_request_that_a_custom_processor_refuses_fails_alone(
     checkpoint, model, overlap, max_num_seqs
 ):
-    """Between others, in their chunks and slots, and as each of several outputs."""
+    """Among other requests, in the same steps and reused slots, and for each of two outputs."""
     params = [asked(), asked(top_k=13), asked(top_k=77), asked(n=2, top_k=13), asked()]
     prompts = [list(PROMPTS[index % 3]) for index in range(len(params))]
     with LLM(

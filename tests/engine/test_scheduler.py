@@ -1,4 +1,4 @@
-"""Scheduler against a device in plain Python, and its promises step by step."""
+"""Scheduler against a device in plain Python, and its guarantees one by one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.engine.scheduler_model import (
 
 
 def check_pool(scheduler: Scheduler) -> None:
-    """Every block is held as often as it is referred to, or free, cached or in quarantine once."""
+    """Check reference counts; each unreferenced block is free, cached or quarantined, once."""
     for group, pool in enumerate(scheduler.pools):
         lists = [r.block_ids[group] for r in scheduler.running.values()]
         check_group(pool, Counter(b for blocks in lists for b in blocks if b >= 0))
@@ -56,7 +56,7 @@ def check_group(pool: BlockPool, held: Counter[int]) -> None:
 
 
 class ForgetfulScheduler(Scheduler):
-    """Plans every step, and takes in every output, as if none had come before it."""
+    """Plans every step and processes every output without anything kept from earlier steps."""
 
     def schedule(self) -> StepPlan | None:
         self._blocked = None
@@ -92,7 +92,7 @@ def check_same_plan(plan: StepPlan | None, other: StepPlan | None) -> None:
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests arrive, run, abort and fail in any order, in a pool that is often too small.
 
-    A second scheduler, which remembers nothing from one step to the next, must plan the same.
+    A second scheduler, which keeps nothing from one step to the next, must make the same plans.
     """
 
     @initialize(
@@ -196,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.runner.cache_keys[member.req_id] = cache_key
 
     def could_ever_fit(self, request):
-        """Whether all that a request sees at a time fits the pools, chunk by chunk."""
+        """Return whether the blocks that a request needs at a time fit the pool of each group."""
         for seen, num_blocks in zip(self.keeps, self.pools, strict=True):
             needed = -(-request.max_total_tokens // BLOCK_SIZE)
             if not seen.is_full:
@@ -343,10 +343,10 @@ TestScheduler = SchedulerMachine.TestCase
 
 
 @given(seed=st.integers(0, 2**32))
-def test_a_request_that_waits_for_blocks_is_admitted_no_later(seed):
-    """In pools that are nearly always short, with prefixes shared by those that run and wait.
+def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(seed):
+    """In pools that are nearly always too small; running and waiting requests share prefixes.
 
-    Against the scheduler that looks the first of the waiting up in every step.
+    Against the scheduler that looks up the first waiting request in every step.
     """
     source = random.Random(seed)
     for _ in range(4):
@@ -394,7 +394,7 @@ def test_a_request_that_waits_for_blocks_is_admitted_no_later(seed):
 # --- order, chunks, ends -------------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_beside_running_decodes():
+def test_a_long_prompt_is_prefilled_in_chunks_batched_with_decodes():
     scheduler = make_scheduler(max_num_batched_tokens=10, max_steps_in_flight=1)
     scheduler.add(make_request("short", (5, 5), max_tokens=8, ignore_eos=True))
     scheduler.add(make_request("long", prompt_of(25), max_tokens=1))
@@ -414,7 +414,7 @@ def test_first_come_first_served():
 
 
 def stop_in_output(count: int) -> tuple[tuple[int, ...], list[int]]:
-    """A prompt and its output, whose last of ``count`` tokens is new and not EOS."""
+    """Return a prompt and its ``count`` output tokens: the last one is new, none is EOS."""
     for first in range(VOCAB):
         request = make_request("r", prompt_of(3, first), max_tokens=count, ignore_eos=True)
         output, _ = expected_output(request)
@@ -423,8 +423,8 @@ def stop_in_output(count: int) -> tuple[tuple[int, ...], list[int]]:
     raise AssertionError("no such prompt")
 
 
-def test_a_plan_says_which_step_it_continues():
-    """Every row of that one samples, and nobody enters, leaves or is left out."""
+def test_a_plan_names_the_step_it_continues():
+    """Every row of the step before samples, and no request enters, leaves or is left out."""
     scheduler = make_scheduler(max_num_batched_tokens=8, max_steps_in_flight=1)
 
     def claims(count: int) -> list[int | None]:
@@ -443,7 +443,7 @@ def test_a_plan_says_which_step_it_continues():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_stop_token_wins_over_the_length_it_coincides_with(depth):
+def test_a_stop_token_has_precedence_over_length(depth):
     prompt, output = stop_in_output(3)
     scheduler = make_scheduler(max_steps_in_flight=depth)
     request = make_request("r", prompt, max_tokens=3, stop_token_ids=[output[-1]])
@@ -454,8 +454,8 @@ def test_a_stop_token_wins_over_the_length_it_coincides_with(depth):
     assert request.finish_time >= request.first_token_time >= request.arrival_time
 
 
-def test_a_callers_reason_counts_more_than_the_length():
-    """A stop string that the last permitted token completes."""
+def test_a_stop_by_the_caller_has_precedence_over_length():
+    """The last permitted token completes a stop string."""
     scheduler = make_scheduler()
     request = make_request("r", prompt_of(3), max_tokens=1, ignore_eos=True)
     scheduler.add(request)
@@ -466,7 +466,7 @@ def test_a_callers_reason_counts_more_than_the_length():
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_eos_ends_a_request_unless_told_otherwise(ignore_eos):
+def test_eos_ends_a_request_unless_ignored(ignore_eos):
     scheduler = make_scheduler()
     request = make_request("r", (3,), max_tokens=2, ignore_eos=ignore_eos)
     scheduler.add(request)
@@ -488,7 +488,7 @@ def test_eos_ends_a_request_unless_told_otherwise(ignore_eos):
         ({"stop_token_ids": [7, 9], "ignore_eos": True}, (7, 9)),
     ],
 )
-def test_the_plan_says_which_tokens_end_a_request_and_where(params, expected):
+def test_the_plan_carries_the_stop_tokens_and_the_maximum_length(params, expected):
     scheduler = make_scheduler()
     scheduler.add(make_request("r", (1, 2), max_tokens=5, **params))
     (entering,) = scheduler.schedule().new
@@ -497,15 +497,15 @@ def test_the_plan_says_which_tokens_end_a_request_and_where(params, expected):
     assert entering.num_computed_tokens == 0
 
 
-def test_an_id_in_use_is_refused():
+def test_a_request_id_in_use_is_refused():
     scheduler = make_scheduler()
     scheduler.add(make_request("r", (1,), max_tokens=1))
     with pytest.raises(RequestError, match="request_id: 'r' is in use"):
         scheduler.add(make_request("r", (1,), max_tokens=1))
 
 
-def test_a_request_that_cannot_fit_is_told_what_it_lacks():
-    """Blocks of 4: of heads with a window of 8, a chunk of 64 needs 19, one of 16 only 7."""
+def test_a_request_too_large_for_a_pool_is_refused_with_the_group_and_the_count():
+    """Blocks of 4: heads with a window of 8 need 19 for a chunk of 64, 7 for a chunk of 16."""
     options = {"block_size": 4, "keeps": (FULL, Visible(8)), "max_num_seqs": 1}
     request = make_request("r", tuple(range(1, 101)), max_tokens=4)
     scheduler = make_scheduler(num_blocks=[40, 12], max_num_batched_tokens=64, **options)
@@ -520,7 +520,7 @@ def test_a_request_that_cannot_fit_is_told_what_it_lacks():
 # --- steps in flight -----------------------------------------------------------------------------
 
 
-def test_a_pending_token_is_scheduled_on_before_it_is_known():
+def test_the_next_step_is_scheduled_while_a_token_is_pending():
     scheduler = make_scheduler(max_steps_in_flight=3)
     request = make_request("r", (1, 2, 3), max_tokens=9, ignore_eos=True)
     scheduler.add(request)
@@ -557,7 +557,7 @@ def test_a_stop_token_costs_at_most_the_steps_in_flight(depth, stops_on_device):
     assert scheduler.wasted_tokens == scheduler.num_stale_outputs == depth - 1
 
 
-def test_outputs_come_in_the_order_of_launches_and_once():
+def test_outputs_are_accepted_once_and_in_launch_order():
     scheduler = make_scheduler()
     scheduler.add(make_request("r", (1,), max_tokens=9, ignore_eos=True))
     first, second = scheduler.schedule(), scheduler.schedule()
@@ -635,7 +635,7 @@ def test_a_row_with_the_wrong_number_of_tokens_fails_alone(tokens):
         raise bad.error
 
 
-def test_steps_in_flight_change_no_request():
+def test_the_number_of_steps_in_flight_changes_no_output():
     """The same arrivals, with 1, 2 and 3 steps in flight, with and without prefix caching."""
     outputs = []
     for depth, caching in [(1, False), (2, False), (2, True), (3, True)]:
@@ -668,7 +668,7 @@ def test_steps_in_flight_change_no_request():
 
 
 class UnguardedPool(BlockPool):
-    """Gives blocks away while steps in flight still use them."""
+    """Frees blocks while steps in flight still use them."""
 
     def free(self, blocks, *, last_step=None):
         super().free(blocks)
@@ -690,7 +690,7 @@ def reuse_blocks_of_an_aborted_request(scheduler: Scheduler) -> StepPlan | None:
     return plan
 
 
-def test_a_freed_block_waits_for_the_steps_that_use_it():
+def test_a_freed_block_is_quarantined_while_a_step_in_flight_uses_it():
     scheduler = make_scheduler(num_blocks=4)
     assert reuse_blocks_of_an_aborted_request(scheduler) is None
     assert (scheduler.pools[0].num_free, scheduler.pools[0].num_quarantined) == (4, 0)
@@ -704,7 +704,7 @@ def test_without_quarantine_a_step_in_flight_reads_another_requests_pages():
         reuse_blocks_of_an_aborted_request(scheduler)
 
 
-def test_a_freed_block_waits_for_the_newest_of_the_steps_in_flight():
+def test_a_freed_block_is_quarantined_until_the_newest_step_in_flight_ends():
     scheduler = make_scheduler(num_blocks=2, max_steps_in_flight=2)
     scheduler.add(make_request("a", (1,), max_tokens=7, ignore_eos=True))
     first, second = scheduler.schedule(), scheduler.schedule()
@@ -716,7 +716,7 @@ def test_a_freed_block_waits_for_the_newest_of_the_steps_in_flight():
     assert (scheduler.pools[0].num_free, scheduler.pools[0].num_quarantined) == (2, 0)
 
 
-def test_a_step_that_fails_before_an_older_one_frees_nothing_the_older_one_uses():
+def test_a_step_that_fails_before_an_older_step_frees_no_block_of_the_older_step():
     scheduler = make_scheduler(num_blocks=2)
     scheduler.add(make_request("a", (1,), max_tokens=7, ignore_eos=True))
     first, second = scheduler.schedule(), scheduler.schedule()
@@ -736,15 +736,15 @@ def test_preemption_takes_the_last_arrival_and_resumes_it_first():
         scheduler.add(request)
     plans = drain(scheduler, make_runner(scheduler))
     preempting = [p for p in plans if p.preempted]
-    assert preempting[0].req_ids == ("a", "b"), "c gave its blocks to the older ones"
+    assert preempting[0].req_ids == ("a", "b"), "c gave its blocks to the older requests"
     assert [r.req_id for p in plans for r in p.resumed][-1] == "c"
     assert scheduler.num_preemptions == sum(r.num_preemptions for r in requests.values()) > 0
     for request in requests.values():
         assert request.output_token_ids == expected_output(request)[0]
 
 
-def test_a_preempted_request_goes_before_those_that_have_yet_to_run():
-    """b arrived before c: it gave its blocks to a, and gets them back first."""
+def test_a_preempted_request_is_admitted_before_new_requests():
+    """b arrived before c: b gave its blocks to a, and is admitted again before c."""
     scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=64, max_num_seqs=2)
     a, b, c = (
         make_request(name, prompt_of(11, first), max_tokens=12, ignore_eos=True)
@@ -760,8 +760,8 @@ def test_a_preempted_request_goes_before_those_that_have_yet_to_run():
 
 
 @pytest.mark.parametrize("num_in_flight", [1, 2])
-def test_abandoning_the_steps_in_flight_gives_all_their_blocks_back(num_in_flight):
-    """Also those in quarantine, whose steps will tell nobody that they are over."""
+def test_abandoning_the_steps_in_flight_frees_all_their_blocks(num_in_flight):
+    """Also the quarantined blocks: no result will report the end of their steps."""
     scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=True)
     gone, running, waiting = (
         make_request(name, prompt_of(7, first), max_tokens=5, ignore_eos=True)
@@ -775,14 +775,14 @@ def test_abandoning_the_steps_in_flight_gives_all_their_blocks_back(num_in_fligh
     assert scheduler.pools[0].num_quarantined == 2
     error = StepError("interrupted", step_id=0)
     assert scheduler.abandon(error) == [running]
-    assert scheduler.abandon(error) == [], "once more: the first time was interrupted"
+    assert scheduler.abandon(error) == [], "called again, as after an interrupt"
     assert (running.error, running.finish_reason) == (error, "error")
     check_pool(scheduler)
     assert (scheduler.pools[0].num_free, scheduler.num_free_slots) == (4, 4)
     assert list(scheduler.waiting.values()) == list(scheduler.unfinished) == [waiting]
     plan = scheduler.schedule()
     assert (scheduled(plan), plan.finished) == ({"waiting": 7}, ())
-    assert plan.epochs[0] > 0, "not the epoch of the slot's request before"
+    assert plan.epochs[0] > 0, "not the epoch of the slot's former request"
 
 
 def test_a_preempted_requests_pending_token_is_dropped_and_computed_again():
@@ -794,7 +794,7 @@ def test_a_preempted_requests_pending_token_is_dropped_and_computed_again():
     second = scheduler.schedule()
     scheduler.update(output_of(first, (1,), (2,)))
     assert (scheduler.num_pending(a), scheduler.num_pending(b)) == (1, 1)
-    assert scheduler.schedule() is None, "a waits for the blocks that b has just given up"
+    assert scheduler.schedule() is None, "a waits for the blocks that b has just freed"
     assert (scheduler.num_preemptions, scheduler.num_pending(b)) == (1, 0)
     assert b.status is Status.WAITING
     scheduler.update(output_of(second, (3,), (4,)))
@@ -816,8 +816,8 @@ def test_a_preempted_requests_pending_token_is_dropped_and_computed_again():
     assert resumed.prompt_len == 7
 
 
-def test_nobody_is_preempted_for_blocks_that_are_about_to_come_free():
-    """c ends with the step in flight: its blocks are awaited, and it is not computed again."""
+def test_no_request_is_preempted_for_blocks_that_are_about_to_be_free():
+    """c has ended: a waits for its block, which is quarantined until the step in flight ends."""
     scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=64)
     a = make_request("a", prompt_of(11), max_tokens=5, ignore_eos=True)
     c = make_request("c", prompt_of(3), max_tokens=1, ignore_eos=True)
@@ -858,7 +858,7 @@ def test_the_last_arrival_is_spared_if_its_last_token_is_pending():
         scheduler.add(request)
     first = scheduler.schedule()
     assert scheduled(first) == {"a": 4, "x": 4, "b": 3, "c": 4}
-    assert scheduler.schedule() is None, "a awaits c's block, and x the block that b gives up"
+    assert scheduler.schedule() is None, "a waits for c's block, and x for b's"
     assert [name for name, r in requests.items() if r.num_preemptions] == ["b"]
     scheduler.update(output_of(first, (5,), (5,), (5,), (5,)))
     assert requests["c"].finish_reason == "length"
@@ -877,7 +877,7 @@ def test_the_last_arrival_is_spared_if_its_last_token_is_pending():
     ],
 )
 def test_a_row_with_other_tokens_than_planned_fails_alone(token_ids, errors, failed, message):
-    """One row decodes, the other one is in the middle of its prefill."""
+    """One row decodes, the other row is in the middle of its prefill."""
     scheduler = make_scheduler(max_num_batched_tokens=10, max_steps_in_flight=1)
     requests = {
         "short": make_request("short", (5, 5), max_tokens=8, ignore_eos=True),
@@ -895,7 +895,7 @@ def test_a_row_with_other_tokens_than_planned_fails_alone(token_ids, errors, fai
     assert requests["long"].output_token_ids == []
 
 
-def test_a_failed_row_of_a_step_that_all_sample_gets_no_token():
+def test_a_failed_row_gets_no_token_in_a_step_where_every_row_samples():
     scheduler = make_scheduler()
     for name in "ab":
         scheduler.add(make_request(name, (1, 2), max_tokens=9, ignore_eos=True))

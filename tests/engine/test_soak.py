@@ -1,4 +1,4 @@
-"""Hundreds of requests through one small engine: no leak, no trace of a neighbour."""
+"""Hundreds of requests through one small engine: no leak, no effect of other requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def num_live_tensors() -> int:
 
 
 @pytest.mark.slow
-def test_a_long_run_in_a_small_pool(tmp_path):
+def test_a_long_run_in_a_small_pool_leaks_nothing_and_changes_no_output(tmp_path):
     """Joins, aborts, stops, chunked prefill and preemption, in float64 so that no tie can flip."""
     tiny_checkpoint(tmp_path, "qwen3", sliding_window=24, use_sliding_window=True)
     source = random.Random(0)

@@ -1,4 +1,4 @@
-"""The start of an engine: mistakes before weights, and progress bars where a person sees them."""
+"""The start of an engine: mistakes are found before weights load; bars are for terminals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_wrong_argument_fails_before_the_weights_load(
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_progress_bar_of_generate_is_for_a_terminal_on_stderr(
+def test_generate_shows_its_progress_bar_only_if_stderr_is_a_terminal(
     is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)

@@ -1,4 +1,4 @@
-"""Threads share one engine: they take turns, and each gets its own outputs, none of another."""
+"""Threads share one engine: they take turns, and each thread gets only its own outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expected_tokens(num_prompt_tokens: int, **params: object) -> tuple[int, ...]
 
 
 def in_threads(calls: list[Callable[[], object]]) -> list[object]:
-    """Start all at the same time and return what they return."""
+    """Start all calls at the same time and return their results."""
     start = threading.Barrier(len(calls))
 
     def started(call: Callable[[], object]) -> object:
@@ -55,11 +55,11 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 
 @pytest.fixture
 def roomy(monkeypatch) -> LLM:
-    """Room for several long requests."""
+    """Return an engine with room for several long requests."""
     return make_llm(monkeypatch, num_kv_blocks=128, max_model_len=512)
 
 
-def test_generate_in_several_threads_gives_each_its_own(monkeypatch):
+def test_generate_in_several_threads_gives_each_thread_its_own_outputs(monkeypatch):
     llm = make_llm(monkeypatch)
 
     def calls_of(thread: int) -> list[tuple[int, ...]]:
@@ -98,7 +98,7 @@ def test_threads_give_the_tokens_of_a_serial_run(tmp_path):
 
 
 def test_the_main_thread_alone_shows_a_progress_bar(roomy, monkeypatch):
-    """Of several at a time, some releases of rich refuse all but the first."""
+    """Some releases of rich refuse a second progress bar at the same time."""
     visible = []
 
     def shown(**options: bool) -> Progress:
@@ -112,8 +112,8 @@ def test_the_main_thread_alone_shows_a_progress_bar(roomy, monkeypatch):
     assert visible == [True, False]
 
 
-def test_requests_of_step_are_not_those_of_other_threads(roomy):
-    """One thread steps its own requests while others generate: nobody takes another's output."""
+def test_step_and_generate_in_two_threads_return_only_their_own_outputs(roomy):
+    """One thread steps, another generates: neither gets the outputs of the other thread."""
     llm, done = roomy, threading.Event()
 
     def steps() -> dict[str, object]:
@@ -142,7 +142,7 @@ def test_requests_of_step_are_not_those_of_other_threads(roomy):
     assert is_idle(llm)
 
 
-def test_a_stream_that_nobody_reads_keeps_no_other_thread_waiting(roomy):
+def test_an_unread_stream_keeps_no_other_thread_waiting(roomy):
     stream = roomy.stream(list(prompt_of(7)), SamplingParams(max_tokens=40, ignore_eos=True))
     first = next(stream)
     params = SamplingParams(**LONG)  # ends after the stream's request
@@ -155,7 +155,7 @@ def test_a_stream_that_nobody_reads_keeps_no_other_thread_waiting(roomy):
 
 
 def test_abort_from_another_thread_does_not_wait_for_the_end(roomy):
-    """A thread that steps again and again lets others in."""
+    """A thread that steps again and again lets other threads take turns."""
     llm = roomy
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(llm.generate, [list(prompt_of(9))], SamplingParams(**LONG))
@@ -177,11 +177,11 @@ def test_streams_of_two_threads_run_side_by_side(roomy):
 
     first, second = in_threads([lambda: times(5), lambda: times(9)])
     assert max(first[0], second[0]) < min(first[-1], second[-1])
-    assert min(len(first), len(second)) > 20, "each sees its output grow"
+    assert min(len(first), len(second)) > 20, "each stream sees its output grow"
 
 
-def test_a_thread_that_comes_back_sleeps_if_another_one_waits(monkeypatch):
-    """The lock alone would go to who asks next, mostly the thread that has just released it."""
+def test_a_thread_that_comes_back_sleeps_if_another_thread_waits(monkeypatch):
+    """A lock goes to the next thread that asks, mostly the thread that has just released it."""
     turns, order, sleeps = Turns(), [], []
     has_waited = threading.Event()
 
@@ -201,7 +201,7 @@ def test_a_thread_that_comes_back_sleeps_if_another_one_waits(monkeypatch):
             while not turns._waiting:
                 threading.Event().wait(1e-3)
             held = turns._waiting.copy()
-        turns._waiting |= held  # as it is until the other thread has woken up
+        turns._waiting |= held  # the state until the other thread has woken up
         turns.take(order.append, "again")
         future.result(PATIENCE)
         turns._waiting -= held
@@ -211,7 +211,7 @@ def test_a_thread_that_comes_back_sleeps_if_another_one_waits(monkeypatch):
 
 
 class Blocked:
-    """Has the first step wait within ``execute`` until it is let go."""
+    """Makes the first step wait within ``execute`` until ``go_on`` is set."""
 
     def __init__(self, llm: LLM) -> None:
         self.is_in, self.go_on = threading.Event(), threading.Event()
@@ -226,7 +226,7 @@ class Blocked:
         return self._execute(plan)
 
 
-def test_an_interrupt_while_waiting_for_a_turn_leaves_nothing_behind(roomy):
+def test_an_interrupt_while_waiting_for_a_turn_leaves_the_engine_idle(roomy):
     """Ctrl-C reaches the main thread alone: the thread that has its turn is not disturbed."""
     llm, blocked = roomy, Blocked(roomy)
     main = threading.main_thread().ident
@@ -281,7 +281,7 @@ def test_a_call_from_within_a_call_is_refused_and_changes_nothing(roomy):
     assert is_idle(llm)
 
 
-def test_a_stream_whose_garbage_is_collected_in_a_step_is_aborted_by_the_next_one(roomy):
+def test_a_stream_garbage_collected_within_a_step_is_aborted_by_the_next_step(roomy):
     llm = roomy
     streams = [llm.stream(list(prompt_of(7)), SamplingParams(**LONG))]
     next(streams[0])

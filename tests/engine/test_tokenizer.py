@@ -1,4 +1,4 @@
-"""Tokenizer and incremental text, on a byte-level BPE made here."""
+"""Tokenizer and detokenizer, on a byte-level BPE that is trained here."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 @given(text=st.text(max_size=30))
-def test_text_comes_back(tokenizer, text):
+def test_decode_inverts_encode(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(
     text=st.text(alphabet=st.sampled_from("the king \u00e9\u4f60\U0001f600\u0301"), max_size=20)
 )
-def test_text_grows_without_ever_changing_and_ends_as_the_whole(tokenizer, text):
+def test_text_of_growing_tokens_never_changes_and_ends_as_the_full_text(tokenizer, text):
     ids = tokenizer.encode(text)
     detokenizer, seen = Detokenizer(tokenizer), ""
     for end in range(1, len(ids) + 1):
@@ -86,7 +86,7 @@ stops = st.lists(st.text(alphabet=ALPHABET, min_size=1, max_size=4), min_size=1,
 def test_the_text_ends_at_the_first_stop_string_and_none_of_it_was_shown(
     tokenizer, text, stop, include
 ):
-    """Token by token, against a search of all the text that there is by then."""
+    """Token by token, against a search of all text known so far."""
     ids = tokenizer.encode(text)
     output, whole = OutputText(tokenizer, stop, include_stop=include), Detokenizer(tokenizer)
     shown, found = [], None
@@ -96,7 +96,9 @@ def test_the_text_ends_at_the_first_stop_string_and_none_of_it_was_shown(
         places = [(known.find(s), index) for index, s in enumerate(stop) if s in known]
         found = output.find_stop(ids[:end], is_last=is_last)
         assert found == (stop[min(places)[1]] if places else None)
-        assert output.find_stop(ids[:end], is_last=is_last) == found, "asked again: an interrupt"
+        assert output.find_stop(ids[:end], is_last=is_last) == found, (
+            "again, as after an interrupt"
+        )
         is_over = is_last or found is not None
         shown.append(output.text(ids[:end], is_last=is_over))
         if found is not None:
@@ -109,7 +111,7 @@ def test_the_text_ends_at_the_first_stop_string_and_none_of_it_was_shown(
     assert not any(s in earlier for earlier in shown[:-1] for s in stop)
 
 
-def test_what_may_become_a_stop_string_is_held_back(tokenizer):
+def test_text_that_may_become_a_stop_string_is_withheld(tokenizer):
     ids = [token for character in "xaab." for token in tokenizer.encode(character)]
     output = OutputText(tokenizer, ["aac", "b!"])
     shown = []
@@ -119,12 +121,12 @@ def test_what_may_become_a_stop_string_is_held_back(tokenizer):
     assert shown == ["x", "x", "x", "xaa", "xaab."]
     held = OutputText(tokenizer, ["aac"])
     assert held.find_stop(ids[:3], is_last=True) is None
-    assert held.text(ids[:3], is_last=True) == "xaa"  # nothing more comes
+    assert held.text(ids[:3], is_last=True) == "xaa"  # no token follows
 
 
 @given(text=st.text(alphabet="ab", max_size=16), stop=stops, min_tokens=st.integers(0, 12))
-def test_a_stop_string_within_the_first_tokens_is_text(tokenizer, text, stop, min_tokens):
-    """Where each character is a token: what ends before ``min_tokens`` does not count."""
+def test_a_stop_string_within_min_tokens_is_text(tokenizer, text, stop, min_tokens):
+    """Each character is a token: a stop string that ends before ``min_tokens`` is ignored."""
     ids = [token for character in text for token in tokenizer.encode(character)]
     output = OutputText(tokenizer, stop, min_tokens=min_tokens)
     ends = {
@@ -156,8 +158,8 @@ def test_a_stop_string_within_the_first_tokens_is_text(tokenizer, text, stop, mi
     stop=st.lists(st.text(alphabet="abc", min_size=1, max_size=3), max_size=2),
     include=st.booleans(),
 )
-def test_of_a_stop_sequence_nothing_is_shown(tokenizer, characters, sequences, stop, include):
-    """A token a character; a stop string ends the text as soon as it would without sequences."""
+def test_no_part_of_a_stop_sequence_is_shown(tokenizer, characters, sequences, stop, include):
+    """Each character is a token; a stop string ends the text as early as without sequences."""
     token_of = {character: tokenizer.encode(character)[0] for character in "abc"}
     ids = [token_of[character] for character in characters]
     output = OutputText(

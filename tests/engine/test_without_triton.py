@@ -21,7 +21,7 @@ import json
 import sys
 
 if sys.argv[1] == "without":
-    sys.modules["triton"] = None  # an import of it fails
+    sys.modules["triton"] = None  # importing triton fails
 
 import mrv1.cli  # every command is imported
 from mrv1 import LLM, SamplingParams, kernels

@@ -1,4 +1,4 @@
-"""Ranking: made-up losses in which it is known which heads matter."""
+"""Ranking of heads, on invented losses for which the important heads are known."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def streaming_heads(policy: HeadPolicy) -> set[Head]:
 def rank(
     shape: Head, loss: Callable[[set[Head]], float], method: Method = "greedy"
 ) -> HeadRanking:
-    """Rank all heads by a loss of the set of those that stream."""
+    """Rank all heads by a loss of the set of streaming heads."""
     heads = rankable_heads((-1,) * shape[0], shape[1])
     return rank_heads(
         *shape, heads, STREAMING, lambda policy: loss(streaming_heads(policy)), method=method
@@ -42,7 +42,7 @@ def rank(
     method=st.sampled_from(METHODS),
     seed=st.integers(0, 2**16),
 )
-def test_heads_that_lose_alone_are_ranked_by_what_they_lose(shape, method, seed):
+def test_heads_with_independent_losses_are_ranked_by_their_loss(shape, method, seed):
     rng = random.Random(seed)
     weights = {
         (layer, head): rng.randrange(-9, 1000)
@@ -59,8 +59,8 @@ def test_heads_that_lose_alone_are_ranked_by_what_they_lose(shape, method, seed)
     assert streaming_heads(policy) == set(ranking.order[: len(weights) - num_full])
 
 
-def test_of_two_heads_that_stand_in_for_each_other_greedy_keeps_one():
-    """Alone neither loses anything, together they are what matters."""
+def test_greedy_keeps_one_of_two_heads_that_replace_each_other():
+    """If one of the two heads streams, the loss stays; if both stream, it rises by 10."""
 
     def loss(streams: set[Head]) -> float:
         others = 0.01 * len(streams - {(0, 1), (2, 3)})
@@ -73,8 +73,8 @@ def test_of_two_heads_that_stand_in_for_each_other_greedy_keeps_one():
     assert greedy.losses[-1] == pytest.approx(10)
 
 
-def test_only_what_a_round_loses_together_halves_it():
-    """Neither large losses are a reason, nor a little more than their sum."""
+def test_a_round_is_halved_only_for_a_large_joint_loss():
+    """Neither large losses nor a joint loss slightly above their sum halve a round."""
     asked: list[int] = []
 
     def loss(streams: set[Head]) -> float:
@@ -98,7 +98,7 @@ def test_the_number_of_losses_is_known_in_advance(num_heads, method):
     ranking = rank((1, num_heads), loss, method)
     assert sorted(ranking.order) == [(0, head) for head in range(num_heads)]
     assert calls == num_losses(num_heads, method)
-    if num_heads == 224:  # a model of 28 layers: minutes, not the 25,200 of one head a round
+    if num_heads == 224:  # a model of 28 layers: minutes, not the 25,200 of one head per round
         assert calls == (225 if method == "single" else 929)
 
 
@@ -134,7 +134,7 @@ def test_a_policy_survives_its_file(tmp_path):
     assert HeadPolicy.load(tmp_path / "policy.json") == policy
 
 
-def test_layers_with_a_window_of_their_own_stay_full():
+def test_layers_with_their_own_window_stay_full():
     heads = rankable_heads((-1, 24, -1), 2)
     assert heads == [(0, 0), (0, 1), (2, 0), (2, 1)]
     ranking = rank_heads(3, 2, heads, STREAMING, lambda policy: -policy.full_share)
@@ -146,7 +146,7 @@ def test_layers_with_a_window_of_their_own_stay_full():
         rankable_heads((24, 24), 2)
 
 
-def test_errors_say_what_was_expected():
+def test_bad_methods_losses_and_budgets_are_refused():
     with pytest.raises(ConfigError, match=r"method: expected one of .*'greedy'.* got 'best'"):
         rank((1, 2), len, "best")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expected a finite loss, got nan"):

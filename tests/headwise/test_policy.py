@@ -1,4 +1,4 @@
-"""Head policies: every source against its rule in Python, what they say of blocks by walking."""
+"""Head policies: every source against its rule in Python, their blocks against single tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_nth_layer_is_full(num_layers, every, ratio):
         assert heads == ((FULL,) * 4 if is_full else mixed)
 
 
-def test_a_checkpoint_may_ask_for_a_policy():
+def test_a_policy_is_read_from_the_fields_of_a_checkpoint():
     assert HeadPolicy.of_config({"window_size": 4096}, 2, 4) is None
     fields = {
         "head_wise_swa_ratio": 0.25, "window_size": 32, "sink_size": 4, "window_attn_skip_freq": 2
@@ -62,7 +62,7 @@ def test_a_checkpoint_may_ask_for_a_policy():
     assert without == HeadPolicy.of_ratio(4, 4, 0.25, window=32, sink=4)
 
 
-def test_a_models_own_windows_are_a_policy():
+def test_the_layer_windows_of_a_model_give_a_policy():
     policy = HeadPolicy.of_layer_windows([-1, 512, -1], 2)
     assert policy.heads == ((FULL,) * 2, (Visible(512),) * 2, (FULL,) * 2)
     assert policy.groups == (FULL, Visible(512))
@@ -77,7 +77,7 @@ def test_a_models_own_windows_are_a_policy():
     ),
     sparsity=st.floats(0, 1),
 )
-def test_duo_attention_streams_its_least_weights(tmp_path_factory, weights, sparsity):
+def test_duo_attention_streams_the_heads_of_least_weight(tmp_path_factory, weights, sparsity):
     folder = tmp_path_factory.mktemp("pattern")
     np.savetxt(folder / "full_attention_heads.tsv", np.array(weights), delimiter="\t")
     (folder / "config.json").write_text(json.dumps({"sink_size": 16, "recent_size": 64}))
@@ -92,13 +92,13 @@ def test_duo_attention_streams_its_least_weights(tmp_path_factory, weights, spar
 
 
 @given(policy=policies)
-def test_what_is_saved_is_loaded(tmp_path_factory, policy):
+def test_a_saved_policy_loads_unchanged(tmp_path_factory, policy):
     path = tmp_path_factory.mktemp("policy") / "policy.json"
     policy.save(path)
     assert HeadPolicy.load(path) == policy
 
 
-def test_what_cannot_be_is_named(tmp_path):
+def test_invalid_policies_and_arguments_are_refused_and_named(tmp_path):
     path = tmp_path / "policy.json"
     for make, message in (
         (lambda: HeadPolicy(()), "layers of one number"),
@@ -145,7 +145,7 @@ NO_SHARE = ["0.5", float("nan"), True, -0.1, 1.5, [0.5]]
 
 
 def refused(name, got):
-    """Expect an error of a field that names what came."""
+    """Expect an error that names the field and the value it got."""
     return pytest.raises(
         ConfigError, match=rf"(^|, ){name}: expected .*{re.escape(f'got {got!r}')}$"
     )
@@ -155,20 +155,20 @@ def refused(name, got):
     "seen", [[256.5, 64], [True, 0], [64, False], [float("nan"), 0], [float("inf"), 0], [2**31, 0],
              [4, 2**31], [4, -1], [-1.0, 0], ["5", 0], [], [5], [4, 0, 0], "45", 4, None]
 )  # fmt: skip
-def test_a_head_is_a_pair_of_integers_in_their_range(tmp_path, seen):
+def test_a_head_must_be_a_pair_of_integers_in_their_range(tmp_path, seen):
     path = tmp_path / "policy.json"
     path.write_text(json.dumps({"version": 1, "heads": [[[-1, 0]] * 2, [[-1, 0], seen]]}))
     got = tuple(seen) if isinstance(seen, list) and len(seen) == 2 else seen
     with refused(r".*policy\.json, layer 1, head 1", got):
         HeadPolicy.load(path)
     if isinstance(got, tuple):
-        for head in (Visible(*got), got):  # a tuple that is no Visible is none either
+        for head in (Visible(*got), got):  # a plain tuple is refused too
             with refused("head policy, layer 1, head 1", got):
                 HeadPolicy(((FULL, FULL), (FULL, head)))
 
 
 @pytest.mark.parametrize("unknown", [["head"], ["window", "sink"], ["Heads"], [""]])
-def test_a_key_that_is_not_known_is_refused(tmp_path, unknown):
+def test_an_unknown_key_is_refused(tmp_path, unknown):
     path = tmp_path / "policy.json"
     path.write_text(json.dumps({"version": 1, "heads": [[[-1, 0]]]} | dict.fromkeys(unknown, 4)))
     with refused(r".*policy\.json", unknown):
@@ -178,8 +178,8 @@ def test_a_key_that_is_not_known_is_refused(tmp_path, unknown):
 
 
 @pytest.mark.parametrize("seen", [{"window": 64, "sink": 4}, {"window": 64, "snik": 4}, {}])
-def test_a_head_is_no_object(tmp_path, seen):
-    """So there are no keys below the outermost object."""
+def test_a_head_written_as_an_object_is_refused(tmp_path, seen):
+    """Only the outermost object has keys."""
     path = tmp_path / "policy.json"
     path.write_text(json.dumps({"version": 1, "heads": [[seen]]}))
     with refused(r".*policy\.json, layer 0, head 0", seen):
@@ -187,7 +187,7 @@ def test_a_head_is_no_object(tmp_path, seen):
 
 
 @pytest.mark.parametrize("heads", [None, 5, [5], ["45"], "heads", {"0": []}, [], [[]]])
-def test_a_table_has_layers_of_heads(tmp_path, heads):
+def test_a_table_must_have_layers_of_heads(tmp_path, heads):
     path = tmp_path / "policy.json"
     path.write_text(json.dumps({"version": 1, "heads": heads}))
     with pytest.raises(ConfigError, match=r"policy\.json(, heads)?: expected"):
@@ -196,7 +196,7 @@ def test_a_table_has_layers_of_heads(tmp_path, heads):
         HeadPolicy(heads)
 
 
-def test_the_greatest_window_and_sink_are_served(tmp_path):
+def test_the_largest_window_and_sink_are_accepted(tmp_path):
     policy = HeadPolicy.of_ratio(1, 2, 0.5, window=2**31 - 1, sink=2**31 - 1)
     policy.save(tmp_path / "policy.json")
     assert HeadPolicy.load(tmp_path / "policy.json") == policy
@@ -236,7 +236,7 @@ def test_a_ratios_arguments_are_checked(field, value):
                       [True, False, True, False], [1.0, 0, 1, 0]]
     ],
 )  # fmt: skip
-def test_a_checkpoints_fields_are_checked_by_their_names(field, value):
+def test_the_fields_of_a_checkpoint_are_checked_and_named(field, value):
     with refused(field, value):
         HeadPolicy.of_config(CHECKPOINT | {field: value}, 4, 4)
 
@@ -280,12 +280,12 @@ def test_a_duo_attention_pattern_is_checked(tmp_path, table, config, message):
 
 
 @pytest.mark.parametrize("sparsity", NO_SHARE)
-def test_a_sparsity_is_a_share(tmp_path, sparsity):
+def test_a_sparsity_must_be_a_share(tmp_path, sparsity):
     with refused("sparsity", sparsity):
         HeadPolicy.of_duo_attention(tmp_path, sparsity=sparsity)
 
 
-# --- what it says -------------------------------------------------------------------------------
+# --- slices, blocks and tokens ------------------------------------------------------------------
 
 
 @given(policy=policies, size=st.sampled_from([1, 2, 4, 8]))
@@ -305,7 +305,7 @@ def test_ranks_have_their_heads_in_order(policy, size):
 
 
 def visible_tokens(seen: Visible, position: int) -> set[int]:
-    """The tokens that a query at a position sees, one by one."""
+    """Return the tokens that a query at a position sees, found one by one."""
     return {
         token
         for token in range(position + 1)
@@ -317,7 +317,7 @@ def visible_tokens(seen: Visible, position: int) -> set[int]:
     seen=some_heads, num_tokens=st.integers(0, 300), block_size=st.sampled_from([16, 32]),
     query_len=st.integers(1, 40),
 )  # fmt: skip
-def test_blocks_are_those_that_someone_sees(seen, num_tokens, block_size, query_len):
+def test_blocks_are_freed_exactly_when_no_query_sees_them(seen, num_tokens, block_size, query_len):
     later = set().union(*(visible_tokens(seen, p) for p in (num_tokens, num_tokens + 999)))
     freed = seen.freed_blocks(num_tokens, block_size)
     blocks = range(-(-num_tokens // block_size))
@@ -335,14 +335,14 @@ def test_blocks_are_those_that_someone_sees(seen, num_tokens, block_size, query_
         assert len(touched) <= seen.num_blocks(block_size, query_len)
 
 
-def test_the_issue_names_this_range():
+def test_a_window_of_64_and_a_sink_of_32_free_blocks_2_to_27_at_512_tokens():
     assert Visible(64, 32).freed_blocks(512, 16) == range(2, 28)
     with pytest.raises(ValueError, match="expected a streaming head"):
         FULL.num_blocks(16)
 
 
 @given(policy=policies, num_tokens=st.integers(0, 300))
-def test_held_tokens_are_what_the_next_token_sees(policy, num_tokens):
+def test_held_tokens_cover_the_tokens_that_the_next_token_sees(policy, num_tokens):
     expected = sum(
         len(visible_tokens(seen, num_tokens)) - 1 for layer in policy.heads for seen in layer
     )

@@ -18,7 +18,7 @@ REMEMBER, RECALL, END = (1, 2, 3), (4, 3), (5,)
 
 
 def read(pattern: tuple[int, ...], tokens: list[int]) -> list[tuple[int, int, int]]:
-    """Return (where the key is, key, value) of each line that begins like ``pattern``."""
+    """Return (position of the key, key, value) of each line that begins like ``pattern``."""
     text = "".join(chr(token) for token in tokens)
     start = "".join(map(chr, pattern))
     ends = [match.end() for match in re.finditer(re.escape(start), text)]
@@ -36,7 +36,7 @@ def read(pattern: tuple[int, ...], tokens: list[int]) -> list[tuple[int, int, in
     swap=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_every_fact_is_asked_for_as_far_back_as_wanted(
+def test_every_fact_is_asked_for_at_the_given_distance(
     num_facts, num_tokens, first, distance, exact, swap, seed
 ):
     remember, recall = (RECALL, REMEMBER) if swap else (REMEMBER, RECALL)
@@ -68,12 +68,12 @@ def test_every_fact_is_asked_for_as_far_back_as_wanted(
         gap = where + 1 - said_at
         assert gap == distance if exact else gap >= distance
     words = [token for token in tokens if token in WORDS]
-    assert len(set(words)) == 2 * num_facts  # no value is a key, none comes twice
+    assert len(set(words)) == 2 * num_facts  # no value is a key, no word comes twice
     filler = [token == FILLER for token in tokens]
     assert prompt.is_filler.tolist() == filler
 
 
-def test_prompts_are_their_seeds():
+def test_prompts_follow_from_the_seed():
     lines = RecallLines(remember=REMEMBER, recall=RECALL, end=END, words=WORDS)
 
     def tokens(seed: int) -> list[int]:
@@ -86,7 +86,7 @@ def test_prompts_are_their_seeds():
     assert tokens(1) == tokens(1) != tokens(2)
 
 
-def test_what_does_not_fit_is_an_error():
+def test_facts_that_do_not_fit_are_an_error():
     lines = RecallLines(remember=REMEMBER, recall=RECALL, end=END, words=WORDS[:8])
     rng = np.random.default_rng(0)
     with pytest.raises(ConfigError, match="num_facts: expected at most 4, got 5"):

@@ -1,4 +1,4 @@
-"""What the tests of the small kernels share: inputs, tile sizes, and how floats are judged."""
+"""Shared by the tests of the small kernels: inputs, tile sizes and comparisons of floats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrv1 import kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SENTINEL = 7.0
-"""What outputs and the gaps of strided views hold before a launch."""
+"""The value of outputs, and of the gaps of strided views, before a launch."""
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -31,7 +31,7 @@ def tiles(op: str, *, as_on_gpu: bool) -> Iterator[None]:
 
 
 def bundled(arguments: dict, **bundles: type) -> dict:
-    """Return an op's arguments, given flat, with the fields of each bundle as one argument.
+    """Return an op's flat ``arguments`` with the fields of each bundle packed into one argument.
 
     A field that is not given is None: the op must not read it.
     """
@@ -72,15 +72,15 @@ def assert_in_budget(
 ) -> None:
     """Fail unless ``got`` is at most twice as far from ``exact`` as torch, plus the floor.
 
-    The floor is one rounding to the result's dtype and four to float32 on the way there: torch may
-    happen to be exact on one small row.
+    The floor is one rounding to the result's dtype and four roundings to float32 before it: torch
+    may happen to be exact on one small row.
 
     Args:
         got: the kernel's result.
-        torch_result: torch's, computed in the same dtype.
+        torch_result: torch's result, computed in the same dtype.
         exact: the result in float64.
-        exponent: magnitudes whose exponential is a factor: an argument's rounding to float32 is
-            a relative error of the result, as many times as the argument is large.
+        exponent: magnitude of the argument of an exponential that is a factor of the result. The
+            argument's rounding to float32 is a relative error of the result that grows with it.
     """
     assert got.dtype == torch_result.dtype
     assert exact.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""What the tests of the linear layer share: calls of it, and how its result is judged."""
+"""Shared by the tests of the linear layer: arguments, library calls and error budgets."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FEATURES = (
 
 
 def linear_arguments(num_tokens, num_in, num_out, dtype, device, features=(), seed=0):
-    """Return a call's arguments, all but ``out``; its results are of order one.
+    """Return all arguments of a call except ``out``; the call's results are of order one.
 
-    ``normed_out``, where it is one of them, is for the call to fill.
+    With the feature "normed", the call fills ``normed_out``.
     """
     num_rows = num_out * (2 if "gated" in features else 1)
     weight = normal((num_rows, num_in), torch.float64, "cpu", seed + 1) * num_in**-0.5
@@ -58,7 +58,7 @@ def linear_arguments(num_tokens, num_in, num_out, dtype, device, features=(), se
 
 
 def of_rows(arguments, rows):
-    """Return the arguments of a call of some tokens alone, with a ``normed_out`` of its own."""
+    """Return the arguments of a call of some tokens only, with its own ``normed_out``."""
     some = {k: v[rows] if k in ("x", "residual") else v for k, v in arguments.items()}
     if "normed_out" in some:
         some["normed_out"] = torch.zeros_like(some["normed_out"][rows])
@@ -67,7 +67,7 @@ def of_rows(arguments, rows):
 
 @contextmanager
 def library_calls():
-    """Yield a list that gets an entry for every call that the GPU vendor's library multiplies."""
+    """Yield a list that gets an entry for every call that the GPU vendor's library computes."""
     calls = []
     multiply = module._multiply_by_library
     with pytest.MonkeyPatch.context() as patch:
@@ -91,13 +91,13 @@ def assert_linear_in_budget(
     *,
     by_library=False,
 ):
-    """Fail unless ``got`` errs by no more than it must.
+    """Fail unless ``got`` errs by no more than its roundings explain.
 
-    Of each product the sum in float32 errs by a unit in the last place a step of 16 inputs, and
-    what is rounded to the dtype by the way (a normed x that came out on the other side of a
-    rounding; by the library, a gate and an up) like independent errors of the terms. Then the
-    activation, and one rounding of the result. The library may round a product before it adds, and
-    the parts that it cuts a sum into (torch's allow_*_reduced_precision_reduction).
+    The float32 sum of a product errs by a unit in the last place per step of 16 inputs.
+    Intermediate values that are rounded to the dtype (a normed x that fell on the other side of a
+    rounding; the library's gate and up) err like independent errors of the terms. The activation
+    and one rounding of the result follow. The library may also round a product before it adds bias
+    and residual, and round the parts of a sum (torch's allow_*_reduced_precision_reduction).
     """
     small, tiny = torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps
     spread = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -128,7 +128,7 @@ def assert_linear_in_budget(
 
 
 def _assert_norm_in_budget(normed, out, weight, eps):
-    """Fail unless ``normed`` is the norm of ``out`` itself: two roundings and a sum's error."""
+    """Fail unless ``normed`` is the norm of ``out``, to two roundings and the error of a sum."""
     small, tiny = torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps
     wide, weight = out.double(), weight.double()
     exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight

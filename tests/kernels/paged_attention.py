@@ -1,4 +1,4 @@
-"""What the paged attention tests share: how an op is called, and how its result is judged."""
+"""Shared by the paged attention tests: calls of the ops and comparisons of their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mrv1.kernels.attention.splits import PrefillAttentionConfig
 from mrv1.testing.strategies import PagedCase
 
 SENTINEL = 7.0
-"""What outputs hold before a launch; rows nobody owns must still hold it afterwards."""
+"""The value of outputs before a launch; rows of no request must keep it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def run_decode(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) -> 
 
 
 def make_plan(case: PagedCase, q: torch.Tensor, **options) -> DecodePlan:
-    """Return unwritten buffers of a plan for the case."""
+    """Return the buffers of a decode plan for the case, not yet written."""
     return DecodePlan.allocate(
         max_reqs=case.seq_lens.shape[0],
         max_keys=case.block_table.shape[1] * case.layout.block_size,
@@ -82,7 +82,7 @@ def make_plan(case: PagedCase, q: torch.Tensor, **options) -> DecodePlan:
 
 
 def make_splits(case: PagedCase, q: torch.Tensor, num_splits: int | None) -> PrefillSplits | None:
-    """Return what so many programs of a tile share, for the case."""
+    """Return the buffers that ``num_splits`` programs of a tile share, for the case."""
     return PrefillSplits.allocate(
         num_tokens=q.shape[0],
         num_reqs=case.seq_lens.shape[0],
@@ -115,12 +115,12 @@ def run_prefill(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) ->
 
 
 def exact(case: PagedCase, q: torch.Tensor) -> Result:
-    """Return dense float64 attention over what the case encodes."""
+    """Return dense float64 attention over the keys and values of the case."""
     return Result(*case.attention(q[: sum(case.batch.query_lens)], softmax_scale(case)))
 
 
 def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the largest difference, once infinities are in the same places and NaN nowhere."""
+    """Return the largest difference; fail on any NaN and on infinities in different places."""
     assert not got.isnan().any()
     assert torch.equal(got.isinf(), want.isinf())
     finite = ~want.isinf()
@@ -128,7 +128,7 @@ def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def assert_in_budget(got: Result, oracle: Result, want: Result, case: PagedCase) -> None:
-    """Compare errors against float64: at most twice the oracle's plus a rounding floor.
+    """Fail unless errors against float64 are at most twice the oracle's plus a rounding floor.
 
     The floor: the weights, which sum to one, are rounded to the cache's dtype before the product
     with V, and the fp32 sums of score and output may be taken in another order.
@@ -146,7 +146,7 @@ def assert_in_budget(got: Result, oracle: Result, want: Result, case: PagedCase)
 
 
 def assert_equal(got: Result, want: Result) -> None:
-    """Bit for bit."""
+    """Fail unless both outputs are exactly equal."""
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.lse, want.lse)
 
@@ -171,7 +171,7 @@ def query_rows(case: PagedCase, order: list[int]) -> torch.Tensor:
 
 @contextmanager
 def small_tiles(tile_tokens: int, tile_rows: int = 16) -> Iterator[None]:
-    """Launch with these tiles, so that short contexts too take several steps and programs."""
+    """Launch with these tiles, so that even short contexts take several steps and programs."""
     with pytest.MonkeyPatch.context() as patch:
         for config, changes in (
             (DecodeAttentionConfig, {"tile_tokens": tile_tokens}),

@@ -38,7 +38,7 @@ def _torch(x):
 # --- oracle ------------------------------------------------------------------------------------
 
 
-def test_the_oracle_is_the_formula():
+def test_the_oracle_equals_the_formula():
     x = normal((3, 8), torch.float64, "cpu")
     want = [
         [gate / (1 + math.exp(-gate)) * up for gate, up in zip(row[:4], row[4:], strict=True)]
@@ -59,7 +59,9 @@ def test_the_oracle_is_the_formula():
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
-def test_it_is_as_exact_as_torch(device, num_tokens, num_cols, dtype, scale, gap, as_on_gpu, seed):
+def test_silu_and_mul_is_as_exact_as_torch(
+    device, num_tokens, num_cols, dtype, scale, gap, as_on_gpu, seed
+):
     x = normal((num_tokens, 2 * num_cols), dtype, device, seed) * scale
     x = in_a_wider_row(x, gap, 2 * gap)
     out = in_a_wider_row(torch.zeros_like(x[:, :num_cols]), gap, gap)
@@ -78,7 +80,7 @@ def test_it_is_as_exact_as_torch(device, num_tokens, num_cols, dtype, scale, gap
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
-def test_a_token_alone_has_the_bits_that_it_has_among_others(
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(
     device, num_tokens, num_cols, dtype, gap, as_on_gpu, seed
 ):
     x = in_a_wider_row(normal((num_tokens, 2 * num_cols), dtype, device, seed), gap, gap)
@@ -90,7 +92,7 @@ def test_a_token_alone_has_the_bits_that_it_has_among_others(
 
 
 @given(order=st.permutations(range(6)), seed=seeds)
-def test_a_row_does_not_see_the_others(device, order, seed):
+def test_a_row_does_not_depend_on_other_rows(device, order, seed):
     x = normal((6, 160), torch.bfloat16, device, seed)
     want = kernels.silu_and_mul(x)[list(order)]
     assert torch.equal(kernels.silu_and_mul(x[list(order)]), want)
@@ -100,7 +102,7 @@ def test_a_row_does_not_see_the_others(device, order, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_far_from_zero(device, dtype):
+def test_gates_far_from_zero_saturate(device, dtype):
     gate = torch.tensor([-1e4, -104.0, 0.0, 104.0, 1e4, torch.inf, torch.nan])
     x = torch.cat([gate, torch.full_like(gate, 2.0)])[None].to(dtype).to(device)
     got = kernels.silu_and_mul(x)[0].cpu()
@@ -113,8 +115,8 @@ def test_far_from_zero(device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", [kernels.silu_and_mul, reference.silu_and_mul])
-def test_the_least_gates_give_a_zero(device, op, dtype):
-    """The limit of silu; torch's is NaN at -inf. Beside an infinite up, 0 * inf is NaN."""
+def test_the_most_negative_gates_give_zero(device, op, dtype):
+    """Zero is the limit of silu; torch gives NaN at -inf. With an infinite up, 0 * inf is NaN."""
     least = torch.finfo(dtype).min
     gate = torch.tensor([-torch.inf, least, least / 2, -1e4, -200.0], dtype=dtype)
     up = torch.tensor([2.0, -2.0, 0.0, least, -least, torch.inf, -torch.inf, torch.nan])
@@ -125,7 +127,7 @@ def test_the_least_gates_give_a_zero(device, op, dtype):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
-def test_nothing_to_do(device, shape):
+def test_empty_inputs_give_empty_outputs(device, shape):
     out = kernels.silu_and_mul(torch.ones(shape, device=device))
     assert out.shape == (shape[0], shape[1] // 2)
 

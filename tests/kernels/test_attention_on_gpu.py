@@ -32,7 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _streaming(head_dim: int, max_seq_len: int, max_query_len: int) -> LayoutCase:
-    """A full group of two heads and a streaming one of two."""
+    """Return a head group of two full heads and a head group of two streaming heads."""
     window = 512
     ring = -(-(window + max_query_len - 2) // 16) + 1
     roles = [HeadRole(group=0), HeadRole(window=window, sink=64, ring_blocks=ring, group=1)] * 2
@@ -57,7 +57,7 @@ def test_decode_of_long_contexts(device, head_dim, dtype, query_len):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("query_len", [4, 256])
 def test_lse_errs_no_more_after_many_steps(device, head_dim, dtype, query_len):
-    """Large scores: a rescale that is not exactly one where the maximum stays adds up by steps."""
+    """Large scores: a rescale that is not exactly 1 where the maximum stays adds up over steps."""
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=head_dim, max_seq_len=4096)
     batch = RaggedBatch(query_lens=(query_len,), seq_lens=(4096,))
     case = build_paged_cache(layout, batch, dtype=dtype).to(device)
@@ -85,9 +85,10 @@ OPERATIONS = pytest.mark.parametrize("op", ["decode", "prefill"])
 
 
 def _graph_case(op: str, granularity: str | None, *, second: bool) -> PagedCase:
-    """Two full heads and two streaming ones in a ring, which trade places in the second case.
+    """Return two full heads and two streaming heads with a ring; the second case swaps the roles.
 
-    Rows of q and sizes of tensors are the same in both; lengths, pages, roles, scales are not.
+    Rows of q and sizes of tensors are the same in both cases; lengths, pages, roles and scales
+    differ.
     """
     full = HeadRole(group=0)
     window, sink = (250, 50) if second else (512, 64)
@@ -108,7 +109,7 @@ def _graph_case(op: str, granularity: str | None, *, second: bool) -> PagedCase:
 
 
 def _arguments(case: PagedCase, op: str, q: torch.Tensor) -> dict[str, object]:
-    """Return what a launch takes, every tensor allocated."""
+    """Return the arguments of a launch except ``out`` and ``lse``, all tensors allocated."""
     arguments = {
         "q": q,
         "k_cache": case.k_cache,
@@ -126,7 +127,7 @@ def _arguments(case: PagedCase, op: str, q: torch.Tensor) -> dict[str, object]:
 
 
 def _tensors(arguments: dict[str, object]) -> list[torch.Tensor]:
-    """Return all tensors among arguments, those of layout and scales too, in one order."""
+    """Return all tensors of the arguments, their layout and their scales, in a fixed order."""
     found = []
     for value in arguments.values():
         parts = [value]
@@ -149,7 +150,7 @@ def test_a_captured_launch_serves_other_lengths_pages_and_roles(device, op, cut,
     live, other = (_arguments(case, op, q) for case in cases)
     if op == "prefill" and cut:
         if cut != {"num_kv_splits": 4}:
-            pytest.skip("prefill cuts at splits alone")
+            pytest.skip("prefill divides keys by splits only")
         cut = {"splits": make_splits(cases[0], q, 4)}
     launch = partial(getattr(kernels, f"paged_{op}_attention"), **cut)
     eager = []
@@ -176,10 +177,10 @@ def _oracle(case: PagedCase, op: str, q: torch.Tensor) -> Result:
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["merge in items", "merge launch"])
 @pytest.mark.parametrize("num_reqs", [1, 40])
-def test_a_plan_read_early_is_that_of_the_step(device, num_reqs, deterministic):
-    """Steps of a graph with lengths and tables of their own: none reads those of the one before.
+def test_a_plan_read_early_belongs_to_the_same_step(device, num_reqs, deterministic):
+    """Each step of a graph has its own lengths and table and never reads the previous step's.
 
-    In front of every attention is a launch that overlaps with it and writes its keys.
+    Before every attention runs a launch that overlaps with it and writes its keys.
     """
     heads, dim, blocks, steps = 8, 128, 40, 6
     generator = torch.Generator(device).manual_seed(3)
@@ -241,10 +242,10 @@ def test_a_plan_read_early_is_that_of_the_step(device, num_reqs, deterministic):
 
 @FORMATS
 @OPERATIONS
-def test_an_all_full_head_wise_table_gives_bitwise_the_uniform_tables_output(
+def test_a_head_wise_table_of_full_heads_gives_the_same_bits_as_a_uniform_table(
     device, op, granularity
 ):
-    """Each head has a list of its own, [batch * kv_heads, max_blocks], all lists equal."""
+    """Each head has its own list of blocks, [batch * kv_heads, max_blocks]; all are equal."""
     layout = LayoutCase.hnd(num_kv_heads=4, head_dim=128, max_seq_len=2048)
     lens = (1, 1, 1) if op == "decode" else (5, 700, 1)
     batch = RaggedBatch(query_lens=lens, seq_lens=(2048, 1023, 17))
@@ -286,8 +287,8 @@ def test_a_batch_of_256_rows_with_permuted_blocks(device, granularity):
 
 
 @FORMATS
-def test_deterministic_rows_are_bitwise_the_same_alone_and_among_256(device, granularity):
-    """Lengths around the cuts, every 512 keys."""
+def test_deterministic_rows_have_the_same_bits_alone_and_among_256(device, granularity):
+    """Deterministic plans cut every 512 keys: the lengths lie around the cuts."""
     roles = [HeadRole(group=0), HeadRole(window=700, sink=20, ring_blocks=45, group=1)]
     layout = LayoutCase.head_groups(roles=roles, head_dim=64, max_seq_len=2100, max_reqs=256)
     lens = tuple([511, 512, 513, 2100, 0, 1] + [1 + 37 * row % 300 for row in range(250)])
@@ -310,7 +311,7 @@ def test_deterministic_rows_are_bitwise_the_same_alone_and_among_256(device, gra
 @pytest.mark.parametrize("fp8", [False, True])
 @OPERATIONS
 def test_pages_and_scales_beyond_two_to_the_31_elements(device, op, fp8):
-    """Block 2 starts at element 2**31 of codes and of scales: 64-bit products with the strides."""
+    """Block 2 starts at element 2**31 of codes and scales: stride products need 64 bits."""
     stride, dim, tokens = 2**30, 128, 16
     generator = torch.Generator(device).manual_seed(0)
     page = torch.randn(tokens, dim, generator=generator, device=device).to(torch.bfloat16)

@@ -26,8 +26,8 @@ from tests.kernels.elementwise import (
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 UNREAD = 2
-"""What fills state that must not count, also before slot 0 and behind a row's last column: a token
-that words have, so that a kernel that looked there would find words and their prefixes."""
+"""Fills state that must not be read, also before slot 0 and after a row's last column. The token
+occurs in words, so that a kernel that read it would find words and their prefixes."""
 VOCAB = 7
 MAX_MODEL_LEN = 20
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -37,7 +37,7 @@ Word = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """What a request slot holds on the device."""
+    """The state of a request slot on the device."""
 
     prompt: Word = ()
     output: Word = ()
@@ -71,7 +71,7 @@ Arguments = dict[str, torch.Tensor | None]
 
 
 def _arguments(case: Case, device="cpu") -> Arguments:
-    """Logits with NaN and infinities among them; all state as views of larger tensors."""
+    """Return logits with some NaN and infinities, and all state as views of larger tensors."""
 
     def vector(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         whole = torch.tensor([UNREAD, *values], dtype=dtype, device=device)
@@ -92,7 +92,7 @@ def _arguments(case: Case, device="cpu") -> Arguments:
         for place, word in zip(bad_words[index], slot.words, strict=False):
             stored = word[:max_len]
             place[: len(stored)] = vector(list(stored))
-    # A word behind those that count would be masked: its only token is UNREAD.
+    # Words after the last counted word would be masked: their only token is UNREAD.
     lengths = [(*map(len, slot.words), *[1] * max_words)[:max_words] for slot in slots]
     logits = normal((len(case.rows), case.vocab), torch.float32, "cpu").to(case.dtype)
     for i, value in enumerate((torch.nan, torch.inf, -torch.inf, -0.0)):
@@ -116,7 +116,7 @@ def _arguments(case: Case, device="cpu") -> Arguments:
 
 
 def _bits(logits: torch.Tensor) -> list[int]:
-    """The whole buffer that ``logits`` is a view of, NaN comparable."""
+    """Return the bits of the whole buffer behind the view ``logits``: equal NaN compare equal."""
     whole = logits.new_empty(0).set_(logits.untyped_storage())
     return whole.view(INTEGERS[logits.dtype]).tolist()
 
@@ -135,7 +135,7 @@ def _run(ops, case: Case, device="cpu") -> list[int]:
 
 
 def _banned(case: Case) -> list[set[int]]:
-    """Follow the contract, word by word, on lists."""
+    """Return the tokens that each row loses: the contract, word by word, on lists."""
     banned: list[set[int]] = [set() for _ in case.rows]
     for row, tokens in zip(case.rows, banned, strict=True):
         if row.slot < 0:
@@ -160,13 +160,13 @@ def _by_hand(case: Case) -> list[int]:
 
 
 tokens = st.sampled_from([0, 1, 2, 2, 3, VOCAB - 1])
-"""So few that prefixes match, and that words and histories repeat a token."""
+"""So few tokens that prefixes match, and that words and histories repeat a token."""
 last_tokens = st.one_of(tokens, st.sampled_from([-1, VOCAB, VOCAB + 1, 2**31 - 1, -(2**31)]))
 
 
 @st.composite
 def _words(draw, history: Word, max_len: int) -> Word:
-    """A word that the history may end with the prefix of; now and then longer than fits."""
+    """Draw a word; the history often ends with its prefix, and some words exceed ``max_len``."""
     length = draw(st.integers(1, max_len + 1))
     prefix = draw(st.lists(tokens, min_size=length - 1, max_size=length - 1))
     if length - 1 <= len(history) and draw(st.integers(0, 3)) > 0:
@@ -207,7 +207,7 @@ def _cases(draw) -> Case:
 
 
 @given(case=_cases())
-def test_the_oracle_is_the_loop(case):
+def test_the_oracle_equals_a_plain_loop(case):
     assert _run(reference, case) == _by_hand(case)
 
 
@@ -222,7 +222,7 @@ def test_the_oracle_takes_float64():
 
 
 @given(case=_cases(), as_on_gpu=st.booleans())
-def test_logits_equal_the_loops(device, case, as_on_gpu):
+def test_kernel_logits_equal_a_plain_loop(device, case, as_on_gpu):
     with tiles("apply_bad_words", as_on_gpu=as_on_gpu):
         assert _run(kernels, case, device) == _by_hand(case)
 
@@ -239,7 +239,7 @@ def test_a_draft_counts_like_an_appended_token(device, case):
 
 
 @given(case=_cases())
-def test_masking_twice_changes_nothing_more(device, case):
+def test_masking_twice_equals_masking_once(device, case):
     arguments = _arguments(case, device)
     _ban(kernels, arguments)
     once = _bits(arguments["logits"])
@@ -264,14 +264,14 @@ def _masked(device, slot: Slot, *, drafts: Word | None = None, **sizes: int) -> 
 
 @pytest.mark.parametrize("prompt_ends", [0, 1, 2, 3])
 @pytest.mark.parametrize("match_prompt", [False, True])
-def test_a_prefix_lies_in_the_output(device, prompt_ends, match_prompt):
+def test_a_prefix_must_lie_in_the_output_unless_match_prompt(device, prompt_ends, match_prompt):
     """History 4 1 2; the prefix 1 2 begins at position 1."""
     history = (4, 1, 2)
     slot = Slot(history[:prompt_ends], history[prompt_ends:], ((1, 2, 5),), match_prompt)
     assert _masked(device, slot) == ({5} if prompt_ends <= 1 or match_prompt else set())
 
 
-def test_a_prefix_is_found_at_the_end_alone(device):
+def test_a_prefix_matches_at_the_end_of_the_history_only(device):
     words = ((1, 2, 5), (2, 1, 6), (2, 4))
     assert _masked(device, Slot(output=(1, 2, 1), words=words)) == {6}
 
@@ -301,11 +301,11 @@ def test_a_history_may_be_shorter_than_a_prefix(device):
     assert _masked(device, Slot((1, 1), (1,), words, match_prompt=True)) == {4, 5, 6}
 
 
-def test_words_may_repeat_a_token_and_share_their_last(device):
+def test_words_may_repeat_a_token_and_share_their_last_token(device):
     assert _masked(device, Slot(output=(3, 3), words=((3, 3, 3), (3, 3), (1, 3)))) == {3}
 
 
-def test_what_fills_the_whole_history(device):
+def test_a_history_of_max_model_len_is_matched(device):
     slot = Slot((1,) * 10, (1,) * 10, ((1, 1, 4), (1, 2, 5)))
     assert len(slot.prompt + slot.output) == MAX_MODEL_LEN
     assert _masked(device, slot) == {4}
@@ -320,7 +320,7 @@ def test_a_prefix_may_reach_from_the_prompt_through_the_output_into_drafts(devic
 
 
 def test_rows_of_a_request_share_its_drafts(device):
-    """As drafts are verified: three rows a request, each a token further."""
+    """Verification of two drafts: three rows per request, each sees one draft more."""
     slots = (
         Slot(output=(1,), words=((1, 0), (1, 4, 5), (4, 2, 6))),
         Slot(output=(2,), words=((2, 0), (2, 3, 5), (1, 4), (3, 3, 1))),
@@ -344,7 +344,7 @@ def test_a_token_outside_the_vocabulary_is_not_written(device, token):
 
 
 @pytest.mark.parametrize("length", [0, -1, -7, 5, 1000])
-def test_a_length_that_no_word_has_masks_nothing(device, length):
+def test_a_word_of_invalid_length_masks_nothing(device, length):
     case = Case((Slot(output=(1, 1, 1), words=((1, 4), (1, 5))),), (Row(0),))
     for ops in (reference, kernels):
         arguments = _arguments(case, device)
@@ -355,8 +355,8 @@ def test_a_length_that_no_word_has_masks_nothing(device, length):
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1, 2, 3, 4, 100])
-def test_the_count_says_how_many_words_there_are(device, count):
-    """Behind those that count lie words that would be masked, and so it is behind the last row."""
+def test_num_bad_words_limits_the_words(device, count):
+    """Words after the count, and words after the last row, would be masked if they were read."""
     case = Case((Slot(output=(UNREAD,), words=((0,), (1,), (5,))),), (Row(0),), max_words=3)
     for ops in (reference, kernels):
         for as_on_gpu in (False, True):
@@ -371,7 +371,7 @@ def test_the_count_says_how_many_words_there_are(device, count):
 
 @pytest.mark.parametrize("ahead", [None, 1])
 def test_padding_keeps_its_logits(device, ahead):
-    """What lies before slot 0 would mask UNREAD."""
+    """The words stored before slot 0 would mask UNREAD."""
     case = Case((Slot(words=((1,),)),), (Row(-1, (UNREAD,)),), most_drafts=ahead)
     for ops in (reference, kernels):
         assert _run(ops, case, device) == _bits(_arguments(case)["logits"])
@@ -379,7 +379,7 @@ def test_padding_keeps_its_logits(device, ahead):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hundreds_of_words(device, dtype):
-    """Several tiles of words a row; slots with none, some and all of them."""
+    """Several tiles of words per row; slots with no words, some words and all words."""
 
     def word(slot: int, index: int) -> Word:
         length = 1 + (slot + index) % 8
@@ -430,7 +430,7 @@ def test_logits_beyond_two_to_the_31_elements(device):
     ],
     ids=["rows", "room for words", "room for tokens", "slots", "words"],
 )
-def test_nothing_of_something(device, case):
+def test_empty_sizes_leave_the_logits_unchanged(device, case):
     for ops in (reference, kernels):
         assert _run(ops, case, device) == _bits(_arguments(case)["logits"])
 
@@ -559,7 +559,7 @@ def test_wrong_arguments_are_named(device, change, error, message):
     assert torch.equal(arguments["logits"].nan_to_num(), before.nan_to_num())
 
 
-def test_another_device_is_named(device):
+def test_a_tensor_on_another_device_is_named(device):
     arguments = _arguments(Case((Slot(words=((1,),)),), (Row(0),)), device)
     arguments["num_tokens"] = torch.empty(1, dtype=torch.int32, device="meta")
     for ops in (reference, kernels):

@@ -1,4 +1,4 @@
-"""Block ids that a step would follow out of the pool, against a plain loop over positions."""
+"""Block ids outside the pool that a step would read, against a plain loop over positions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def expected(case: PagedCase, table: torch.Tensor) -> set[BadBlockId]:
 
 
 @given(case=paged_caches(), seed=st.integers(0, 2**32 - 1))
-def test_every_needed_id_out_of_the_pool_is_found_and_no_other(case, seed):
+def test_exactly_the_needed_ids_outside_the_pool_are_found(case, seed):
     table, source = case.block_table.clone(), random.Random(seed)
     for row in range(table.shape[0]):
         for column in range(table.shape[1]):
@@ -57,7 +57,7 @@ def test_every_needed_id_out_of_the_pool_is_found_and_no_other(case, seed):
     assert set(bad) == expected(case, table)
 
 
-def test_a_row_too_short_is_found():
+def test_a_table_row_that_is_too_short_is_found():
     """40 tokens are three blocks; the third has no column."""
     lens = torch.tensor([40], dtype=torch.int32)
     table = torch.tensor([[4, 0]], dtype=torch.int32)
@@ -66,8 +66,8 @@ def test_a_row_too_short_is_found():
     ]
 
 
-def test_what_no_query_sees_may_hold_anything():
-    """Position 79 sees 48 to 79 and the sink: blocks 1 and 2 are gone."""
+def test_columns_that_no_query_sees_may_hold_any_id():
+    """Position 79 sees 48 to 79 and the sink: blocks 1 and 2 are not needed."""
     table = torch.tensor([[0, 99, -1, 3, 4, 77]], dtype=torch.int32)
     lens, one = torch.tensor([80], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     layout = KVLayout.hnd(2, 16, 16, window=32, sink=3)
@@ -77,7 +77,7 @@ def test_what_no_query_sees_may_hold_anything():
 
 
 @pytest.mark.parametrize("num_reqs", [0, 2])
-def test_nothing_is_needed_without_tokens(num_reqs):
+def test_requests_without_tokens_need_no_blocks(num_reqs):
     lens = torch.zeros(num_reqs, dtype=torch.int32)
     table = torch.full((num_reqs, 3), -1, dtype=torch.int32)
     assert find_bad_block_ids(table, lens, lens, KVLayout.hnd(1, 16, 16), [5]) == []

@@ -1,7 +1,7 @@
-"""What the paged ops refuse before any launch: the argument is named, no byte of a cache changes.
+"""The paged ops refuse wrong arguments before any launch: named, with no cache byte changed.
 
-Every case holds for the launchers and for their oracles. What each op says of its other arguments
-is in its own test file.
+Every case holds for the launchers and for their oracles. Errors about the other arguments of an op
+are tested in the op's own file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAR = KVLayout.build(
     block_size=BLOCK_SIZE,
     head_dim=DIM,
     token_stride=DIM,
-    head_base=[0, 5120],  # a sixth block's, whose page of 512 elements ends at 5632
+    head_base=[0, 5120],  # in a sixth block; a page of 512 elements from here ends at 5632
     block_stride=[1024, 1024],
     roles=[HeadRole(), HeadRole(group=1)],
 )
@@ -51,7 +51,7 @@ FITTING = token_scales(NUM_BLOCKS, HEADS, BLOCK_SIZE)
 
 @dataclass
 class Call:
-    """Arguments that every op takes, all of them right until one is changed."""
+    """The common arguments of all ops, all valid until a test changes one."""
 
     cache_shape: tuple[int, ...] = HND
     v_cache_shape: tuple[int, ...] | None = None
@@ -104,7 +104,7 @@ READS = ("paged_decode_attention", "paged_prefill_attention")
 
 
 def refused(ops: Any, op: str, call: Call, error: type[Exception], message: str) -> None:
-    """Check the error, and that caches and scales hold the bytes they held before."""
+    """Check the error, and that caches and scales keep their bytes."""
     k, v = call.caches()
     held = [k, v]
     if isinstance(call.scales, KVScales):
@@ -148,13 +148,13 @@ read = pytest.mark.parametrize("op", READS)
         ),
     ],
 )
-def test_a_layout_that_contradicts_the_shape(ops, op, changes, message):
+def test_a_layout_that_contradicts_the_shape_is_refused(ops, op, changes, message):
     refused(ops, op, Call(**changes), ValueError, message)
 
 
 @either
 @any_op
-def test_a_layout_that_reaches_past_the_cache(ops, op):
+def test_a_layout_that_reaches_past_the_cache_is_refused(ops, op):
     call = Call(layout=FAR, slot_mapping=torch.zeros(2, NUM_REQS, dtype=torch.int64))
     message = "layout: expected pages within the 5120 elements of k_cache, got .* ends at 5632"
     refused(ops, op, call, ValueError, message)
@@ -162,7 +162,7 @@ def test_a_layout_that_reaches_past_the_cache(ops, op):
 
 @either
 @any_op
-def test_a_layout_that_contradicts_the_strides(ops, op):
+def test_a_layout_that_contradicts_the_strides_is_refused(ops, op):
     """A transposed cache has the layout's shape, but not its addresses."""
     call, k = Call(), Call().caches()[0]
     seen = k.view(NUM_BLOCKS, BLOCK_SIZE, HEADS, DIM).transpose(1, 2)
@@ -238,11 +238,11 @@ def test_one_head_is_both_hnd_and_nhd():
         ),
     ],
 )
-def test_a_block_table_of_another_form(ops, op, changes, error, message):
+def test_a_block_table_of_another_form_is_refused(ops, op, changes, error, message):
     refused(ops, op, Call(**changes), error, message)
 
 
-def test_a_ring_takes_its_columns():
+def test_a_ring_counts_in_the_least_row_width():
     roles = [HeadRole(), HeadRole(window=30, sink=20, ring_blocks=3, table_offset=7, group=1)]
     layout = KVLayout.head_groups(roles, [0, 2560], BLOCK_SIZE, DIM)
     assert layout.least_row_width == 7 + 2 + 3
@@ -253,7 +253,7 @@ def test_a_ring_takes_its_columns():
 
 
 @read
-def test_both_forms_of_a_per_head_table_are_taken(op):
+def test_both_forms_of_a_per_head_table_are_accepted(op):
     table = ints(NUM_REQS * HEADS, MAX_BLOCKS)
     for form in (table, table.view(NUM_REQS, -1)):
         call = Call(layout=PER_HEAD, block_table=form)
@@ -278,7 +278,7 @@ def test_both_forms_of_a_per_head_table_are_taken(op):
         (ints(NUM_REQS).long(), ValueError, r"slot_mapping: expected shape \[1, 3\], got \[3\]"),
     ],
 )
-def test_a_slot_mapping_of_another_form(ops, op, slots, error, message):
+def test_a_slot_mapping_of_another_form_is_refused(ops, op, slots, error, message):
     refused(ops, op, Call(slot_mapping=slots), error, message)
 
 
@@ -348,14 +348,14 @@ def test_a_slot_mapping_of_another_form(ops, op, slots, error, message):
         (torch.ones(HEADS), TypeError, "scales: expected KVScales or None, got Tensor"),
     ],
 )
-def test_scales_of_another_form(ops, op, scales, error, message):
+def test_scales_of_another_form_are_refused(ops, op, scales, error, message):
     refused(ops, op, Call(scales=scales), error, message)
 
 
 @either
 @any_op
-def test_scales_that_are_missing(ops, op):
-    """e4m3 codes without scales; and a cache of q's dtype beside scales."""
+def test_scales_must_be_given_for_fp8_caches_only(ops, op):
+    """e4m3 codes without scales, and scales for a cache of q's dtype."""
     call = Call(scales=FITTING)
     codes, _ = call.caches()
     with pytest.raises(TypeError, match=r"scales: expected KVScales for a torch\.float8_e4m3fn"):
@@ -366,7 +366,7 @@ def test_scales_that_are_missing(ops, op):
 
 
 @any_op
-def test_the_call_is_right_until_it_is_changed(op):
+def test_an_unchanged_call_is_accepted(op):
     quarters = quarter_scales(NUM_BLOCKS, HEADS, 4)
     for scales in (None, FITTING, quarters, head_scales(HEADS)):
         call = Call(scales=scales)

@@ -37,7 +37,7 @@ class Copies:
     dtype: torch.dtype = torch.float16
     """float8_e4m3fn comes with scales."""
     per_block: int | None = None
-    """Scales of a block and head; None = one per token."""
+    """Scales per block and head; None = one per token."""
     ids: torch.dtype = torch.int32
     seed: int = 0
 
@@ -67,14 +67,14 @@ def copies(draw: DrawFn) -> Copies:
 
 
 def _any_bits(num_elements: int, itemsize: int, seed: int) -> np.ndarray:
-    """Return K and V, uint8 [2, elements, itemsize]: every pattern, NaN payloads among them."""
+    """Return random bytes of K and V, uint8 [2, elements, itemsize], with NaN payloads."""
     shape = (2, num_elements, itemsize)
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Equally long pieces of a K and a V buffer, some per block and head."""
+    """Rows of equal length in a K and a V buffer, ``per_block`` of them per block and head."""
 
     before: np.ndarray
     """[2, elements, itemsize] uint8."""
@@ -98,7 +98,7 @@ class Rows:
 
     @classmethod
     def of_scales(cls, case: Copies) -> Rows:
-        """Return scales apart from each other, each head's at a stride of its own."""
+        """Return scales with gaps between the heads, each head with its own block stride."""
         layout, heads = case.layout, range(case.layout.num_kv_heads)
         per_block = case.per_block or layout.block_size
         stride = [per_block + 4 * head for head in heads]
@@ -127,7 +127,7 @@ class Rows:
         return after
 
     def assert_copied(self, got: list[torch.Tensor], case: Copies) -> None:
-        """Every byte of both buffers is as plain loops leave it."""
+        """Fail unless every byte of both buffers is as plain loops leave it."""
         for cache, want in zip(got, self.after(case), strict=True):
             assert np.array_equal(cache.view(torch.uint8).cpu().numpy(), want.ravel())
 
@@ -165,7 +165,7 @@ def _check(case: Copies, device, ops=kernels) -> None:
 
 @BOTH
 @given(case=copies())
-def test_the_whole_cache_is_as_it_should_be(device, ops, case):
+def test_every_cache_byte_is_as_plain_loops_leave_it(device, ops, case):
     _check(case, device, ops)
 
 
@@ -200,7 +200,7 @@ def test_the_oracle_takes_float64(device):
 
 @BOTH
 @pytest.mark.parametrize("pairs", [[], [(-1, -1)], [(0, -1), (-1, 1)]], ids=str)
-def test_nothing_to_copy(device, ops, pairs):
+def test_skipped_pairs_copy_nothing(device, ops, pairs):
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=32)
     _check(Copies(layout=layout, group=0, pairs=pairs), device, ops)
 
@@ -216,7 +216,7 @@ def test_block_ids_belong_to_one_group(device, ops):
 
 @BOTH
 @pytest.mark.parametrize("dtype", [FP8, torch.uint8], ids=str)
-def test_scales_of_blocks_move_and_those_of_heads_stay(device, ops, dtype):
+def test_block_scales_are_copied_and_head_scales_stay(device, ops, dtype):
     layout = KVLayout.hnd(2, 16, 16, device=device)
     for shape, build in (
         ((3, 2, 16), KVScales.per_token),
@@ -234,8 +234,8 @@ def test_scales_of_blocks_move_and_those_of_heads_stay(device, ops, dtype):
 
 
 @BOTH
-def test_not_a_nan_is_quieted(device, ops):
-    """Signaling NaNs lose their bits wherever a float is converted on the way."""
+def test_signaling_nans_keep_their_bits(device, ops):
+    """Signaling NaNs would lose bits wherever the copy converted a float."""
     layout = KVLayout.hnd(1, 16, 16, device=device)
     for dtype, bits, nan in (
         (torch.float32, torch.int32, 0x7F800001),
@@ -278,8 +278,8 @@ def test_pages_beyond_two_to_the_31_elements(device, ops):
 # --- properties --------------------------------------------------------------------------------
 
 
-def test_attention_cannot_tell_a_copy(device):
-    """Copy on write: a request whose table names the copies computes the same, bit for bit."""
+def test_attention_over_copied_blocks_is_unchanged(device):
+    """Copy on write: a request whose table names the copies gets the same output, bit for bit."""
     roles = (HeadRole(group=0), HeadRole(group=1, window=20, sink=4, ring_blocks=3))
     layout = LayoutCase.head_groups(roles=roles, head_dim=16, max_seq_len=48, max_reqs=2)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(1,), seq_lens=(40,))).to(device)
@@ -356,7 +356,7 @@ def test_errors_name_the_argument_and_write_nothing(device, ops, name, change, e
     assert all(torch.equal(cache, before) for cache in caches)
 
 
-def test_head_dims_without_a_kernel(device):
+def test_a_head_dim_without_a_kernel_is_refused(device):
     cache, ids = torch.zeros(384, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"layout\.head_dim: expected a multiple of 16 from 16"):
         kernels.copy_pages(cache, cache, ids, ids, KVLayout.hnd(1, 16, 24, device=device))

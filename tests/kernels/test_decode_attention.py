@@ -44,7 +44,7 @@ SMALL = kv_layouts(head_dims=(16, 80), num_kv_heads=(1, 2), max_blocks=3)
 
 @pytest.fixture(autouse=True, scope="module")
 def _tiles():
-    """Take tiles that a test's short contexts fill more than once."""
+    """Use tiles so small that a test's short contexts fill several of them."""
     with small_tiles(32):
         yield
 
@@ -60,7 +60,7 @@ def _check(case, group, **options):
 
 
 @given(data=st.data(), group=st.sampled_from([1, 4, 8]))
-def test_kernel_is_the_oracle(device, data, group):
+def test_kernel_agrees_with_the_oracle(device, data, group):
     query_len = data.draw(st.sampled_from([1, 1, 2, 8]))
     case = data.draw(paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=query_len))
     splits = data.draw(st.sampled_from([None, 1, 2, 3]))
@@ -88,8 +88,8 @@ def test_block_sizes(device, block_size):
 # --- edges -------------------------------------------------------------------------------------
 
 
-def test_streaming_heads_beside_a_full_one(device):
-    """A long context: the ring's segments stay five and three columns wide."""
+def test_streaming_heads_and_a_full_head_agree_with_the_oracle(device):
+    """A long context: the rings stay five and three block-table columns wide."""
     roles = (
         HeadRole(group=0),
         HeadRole(window=40, sink=4, ring_blocks=4, group=1),
@@ -103,7 +103,7 @@ def test_streaming_heads_beside_a_full_one(device):
         _check(case, 2, num_kv_splits=2)
 
 
-def test_per_head_table_is_taken_directly(device):
+def test_a_per_head_table_needs_no_reshaping(device):
     layout = LayoutCase.per_head_ids(num_kv_heads=3, head_dim=16, max_seq_len=64)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(1, 1), seq_lens=(64, 20)))
     case = case.to(device)
@@ -114,7 +114,7 @@ def test_per_head_table_is_taken_directly(device):
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("seq_lens", [(), (0,), (0, 0, 0)])
-def test_nothing_visible(device, seq_lens, splits):
+def test_rows_without_visible_keys_give_zeros_and_lse_minus_infinity(device, seq_lens, splits):
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=16)
     batch = RaggedBatch(query_lens=(2,) * len(seq_lens), seq_lens=seq_lens)
     case = build_paged_cache(layout, batch).to(device)
@@ -243,7 +243,7 @@ def test_splits_change_rounding_only(device, case, splits):
 
 
 @given(case=paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=1), data=st.data())
-def test_a_plan_made_before_changes_nothing(device, case, data):
+def test_a_plan_made_by_the_caller_changes_nothing(device, case, data):
     case = case.to(device)
     q = make_queries(case, 2)
     options = data.draw(
@@ -256,8 +256,8 @@ def test_a_plan_made_before_changes_nothing(device, case, data):
 
 @pytest.mark.parametrize("rubbish", [2**31 - 1, -(2**31), -1, 2**30])
 @pytest.mark.parametrize("has_window", [False, True])
-def test_what_lies_behind_the_items_is_not_followed(device, rubbish, has_window):
-    """Buffers are not cleared: memory of float32 NaN, as a GPU makes them, is 0x7fffffff."""
+def test_plan_entries_after_the_last_item_are_not_read(device, rubbish, has_window):
+    """Buffers are not cleared: old memory may hold a GPU's float32 NaN, as int32 0x7fffffff."""
     roles = [HeadRole(), HeadRole(window=40, sink=4, ring_blocks=4, group=1)]
     layout = LayoutCase.head_groups(
         roles=roles if has_window else roles[:1], head_dim=16, max_seq_len=200
@@ -274,15 +274,15 @@ def test_what_lies_behind_the_items_is_not_followed(device, rubbish, has_window)
 
 
 @given(data=st.data(), splits=st.sampled_from([2, 5, 17]))
-def test_the_program_that_ends_last_merges(device, data, splits):
-    """In the order of the pieces, as often as the plan is used: each launch leaves zeros."""
+def test_the_last_program_to_finish_merges(device, data, splits):
+    """Pieces are merged in order; each launch leaves ``arrivals`` zero for the next launch."""
     query_len = data.draw(st.sampled_from([1, 1, 4]))
     case = data.draw(paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=query_len))
     case = case.to(device)
     q = make_queries(case, 2)
     plan = make_plan(case, q, num_kv_splits=splits)
     if not plan.merge_in_items:
-        return  # nothing can be split
+        return  # no segment can be divided
     kernels.plan_decode_attention(case.seq_lens, case.layout, plan)
     got = run_decode(kernels, case, q, plan=plan)
     assert_in_budget(got, run_decode(reference, case, q), exact(case, q), case)
@@ -293,7 +293,7 @@ def test_the_program_that_ends_last_merges(device, data, splits):
 
 @given(case=paged_caches(layouts=SMALL, uniform_query_len=1, min_reqs=1), data=st.data())
 def test_deterministic_rows_do_not_depend_on_the_batch(device, case, data):
-    """Cut every 32 keys: alone and beside others, some of them longer."""
+    """Pieces of 32 keys; the row runs alone and with other rows, some of them longer."""
     case = case.to(device)
     q = make_queries(case, 2)
     row = data.draw(st.integers(0, len(case.batch.seq_lens) - 1))
@@ -306,8 +306,8 @@ def test_deterministic_rows_do_not_depend_on_the_batch(device, case, data):
 
 
 @given(data=st.data())
-def test_no_page_is_read_that_no_query_sees(device, data):
-    """The pages a debug build marks are those of the oracle: sink and window, nothing between."""
+def test_pages_that_no_query_sees_are_not_read(device, data):
+    """Kernel and oracle mark the same pages in ``visited``: sink and window, no page between."""
     query_len = data.draw(st.sampled_from([1, 3]))
     case = data.draw(paged_caches(layouts=SMALL, uniform_query_len=query_len)).to(device)
     q = make_queries(case, 1)
@@ -321,7 +321,7 @@ def test_no_page_is_read_that_no_query_sees(device, data):
 
 
 @given(case=paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=1))
-def test_decode_is_prefill_of_one_token(device, case):
+def test_decode_agrees_with_prefill_of_one_token(device, case):
     case = case.to(device)
     q = make_queries(case, 2)
     got = run_decode(kernels, case, q, num_kv_splits=1)
@@ -412,7 +412,7 @@ def test_errors_name_the_argument(device, ops, name, change, error, message):
     arguments = _arguments(device)
     out, lse = arguments["out"], arguments["lse"]
     arguments[name] = change(arguments[name])
-    if name == "q":  # or out and lse, of the right q's shape, would be wrong too
+    if name == "q":  # out and lse have the shape of the valid q: they would be wrong too
         arguments |= {"out": None, "lse": None}
     if name == "q" and error is TypeError and ops is reference and "dtype" in message:
         arguments[name] = arguments[name].long()  # the oracle takes float64
@@ -423,7 +423,7 @@ def test_errors_name_the_argument(device, ops, name, change, error, message):
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 272])
-def test_head_dims_without_a_kernel(device, head_dim):
+def test_a_head_dim_without_a_kernel_is_refused(device, head_dim):
     q = torch.zeros(1, 1, head_dim, device=device)
     cache = torch.zeros(16 * head_dim, device=device)
     with pytest.raises(

@@ -48,7 +48,7 @@ def _allocate(
     max_keys=MAX_KEYS,
     **options,
 ):
-    """A plan for a device that runs so many programs at the same time."""
+    """Return a plan for a device that runs ``programs`` programs at the same time."""
     with pytest.MonkeyPatch.context() as patch:
         config = DecodeAttentionConfig(
             tile_tokens=tile_tokens,
@@ -72,7 +72,7 @@ def _allocate(
 
 @st.composite
 def plans(draw):
-    """Lengths, roles and a way of cutting."""
+    """Draw lengths, roles, programs, queries and the options of a plan."""
     lens = draw(st.lists(st.integers(0, MAX_KEYS), max_size=6))
     roles = draw(st.lists(st.sampled_from(ROLES), min_size=1, max_size=4))
     options = draw(
@@ -115,18 +115,18 @@ def _lists(plan):
 
 
 KEY_BYTES = 2 * 16 * 4
-"""K and V of a key here: 16 dimensions in float32."""
+"""Bytes of K and V of one key: 16 dimensions in float32."""
 
 
 @pytest.fixture
 def _long_from_96(monkeypatch):
-    """Halve shares of three tiles, and longer ones."""
+    """Halve shares of three tiles (96 keys) and longer shares."""
     monkeypatch.setattr(plan_buffers, "LONG_PIECE", 96 * KEY_BYTES)
 
 
 @pytest.mark.usefixtures("_long_from_96")
 @given(plans())
-def test_kernel_is_the_oracle(device, drawn):
+def test_kernel_equals_the_oracle(device, drawn):
     if not drawn[0]:
         return  # no launch, nothing written
     assert _lists(_made(kernels, device, *drawn)) == _lists(_made(reference, device, *drawn))
@@ -134,8 +134,8 @@ def test_kernel_is_the_oracle(device, drawn):
 
 @pytest.mark.usefixtures("_long_from_96")
 @given(plans())
-def test_items_cover_what_is_visible_once(device, drawn):
-    """Against the definition of what a query sees, without the kernels' arithmetic."""
+def test_items_cover_every_visible_key_once(device, drawn):
+    """Against the definition of visible keys, without the kernels' arithmetic."""
     lens, roles, _, query_len, _ = drawn
     if not lens:
         return
@@ -176,7 +176,7 @@ def test_items_cover_what_is_visible_once(device, drawn):
 
 
 def test_equal_shares_fill_the_programs(device):
-    """One long request on eight programs; as many short ones as programs stay whole."""
+    """Eight programs share one long request; eight short requests stay whole."""
     plan = _made(kernels, device, [MAX_KEYS], [HeadRole()], 8, 1, {})
     items, merges = _lists(plan)
     # 13 tiles of 32, the last one half full: shares of two tiles.
@@ -188,14 +188,14 @@ def test_equal_shares_fill_the_programs(device):
 
 
 def test_long_pieces_are_halved(device, monkeypatch):
-    """Two programs; 300 tiles are two pieces, or four where there are enough segments."""
+    """300 tiles on two programs make two long pieces, which are halved if segments are many."""
     monkeypatch.setattr(plan_buffers, "LONG_PIECE", 2048 * KEY_BYTES)
     layout = _layout([HeadRole()], device)
     for programs, lens, expected in (
         (2, [9600], [2400] * 4),
         (2, [4800], [1216, 1216, 1184, 1184]),
-        (2, [4000], [2016, 1984]),  # not so long
-        (8, [32000], [4000] * 8),  # a segment is not many
+        (2, [4000], [2016, 1984]),  # pieces shorter than LONG_PIECE
+        (8, [32000], [4000] * 8),  # one segment for eight programs is not many
         (4, [6400, 9600], [2144, 2144, 2112, *[1920] * 5]),
     ):
         plan = _allocate(len(lens), layout, programs=programs, max_keys=32000)
@@ -206,7 +206,7 @@ def test_long_pieces_are_halved(device, monkeypatch):
 
 
 def test_a_piece_is_long_by_its_bytes(device):
-    """2,048 keys of 128 dimensions in 16 bits, and twice as many in 8."""
+    """2,048 keys of 128 dimensions in 16 bits, and 4,096 keys in 8 bits."""
     layout = KVLayout.hnd(2, 16, 128, device=device)
     for is_fp8, keys in ((False, 2048), (True, 4096)):
         plan = DecodePlan.allocate(
@@ -216,24 +216,24 @@ def test_a_piece_is_long_by_its_bytes(device):
         assert plan.long_tiles * plan.config.tile_tokens == keys
 
 
-def test_a_long_request_among_many_short_ones_is_cut(device):
+def test_a_long_request_among_many_short_requests_is_divided(device):
     items, merges = _lists(_made(kernels, device, [32] * 5 + [MAX_KEYS], [HeadRole()], 4, 1, {}))
-    # 6 segments and half of the programs make eight items: five of up to three tiles and, of one
-    # tile each, two that count. The short ones come last.
+    # 6 segments and half of the programs allow eight items. The long request makes five items of
+    # up to three tiles; the five short segments of one tile count as two items and come last.
     assert merges == [[5, 0, 0, 5]]
     assert [item.end_work - item.first_work for item in items] == [96, 96, 96, 64, 48] + [32] * 5
 
 
-def test_short_segments_leave_the_programs_to_long_ones(device):
-    """Eight heads see ten keys, one sees 400: it gets seven of eight programs, they the eighth."""
+def test_short_segments_leave_the_programs_to_long_segments(device):
+    """Eight heads see ten keys, one sees 400: seven pieces on eight programs, short items last."""
     roles = [HeadRole(window=10)] * 3 + [HeadRole()] + [HeadRole(window=10)] * 5
     items, merges = _lists(_made(kernels, device, [MAX_KEYS], roles, 8, 1, {}))
     assert merges == [[0, 3, 0, 7]]
     assert [item.head for item in items] == [3] * 7 + [0, 1, 2, 4, 5, 6, 7, 8]
 
 
-def test_no_more_items_than_the_buffers_hold(device):
-    """125 tiles among forty short segments, eight programs: 53 items, though 42 would count."""
+def test_a_plan_makes_no_more_items_than_its_buffers_have(device):
+    """125 tiles and forty short segments on eight programs: 53 items, not 72 that count as 42."""
     layout = _layout([HeadRole()], device)
     lens = torch.tensor([32] * 20 + [4000] + [32] * 20, dtype=torch.int32, device=device)
     for ops in (kernels, reference):
@@ -245,8 +245,8 @@ def test_no_more_items_than_the_buffers_hold(device):
         assert len(items) == plan.max_items
 
 
-def test_no_piece_is_shorter_than_wanted(device):
-    """13 tiles and 4 on forty programs: pieces of three tiles at least, or the segment whole."""
+def test_segments_are_divided_by_at_least_min_tiles(device):
+    """min_tiles 3, then equal shares: 13 tiles are five pieces, 4 tiles two, 2 tiles one."""
     options = {"min_tiles": 3}
     lens = [MAX_KEYS, 4 * 32, 2 * 32]
     items, _ = _lists(_made(kernels, device, lens, [HeadRole()], 40, 1, options))
@@ -257,7 +257,7 @@ def test_no_piece_is_shorter_than_wanted(device):
 
 
 def test_deterministic_pieces_follow_from_the_length_alone(device):
-    """At most 64: 2,048 keys in 64 pieces of a tile, one more key and they are twice as long."""
+    """At most 64 pieces: 2,048 keys are 64 pieces of one tile; with one key more, of two tiles."""
     layout = _layout([HeadRole()], device)
     lens = torch.tensor([2048, 2049, 70, 9000], dtype=torch.int32, device=device)
     found = []
@@ -272,8 +272,8 @@ def test_deterministic_pieces_follow_from_the_length_alone(device):
     assert [pieces for *_, pieces in found[0][1]] == [64, 33, 3, 36]
 
 
-def test_forty_heads_of_eighty_requests(device):
-    """A tile of 256 x 64 segments, most of which are not there."""
+def test_a_plan_of_forty_heads_and_eighty_requests_equals_the_oracle(device):
+    """A tile of 256 x 64 segments, of which 80 x 40 exist."""
     layout = _layout([HeadRole(), HeadRole(window=70)] * 20, device)
     lens = torch.arange(80, dtype=torch.int32, device=device) * 5
     found = []
@@ -290,12 +290,12 @@ def test_no_merge_where_no_segment_can_be_split(device):
     assert _allocate(3, layout, num_kv_splits=1).max_merges == 0
     assert _allocate(3, layout, num_kv_splits=1).states.numel() == 0
     assert _allocate(3, layout, tile_tokens=512).max_merges == 0
-    assert _allocate(3, layout, programs=3).max_merges > 0  # two may be short
+    assert _allocate(3, layout, programs=3).max_merges > 0  # two of the three may be short
     assert _allocate(3, layout, programs=4).max_merges > 0
 
 
-def test_many_pieces_and_those_of_a_deterministic_plan_are_merged_by_a_launch(device):
-    """Up to 16 of each segment, streaming heads aside, if all are alike."""
+def test_many_pieces_and_deterministic_pieces_are_merged_by_their_own_launch(device):
+    """Items merge up to 16 pieces per segment, if all segments of full heads are equally long."""
     layout = _layout([HeadRole()], device)
     many = {"max_keys": 100 * 32, "programs": 40}
     assert _allocate(1, layout, programs=40).merge_in_items  # 13 tiles
@@ -324,7 +324,7 @@ def test_errors_name_the_argument(device, ops):
         ops.plan_decode_attention(lens, _layout([HeadRole()] * 2, device), plan)
 
 
-def test_more_segments_than_a_plan_holds(device):
+def test_too_many_segments_and_conflicting_options_are_refused(device):
     with pytest.raises(ValueError, match="seq_lens: expected fewer requests with 1 KV heads"):
         _allocate(100_000, _layout([HeadRole()], device))
     with pytest.raises(ValueError, match="num_kv_splits: expected None beside deterministic"):

@@ -36,9 +36,9 @@ from tests.kernels.elementwise import (
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 UNREAD = 2
-"""What fills state that must not count: a token of the vocabulary, so that reading it shows."""
+"""Fills state that must not be read: a token of the vocabulary, so that reading it shows."""
 VOCAB = 41
-"""Two words of a mask, the second not full."""
+"""Two 32-bit words of a mask, the second partly used."""
 MAX_MODEL_LEN = 30
 MAX_BIAS = 3
 MAX_STOP_TOKENS = 2
@@ -47,7 +47,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """What a request slot holds, in the caller's terms; None = does not use it."""
+    """The edits and tokens of a request slot, in the caller's terms; None = edit not used."""
 
     prompt: Tokens = ()
     output: Tokens = ()
@@ -78,7 +78,7 @@ class Case:
     slots: tuple[Slot, ...]
     rows: tuple[Row, ...]
     drafts: tuple[Tokens, ...] | None = None
-    """Of each request; it has len(rows) / len(drafts) rows."""
+    """The drafts of each request; a request has len(rows) / len(drafts) rows."""
     vocab: int = VOCAB
     dtype: torch.dtype = torch.float32
     ahead_dtype: torch.dtype = torch.int32
@@ -96,7 +96,7 @@ def _mask_words(allowed: frozenset[int], vocab: int) -> list[int]:
 
 
 def _logits(case: Case) -> torch.Tensor:
-    """Values of both signs, with NaN, infinities and zeros among them."""
+    """Return values of both signs, some of them NaN, infinities and zeros."""
     logits = normal((len(case.rows), case.vocab), torch.float32, "cpu").to(case.dtype)
     for i, value in enumerate((torch.nan, torch.inf, -torch.inf, -0.0)):
         logits.view(-1)[3 * i + 1 :: 17] = value
@@ -104,7 +104,7 @@ def _logits(case: Case) -> torch.Tensor:
 
 
 def _arguments(case: Case, device="cpu") -> Arguments:
-    """All matrices as views of larger ones; the counts hold nonsense and count nothing."""
+    """Return the arguments: matrices are views, counts hold rubbish and cover no token yet."""
 
     def vector(values: list, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor([UNREAD, *values], dtype=dtype, device=device)[1:]
@@ -156,7 +156,7 @@ SCRATCH = ("logits", "counts", "counted")
 
 
 def _bits(logits: torch.Tensor) -> list[int]:
-    """Every bit but a NaN's: which one a NaN becomes is not said."""
+    """Return the bits, all NaN made equal: the contract does not say which NaN results."""
     one_nan = logits.cpu().masked_fill(logits.cpu().isnan(), torch.nan).contiguous()
     return one_nan.view(torch.int32 if logits.dtype == torch.float32 else torch.int16).tolist()
 
@@ -217,7 +217,7 @@ def _by_hand(case: Case) -> list[int]:
 
 
 tokens = st.sampled_from([0, 1, 2, 3, 31, 32, VOCAB - 1])
-"""So few that histories repeat a token and edits meet."""
+"""So few tokens that histories repeat a token and edits meet."""
 odd_tokens = st.one_of(tokens, tokens, st.sampled_from([-1, VOCAB, VOCAB + 1, 2**31 - 1]))
 floats = st.sampled_from([0.0, 0.5, -1.7, 1 / 3, 100.0])
 
@@ -246,7 +246,7 @@ def _cases(draw) -> Case:
     slots = tuple(draw(st.lists(_slots(), min_size=1, max_size=4)))
     per_req = draw(st.sampled_from([None, 1, 2, 4]))
     reqs = draw(st.lists(st.integers(-1, len(slots) - 1), max_size=5))
-    # requests have slots of their own, a request's rows may be padding
+    # each request has its own slot; a request's rows may be padding
     reqs = [slot if slot not in reqs[:i] else -1 for i, slot in enumerate(reqs)]
     rows = [
         Row(slot if draw(st.integers(0, 4)) else -1, draw(st.integers(0, 3)) if per_req else 0)
@@ -267,7 +267,7 @@ def _cases(draw) -> Case:
 
 
 @given(case=_cases())
-def test_the_oracle_is_the_loop(case):
+def test_the_oracle_equals_a_plain_loop(case):
     assert _run(reference, case) == _by_hand(case)
 
 
@@ -282,7 +282,7 @@ def test_the_oracle_takes_float64():
 
 
 @given(case=_cases(), as_on_gpu=st.booleans())
-def test_logits_equal_the_loops(device, case, as_on_gpu):
+def test_kernel_logits_equal_a_plain_loop(device, case, as_on_gpu):
     assert _run(kernels, case, device, as_on_gpu=as_on_gpu) == _by_hand(case)
 
 
@@ -292,7 +292,7 @@ def test_logits_equal_the_loops(device, case, as_on_gpu):
     reused=st.booleans(),
 )
 def test_counts_follow_the_history(device, case, steps, reused):
-    """Launch upon launch on the same counts, as tokens are appended, in another cut each time."""
+    """Several launches, with alternating tiles, update the same counts as tokens are appended."""
     arguments = _arguments(case, device)
     for index, appended in enumerate(steps):
         if reused and index == 2:  # another request takes the slots
@@ -301,7 +301,7 @@ def test_counts_follow_the_history(device, case, steps, reused):
         else:
             slots = tuple(replace(slot, output=slot.output + appended) for slot in case.slots)
         case = replace(case, slots=slots)
-        # all but the op's own, which a slot keeps from launch to launch
+        # fresh arguments, except the op's own counts, which a slot keeps from launch to launch
         kept = {name: arguments[name] for name in ("counts", "counted")}
         arguments = _arguments(case, device) | kept
         with tiles("edit_logits", as_on_gpu=index % 2 == 1):
@@ -310,7 +310,7 @@ def test_counts_follow_the_history(device, case, steps, reused):
 
 
 @given(case=_cases())
-def test_slots_that_no_row_has_keep_their_counts(device, case):
+def test_slots_without_a_row_keep_their_counts(device, case):
     arguments = _arguments(case, device)
     _edit(kernels, arguments)
     used = {row.slot for row in case.rows}
@@ -326,7 +326,7 @@ def test_slots_that_no_row_has_keep_their_counts(device, case):
 # --- edges -------------------------------------------------------------------------------------
 
 
-def test_drafts_are_seen_and_not_counted(device):
+def test_drafts_are_penalized_but_not_added_to_the_counts(device):
     """Two rows of a request, then a step in which the draft has been accepted."""
     slot = Slot((1,), (3, 3), penalties=(1.0, 0.25, 2.0))
     case = Case((slot,), (Row(0, 0), Row(0, 1)), drafts=((3, 5),))
@@ -344,7 +344,7 @@ def test_drafts_are_seen_and_not_counted(device):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_stop_tokens_come_back_with_the_last_of_min_tokens(device, ahead):
+def test_stop_tokens_are_allowed_once_min_tokens_are_reached(device, ahead):
     slot = Slot((1, 1, 1), (3, 3), min_tokens=4, stop_tokens=(7,))
     case = Case((slot,), (Row(0, ahead),), drafts=((4, 4, 4),))
     for ops in (reference, kernels):
@@ -355,7 +355,7 @@ def test_stop_tokens_come_back_with_the_last_of_min_tokens(device, ahead):
         assert lost == ([7] if ahead < 2 else [])
 
 
-def test_masks_win_over_a_bias(device):
+def test_masks_override_a_bias(device):
     slot = Slot(
         allowed=frozenset({4, 5}), min_tokens=1, stop_tokens=(5,), bias=((5, 1e9), (6, 1e9))
     )
@@ -366,7 +366,7 @@ def test_masks_win_over_a_bias(device):
 
 
 @pytest.mark.parametrize("count", [-1, 0, 2, 3, 100])
-def test_the_count_says_how_many_ids_have_a_bias(device, count):
+def test_num_bias_limits_the_biased_ids(device, count):
     slot = Slot(bias=((1, 1.0), (7, 1.0), (40, 1.0)))
     for ops in (reference, kernels):
         arguments = _arguments(Case((slot,), (Row(0),)), device)
@@ -378,7 +378,7 @@ def test_the_count_says_how_many_ids_have_a_bias(device, count):
 
 @pytest.mark.parametrize("vocab", [1, 31, 33, 5000])
 @pytest.mark.parametrize("as_on_gpu", [False, True])
-def test_vocabularies_of_several_programs(device, vocab, as_on_gpu):
+def test_a_vocabulary_of_several_programs_equals_the_loop(device, vocab, as_on_gpu):
     everything = Slot(
         tuple(i * i % vocab for i in range(40)),
         tuple(i * i * i % vocab for i in range(60)),
@@ -395,8 +395,8 @@ def test_vocabularies_of_several_programs(device, vocab, as_on_gpu):
         assert _run(kernels, case, device, as_on_gpu=as_on_gpu) == _by_hand(case)
 
 
-def test_a_launch_may_cut_finer_or_coarser_than_the_one_before(device):
-    """Five programs a request, one, and five again, a token further each time."""
+def test_a_launch_may_use_more_or_fewer_programs_than_the_launch_before(device):
+    """Five programs per request, then one, then five again; the output grows each time."""
     history = tuple(i * 997 % 5000 for i in range(40))
     slot = Slot(history[:20], penalties=(1.0, 0.5, 0.25))
     kept: Arguments = {}
@@ -410,8 +410,8 @@ def test_a_launch_may_cut_finer_or_coarser_than_the_one_before(device):
         assert _bits(arguments["logits"]) == _by_hand(case)
 
 
-def test_a_long_history(device):
-    """Several tiles of it, whose tokens repeat within a tile and over tiles."""
+def test_a_history_of_several_tiles_equals_the_loop(device):
+    """The history takes several tiles; tokens repeat within a tile and across tiles."""
     history = tuple((i * i) % 37 for i in range(5000))
     case = Case(
         (Slot(history[:2500], history[2500:], penalties=(1.1, 0.01, 0.5)),),
@@ -432,7 +432,7 @@ def test_a_long_history(device):
     ],
     ids=["rows", "slots", "requests", "tokens"],
 )
-def test_nothing_of_something(device, case):
+def test_empty_sizes_leave_the_logits_unchanged(device, case):
     for ops in (reference, kernels):
         arguments = _arguments(replace(case, vocab=max(case.vocab, 1)), device)
         for name in ("logits", "counts", "allowed_mask"):
@@ -443,7 +443,7 @@ def test_nothing_of_something(device, case):
 
 
 def test_a_captured_launch_follows_the_state(device):
-    """What slots use, and the history, change between replays of one graph."""
+    """The edits in use and the history change between replays of one graph."""
     if device.type != "cuda":
         pytest.skip("not run: no GPU")
     arguments = _arguments(Case((Slot((1,), (3,), penalties=(1.0, 1.0, 0.0)),), (Row(0),)), device)
@@ -494,7 +494,7 @@ def test_configurations():
     as_on_gpu=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_apply_token_bitmask_masks_what_has_no_bit(
+def test_apply_token_bitmask_masks_tokens_whose_bit_is_0(
     device, vocab, rows, has_rows, dtype, as_on_gpu, seed
 ):
     generator = torch.Generator().manual_seed(seed)

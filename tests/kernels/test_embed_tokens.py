@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.interp, pytest.mark.gpu]
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
-def test_rows_are_those_of_the_tables(
+def test_embeddings_and_angles_equal_the_table_rows(
     device, num_tokens, vocab, hidden_size, rotary_dim, dtype, as_on_gpu, seed
 ):
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Fetching an upload: the words that count, of the slot that the device names, against slices."""
+"""Fetching an upload: the counted words of the slot in a device tensor, against slices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNTOUCHED = -7
 
 
 def uploads_of(lengths: list[int], row_words: int, device, *, pinned: bool) -> torch.Tensor:
-    """Return rows whose first word says how many count; all others differ from each other."""
+    """Return rows whose first word is the count of words; all other words are distinct."""
     words = np.arange(len(lengths) * row_words, dtype=np.int32).reshape(len(lengths), row_words)
     words[:, 0] = lengths
     uploads = torch.from_numpy(words)
@@ -38,7 +38,7 @@ def fetched(ops, uploads, slot: int, num_staged: int, device) -> list[int]:
     row_words=st.sampled_from([1, 3, 64, 2047, 2049, 5000]), spare=st.integers(0, 3),
     pinned=st.booleans(), as_on_gpu=st.booleans(), data=st.data(),
 )  # fmt: skip
-def test_what_counts_arrives_and_nothing_else(device, row_words, spare, pinned, as_on_gpu, data):
+def test_exactly_the_counted_words_are_fetched(device, row_words, spare, pinned, as_on_gpu, data):
     lengths = data.draw(st.lists(st.integers(1, row_words), min_size=1, max_size=4))
     slot = data.draw(st.integers(0, len(lengths) - 1))
     uploads = uploads_of(lengths, row_words, device, pinned=pinned)
@@ -49,7 +49,7 @@ def test_what_counts_arrives_and_nothing_else(device, row_words, spare, pinned, 
     assert fetched(reference, uploads, slot, row_words + spare, device) == expected
 
 
-def test_more_than_is_asked_for_at_once(device):
+def test_an_upload_of_several_rounds_of_loads_is_fetched(device):
     num_words = 3 * NUM_PROGRAMS * TILE_WORDS + 5
     uploads = uploads_of([num_words, num_words], num_words, device, pinned=True)
     with tiles("fetch_upload", as_on_gpu=True):

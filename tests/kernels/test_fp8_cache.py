@@ -45,14 +45,14 @@ OPS = pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracl
 
 @pytest.fixture(autouse=True, scope="module")
 def _tiles():
-    """Take tiles that a test's short contexts fill more than once."""
+    """Use tiles so small that a test's short contexts fill several of them."""
     with small_tiles(32, tile_rows=32):
         yield
 
 
 @pytest.fixture(scope="module", params=["hardware", "integer"])
 def path(request, device):
-    """Who converts; the launchers are told too."""
+    """Return the conversion path, hardware or integer arithmetic; launchers choose it too."""
     path = request.param
     if path == "hardware" and device.type == "cuda":
         path = _scales.fp8_path(device).path
@@ -88,7 +88,7 @@ def _decode_kernel(code_ptr, out_ptr, TILE: tl.constexpr, PATH: tl.constexpr):
 
 
 def _edges() -> np.ndarray:
-    """Every e4m3 value, the midpoints between them, their float32 neighbours, and the rest."""
+    """Return e4m3 values, midpoints, neighbours of both, values out of range and random bits."""
     values = np.sort(_number_formats.decode(np.arange(127, dtype=np.uint8), "fp8e4nv"))
     ties = (values[1:] + values[:-1]) / np.float32(2)
     past = np.array([449, 464, 465, 480, 1e4, 3e38, np.inf, np.nan, 1e-45, 1e-12], np.float32)
@@ -115,11 +115,11 @@ def _quantize_kernel(x_ptr, scale_ptr, out_ptr, TILE: tl.constexpr, PATH: tl.con
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_quantize_of_every_significand_by_every_scale(device, path, dtype):
+def test_quantize_is_exact_for_every_significand_and_scale(device, path, dtype):
     """One correction of the quotient is enough for 16-bit inputs: all ratios are tried.
 
-    A quotient's rounding depends on the two significands alone, its code also on how far the
-    exponents are apart.
+    A quotient's rounding depends on the two significands alone; its code depends also on the
+    distance of the exponents.
     """
     count = 128 if dtype == torch.bfloat16 else 1024
     significands = 1 + torch.arange(count, dtype=torch.float64) / count
@@ -127,7 +127,7 @@ def test_quantize_of_every_significand_by_every_scale(device, path, dtype):
     x = (significands[None, :] * 2.0 ** -apart[:, None]).flatten().to(dtype)
     x = torch.cat([x, x.new_zeros(triton.next_power_of_2(len(x)) - len(x))])
     assert torch.equal(x[:count].double(), significands)
-    absmax = significands[:: 1 if device.type == "cuda" else count // 128]  # by every on a GPU
+    absmax = significands[:: 1 if device.type == "cuda" else count // 128]  # all on a GPU
     scale = reference.token_scale(absmax.to(dtype)[:, None])
     codes = torch.empty(len(scale), len(x), dtype=torch.uint8, device=device)
     _quantize_kernel[(len(scale),)](
@@ -166,12 +166,12 @@ def _check_write(ops, case):
 
 
 @given(case=paged_caches(layouts=LAYOUTS, dtypes=DTYPES, granularities=GRANULARITIES))
-def test_the_whole_cache_and_its_scales_are_as_they_should_be(device, path, case):
+def test_the_kernel_writes_every_byte_of_cache_and_scales(device, path, case):
     _check_write(kernels, case.to(device))
 
 
 @given(case=paged_caches(layouts=LAYOUTS, dtypes=DTYPES, granularities=GRANULARITIES))
-def test_the_oracle_fills_the_case(device, case):
+def test_the_oracle_writes_every_byte_of_cache_and_scales(device, case):
     _check_write(reference, case.to(device))
 
 
@@ -205,7 +205,7 @@ def _write_vectors(ops, device, vectors: torch.Tensor, scales=None, as_bytes=Fal
 
 @OPS
 @pytest.mark.parametrize("as_bytes", [False, True])
-def test_zeros_infinities_and_nan(device, path, ops, as_bytes):
+def test_zeros_infinities_and_nan_get_their_codes_and_scales(device, path, ops, as_bytes):
     inf, nan = torch.inf, torch.nan
     vectors = torch.zeros(6, 16)
     vectors[1, :4] = torch.tensor([7.0, inf, -inf, nan])  # 7 / 448 = 2^-6, exact
@@ -240,7 +240,7 @@ def test_static_scales_saturate_and_are_only_read(device, path, ops):
 
 
 @given(seed=st.integers(0, 2**31), power=st.integers(-20, 20))
-def test_a_power_of_two_moves_the_scale_alone(device, seed, power):
+def test_a_power_of_two_changes_the_scale_only(device, seed, power):
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(seed))
     codes, scales = _write_vectors(kernels, device, x)
     moved_codes, moved_scales = _write_vectors(kernels, device, x * 2.0**power)
@@ -259,7 +259,7 @@ def test_a_power_of_two_moves_the_scale_alone(device, seed, power):
     group=st.sampled_from([1, 3]),
     splits=st.sampled_from([1, 3]),
 )
-def test_decode_is_the_oracle(device, path, data, dtype, group, splits):
+def test_decode_agrees_with_the_oracle(device, path, data, dtype, group, splits):
     case = data.draw(
         paged_caches(
             layouts=DECODE_LAYOUTS,
@@ -277,7 +277,7 @@ def test_decode_is_the_oracle(device, path, data, dtype, group, splits):
     case=paged_caches(layouts=LAYOUTS, dtypes=DTYPES, granularities=GRANULARITIES),
     group=st.sampled_from([1, 3]),
 )
-def test_prefill_is_the_oracle(device, path, case, group):
+def test_prefill_agrees_with_the_oracle(device, path, case, group):
     case = case.to(device)
     q = make_queries(case, group)
     got = run_prefill(kernels, case, q)
@@ -303,7 +303,7 @@ def test_attention_sizes(device, head_dim, run, granularity):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_queries_and_uneven_scales_keep_their_precision(device, path, dtype):
-    """bf16 queries beyond fp16's range, K scales that make up for it; V scales 2^12 apart."""
+    """bf16 queries beyond fp16's range with K scales as much smaller; V scales 2^12 apart."""
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=64)
     batch = RaggedBatch(query_lens=(1,), seq_lens=(64,))
     case = build_paged_cache(layout, batch, dtype=dtype, granularity="token")
@@ -339,7 +339,7 @@ def test_both_conversions_give_the_same_attention(device):
     assert_equal(*results)
 
 
-def test_bytes_are_as_good_as_codes(device):
+def test_a_uint8_cache_equals_a_float8_cache(device):
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=40)
     batch = RaggedBatch(query_lens=(1,), seq_lens=(40,))
     case = build_paged_cache(layout, batch, granularity="head").to(device)

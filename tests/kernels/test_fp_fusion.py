@@ -17,8 +17,8 @@ print(requested, language.default_fp_fusion)
 
 
 @pytest.mark.parametrize(("chosen", "fuses"), [(None, True), ("0", False), ("1", True)])
-def test_fusion_is_on_and_a_choice_is_kept(chosen: str | None, fuses: bool):
-    """Without a warning, which triton 3.9 gives where nobody has chosen."""
+def test_fusion_is_on_unless_the_user_chose_otherwise(chosen: str | None, fuses: bool):
+    """No warning may appear; triton 3.9 warns where the user has not chosen."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_DEFAULT_FP_FUSION"}
     if chosen is not None:
         environment["TRITON_DEFAULT_FP_FUSION"] = chosen

@@ -18,12 +18,12 @@ from tests.kernels.elementwise import bundled, tiles
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 POISON = -999
-"""What outputs hold before a launch: every element must be overwritten."""
+"""The value of outputs before a launch: every element must be overwritten."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One batch row: a slot (-1 = padding), and how the request in it stands."""
+    """One batch row: a slot (-1 = padding) and the progress of its request."""
 
     slot: int
     query_len: int
@@ -31,9 +31,9 @@ class Row:
     unscheduled: int = 0
     """Known tokens that this step does not reach; > 0 is an unfinished prefill."""
     drafts: int = 0
-    """Drafts behind the known tokens."""
+    """Drafts after the known tokens."""
     spare: int = 0
-    """Query tokens behind the last draft."""
+    """Query tokens after the last draft."""
     stopped: int = 0
 
     @property
@@ -59,7 +59,7 @@ class Case:
     """Share of table entries that name no page."""
     seed: int = 0
     uniform: bool = False
-    """Rows are told by query_len alone."""
+    """Rows are given by query_len alone."""
     has_drafts: bool = False
     has_mrope: bool = False
     has_block_table: bool = False
@@ -76,7 +76,7 @@ class Case:
     @property
     def table_offsets(self) -> list[int]:
         widths = [self.segment_width(group) for group in self.groups]
-        return [1 + sum(widths[:i]) for i in range(len(widths))]  # column 0 belongs to nobody
+        return [1 + sum(widths[:i]) for i in range(len(widths))]  # column 0 belongs to no group
 
     @property
     def row_width(self) -> int:
@@ -124,7 +124,7 @@ class Case:
         }
 
     def arguments(self) -> dict[str, object]:
-        """Everything but the outputs."""
+        """Return all arguments except the outputs."""
         query_len = self.rows[0].query_len if self.uniform else None
         return {
             "query_start_loc": None,
@@ -174,7 +174,7 @@ class Outputs:
 
 
 def _whole(view: torch.Tensor) -> torch.Tensor:
-    """The buffer behind a view: what lies between its rows must stay as it was."""
+    """Return the buffer behind a view: elements between its rows must keep their values."""
     return view.new_empty(0).set_(view.untyped_storage())
 
 
@@ -258,7 +258,7 @@ ALL = dict.fromkeys(FEATURES, True)
 
 @st.composite
 def _cases(draw) -> Case:
-    """Ragged or even batches, with some, all or none of the features a caller may leave out."""
+    """Draw ragged or uniform batches with some, all or none of the optional features."""
     combinations = [
         (),
         FEATURES,
@@ -309,7 +309,7 @@ def _draw_row(draw, slot: int, query_len: int | None, features: tuple[str, ...])
 
 
 @given(case=_cases())
-def test_the_oracle_is_the_loop(case):
+def test_the_oracle_equals_a_plain_loop(case):
     _run(reference, case).assert_equal(_by_hand(case))
 
 
@@ -341,7 +341,7 @@ def test_a_decode_step_in_numbers():
 
 
 @given(case=_cases(), as_on_gpu=st.booleans())
-def test_every_output_equals_the_oracles(device, case, as_on_gpu):
+def test_every_output_equals_the_oracle_output(device, case, as_on_gpu):
     with tiles("gather_tokens", as_on_gpu=as_on_gpu):
         _run(kernels, case, device).assert_equal(_run(reference, case))
 
@@ -413,7 +413,7 @@ def test_only_padding_rows(device):
     _run(kernels, case, device).assert_equal(_by_hand(case))
 
 
-def test_the_largest_block_id_needs_64_bits(device):
+def test_slots_of_the_largest_block_id_do_not_overflow(device):
     case = Case(rows=(Row(0, 1, 5),), block_size=128)
     arguments = {name: _moved(value, device) for name, value in case.arguments().items()}
     arguments["block_tables"].fill_(2**31 - 1)
@@ -423,7 +423,7 @@ def test_the_largest_block_id_needs_64_bits(device):
 
 
 def test_a_decode_step_with_drafts_in_numbers(device):
-    """20 known tokens and two drafts, 7 known and one, a stopped request; three tokens a row."""
+    """20 known tokens and two drafts, 7 known and one draft, a stopped request; 3 tokens a row."""
     rows = (
         Row(1, 3, computed=19, drafts=2),
         Row(0, 3, computed=6, drafts=1, spare=1),
@@ -443,7 +443,7 @@ def test_a_decode_step_with_drafts_in_numbers(device):
 
 @pytest.mark.parametrize("computed", [0, 15, 16, 80, 90, 95])
 def test_the_block_table_has_the_live_columns(device, computed):
-    """Positions from 96 on, the drafts' among them, have no column."""
+    """Positions from 96 on, drafts included, have no column."""
     rows = (
         Row(3, 8, computed, drafts=7),
         Row(-1, 8),
@@ -465,7 +465,7 @@ def test_a_long_context_takes_several_tiles_of_columns(device):
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-def test_hundreds_of_rows_with_everything(device, uniform):
+def test_hundreds_of_rows_with_all_features_equal_the_loop(device, uniform):
     rows = tuple(
         Row(
             slot,
@@ -482,7 +482,7 @@ def test_hundreds_of_rows_with_everything(device, uniform):
         _run(kernels, case, device).assert_equal(_by_hand(case))
 
 
-def test_query_len_goes_before_query_start_loc(device):
+def test_query_len_overrides_query_start_loc(device):
     case = Case(rows=(Row(1, 2, 5), Row(0, 2, 9)), uniform=True)
     outputs = Outputs.poisoned(case, device)
     arguments = {name: _moved(value, device) for name, value in case.arguments().items()}

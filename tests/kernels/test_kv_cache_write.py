@@ -46,7 +46,7 @@ def _check(case, ops=kernels):
 
 
 @given(case=paged_caches(layouts=LAYOUTS, dtypes=DTYPES))
-def test_the_whole_cache_is_as_it_should_be(device, case):
+def test_the_whole_cache_is_written_byte_for_byte(device, case):
     _check(case.to(device))
 
 
@@ -73,7 +73,7 @@ def test_sizes(device, head_dim, block_size, dtype):
 
 
 @pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracle"])
-def test_no_tokens_and_only_padding(device, ops):
+def test_no_tokens_and_only_padding_write_nothing(device, ops):
     layout = KVLayout.hnd(2, 16, 16, device=device)
     k_cache, v_cache = (torch.full((512,), torch.nan, device=device) for _ in range(2))
     for num_tokens in (0, 5):
@@ -84,7 +84,7 @@ def test_no_tokens_and_only_padding(device, ops):
     assert v_cache.isnan().all()
 
 
-def test_nan_and_infinity_are_bytes_like_others(device):
+def test_nan_and_infinity_are_copied_byte_for_byte(device):
     layout = KVLayout.hnd(1, 16, 16, device=device)
     key = torch.zeros(1, 1, 16, device=device)
     key[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
@@ -169,7 +169,7 @@ def test_errors_name_the_argument_and_write_nothing(device, ops, name, change, e
     assert v_cache.isnan().all()
 
 
-def test_head_dims_without_a_kernel(device):
+def test_a_head_dim_without_a_kernel_is_refused(device):
     key, cache = torch.zeros(1, 1, 24, device=device), torch.zeros(384, device=device)
     slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=r"layout\.head_dim: expected a multiple of 16 from 16"):

@@ -42,18 +42,18 @@ def _formula_offsets(layout, num_blocks):
 # --- constructors ------------------------------------------------------------------------------
 
 
-def test_hnd_is_the_dense_tensor():
+def test_hnd_addresses_equal_a_dense_tensor():
     want = _dense_offsets((5, 3, 32, 24), "bhtd")
     assert torch.equal(_formula_offsets(KVLayout.hnd(3, 32, 24), 5), want)
 
 
-def test_nhd_is_the_dense_tensor():
+def test_nhd_addresses_equal_a_dense_tensor():
     want = _dense_offsets((5, 32, 3, 24), "bthd")
     assert torch.equal(_formula_offsets(KVLayout.nhd(3, 32, 24), 5), want)
 
 
 @pytest.mark.parametrize("make", [KVLayout.hnd, KVLayout.nhd])
-def test_one_role_for_all_heads(make):
+def test_one_window_and_sink_apply_to_all_heads(make):
     layout = make(3, 16, 16, window=100, sink=4)
     assert layout.window.tolist() == [100] * 3
     assert layout.sink.tolist() == [4] * 3
@@ -66,7 +66,7 @@ def test_one_role_for_all_heads(make):
 
 
 @given(case=kv_layouts(kinds=["head_groups"]))
-def test_head_groups_are_hnd_caches_in_a_row(case):
+def test_head_groups_are_hnd_caches_one_after_another(case):
     group_base, base = [], 0
     for group, num_blocks in enumerate(case.num_blocks):
         group_base.append(base)
@@ -189,7 +189,7 @@ def test_a_sink_needs_a_window(make):
         ({"roles": []}, "roles: expected 2 heads, got 0"),
     ],
 )
-def test_roles_are_of_each_head_and_stand_alone(options, message):
+def test_roles_are_one_per_head_and_exclude_window_and_sink(options, message):
     roles = [HeadRole(window=5, sink=1), HeadRole()]
     layout = KVLayout.hnd(2, 16, 16, roles=roles)
     assert (layout.window.tolist(), layout.sink.tolist()) == ([5, -1], [1, 0])
@@ -254,6 +254,6 @@ def test_table_rows_are_views():
         ),
     ],
 )
-def test_table_rows_errors(table, error, message):
+def test_table_rows_refuses_other_forms(table, error, message):
     with pytest.raises(error, match=message):
         KVLayout.per_head_ids(3, 16, 16, 4).table_rows(table, 2)

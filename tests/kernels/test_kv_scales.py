@@ -1,4 +1,4 @@
-"""Where the scales of an fp8 cache lie."""
+"""Addresses of the scales of an fp8 cache."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_per_quarter_is_blocks_heads_quarters():
     assert scales.v_scale is v_scale
 
 
-def test_scales_of_a_block():
+def test_scales_per_block_follow_the_granularity():
     assert [scales_per_block(g, 32) for g in ("token", "quarter", "head")] == [32, 4, 0]
 
 
 @given(case=kv_layouts(kinds=["head_groups"]), granularity=st.sampled_from(["token", "quarter"]))
-def test_head_groups_lie_one_behind_the_other(case, granularity):
+def test_scales_of_head_groups_follow_each_other(case, granularity):
     per_block = case.block_size if granularity == "token" else 4
     base, block_stride, count = case.scale_addresses(per_block)
     members = [sum(r.group == g for r in case.roles) for g in range(len(case.num_blocks))]
@@ -62,14 +62,14 @@ def test_head_groups_lie_one_behind_the_other(case, granularity):
     assert max(ends) == count
 
 
-def test_per_head_is_a_number_a_head():
+def test_per_head_is_one_scale_per_head():
     scales = KVScales.per_head(*_pair(4))
     assert scales.granularity == "head"
     assert scales.base.tolist() == [0, 1, 2, 3]
     assert scales.block_stride.tolist() == [0] * 4
 
 
-def test_addresses_live_beside_the_scales(device):
+def test_addresses_are_on_the_device_of_the_scales(device):
     scales = KVScales.per_token(*(x.to(device) for x in _pair(1, 2, 16)))
     assert scales.base.device == scales.k_scale.device
     assert scales.block_stride.device == scales.k_scale.device
@@ -85,13 +85,13 @@ def test_addresses_live_beside_the_scales(device):
         ({"block_stride": [16, 17]}, "block_stride: expected a multiple of 16 bytes .* got 17"),
     ],
 )
-def test_errors(changes, message):
+def test_build_names_a_wrong_argument(changes, message):
     arguments = {"granularity": "token", "base": [0, 16], "block_stride": [32, 32]} | changes
     with pytest.raises(ValueError, match=message):
         KVScales.build(*_pair(64), **arguments)
 
 
-def test_shape_errors():
+def test_constructors_name_a_wrong_argument():
     with pytest.raises(ValueError, match=r"k_scale: expected shape \[blocks, kv_heads, block_si"):
         KVScales.per_token(*_pair(64))
     for shape in ((8, 4), (2, 2, 16)):

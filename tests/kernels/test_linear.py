@@ -1,4 +1,4 @@
-"""The linear layer, with the norm before it and the activation and the residual behind it."""
+"""The linear layer, with a norm before it and activation, residual and norm after it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES = ((16, 1), (64, 48), (100, 70), (300, 8), (1024, 66), (1100, 20))  # inpu
 
 @contextmanager
 def _as_on(gpu: str | None):
-    """Choose configurations as the interpreter does (None), or as that GPU does."""
+    """Choose configurations as the interpreter does (None), or as the named GPU does."""
     with tiles("linear", as_on_gpu=gpu is not None), pytest.MonkeyPatch.context() as patch:
         if gpu == "sm_90":  # on a CPU, whose compute capability is None
             also = (*module.PRODUCTS_FROM_SHARED_MEMORY, None)
@@ -56,7 +56,7 @@ gpus = st.sampled_from([None, "sm_80", "sm_90"])
 # --- oracle ------------------------------------------------------------------------------------
 
 
-def test_the_oracle_is_the_formula():
+def test_the_oracle_equals_the_formula():
     arguments = linear_arguments(2, 3, 2, torch.float64, "cpu", ("bias", "gated", "residual"))
     x, weight, bias = (arguments[name].tolist() for name in ("x", "weight", "bias"))
     want = arguments["residual"].clone()
@@ -96,7 +96,7 @@ def test_the_oracle_norms_first_and_rounds_once():
     gpu=gpus,
     seed=seeds,
 )
-def test_it_is_within_its_budget(
+def test_linear_is_within_its_error_budget(
     device, num_tokens, size, dtype, features, deterministic, wide, gpu, seed
 ):
     arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
@@ -120,7 +120,7 @@ def test_it_is_within_its_budget(
 def test_deterministic_bits_do_not_depend_on_the_other_tokens(
     device, num_tokens, size, dtype, features, seed
 ):
-    """With the GPU's tiles on a GPU only: numpy adds up in an order that the tile decides."""
+    """Uses a GPU's tiles on a GPU only: numpy's order of summation depends on the tile."""
     arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
     many = kernels.linear(**arguments, deterministic=True)
     for row in {0, num_tokens // 2, num_tokens - 1}:
@@ -138,7 +138,7 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens(
     deterministic=st.booleans(),
     gpu=gpus,
 )
-def test_the_residual_may_be_the_result(device, num_tokens, features, dtype, deterministic, gpu):
+def test_the_residual_may_be_the_output(device, num_tokens, features, dtype, deterministic, gpu):
     arguments = linear_arguments(num_tokens, 1024, 72, dtype, device, features)
     with _as_on(gpu):
         want = kernels.linear(**arguments, deterministic=deterministic)
@@ -181,10 +181,10 @@ def test_no_tokens(device, features, deterministic):
     deterministic=st.booleans(),
     gpu=gpus,
 )
-def test_a_gate_of_minus_infinity_gives_a_zero(
+def test_a_gate_of_minus_infinity_gives_zero(
     device, num_tokens, dtype, has_residual, deterministic, gpu
 ):
-    """As a very negative one does, the limit of silu; torch's is NaN."""
+    """Zero is the limit of silu, also for very negative gates; torch gives NaN at -inf."""
     features = ("gated", "residual") if has_residual else ("gated",)
     arguments = linear_arguments(num_tokens, 32, 24, dtype, device, features)
     arguments["x"][:, 0] = 1.0
@@ -244,8 +244,8 @@ def _register_config(num_tokens, num_in, num_rows, name):
 
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 32, 33, 64, 65])
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_registers_hold(name, num_tokens):
-    """All weights of Qwen3-0.6B, in a program for every multiprocessor; not Llama-3-8B's."""
+def test_registers_hold_all_weights_of_a_small_model(name, num_tokens):
+    """Qwen3-0.6B's weights fit 128 programs, one per multiprocessor; Llama-3-8B's do not fit."""
     num_in, num_rows = LAYERS[name]
     assert _register_config(num_tokens, 4 * num_in, 4 * num_rows, name) is None
     config = _register_config(num_tokens, num_in, num_rows, name)
@@ -261,7 +261,7 @@ def test_what_registers_hold(name, num_tokens):
 @pytest.mark.parametrize("num_in", [1, 100, 1000, 14336])
 @pytest.mark.parametrize("num_rows", [2, 66, 1026, 6000, 151_936])
 @pytest.mark.parametrize("name", LAYERS)
-def test_programs_hold_odd_sizes(name, num_in, num_rows):
+def test_odd_sizes_fit_the_registers_of_their_programs(name, num_in, num_rows):
     config = _register_config(2, num_in, num_rows, name)
     if config is not None:
         rows = config.tile_rows * config.row_tiles
@@ -335,7 +335,7 @@ def test_a_weight_with_gaps_is_refused(device):
         kernels.linear(torch.ones(2, 8, device=device), weight)
 
 
-def test_a_wide_result_is_not_normed(device):
+def test_normed_out_with_a_wider_out_is_refused(device):
     x, weight = torch.ones(2, 8, device=device).half(), torch.ones(6, 8, device=device).half()
     norm = {"out_norm_weight": weight[:, 0].clone(), "normed_out": weight.new_ones(2, 6)}
     out = torch.ones(2, 6, device=device)

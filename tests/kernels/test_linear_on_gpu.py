@@ -1,4 +1,4 @@
-"""The linear layer at the sizes of models, which take the interpreter too long."""
+"""The linear layer at the sizes of models, too large for the interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 @pytest.mark.parametrize(
     "size", [(1024, 4096), (1024, 3072), (2048, 1024), (3072, 1024), (4096, 1536)]
 )
-def test_deterministic_at_the_sizes_of_models(device, size, features):
+def test_deterministic_rows_do_not_depend_on_the_batch_at_model_sizes(device, size, features):
     arguments = linear_arguments(257, *size, torch.bfloat16, device, features)
     many = kernels.linear(**arguments, deterministic=True)
     assert_linear_in_budget(many, **arguments)
@@ -50,7 +50,7 @@ def test_prefetching_changes_nothing(device, num_tokens, features):
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 32, 33, 65])
 @pytest.mark.parametrize("size", [(300, 256), (1024, 1024), (4096, 1024)])
 def test_float32_errs_at_most_twice_as_much_as_torch(device, size, num_tokens, deterministic):
-    """Plus a rounding of the result; by root mean square, which one unlucky sum does not move."""
+    """Errors are root mean squares, hardly moved by one unlucky sum; one rounding is added."""
     arguments = linear_arguments(num_tokens, *size, torch.float32, device)
     x, weight = arguments["x"], arguments["weight"]
     exact = x.double() @ weight.double().T

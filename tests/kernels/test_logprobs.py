@@ -38,7 +38,7 @@ class Case:
     num_top: int
     slots: tuple[int, ...] | None = None
     temperature: tuple[float, ...] | None = None
-    """Of each row, or of each slot."""
+    """Per row, or per slot where ``slots`` is given."""
 
 
 def _run(ops, case: Case, device="cpu", *, as_on_gpu: bool = False) -> TopLogprobs:
@@ -119,7 +119,7 @@ def _assert_equal(got: TopLogprobs, expected: TopLogprobs) -> None:
 
 @st.composite
 def _rows(draw, vocab: int) -> torch.Tensor:
-    """Flat, tied, peaked, masked and broken rows."""
+    """Draw a row of logits: plain, flat, tied, peaked, masked, or broken by NaN or infinity."""
     x = normal((vocab,), torch.float32, "cpu", draw(seeds)) * 4
     kind = draw(
         st.sampled_from(["plain", "flat", "ties", "peaked", "masked", "cut", "all", "broken"])
@@ -170,7 +170,7 @@ def _cases(draw) -> Case:
 
 
 @given(case=_cases())
-def test_the_oracle_is_the_loop(case):
+def test_the_oracle_equals_a_plain_loop(case):
     _assert_equal(_run(reference, case), _by_hand(case))
 
 
@@ -178,12 +178,12 @@ def test_the_oracle_is_the_loop(case):
 
 
 @given(case=_cases(), as_on_gpu=st.booleans())
-def test_results_equal_the_loops(device, case, as_on_gpu):
+def test_kernel_results_equal_a_plain_loop(device, case, as_on_gpu):
     _assert_equal(_run(kernels, case, device, as_on_gpu=as_on_gpu), _by_hand(case))
 
 
 @given(case=_cases().filter(lambda case: len(case.logits)))
-def test_a_row_does_not_depend_on_the_others(device, case):
+def test_a_row_does_not_depend_on_other_rows(device, case):
     together = _run(kernels, case, device, as_on_gpu=True)
     for i in {0, len(case.logits) - 1}:
         temperature = case.temperature
@@ -207,15 +207,15 @@ def test_a_row_does_not_depend_on_the_others(device, case):
     ("vocab", "as_on_gpu"), [(5000, True), (32_000, False), (151_936, False), (600_000, False)]
 )
 def test_large_vocabularies(device, vocab, as_on_gpu):
-    """Good tokens and bad ones, with ties in the second row."""
+    """Likely and unlikely tokens are asked for; the second row has ties."""
     logits = normal((2, vocab), torch.float32, "cpu") * 3
     logits[1] = (logits[1] * 4).round() / 4
     logits[0, 17] = -torch.inf
-    logits[0, 256:1024] = -torch.inf  # groups with nothing in them
+    logits[0, 256:1024] = -torch.inf  # groups of -inf only
     token_ids = torch.tensor([[17, 4], [vocab - 1, 250]])
     case = Case(logits, token_ids, 20, temperature=(0.7, 0.0))
     got = _run(kernels, case, device, as_on_gpu=as_on_gpu)
-    # In float64: torch's own sum of 151,936 in float32 is off by 1.3e-5 on a CPU.
+    # In float64: torch's float32 sum of 151,936 terms is off by 1.3e-5 on a CPU.
     expected = (logits.double() / torch.tensor([[0.7], [1.0]])).log_softmax(1).float()
     assert (got.top_logprobs - expected.gather(1, got.top_token_ids)).abs().max() <= CLOSE
     order = logits.sort(dim=1, descending=True, stable=True).indices
@@ -227,8 +227,8 @@ def test_large_vocabularies(device, vocab, as_on_gpu):
 
 
 @pytest.mark.parametrize("as_on_gpu", [False, True])
-def test_every_token_is_among_the_best(device, as_on_gpu):
-    """Rounds upon rounds, until nothing is left; some of it is -inf."""
+def test_num_top_may_be_the_whole_vocabulary(device, as_on_gpu):
+    """Rounds are repeated until no token is left; some tokens are -inf."""
     logits = (normal((1, 200), torch.float32, "cpu") * 2).round()
     logits[0, 100:140] = -torch.inf
     case = Case(logits, torch.zeros(1, 0, dtype=torch.int64), 200)
@@ -254,8 +254,8 @@ def test_equal_logits_share_a_rank(device):
         ([-INF] * 4, [0, 1, 2, 3], [1, 1, 1, 1]),
     ],
 )
-def test_rows_without_a_softmax(device, row, order, ranks):
-    """They have NaN for logprobs, still an order; the row beside them is not touched."""
+def test_rows_without_a_softmax_have_ranks_and_nan_logprobs(device, row, order, ranks):
+    """A row with NaN or infinities has NaN logprobs but an order; the next row is not affected."""
     logits = torch.tensor([row, [0.0, 0.0, -INF, 0.0]])
     case = Case(logits, torch.arange(4).repeat(2, 1), 4)
     for ops in (reference, kernels):
@@ -269,7 +269,7 @@ def test_rows_without_a_softmax(device, row, order, ranks):
 
 
 def test_logits_far_from_zero(device):
-    """Only differences count: 30,000 is not lost in an exponential, nor in a sum."""
+    """Only differences matter: 30,000 overflows no exponential and costs no digits in a sum."""
     logits = torch.tensor([[30_000.0, 30_001.0, -30_000.0], [-30_000.0, -30_001.0, -torch.inf]])
     got = _run(kernels, Case(logits, torch.tensor([[0], [1]]), 3), device)
     torch.testing.assert_close(got.logprobs[0], torch.tensor([-1.3132617]), rtol=0, atol=CLOSE)
@@ -280,7 +280,7 @@ def test_logits_far_from_zero(device):
 @pytest.mark.parametrize(
     ("num_rows", "n", "num_top"), [(0, 1, 1), (2, 0, 0), (2, 0, 1), (2, 1, 0)]
 )
-def test_nothing_of_something(device, num_rows, n, num_top):
+def test_empty_sizes_give_empty_results(device, num_rows, n, num_top):
     case = Case(torch.zeros(num_rows, 5), torch.zeros(num_rows, n, dtype=torch.int64), num_top)
     for ops in (reference, kernels):
         _assert_equal(_run(ops, case, device), _by_hand(case))
@@ -304,7 +304,7 @@ def test_a_captured_launch_follows_the_logits(device):
 
 
 def test_configurations():
-    """A program of the first launch is 2048 ids, whatever the groups; the rows do not enter."""
+    """A program of the first launch takes up to 2048 ids, for any group size and any rows."""
     small, usual, largest = map(
         TopLogprobsConfig.default_for, (1000, 151_936, MAX_LOGPROBS_VOCAB_SIZE)
     )

@@ -46,7 +46,7 @@ class State:
 
 
 def _merge(ops, a: State, b: State) -> State:
-    """Merge into strided outputs; their gaps must keep what they hold."""
+    """Merge into strided outputs and check that the gaps keep their values."""
     out = in_a_wider_row(torch.full_like(a.out, SENTINEL), 8, 3)
     lse = torch.full_like(a.lse.T, SENTINEL).T
     assert ops.merge_states(a.out, a.lse, b.out, b.lse, out=out, lse=lse) is out
@@ -55,15 +55,15 @@ def _merge(ops, a: State, b: State) -> State:
 
 
 def _assert_same(a: State, b: State) -> None:
-    """Equal numbers, NaN where NaN is."""
+    """Fail unless numbers are equal and NaN is in the same places."""
     for got, want in ((a.out, b.out), (a.lse, b.lse)):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def _assert_in_budget(got: State, oracle: State, want: State, *inputs: State) -> None:
-    """At most twice the oracle's error, plus the last rounding and eight to float32 on the way.
+    """Fail unless errors are at most twice the oracle's plus the last and eight float32 roundings.
 
-    A merge may cancel: roundings on the way are those of its inputs, whatever comes out.
+    A merge may cancel: the size of the float32 roundings follows the inputs, not the result.
     """
     largest = max((x.out.abs().max().item() for x in inputs if x.out.numel()), default=0.0)
     floor = torch.finfo(got.out.dtype).eps * largest + 8 * FLOAT32_EPS * largest
@@ -95,7 +95,7 @@ def states(draw: DrawFn, count: int) -> list[State]:
 
 
 @given(parts=states(2))
-def test_kernel_is_the_oracle(device, parts):
+def test_kernel_agrees_with_the_oracle(device, parts):
     a, b = (part.to(device) for part in parts)
     want = _merge(reference, a.double(), b.double())
     _assert_in_budget(_merge(kernels, a, b), _merge(reference, a, b), want, a, b)
@@ -113,7 +113,7 @@ def test_several_programs(device, parts):
 
 
 @given(lse_a=st.floats(-30, 30), lse_b=st.floats(-30, 30), a=st.floats(-9, 9), b=st.floats(-9, 9))
-def test_the_oracle_is_the_formula(lse_a, lse_b, a, b):
+def test_the_oracle_equals_the_formula(lse_a, lse_b, a, b):
     def state(out: float, lse: float) -> State:
         return State(
             torch.full((1, 1, 1), out, dtype=torch.float64),
@@ -135,7 +135,7 @@ def test_the_oracle_is_the_formula(lse_a, lse_b, a, b):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_part_without_keys_changes_no_bit(device, ops, dtype, swap):
-    """Its output is never read: it may be NaN."""
+    """The output of a part without keys is never read and may be NaN."""
     out = normal((3, 2, 16), dtype, device)
     out[0, 0, :4] = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf])
     part = State(out, normal((3, 2), torch.float32, device, seed=1))
@@ -146,7 +146,7 @@ def test_a_part_without_keys_changes_no_bit(device, ops, dtype, swap):
 
 
 @BOTH
-def test_two_parts_without_keys(device, ops):
+def test_two_parts_without_keys_give_zeros(device, ops):
     nothing = State(
         torch.full((2, 3, 16), torch.nan, device=device),
         torch.full((2, 3), -torch.inf, device=device),
@@ -169,8 +169,8 @@ def test_nan_stays_in_its_row(device, ops):
 
 
 @BOTH
-def test_far_apart_and_huge(device, ops):
-    """Neither overflow nor NaN; the larger part alone is left."""
+def test_of_two_distant_parts_the_larger_is_the_result(device, ops):
+    """No overflow and no NaN: the result is the part with the larger log-sum-exp."""
     a = State(torch.ones(1, 3, 16, device=device), torch.tensor([[3e38, 1e4, 0.0]], device=device))
     b = State(-a.out, torch.tensor([[-3e38, -1e4, 200.0]], device=device))
     got = _merge(ops, a, b)
@@ -232,7 +232,7 @@ def test_grouping_changes_rounding_only(device, parts):
 
 @pytest.mark.parametrize("cut", range(4))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_attention_over_all_the_keys(device, dtype, cut):
+def test_merged_parts_equal_attention_over_all_keys(device, dtype, cut):
     """Decode attention over the first ``cut`` blocks and over the rest, merged, is decode."""
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=48)
     batch = RaggedBatch(query_lens=(2, 2), seq_lens=(48, 20))

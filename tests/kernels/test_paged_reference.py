@@ -30,7 +30,7 @@ LONG_CHUNKS = kv_layouts(max_query_len=40)
 
 
 def _error_allowed(case):
-    """Half a step of the output's dtype, the scale being the largest value, plus the sums."""
+    """Return half a step of the output's dtype at the largest value, plus the sums' rounding."""
     wide = torch.float64 if case.key.dtype == torch.float64 else torch.float32
     largest = max((v.abs().max().item() for v in case.values if v.numel()), default=0.0)
     steps = torch.finfo(case.key.dtype).eps / 2 + 128 * torch.finfo(wide).eps
@@ -41,7 +41,7 @@ def _error_allowed(case):
 
 
 @given(data=st.data(), group=st.sampled_from([1, 4, 8]))
-def test_decode_is_dense_attention(data, group):
+def test_decode_equals_dense_attention(data, group):
     query_len = data.draw(st.sampled_from([1, 2, 8]))
     case = data.draw(paged_caches(dtypes=ALL_DTYPES, uniform_query_len=query_len))
     q = make_queries(case, group)
@@ -51,7 +51,7 @@ def test_decode_is_dense_attention(data, group):
 
 
 @given(case=paged_caches(layouts=LONG_CHUNKS, dtypes=ALL_DTYPES), group=st.sampled_from([1, 4]))
-def test_prefill_is_dense_attention(case, group):
+def test_prefill_equals_dense_attention(case, group):
     q = make_queries(case, group, spare_rows=2)
     got, want = run_prefill(reference, case, q), exact(case, q)
     assert max_error(got.out[:-2], want.out) <= _error_allowed(case)
@@ -71,7 +71,7 @@ def test_a_request_does_not_depend_on_the_batch(case, data):
 
 
 @given(data=st.data())
-def test_chunks_agree_with_the_whole(data):
+def test_two_chunks_agree_with_one(data):
     layout = data.draw(kv_layouts(max_query_len=64))
     n = data.draw(st.integers(1, layout.max_seq_len))
     queries = data.draw(st.integers(1, min(n, 64)))
@@ -88,7 +88,7 @@ def test_chunks_agree_with_the_whole(data):
     )
 
 
-def test_more_queries_than_a_slab():
+def test_more_queries_than_a_slab_equal_dense_attention():
     layout = KVLayout.hnd(1, 128, 16)
     k_cache, v_cache = (torch.randn(5, 1, 128, 16, dtype=torch.float64) for _ in range(2))
     q = torch.randn(600, 1, 16, dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_a_table_too_narrow_for_the_length_is_an_error():
         ([0, 1, 3], 1, "max_query_len: expected at least 2, got 1"),
     ],
 )
-def test_prefill_checks_values_the_kernel_cannot(starts, max_query_len, message):
+def test_prefill_checks_values_that_the_kernel_cannot_check(starts, max_query_len, message):
     cache = torch.zeros(16 * 16)
     with pytest.raises(ValueError, match=message):
         reference.paged_prefill_attention(
@@ -165,7 +165,7 @@ def test_prefill_checks_values_the_kernel_cannot(starts, max_query_len, message)
 
 
 @given(case=paged_caches(layouts=LONG_CHUNKS, dtypes=ALL_DTYPES))
-def test_write_fills_the_case(case):
+def test_write_gives_every_byte_of_the_case(case):
     k_cache, v_cache = case.k_cache_before.clone(), case.v_cache_before.clone()
     reference.kv_cache_write(
         case.key, case.value, k_cache, v_cache, case.slot_mapping, case.layout
@@ -174,7 +174,7 @@ def test_write_fills_the_case(case):
     assert torch.equal(v_cache.view(torch.uint8), case.v_cache.view(torch.uint8))
 
 
-def test_write_by_hand():
+def test_write_equals_assignments_by_index():
     key = torch.arange(1.0, 1 + 3 * 2 * 8).view(3, 2, 8)
     k_cache, v_cache = torch.zeros(4, 16, 2, 8), torch.zeros(4, 16, 2, 8)
     slots = torch.tensor([[2 * 16 + 5, -1, 3 * 16]])

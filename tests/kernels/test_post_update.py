@@ -26,15 +26,15 @@ from tests.kernels.elementwise import bundled, tiles, with_strides
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 POISON = -999
-"""What outputs, and state that nobody may touch, hold before a launch."""
+"""The value of outputs, and of state that must not change, before a launch."""
 VOCAB = 12
-"""So few that stop tokens, and a token twice in a row's tokens, are common."""
+"""So few tokens that stop tokens, and a token twice in a row's tokens, are common."""
 MAX_MODEL_LEN = 40
 
 
 @dataclass(frozen=True)
 class Row:
-    """One batch row: a slot (-1 = padding), how its request stands, and what it sampled."""
+    """One batch row: a slot (-1 = padding), the progress of its request, its sampled tokens."""
 
     slot: int
     tokens: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class Case:
     max_num_reqs: int = 5
     max_stop_tokens: int = 3
     uniform: bool = False
-    """Rows are told by query_len alone."""
+    """Rows are given by query_len alone."""
     has_num_sampled: bool = True
     max_sequences: int | None = 4
     """None = the launch is given no stop sequences."""
@@ -69,7 +69,7 @@ class Case:
         return [by_slot.get(slot) for slot in range(self.max_num_reqs)]
 
     def computed(self, row: Row) -> int:
-        """The row's query ends with its newest known token and its drafts, or before it."""
+        """Return the row's computed tokens: its query ends at the newest known token or later."""
         return max(row.known - row.query_len, 0)
 
 
@@ -87,7 +87,7 @@ def _padded(values: tuple[int, ...], size: int, padding: int) -> list[int]:
 
 
 def _arguments(case: Case, device="cpu") -> Arguments:
-    """Inputs of a launch, matrices as views of wider rows, outputs full of poison."""
+    """Return a launch's arguments: matrices as views of wider rows, outputs full of poison."""
 
     def tensor(values: list, dtype=torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -98,7 +98,7 @@ def _arguments(case: Case, device="cpu") -> Arguments:
         return view.copy_(tensor(rows, dtype).view(len(rows), num_columns))
 
     slots, num_columns = case.rows_by_slot(), case.num_columns
-    # spare tokens lie behind those that count: valid ids that must not be appended
+    # spare tokens follow the sampled tokens: valid ids that must not be appended
     sampled = [_padded(row.tokens, num_columns, 7) for row in case.rows]
     stop_tokens = [
         _padded(row.stop_tokens if row else (7, 8), case.max_stop_tokens, -1) for row in slots
@@ -127,7 +127,7 @@ def _arguments(case: Case, device="cpu") -> Arguments:
 
 
 def _stop_sequences(case: Case, device) -> Arguments:
-    """A slot's sequences side by side, in front of others that do not count."""
+    """Return each slot's stop sequences, followed by sequences that are not counted."""
     if case.max_sequences is None:
         return {}
     slots = case.rows_by_slot()
@@ -152,7 +152,7 @@ def _stop_sequences(case: Case, device) -> Arguments:
 
 
 def _whole(arguments: Arguments) -> dict[str, list[int]]:
-    """Every buffer that is written, what lies between its rows included."""
+    """Return every written buffer, with the elements between its rows."""
     return {
         name: arguments[name].new_empty(0).set_(arguments[name].untyped_storage()).tolist()
         for name in WRITTEN
@@ -222,7 +222,7 @@ def _cases(draw) -> Case:
     slots = draw(st.permutations(range(max_num_reqs)))[: draw(st.integers(0, max_num_reqs))]
     rows = [_draw_row(draw, slot, num_columns, query_len) for slot in slots]
     for _ in range(draw(st.integers(0, 3))):
-        # a padding row may carry tokens: what sampling does there is nobody's business
+        # a padding row may carry any tokens
         padding = _draw_row(draw, -1, num_columns, query_len)
         rows.insert(draw(st.integers(0, len(rows))), padding)
     return Case(
@@ -257,7 +257,7 @@ def _draw_row(draw, slot: int, num_columns: int, query_len: int | None) -> Row:
 
 
 def _draw_sequences(draw, total: list[int], num_new: int) -> tuple[tuple[int, ...], ...]:
-    """Sequences that the tokens end with somewhere among the new ones, some a token amiss."""
+    """Draw sequences that end among the new tokens, some of them with one token changed."""
     sequences = []
     for _ in range(draw(st.sampled_from([0, 0, 1, 3, 5]))):
         end = len(total) - draw(st.integers(0, max(num_new - 1, 0)))
@@ -272,7 +272,7 @@ def _draw_sequences(draw, total: list[int], num_new: int) -> tuple[tuple[int, ..
 
 
 @given(case=_cases())
-def test_the_oracle_is_the_loop(case):
+def test_the_oracle_equals_a_plain_loop(case):
     assert _run(reference, case) == _by_hand(case)
 
 
@@ -280,14 +280,14 @@ def test_the_oracle_is_the_loop(case):
 
 
 @given(case=_cases(), as_on_gpu=st.booleans())
-def test_state_and_outputs_equal_the_oracles(device, case, as_on_gpu):
+def test_state_and_outputs_equal_the_oracle(device, case, as_on_gpu):
     with tiles("post_update", as_on_gpu=as_on_gpu):
         assert _run(kernels, case, device) == _run(reference, case)
 
 
 @given(case=_cases(), ring_slot=st.integers(0, 2))
-def test_outputs_go_to_the_slot_of_the_ring_that_the_device_names(device, case, ring_slot):
-    """Three outputs, the launch is told which by a tensor; the others keep their poison."""
+def test_outputs_are_written_to_the_ring_slot_of_the_device_tensor(device, case, ring_slot):
+    """A device tensor selects one of three outputs; the other two keep their poison."""
     plain, ringed = _arguments(case, device), _arguments(case, device)
     num_rows, num_columns = len(case.rows), case.num_columns
     ring = {
@@ -332,7 +332,7 @@ def test_accepted_drafts_are_appended(device):
     assert state == {"num_tokens": 13, "num_computed_tokens": 12, "stopped": RUNNING}
 
 
-def test_nothing_is_appended_behind_a_stop_token(device):
+def test_no_token_is_appended_after_a_stop_token(device):
     row = Row(2, tokens=(4, 5, 5, 6), query_len=4, known=10, stop_tokens=(9, 5))
     output, num_output, state = _state_of(row, device)
     assert output[:4] == [4, 5, -1, -1]
@@ -340,12 +340,12 @@ def test_nothing_is_appended_behind_a_stop_token(device):
     assert state == {"num_tokens": 12, "num_computed_tokens": 11, "stopped": STOP_TOKEN}
 
 
-def test_a_stop_token_at_the_length_is_a_stop_token(device):
+def test_a_stop_token_at_the_maximum_length_stops_as_a_stop_token(device):
     row = Row(2, tokens=(4, 5, 6), query_len=3, known=10, max_total=12, stop_tokens=(5,))
     assert _state_of(row, device)[2]["stopped"] == STOP_TOKEN
 
 
-def test_nothing_is_appended_behind_the_length(device):
+def test_no_token_is_appended_after_the_maximum_length(device):
     row = Row(2, tokens=(4, 5, 6), query_len=3, known=38, max_total=MAX_MODEL_LEN)
     output, num_output, state = _state_of(row, device)
     assert output[:3] == [4, 5, -1]
@@ -353,8 +353,8 @@ def test_nothing_is_appended_behind_the_length(device):
     assert state == {"num_tokens": 40, "num_computed_tokens": 39, "stopped": LENGTH}
 
 
-def test_a_sequence_ends_a_row_among_its_drafts(device):
-    """Two of its tokens are known, two are sampled; what is behind them is dropped."""
+def test_a_stop_sequence_may_end_among_accepted_drafts(device):
+    """Two of the sequence's tokens are known, two are sampled; later drafts are dropped."""
     history = _history(2)[8:10]
     row = Row(
         2,
@@ -372,7 +372,9 @@ def test_a_sequence_ends_a_row_among_its_drafts(device):
 
 
 @pytest.mark.parametrize(("prompt_len", "min_total"), [(9, 0), (8, 13)])
-def test_neither_the_prompt_nor_what_comes_too_early_ends_a_row(device, prompt_len, min_total):
+def test_a_stop_sequence_in_the_prompt_or_before_the_minimum_ends_nothing(
+    device, prompt_len, min_total
+):
     row = Row(
         2,
         tokens=(4, 5, 6),
@@ -385,14 +387,14 @@ def test_neither_the_prompt_nor_what_comes_too_early_ends_a_row(device, prompt_l
     assert _state_of(row, device)[2]["stopped"] == RUNNING
 
 
-def test_what_a_slot_does_not_count_ends_nothing(device):
-    """Another row has more sequences; behind this one's there is one that its output ends with."""
+def test_uncounted_stop_sequences_end_nothing(device):
+    """Row 1 has two sequences, row 0 none: its uncounted entries match the end of its output."""
     rows = (Row(0, tokens=(0,), known=9), Row(1, tokens=(3,), sequences=((9,), (9, 9))))
     assert _run(kernels, Case(rows=rows), device)["stopped"][:2] == [RUNNING, RUNNING]
 
 
-def test_a_sequence_of_a_length_beyond_its_room_ends_nothing(device):
-    """Read on, it would be what the row's output ends with."""
+def test_a_stop_sequence_longer_than_max_len_ends_nothing(device):
+    """A kernel that read past max_len would find the tokens that the row's output ends with."""
     row = Row(0, tokens=(5, 6, 7), query_len=3, known=9, sequences=((5, 6, 7), (7, 9)))
     case = Case(rows=(row,), num_columns=3, max_len=2)
     for ops in (kernels, reference):
@@ -408,7 +410,7 @@ def test_a_row_without_a_token_fails(device, behind, failure):
     assert state == {"num_tokens": 10, "num_computed_tokens": 9, "stopped": FAILED}
 
 
-def test_a_row_may_fail_behind_accepted_tokens(device):
+def test_a_row_may_fail_after_accepted_tokens(device):
     row = Row(2, tokens=(4, -1, 5), query_len=3, known=10)
     output, num_output, state = _state_of(row, device)
     assert output[:3] == [4, -1, -1]

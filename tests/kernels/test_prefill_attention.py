@@ -45,7 +45,7 @@ SMALL = kv_layouts(head_dims=(16, 80), num_kv_heads=(1, 2), max_blocks=3, max_qu
 
 @pytest.fixture(autouse=True, scope="module")
 def _tiles():
-    """Take tiles that a test's short chunks fill more than once."""
+    """Use tiles so small that a test's short chunks fill several of them."""
     with small_tiles(32, tile_rows=32):
         yield
 
@@ -64,12 +64,12 @@ def _check(case, group, **options):
 
 
 @given(case=paged_caches(layouts=SMALL, dtypes=DTYPES), group=st.sampled_from([1, 3, 4, 8]))
-def test_kernel_is_the_oracle(device, case, group):
+def test_kernel_agrees_with_the_oracle(device, case, group):
     _check(case.to(device), group)
 
 
 @given(case=paged_caches(layouts=SMALL, dtypes=DTYPES))
-def test_default_tiles(device, case):
+def test_default_tiles_agree_with_the_oracle(device, case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrefillAttentionConfig, "default_for", DEFAULT_FOR)
         _check(case.to(device), 2)
@@ -99,8 +99,8 @@ def test_block_sizes(device, block_size):
 # --- edges -------------------------------------------------------------------------------------
 
 
-def test_streaming_heads_beside_a_full_one(device):
-    """A long context: the ring's segments stay seven and five columns wide."""
+def test_streaming_heads_and_a_full_head_agree_with_the_oracle(device):
+    """A long context: the rings stay seven and five block-table columns wide."""
     roles = (
         HeadRole(group=0),
         HeadRole(window=40, sink=4, ring_blocks=6, group=1),
@@ -122,7 +122,7 @@ def test_requests_without_queries(device, query_lens):
 
 
 @pytest.mark.parametrize("num_reqs", [0, 1, 3])
-def test_no_tokens(device, num_reqs):
+def test_launches_without_tokens_write_nothing(device, num_reqs):
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=16)
     batch = RaggedBatch(query_lens=(0,) * num_reqs, seq_lens=(4,) * num_reqs)
     case = build_paged_cache(layout, batch).to(device)
@@ -133,7 +133,7 @@ def test_no_tokens(device, num_reqs):
         assert (got.lse == SENTINEL).all()
 
 
-def test_padding_rows_with_queries(device):
+def test_padding_rows_with_queries_give_zeros(device):
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=32)
     batch = RaggedBatch(query_lens=(1, 3, 1), seq_lens=(0, 20, 0))
     case = build_paged_cache(layout, batch).to(device)
@@ -150,7 +150,7 @@ def test_more_query_heads_than_tile_rows(device):
     _check(case, 40)
 
 
-def test_the_bound_on_queries_bounds_tiles_only(device):
+def test_max_query_len_may_exceed_the_longest_query(device):
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=48)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(37, 2), seq_lens=(40, 48))).to(device)
     for bound in (37, 1000):
@@ -176,12 +176,12 @@ def test_outputs_are_optional(device):
     assert out.is_contiguous()
 
 
-# --- keys cut among programs -------------------------------------------------------------------
+# --- keys divided among programs ---------------------------------------------------------------
 
 
 @pytest.fixture
 def _any_share(monkeypatch):
-    """Let a program take a step alone."""
+    """Let a program that shares a tile take as little as one step."""
     monkeypatch.setattr(prefill_attention, "MIN_SPLIT_STEPS", 1)
 
 
@@ -190,8 +190,8 @@ def _any_share(monkeypatch):
     case=paged_caches(layouts=SMALL, dtypes=DTYPES), group=st.sampled_from([1, 3, 8]),
     num_splits=st.sampled_from([2, 3, 16]), fewer=st.sampled_from([0, 3, 30]),
 )  # fmt: skip
-def test_programs_that_share_a_tile(device, case, group, num_splits, fewer):
-    """Twice, as the second launch finds what the first one left."""
+def test_programs_that_share_a_tile_agree_with_the_oracle(device, case, group, num_splits, fewer):
+    """Launched twice: the second launch starts with the buffers as the first launch left them."""
     case = case.to(device)
     splits = make_splits(case, make_queries(case, group, spare_rows=1), num_splits)
     num_programs = max(splits.num_programs - fewer, case.layout.num_kv_heads)
@@ -203,7 +203,7 @@ def test_programs_that_share_a_tile(device, case, group, num_splits, fewer):
 
 
 @pytest.mark.usefixtures("_any_share")
-def test_programs_that_share_streaming_heads_of_a_long_context(device):
+def test_programs_that_share_tiles_of_streaming_heads_agree_with_the_oracle(device):
     roles = (HeadRole(group=0), HeadRole(window=300, sink=40, ring_blocks=22, group=1))
     layout = LayoutCase.head_groups(
         roles=roles, head_dim=16, max_seq_len=700, max_reqs=2, max_query_len=40
@@ -215,8 +215,8 @@ def test_programs_that_share_streaming_heads_of_a_long_context(device):
     assert not splits.arrivals.any()
 
 
-def test_short_contexts_are_not_cut(device):
-    """48 tokens are two steps, fewer than a program wants: bit for bit as one program does it."""
+def test_short_contexts_are_not_divided(device):
+    """48 tokens are two steps, fewer than MIN_SPLIT_STEPS: bit for bit as by one program."""
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=48)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(7,), seq_lens=(48,))).to(device)
     q = make_queries(case, 2)
@@ -227,7 +227,7 @@ def test_short_contexts_are_not_cut(device):
 @pytest.mark.usefixtures("_any_share")
 @pytest.mark.parametrize(("query_lens", "num_tiles"), [((32, 0, 0), 2), ((20, 5, 0), 3)])
 def test_padding_takes_no_program_from_the_tiles(device, query_lens, num_tiles):
-    """Of tiles of 16 queries, each has three programs where there are so many for three each."""
+    """Tiles of 16 queries: 3 * num_tiles programs are three for each tile with queries."""
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=700)
     lengths = RaggedBatch(query_lens=(*query_lens, 0, 0), seq_lens=(700, 600, 30, 0, 0))
     case = build_paged_cache(layout, lengths).to(device)
@@ -240,8 +240,8 @@ def test_padding_takes_no_program_from_the_tiles(device, query_lens, num_tiles):
     assert not written[3:].any()
 
 
-def test_how_many_programs_share_a_tile(device, monkeypatch):
-    """Two programs a multiprocessor, the tiles of all heads, sixteen at most."""
+def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
+    """Two programs per multiprocessor, divided by the tiles of all heads; sixteen at most."""
     monkeypatch.setattr(
         prefill_splits, "device_info",
         lambda _: type("Info", (), {"num_sms": 132, "capability": (9, 0)})(),
@@ -255,20 +255,20 @@ def test_how_many_programs_share_a_tile(device, monkeypatch):
         )  # fmt: skip
         return splits and splits.num_splits
 
-    # 32 rows of a tile (as the fixture says) are 16 queries.
+    # 32 rows of a tile (set by the fixture) are 16 queries of two heads.
     assert [found(n) for n in (0, 1, 16, 48, 256, 272)] == [None, 16, 16, 11, 2, None]
     assert found(4096, num_splits=2) == 2
     assert found(16, num_splits=1) is None
 
 
 @pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracle"])
-def test_splits_for_other_shapes(device, ops):
+def test_splits_for_other_shapes_are_refused(device, ops):
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=48)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(7,), seq_lens=(48,))).to(device)
     q = make_queries(case, 2)
     with pytest.raises(ValueError, match=r"splits: expected states \(3, 7, 2, 16\)"):
         run_prefill(ops, case, q, splits=make_splits(case, make_queries(case, 4), 3))
-    if ops is kernels:  # whose tiles they are
+    if ops is kernels:  # the oracle has no tiles
         few = replace(splits := make_splits(case, q, 3), arrivals=splits.arrivals[:0])
         with pytest.raises(ValueError, match="splits: expected one for 1 requests of at most 7"):
             run_prefill(ops, case, q, splits=few)
@@ -282,7 +282,7 @@ def test_splits_for_other_shapes(device, ops):
 
 
 def _draw_offsets(draw, case):
-    """Return a range per row of q: causal, up to the end (as in an image), or any, even empty."""
+    """Return a key range per row of q: causal, up to the end (as in an image), any or empty."""
     rows = []
     for queries, seq_len in zip(case.batch.query_lens, case.batch.seq_lens, strict=True):
         kind = draw(st.sampled_from(["causal", "image", "any"]))
@@ -294,7 +294,7 @@ def _draw_offsets(draw, case):
 
 
 def _limited(case, offsets):
-    """Return the case whose queries see these ranges."""
+    """Return the case with queries that see these ranges of keys only."""
     layout = case.layout
     window, sink = (x.cpu()[:, None, None] for x in (layout.window, layout.sink))
     visible = []
@@ -310,7 +310,7 @@ def _limited(case, offsets):
 
 @pytest.mark.usefixtures("_any_share")
 @given(case=paged_caches(layouts=SMALL, dtypes=DTYPES), data=st.data())
-def test_ranges_of_keys(device, case, data):
+def test_attention_over_ranges_of_keys_agrees_with_the_oracle(device, case, data):
     case = case.to(device)
     q = make_queries(case, 2)
     offsets = _draw_offsets(data.draw, case)
@@ -323,7 +323,7 @@ def test_ranges_of_keys(device, case, data):
 
 
 def test_pages_between_ranges_are_not_read(device):
-    """Two queries of a tile see pages 0 and 3; NaN in pages 1 and 2 stays there."""
+    """Two queries of a tile see pages 0 and 3; NaN in pages 1 and 2 does not spread."""
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=64)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(2,), seq_lens=(64,))).to(device)
     q = make_queries(case, 1)
@@ -341,8 +341,8 @@ def test_pages_between_ranges_are_not_read(device):
 
 @pytest.mark.usefixtures("_any_share")
 @given(data=st.data())
-def test_no_page_is_read_that_no_query_sees(device, data):
-    """The pages a debug build marks are those of the oracle: sink and window, nothing between."""
+def test_pages_that_no_query_sees_are_not_read(device, data):
+    """Kernel and oracle mark the same pages in ``visited``: sink and window, no page between."""
     case = data.draw(paged_caches(layouts=SMALL)).to(device)
     q = make_queries(case, 1)
     offsets = _draw_offsets(data.draw, case) if data.draw(st.booleans()) else None
@@ -357,7 +357,7 @@ def test_no_page_is_read_that_no_query_sees(device, data):
 
 
 @pytest.mark.parametrize("hole", [0, 5, 6])
-def test_a_hole_among_pages_all_see(device, hole):
+def test_a_missing_page_is_skipped_among_pages_that_all_queries_see(device, hole):
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=200)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(40,), seq_lens=(200,))).to(device)
     case.block_table[0, hole] = -1
@@ -395,7 +395,7 @@ def test_batch_order_permutes_outputs_only(device, case, data):
 
 
 @given(data=st.data())
-def test_chunks_agree_with_the_whole(device, data):
+def test_two_chunks_agree_with_one(device, data):
     layout = data.draw(SMALL)
     n = data.draw(st.integers(1, layout.max_seq_len))
     queries = data.draw(st.integers(1, min(n, layout.max_query_len)))
@@ -413,7 +413,7 @@ def test_chunks_agree_with_the_whole(device, data):
 # --- configuration -----------------------------------------------------------------------------
 
 
-def test_fit_rows():
+def test_fit_rows_leaves_room_for_one_query_and_no_more_than_needed():
     config = PrefillAttentionConfig(tile_rows=128, tile_tokens=64, num_warps=8, num_stages=3)
     assert config.fit_rows(group=4, max_query_len=512).tile_rows == 128
     assert config.fit_rows(group=4, max_query_len=9).tile_rows == 64
@@ -492,7 +492,7 @@ def test_errors_name_the_argument(device, ops, name, change, error, message):
     assert (lse == SENTINEL).all()
 
 
-def test_head_dims_without_a_kernel(device):
+def test_a_head_dim_without_a_kernel_is_refused(device):
     cache = torch.zeros(16 * 8, device=device)
     with pytest.raises(ValueError, match=r"layout\.head_dim: expected a multiple of 16 from 16"):
         kernels.paged_prefill_attention(

@@ -1,4 +1,4 @@
-"""From a fused qkv to q and the cache in one launch: the separate ops, whole buffers compared."""
+"""From a fused qkv to q and the cache in one launch: whole buffers, against the separate ops."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _clone(scales: KVScales | None) -> KVScales | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which of its features a call uses."""
+    """The features that a call uses."""
 
     group: int = 2
     """Query heads per KV head."""
@@ -63,13 +63,13 @@ class Options:
     mrope: bool = False
     norm: bool = False
     coarse: bool = False
-    """Whether a sum of squares is exact in float32, in whatever order."""
+    """Whether every sum of squares is exact in float32, in any order."""
     seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call's inputs and the buffers it may write, sentinels in all of them."""
+    """One call's inputs and the buffers that it may write, all filled with sentinels."""
 
     case: PagedCase
     options: Options
@@ -86,12 +86,12 @@ class Call:
         heads, dim = case.layout_case.num_kv_heads, case.layout_case.head_dim
         num_tokens, dtype, device = case.key.shape[0], case.key.dtype, case.key.device
         num_q_heads = options.group * heads
-        # Rows are wider than they need be: any row stride will do.
+        # Rows are wider than necessary: any row stride is allowed.
         row = torch.full((num_tokens, num_q_heads + 2 * heads + 1, dim), 7.0, dtype=dtype)
         qkv = row.to(device)[:, :-1]
         qkv[:, :num_q_heads] = normal((num_tokens, num_q_heads, dim), dtype, device, options.seed)
         qkv[:, num_q_heads:] = torch.cat([case.key, case.value], dim=1)
-        if options.coarse:  # quarters up to 8: all squares and their sum have few bits
+        if options.coarse:  # multiples of 1/4 up to 8: all squares and their sum have few bits
             qkv.copy_((qkv * 4).round().clamp(-32, 32) / 4)
         keywords: dict[str, object] = {"num_q_heads": num_q_heads}
         if options.norm:
@@ -172,7 +172,7 @@ def _assert_same_cache(a: Call, b: Call) -> None:
 
 
 def _pair_sizes(x: torch.Tensor, options: Options) -> torch.Tensor:
-    """Return the length of the pair that each element was turned in; alone, its own size."""
+    """Return each element's size, or the length of the pair that it was rotated in."""
     size = x.abs()
     if options.rotary_dim is not None:
         half = options.rotary_dim // 2
@@ -185,7 +185,7 @@ def _pair_sizes(x: torch.Tensor, options: Options) -> torch.Tensor:
 
 
 def _assert_close(got: torch.Tensor, want: torch.Tensor, options: Options) -> None:
-    """Within two units in the last place of the result and of the pair it was turned from."""
+    """Fail unless ``got`` is within two units in the last place of the result and of its pair."""
     step = torch.finfo(got.dtype).eps
     exact = want.double()
     size = exact.abs() + _pair_sizes(exact, options)
@@ -220,8 +220,8 @@ def _example(
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_oracle_is_the_formula(interleaved):
-    """One head of 6 of which 4 turn, by the positions of two sections of M-RoPE, in float64."""
+def test_the_oracle_equals_the_formula(interleaved):
+    """Heads of 8 elements, of which 4 rotate by two sections of M-RoPE, in float64."""
     layout = KVLayout.hnd(1, 16, 8)
     qkv = normal((2, 4, 8), torch.float64, "cpu")
     cos_sin, positions = _table(4, "cpu"), torch.tensor([[5, 9], [7, 8], [1, 2]])
@@ -258,7 +258,7 @@ def test_the_oracle_is_the_formula(interleaved):
 
 
 @given(drawn=_calls(), as_on_gpu=st.booleans())
-def test_it_is_the_separate_ops(device, drawn, as_on_gpu):
+def test_one_launch_equals_the_separate_ops(device, drawn, as_on_gpu):
     case, options = drawn
     call = Call.of(case.to(device), options)
     before = call.qkv.clone()
@@ -275,7 +275,7 @@ def test_it_is_the_separate_ops(device, drawn, as_on_gpu):
 
 
 @given(drawn=_calls(coarse=True, mrope=False))
-def test_it_rounds_where_the_separate_ops_round(device, drawn):
+def test_one_launch_rounds_where_the_separate_ops_round(device, drawn):
     """Bit for bit where the norm's sum is exact. On a GPU fused multiply-adds may differ."""
     case, options = drawn
     call = Call.of(case.to(device), options)
@@ -303,7 +303,7 @@ def test_mrope_of_equal_positions_is_rope(device, seed, interleaved):
 
 
 @given(drawn=_calls(mrope=False))
-def test_rows_picked_before_are_the_same(device, drawn):
+def test_rope_rows_per_token_equal_a_table_and_positions(device, drawn):
     """A row of cosines and sines for each token, in place of a table and positions."""
     case, options = drawn
     table, rows = (Call.of(case.to(device), options) for _ in range(2))
@@ -316,7 +316,7 @@ def test_rows_picked_before_are_the_same(device, drawn):
 
 
 @given(drawn=_calls())
-def test_in_place_changes_q_and_nothing_else(device, drawn):
+def test_in_place_changes_only_q(device, drawn):
     case, options = drawn
     apart, call = (Call.of(case.to(device), options) for _ in range(2))
     q = apart.run(kernels)
@@ -369,7 +369,7 @@ def test_no_tokens(device, ops, granularity):
 
 @OPS
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_only_padding_still_has_a_q(device, ops, granularity):
+def test_only_padding_still_writes_q_and_k_out(device, ops, granularity):
     call = _example(device, granularity=granularity)
     untouched, whole = (_example(device, granularity=granularity) for _ in range(2))
     call.case.slot_mapping.fill_(-1)
@@ -379,7 +379,7 @@ def test_only_padding_still_has_a_q(device, ops, granularity):
 
 
 @OPS
-def test_nan_and_infinity_in_v_are_bytes_like_others(device, ops):
+def test_nan_and_infinity_in_v_are_copied_byte_for_byte(device, ops):
     call = _example(device)
     call.parts[2][:, :, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf], device=device)
     call.parts[2].view(torch.int16)[:, :, 3] = 0x7FA5  # NaN with a payload
@@ -425,7 +425,7 @@ def test_qkv_and_positions_beyond_two_to_the_31_elements(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_configurations(dim, dtype):
     gpu = QKVCacheWriteConfig.default_for(dim, dtype)
-    assert gpu.tile_heads * dim >= 32 * gpu.num_warps  # an element has one thread
+    assert gpu.tile_heads * dim >= 32 * gpu.num_warps  # no element has two threads
     cpu = QKVCacheWriteConfig.for_interpreter(10_000, 12, dim)
     assert cpu.tile_heads >= 12
     assert cpu.tile_tokens * cpu.tile_heads * dim <= 2**18
@@ -559,7 +559,7 @@ def test_errors_name_the_argument_and_write_nothing(device, ops, change, error, 
     assert all(x.isnan().all() for x in (*caches, *outs))
 
 
-def test_head_dims_without_a_kernel(device):
+def test_a_head_dim_without_a_kernel_is_refused(device):
     cache, slots = torch.zeros(384, device=device), torch.zeros(1, 1, device=device).long()
     layout = KVLayout.hnd(1, 16, 24, device=device)
     with pytest.raises(ValueError, match=r"layout\.head_dim: expected a multiple of 16 from 16"):

@@ -1,4 +1,4 @@
-"""KV cache writes beside a scale per quarter: sequences of launches, byte for byte."""
+"""KV cache writes with a scale per quarter of a block: sequences of launches, byte for byte."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ODD = (np.nan, np.inf, -np.inf, 0.0, -0.0)
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     slots: list[list[int]]
-    """By group; distinct or -1."""
+    """Per group; distinct or -1."""
     power: int
-    """Of two, the size of its vectors."""
+    """Vectors are multiplied by 2 ** power."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Sequence:
     seed: int = 0
 
     def fused(self, index: int) -> torch.Tensor:
-        """Return a launch's keys, then its values, some odd: a view of a fused projection."""
+        """Return a launch's keys, then values, some of them ODD: a view of a fused projection."""
         launch, source = self.launches[index], np.random.default_rng((self.seed, index))
         num_tokens = len(launch.slots[0])
         shape = (num_tokens, 1 + 2 * self.layout.num_kv_heads, self.layout.head_dim)
@@ -50,7 +50,7 @@ class Sequence:
         return torch.from_numpy(x).to(self.dtype)[:, 1:]
 
     def before(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return any codes, and scales as such codes may have them, or as an empty page may."""
+        """Return random codes and scales; some scales are NaN or 0, as an empty page may have."""
         source = np.random.default_rng(self.seed)
         codes = source.integers(0, 256, (2, self.layout.num_elements), dtype=np.uint8)
         *_, count = self.layout.scale_addresses(4)
@@ -66,7 +66,7 @@ def sequences(draw: DrawFn, max_launches: int = 4) -> Sequence:
     layout = draw(
         kv_layouts(head_dims=(16, 80), block_sizes=(16, 32), max_blocks=2, gap_elements=16)
     )
-    # Slots near each other share quarters; far ones let several be written at once.
+    # Near slots share quarters; far slots let one launch write several quarters.
     near, far = st.integers(0, 7), st.integers(0, 2 * layout.block_size - 1)
     launches = []
     for _ in range(draw(st.integers(1, max_launches))):
@@ -132,7 +132,7 @@ def _encode(x: np.ndarray) -> np.ndarray:
 
 
 def _check(case: Sequence, device, ops=kernels) -> None:
-    """Compare both caches and their scales after every launch, every byte of them."""
+    """Compare every byte of both caches and their scales after every launch."""
     codes, scales = case.before()
     caches = [torch.from_numpy(c.copy()).to(device) for c in codes]
     base, block_stride, _ = case.layout.scale_addresses(4)
@@ -182,7 +182,7 @@ def test_several_programs_and_tiles_of_slots(device, case):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_sizes(device, head_dim, block_size):
-    """More tokens than slots are looked at at once; then their neighbours, larger."""
+    """The first launch has more tokens than a tile of slots; the second writes larger vectors."""
     layout = LayoutCase.hnd(
         num_kv_heads=2, head_dim=head_dim, block_size=block_size, max_seq_len=320
     )
@@ -198,8 +198,8 @@ def test_sizes(device, head_dim, block_size):
 
 
 @BOTH
-def test_what_a_quarter_goes_through(device, ops):
-    """One head, quarters of four: begun, joined, outgrown, left alone, begun anew."""
+def test_the_scale_of_a_quarter_grows_and_starts_anew(device, ops):
+    """One head, quarters of four tokens: begun, joined, outgrown, unchanged, begun anew."""
     layout = KVLayout.hnd(1, 16, 16, device=device)
     caches = [torch.full((1, 1, 16, 16), 0x7F, dtype=torch.uint8, device=device) for _ in "kv"]
     nan = torch.full((1, 1, 4), torch.nan, device=device)
@@ -220,7 +220,7 @@ def test_what_a_quarter_goes_through(device, ops):
     assert write(6, 896.0) == (2.0, [0x76, one, largest, empty])  # 224, 1, 448: all halved
     assert write(7, 8.0) == (2.0, [0x76, one, largest, four])
     assert write(4, 4.0)[0] == np.float32(4.0) / np.float32(448)
-    assert write(5, torch.inf)[1][:2] == [largest, largest]  # nothing grows for an infinity
+    assert write(5, torch.inf)[1][:2] == [largest, largest]  # an infinity does not raise the scale
     assert scales.k_scale[0, 0, [0, 2, 3]].isnan().all()
     assert (caches[0][0, 0, :4] == empty).all()
     assert (caches[0][0, 0, 8:] == empty).all()
@@ -228,7 +228,7 @@ def test_what_a_quarter_goes_through(device, ops):
 
 @BOTH
 @pytest.mark.parametrize("slots", [[], [-1, -1]], ids=str)
-def test_nothing_to_write(device, ops, slots):
+def test_no_tokens_and_only_padding_write_nothing(device, ops, slots):
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=16)
     _check(Sequence(layout=layout, launches=[Launch(slots=[slots], power=0)]), device, ops)
 
@@ -254,7 +254,7 @@ def test_pages_beyond_two_to_the_31_elements(device):
     slots = torch.full((1, 1), 2 * 16 + 15, device=device)
     kernels.kv_cache_write(key, key, cache, other, slots, layout, scales=scales)
     want = torch.full((16, 16), 0x38, dtype=torch.uint8, device=device)
-    want[12:15], want[15] = 0x30, 0x7E  # halved beside the largest
+    want[12:15], want[15] = 0x30, 0x7E  # halved next to the largest code
     assert torch.equal(cache[2 * stride :].view(16, 16), want)
     assert scales.k_scale.flatten().tolist() == [1.0] * 11 + [2.0]
 
@@ -264,7 +264,7 @@ def test_pages_beyond_two_to_the_31_elements(device):
 
 @given(case=sequences(max_launches=1), data=st.data())
 def test_the_order_of_tokens_in_a_launch_does_not_matter(device, case, data):
-    """Which token owns the quarter does not show."""
+    """The result does not show which token's program owned a quarter."""
     (launch,) = case.launches
     order = data.draw(st.permutations(range(len(launch.slots[0]))))
     results = []

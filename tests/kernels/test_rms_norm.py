@@ -43,7 +43,7 @@ def _torch(x, weight, eps=EPS):
 # --- oracle ------------------------------------------------------------------------------------
 
 
-def test_the_oracle_is_the_formula():
+def test_the_oracle_equals_the_formula():
     x, weight = normal((3, 5), torch.float64, "cpu"), normal((5,), torch.float64, "cpu", 1)
     residual = normal((3, 5), torch.float64, "cpu", 2)
     want, sums = torch.empty(3, 5).double(), torch.empty(3, 5).double()
@@ -75,7 +75,7 @@ def test_the_oracle_rounds_as_llama_does(dtype):
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
-def test_it_is_as_exact_as_torch(device, shape, dim, dtype, gap, as_on_gpu, seed):
+def test_rms_norm_is_as_exact_as_torch(device, shape, dim, dtype, gap, as_on_gpu, seed):
     x = in_a_wider_row(normal((*shape, dim), dtype, device, seed), gap, 2 * gap)
     weight = normal((dim,), dtype, device, seed + 1)
     out = in_a_wider_row(torch.zeros_like(x), 2 * gap, gap)
@@ -116,7 +116,7 @@ def test_a_power_of_two_cancels(device, dtype, exponent, seed):
 
 
 @given(order=st.permutations(range(9)), seed=seeds)
-def test_a_row_does_not_see_the_others(device, order, seed):
+def test_a_row_does_not_depend_on_other_rows(device, order, seed):
     x, weight = normal((9, 96), torch.bfloat16, device, seed), normal((96,), DTYPES[2], device)
     want = kernels.rms_norm(x, weight, EPS)
     assert torch.equal(kernels.rms_norm(x[list(order)], weight, EPS), want[list(order)])
@@ -131,7 +131,7 @@ def test_a_row_does_not_see_the_others(device, order, seed):
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
-def test_a_token_alone_has_the_bits_that_it_has_among_others(
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(
     device, shape, dim, dtype, gap, has_residual, as_on_gpu, seed
 ):
     x = in_a_wider_row(normal((*shape, dim), dtype, device, seed), gap, 2 * gap)
@@ -155,12 +155,12 @@ def test_a_token_alone_has_the_bits_that_it_has_among_others(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_normalised_value_is_rounded_before_the_weight(device, dtype):
-    """Of 1 and 7 the mean square is 25: 1.4 must lose its digits before the weight sees it."""
+    """The mean square of 1 and 7 is 25: 7 / 5 = 1.4 is rounded before the weight is applied."""
     x = torch.tensor([1.0, 7.0] * 64, dtype=dtype, device=device)[None]
     weight = 1 + torch.arange(128, dtype=torch.float32, device=device).to(dtype) / 128
     want = _torch(x, weight)
     assert torch.equal(kernels.rms_norm(x, weight, 0.0), want)
-    assert not torch.equal(want, _exact(x, weight, 0.0).to(dtype))  # rounded once it differs
+    assert not torch.equal(want, _exact(x, weight, 0.0).to(dtype))  # a single rounding differs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -62,7 +62,7 @@ def _torch(x, cos_sin, positions, interleaved):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_oracle_is_the_formula(interleaved):
+def test_the_oracle_equals_the_formula(interleaved):
     q, k = normal((2, 3, 6), torch.float64, "cpu"), normal((2, 1, 6), torch.float64, "cpu", 1)
     cos_sin, positions = _table(4, "cpu"), torch.tensor([5, 9])
     wanted = []
@@ -94,7 +94,7 @@ def test_the_oracle_is_the_formula(interleaved):
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
-def test_it_is_as_exact_as_torch(
+def test_apply_rope_is_as_exact_as_torch(
     device, num_tokens, heads, dims, dtype, interleaved, as_on_gpu, seed
 ):
     (num_q_heads, num_kv_heads), (head_dim, rotary_dim) = heads, dims
@@ -123,7 +123,7 @@ def test_it_is_as_exact_as_torch(
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
-def test_a_token_alone_has_the_bits_that_it_has_among_others(
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(
     device, num_tokens, dims, dtype, interleaved, as_on_gpu, seed
 ):
     head_dim, rotary_dim = dims

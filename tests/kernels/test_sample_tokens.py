@@ -22,17 +22,17 @@ from tests.kernels.elementwise import seeds as small_seeds
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 NEAR_TIE = 2.0**-17
-"""Scores this close, relative to the larger of the best and 16, may swap: noise and quotient are
-each a few float32 ulp apart from the oracle's, and the noise reaches 22."""
+"""Scores this close, relative to the larger of the best and 16, may swap: noise and quotient each
+differ from the oracle's by a few float32 ulp, and the noise reaches 22."""
 ROUNDING = 2.0**-15
-"""A filter that differs by this, relatively, may keep the kernel's set: thresholds of min_p and
-sums of up to 2^18 float32 terms round by less."""
+"""Relative change of a filter's value: the kernel may keep the set of the changed value, as
+thresholds of min_p and sums of up to 2^18 float32 terms round by less."""
 
 SOME = 3 if INTERPRET else 60
-"""Examples of what takes the interpreter long."""
+"""Examples for tests that take the interpreter long."""
 
 int64s = st.integers(-(2**63), 2**63 - 1)
-VOCABS = (1, 2, 96, 128, 129, 1000, 4096, 9001)  # a group is 128, a GPU's tile 2048
+VOCABS = (1, 2, 96, 128, 129, 1000, 4096, 9001)  # a group has 128 ids, a GPU's tile 2048
 FILTERS = {
     "top_k": [0, 1, 2, 40, 300, 5000],
     "top_p": [1.0, 0.999, 0.9, 0.3, 1e-6],
@@ -42,9 +42,9 @@ FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.fl
 
 
 def _near_best(logits, temperature, seeds, positions, child, **filters):
-    """Return which tokens are the oracle's, or as good as it to within a near tie: [vocab] bool.
+    """Return the oracle's token and all tokens as good within a near tie: [vocab] bool.
 
-    Of one drawn row, in float64.
+    For one drawn row, in float64.
     """
     scaled = (logits.double() - logits.double().max()) / temperature.double()
     noise = (seeds, positions, child)
@@ -55,14 +55,14 @@ def _near_best(logits, temperature, seeds, positions, child, **filters):
 
 
 def _is_in_rounds(vocab, top_k=None, top_p=None, min_p=None):
-    """Whether top_p is the only filter of a row."""
+    """Return whether top_p is the only filter of a row."""
     keeps_all_k = top_k is None or top_k.item() == 0 or top_k.item() >= vocab
     keeps_all_min_p = min_p is None or min_p.item() == 0
     return top_p is not None and top_p.item() < 1 and keeps_all_k and keeps_all_min_p
 
 
 def _near_in_rounds(scaled, probs, top_p, noise, purpose):
-    """Likewise of top-p alone: a token near the best, if it is kept, or what may come after it."""
+    """Return the same for top-p alone: kept tokens near the best, and winners of later rounds."""
     found = torch.zeros_like(scaled, dtype=torch.bool)
     for token in _near_draw(scaled, noise, purpose).nonzero().flatten().tolist():
         mass = probs.where(scaled > scaled[token], 0).sum().item()
@@ -93,7 +93,7 @@ def _near_draw(scaled, noise, purpose):
 
 
 def _assert_near_best(tokens, logits, temperature, seeds, positions, **options) -> None:
-    """Fail unless every token is the oracle's, or as good as it to within rounding."""
+    """Fail unless every token is the oracle's, or as good within rounding."""
     arguments = [x.cpu() for x in (logits, temperature, seeds, positions)]
     options = {name: value.cpu() for name, value in options.items()}
     tokens, want = tokens.cpu(), reference.sample_tokens(*arguments, **options)
@@ -125,7 +125,7 @@ def _arguments(rows, vocab, dtype, device, seed=0, temperatures=(0.0, 0.3, 1.0, 
 
 
 def _filters(rows, device, **values):
-    """Return the options of rows that all filter alike."""
+    """Return filter options that are equal in all rows."""
     return {
         name: torch.full((rows,), value, dtype=FILTER_DTYPES[name], device=device)
         for name, value in values.items()
@@ -134,7 +134,7 @@ def _filters(rows, device, **values):
 
 @st.composite
 def _row_filters(draw, rows):
-    """Draw the options of rows that filter each in its own way."""
+    """Draw filter options that differ from row to row."""
     return {
         name: torch.tensor(
             draw(st.lists(st.sampled_from(values), min_size=rows, max_size=rows)),
@@ -188,7 +188,7 @@ def test_philox_gives_the_known_answers(counter, key, want):
 
 
 @given(seed=int64s, position=int64s, vocab=st.integers(1, 40))
-def test_the_oracles_words_are_philox(seed, position, vocab):
+def test_the_oracle_words_are_philox(seed, position, vocab):
     key = seed % 2**32, (seed >> 32) % 2**32
     seed, index = torch.tensor([seed]), torch.arange(vocab)
     for purpose, child in ((0, None), (1, 3)):
@@ -210,7 +210,7 @@ def _words_kernel(
 
 
 @given(seed=int64s, position=int64s, child=st.integers(0, 2**31 - 1))
-def test_the_kernels_words_equal_the_oracles(device, seed, position, child):
+def test_the_kernel_words_equal_the_oracle_words(device, seed, position, child):
     child = torch.tensor([child], dtype=torch.int32, device=device)
     seed, position = torch.tensor([seed], device=device), torch.tensor([position], device=device)
     words = torch.empty(1, 1000, dtype=torch.int64, device=device)
@@ -232,7 +232,7 @@ def _gumbel_kernel(noise_ptr, words_ptr, TILE: tl.constexpr):
     tl.store(noise_ptr + index, gumbel(word))
 
 
-def test_the_noise_is_right_at_both_ends(device):
+def test_gumbel_noise_is_accurate_at_both_ends(device):
     """Words 0 and 2^32 - 1, and both sides of where the series takes over."""
     edge = 2**32 // 32
     words = [0, 1, 2, 127, edge - 1, edge, edge + 1, 2**31, 2**32 - 2, 2**32 - 1]
@@ -257,7 +257,7 @@ def test_the_noise_is_right_at_both_ends(device):
     as_on_gpu=st.booleans(),
     seed=small_seeds,
 )
-def test_tokens_equal_the_oracles(device, rows, vocab, dtype, as_on_gpu, seed):
+def test_tokens_equal_the_oracle_tokens(device, rows, vocab, dtype, as_on_gpu, seed):
     logits, *others = _arguments(rows, vocab, dtype, device, seed)
     logits = in_a_wider_row(logits, 8, 5)
     out = torch.full((rows,), -7, device=device)
@@ -269,7 +269,7 @@ def test_tokens_equal_the_oracles(device, rows, vocab, dtype, as_on_gpu, seed):
 @given(
     vocab=st.sampled_from(VOCABS),
     dtype=st.sampled_from(DTYPES),
-    offset=st.sampled_from([0, -100]),  # all below 0, which padding must not be
+    offset=st.sampled_from([0, -100]),  # all below 0: padding must not win
     seed=small_seeds,
 )
 def test_greedy_is_the_first_argmax(device, vocab, dtype, offset, seed):
@@ -320,7 +320,7 @@ def test_filters_that_are_off_change_nothing(device, rows, vocab, seed):
     as_on_gpu=st.booleans(),
     seed=small_seeds,
 )
-def test_filtered_tokens_equal_the_oracles(
+def test_filtered_tokens_equal_the_oracle_tokens(
     device, data, rows, vocab, dtype, kind, as_on_gpu, seed
 ):
     logits, *others = _arguments(rows, vocab, dtype, device, seed)
@@ -347,8 +347,10 @@ def test_filtered_tokens_equal_the_oracles(
     spread=st.sampled_from([0.0, 1e-30, 1.0, 1e30]),
     seed=small_seeds,
 )
-def test_whatever_does_not_fit_is_searched_for(device, data, sizes, pivots, spread, seed):
-    """Passes over a row, as a large one takes them: with room for few groups and tokens."""
+def test_groups_and_tokens_beyond_the_lists_are_searched(
+    device, data, sizes, pivots, spread, seed
+):
+    """With room for few groups and tokens, a small row takes the passes of a large row."""
     few_groups, lanes, depth = sizes
     logits, temperature, *others = _arguments(2, 1500, torch.float32, device, seed)
     logits = logits.round(decimals=1) * spread
@@ -391,7 +393,7 @@ def test_parallel_samples_differ(device):
 
 
 @given(data=st.data(), seed=small_seeds, num_slots=st.integers(1, 9))
-def test_parameters_in_slot_order_are_those_of_the_rows_slots(device, data, seed, num_slots):
+def test_parameters_in_slot_order_are_read_through_idx_mapping(device, data, seed, num_slots):
     slots = data.draw(st.permutations([*range(num_slots), -1, -1]))
     logits, temperature, seeds, positions = _arguments(
         len(slots), 300, torch.float32, device, seed
@@ -420,7 +422,7 @@ def test_parameters_in_slot_order_are_those_of_the_rows_slots(device, data, seed
 
 
 def _chi_square_bound(degrees: int) -> float:
-    """Return what chi-square exceeds once in 10^6 (Wilson and Hilferty's approximation)."""
+    """Return the value that chi-square exceeds once in 10^6 (Wilson-Hilferty approximation)."""
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + 4.75 * math.sqrt(spread)) ** 3
 
@@ -439,14 +441,14 @@ def _assert_draws_from(probabilities: torch.Tensor, tokens: torch.Tensor) -> Non
         ("positions", {}),
         ("seeds", {"top_k": 20}),
         ("child", {"top_p": 0.7}),
-        ("seeds", {"top_p": 0.1}),  # some in five rounds
+        ("seeds", {"top_p": 0.1}),  # some draws take five rounds
         ("positions", {"min_p": 0.3}),
         ("seeds", {"top_k": 40, "top_p": 0.8}),
     ],
     ids=str,
 )
 def test_draws_follow_the_softmax(device, vary, filters):
-    """150 tokens are two groups: one is drawn by its sum, then a token in it."""
+    """150 tokens are two groups: a group is drawn by its sum, then a token of the group."""
     num_draws, temperature = 100_000, 0.7
     logits = torch.linspace(-1.0, 1.0, 150)[torch.randperm(150, generator=torch.manual_seed(0))]
     index = torch.arange(num_draws)
@@ -458,7 +460,7 @@ def test_draws_follow_the_softmax(device, vary, filters):
         "child": index.int() if vary == "child" else torch.zeros(num_draws, dtype=torch.int32),
         **_filters(num_draws, "cpu", **filters),
     }
-    if device.type == "cpu":  # a program a row: the oracle, equal to the kernel, is quicker
+    if device.type == "cpu":  # one program per row: the oracle, equal to the kernel, is quicker
         step = 20_000
         tokens = torch.cat([
             reference.sample_tokens(**{name: x[i : i + step] for name, x in rows.items()})
@@ -475,7 +477,7 @@ def test_draws_follow_the_softmax(device, vary, filters):
 
 
 def _kept_by_hand(scaled, top_k=0, top_p=1.0, min_p=0.0):
-    """Return what stays, by the definitions, token by token: [vocab] bool."""
+    """Return the kept tokens, by the definitions, token by token: [vocab] bool."""
     weights = [math.exp(x - max(scaled)) if x > -math.inf else 0.0 for x in scaled]
     kept = [w > 0 and w >= min_p for w in weights]
     if top_k:
@@ -498,7 +500,7 @@ def _kept_by_hand(scaled, top_k=0, top_p=1.0, min_p=0.0):
     values=st.lists(st.integers(-8, 8), min_size=1, max_size=40),
     num_masked=st.integers(0, 10),
 )
-def test_the_oracle_keeps_what_the_definitions_say(data, values, num_masked):
+def test_the_oracle_keeps_the_tokens_of_the_definitions(data, values, num_masked):
     scaled = torch.tensor([*(x / 3 for x in values), *[-torch.inf] * num_masked]).double()
     filters = data.draw(_row_filters(1))
     got = reference.kept_tokens(scaled[None], **filters)[0]
@@ -511,7 +513,9 @@ def test_the_oracle_keeps_what_the_definitions_say(data, values, num_masked):
     vocab=st.sampled_from(VOCABS), top_p=st.floats(0.0625, 0.96875, width=32),
     as_on_gpu=st.booleans(), seed=small_seeds,
 )  # fmt: skip
-def test_top_p_keeps_the_token_that_is_drawn_without_it(device, vocab, top_p, as_on_gpu, seed):
+def test_top_p_draws_the_unfiltered_token_if_the_token_is_kept(
+    device, vocab, top_p, as_on_gpu, seed
+):
     arguments = _arguments(4, vocab, torch.float32, device, seed, temperatures=(0.5, 1.0))
     with tiles("sample_tokens", as_on_gpu=as_on_gpu):
         plain = kernels.sample_tokens(*arguments).cpu()

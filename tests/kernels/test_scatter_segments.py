@@ -23,7 +23,7 @@ def _state(num_words: int) -> torch.Tensor:
 
 
 def _staged(num_words: int) -> torch.Tensor:
-    """Words whose sign bit and value differ from the state's."""
+    """Return words that differ from the state's, some of them negative."""
     return torch.arange(num_words, dtype=torch.int32) * 37 - 50_000
 
 
@@ -36,7 +36,7 @@ def _by_hand(state: torch.Tensor, staged: torch.Tensor, segments: list[Segment])
 
 
 def _run(ops, state, staged, segments: list[Segment], spare: int, device="cpu") -> list[int]:
-    """Apply ``segments``; ``spare`` more rows of the array do not count and would do harm."""
+    """Apply ``segments``; ``spare`` more rows, not counted, would overwrite the state."""
     state, staged = state.to(device), staged.to(device)
     rows = [*segments, *[(0, 0, 5)] * spare]
     array = torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 3)
@@ -68,7 +68,7 @@ def _segments(draw, num_words: int, num_staged: int) -> list[Segment]:
 
 
 @given(segments=_segments(1000, 300), spare=st.integers(0, 3))
-def test_the_oracle_is_the_loop(segments, spare):
+def test_the_oracle_equals_a_plain_loop(segments, spare):
     state, staged = _state(1000), _staged(300)
     got = _run(reference, state, staged, segments, spare)
     assert got == _by_hand(state, staged, segments)
@@ -78,7 +78,7 @@ def test_the_oracle_is_the_loop(segments, spare):
 
 
 @given(segments=_segments(1000, 300), spare=st.integers(0, 3), as_on_gpu=st.booleans())
-def test_every_word_is_the_loops(device, segments, spare, as_on_gpu):
+def test_every_word_equals_a_plain_loop(device, segments, spare, as_on_gpu):
     state, staged = _state(1000), _staged(300)
     with tiles("scatter_segments", as_on_gpu=as_on_gpu):
         got = _run(kernels, state, staged, segments, spare, device)
@@ -127,7 +127,7 @@ def test_no_segments(device, spare):
 
 
 @pytest.mark.parametrize("length", [0, -1, -(2**31)])
-def test_a_length_of_nothing_does_nothing(device, length):
+def test_a_segment_of_length_zero_or_less_writes_nothing(device, length):
     state = _state(10)
     segments = [(0, 0, length), (5, FILL, length)]
     assert _run(kernels, state, _staged(10), segments, 0, device) == state.tolist()

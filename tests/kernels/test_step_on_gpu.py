@@ -1,4 +1,4 @@
-"""The head and the tail of a step in one CUDA graph: each replay is the oracles' step."""
+"""The head and the tail of a step in one CUDA graph: each replay equals the oracles' step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Step:
         self.num_output = full(NUM_ROWS)
 
     def run(self) -> None:
-        """Scatter the upload, gather, sample what a sum of the inputs says, update."""
+        """Scatter the upload, gather, derive tokens from a sum of the inputs, update."""
         upload, outputs = self.upload, self.outputs
         num_segments, idx_mapping = upload[:1], upload[1 : 1 + NUM_ROWS]
         segments = upload[1 + NUM_ROWS :][: 3 * MAX_SEGMENTS].view(-1, 3)
@@ -80,7 +80,7 @@ class Step:
         self.ops.gather_tokens(idx_mapping, None, self.slots, self.tables, gathered, query_len=1)
         signature = outputs["input_ids"] * 31 + outputs["positions"] * 7 + outputs["seq_lens"]
         signature += outputs["slot_mapping"][0] + outputs["block_table"][:, 0]
-        tokens = (signature % (VOCAB + 1) - 1)[:, None]  # -1 now and then
+        tokens = (signature % (VOCAB + 1) - 1)[:, None]  # sometimes -1: the row fails
         self.ops.post_update(
             idx_mapping,
             None,
@@ -98,7 +98,7 @@ class Step:
 
 
 def _upload(generator: torch.Generator, layout: Step) -> torch.Tensor:
-    """Some slots get a new request, each a handful of segments, and rows are drawn anew."""
+    """Return an upload: some slots get a new request, a few segments each; rows are drawn anew."""
 
     def random(low: int, high: int, size: int = 1) -> list[int]:
         return torch.randint(low, high, (size,), generator=generator).tolist()
@@ -108,7 +108,7 @@ def _upload(generator: torch.Generator, layout: Step) -> torch.Tensor:
     first_word = 1 + NUM_ROWS + 3 * MAX_SEGMENTS
 
     def write(target: torch.Tensor, values: list[int] | int) -> None:
-        """Stage ``values``, or -1 so many times."""
+        """Stage ``values``; an int n stages n times -1."""
         dst = target.storage_offset()
         if isinstance(values, int):
             segments.append((dst, -1, values))
@@ -136,7 +136,7 @@ def _upload(generator: torch.Generator, layout: Step) -> torch.Tensor:
     return torch.tensor([len(segments), *rows, *table, *data], dtype=torch.int32)
 
 
-def test_replays_of_one_graph_are_the_oracles_steps(device):
+def test_replays_of_one_graph_equal_the_oracle_steps(device):
     generator = torch.Generator().manual_seed(0)
     step, oracle = Step(kernels, device), Step(reference, "cpu")
     for each in (step, oracle):

@@ -43,7 +43,7 @@ print(plan.counts.tolist(), out.unique().tolist(), sorted(calls))
 
 
 def test_oracles_need_no_triton():
-    """Queries of zeros weigh the values 0, 1 and 2 alike."""
+    """Queries of zeros weigh the values 0, 1 and 2 equally: the output is 1."""
     child = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=REPO, capture_output=True, text=True, check=False
     )

@@ -1,8 +1,8 @@
 """A paged cache and a loop around ``DecoderModel``, without runner, scheduler or sampler.
 
-Written the plain way (lists, one request after the other), so that model tests do not depend on
-the code that serves. Whatever a request may not see is poisoned: caches start as NaN, blocks are
-handed out in shuffled order, and every step carries padding.
+Written plainly (lists, one request after another), so that model tests do not depend on the
+runner. Memory that a request must not see is poisoned: caches start as NaN, blocks are allocated
+in shuffled order, and every step has padding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_DECODE_QUERY_LEN = 8
 
 @dataclass
 class Request:
-    """One sequence: all its tokens, and how many of them are in the cache."""
+    """One sequence: all its tokens, and the number of tokens in the cache."""
 
     token_ids: list[int]
     num_computed: int = 0
@@ -36,9 +36,9 @@ class PagedDriver:
         model: the model under test.
         block_size: tokens per block.
         num_blocks: blocks in every layer's cache.
-        seed: of the order in which blocks are handed out.
+        seed: seed of the order in which blocks are allocated.
         num_padding_rows: padding rows in every batch.
-        granularity: of an fp8 cache's scales; None = a cache of the model's dtype.
+        granularity: granularity of an fp8 cache's scales; None = a cache of the model's dtype.
         head_scales: ``[layers, 2, kv_heads]``, static scales for ``head``.
     """
 
@@ -93,8 +93,8 @@ class PagedDriver:
     def logits(self, prompts: Sequence[list[int]], chunk: int | None) -> list[torch.Tensor]:
         """Return each prompt's logits ``[len, vocab]``, computed ``chunk`` tokens a step.
 
-        ``None`` takes every prompt in one step. Prompts end at different steps, so batches shrink
-        and become ragged.
+        ``None`` computes every prompt in one step. Prompts end at different steps, so batches
+        shrink and become ragged.
         """
         requests = [Request(list(prompt)) for prompt in prompts]
         rows: list[list[torch.Tensor]] = [[] for _ in requests]
@@ -153,5 +153,5 @@ class PagedDriver:
 
 
 def blocks_needed(prompts: Sequence[list[int]], block_size: int) -> int:
-    """Return how many blocks hold ``prompts``."""
+    """Return the number of blocks that ``prompts`` need."""
     return sum(-(-len(prompt) // block_size) for prompt in prompts)

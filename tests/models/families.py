@@ -84,7 +84,7 @@ def tiny_config(family: str, rope: str = "default", **overrides: Any) -> Pretrai
 def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     """Return transformers' model of ``config``, in float32, with weights from ``seed`` alone.
 
-    The standard deviation of 0.2 keeps logits far apart: a greedy choice is then no tie that
+    The standard deviation of 0.2 keeps logits far apart, so that no greedy choice is a tie that
     rounding could decide.
     """
     model = AutoModelForCausalLM.from_config(

@@ -1,4 +1,4 @@
-"""transformers' own KV cache, rounded to fp8 as it is filled: what an fp8 cache should give."""
+"""transformers' own KV cache, rounded to fp8 as it is filled: the oracle of an fp8 cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 
 def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` as e4m3 codes with these scales hold it."""
+    """Return ``x`` rounded to e4m3 codes with these scales."""
     codes = (x.to(torch.float64) / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn)
     return (codes.to(torch.float64) * scale).to(x.dtype)
 
@@ -18,8 +18,8 @@ class QuantizingCache(DynamicCache):
     """Keys and values with a scale per (token, head), per (quarter, head), or with static scales.
 
     Args:
-        head_scales: ``[layers, 2, kv_heads]``; None = they are computed.
-        quarter: tokens that share a scale, which grows with them; None = each has its own.
+        head_scales: ``[layers, 2, kv_heads]`` static scales; None = scales are computed.
+        quarter: number of tokens that share a scale, which grows; None = one scale per token.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class QuantizingCache(DynamicCache):
         self.head_scales = head_scales
         self.quarter = quarter
         self.scales: dict[tuple[int, int], torch.Tensor] = {}
-        """By layer and key or value: each token's scale, ``[batch, kv_heads, tokens, 1]``."""
+        """By layer and K (0) or V (1): each token's scale, ``[batch, kv_heads, tokens, 1]``."""
 
     def update(
         self,
@@ -39,7 +39,7 @@ class QuantizingCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round what comes in, then keep it as the base class does."""
+        """Round the new keys and values, then store them as the base class does."""
         states = []
         for index, x in enumerate((key_states, value_states)):
             if self.head_scales is None:
@@ -53,7 +53,7 @@ class QuantizingCache(DynamicCache):
         return super().update(*states, layer_idx, *args, **kwargs)
 
     def _grow(self, layer_idx: int, index: int, needed: torch.Tensor) -> torch.Tensor:
-        """Return the scales of new tokens; round what is held once more where its own grew."""
+        """Return the scales of new tokens; round stored tokens again where their scale grew."""
         held = self.scales.get((layer_idx, index), needed[:, :, :0])
         scale = torch.cat([held, needed], dim=2)
         for first in range(0, scale.shape[2], self.quarter):

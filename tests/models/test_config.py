@@ -1,4 +1,4 @@
-"""``ModelConfig`` reads what transformers reads, and says everything it cannot run."""
+"""``ModelConfig`` reads transformers' settings, and reports every setting it cannot run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KV_CACHE_ONLY = {
 
 
 def write_config(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
-    """Write a tiny config.json, with settings changed as text would be."""
+    """Write a tiny config.json with ``changes`` in its JSON."""
     content = tiny_config(family).to_dict() | {"architectures": [ARCHITECTURES[family]]} | changes
     (directory / "config.json").write_text(json.dumps(content))
     return directory
@@ -61,7 +61,9 @@ def test_architecture_follows_from_the_model_type(family: str) -> None:
         ("ernie4_5", {"use_bias": True}, (True, True, True)),
     ],
 )
-def test_biases(family: str, settings: dict[str, Any], biases: tuple[bool, ...]) -> None:
+def test_biases_follow_from_the_family_and_its_settings(
+    family: str, settings: dict[str, Any], biases: tuple[bool, ...]
+) -> None:
     config = ModelConfig.from_hf(tiny_config(family, **settings))
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == biases
 
@@ -83,7 +85,9 @@ def test_biases(family: str, settings: dict[str, Any], biases: tuple[bool, ...])
         ),
     ],
 )
-def test_windows(family: str, settings: dict[str, Any], windows: tuple[int, ...]) -> None:
+def test_layer_windows_follow_from_the_sliding_window_settings(
+    family: str, settings: dict[str, Any], windows: tuple[int, ...]
+) -> None:
     assert ModelConfig.from_hf(tiny_config(family, **settings)).layer_windows == windows
 
 
@@ -98,7 +102,9 @@ def test_head_dim_defaults_to_a_share_of_the_hidden_size() -> None:
     ("rope", "max_position_embeddings", "expected"),
     [("default", 100, 100), ("linear", 100, 100), ("yarn", 100, 256), ("yarn", 512, 512)],
 )
-def test_context(rope: str, max_position_embeddings: int, expected: int) -> None:
+def test_yarn_extends_the_context_and_linear_rope_does_not(
+    rope: str, max_position_embeddings: int, expected: int
+) -> None:
     config = tiny_config("qwen2", rope, max_position_embeddings=max_position_embeddings)
     assert ModelConfig.from_hf(config).max_model_len == expected
 
@@ -112,7 +118,7 @@ def test_context(rope: str, max_position_embeddings: int, expected: int) -> None
         (None, None, ()),
     ],
 )
-def test_eos_ids_of_both_files(
+def test_eos_ids_come_from_both_files(
     tmp_path: Path, own: Any, generation: Any, expected: tuple[int, ...]
 ) -> None:
     write_config(tmp_path, eos_token_id=own)
@@ -124,7 +130,7 @@ def test_generation_config_is_optional(tmp_path: Path) -> None:
     assert ModelConfig.from_pretrained(write_config(tmp_path)).eos_token_ids == (2,)
 
 
-def test_files_of_older_transformers(tmp_path: Path) -> None:
+def test_config_files_of_older_transformers_are_read(tmp_path: Path) -> None:
     """Before version 5 rope was spread over three settings, and the dtype had another name."""
     content = tiny_config("llama").to_dict() | {
         "architectures": ["LlamaForCausalLM"],
@@ -143,31 +149,33 @@ def test_files_of_older_transformers(tmp_path: Path) -> None:
     assert config.torch_dtype == torch.bfloat16
 
 
-def test_unsupported_architecture_object() -> None:
+def test_a_config_object_of_an_unsupported_architecture_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"architectures: .*, got None \(model_type 'gpt2'\)"):
         ModelConfig.from_hf(GPT2Config())
 
 
-def test_rope_that_differs_by_layer() -> None:
+def test_rope_that_differs_by_layer_is_refused() -> None:
     config = tiny_config("qwen3")
     config.rope_parameters = {"full_attention": ROPES["default"]}
     with pytest.raises(ConfigError, match="rope_parameters: expected one rope for all layers"):
         ModelConfig.from_hf(config)
 
 
-def test_no_heads() -> None:
+def test_a_config_without_heads_is_refused() -> None:
     config = Qwen2Config(hidden_size=64, num_key_value_heads=2)
     config.num_attention_heads = 0
     with pytest.raises(ConfigError, match="num_q_heads: expected >= 1, got 0"):
         ModelConfig.from_hf(config)
 
 
-def test_a_calibrated_kv_cache_beside_plain_weights_is_no_quantization(tmp_path: Path) -> None:
+def test_plain_weights_with_a_calibrated_kv_cache_are_not_refused_as_quantized(
+    tmp_path: Path,
+) -> None:
     quantized = write_config(tmp_path, quantization_config=KV_CACHE_ONLY)
     assert ModelConfig.from_pretrained(quantized) == ModelConfig.from_hf(tiny_config("qwen3"))
 
 
-def test_not_a_directory(tmp_path: Path) -> None:
+def test_a_missing_directory_or_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a checkpoint directory"):
         ModelConfig.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"expected a config\.json"):
@@ -183,7 +191,9 @@ def test_not_a_directory(tmp_path: Path) -> None:
         (b"[1]", "expected a JSON object, got list"),
     ],
 )
-def test_corrupt_json(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_corrupt_config_file_is_refused_and_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (write_config(tmp_path) / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"{name}: {message}"):
         ModelConfig.from_pretrained(tmp_path)
@@ -243,13 +253,15 @@ def test_corrupt_json(tmp_path: Path, name: str, content: bytes, message: str) -
         ),
     ],
 )
-def test_unsupported_settings(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused_and_named(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         ModelConfig.from_pretrained(write_config(tmp_path, **changes))
     assert str(tmp_path) in str(caught.value)
 
 
-def test_all_reasons_in_one_message(tmp_path: Path) -> None:
+def test_all_problems_are_in_one_message(tmp_path: Path) -> None:
     write_config(
         tmp_path,
         architectures=["FalconForCausalLM"],
@@ -272,7 +284,7 @@ def test_all_reasons_in_one_message(tmp_path: Path) -> None:
         ({"num_kv_heads": 0}, "num_kv_heads: expected >= 1, got 0"),
     ],
 )
-def test_fields_that_contradict(changes: dict[str, Any], message: str) -> None:
+def test_fields_that_contradict_are_refused(changes: dict[str, Any], message: str) -> None:
     config = ModelConfig.from_hf(tiny_config("llama"))
     with pytest.raises(ConfigError, match=message):
         replace(config, **changes)

@@ -1,4 +1,4 @@
-"""What a forward pass promises beside its values: dtypes, padding, no waiting, graph capture."""
+"""Properties of a forward pass besides its values: dtypes, padding, no waiting, graph capture."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_half_precision_errs_no_more_than_transformers(
 
 @pytest.mark.parametrize("num_padding_rows", [0, 3])
 @pytest.mark.parametrize("chunk", [1, 8, 9])
-def test_padding_and_placement_change_nothing(num_padding_rows: int, chunk: int) -> None:
+def test_padding_and_placement_of_blocks_change_no_logits(
+    num_padding_rows: int, chunk: int
+) -> None:
     """In float64, so that another order of summation cannot hide a wrong term."""
     config = tiny_config("qwen2", **SLIDING["qwen2"])
     model = decoder(config, torch.device("cpu"), torch.float64)
@@ -69,8 +71,10 @@ def test_padding_and_placement_change_nothing(num_padding_rows: int, chunk: int)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_deterministic_tokens_depend_on_no_other(family: str, device: torch.device) -> None:
-    """Bit by bit, also where one token could go a way of its own."""
+def test_deterministic_hidden_states_do_not_depend_on_the_batch(
+    family: str, device: torch.device
+) -> None:
+    """Bit by bit, also for a batch of one token, which could use another kernel."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = decoder(tiny_config(family), device, dtype)
     model = DecoderModel(
@@ -87,7 +91,7 @@ def test_deterministic_tokens_depend_on_no_other(family: str, device: torch.devi
         assert torch.equal(hidden([token]), many[row : row + 1])
 
 
-def test_one_cache_a_layer() -> None:
+def test_forward_needs_one_cache_per_layer() -> None:
     model = decoder(tiny_config("llama"), torch.device("cpu"), torch.float32)
     driver = PagedDriver(model, block_size=16, num_blocks=1)
     batch = driver.batch([Request([1])], [1])
@@ -99,7 +103,7 @@ def test_one_cache_a_layer() -> None:
 def no_waiting() -> Iterator[None]:
     """Make every implicit wait for the GPU an error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first use says that this is a prototype feature
+        warnings.simplefilter("ignore")  # the first use warns that this is a prototype feature
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -110,7 +114,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.gpu_only
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [37, 1, 20]])
-def test_forward_waits_for_nothing(query_lens: list[int], device: torch.device) -> None:
+def test_forward_never_waits_for_the_gpu(query_lens: list[int], device: torch.device) -> None:
     model = decoder(tiny_config("qwen3"), device, torch.bfloat16)
     driver = PagedDriver(model, block_size=16, num_blocks=8)
     batch = driver.batch([Request(prompt) for prompt in PROMPTS], query_lens)
@@ -118,13 +122,13 @@ def test_forward_waits_for_nothing(query_lens: list[int], device: torch.device) 
     with no_waiting():
         model.compute_logits(model.forward(batch, driver.caches))
     with no_waiting(), pytest.raises(RuntimeError, match="synchronizing"):
-        batch.seq_lens.sum().item()  # or the check would see nothing
+        batch.seq_lens.sum().item()  # the check does find a wait
 
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-def test_decode_step_in_a_graph(device: torch.device) -> None:
-    """A captured step, replayed on the next tokens, computes what an eager step does."""
+def test_a_captured_decode_step_equals_an_eager_step(device: torch.device) -> None:
+    """A captured step, replayed on the next tokens, gives the logits of an eager step."""
     model = decoder(tiny_config("qwen3"), device, torch.bfloat16)
     driver = PagedDriver(model, block_size=16, num_blocks=8)
     requests = [Request(prompt) for prompt in ([1, 2, 3], [4, 5, 6])]
@@ -150,7 +154,7 @@ def test_decode_step_in_a_graph(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-def test_random_weights_on_the_gpu(device: torch.device) -> None:
+def test_random_weights_on_a_gpu_repeat_with_the_seed(device: torch.device) -> None:
     config = ModelConfig.from_hf(tiny_config("qwen3"))
     first, second = (
         random_weights(config, device=device, dtype=torch.bfloat16, seed=3) for _ in range(2)

@@ -1,6 +1,6 @@
 """Logits equal transformers' own, for every family and rope type, in ragged batches and chunks.
 
-On a GPU the same tests run the Triton kernels; then, and in the interpreter, no oracle may run.
+On a GPU the same tests run the Triton kernels; there, and in the interpreter, no oracle may run.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def check_model(
 ) -> None:
     """Run ``prompts`` through pages under every schedule and compare with transformers' logits.
 
-    With those in float64. Some random models make much of a rounding: in float32 transformers' own
-    error is half of the tolerance and more, and twice that error is granted beside it.
+    The expected logits are in float64. Some random models amplify rounding: transformers' own
+    float32 error is half of the tolerance and more, so twice that error is added to the tolerance.
     """
     exact = copy.deepcopy(oracle).double()
     expected = [expected_logits(exact, prompt) for prompt in prompts]
@@ -111,7 +111,9 @@ def check_model(
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rope", ROPES)
-def test_every_family_with_every_rope_type(family: str, rope: str, device: torch.device) -> None:
+def test_every_family_with_every_rope_type_equals_transformers(
+    family: str, rope: str, device: torch.device
+) -> None:
     config = tiny_config(family, rope, **SLIDING.get(family, {}))
     check_equal(config, device=device, lens=[90, 1, 33])
 
@@ -127,14 +129,16 @@ def test_every_family_with_every_rope_type(family: str, rope: str, device: torch
         ("qwen2", SLIDING["qwen2"] | {"sliding_window": 1}),
     ],
 )
-def test_options(family: str, settings: dict[str, Any], device: torch.device) -> None:
+def test_optional_settings_equal_transformers(
+    family: str, settings: dict[str, Any], device: torch.device
+) -> None:
     config = tiny_config(family, **settings)
     check_equal(config, device=device, lens=[40, 3], schedules=[(16, 1), (32, 7), (64, None)])
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> PretrainedConfig:
-    """Tiny configurations of any family that differ in everything ``ModelConfig`` reads."""
+    """Draw tiny configurations of any family that differ in the settings ``ModelConfig`` reads."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
     num_layers = draw(st.integers(1, 3))
@@ -170,7 +174,7 @@ def configs(draw: st.DrawFn) -> PretrainedConfig:
     schedule=st.sampled_from(SCHEDULES),
     seed=st.integers(0, 2**16),
 )
-def test_any_config_any_schedule(
+def test_any_config_and_schedule_equal_transformers(
     device: torch.device,
     config: PretrainedConfig,
     lens: list[int],
@@ -182,14 +186,14 @@ def test_any_config_any_schedule(
 
 @pytest.mark.interp
 @pytest.mark.parametrize("family", FAMILIES)
-def test_interpreted_path(family: str, device: torch.device) -> None:
+def test_interpreted_kernels_equal_transformers(family: str, device: torch.device) -> None:
     sliding = SLIDING[family] | {"sliding_window": 5} if family in SLIDING else {}
     schedules = [(16, 1), (16, 4), (16, None)]
     check_equal(tiny_config(family, **sliding), device=device, lens=[9, 3], schedules=schedules)
 
 
 @pytest.mark.gpu
-def test_the_embedded_checkpoint(device: torch.device) -> None:
+def test_the_embedded_checkpoint_equals_transformers(device: torch.device) -> None:
     path = checkpoint_dir("tiny")
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     prompts = random_prompts(0, [3, 70], oracle.config.vocab_size)

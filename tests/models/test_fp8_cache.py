@@ -30,13 +30,13 @@ HEAD_SCALES = torch.tensor([[[0.02, 0.03], [0.01, 0.02]], [[0.03, 0.01], [0.02, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("granularity", ["token", "quarter", "head"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_logits_over_an_fp8_cache(
+def test_logits_over_an_fp8_cache_err_no_more_than_transformers(
     granularity: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Every model dtype; the error against float64 is no larger than transformers'.
+    """For every model dtype the error against float64 is at most 1.5 times transformers' error.
 
-    Rope in float32 differs between the two by its last bit, on a GPU every sum does, and either
-    may turn a code: the floor.
+    Rope in float32 differs between the two by its last bit, and on a GPU so does every sum. Either
+    may turn an fp8 code: ``turned`` allows for that.
     """
     if dtype == torch.float64 and device.type == "cuda":
         pytest.skip("float64 runs on the CPU reference path only")
@@ -60,7 +60,7 @@ def test_logits_over_an_fp8_cache(
 
 
 @torch.inference_mode()
-def test_rounding_the_cache_costs_a_trained_model_little() -> None:
+def test_an_fp8_cache_changes_the_logits_of_a_trained_model_little() -> None:
     """Codes are within 1/16 of their values; the embedded model's logits move by 1.4%."""
     directory = checkpoint_dir("tiny")
     model = load_model(
@@ -93,7 +93,7 @@ def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def scale_tensors(spelling: int, scales: torch.Tensor = HEAD_SCALES) -> dict[str, torch.Tensor]:
-    """Return ``[layers, 2, ...]`` scales under one of the names they may have."""
+    """Return ``[layers, 2, ...]`` scales by tensor name, in one of the supported spellings."""
     return {
         scale_names(layer, part)[spelling]: scales[layer, index].clone()
         for layer in range(len(scales))
@@ -136,7 +136,7 @@ def test_one_scale_serves_all_heads_of_a_layer(
     assert torch.equal(load(checkpoint), per_layer.float().expand(2, 2, 2))
 
 
-def test_a_missing_scale_is_named_with_what_to_choose_instead(checkpoint: Path) -> None:
+def test_a_missing_scale_is_named_with_the_alternative(checkpoint: Path) -> None:
     tensors = scale_tensors(0)
     del tensors["model.layers.1.self_attn.v_scale"]
     add_tensors(checkpoint, tensors)
@@ -147,13 +147,13 @@ def test_a_missing_scale_is_named_with_what_to_choose_instead(checkpoint: Path) 
         load(checkpoint)
 
 
-def test_no_scales_at_all_are_counted(checkpoint: Path) -> None:
+def test_missing_scales_are_counted(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.k_scale: missing \(and 3 more"):
         load(checkpoint)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, torch.nan, torch.inf])
-def test_a_scale_is_a_positive_number(checkpoint: Path, value: float) -> None:
+def test_a_scale_must_be_positive_and_finite(checkpoint: Path, value: float) -> None:
     tensors = scale_tensors(0) | {"model.layers.0.self_attn.v_scale": torch.tensor(value)}
     add_tensors(checkpoint, tensors)
     with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.v_scale: expected finite"):
@@ -169,7 +169,9 @@ def test_a_misshaped_scale_is_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("spelling", [0, 1, 2])
-def test_scales_that_nobody_asked_for_do_not_matter(checkpoint: Path, spelling: int) -> None:
+def test_scales_are_ignored_where_the_cache_does_not_use_them(
+    checkpoint: Path, spelling: int
+) -> None:
     config = ModelConfig.from_pretrained(checkpoint)
     before = load_weights(checkpoint, config, device="cpu", dtype=torch.float32, progress=False)
     add_tensors(checkpoint, scale_tensors(spelling))

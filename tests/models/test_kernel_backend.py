@@ -1,4 +1,4 @@
-"""What mrv1's attention asks of its kernels where a step has decodes beside a short chunk."""
+"""The kernels that mrv1's attention calls in a step with both decodes and a short chunk."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_short_chunk_behind_a_long_context_is_shared(device, monkeypatch, deterministic):
-    """One request decodes beside it; a deterministic row must not depend on the batch."""
+def test_a_short_chunk_after_a_long_context_is_split_unless_deterministic(
+    device, monkeypatch, deterministic
+):
+    """Another request decodes in this step; a deterministic row must not depend on the batch."""
     gpu = SimpleNamespace(num_sms=132, capability=(9, 0))
     monkeypatch.setattr(prefill_attention, "MIN_SPLIT_STEPS", 1)
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=700)

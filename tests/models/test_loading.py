@@ -1,4 +1,4 @@
-"""Weights reach their places, and everything wrong with a checkpoint is in one message."""
+"""Each weight is loaded into its place, and all problems of a checkpoint are in one message."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def edit_index(directory: Path, change: Callable[[dict[str, str]], None]) -> Non
 
 @pytest.fixture
 def single(tmp_path: Path) -> Path:
-    """A tiny checkpoint in one file."""
+    """Return a tiny checkpoint in one file."""
     tiny_checkpoint(tmp_path, "qwen3")
     return tmp_path
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """The same checkpoint in several shards; the last holds several tensors."""
+    """Return the same checkpoint in several shards; the last shard has several tensors."""
     save_checkpoint(tmp_path, tiny_config("qwen3"), max_shard_size="120KB")
     *shards, last = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) >= 2
@@ -66,7 +66,7 @@ def expected_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
-def test_every_tensor_arrives(tmp_path: Path, family: str, max_shard_size: str) -> None:
+def test_every_tensor_is_loaded(tmp_path: Path, family: str, max_shard_size: str) -> None:
     config = tiny_config(family, tie_word_embeddings=family in ("qwen2", "ernie4_5"))
     model = save_checkpoint(tmp_path, config, max_shard_size=max_shard_size)
     loaded = checkpoint_tensors(ModelConfig.from_pretrained(tmp_path), load(tmp_path))
@@ -94,7 +94,7 @@ def test_weights_are_converted(single: Path, dtype: torch.dtype) -> None:
 
 
 def test_weights_own_their_memory(single: Path) -> None:
-    """Nothing points into the memory-mapped file once it is loaded."""
+    """No tensor points into the memory-mapped file after loading."""
     weights = load(single)
     before = weights.embed.clone()
     file = single / "model.safetensors"
@@ -104,8 +104,10 @@ def test_weights_own_their_memory(single: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-def test_the_model_is_never_held_twice(tmp_path: Path, device: torch.device) -> None:
-    """At its peak, loading holds the weights and one tensor on its way."""
+def test_loading_never_needs_twice_the_memory_of_the_model(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """At its peak, loading needs the memory of the weights and of one tensor in transfer."""
     save_checkpoint(tmp_path, tiny_config("qwen3", hidden_size=512, num_hidden_layers=8))
     config = ModelConfig.from_pretrained(tmp_path)
     torch.cuda.synchronize(device)
@@ -118,7 +120,7 @@ def test_the_model_is_never_held_twice(tmp_path: Path, device: torch.device) -> 
     assert peak <= after + 4 * largest + 2**16  # stored in float32; allocations are rounded up
 
 
-def test_load_model_settles_device_and_dtype(single: Path) -> None:
+def test_load_model_sets_device_and_dtype(single: Path) -> None:
     model = load_model(
         single,
         device="cpu",
@@ -144,7 +146,7 @@ def test_float64_logits_stay_float64(single: Path) -> None:
 
 @pytest.mark.parametrize("progress", [True, False])
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_goes_to_a_terminal_on_stderr_or_nowhere(
+def test_progress_is_shown_only_if_stderr_is_a_terminal(
     single: Path,
     progress: bool,
     is_terminal: bool,
@@ -184,13 +186,13 @@ def test_tied_head_may_be_stored_too(tied: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(160, 64), (160, 32)])
-def test_tied_head_that_differs(tied: Path, shape: tuple[int, int]) -> None:
+def test_tied_head_that_differs_is_refused(tied: Path, shape: tuple[int, int]) -> None:
     rewrite(tied / "model.safetensors", lambda t: t.update({HEAD: torch.zeros(shape)}))
     with pytest.raises(ConfigError, match=f"{HEAD}: tie_word_embeddings is true, but it differs"):
         load(tied)
 
 
-def test_tied_head_without_its_embedding(tied: Path) -> None:
+def test_tied_head_without_its_embedding_is_refused(tied: Path) -> None:
     rewrite(tied / "model.safetensors", lambda t: t.update({HEAD: t.pop(EMBED)}))
     with pytest.raises(ConfigError, match=f": {EMBED}: missing$"):
         load(tied)
@@ -208,10 +210,10 @@ def test_rope_buffers_are_ignored(single: Path) -> None:
     load(single)
 
 
-# --- everything wrong, in one message ---------------------------------------------------------
+# --- all problems in one message --------------------------------------------------------------
 
 
-def test_differences_in_one_message(single: Path) -> None:
+def test_all_wrong_tensors_are_in_one_message(single: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[Q_PROJ]
         tensors["model.norm.bias"] = torch.zeros(64)
@@ -232,14 +234,14 @@ def test_differences_in_one_message(single: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 4, 100, -1])
-def test_truncated_file(single: Path, keep_bytes: int) -> None:
+def test_a_truncated_file_is_refused(single: Path, keep_bytes: int) -> None:
     file = single / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep_bytes])
     with pytest.raises(ConfigError, match=r"model\.safetensors: not a readable safetensors file"):
         load(single)
 
 
-def test_no_weights(single: Path) -> None:
+def test_a_checkpoint_without_weights_is_refused(single: Path) -> None:
     (single / "model.safetensors").unlink()
     message = "weights: expected model.safetensors or model.safetensors.index.json, got "
     with pytest.raises(ConfigError, match=message + "none"):
@@ -259,20 +261,20 @@ def test_no_weights(single: Path) -> None:
         ('{"weight_map": {"a": "../b.safetensors"}}', f"{INDEX}: expected weight_map to name"),
     ],
 )
-def test_corrupt_index(sharded: Path, content: str, message: str) -> None:
+def test_a_corrupt_index_is_refused(sharded: Path, content: str, message: str) -> None:
     (sharded / INDEX).write_text(content)
     with pytest.raises(ConfigError, match=message):
         load(sharded)
 
 
-def test_missing_shard(sharded: Path) -> None:
+def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()
     with pytest.raises(ConfigError, match=f"{shard.name}: named in {INDEX}, but there is no"):
         load(sharded)
 
 
-def test_index_and_shards_disagree(sharded: Path) -> None:
+def test_tensors_on_which_index_and_shards_disagree_are_named(sharded: Path) -> None:
     first, *_, last = sorted(sharded.glob("model-*.safetensors"))
     moved = next(iter(load_file(last)))
     edit_index(sharded, lambda m: m.update({moved: first.name}))
@@ -282,8 +284,8 @@ def test_index_and_shards_disagree(sharded: Path) -> None:
     assert f"{moved}: held by {last.name}, but {INDEX} does not" in str(caught.value)
 
 
-def test_all_kinds_in_one_message(sharded: Path) -> None:
-    """A lost shard, a cut one and a tensor the index forgot: all three, and nothing else."""
+def test_problems_of_every_kind_are_in_one_message(sharded: Path) -> None:
+    """A missing shard, a truncated shard and a tensor that the index lacks, and nothing else."""
     lost, *_, cut, last = sorted(sharded.glob("model-*.safetensors"))
     lost.unlink()
     cut.write_bytes(cut.read_bytes()[:-8])
@@ -300,6 +302,6 @@ def test_all_kinds_in_one_message(sharded: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_dtype_that_is_no_weight_dtype(single: Path) -> None:
+def test_a_dtype_that_is_no_weight_dtype_is_refused(single: Path) -> None:
     with pytest.raises(ConfigError, match=r"dtype: expected one of .*, got torch\.int32"):
         load(single, torch.int32)

@@ -31,7 +31,7 @@ def llama_config(parameters: dict[str, Any], head_dim: int) -> LlamaConfig:
 
 
 def rope_config(parameters: dict[str, Any], head_dim: int = 64) -> RopeConfig:
-    """Parse what transformers makes of ``parameters``, as loading a checkpoint does."""
+    """Parse ``parameters`` as transformers completes them, as loading a checkpoint does."""
     return RopeConfig.from_parameters(
         llama_config(parameters, head_dim).rope_parameters,
         rotary_dim=head_dim,
@@ -93,7 +93,7 @@ def test_table_of_each_type_equals_transformers(rope: str) -> None:
         {"factor": 1.0},  # nothing to extend: attention factor 1
         {"mscale": 0.7, "mscale_all_dim": 1.2},
         {"mscale": 0.0, "mscale_all_dim": 1.0},  # 0 = not set
-        {"mscale": 0.7},  # one of the two is not enough
+        {"mscale": 0.7},  # without mscale_all_dim it has no effect
         {"beta_fast": 0, "beta_slow": 0},  # 0 = not set
         {"attention_factor": 1.3},
         {"truncate": False},
@@ -101,18 +101,18 @@ def test_table_of_each_type_equals_transformers(rope: str) -> None:
         {"original_max_position_embeddings": 6},  # and here at its lower end
     ],
 )
-def test_yarn_settings(settings: dict[str, Any]) -> None:
+def test_yarn_settings_equal_transformers(settings: dict[str, Any]) -> None:
     check_table(ROPES["yarn"] | settings, 64)
 
 
-def test_types_differ_from_each_other() -> None:
+def test_rope_types_have_different_frequencies() -> None:
     tables = [inverse_frequencies(rope_config(parameters)) for parameters in ROPES.values()]
     for index, table in enumerate(tables):
         assert not any(torch.equal(table, other) for other in tables[index + 1 :])
 
 
-def test_llama3_of_the_published_model() -> None:
-    """Llama 3.1: wavelengths under 2,048 keep, over 8,192 stretch by 8, the rest lies between."""
+def test_llama3_rope_stretches_only_long_wavelengths() -> None:
+    """Llama 3.1: wavelengths under 2,048 stay, over 8,192 stretch by 8, others lie between."""
     rope = RopeConfig(
         rope_type="llama3",
         theta=500000.0,
@@ -133,7 +133,7 @@ def test_llama3_of_the_published_model() -> None:
             assert plain / 8 < frequency < plain
 
 
-def test_yarn_factor_from_the_two_contexts() -> None:
+def test_the_yarn_factor_defaults_to_the_ratio_of_the_two_contexts() -> None:
     parameters = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -174,13 +174,13 @@ def test_yarn_factor_from_the_two_contexts() -> None:
         ),
     ],
 )
-def test_wrong_parameters(parameters: dict[str, Any], message: str) -> None:
+def test_wrong_rope_parameters_are_refused(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RopeConfig.from_parameters(
             {"rope_theta": 10000.0} | parameters, rotary_dim=64, max_position_embeddings=128
         )
 
 
-def test_odd_rotary_dim() -> None:
+def test_an_odd_rotary_dim_is_refused() -> None:
     with pytest.raises(ConfigError, match="rotary_dim: expected an even number, got 33"):
         RopeConfig.from_parameters(ROPES["default"], rotary_dim=33, max_position_embeddings=128)

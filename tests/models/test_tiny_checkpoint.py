@@ -1,7 +1,7 @@
-"""The embedded checkpoint: its size, its tokenizer, and what its weights have learned.
+"""The embedded checkpoint: its size, its tokenizer, its recall and its loss on text.
 
-Measured with transformers alone, and recall prompts are built here from text, so neither mrv1 nor
-the code that trained the weights can make these tests pass.
+Measured with transformers alone, on recall prompts that are built here from text, so no error in
+mrv1 or in the code that trained the weights can make these tests pass.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def results() -> dict[str, Any]:
 # --- files ---
 
 
-def test_package_is_small() -> None:
+def test_the_checkpoint_is_small() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) <= MAX_BYTES
 
 
-def test_shape_of_the_model() -> None:
+def test_the_model_has_several_layers_and_grouped_heads() -> None:
     config = json.loads((CHECKPOINT / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["num_hidden_layers"] >= 4
@@ -111,7 +111,7 @@ def test_tokenizer_is_the_same_in_transformers(tokenizer: Tokenizer, held_out_te
     assert theirs.eos_token == theirs.convert_ids_to_tokens(theirs.eos_token_id) == SPECIAL_TOKEN
 
 
-def test_digits_stand_alone(tokenizer: Tokenizer) -> None:
+def test_each_digit_is_one_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("1597").tokens == ["1", "5", "9", "7"]
 
 
@@ -123,7 +123,7 @@ def test_tokenizer_and_model_share_the_vocabulary(
     assert model.generation_config.eos_token_id == model.config.eos_token_id
 
 
-# --- what it has learned ---
+# --- recall and loss on text ---
 
 
 def _recall_prompt(
@@ -154,7 +154,7 @@ def _recall_prompt(
 
 
 @torch.inference_mode()
-def test_recalls_a_fact_from_far_back(
+def test_the_model_recalls_a_fact_from_1024_tokens_back(
     model: PreTrainedModel, tokenizer: Tokenizer, held_out_text: str
 ) -> None:
     rng = random.Random(0)
@@ -167,7 +167,7 @@ def test_recalls_a_fact_from_far_back(
 
 
 @torch.inference_mode()
-def test_predicts_text_it_has_not_seen(
+def test_the_model_predicts_held_out_text(
     model: PreTrainedModel, tokenizer: Tokenizer, held_out_text: str
 ) -> None:
     window = torch.tensor(tokenizer.encode(held_out_text).ids[:8192]).view(4, 2048)
@@ -179,7 +179,7 @@ def test_predicts_text_it_has_not_seen(
 # --- the results file ---
 
 
-def test_results_meet_the_bar(results: dict[str, Any]) -> None:
+def test_results_reach_the_required_recall_and_loss(results: dict[str, Any]) -> None:
     recall = results["recall"]
     assert recall["trials_per_distance"] >= 1000
     assert recall["accuracy"][str(RECALL_DISTANCE)] >= RECALL_BAR

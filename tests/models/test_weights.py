@@ -49,7 +49,7 @@ def test_global_random_state_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_select_ops() -> None:
+def test_select_ops_returns_the_ops_of_each_path() -> None:
     for path, source in (
         ("reference", reference), ("triton", kernels), ("interpreter", kernels)
     ):  # fmt: skip
@@ -58,7 +58,7 @@ def test_select_ops() -> None:
     assert "linear" in MODULE_OF_OP
 
 
-def test_one_rank_changes_nothing() -> None:
+def test_collectives_of_one_rank_return_their_input() -> None:
     context = ParallelContext()
     tensor = torch.ones(2)
     assert context.all_reduce(tensor) is tensor
@@ -73,13 +73,13 @@ def test_one_rank_changes_nothing() -> None:
         (0, 0, "rank, size: expected 0 <= rank < size, got rank 0 of 0"),
     ],
 )
-def test_other_ranks(rank: int, size: int, message: str) -> None:
+def test_more_than_one_rank_is_refused(rank: int, size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ParallelContext(rank=rank, size=size)
 
 
-def test_collectives_are_called_where_ranks_would_meet() -> None:
-    """Two sums a layer (attention output, MLP down) and one gather of logits."""
+def test_collectives_are_called_twice_per_layer_and_once_for_the_logits() -> None:
+    """Two sums per layer (attention output, MLP down) and one gather of logits."""
     calls: list[tuple[str, tuple[int, ...]]] = []
 
     def record(name: str, tensor: torch.Tensor) -> torch.Tensor:

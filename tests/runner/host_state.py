@@ -1,4 +1,4 @@
-"""What tests of the runner's host state share: an upload that is applied at once, and plans."""
+"""Helpers for tests of the runner's host state: an upload that is applied at once, and plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrv1.runner import SlotRequest
 
 
 class AppliedUpload:
-    """Takes what a ``StepUpload`` takes, and does to a state's words what a step would."""
+    """Has the methods of ``StepUpload`` and changes a state's words at once, as a step would."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.words = buffer.numpy()

@@ -1,4 +1,4 @@
-"""AsyncOutput and its ring: its own batch, one result, failed rows, time-outs, guards."""
+"""AsyncOutput and OutputRing: each step's own result, failed rows, time-outs, reuse of slots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launch(
     on: str = "cpu",
     **options: object,
 ) -> AsyncOutput:
-    """Do what a step does: take a slot, have kernels write it, deliver."""
+    """Do the work of a step: take a slot, have kernels write it, deliver the result."""
     slot = ring.acquire()
     ring.start()
     num_output, output = ring.views(len(tokens), 1)
@@ -49,7 +49,7 @@ def launch(
 
 
 @pytest.mark.gpu
-def test_rows_that_sampled_have_their_token_and_the_others_none(device):
+def test_rows_that_sampled_have_a_token_and_other_rows_have_none(device):
     ring = OutputRing(MAX_REQS, 1, DEPTH, device)
     output = launch(ring, [11, 12, 99, 13], [-2, -1, 0, 1], on=device)
     result = output.result()
@@ -78,8 +78,8 @@ def test_rows_come_back_in_the_plans_order_without_padding():
         max_size=6,
     )
 )
-def test_several_tokens_a_row(shapes):
-    """Rows and columns may differ from step to step; a row has the tokens that count."""
+def test_a_row_may_have_several_tokens(shapes):
+    """Rows and columns may differ from step to step; a row yields its first ``count`` tokens."""
     ring = OutputRing(MAX_REQS, 3, DEPTH, torch.device("cpu"))
     for num_rows, num_columns, first in shapes:
         counts = [(row + first) % (num_columns + 1) for row in range(num_rows)]
@@ -97,7 +97,7 @@ def test_several_tokens_a_row(shapes):
 
 
 class StuckEvent:
-    """An event that never passes, or that brings the error of a kernel."""
+    """An event that never completes, or whose wait raises the error of a kernel."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -115,7 +115,7 @@ def output_of(tokens: list[int], event: StuckEvent | None) -> AsyncOutput:
     return AsyncOutput(make_plan(len(tokens)), counts, np.array(tokens)[:, None], event)
 
 
-def test_a_time_out_is_no_result_and_may_be_tried_again():
+def test_a_result_can_be_asked_for_again_after_a_time_out():
     output = output_of([5], StuckEvent())
     assert not output.ready()
     with pytest.raises(TimeoutError, match=r"step 7: not finished within 0.01 s"):
@@ -126,15 +126,15 @@ def test_a_time_out_is_no_result_and_may_be_tried_again():
 
 def test_an_error_on_the_device_names_the_step_and_its_requests():
     output = output_of([5, 6], StuckEvent(RuntimeError("CUDA error: an illegal memory access")))
-    for _ in range(2):  # it stays an error
+    for _ in range(2):  # the error is kept
         with pytest.raises(StepError, match=r"step 7 \(2 requests\): CUDA error") as caught:
             output.result()
         assert (caught.value.step_id, caught.value.req_ids) == (7, ("a", "b"))
 
 
 @pytest.mark.gpu
-def test_a_late_reader_finds_its_own_tokens(device):
-    """More steps than the ring has slots, no result taken: each takes its own in time."""
+def test_a_result_read_late_has_the_tokens_of_its_own_step(device):
+    """More steps than ring slots, no result read: each result is saved before its slot's reuse."""
     ring = OutputRing(MAX_REQS, 1, DEPTH, device)
     outputs = [
         launch(ring, [step, step + 100], step_id=step, on=device) for step in range(3 * DEPTH)
@@ -143,7 +143,7 @@ def test_a_late_reader_finds_its_own_tokens(device):
         assert output.result().token_ids == ((step,), (step + 100,))
 
 
-def test_a_step_that_was_not_launched_leaves_its_slot_to_the_next():
+def test_a_step_that_was_not_launched_leaves_its_ring_slot_to_the_next_step():
     ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cpu"))
     first = launch(ring, [1])
     lost = ring.acquire()
@@ -157,8 +157,8 @@ def test_a_step_that_was_not_launched_leaves_its_slot_to_the_next():
 @pytest.mark.gpu
 @pytest.mark.gpu_only
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_slot_is_free_only_when_its_step_is_over(guarded):
-    """The stream is held up: without the wait the host would rewrite what a step still reads."""
+def test_a_ring_slot_is_reused_only_when_its_step_is_over(guarded):
+    """The stream is held up: without the wait the host overwrites an upload before it is read."""
     device = torch.device("cuda")
     ring = OutputRing(MAX_REQS, 1, DEPTH, device)
     upload = torch.zeros(ring.num_slots, dtype=torch.int32, pin_memory=True)
@@ -179,7 +179,7 @@ def test_a_slot_is_free_only_when_its_step_is_over(guarded):
 @pytest.mark.gpu
 @pytest.mark.gpu_only
 @pytest.mark.parametrize("guarded", [True, False])
-def test_what_was_launched_of_a_lost_step_is_waited_for(guarded):
+def test_reuse_of_a_ring_slot_waits_for_the_launched_part_of_a_failed_step(guarded):
     ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cuda"))
     upload = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     torch.cuda._sleep(200_000_000)

@@ -1,7 +1,7 @@
-"""FlashInfer behind the interface: what it is planned with, and what it is refused for.
+"""FlashInfer as an attention backend: the arguments of its plans, and the cases it is refused for.
 
-Without a GPU a stand-in takes FlashInfer's place: wrappers with its signatures that check what
-they are given and attend with the oracle, from nothing but their plan.
+Without a GPU a stand-in replaces FlashInfer: wrappers with its signatures that check their
+arguments and compute attention with the oracle, from their plan alone.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def test_a_decode_step_is_planned_once_for_all_layers_of_a_layout(
     assert attended == layers_of_a_plan * planned
 
 
-def test_a_plan_serves_its_own_batch_alone(tmp_path, monkeypatch):
-    """Another batch of the same shape is attended to without it."""
+def test_a_decode_plan_is_used_for_its_own_batch_only(tmp_path, monkeypatch):
+    """Attention of another batch of the same shape runs without the plan."""
     monkeypatch.setattr(attention, "kernel_path", lambda _: "triton")  # the oracles need no plan
     tiny_checkpoint(tmp_path, "qwen3")
     model = load_model(tmp_path, device="cpu", dtype=torch.float32, ops=reference, progress=False)
@@ -87,13 +87,13 @@ def test_a_plan_serves_its_own_batch_alone(tmp_path, monkeypatch):
 
 
 def on_host(tensor: torch.Tensor) -> list[int]:
-    """Return the values of what FlashInfer would otherwise fetch from the device."""
+    """Return the values of a host tensor; FlashInfer would copy a device tensor to the host."""
     assert (tensor.device.type, tensor.dtype) == ("cpu", torch.int32)
     return tensor.tolist()
 
 
 class Wrapper:
-    """What both of FlashInfer's paged wrappers share; ``calls`` counts plans and runs."""
+    """The common part of FlashInfer's two paged wrappers; ``calls`` counts plans and runs."""
 
     calls: ClassVar[Counter[str]] = Counter()
 
@@ -183,7 +183,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Put the stand-in where FlashInfer would be, on a CPU too; return its counts."""
+    """Install the stand-in as module ``flashinfer``, on a CPU too; return its call counts."""
     module = ModuleType("flashinfer")
     for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
         setattr(module, wrapper.__name__, wrapper)
@@ -195,7 +195,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def generate(path: Path, backend: str, *, block_size: int, chunk: int) -> list[list[int]]:
-    """Five prompts around the edges of blocks, in float64, where no near-tie can flip."""
+    """Return tokens of five prompts around the ends of blocks; in float64 no near-tie flips."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with LLM(
         str(path),
@@ -218,7 +218,7 @@ def generate(path: Path, backend: str, *, block_size: int, chunk: int) -> list[l
     [("llama", {}), ("mistral", SLIDING["mistral"]), ("qwen3", SLIDING["qwen3"])],
     ids=["full", "window", "full and window"],
 )
-def test_a_plan_holds_all_that_attention_needs(
+def test_flashinfers_plans_give_the_tokens_of_the_triton_backend(
     tmp_path, stand_in, family, overrides, block_size, chunk
 ):
     tiny_checkpoint(tmp_path, family, **overrides)
@@ -237,7 +237,7 @@ def test_a_plan_holds_all_that_attention_needs(
 
 
 def some_model(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
-    """What the check looks at; no such GPU need be here."""
+    """Return the fields of a model that the check reads; the GPU need not exist."""
     return SimpleNamespace(device=torch.device(device), dtype=dtype)
 
 
@@ -249,7 +249,7 @@ def some_cache(head_dim: int = 64, **options: Any) -> tuple[CacheSpec, list[KVLa
     return spec, layer_layouts(spec, groups, [1], torch.device("cpu"))
 
 
-def test_what_flashinfer_does_passes():
+def test_models_that_flashinfer_supports_pass_the_check():
     check_flashinfer(some_model(), *some_cache())
     check_flashinfer(some_model(dtype=torch.float16), *some_cache(256, dtype=torch.float16))
 
@@ -270,7 +270,9 @@ def test_what_flashinfer_does_passes():
         (some_model(), some_cache(32), r"expects head_dim of \(64, 128, 256\), got 32"),
     ],
 )
-def test_what_flashinfer_cannot_do_is_refused_by_name(model, cache, message):
+def test_models_that_flashinfer_does_not_support_are_refused_with_the_reason(
+    model, cache, message
+):
     with pytest.raises(ConfigError, match=message + "; choose attention_backend='triton'"):
         check_flashinfer(model, *cache)
 
@@ -284,43 +286,44 @@ def test_what_flashinfer_cannot_do_is_refused_by_name(model, cache, message):
         [HeadRole(window=20, ring_blocks=3)] * 2,
     ],
 )
-def test_head_roles_are_refused(roles):
+def test_head_roles_are_refused_for_flashinfer(roles):
     spec, _ = some_cache()
     layout = KVLayout.head_groups(roles, [0, 0], 16, 64)
     with pytest.raises(ConfigError, match="expects heads with one window and no other role, got"):
         check_flashinfer(some_model(), spec, [layout])
 
 
-def test_other_pages_are_refused():
+def test_page_layouts_other_than_hnd_are_refused_for_flashinfer():
     spec, _ = some_cache()
     with pytest.raises(ConfigError, match=r"expects pages \(2, 16, 64\) \(HND\), got"):
         check_flashinfer(some_model(), spec, [KVLayout.nhd(2, 16, 64)])
 
 
-def test_a_cpu_is_refused():
+def test_flashinfer_on_a_cpu_is_refused():
     with pytest.raises(
         UnsupportedDeviceError, match="runs on a GPU, got cpu; choose attention_backend='triton'"
     ):
         LLM("tiny", device="cpu", attention_backend="flashinfer")
 
 
-def test_a_package_that_is_not_installed_is_said_by_name(tmp_path, stand_in, monkeypatch):
+def test_a_missing_flashinfer_package_is_named(tmp_path, stand_in, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     tiny_checkpoint(tmp_path, "llama")
     with pytest.raises(ConfigError, match=r"expected the package flashinfer-python .*'triton'"):
         LLM(str(tmp_path), device="cpu", attention_backend="flashinfer")
-    with LLM(str(tmp_path), device="cpu", num_kv_blocks=8) as llm:  # nobody else imports it
+    # the triton backend does not import flashinfer
+    with LLM(str(tmp_path), device="cpu", num_kv_blocks=8) as llm:
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
 
 
-# --- the real one --------------------------------------------------------------------------------
+# --- the real FlashInfer -------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason=NOT_INSTALLED)
-def test_planning_waits_for_nothing(device):
-    """What FlashInfer needs on the host comes from the host."""
+def test_planning_never_waits_for_the_gpu(device):
+    """FlashInfer's host arguments come from the host, not from a copy of device tensors."""
     ops = select_ops(kernel_path(device))
     model = load_model(
         checkpoint_dir("tiny"), device=device, dtype=torch.bfloat16, ops=ops, progress=False
@@ -343,7 +346,7 @@ def test_planning_waits_for_nothing(device):
 @pytest.mark.gpu_only
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason=NOT_INSTALLED)
 @torch.inference_mode()
-def test_both_backends_err_alike(device):
+def test_both_backends_have_errors_of_the_same_size(device):
     """The embedded model in bfloat16: chunks and decodes, against float32 on mrv1's kernels."""
     prompts = [[7 + i % 900 for i in range(0, 11 * n, 11)] for n in (1, 16, 33, 70)]
     ops, logits = select_ops(kernel_path(device)), {}
@@ -356,7 +359,7 @@ def test_both_backends_err_alike(device):
             checkpoint_dir("tiny"), device=device, dtype=dtype, ops=ops, progress=False
         )
         driver = PagedDriver(model, block_size=16, num_blocks=12, num_padding_rows=0)
-        for cache in driver.caches:  # not promised: FlashInfer beside NaN in dead pages
+        for cache in driver.caches:  # FlashInfer does not promise to ignore NaN in unused pages
             cache.k.zero_()
             cache.v.zero_()
         spec = CacheSpec(num_layers=4, num_kv_heads=4, block_size=16, head_dim=64, dtype=dtype)

@@ -15,11 +15,11 @@ from tests.runner.host_state import AppliedUpload, entering, plan_of
 
 NUM_SLOTS, NUM_POOL_BLOCKS = 6, 50
 ANYTHING = 77
-"""In the table before a request takes the slot."""
+"""Content of the table before a request enters a slot."""
 
 
 Shape = tuple[int, int, int]
-"""Of a group: blocks of the longest request, columns in front of a ring, and of it; 0 = none."""
+"""Per group: blocks of the longest request, columns before the ring, columns of the ring or 0."""
 
 
 def make_tables(shapes: list[Shape]) -> tuple[BlockTables, AppliedUpload]:
@@ -45,7 +45,7 @@ def make_tables(shapes: list[Shape]) -> tuple[BlockTables, AppliedUpload]:
 
 
 def columns_of(shape: Shape, blocks: list[int]) -> list[int]:
-    """A segment, block by block: in a ring the later one stays."""
+    """Return a group's columns in a row: in a ring a later block replaces an earlier block."""
     max_blocks, sink, ring = shape
     columns = [NO_PAGE] * (sink + ring if ring else max_blocks)
     for logical, block in enumerate(blocks):
@@ -60,7 +60,7 @@ def columns_of(shape: Shape, blocks: list[int]) -> list[int]:
         st.tuples(st.integers(1, 9), st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=3
     ),
 )
-def test_a_row_is_its_groups_blocks_and_no_page_behind_them(data, shapes):
+def test_a_row_has_the_blocks_of_each_group_and_then_no_page(data, shapes):
     tables, upload = make_tables(shapes)
     held: dict[int, list[list[int]]] = {}
     for _ in range(data.draw(st.integers(1, 8))):
@@ -101,7 +101,10 @@ def test_a_row_is_its_groups_blocks_and_no_page_behind_them(data, shapes):
     ("new_block_ids", "message"),
     [
         ({0: ((1,), (2,)), 2: ((1,), (2,))}, r"slots of the step's rows, got \[2\]"),
-        ({-5: ((1,), (2,))}, r"slots of the step's rows, got \[-5\]"),  # counts as 1, a row's
+        (
+            {-5: ((1,), (2,))},
+            r"slots of the step's rows, got \[-5\]",
+        ),  # would index slot 1, a row's
         ({-6: ((1,), (2,)), 6: ((1,), (2,))}, r"slots of the step's rows, got \[-6, 6\]"),
         ({6: ((1,), (2,))}, r"slots of the step's rows, got \[6\]"),
         ({0: ((1,), ()), 1: ((1, 2, 3), ())}, "at most 3 blocks in slot 1, got 4"),
@@ -112,8 +115,8 @@ def test_a_row_is_its_groups_blocks_and_no_page_behind_them(data, shapes):
         ({1: ((2,),)}, "zip"),
     ],
 )
-def test_a_wrong_plan_is_refused_and_counts_nothing(new_block_ids, message):
-    """Slot 1 holds a block of each group; slot 0 enters in the wrong plan, which held some."""
+def test_a_wrong_plan_is_refused_and_changes_no_count(new_block_ids, message):
+    """Slots 0 and 1 have a block of each group; in the wrong plan a new request enters slot 0."""
     tables, upload = make_tables([(3, 0, 0), (2, 0, 0)])
     both = {0: ((9,), (8,)), 1: ((7,), (6,))}
     plan = plan_of([0, 1], new=(entering(0), entering(1)), new_block_ids=both)

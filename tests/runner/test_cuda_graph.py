@@ -1,4 +1,4 @@
-"""Which graph runs a step and where its rows are in it; what padding it changes: nothing."""
+"""The graph that runs a step, the places of the step's rows in it, and its harmless padding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN = 40, 700, 500
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 16, 40, 64, 100, 256, 1000])
-def test_sizes_rise_to_the_most_that_a_step_may_have(most):
+def test_graph_sizes_rise_to_the_maximum_of_a_step(most):
     for sizes in (decode_sizes(most), prompt_sizes(most)):
         assert sizes == sorted(set(sizes))
         assert sizes[0] >= 1
@@ -43,7 +43,9 @@ def captured(graphs: StepGraphs) -> StepGraphs:
     prompts=st.lists(st.integers(2, 90), max_size=12),
     samples=st.booleans(),
 )
-def test_a_step_fits_its_graph_and_its_rows_stay_apart(num_decodes, prompts, samples):
+def test_a_step_fits_its_graph_with_separate_rows_for_decodes_and_prompts(
+    num_decodes, prompts, samples
+):
     query_lens = np.array([1] * num_decodes + prompts, dtype=np.int32)
     if not 0 < len(query_lens) <= MAX_REQS or query_lens.sum() > MAX_TOKENS:
         return
@@ -69,10 +71,10 @@ def test_a_step_fits_its_graph_and_its_rows_stay_apart(num_decodes, prompts, sam
         assert (graph.query_len, graph.num_tokens) == (1, graph.num_rows)
 
 
-def test_what_no_graph_is_for():
+def test_steps_that_no_graph_covers_get_none():
     graphs = StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN)
     decode = StepShape.decode(3)
-    assert graphs.fit(decode) is None, "nothing has been captured"
+    assert graphs.fit(decode) is None, "no graph has been captured"
     captured(graphs)
     assert graphs.fit(decode) == StepShape.decode(4)
     assert set(graphs.largest) <= set(graphs.shapes)
@@ -84,7 +86,7 @@ def test_what_no_graph_is_for():
 
 
 class LaunchedGraphs(StepGraphs):
-    """Graphs of a CPU: a replay launches again what would have been captured."""
+    """Graphs on a CPU: a replay launches the ops that a graph would have captured."""
 
     def __init__(self, core: EngineCore) -> None:
         config = core.config
@@ -108,7 +110,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_padding_changes_no_token(checkpoint, overlap, monkeypatch):
-    """Chunked prompts beside decodes, alone, and decodes alone, each in a graph that is larger."""
+    """Chunked prompts with decodes, prompts alone and decodes alone, each in a larger graph."""
     monkeypatch.setattr(cuda_graph, "SMALL_DECODE", 4)
     outputs = []
     for padded in (False, True):
@@ -141,10 +143,11 @@ def copied(plan: StepPlan) -> StepPlan:
     return replace(plan, **{name: np.copy(getattr(plan, name)) for name in arrays})
 
 
-def test_a_step_that_continues_another_writes_nothing_for_the_device(checkpoint, monkeypatch):
-    """Once each slot of the ring holds the rows, an upload is due with new blocks only.
+def test_a_step_that_continues_another_uploads_new_blocks_only(checkpoint, monkeypatch):
+    """Once each slot of the upload ring has the rows, only steps with new blocks upload.
 
-    Because the plan says so, whoever owns its arrays: without the claim each step is uploaded.
+    The plan's ``continues`` decides, not the identity of its arrays: without ``continues`` each
+    step uploads.
     """
     outputs, num_sent = [], []
     for changed in (lambda plan: plan, copied, lambda plan: replace(plan, continues=None)):

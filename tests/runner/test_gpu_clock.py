@@ -1,4 +1,4 @@
-"""The GPU's time on steps: the union of the times they ran; on a GPU, what its events say."""
+"""GPU time of steps: the union of the times in which they ran; on a GPU, against its events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeGpu:
         self.runs.append((begin, self.busy_until))
 
     def busy_ms(self) -> int:
-        """Time of the runs that are over."""
+        """Return the total time of the runs that are over."""
         return sum(end - begin for begin, end in self.runs if end <= self.now)
 
     def event(self, **_options: object) -> FakeEvent:
@@ -61,14 +61,14 @@ def gpu(monkeypatch):
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=30))
-def test_idle_times_do_not_count(steps):
+def test_idle_times_are_not_counted(steps):
     gpu = FakeGpu()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", gpu.event)
         clock = GpuClock([gpu.event() for _ in range(NUM_SLOTS)])
     for number, (pause, duration) in enumerate(steps):
         gpu.now += pause
-        if number >= NUM_SLOTS - 1:  # two steps in flight: the one before them has been taken
+        if number >= NUM_SLOTS - 1:  # two steps in flight: the result before them was read
             gpu.now = max(gpu.now, gpu.runs[number - NUM_SLOTS + 1][1])
         assert clock.seconds(number % NUM_SLOTS) == pytest.approx(gpu.busy_ms() * 1e-3)
         clock.start(number % NUM_SLOTS)
@@ -78,7 +78,7 @@ def test_idle_times_do_not_count(steps):
     assert clock.seconds(len(steps) % NUM_SLOTS) == pytest.approx(gpu.busy_ms() * 1e-3)
 
 
-def test_a_lost_gpu_is_no_error(gpu):
+def test_a_lost_gpu_raises_no_error_in_the_clock(gpu):
     clock = GpuClock([gpu.event() for _ in range(NUM_SLOTS)])
     for slot, duration in ((0, 5), (1, 7)):
         clock.start(slot)
@@ -90,7 +90,7 @@ def test_a_lost_gpu_is_no_error(gpu):
 
 
 @pytest.mark.gpu_only
-def test_steps_on_a_gpu_take_their_time(device):
+def test_seconds_on_a_gpu_equal_the_time_between_events(device):
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_SLOTS)]
     clock = GpuClock(ends)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

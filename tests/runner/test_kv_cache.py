@@ -1,4 +1,4 @@
-"""The KV cache: its bytes against closed forms, its scales, and what the runner says of it."""
+"""The KV cache: its bytes against closed forms, its scales, and the runner's report of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models.test_fp8_cache import HEAD_SCALES, add_tensors, scale_tensors
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, BLOCK_SIZE, DIM = 3, 4, 32, 64
-VECTORS = LAYERS * 2 * HEADS  # of a token, K and V
+VECTORS = LAYERS * 2 * HEADS  # per token, K and V
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 
 
@@ -63,7 +63,9 @@ def make_cache(spec: CacheSpec, num_blocks: int) -> KVCache:
         (make_spec(torch.float8_e4m3fn, "head"), VECTORS * DIM, VECTORS * 4),
     ],
 )
-def test_bytes_by_hand(spec: CacheSpec, token_bytes: int, scale_bytes_of_5_blocks: int):
+def test_bytes_equal_the_closed_forms(
+    spec: CacheSpec, token_bytes: int, scale_bytes_of_5_blocks: int
+):
     assert spec.token_bytes == token_bytes
     assert spec.block_bytes == BLOCK_SIZE * token_bytes
     assert spec.scale_bytes(SHARED, [5]) == scale_bytes_of_5_blocks
@@ -96,14 +98,14 @@ def demand(max_model_len: int = 99 * BLOCK_SIZE, **options: object) -> Streaming
 
 
 @pytest.mark.parametrize("granularity", [None, "token", "quarter", "head"])
-def test_as_many_blocks_as_fit(granularity: ScaleGranularity | None):
+def test_divide_bytes_gives_every_block_that_fits(granularity: ScaleGranularity | None):
     spec = make_spec(torch.float8_e4m3fn, granularity)
     for num_blocks in (0, 1, 7):
         for spare in (0, spec.block_bytes - 1):
             num_bytes = spec.nbytes(SHARED, [num_blocks]) + spare
             assert demand().divide_bytes(spec, SHARED, num_bytes, 99) == (num_blocks,)
     assert demand().divide_bytes(spec, SHARED, -1, 99) == (0,)
-    assert demand().divide_bytes(spec, SHARED, 1 << 40, 99) == (99,), "no more than are of use"
+    assert demand().divide_bytes(spec, SHARED, 1 << 40, 99) == (99,), "no more than can be used"
 
 
 # --- head groups ---------------------------------------------------------------------------------
@@ -120,8 +122,8 @@ GROUPS = HeadGroups.of_roles(
 )
 
 
-def test_groups_are_the_roles_and_their_columns_what_a_chunk_may_need():
-    """A window of 40 and a chunk of 100 see 139 tokens, in 6 blocks of 32 at most; a sink of 5."""
+def test_each_role_is_a_group_with_columns_for_a_chunk():
+    """A chunk of 100 with a window of 40 sees 139 tokens, at most 6 blocks of 32, and the sink."""
     full, wide, narrow = GROUPS.groups
     assert [g.keeps for g in GROUPS.groups] == [FULL, Visible(40, 5), Visible(9)]
     assert (full.offset, full.width, full.ring_blocks) == (0, 99, 0)
@@ -132,7 +134,7 @@ def test_groups_are_the_roles_and_their_columns_what_a_chunk_may_need():
     short = HeadGroups.of_roles(
         MIXED, block_size=BLOCK_SIZE, max_model_len=7 * BLOCK_SIZE, max_query_len=100
     )
-    assert [g.width for g in short.groups] == [7, 7, 5], "a ring is not wider than all blocks"
+    assert [g.width for g in short.groups] == [7, 7, 5], "a ring is not wider than max_model_len"
     assert [g.ring_blocks for g in short.groups] == [0, 0, 5]
     own = HeadGroups.of_heads(MIXED, block_size=BLOCK_SIZE, max_model_len=99)
     assert [g.offset for g in own.groups] == [0, 4, 8, 12]
@@ -142,7 +144,7 @@ def test_groups_are_the_roles_and_their_columns_what_a_chunk_may_need():
 
 @pytest.mark.parametrize("granularity", [None, "token", "quarter", "head"])
 def test_every_page_of_every_group_has_its_own_bytes(granularity: ScaleGranularity | None):
-    """Fill each page by the layout's addresses: nothing overlaps and nothing is left over."""
+    """The layout's addresses of all pages cover every byte once: no overlap, no gap."""
     spec = make_spec(torch.uint8 if granularity else torch.float32, granularity)
     num_blocks = [3, 2, 4]
     scales = torch.rand(LAYERS, 2, HEADS) if granularity == "head" else None
@@ -171,10 +173,10 @@ def test_every_page_of_every_group_has_its_own_bytes(granularity: ScaleGranulari
             assert sorted(seen) == list(range(layer.scales.k_scale.numel()))
 
 
-def test_streaming_groups_take_what_they_can_use_and_full_ones_the_rest():
-    """Three requests, each 1 sink block and 3 of a window of 40 moved by 2; a block and a prompt.
+def test_streaming_groups_get_the_blocks_they_can_use_and_full_groups_the_rest():
+    """Per request 1 sink block, 3 for a window of 40 in 2 steps, 1 more; for 3 requests.
 
-    2 steps of 100 tokens take 4 blocks each.
+    Prompts: 2 steps of 100 tokens take 4 blocks each.
     """
     assert demand().divide(GROUPS, 99) == (99, 3 * (1 + 3 + 1) + 8, 3 * (2 + 1) + 8)
     assert demand().divide(GROUPS, 10) == (10, 10, 10)
@@ -190,7 +192,7 @@ def test_streaming_groups_take_what_they_can_use_and_full_ones_the_rest():
 
 @pytest.mark.parametrize("num_full", [1, 2, 7])
 def test_short_memory_is_divided_fairly_between_short_and_long_requests(num_full: int):
-    """Against the best division for each length, none is served worse than the extremes."""
+    """Relative to the best division for its length, no length gets less than the two extremes."""
     num_heads, window, context, block_size = 8, 40 * 16, 400, 16
     policy = HeadPolicy(((FULL,) * num_full + (Visible(window),) * (num_heads - num_full),))
     sizes = {"max_model_len": context * block_size, "max_query_len": 64}
@@ -215,15 +217,15 @@ def test_short_memory_is_divided_fairly_between_short_and_long_requests(num_full
     assert min(map(share_of_best, range(1, context + 1))) >= min(extremes) * (1 - 1e-9)
 
 
-def test_memory_that_full_heads_cannot_use_is_for_the_others():
-    """5, 6 and 1 heads in all layers; the wide group could use 23 blocks, the narrow one 17."""
+def test_memory_that_full_heads_cannot_use_goes_to_streaming_heads():
+    """5, 6 and 1 heads in all layers; the wide group could use 23 blocks, the narrow group 17."""
     spec = make_spec(torch.float32)
     assert demand().divide_bytes(spec, GROUPS, spec.nbytes(GROUPS, [20, 20, 17]), 20) == (
         20,
         20,
         17,
     )
-    # A fair division is 20, 10 and 17; 28 of the 205 pages are left, 6 for each block of the wide.
+    # A fair division is 20, 10 and 17; it leaves 28 of 205 pages, and a wide block takes 6.
     scarce = spec.nbytes(GROUPS, [20, 15, 15])
     assert demand().divide_bytes(spec, GROUPS, scarce, 20) == (20, 14, 17)
     keeping = demand(enable_prefix_caching=True, streaming_cache_blocks=4)
@@ -233,7 +235,7 @@ def test_memory_that_full_heads_cannot_use_is_for_the_others():
     assert with_cache[1] / with_cache[0] > without[1] / without[0]
 
 
-def test_a_window_wider_than_the_context_needs_no_more_than_the_context():
+def test_a_window_wider_than_the_context_needs_no_more_blocks_than_the_context():
     long = HeadPolicy(((FULL, Visible(5000)),))
     groups = HeadGroups.of_roles(
         long, block_size=BLOCK_SIZE, max_model_len=99 * BLOCK_SIZE, max_query_len=100
@@ -241,8 +243,8 @@ def test_a_window_wider_than_the_context_needs_no_more_than_the_context():
     assert demand().request_blocks(groups.groups[1]) == 99
 
 
-def test_however_short_memory_is_a_chunk_of_a_prompt_fits():
-    """Of 100 tokens, before which the first sees 39 and a sink: 7 blocks; 5 for the narrow."""
+def test_a_chunk_of_a_prompt_fits_however_short_memory_is():
+    """A chunk of 100 tokens, 39 before it and the sink take 7 blocks; 5 in the narrow group."""
     spec = make_spec(torch.float32)
     num_bytes = spec.nbytes(GROUPS, [7, 7, 7])
     full, wide, narrow = demand().divide_bytes(spec, GROUPS, num_bytes, 99)
@@ -251,7 +253,7 @@ def test_however_short_memory_is_a_chunk_of_a_prompt_fits():
     assert demand().fair_blocks(GROUPS.groups[1], 0, 50) == 50, "no full head"
 
 
-def test_no_block_is_a_capacity_error():
+def test_a_cache_without_blocks_is_a_capacity_error():
     with pytest.raises(CapacityError, match=r"no block of \d+ bytes fits"):
         make_cache(make_spec(torch.float32), 0)
 
@@ -259,7 +261,7 @@ def test_no_block_is_a_capacity_error():
 # --- scales --------------------------------------------------------------------------------------
 
 
-def test_every_layer_has_scales_of_its_own():
+def test_every_layer_has_its_own_scales():
     shapes = {"token": (5, HEADS, BLOCK_SIZE), "quarter": (5, HEADS, 4), "head": (HEADS,)}
     for granularity, shape in shapes.items():
         layers = make_cache(make_spec(torch.float8_e4m3fn, granularity), 5).layers
@@ -307,7 +309,7 @@ def test_report_and_start_line_count_the_scales(checkpoint: Path, kv_scale: KVSc
     assert "integer" not in line
 
 
-def test_without_scales_the_report_says_so(checkpoint: Path):
+def test_without_fp8_the_report_and_start_line_have_no_scales(checkpoint: Path):
     runner = make_runner(checkpoint)
     report, line = runner.kv_report(), runner.describe()
     runner.close()
@@ -315,7 +317,7 @@ def test_without_scales_the_report_says_so(checkpoint: Path):
     assert "float32, KV float32, all heads full" in line
 
 
-def test_memory_for_scales_is_memory_without_blocks(
+def test_scales_count_towards_the_memory_of_the_cache(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A budget of 10 fp8 blocks with their scales: not one block more."""
@@ -327,7 +329,7 @@ def test_memory_for_scales_is_memory_without_blocks(
     runner.close()
 
 
-def test_the_cache_may_be_given_its_bytes(checkpoint: Path):
+def test_the_size_of_the_cache_can_be_set_in_bytes(checkpoint: Path):
     """A block of the tiny model, K and V, 2 layers of 2 heads of 32 float32, takes 16 KiB."""
     runner = make_runner(checkpoint, num_kv_blocks=None, kv_cache_memory_bytes=5 * 2**14 + 1)
     assert runner.kv_cache.num_blocks == (5,)
@@ -338,14 +340,14 @@ def test_the_cache_may_be_given_its_bytes(checkpoint: Path):
         make_runner(checkpoint, kv_cache_memory_bytes=0)
 
 
-def test_the_static_scales_are_the_checkpoints(checkpoint: Path):
+def test_the_static_scales_come_from_the_checkpoint(checkpoint: Path):
     runner = make_runner(checkpoint, **FP8, kv_scale="head")
     held = [(layer.scales.k_scale, layer.scales.v_scale) for layer in runner.kv_cache.layers]
     assert torch.equal(torch.stack([torch.stack(pair) for pair in held]), HEAD_SCALES)
     runner.close()
 
 
-def test_the_integer_conversion_is_said_with_its_reason(
+def test_the_start_line_names_the_integer_conversion_and_its_reason(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     choice = Fp8Choice(path="integer", reason="A100 has no e4m3 (8.9 and newer have)")
@@ -361,7 +363,7 @@ def test_the_integer_conversion_is_said_with_its_reason(
     plain.close()
 
 
-def test_a_device_without_a_path_is_refused_before_anything_loads(
+def test_a_device_without_fp8_is_refused_before_the_model_loads(
     monkeypatch: pytest.MonkeyPatch,
 ):
     def refuse(_: torch.device) -> Fp8Choice:
@@ -374,7 +376,7 @@ def test_a_device_without_a_path_is_refused_before_anything_loads(
         make_runner(Path("/nowhere"))
 
 
-def test_head_scales_that_are_not_there_are_a_config_error(tmp_path: Path):
+def test_missing_head_scales_are_a_config_error(tmp_path: Path):
     tiny_checkpoint(tmp_path, "llama")
     with pytest.raises(ConfigError, match=r"k_scale: missing .*choose kv_scale='token'"):
         make_runner(tmp_path, **FP8, kv_scale="head")

@@ -1,4 +1,4 @@
-"""ModelRunner through plans written by hand: a foreign scheduler needs nothing else."""
+"""ModelRunner driven by plans written by hand: a foreign scheduler needs nothing else."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def make_plan(
     epoch: int = 0,
     **fields: object,
 ) -> StepPlan:
-    """``rows``: request id -> (slot, number of tokens, new block ids)."""
+    """Return a plan; ``rows``: request id -> (slot, number of tokens, new block ids)."""
     return StepPlan(
         step_id=step_id,
         req_ids=tuple(rows),
@@ -87,7 +87,7 @@ def make_plan(
 
 
 def run_by_hand(runner: ModelRunner, slots: tuple[int, int], blocks: tuple[int, int, int]) -> dict:
-    """Two requests, the second in two chunks, then three decode steps; blocks as given."""
+    """Run two requests in given slots and blocks, the second in two chunks; return the tokens."""
     first, second = slots
     a, b, c = blocks
     plans = [
@@ -139,7 +139,7 @@ def test_plans_by_hand_give_transformers_tokens_in_any_slots_and_blocks(
 
 
 @pytest.mark.gpu
-def test_a_reused_slot_shows_nothing_of_its_former_request(runner, expected):
+def test_a_request_in_a_reused_slot_gets_the_tokens_of_a_fresh_runner(runner, expected):
     assert run_by_hand(runner, (0, 1), (0, 1, 2)) == expected
     long_gone = make_plan(
         6, {"c": (0, 4, (7,))}, epoch=1, new=(enter("c", 0, [8, 8, 8, 8], epoch=1),), finished=(1,)
@@ -151,7 +151,7 @@ def test_a_reused_slot_shows_nothing_of_its_former_request(runner, expected):
 
 
 @pytest.mark.gpu
-def test_a_resumed_request_goes_on_where_it_was(runner, expected):
+def test_a_resumed_request_continues_with_its_next_token(runner, expected):
     first = make_plan(0, {"a": (0, 5, (0,))}, new=(enter("a", 0, PROMPTS[0]),))
     tokens = list(runner.execute(first).result().token_ids[0])
     history = PROMPTS[0] + expected["a"][:2]
@@ -215,7 +215,7 @@ def test_a_plan_that_contradicts_the_slots_is_a_step_error(runner, plan, message
         runner.execute(plan)
 
 
-def test_a_plan_that_continues_another_is_checked_where_it_may_be_wrong(checkpoint):
+def test_a_wrong_plan_that_continues_another_is_refused(checkpoint):
     runner = make_runner(checkpoint, device="cpu")
     rows = {"a": (0, 5, (0, 1)), "b": (1, 20, (2, 3))}
     entering = (enter("a", 0, PROMPTS[0]), enter("b", 1, PROMPTS[1]))
@@ -281,8 +281,8 @@ def test_debug_names_a_block_id_out_of_the_pool(checkpoint, block_id):
     runner.close()
 
 
-def test_debug_does_not_mind_what_no_query_sees(tmp_path):
-    """A window of 3: block 0 holds nothing that positions 18 and 19 see."""
+def test_debug_ignores_block_ids_that_no_query_sees(tmp_path):
+    """A window of 3: positions 18 and 19 see no token of block 0."""
     tiny_checkpoint(tmp_path, "mistral", sliding_window=3)
     runner = make_runner(tmp_path, debug=True, device="cpu")
     runner.execute(PREFILL).result()
@@ -298,7 +298,7 @@ def test_debug_changes_no_token(checkpoint, expected):
     runner.close()
 
 
-def test_a_closed_runner_says_so(checkpoint):
+def test_a_closed_runner_refuses_plans(checkpoint):
     runner = make_runner(checkpoint, device="cpu")
     runner.close()
     with pytest.raises(RuntimeError, match="expected an open runner"):
@@ -315,14 +315,14 @@ def test_kv_report_counts_every_byte(runner):
     assert held == report["total_bytes"]
 
 
-def test_without_a_number_the_cache_holds_what_can_be_used(checkpoint):
+def test_without_num_kv_blocks_the_cache_has_the_blocks_that_can_be_used(checkpoint):
     runner = make_runner(checkpoint, num_kv_blocks=None, max_num_seqs=3, device="cpu")
     assert runner.kv_cache.num_blocks == (3 * 512 // BLOCK_SIZE,)
     runner.close()
 
 
-def test_the_profile_step_names_a_page_for_every_token(checkpoint):
-    """A table narrower than its rows would be read past its end, where ids are garbage."""
+def test_the_profile_steps_block_table_covers_every_token(checkpoint):
+    """A block table narrower than a row's length is read past its end, where ids are garbage."""
     runner = make_runner(
         checkpoint, device="cpu", max_num_batched_tokens=70, max_model_len=40, max_num_seqs=4
     )
@@ -344,7 +344,7 @@ def test_the_profile_step_names_a_page_for_every_token(checkpoint):
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-def test_on_a_gpu_the_cache_fills_the_share_of_the_memory(checkpoint):
+def test_on_a_gpu_the_cache_stays_within_its_share_of_the_memory(checkpoint):
     runner = make_runner(
         checkpoint, num_kv_blocks=None, max_num_seqs=256, gpu_memory_utilization=0.5
     )
@@ -356,7 +356,7 @@ def test_on_a_gpu_the_cache_fills_the_share_of_the_memory(checkpoint):
 
 @pytest.fixture
 def _bounded_address_space():
-    """16 TiB at most: where the kernel overcommits memory, it would grant what nobody has."""
+    """Limit addresses to 16 TiB: a kernel that overcommits would grant memory it does not have."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**44, before[1]))
     yield
@@ -364,12 +364,12 @@ def _bounded_address_space():
 
 
 @pytest.mark.usefixtures("_bounded_address_space")
-def test_a_cache_that_cannot_be_allocated_says_so(checkpoint):
+def test_a_cache_that_cannot_be_allocated_is_a_capacity_error(checkpoint):
     with pytest.raises(CapacityError, match=r"blocks of 16384 bytes do not fit on cpu"):
         make_runner(checkpoint, num_kv_blocks=2**31 - 1, device="cpu")
 
 
-def test_the_start_line_tells_what_runs(checkpoint):
+def test_the_start_line_names_the_model_the_path_and_the_blocks(checkpoint):
     runner = make_runner(checkpoint, device="cpu")
     line = runner.describe()
     assert "Qwen3ForCausalLM on cpu: CPU reference (torch), float32" in line
@@ -379,8 +379,8 @@ def test_the_start_line_tells_what_runs(checkpoint):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
-def test_the_warm_up_leaves_no_trace(checkpoint, max_num_seqs):
-    """It launches steps of padding: nothing is written but outputs that nobody reads."""
+def test_the_warm_up_changes_no_state_and_no_page(checkpoint, max_num_seqs):
+    """It launches steps of padding, which write only outputs that are never read."""
     runner = make_runner(checkpoint, max_num_seqs=max_num_seqs)
     runner._slots.buffer.fill_(7)
     runner.state.slots.stopped.zero_()

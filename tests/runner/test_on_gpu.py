@@ -1,4 +1,4 @@
-"""Steps on a GPU: graphs against eager steps, no hidden wait, and what each guard is for."""
+"""Steps on a GPU: graphs against eager steps, no hidden wait, and the need for each guard."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_many(
     features: bool = False,
     logprobs: bool = False,
 ) -> list[Request]:
-    """Queue random requests; with ``features`` each asks the sampler for something of its own."""
+    """Queue random requests; with ``features`` each has its own random sampling features."""
     rng = np.random.default_rng(seed)
     requests = []
     for index in range(count):
@@ -77,7 +77,7 @@ def add_many(
 
 
 def random_features(rng: np.random.Generator, max_tokens: int) -> dict[str, object]:
-    """Return some of what a request may ask, and leave others out."""
+    """Return a random subset of the sampling features, with random values."""
     every = {
         "top_k": int(rng.integers(1, 160)),
         "top_p": float(rng.choice([0.3, 0.9])),
@@ -108,7 +108,7 @@ def tokens(requests: list[Request]) -> list[list[int]]:
 
 
 def test_graphs_and_overlap_change_no_token(checkpoint):
-    """Whatever the order of launches: eager or captured, one step in flight or two."""
+    """Steps are eager or captured, with one step in flight or two."""
     outputs = {}
     for overlap in (False, True):
         for cuda_graphs in (False, True):
@@ -126,7 +126,7 @@ def test_graphs_and_overlap_change_no_token(checkpoint):
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_a_steady_decode_never_waits(checkpoint, cuda_graphs):
-    """Between the launches of steps nothing synchronises but the wait for a result's event."""
+    """Between launches the only synchronisation is the wait for a result's event."""
     core = make_core(checkpoint, cuda_graphs=cuda_graphs)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     for index in range(4):
@@ -141,8 +141,8 @@ def test_a_steady_decode_never_waits(checkpoint, cuda_graphs):
     core.runner.close()
 
 
-def test_nothing_compiles_while_requests_are_served(checkpoint):
-    """Prompts of all lengths, alone and beside decodes, in chunks; decodes down to one row."""
+def test_no_kernel_is_compiled_while_requests_run(checkpoint):
+    """Chunked prompts of all lengths, alone and batched with decodes; decodes down to one row."""
     core = make_core(checkpoint, max_num_seqs=40, num_kv_blocks=300)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     for index in range(4):
@@ -158,7 +158,7 @@ def test_nothing_compiles_while_requests_are_served(checkpoint):
 
 @torch.inference_mode()
 def poison(captured: list[tuple[InputBatch, torch.Tensor]]) -> None:
-    """Overwrite what graphs have written, on the stream that they run on."""
+    """Overwrite the tensors that graphs have written, on the stream that graphs run on."""
     for batch, hidden in captured:
         attention = batch.attention
         attention.seq_lens.fill_(2**30)
@@ -170,8 +170,8 @@ def poison(captured: list[tuple[InputBatch, torch.Tensor]]) -> None:
         hidden.fill_(torch.nan)
 
 
-def test_a_replay_overwrites_what_it_reads(checkpoint, monkeypatch):
-    """Lengths and tokens of a graph, poisoned between replays, change nothing."""
+def test_a_replay_rewrites_every_tensor_that_it_reads(checkpoint, monkeypatch):
+    """A graph's batch tensors and hidden states, poisoned between replays, change no token."""
     captured = []
     forward = DeviceStep.forward
 
@@ -200,17 +200,17 @@ def test_a_replay_overwrites_what_it_reads(checkpoint, monkeypatch):
 
 
 class UnguardedPool(BlockPool):
-    """What is freed may be taken at once, though steps in flight had it."""
+    """Frees blocks at once, even while steps in flight still use them."""
 
     def free(self, blocks, *, last_step=None):
         super().free(blocks)
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_block_is_free_only_when_every_step_that_had_it_is_over(
+def test_a_block_is_free_only_when_every_step_that_used_it_is_over(
     checkpoint, guarded, monkeypatch
 ):
-    """Another stream may overwrite a free block at once: no step on the GPU still has it.
+    """Another stream may overwrite a free block at once: no step on the GPU may still use it.
 
     The compute stream is held up before each step. Without the quarantine some block is free too
     early: so the guard is needed, and this test can fail.
@@ -243,10 +243,10 @@ def test_a_block_is_free_only_when_every_step_that_had_it_is_over(
     core.runner.close()
 
 
-def test_giving_pages_back_changes_no_token(checkpoint):
-    """Streaming heads on rings and on a table that keeps everything: the same graphs and kernels.
+def test_window_recycling_changes_no_token_on_a_gpu(checkpoint):
+    """Streaming heads with rings, or with a table of all blocks: the same graphs and kernels.
 
-    In deterministic mode, as otherwise a product rounds with its batch.
+    In deterministic mode, as otherwise the rounding of a matrix product depends on its batch.
     """
     policy = HeadPolicy(((Visible(24, 8), FULL), (Visible(24, 8), Visible(60))))
     outputs = {}
@@ -264,10 +264,11 @@ def test_giving_pages_back_changes_no_token(checkpoint):
 
 
 def test_overlap_equals_no_overlap_over_a_long_run(checkpoint):
-    """Joins, stops, preemption in a tiny pool and prefix hits, step after step.
+    """Requests join and stop over thousands of steps.
 
-    In deterministic mode, as otherwise a product rounds with its batch; preemption and prefix hits
-    may still turn a decoded token into a prefilled one, so neither is provoked here.
+    In deterministic mode, as otherwise the rounding of a matrix product depends on its batch;
+    preemption and prefix hits would turn a decoded token into a prefilled one, which may round
+    differently, so neither occurs here.
     """
     outputs, steps = {}, 0
     for overlap in (False, True):

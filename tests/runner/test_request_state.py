@@ -1,4 +1,4 @@
-"""RequestState's mirrors and what it tells the device, against plain counts; what it refuses."""
+"""RequestState: its mirrors and uploads against plain counts, and the plans that it refuses."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def int32(*values: int) -> np.ndarray:
 
 
 @given(data=st.data())
-def test_mirrors_count_what_launched_steps_will_have_done(data):
-    """Requests enter with a prefix computed, go on in chunks, decode, leave and come again."""
+def test_mirrors_count_the_tokens_of_all_launched_steps(data):
+    """Requests enter with a computed prefix, run in chunks, decode, leave and enter again."""
     state, upload = make_state()
-    lengths: dict[int, list[int]] = {}  # slot -> known and pending tokens, computed ones
+    lengths: dict[int, list[int]] = {}  # slot -> [known and pending tokens, computed tokens]
     epochs = [-1] * NUM_SLOTS
     plan, sampled = None, False
     for step_id in range(data.draw(st.integers(1, 12))):
@@ -129,7 +129,7 @@ def test_mirrors_count_what_launched_steps_will_have_done(data):
 @pytest.mark.parametrize(
     ("late", "held"), [(None, [7, 8]), ((), []), ((8, 9, 2), [8, 9, 2])], ids=str
 )
-def test_what_waits_for_min_tokens_is_what_stops_unless_said_otherwise(late, held):
+def test_late_token_ids_default_to_the_stop_token_ids(late, held):
     state, upload = make_state()
     request = entering(
         1, 4, epoch=0, stop_token_ids=(7, 8), min_total_tokens=9, late_token_ids=late
@@ -169,7 +169,7 @@ def test_a_slot_holds_as_many_stop_sequences_as_configured():
 
 
 def steady() -> tuple[RequestState, AppliedUpload, StepPlan]:
-    """A state whose last steps, 0 to 3, gave two rows a token each, and the plan of step 3."""
+    """Return a state after steps 0 to 3, a token for two rows each, and the plan of step 3."""
     state, upload = make_state()
     take(state, upload, plan_of([0, 3], new=(entering(0), entering(3))))
     for step_id in (1, 2, 3):
@@ -194,7 +194,9 @@ WRONG = [
 
 @pytest.mark.parametrize("claims", [False, True])
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
-def test_a_plan_that_contradicts_the_slots_is_refused_whatever_it_claims(wrong, message, claims):
+def test_a_plan_that_contradicts_the_slots_is_refused_with_or_without_continues(
+    wrong, message, claims
+):
     state, upload, plan = steady()
     plan = replace(plan, step_id=4, continues=3 if claims else None, **wrong)
     with pytest.raises(ValueError, match="continues: expected" if claims else message):
@@ -202,7 +204,7 @@ def test_a_plan_that_contradicts_the_slots_is_refused_whatever_it_claims(wrong, 
 
 
 @pytest.mark.parametrize("continues", [2, 4, 5])
-def test_a_claim_names_the_step_launched_just_before(continues):
+def test_continues_must_name_the_step_launched_last(continues):
     state, upload, plan = steady()
     plan = replace(plan, step_id=4, continues=continues)
     with pytest.raises(ValueError, match=rf"expected None or the last step, 3, got {continues}"):
@@ -210,7 +212,7 @@ def test_a_claim_names_the_step_launched_just_before(continues):
     take(state, upload, replace(plan, continues=3))
 
 
-def test_only_a_step_whose_rows_all_sample_is_continued():
+def test_only_a_step_whose_rows_all_sample_can_be_continued():
     state, upload = make_state()
     for plan in (
         plan_of([1], continues=0),
@@ -227,7 +229,7 @@ def test_only_a_step_whose_rows_all_sample_is_continued():
             take(state, upload, plan)
 
 
-def test_a_plan_that_is_refused_is_not_continued():
+def test_a_refused_plan_cannot_be_continued():
     state, upload, plan = steady()
     wrong = replace(plan, step_id=4, continues=None, num_scheduled_tokens=int32(1, 2))
     with pytest.raises(ValueError, match="num_scheduled_tokens: expected 1 to"):

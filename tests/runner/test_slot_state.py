@@ -1,4 +1,4 @@
-"""The flat buffer of slots: its fields do not overlap, and are where they say."""
+"""The flat buffer of slots: its fields do not overlap and lie at the words they report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ fields = st.dictionaries(
 
 
 @given(fields=fields, num_slots=st.integers(1, 7), data=st.data())
-def test_a_row_is_the_words_it_says_and_no_other(fields, num_slots, data):
+def test_a_row_of_a_field_occupies_exactly_its_own_words(fields, num_slots, data):
     slots = SlotState(num_slots, fields, CPU)
     name = data.draw(st.sampled_from(sorted(fields)))
     slot = data.draw(st.integers(0, 0 if fields[name].is_shared else num_slots - 1))
@@ -45,6 +45,6 @@ def test_a_row_is_the_words_it_says_and_no_other(fields, num_slots, data):
         assert torch.equal(words, expected)
 
 
-def test_more_words_than_an_int32_counts_are_refused():
+def test_more_words_than_an_int32_can_count_are_refused():
     with pytest.raises(CapacityError, match="lower max_num_seqs or max_model_len"):
         SlotState(1 << 16, {"token_ids": Field(width=1 << 15)}, torch.device("meta"))

@@ -19,7 +19,7 @@ WORDS = 300
 def send(
     staging: Staging, slot: int, upload: StepUpload, idx_mapping: list[int], query_lens: list[int]
 ) -> Staged:
-    """Send an upload and do what a step does first."""
+    """Send an upload and fetch it, as a step does first."""
     words = staging.send(
         slot, upload, np.array(idx_mapping, np.int32), np.array(query_lens, np.int32)
     )
@@ -33,7 +33,7 @@ def send(
 @pytest.mark.gpu
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_changes_arrive_in_the_state_and_nowhere_else(device, data, seed):
-    """Runs of words, or fills, cut out of the state without overlap; more than graphs take too."""
+    """Disjoint runs of words and fills; also uploads too large for a graph."""
     staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, device)
     ops = select_ops(kernel_path(device))
     rng = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def test_changes_arrive_in_the_state_and_nowhere_else(device, data, seed):
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=MAX_REQS), slot=st.integers(0, 2))
-def test_rows_and_where_their_tokens_start(lengths, slot):
+def test_staged_rows_have_their_slots_and_query_starts(lengths, slot):
     staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, torch.device("cpu"))
     idx_mapping = [3, -1, 0, 2, 1][: len(lengths)]
     staged = send(staging, slot, StepUpload(), idx_mapping, lengths)
@@ -68,7 +68,7 @@ def test_rows_and_where_their_tokens_start(lengths, slot):
     assert (staged.ring_slot.tolist(), staged.num_segments.tolist()) == ([slot], [0])
 
 
-def test_until_a_step_comes_a_graph_finds_padding():
+def test_a_graph_reads_padding_before_the_first_step():
     staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, torch.device("cpu"))
     for slot in range(NUM_SLOTS):
         staging.fetched.fill_(5)
@@ -80,7 +80,7 @@ def test_until_a_step_comes_a_graph_finds_padding():
         assert view.num_segments.tolist() == [0]
 
 
-def test_a_graph_finds_what_fits_and_nothing_else():
+def test_a_graph_reads_only_uploads_that_fit():
     staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, torch.device("cpu"))
     view = staging.static_view(2)
     small, many, long = StepUpload(), StepUpload(), StepUpload()
@@ -94,7 +94,7 @@ def test_a_graph_finds_what_fits_and_nothing_else():
     assert view.num_segments.tolist() == [1]
     (dst, src, length), *_ = view.segments.tolist()
     assert (dst, length, view.words[src : src + 2].tolist()) == (7, 2, [5, 0])
-    for _ in range(2):  # a slot may have a long one again
+    for _ in range(2):  # a slot may have a long upload again
         staged = send(staging, 1, long, [1, 0], [1, 1])
         ((dst, src, length),) = staged.segments.tolist()
         assert torch.equal(staged.words[src : src + length], torch.arange(2 * FETCHED_WORDS).int())

@@ -1,4 +1,4 @@
-"""What a step allocates besides its layers: bounded, and no more than the profile step does."""
+"""Memory of a step outside its layers: bounded, and no more than the profile step allocates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LOGPROBS = 5
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operators have made and that are still there."""
+    """Counts the bytes of the storages that operators have allocated and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ def peak_of(call: Callable[[], object]) -> int:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """Few layers of few heads, and a vocabulary whose logits outweigh all else."""
+    """Return a checkpoint of few layers and heads, whose logits outweigh all other tensors."""
     path = tmp_path_factory.mktemp("qwen3")
     tiny_checkpoint(path, "qwen3", vocab_size=VOCAB)
     return path
 
 
 def runner_of(checkpoint: Path, monkeypatch, max_num_seqs: int, mode: str) -> ModelRunner:
-    """A runner of no layers, whose kernels allocate as little as on a GPU, not as the oracles."""
+    """Return a runner without layers, whose ops allocate as little as kernels, unlike oracles."""
 
     def top_logprobs(logits, token_ids, num_top):
         rows, count = token_ids.shape
@@ -99,7 +99,7 @@ def runner_of(checkpoint: Path, monkeypatch, max_num_seqs: int, mode: str) -> Mo
 
 
 def bound_of(runner: ModelRunner) -> int:
-    """The bound that ``mrv1.runner.profile`` states, and the hidden states of a step."""
+    """Return the bound that ``mrv1.runner.profile`` states plus the hidden states of a step."""
     num_tokens, hidden_size = runner.config.max_num_batched_tokens, runner.model_config.hidden_size
     num_rows = max(runner.config.max_num_seqs, LOGITS_CHUNK)
     is_raw = runner.config.logprobs_mode == "raw_logprobs"
@@ -130,7 +130,7 @@ def drafts_of_everyone(runner: ModelRunner) -> None:
 
 
 def prompts_of_a_step(runner: ModelRunner) -> None:
-    """Compute two prompts that fill a step, and report of all their tokens."""
+    """Compute two prompts that fill a step, with log-probabilities of all their tokens."""
     params = SamplingParams(temperature=0, prompt_logprobs=MAX_LOGPROBS)
     lengths = [MAX_LEN - 1, MAX_LEN - 3]
     rows, new = {}, []
@@ -145,7 +145,7 @@ def prompts_of_a_step(runner: ModelRunner) -> None:
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("max_num_seqs", [4, 64])
 @pytest.mark.parametrize("step", [drafts_of_everyone, prompts_of_a_step])
-def test_a_step_holds_no_more_than_the_bound_and_the_profile_step(
+def test_a_step_needs_no_more_memory_than_the_profile_step_and_the_bound(
     checkpoint, monkeypatch, step, max_num_seqs, mode
 ):
     runner = runner_of(checkpoint, monkeypatch, max_num_seqs, mode)
@@ -156,8 +156,8 @@ def test_a_step_holds_no_more_than_the_bound_and_the_profile_step(
     assert profiled <= bound_of(runner)
 
 
-def test_the_profile_step_needs_what_a_full_step_does(checkpoint, monkeypatch):
-    """Of every row of logits a copy: half of the bound's first term would be too little."""
+def test_the_profile_step_needs_the_memory_of_a_full_step(checkpoint, monkeypatch):
+    """Each row of logits has a copy: half of the bound's first term would be too little."""
     runner = runner_of(checkpoint, monkeypatch, 64, "raw_logprobs")
     assert peak_of(lambda: run_profile_step(runner._step)) >= 2 * LOGITS_CHUNK * VOCAB * 4
     runner.close()

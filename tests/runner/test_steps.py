@@ -1,4 +1,4 @@
-"""What a step offers beside its tokens: drafts, a signal per layer, the failing kernel's name."""
+"""Features of a step besides its tokens: drafts, a signal per layer, names of failed kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 class ForeignScheduler:
-    """One block list a slot, nothing shared, longest-waiting first: all that a runner needs."""
+    """A minimal scheduler: one block list per slot, no shared blocks, first come first served."""
 
     def __init__(self, runner: ModelRunner, num_slots: int) -> None:
         self.runner, self.step_id = runner, 0
@@ -113,7 +113,7 @@ def test_a_foreign_scheduler_needs_nothing_but_plans_and_outputs(checkpoint):
 def generate(
     runner: ModelRunner, drafter, temperature: float, banned: tuple[tuple[int, ...], ...] = ()
 ) -> tuple[list[int], int]:
-    """One request with a hand of drafts each step; return its tokens and the steps it took."""
+    """Run one request with drafts in each step; return its tokens and the number of steps."""
     params = SamplingParams(temperature=temperature)
     request = enter(
         "a", 1, PROMPTS[1], sampling_params=params, seed=5, banned_token_sequences=banned
@@ -143,7 +143,7 @@ def generate(
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 @pytest.mark.parametrize("bans", [False, True])
 def test_drafts_change_the_number_of_steps_and_no_token(checkpoint, temperature, bans):
-    """Nor do they hide the beginning of a bad word that they are themselves."""
+    """Bad words that begin within the drafts are banned too."""
     banned: tuple[tuple[int, ...], ...] = ()
 
     def with_drafts(drafter) -> tuple[list[int], int]:
@@ -202,7 +202,7 @@ def test_drafts_that_cannot_be_verified_are_refused(checkpoint):
 
 
 @pytest.mark.gpu
-def test_a_listener_hears_of_every_layer_of_a_prefill(checkpoint):
+def test_a_kv_listener_is_called_for_every_layer_of_a_prefill(checkpoint):
     runner = make_runner(checkpoint)
     heard: list[KVReady] = []
     runner.set_kv_listener(heard.append)
@@ -219,11 +219,11 @@ def test_a_listener_hears_of_every_layer_of_a_prefill(checkpoint):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_listener_hears_of_every_step_and_finds_what_it_wrote(checkpoint, graphs):
-    """Prompts in chunks beside decodes, decodes, and steps in two parts: graphs or not."""
+def test_a_kv_listener_is_called_for_every_step_and_finds_its_keys_written(checkpoint, graphs):
+    """Chunked prompts with decodes, decodes, and forward and sample apart: graphs or not."""
     runner = make_runner(checkpoint, cuda_graphs=graphs)
     on_cpu = runner.device.type == "cpu"
-    if graphs and on_cpu:  # what a graph would launch, launched
+    if graphs and on_cpu:  # launch the ops that a graph would have captured
         runner._graphs.fit = lambda shape: shape if shape.query_len == 1 else None
         runner._graphs.replay = runner._step.run_padding
     layers = runner.kv_cache.layers
@@ -271,7 +271,7 @@ def test_a_listener_hears_of_every_step_and_finds_what_it_wrote(checkpoint, grap
     runner.close()
 
 
-def test_a_listener_that_raises_fails_the_step(checkpoint):
+def test_a_kv_listener_that_raises_fails_the_step(checkpoint):
     def raises(ready: KVReady) -> None:
         raise KeyError("nobody there")
 
@@ -285,8 +285,8 @@ def test_a_listener_that_raises_fails_the_step(checkpoint):
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-def test_once_its_event_has_passed_another_stream_reads_the_pages(checkpoint):
-    """The compute stream is held up; the reader waits for the event alone, and sees the pages."""
+def test_after_a_layers_event_another_stream_reads_its_pages(checkpoint):
+    """The compute stream is held up; the reader waits only for the event, and sees the pages."""
     runner = make_runner(checkpoint)
     for cache in runner.kv_cache.layers:
         cache.k.fill_(torch.nan)
@@ -328,8 +328,8 @@ def test_debug_sync_names_the_kernel_that_failed(checkpoint, monkeypatch):
     runner.close()
 
 
-def test_a_launch_says_whether_the_device_is_lost(checkpoint, monkeypatch):
-    """With debug_sync a failed kernel shows at its own launch, below what names it."""
+def test_a_failed_launch_reports_whether_the_device_is_lost(checkpoint, monkeypatch):
+    """With debug_sync a failed kernel raises at its own launch, below the error that names it."""
     runner = make_runner(checkpoint, device="cpu", debug_sync=True)
     plan = make_plan(0, {"a": (0, 5, (2,))}, new=(enter("a", 0, PROMPTS[0]),))
     for kind, lost in ((torch.AcceleratorError, True), (RuntimeError, False)):
@@ -346,7 +346,7 @@ def test_a_launch_says_whether_the_device_is_lost(checkpoint, monkeypatch):
     runner.close()
 
 
-def test_a_device_that_failed_ends_all_requests_and_says_so(checkpoint, monkeypatch):
+def test_a_lost_device_ends_all_requests_and_refuses_new_ones(checkpoint, monkeypatch):
     core = EngineCore(
         EngineConfig(model=str(checkpoint), num_kv_blocks=16, max_num_seqs=1, device="cpu"),
         progress=False,

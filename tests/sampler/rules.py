@@ -17,10 +17,10 @@ def edited(
     params: SamplingParams,
     late_token_ids: Collection[int],
 ) -> torch.Tensor:
-    """Return a row's logits in float64, edited for what follows prompt and output.
+    """Return a row's logits in float64, edited for the token after prompt and output.
 
     ``late_token_ids`` are not drawn before ``min_tokens``. Biased logits are rounded to the dtype
-    that the row came in, as the op says; the result is not.
+    of ``logits``, as the op documents; the result is not rounded.
     """
     dtype, logits = logits.dtype, logits.double()
     if params.allowed_token_ids is not None:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from mrv1.kernels.reference import kept_tokens
 
-EDGE = 1e-9  # how close a cumulative probability may come to top_p before rounding decides
+EDGE = 1e-9  # closer to top_p or min_p than this, rounding decides
 
 
 def kept_by_hand(
     row: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> set[int] | None:
-    """Return the ids that stay, or None if rounding decides."""
+    """Return the ids that are kept, or None if rounding decides."""
     alive = list(range(len(row)))
     if min_p:
         ratios = [math.exp((x - max(row)) / temperature) for x in row]
@@ -68,7 +68,7 @@ def kept(rows: torch.Tensor, *filters: list[float]) -> list[set[int]]:
     top_p=st.sampled_from([0.05, 0.3, 0.5, 0.9, 0.99, 1.0]),
     min_p=st.sampled_from([0.0, 0.01, 0.25, 1.0]),
 )
-def test_what_stays_is_what_the_definition_says(row, temperature, top_k, top_p, min_p):
+def test_the_kept_tokens_follow_the_definitions(row, temperature, top_k, top_p, min_p):
     expected = kept_by_hand(row, temperature, top_k, top_p, min_p)
     if expected is None:
         return
@@ -84,6 +84,6 @@ def test_every_row_has_its_own_parameters():
 
 
 @pytest.mark.parametrize("top_p", [0.5, 1.0])
-def test_a_row_without_any_token_stays_empty(top_p):
+def test_a_row_without_tokens_keeps_no_token(top_p):
     rows = torch.full((1, 5), -torch.inf, dtype=torch.float64)
     assert kept(rows, [0], [top_p], [0.0]) == [set()]

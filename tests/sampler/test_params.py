@@ -1,4 +1,4 @@
-"""SamplingParams: what is accepted, and what each refusal says."""
+"""SamplingParams: accepted values, and the message of each refusal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from mrv1 import RequestError, SamplingParams
 
 
-def test_defaults_are_vllms():
+def test_defaults_equal_the_defaults_of_vllm():
     params = SamplingParams()
     assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (
         1.0,
@@ -127,7 +127,7 @@ def test_a_value_out_of_range_is_refused_by_name(field, value, expected):
         pytest.param({-1: "x" * 1000}, "{-1: 'xxx", id="dict"),
     ],
 )
-def test_a_refusal_shows_a_value_that_is_large_and_no_more_than_its_beginning(field, value, shown):
+def test_a_refusal_shows_only_the_beginning_of_a_large_value(field, value, shown):
     with pytest.raises(RequestError, match=f"^{field}: expected .*, got {shown}") as refusal:
         SamplingParams(**{field: value})
     assert len(str(refusal.value)) < 200
@@ -154,12 +154,12 @@ def test_an_unknown_parameter_is_refused_with_a_suggestion():
     assert len(str(refusal.value)) < 1000
 
 
-def test_top_k_minus_one_keeps_all():
+def test_top_k_minus_one_keeps_all_tokens():
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
 
 
-def test_params_of_other_containers_are_equal_and_kept():
-    """What the caller does to its own lists later changes nothing."""
+def test_params_copy_the_callers_containers():
+    """Later changes to the caller's own lists do not change the parameters."""
     own = {
         "logit_bias": {3: 1.5},
         "allowed_token_ids": [3, 4],
@@ -194,7 +194,7 @@ def test_none_is_an_empty_list():
 
 
 def parts_of(value: object) -> list[object]:
-    """A value, and what it holds, however deep."""
+    """Return a value and all values inside it, at any depth."""
     if not isinstance(value, tuple | dict):
         return [value]
     inner = [*value, *value.values()] if isinstance(value, dict) else value
@@ -203,7 +203,7 @@ def parts_of(value: object) -> list[object]:
 
 @pytest.mark.parametrize("integer", [np.int64, np.uint8, np.int32])
 @pytest.mark.parametrize("real", [np.float32, np.float64, np.float16, Fraction])
-def test_numbers_of_numpy_are_kept_as_pythons(integer, real):
+def test_numpy_numbers_become_python_numbers(integer, real):
     ids = np.array([3, 4], dtype=integer)
     pairs = np.array([[1, 2], [3, 4]], dtype=integer)
     params = SamplingParams(
@@ -229,11 +229,11 @@ def test_numbers_of_numpy_are_kept_as_pythons(integer, real):
     hash(params)
 
 
-def test_numpys_minus_one_keeps_all():
+def test_top_k_minus_one_of_numpy_keeps_all_tokens():
     assert SamplingParams(top_k=np.int64(-1)) == SamplingParams()
 
 
-def test_what_is_asked_for_is_told():
+def test_params_report_their_penalties_logprobs_and_masks():
     nothing = SamplingParams()
     assert not nothing.penalizes
     assert not nothing.wants_logprobs
@@ -252,7 +252,7 @@ def test_what_is_asked_for_is_told():
     assert masks.masks(2) == ("allowed_token_ids", "bad_words_token_ids")
 
 
-def test_params_are_values():
+def test_params_are_immutable_values():
     params = SamplingParams(temperature=0.5, stop_token_ids=[3, 4])
     assert params.stop_token_ids == (3, 4)
     assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)
@@ -272,5 +272,5 @@ def test_params_are_values():
         (SamplingParams(min_p=0.1, temperature=0), False),
     ],
 )
-def test_filters_only_where_a_draw_is_filtered(params, filters):
+def test_filters_is_true_only_where_a_random_draw_is_filtered(params, filters):
     assert params.filters is filters

@@ -26,7 +26,7 @@ NONE, NAN = -1, -2
 
 @st.composite
 def requests(draw, vocab: int) -> SamplingParams:
-    """Parameters whose edits of multiples of 1/64 are exact in float32."""
+    """Draw parameters whose edits of multiples of 1/64 are exact in float32."""
     tokens = st.integers(0, min(vocab, 40) - 1)
     some = st.lists(tokens, min_size=1, max_size=6)
 

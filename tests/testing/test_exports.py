@@ -1,4 +1,4 @@
-"""What ``mrv1.testing`` gives, and what importing it costs."""
+"""The names that ``mrv1.testing`` exports, and the packages that importing it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from mrv1 import ConfigError, testing
 
 
-def test_strategies_come_on_first_use():
+def test_strategies_are_imported_on_first_use():
     assert "paged_caches" in testing.strategies.__all__
     shared = {"build_paged_cache", "kv_layouts", "paged_caches", "ragged_batches"}
     assert set(testing.__all__) == {"aot", "interpreter", "strategies"} | shared
@@ -44,7 +44,7 @@ NOT_INSTALLED = (
 
 
 def _run_without(package: str, code: str) -> str:
-    """Run code in a process that has no such package: return what it prints, or its error."""
+    """Run ``code`` in a process without ``package``; return its output or its error."""
     blocked = (
         f"import sys; sys.modules['{package}'] = None\n"
         f"try:\n    {code}\nexcept Exception as error:\n    print(repr(error))\n"

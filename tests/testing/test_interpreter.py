@@ -1,7 +1,7 @@
-"""What the stock interpreter gets wrong is right once corrected; the checks catch their faults.
+"""The corrections of Triton's stock interpreter give right results; the checks catch faults.
 
 The corrections hold for the process. The checks would slow down and fail other tests of this
-process, so each runs in a child.
+process, so each check runs in a child process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_all_fp8_codes_convert_both_ways(dtype):
     ("value", "want"), [(1.998, 2.0), (1e4, 448.0), (-torch.inf, -448.0), (2.0**-10, 0.0)]
 )
 def test_fp8_carries_saturates_and_rounds_to_even(value, want):
-    """Stock: 1, 320, -256 and a subnormal."""
+    """The stock interpreter gives 1, 320, -256 and a subnormal."""
     got = _convert(torch.full((16,), value), torch.float8_e4m3fn).float()
     assert got.tolist() == [want] * 16
 
@@ -103,9 +103,9 @@ def _fma_kernel(out_ptr, x_ptr, y_ptr, z_ptr, TILE: tl.constexpr):
 
 
 def test_float32_multiply_add_rounds_once():
-    """Not even by way of float64: 1 + 2^-23 + 2^-24 - 2^-70 is below a tie that float64 sees."""
+    """float64 would round twice: it takes 1 + 2^-23 + 2^-24 - 2^-70, below a tie, for the tie."""
     x, y, z = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
-    z[128:] = -(x * y)[128:]  # what is left is the product's own rounding
+    z[128:] = -(x * y)[128:]  # the result is the product's own rounding error
     x[0], y[0], z[0] = 2.0**-24 * (1 + 2.0**-23), 1 - 2.0**-23, 1 + 2.0**-23
     x[1], y[1], z[1] = 3e38, 3e38, -torch.inf
     out = torch.empty(256)
@@ -158,14 +158,14 @@ def test_dot_accumulates_in_float32(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
-def test_a_dot_of_what_is_not_finite_is_nan_in_its_row_alone(dtype):
-    """Rows of padding hold anything; numpy would warn, and a warning is an error here."""
+def test_a_dot_of_a_row_that_is_not_finite_is_nan_in_the_row_only(dtype):
+    """Padding rows may hold any values; numpy would warn, and a warning is an error here."""
     x, y = (_random(seed, 32, 32, dtype=dtype) for seed in (0, 1))
     x[3, :2] = torch.tensor([torch.inf, -torch.inf])
     x[7] = torch.nan
     signalling = torch.tensor([torch.inf], dtype=dtype)
     signalling.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[0] += 1
-    x[11] = signalling  # numpy warns of it in a cast, too
+    x[11] = signalling  # numpy warns of a signaling NaN in a cast, too
     y[0], y[1] = 1, 1
     rows = [3, 7, 11]
     out = torch.empty(32, 32)
@@ -200,8 +200,8 @@ sizes = st.sampled_from([1, 2, 4, 16, 64])
     part=st.tuples(sizes, sizes),
     seed=st.integers(0, 1000),
 )
-def test_a_dot_sums_in_the_same_order_whatever_its_shape(shape, dtype, part, seed):
-    """A BLAS picks an order for each shape and CPU, and bits would depend on the batch."""
+def test_a_dot_sums_in_the_same_order_for_every_shape(shape, dtype, part, seed):
+    """A BLAS picks an order for each shape and CPU, so bits would depend on the batch."""
     (m, n, k), (some_m, some_n) = shape, part
     x, y = _random(seed, m, k, dtype=dtype), _random(seed + 1, k, n, dtype=dtype)
     want = _any_dot(x, y)
@@ -232,7 +232,7 @@ def _sum(x: torch.Tensor, axis: int) -> torch.Tensor:
     part=sizes,
     seed=st.integers(0, 1000),
 )
-def test_a_sum_has_the_same_order_whatever_is_beside_it(shape, axis, part, seed):
+def test_a_sum_has_the_same_order_for_every_number_of_rows(shape, axis, part, seed):
     rows = _random(seed, *shape, dtype=torch.float32)
     x, few = (rows, rows[-part:]) if axis == 1 else (rows.T, rows[-part:].T)
     want = _sum(x, axis)
@@ -306,8 +306,8 @@ def _fold_rows_kernel(sum_ptr, max_ptr, min_ptr, scan_ptr, x_ptr, TILE: tl.const
     tl.store(scan_ptr + index, tl.cumsum(x, axis=1))
 
 
-def test_rows_of_padding_may_overflow_and_hold_nothing_but_nan():
-    """On a GPU neither is an event; numpy warns of both, and a warning is an error here."""
+def test_padding_rows_may_overflow_and_hold_only_nan():
+    """A GPU reports neither; numpy warns of both, and a warning is an error here."""
     x = _random(0, 4, 4, dtype=torch.float32)
     x[1], x[2, 0], x[3] = 3e38, torch.nan, torch.nan
     total, greatest, least, scanned = (torch.empty(n) for n in (4, 4, 4, 16))
@@ -331,7 +331,7 @@ def _sort_kernel(x_ptr, TILE: tl.constexpr):
 def test_sort_is_right_and_quick_enough_to_use():
     x = _random(0, 2048, dtype=torch.float32)
     want = x.sort().values
-    _sort_kernel[(1,)](x, TILE=2048)  # stock: many seconds
+    _sort_kernel[(1,)](x, TILE=2048)  # the stock interpreter takes many seconds
     assert torch.equal(x, want)
 
 
@@ -362,7 +362,7 @@ def _invert_kernel(x_ptr, TILE: tl.constexpr):
     tl.store(x_ptr + index, (~word).to(tl.int64))
 
 
-def test_inverting_unsigned_words():
+def test_inverted_unsigned_words_stay_unsigned():
     x = torch.tensor([0, 1, 2**31, 2**32 - 1])
     _invert_kernel[(1,)](x, TILE=4)
     assert x.tolist() == [2**32 - 1, 2**32 - 2, 2**31 - 1, 0]

@@ -34,7 +34,7 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
 
 
 def _near(dtype: torch.dtype) -> torch.Tensor:
-    """Return every finite value, every tie between two, and the floats around all of these."""
+    """Return all finite values, all ties between two values, and the floats next to both."""
     values = _codes(dtype).float()
     values = values[values.isfinite()].unique().double()
     points = torch.cat([values, (values[1:] + values[:-1]) / 2]).float()
@@ -43,7 +43,7 @@ def _near(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return torch's conversion of what is in range: how it treats the rest depends on version."""
+    """Return torch's conversion, 8-bit formats clamped: beyond the range torch versions differ."""
     largest = torch.finfo(dtype).max
     return (x.clamp(-largest, largest) if dtype.itemsize == 1 else x).to(dtype)
 
@@ -70,7 +70,7 @@ def test_every_code_decodes(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_values_ties_and_their_neighbours_round_to_even(name):
+def test_values_ties_and_neighbours_round_to_even(name):
     points = _near(ALL[name])
     _assert_same(encode(points.numpy(), name), _saturated(points, ALL[name]))
 
@@ -93,7 +93,7 @@ def test_overflow_saturates_and_nan_stays(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_toward_zero_never_grows(name):
+def test_rounding_toward_zero_never_grows(name):
     points = _near(ALL[name])
     values = _codes(ALL[name]).float()
     values = values[values.isfinite()].abs().unique().numpy()
@@ -104,6 +104,6 @@ def test_toward_zero_never_grows(name):
     assert bool(((np.sign(got) == np.sign(x)) | (got == 0)).all())
 
 
-def test_float16_toward_zero_past_the_largest():
+def test_float16_toward_zero_saturates_but_keeps_infinity():
     x = np.array([7e4, -7e4, np.inf], dtype=np.float32)
     assert encode(x, "fp16", toward_zero=True).tolist() == [65504.0, -65504.0, np.inf]

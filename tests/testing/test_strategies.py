@@ -1,4 +1,4 @@
-"""The strategies are an independent model: held against plain loops, shown to reach the edges."""
+"""The strategies, an independent model: compared with plain loops, shown to reach the edges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEARCH = settings(
 
 
 def _columns(layout: LayoutCase, role: HeadRole, position: int) -> int:
-    """The ring rule in words: sink blocks first, the others round and round behind them."""
+    """Return a position's column by the ring rule: sink blocks first, then the ring in turns."""
     block, sinks = position // layout.block_size, math.ceil(role.sink / layout.block_size)
     if role.ring_blocks and block >= sinks:
         return role.table_offset + sinks + (block - sinks) % role.ring_blocks
@@ -55,7 +55,7 @@ def test_no_two_elements_share_an_address(layout):
 
 
 @given(layout=kv_layouts())
-def test_segments_lie_side_by_side(layout):
+def test_table_segments_follow_each_other_without_gaps(layout):
     end = 0
     for group in range(len(layout.num_blocks)):
         (role,) = {role for role in layout.roles if role.group == group}
@@ -81,7 +81,7 @@ def test_every_kind_is_drawn(kind):
     ],
     ids=["ring and sink", "ring", "window", "full beside another group"],
 )
-def test_roles_are_drawn(wanted):
+def test_every_combination_of_roles_is_drawn(wanted):
     find(kv_layouts(), lambda layout: wanted(layout.roles), settings=SEARCH)
 
 
@@ -100,7 +100,7 @@ def test_batches_fit_their_layout(data, uniform):
         assert uniform in (None, queries)
 
 
-def test_no_padding_on_request():
+def test_padding_can_be_excluded():
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=64)
 
     @given(batch=ragged_batches(layout, padding=False))
@@ -111,7 +111,7 @@ def test_no_padding_on_request():
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 21, 22, 23, 25, 26, 27])
-def test_edges_are_drawn(length):
+def test_every_edge_length_is_drawn(length):
     role = HeadRole(window=22, sink=4)
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=64, role=role)
     find(ragged_batches(layout), lambda batch: length in batch.seq_lens, settings=SEARCH)
@@ -121,7 +121,7 @@ def test_edges_are_drawn(length):
 
 
 def _read(case, cache, request, head, token):
-    """The vector of a token, through the table and the address formula; None without a page."""
+    """Return a token's vector through table and address formula, or None without a page."""
     layout, role = case.layout_case, case.layout_case.roles[head]
     block = case.block_table[request, _columns(layout, role, token)].item()
     if block < 0:
@@ -135,7 +135,7 @@ def _read(case, cache, request, head, token):
 
 
 @given(case=paged_caches(layouts=kv_layouts(head_dims=(16,), num_kv_heads=(1, 2))))
-def test_caches_hold_what_is_seen_and_nothing_else(case):
+def test_caches_hold_exactly_the_visible_vectors(case):
     layout = case.layout_case
     num_written = 0
     for r, (n, queries) in enumerate(zip(case.batch.seq_lens, case.batch.query_lens, strict=True)):
@@ -147,7 +147,7 @@ def test_caches_hold_what_is_seen_and_nothing_else(case):
                     for query in range(n - queries, n)
                 ]
                 seen = case.visible[r][head, :, token].tolist()
-                if seen != sees:  # for one reason only
+                if seen != sees:  # only where a page is missing
                     assert not any(seen)
                     assert _read(case, case.k_cache, r, head, token) is None
                 if any(seen):
@@ -163,7 +163,7 @@ def test_caches_hold_what_is_seen_and_nothing_else(case):
 
 
 @given(case=paged_caches())
-def test_slots_lead_to_the_new_tokens(case):
+def test_slot_mapping_names_the_pages_of_new_tokens(case):
     layout, row = case.layout_case, 0
     for r, (n, queries) in enumerate(zip(case.batch.seq_lens, case.batch.query_lens, strict=True)):
         for position in range(n - queries, n):
@@ -194,7 +194,7 @@ def test_blocks_have_one_owner(case):
 
 
 def _scale(scales, case, head, slot):
-    """A quarter's K scale, through its address formula."""
+    """Return a quarter's K scale through its address formula."""
     block, offset = divmod(slot, case.layout_case.block_size)
     quarter = offset * 4 // case.layout_case.block_size
     return scales.k_scale[scales.base[head] + block * scales.block_stride[head] + quarter].item()
@@ -206,7 +206,7 @@ def _scale(scales, case, head, slot):
         granularities=["quarter"],
     )
 )
-def test_a_quarter_has_the_scale_of_the_largest_of_what_is_seen_of_it(case):
+def test_a_quarter_has_the_scale_of_its_largest_visible_value(case):
     layout, row = case.layout_case, 0
     for r, (n, queries) in enumerate(zip(case.batch.seq_lens, case.batch.query_lens, strict=True)):
         row += queries
@@ -237,7 +237,7 @@ def test_quarters_that_grow_are_drawn():
     )
 
 
-def test_block_seed_moves_pages_only():
+def test_block_seed_changes_only_the_pages():
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=64)
     batch = RaggedBatch(query_lens=(1, 2), seq_lens=(50, 64))
     one, two = (
@@ -256,7 +256,7 @@ def test_a_ring_that_cannot_hold_the_chunk_is_refused():
         build_paged_cache(layout, RaggedBatch(query_lens=(8,), seq_lens=(52,)))
 
 
-def test_attention_is_a_plain_loop():
+def test_case_attention_equals_a_plain_loop():
     layout = LayoutCase.hnd(
         num_kv_heads=2, head_dim=16, max_seq_len=32, role=HeadRole(window=5, sink=1)
     )

@@ -1,4 +1,4 @@
-"""What the embedded model was trained on and measured by: data, trials, trained function."""
+"""The embedded model's training: its data, its recall trials, the function that is trained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 # --- corpus ---
 
 
-def test_split_loses_nothing_and_overlaps_nothing() -> None:
+def test_the_split_loses_no_text_and_has_no_overlap() -> None:
     train, held_out = load_split()
     assert train.endswith("\n\n")
     assert "".join(split_speeches(train)) == train
@@ -107,7 +107,7 @@ def test_accuracy_counts_right_answers() -> None:
         first = (tokens == VOCABULARY.remember).int().argmax(dim=1)
         answers = tokens[torch.arange(len(tokens)), first + 3]
         right = torch.nn.functional.one_hot(answers, 2048)
-        right[0] = -right[0]  # but for the first of each batch
+        right[0] = -right[0]  # wrong for the first trial of each batch
         return right[:, None].expand(-1, tokens.shape[1], -1)
 
     accuracy = recall_accuracy(
@@ -143,7 +143,7 @@ def test_the_trained_function_is_qwen3() -> None:
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(config).eval()
     for parameter in theirs.parameters():
-        parameter.add_(torch.randn_like(parameter), alpha=0.1)  # norms off one too
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)  # norm weights differ from 1 too
     ours = TinyModel(config, dropout=0.5).eval()
     state = theirs.state_dict()
     del state["lm_head.weight"]
