@@ -30,7 +30,7 @@ class LogitsProcessor(Protocol):
     """Edits logits after mrv1's own edits and before the temperature.
 
     A runner with custom processors launches the layers and the sampling separately. A processor
-    must return the rows of requests that it does not concern unchanged.
+    must not change the rows of requests that it is not meant for.
 
     A request fails alone if ``add_request`` raises for it, or if ``apply`` leaves NaN in its row
     or no token to draw. If ``apply`` raises, or returns a tensor of another shape, dtype or

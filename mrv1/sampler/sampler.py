@@ -54,7 +54,7 @@ class Sampler:
     """The sampling parameters of every slot, and the draw with them.
 
     Owned by the runner, which keeps the parameters on its device and writes a slot's parameters
-    when a request takes the slot, so that no former request's have an effect.
+    when a request takes the slot, so that a former request's have no effect.
 
     Args:
         max_num_reqs: number of slots.

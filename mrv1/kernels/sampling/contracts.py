@@ -42,7 +42,7 @@ class TopLogprobs(NamedTuple):
 class History:
     """The tokens of each slot, as known on the device; int32, contiguous unless noted.
 
-    An op checks the fields that it reads; the others may hold anything.
+    An op checks the fields that it reads; other fields may have any content.
     """
 
     token_ids: torch.Tensor
@@ -92,7 +92,7 @@ class LogitEdits:
     counted: torch.Tensor
     """[max_num_reqs, MAX_PARTS], contiguous, *written*: number of tokens of the history that are
     in ``counts``. State of ``edit_logits``, except that the caller fills a slot's row with -1 when
-    a request takes the slot; the slot's ``counts`` may then hold anything."""
+    a request takes the slot; the slot's ``counts`` may then have any content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,7 +175,7 @@ def _top_logprobs_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobsConfig:
-    """How both launches divide a row: equal in all batches, because it may change last bits."""
+    """How both launches divide a row, the same in all batches: it may change a sum's last bits."""
 
     tile_groups: int
     """Groups of one program of the first launch."""

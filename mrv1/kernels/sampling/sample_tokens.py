@@ -1,16 +1,17 @@
 """Draw one token per row from the filtered softmax of its logits, or take the best token.
 
 A draw picks a group of 128 consecutive ids (more if the vocabulary is beyond 524,288), then a
-token of the group. With T the temperature, m the row's largest logit, and independent standard
-Gumbel noise, ::
+token of the group, with temperature T, the row's largest logit m and independent standard Gumbel
+noise::
 
     w_g   = sum over kept v of group g of exp((logit[v] - m) / T)
     group = argmax_g(log(w_g) + gumbel(position, g, 1, child))             ties to the lowest
     token = argmax_v((logit[v] - m) / T + gumbel(position, v, 0, child))   over v of that group
 
-is a draw from softmax(logits / T) over the kept tokens. It needs one noise word per group and one
-per token of one group, not one per token of the row, so only reading the logits takes time. The
-noise is a pure function of its arguments and the seed: tiles, batch and padding change no draw::
+The token is a draw from softmax(logits / T) over the kept tokens. It needs one noise word per
+group and one per token of one group, not one per token of the row, so only reading the logits
+takes time. The noise is a pure function of its arguments and the seed, so that tiles, batch and
+padding change no draw::
 
     word   = philox4x32-10(counter = (position, g or v, purpose, child), key = seed)[0]
     gumbel = -log(-log(1 - w)),  w = (word + 1/2) / 2^32
@@ -55,7 +56,7 @@ MAX_VOCAB_SIZE = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTokensConfig:
-    """How both launches divide a row: equal in all batches, because it may change last bits."""
+    """How both launches divide a row, the same in all batches: it may change a sum's last bits."""
 
     tile_groups: int
     """Groups of one program of the first launch."""

@@ -30,7 +30,7 @@ MAX_SAMPLED_TOKENS = 8
 class RequestSlots:
     """The request of every slot, as steps read and update it: int32, contiguous unless noted.
 
-    An op checks the fields that it reads; the others may hold anything.
+    An op checks the fields that it reads; other fields may have any content.
     """
 
     token_ids: torch.Tensor

@@ -61,7 +61,7 @@ class _Sequences(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A tile of rows, [TILE_ROWS] each; ``history_ptr`` and ``tokens_ptr`` point to row starts."""
+    """A tile of rows, [TILE_ROWS] each; the pointers are to each row's first element."""
 
     slot: tl.tensor
     is_request: tl.tensor
