@@ -1,4 +1,4 @@
-"""What a request bans: words as the user gave them, and the token sequences that they become."""
+"""Bad words: from the words that a user gives to the token sequences that a request bans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mrv1.errors import RequestError
 from mrv1.sampler.params import SamplingParams, short
 
 TOKENIZATIONS = 2
-"""Of a word, at most: without and with a space in front."""
+"""Most tokenizations of a word: without and with a space before it."""
 
 
 def banned_token_sequences(
@@ -19,20 +19,21 @@ def banned_token_sequences(
     max_words: int,
     max_len: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the sequences that a request bans, each once: at most ``TOKENIZATIONS`` of a word.
+    """Return the token sequences that a request bans, without duplicates.
 
-    A word of text is banned as it begins a text and as it stands behind another word, however many
-    tokens that takes; one of whitespace alone as it is.
+    A word of text is banned at the beginning of a text and after another word: it becomes up to
+    ``TOKENIZATIONS`` sequences, which may differ in length. A word of whitespace alone is
+    tokenized as given.
 
     Args:
-        params: of the request.
-        encode: gives a text's tokens, without special ones; None = there is no tokenizer.
-        max_words: words that a request may have, as the user counts them.
-        max_len: tokens that each of their tokenizations may have.
+        params: the request's.
+        encode: returns a text's tokens, without special tokens; None = there is no tokenizer.
+        max_words: most words of a request; a word counts once, whatever its tokenizations.
+        max_len: most tokens of a tokenization.
 
     Raises:
-        RequestError: too many words, one of too many tokens or of none, or text without a
-            tokenizer; the message names the field, and how to raise a limit.
+        RequestError: there are too many words, a word has too many tokens or none, or a word is
+            text and there is no tokenizer; the message names the field, and how to raise a limit.
     """
     num_words = len(params.bad_words) + len(params.bad_words_token_ids)
     if num_words > max_words:

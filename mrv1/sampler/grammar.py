@@ -1,4 +1,4 @@
-"""What an output may look like, as the engine asks for it; see ``mrv1.integrations.xgrammar``."""
+"""Structured output: the protocols that the engine calls; see ``mrv1.integrations.xgrammar``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 @runtime_checkable
 class Grammar(Protocol):
-    """What outputs may look like: ``SamplingParams.structured_output``."""
+    """The form that outputs must follow: ``SamplingParams.structured_output``."""
 
     def matcher(self) -> GrammarMatcher:
-        """Return what follows a new output."""
+        """Return a matcher at the start of a new output."""
         ...
 
 
@@ -22,13 +22,13 @@ class GrammarMatcher(Protocol):
     """Follows one output through a grammar, on the host."""
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32]) -> None:
-        """Say what may come next: bit i of word w set = token 32 w + i, ``[ceil(vocab / 32)]``."""
+        """Set bit i of word w where token 32 w + i may come next; ``[ceil(vocab / 32)]``."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token; False if the grammar does not allow it."""
+        """Advance by a token; return False if the grammar does not allow the token."""
         ...
 
     def is_finished(self) -> bool:
-        """Whether the output is complete and nothing may follow: it ends the request."""
+        """Return whether the output is complete and no token may follow: the request ends."""
         ...

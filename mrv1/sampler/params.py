@@ -1,4 +1,4 @@
-"""What a user may ask of the sampler for one request."""
+"""The sampling parameters of one request, and their checks."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from mrv1.options import documented
 from mrv1.sampler.grammar import Grammar
 
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
-"""A request's seed is the 64-bit key of its noise."""
+"""A seed is a signed 64-bit integer, the key of the request's noise."""
 
 TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-5, 1e5
-"""Outside, float32 logits divided by it overflow or all become equal."""
+"""Below, float32 logits divided by the temperature overflow; above, they all become equal."""
 
 TOP_K_MAX = 2**31 - 1
-"""Held as int32; more than any vocabulary."""
+"""The largest int32, as the device stores top_k; larger than any vocabulary."""
 
 REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 1e-5, 2.0
-"""As (0, 2], but for what float32 logits overflow under."""
+"""The range (0, 2], without penalties so small that float32 logits divided by them overflow."""
 
 N_MAX = 1 << 14
-"""Outputs are requests of their own: what one caller asks for must leave the host's memory to
-others. vLLM's default."""
+"""Every output is a request of its own: one caller must leave host memory for other callers.
+vLLM's default limit."""
 
 LOGIT_BIAS_MAX = 100.0
-"""Of either sign: more than the logits of a model differ by."""
+"""Largest magnitude of a bias: more than the logits of a model differ by."""
 
 NUM_UNKNOWN_SHOWN = 8
-"""Unknown names that a message lists: to look for similar ones takes time for each."""
+"""Most unknown names in an error message: the search for a similar name takes time for each."""
 
 
 def _is_int(value: object) -> bool:
@@ -57,8 +57,8 @@ def _is_list_of_tokens(value: object) -> bool:
 
 
 def _plain(value: object, depth: int = 0) -> object:
-    """Return numbers, also numpy's, as Python's, lists so deep as tuples, others as they are."""
-    if value is None or type(value) in (bool, int, float, str):  # most are
+    """Return numbers as Python's, ``depth`` levels of lists as tuples, other values unchanged."""
+    if value is None or type(value) in (bool, int, float, str):  # most values
         return value
     if isinstance(value, np.bool_):
         return bool(value)
@@ -67,7 +67,7 @@ def _plain(value: object, depth: int = 0) -> object:
     if isinstance(value, Real):
         try:
             return float(value)
-        except OverflowError:  # a fraction
+        except OverflowError:  # a Fraction beyond the largest float
             return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         value = value.tolist()
@@ -83,84 +83,87 @@ def _plain(value: object, depth: int = 0) -> object:
 class SamplingParams:
     """How one request is sampled and when it ends. The names are vLLM's.
 
-    Numbers may be numpy's, and lists any sequence or a numpy array of ids: they are kept as
-    Python's numbers and tuples. None stands for an empty list, but for ``allowed_token_ids``.
+    A number may be numpy's, and a list any sequence or a numpy array of ids: they are stored as
+    Python numbers and tuples. None stands for an empty list or dict, except that None as
+    ``allowed_token_ids`` allows all tokens.
 
     Raises:
         RequestError: an unknown name, or a value out of range; the message names the field.
     """
 
     temperature: float = 1.0
-    """0, or from 1e-5 to 1e5; 0 is greedy: exactly the argmax, ties to the lowest id."""
+    """Divides the logits before the draw, from 1e-5 to 1e5. 0 is greedy: always the most likely
+    token, exactly the argmax, ties to the lowest id."""
     top_k: int = 0
-    """Keep the k highest logits (ties with the last of them stay); 0 or -1 keeps all."""
+    """Keep the k most likely tokens, and tokens tied with the k-th; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the most likely tokens up to this probability, above 0 and at most 1, after
-    temperature, min_p and top_k (ties with the last of them stay)."""
+    """Keep the most likely tokens until their probabilities add up to this, above 0 and at most 1,
+    and tokens tied with the last; applied after temperature, min_p and top_k; 1 keeps all."""
     min_p: float = 0.0
     """Keep tokens at least this likely, from 0 to 1, relative to the likeliest token; 0 keeps
     all."""
     repetition_penalty: float = 1.0
-    """From 1e-5 to 2; divides the positive logits of tokens that the prompt or the output holds,
-    and multiplies their negative logits; 1 changes nothing."""
+    """From 1e-5 to 2; the logit of a token that is in the prompt or the output is divided by this
+    if positive, and multiplied by this if negative; 1 changes nothing."""
     frequency_penalty: float = 0.0
-    """From -2 to 2; subtracted from a token's logit for each time the output holds the token."""
+    """From -2 to 2; subtracted from a token's logit for each time the token is in the output."""
     presence_penalty: float = 0.0
-    """From -2 to 2; subtracted from the logits of tokens that the output holds."""
+    """From -2 to 2; subtracted once from the logit of each token that is in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id -> number from -100 to 100 that is added to the token's logit."""
     allowed_token_ids: Sequence[int] | None = None
-    """Tokens of which the output is made. Default: all."""
+    """Draw only these token ids. Default: all."""
     seed: int | None = None
-    """Seed of the request's noise, an integer of 64 bits. Default: derived from the engine's seed
-    and the order of admission."""
+    """Seed of the request's random draws, a signed 64-bit integer. Default: derived from the
+    engine's seed and the number of requests added before it."""
     n: int = 1
-    """Outputs of the request, 1 to 16,384; equal seeds do not make them equal."""
+    """Number of outputs, 1 to 16,384; each has random draws of its own, also with a ``seed``."""
     max_tokens: int | None = 16
-    """Most tokens to generate, >= 1; None: as many as the context holds."""
+    """Generate at most this many tokens, at least 1; None: until the context is full."""
     min_tokens: int = 0
-    """Generate at least this many tokens: before, stop tokens, and the model's end-of-sequence
-    tokens even if ignored, are not drawn, and stop texts and sequences do not count."""
+    """Generate at least this many tokens. Until then stop tokens are never drawn, nor the model's
+    end-of-sequence tokens even with ``ignore_eos``, and no stop text or sequence ends the
+    request."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence tokens."""
+    """Continue after the model's end-of-sequence tokens."""
     stop_token_ids: Sequence[int] = ()
-    """Further tokens that end the request."""
+    """Token ids that end the request, in addition to the model's end-of-sequence tokens."""
     stop_token_sequences: Sequence[Sequence[int]] = ()
-    """Token sequences, each of which ends the request where its output first ends with it; the
-    text ends before it. Not in vLLM."""
+    """Token sequences. The request ends as soon as its output ends with one of the sequences; the
+    output text is cut before the sequence. Not in vLLM."""
     stop: Sequence[str] = ()
-    """Text, or texts, that end the request where its output first holds one of them; the output
-    ends before it."""
+    """A text, or several. The request ends as soon as its output contains one of the texts; the
+    output text is cut before the stop text."""
     include_stop_str_in_output: bool = False
-    """Keep the stop text, or sequence, in the output; otherwise the output ends before it."""
+    """Keep the stop text, or stop sequence, at the end of the output's text."""
     bad_words: Sequence[str] = ()
-    """Texts that the output must not hold, each with and without a space before it, whatever
-    whitespace it is given with; a text of whitespace alone only as it is. The last token of such a
-    tokenization is never drawn where the output ends with the others."""
+    """Texts that the output must not contain. Each text is tokenized without and with a space
+    before it, after its leading whitespace is removed (a text of whitespace alone: as given). The
+    last token of a tokenization is never drawn where the output ends with the other tokens."""
     bad_words_token_ids: Sequence[Sequence[int]] = ()
-    """Further token sequences that the output must not hold."""
+    """Token sequences that the output must not contain, in addition to ``bad_words``."""
     bad_words_match_prompt: bool = False
-    """Count tokens of the prompt as the beginning of a bad word."""
+    """Let a bad word begin in the prompt, not only in the output."""
     logprobs: int | None = None
-    """Most likely tokens whose log-probabilities are reported, beside the token drawn. Default: no
-    report."""
+    """Report the log-probabilities of the token drawn and of this many most likely tokens, at each
+    output position. Default: no report."""
     logprob_token_ids: Sequence[int] = ()
-    """Tokens whose log-probabilities are reported, beside the token drawn."""
+    """Report the log-probabilities of the token drawn and of these tokens, at each position."""
     prompt_logprobs: int | None = None
     """Like ``logprobs``, for the prompt's tokens."""
     structured_output: Grammar | None = None
-    """``Grammar`` that the output follows, as ``mrv1.integrations.xgrammar`` makes it from a JSON
-    schema, a regular expression or EBNF."""
+    """``Grammar`` that the output must follow; ``mrv1.integrations.xgrammar`` makes one from a
+    JSON schema, a regular expression or EBNF."""
 
     def __new__(cls, /, *args: object, **params: object) -> Self:
-        """Refuse unknown names, which ``__init__`` would answer with a ``TypeError``."""
+        """Refuse unknown names, for which ``__init__`` would raise a ``TypeError``."""
         unknown = params.keys() - cls.__dataclass_fields__
         if unknown:
             raise RequestError(_unknown_message(sorted(unknown)))
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        """Keep Python's numbers and tuples, and check them."""
+        """Convert the fields to Python numbers and tuples, and check them."""
         for option in fields(self):
             value = getattr(self, option.name)
             if value is None and option.default == ():
@@ -281,12 +284,12 @@ class SamplingParams:
 
     @property
     def bans_words(self) -> bool:
-        """Whether there is anything that the output is not to hold."""
+        """Whether the request has bad words, as texts or as token ids."""
         return bool(self.bad_words or self.bad_words_token_ids)
 
     @property
     def greedy(self) -> bool:
-        """Whether the request takes the argmax."""
+        """Whether every token is the argmax of its logits."""
         return self.temperature == 0
 
     @property
@@ -296,7 +299,7 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens' logits change with how often they have come."""
+        """Whether a repetition, frequency or presence penalty changes logits."""
         return (
             self.repetition_penalty != 1
             or self.frequency_penalty != 0
@@ -305,7 +308,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits change before the temperature."""
+        """Whether the request edits logits before the temperature divides them."""
         return (
             self.penalizes
             or self.bans_words
@@ -317,11 +320,11 @@ class SamplingParams:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities of output tokens are to be reported."""
+        """Whether log-probabilities of output tokens are reported."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
     def masks(self, num_output_tokens: int) -> tuple[str, ...]:
-        """Return the fields that take tokens out of a draw behind so many output tokens."""
+        """Return the fields that exclude tokens from the draw after that many output tokens."""
         names = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "structured_output")
         masks = [name for name in names if getattr(self, name)]
         if num_output_tokens < self.min_tokens:
@@ -330,10 +333,10 @@ class SamplingParams:
 
 
 def short(value: object) -> str:
-    """Return the repr of ``value``, cut where nobody reads on."""
+    """Return the repr of ``value``, cut to 60 characters."""
     try:
         text = repr(value)
-    except ValueError:  # sys.get_int_max_str_digits
+    except ValueError:  # more digits than sys.get_int_max_str_digits() allows
         text = f"{type(value).__name__} of too many digits to print"
     except RecursionError:
         text = f"{type(value).__name__} of too many levels to print"

@@ -1,4 +1,4 @@
-"""What users may put into the sampler: their own edits of the logits."""
+"""Custom logits processors: edits of the logits that a user adds to the sampler."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ from mrv1.sampler.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsContext:
-    """What a custom processor may look at, all on the device. It must not wait for it."""
+    """The tensors that a custom processor may read, all on the device; it must not synchronise."""
 
     idx_mapping: torch.Tensor
     """[rows] int32, the slot of each row of logits; -1 = padding, or a refused request."""
     history: History
-    """The tokens of every slot, the last step's too, whether the host knows them or not."""
+    """The tokens of every slot, including the last step's, which the host may not know yet."""
 
 
 @runtime_checkable
 class LogitsProcessor(Protocol):
-    """Edits logits behind mrv1's own edits and before the temperature.
+    """Edits logits after mrv1's own edits and before the temperature.
 
-    A runner that has one launches the layers and the sampling apart. Rows of requests that it does
-    not mean to change must come back as they were.
+    A runner with custom processors launches the layers and the sampling separately. A processor
+    must not change the rows of requests that it is not meant for.
 
-    A request fails alone if ``add_request`` raises for it, or ``apply`` leaves it NaN or no token.
-    If ``apply`` raises, or returns other than it should, every request of the step fails: nothing
-    tells which of them it was for.
+    A request fails alone if ``add_request`` raises for it, or if ``apply`` leaves NaN in its row
+    or no token to draw. If ``apply`` raises, or returns a tensor of another shape, dtype or
+    device, every request of the step fails: nothing tells which request was the cause.
     """
 
     def add_request(
         self, slot: int, params: SamplingParams, token_ids: npt.NDArray[np.int32]
     ) -> None:
-        """Learn that a request takes a slot, whose former one has ended.
+        """Note that a request takes a slot, which its former request has left.
 
-        ``token_ids`` are its prompt and, where it was preempted, its output so far. An exception
-        refuses the request: ``apply`` sees no row of it, and other processors are not asked.
+        ``token_ids`` are the request's prompt and, after a preemption, its output so far. An
+        exception refuses the request: its rows have slot -1 in ``apply``, and the processors
+        after this one are not called.
         """
         ...
 
     def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
-        """Return the logits to draw from, ``[rows, vocab]`` float32, perhaps the same tensor."""
+        """Return the logits to draw from, ``[rows, vocab]`` float32; may be the same tensor."""
         ...
 
 
@@ -59,7 +60,7 @@ class LogitsProcessors:
         processors: in the order in which they are applied.
 
     Raises:
-        ConfigError: an object is no processor.
+        ConfigError: an object is not a processor.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
@@ -71,35 +72,35 @@ class LogitsProcessors:
                     f"{processor!r}"
                 )
         self._refused: dict[int, RequestError] = {}
-        """By slot, why the request that holds it is not computed."""
+        """By slot, the error of the request that a processor refused."""
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any processors."""
         return bool(self._processors)
 
     def add_request(
         self, slot: int, params: SamplingParams, token_ids: npt.NDArray[np.int32]
     ) -> None:
-        """Tell every processor of the request that takes a slot, until one of them refuses it."""
+        """Pass the request that takes a slot to each processor, until a processor refuses it."""
         self._refused.pop(slot, None)
         for processor in self._processors:
             try:
                 processor.add_request(slot, params, token_ids)
             except torch.AcceleratorError:
-                raise  # a kernel failed, perhaps of an earlier step: it is not the request's fault
+                raise  # a kernel failed, perhaps in an earlier step: not the request's fault
             except Exception as error:  # whatever a processor raises fails its request alone
                 hook = f"logits_processors: {type(processor).__name__}.add_request"
                 self._refused[slot] = RequestError.caused_by(error, hook)
                 return
 
     def without_refused(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return the slots of rows, with -1, padding, for those of refused requests."""
+        """Return the slots of rows, with -1 (padding) in the rows of refused requests."""
         if not self._refused:
             return slots
         return np.where(np.isin(slots, [*self._refused]), np.int32(-1), slots)
 
     def refusals(self, slots: npt.NDArray[np.int32]) -> dict[int, RequestError]:
-        """Return, by row, why the requests of rows were refused."""
+        """Return the errors of refused requests, by row."""
         if not self._refused:
             return {}
         of_rows = enumerate(slots.tolist())
@@ -110,8 +111,7 @@ class LogitsProcessors:
 
         Raises:
             RuntimeError: a processor raised an exception, the ``__cause__``.
-            TypeError: a processor returned something else than logits of the shape, dtype and
-                device given.
+            TypeError: a processor did not return logits of the given shape, dtype and device.
         """
         for processor in self._processors:
             name = f"{type(processor).__name__}.apply"

@@ -1,9 +1,9 @@
 """From logits to tokens on the device, every row with its own parameters.
 
-What a request asks for is done in vLLM's order: allowed tokens, bad words, min_tokens, logit_bias,
-penalties; then, unless it is greedy, temperature, min_p, top_k, top_p and the draw. The same four
-launches do it for every batch, so that one CUDA graph serves them all: a row passes through what
-its request does not use after a look at its slot.
+The result is that of vLLM's order: allowed tokens, bad words, min_tokens, logit_bias, penalties;
+then, unless the request is greedy, temperature, min_p, top_k, top_p and the draw. Every batch
+takes the same four launches, so one CUDA graph serves all batches: a program skips the edits and
+filters that the row's request does not use, after one look at the parameters of its slot.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Fields = dict[str, npt.NDArray[np.generic]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerLimits:
-    """What a slot has room for."""
+    """The sizes of a slot's parameters."""
 
     vocab_size: int
     max_bad_words_num: int
-    """Words as the user counts them."""
+    """Words as the user gives them; each may become ``TOKENIZATIONS`` sequences."""
     bad_words_max_len: int
     max_logit_bias: int
 
@@ -51,21 +51,21 @@ class SamplerLimits:
 
 
 class Sampler:
-    """Sampling parameters of every slot, and the draw.
+    """The sampling parameters of every slot, and the draw with them.
 
-    Owned by the runner, which keeps the parameters on its device and writes a slot's when a
-    request takes it, so that nothing of a former request can show.
+    Owned by the runner, which keeps the parameters on its device and writes a slot's parameters
+    when a request takes the slot, so that a former request's have no effect.
 
     Args:
-        max_num_reqs: slots.
-        limits: as ``slots`` were made for.
-        slots: the fields of ``fields`` by name.
-        ops: for the device the fields are on.
+        max_num_reqs: number of slots.
+        limits: the limits that ``slots`` was made for.
+        slots: the tensors of ``fields`` by name, ``[slots]`` or ``[slots, width]``.
+        ops: for the device of ``slots``.
     """
 
     @staticmethod
     def fields(limits: SamplerLimits) -> dict[str, tuple[torch.dtype, int | None]]:
-        """Return what a slot holds on the device: dtype and width (None = one element)."""
+        """Return a slot's parameters on the device: dtype and width (None = one element)."""
         num_sequences = TOKENIZATIONS * limits.max_bad_words_num
         return {
             "temperature": (torch.float32, None),
@@ -109,7 +109,7 @@ class Sampler:
         self._bad_words = BadWords(**self._of(BadWords))
 
     def _of(self, bundle: type[LogitEdits | BadWords]) -> dict[str, torch.Tensor]:
-        """Return what a bundle of tensors is made of, by its fields' names."""
+        """Return the tensors of a bundle, by its fields' names."""
         return {field.name: self._slots[field.name] for field in fields_of(bundle)}
 
     def enter(
@@ -120,10 +120,11 @@ class Sampler:
         child: int = 0,
         banned_token_sequences: Sequence[Sequence[int]] = (),
     ) -> Fields:
-        """Return what the device is to know of the request that takes a slot.
+        """Return the parameters to write for a request that takes a slot.
 
         Returns:
-            The leading elements of its fields; what lies behind them does not count.
+            The leading elements of fields, by name. Later elements, and fields that are left out,
+            have no effect on the request.
         """
         edits = self._edits(params)
         fields: Fields = {
@@ -197,15 +198,15 @@ class Sampler:
         ahead: torch.Tensor | None = None,
         draft_token_ids: torch.Tensor | None = None,
     ) -> None:
-        """Apply what comes before the temperature.
+        """Apply every edit that comes before the temperature.
 
         Args:
             logits: ``[rows, vocab]``, *written*.
             idx_mapping: ``[rows]`` int32, the slot of each row; -1 = padding.
             history: of every slot.
-            ahead: ``[rows]`` int64, how far behind the request's newest token a row's draw is;
-                None = it is the next.
-            draft_token_ids: ``[requests, most drafts]`` int32, what lies between.
+            ahead: ``[rows]`` int64, drafts between the request's newest known token and the row's
+                logits; None = 0.
+            draft_token_ids: ``[requests, most drafts]`` int32, the drafts of each request.
         """
         self._ops.apply_bad_words(
             logits,
@@ -235,8 +236,8 @@ class Sampler:
         """Draw one token a row from edited logits; arguments as in ``edit``.
 
         Returns:
-            ``[rows]`` int64; -1 for padding and for a row without a selectable token, -2 for one
-            that holds NaN.
+            ``[rows]`` int64; -1 for padding and for a row without a token above -inf, -2 for a
+            row with NaN, and for a row with +inf that is not greedy.
         """
         slots = self._slots
         names = ("temperature", "seed", "top_k", "top_p", "min_p", "child")
@@ -268,14 +269,15 @@ class Sampler:
         )
 
     def filtered(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """Return what a token is drawn from: edited ``logits``, scaled and filtered.
+        """Return the logits that a token is drawn from: divided by temperature, and filtered.
 
         Args:
-            logits: ``[rows, vocab]``.
+            logits: ``[rows, vocab]``, edited.
             idx_mapping: ``[rows]`` int32, the slot of each row.
 
         Returns:
-            ``[rows, vocab]``, a new tensor; of greedy rows the same values.
+            ``[rows, vocab]``, a new tensor, -inf for tokens that are not kept; greedy rows keep
+            their values.
         """
         rows = idx_mapping.clamp(min=0)
         names = ("temperature", "top_k", "top_p", "min_p")

@@ -1,20 +1,20 @@
 """Mask the tokens that would complete a banned word.
 
-A word is a list of token ids, its prefix all of them but the last. Where a row's history ends with
-the prefix, the last one's logit becomes -inf::
+A word is a list of token ids; its prefix is all ids but the last. Where a row's history ends with
+the prefix, the logit of the last id becomes -inf::
 
     history[end - (length - 1) : end] == word[: length - 1]   =>   logits[word[length - 1]] = -inf
 
-so a word of one token is always masked. Only output counts towards a prefix, or the prompt too.
-The history is the device's, so what an earlier step appended is seen whether or not the host knows
-of it; the row of a draft token sees the drafts before it, which the history does not hold yet::
+so a word of one token is always masked. A prefix lies in the output; a slot may let it begin in
+the prompt. The history is the device's, with the tokens of earlier steps that the host does not
+know yet; the row of a draft token sees the drafts before it, which are not in the history yet::
 
     token_ids[slot, : num_tokens]  draft_token_ids[request, : ahead]  <- the row's logits
     [   prompt   |     output    ][              drafts             ]
 
-One program takes a tile of a row's words and compares it at once. It ends after two round trips
-to memory where the slot has no word in the tile, so the launch is the same whatever the slots hold
-and costs what their words cost.
+One program compares a tile of a row's words at once. It ends after two round trips to memory if
+the slot has no word in the tile, so the launch is the same for all slots' words, and only the
+words that a slot has cost time.
 
 Source: vLLM's ``bad_words`` for the meaning of a word (``vllm/v1/sample/ops/bad_words.py``).
 """
@@ -33,7 +33,7 @@ from mrv1.kernels.sampling.contracts import BadWords, History, check_bad_words
 
 
 @triton.jit(
-    # what differs from step to step must not compile a kernel
+    # a value that differs from step to step must not compile another kernel
     do_not_specialize=["stride_draft_token_ids_req", "rows_per_req"],
     do_not_specialize_on_alignment=["idx_mapping_ptr", "ahead_ptr", "draft_token_ids_ptr"],
 )
@@ -70,10 +70,10 @@ def _apply_bad_words_kernel(
     slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
     if slot < 0:
         return
-    # All that is needed to address words and history is one round trip, the lengths included.
+    # All loads that address words and history, the lengths included, share one round trip.
     num_words = tl.load(num_bad_words_ptr + slot)
     known = tl.load(num_tokens_ptr + slot)
-    start = tl.load(prompt_len_ptr + slot)  # the first position that counts
+    start = tl.load(prompt_len_ptr + slot)  # the first position where a prefix may begin
     if match_prompt_ptr is not None:
         start = tl.where(tl.load(match_prompt_ptr + slot) != 0, 0, start)
     end = known
@@ -110,21 +110,21 @@ def _apply_bad_words_kernel(
 
 @dataclass(frozen=True, slots=True)
 class BadWordsConfig:
-    """How a row's words are cut into programs; never changes a result."""
+    """How a row's words are divided among programs; never changes a result."""
 
     tile_words: int
     """Words of one program."""
     tile_len: int
-    """Tokens of a word, power of two."""
+    """Tokens of a word in a tile, power of two."""
     num_warps: int
 
     @classmethod
     @lru_cache(maxsize=64)
     def default_for(cls, max_words: int, max_len: int) -> BadWordsConfig:
-        """Return the GPU's choice: a warp a program, with eight tokens a thread.
+        """Return the configuration for a GPU: one warp per program, eight tokens per thread.
 
-        The time goes into dependent loads. Within a warp no barrier comes between them, and the
-        programs of 256 rows of 128 words of 8 tokens all run side by side.
+        The time goes into dependent loads. Within one warp no barrier separates them, and the
+        programs of 256 rows of 128 words of 8 tokens all run at once.
         """
         tile_len = triton.next_power_of_2(max_len)
         tile_words = min(triton.next_power_of_2(max_words), max(256 // tile_len, 1))
@@ -132,7 +132,7 @@ class BadWordsConfig:
 
     @classmethod
     def for_interpreter(cls, max_words: int, max_len: int) -> BadWordsConfig:
-        """Return all words of a row a program."""
+        """Return the configuration for the interpreter: one program per row."""
         tile_len = triton.next_power_of_2(max_len)
         return cls(triton.next_power_of_2(max_words), tile_len, num_warps=1)
 
@@ -149,25 +149,25 @@ def apply_bad_words(
     """Set the logit of every token that would complete a banned word to -inf.
 
     Args:
-        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* at those
-            tokens and nowhere else.
+        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* at the
+            masked tokens and nowhere else.
         idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
-            as it is. Slots may repeat.
-        history: of every slot. A prefix lies behind the prompt as a whole, but where
-            ``bad_words_match_prompt`` says otherwise.
+            unchanged. Slots may repeat.
+        history: of every slot. A whole prefix lies after the prompt, unless
+            ``bad_words_match_prompt`` lets it begin in the prompt.
         bad_words: of every slot.
         ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
             row's logits, 0 to most drafts; not checked. Goes with ``draft_token_ids``.
         draft_token_ids: [num_reqs, most drafts] int32, unit last stride: each request has
-            rows / num_reqs consecutive rows, whose first ``ahead`` drafts count as output.
+            rows / num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
         UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
 
-    Numerics: exact (tier A); what else the logits hold, NaN included, keeps its bits.
+    Numerics: exact (tier A); all other logits, NaN included, keep their bits.
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe whatever the
-        slots hold; none if there is no row or no room for a word.
+        slots' words; no launch if there is no row or no room for a word.
     """
     check_bad_words(logits, idx_mapping, history, bad_words, ahead, draft_token_ids, FLOAT_DTYPES)
     check_launchable("logits", logits)

@@ -11,27 +11,27 @@ import torch
 from mrv1.kernels._base.checks import check_drafts, check_tensor
 
 ALLOWED = 1
-"""Bit of ``edits``: only the tokens of ``allowed_mask``."""
+"""Bit of ``edits``: mask the tokens that are not in ``allowed_mask``."""
 MIN_TOKENS = 2
-"""Bit of ``edits``: no stop token before ``min_total_tokens``."""
+"""Bit of ``edits``: mask ``late_token_ids`` before ``min_total_tokens``."""
 BIAS = 4
-"""Bit of ``edits``: the ids of ``bias_ids`` have a bias."""
+"""Bit of ``edits``: add ``bias_values`` to the logits of ``bias_ids``."""
 PENALTIES = 8
-"""Bit of ``edits``: repetition, frequency or presence penalty."""
+"""Bit of ``edits``: apply the repetition, frequency and presence penalties."""
 MAX_PARTS = 64
-"""Columns of ``counted``: a request's vocabulary is cut into at most so many programs."""
+"""Columns of ``counted``: most programs that share the vocabulary of a request."""
 
 MAX_LOGPROBS_VOCAB_SIZE = 1 << 20
-"""Token ids of a row: a program looks at all its groups at once."""
+"""Most token ids of a row: a program holds the maxima of all groups of a row at once."""
 
 
 class TopLogprobs(NamedTuple):
-    """What ``top_logprobs`` returns."""
+    """The results of ``top_logprobs``."""
 
     logprobs: torch.Tensor
     """[rows, n] float32, of the tokens asked for."""
     ranks: torch.Tensor
-    """[rows, n] int64, of the tokens asked for; 1 = no token is better."""
+    """[rows, n] int64, of the tokens asked for; 1 = no token has a greater logit."""
     top_token_ids: torch.Tensor
     """[rows, num_top] int64, best first."""
     top_logprobs: torch.Tensor
@@ -40,9 +40,9 @@ class TopLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What the device knows of each slot's tokens; int32, contiguous unless noted.
+    """The tokens of each slot, as known on the device; int32, contiguous unless noted.
 
-    An op checks the fields that it reads; the others may hold anything.
+    An op checks the fields that it reads; other fields may have any content.
     """
 
     token_ids: torch.Tensor
@@ -60,39 +60,39 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitEdits:
-    """Which edits of its logits each slot asks for; int32, unit last stride unless noted.
+    """The edits of its logits that each slot asks for; int32, unit last stride unless noted.
 
-    What a slot's ``edits`` leaves out is not read.
+    The fields of an edit are not read for a slot whose ``edits`` lack the edit's bit.
     """
 
     edits: torch.Tensor
-    """[max_num_reqs], contiguous: the sum of what the slot uses of ``ALLOWED``, ``MIN_TOKENS``,
-    ``BIAS`` and ``PENALTIES``."""
+    """[max_num_reqs], contiguous: the bits ``ALLOWED``, ``MIN_TOKENS``, ``BIAS`` and ``PENALTIES``
+    of the edits that the slot uses."""
     allowed_mask: torch.Tensor
     """[max_num_reqs, ceil(vocab / 32)]: bit i of word w is 1 where token 32 w + i is allowed; the
-    logits of the others become -inf."""
+    logits of all other tokens become -inf."""
     bias_ids: torch.Tensor
-    """[max_num_reqs, max_bias], distinct token ids; those outside the vocabulary are skipped."""
+    """[max_num_reqs, max_bias], distinct token ids; ids outside the vocabulary are skipped."""
     bias_values: torch.Tensor
     """[max_num_reqs, max_bias] float32, finite: added to the logits of ``bias_ids``."""
     num_bias: torch.Tensor
-    """[max_num_reqs], contiguous: leading ids of each slot that count. More than max_bias is
-    max_bias."""
+    """[max_num_reqs], contiguous: number of leading ids of each slot to use; above max_bias, all
+    max_bias ids."""
     repetition_penalty: torch.Tensor
-    """[max_num_reqs] float32 > 0, contiguous: divides a positive logit, and multiplies another, of
-    each token of the prompt or the output; 1 = none."""
+    """[max_num_reqs] float32 > 0, contiguous: for each token in the prompt or the output, divides
+    a positive logit and multiplies any other logit; 1 = none."""
     frequency_penalty: torch.Tensor
-    """[max_num_reqs] float32, contiguous, finite: subtracted for each time the output has the
-    token; 0 = none."""
+    """[max_num_reqs] float32, contiguous, finite: subtracted for each time the token is in the
+    output; 0 = none."""
     presence_penalty: torch.Tensor
-    """[max_num_reqs] float32, contiguous, finite: subtracted if the output has the token; 0 =
-    none."""
+    """[max_num_reqs] float32, contiguous, finite: subtracted once if the token is in the output;
+    0 = none."""
     counts: torch.Tensor
-    """[max_num_reqs, vocab], *written*: belongs to ``edit_logits``."""
+    """[max_num_reqs, vocab], *written*: state that only ``edit_logits`` reads and writes."""
     counted: torch.Tensor
-    """[max_num_reqs, MAX_PARTS], contiguous, *written*: tokens of the history that ``counts``
-    holds. Belongs to ``edit_logits``, but for a slot's entry: whoever gives the slot to a request
-    fills it with -1, and ``counts`` may then hold anything."""
+    """[max_num_reqs, MAX_PARTS], contiguous, *written*: number of tokens of the history that are
+    in ``counts``. State of ``edit_logits``, except that the caller fills a slot's row with -1 when
+    a request takes the slot; the slot's ``counts`` may then have any content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +106,11 @@ class BadWords:
     """[max_num_reqs, max_words], unit last stride: tokens of each word, 1 to max_len; a word of
     any other length masks nothing."""
     num_bad_words: torch.Tensor
-    """[max_num_reqs], contiguous: words of each slot that count, from row 0. More than max_words
-    is max_words. The words behind them are not read."""
+    """[max_num_reqs], contiguous: number of words of each slot, from row 0; above max_words, all
+    max_words. The words after them are not read."""
     bad_words_match_prompt: torch.Tensor | None = None
-    """[max_num_reqs], contiguous: where it is not 0, a prefix may begin in the prompt. None =
-    nowhere."""
+    """[max_num_reqs], contiguous: not 0 = a prefix may begin in the slot's prompt. None = 0 for
+    every slot."""
 
 
 def _check_histories(
@@ -135,7 +135,7 @@ def _check_vectors(
     device: torch.device,
     dtype: torch.dtype = torch.int32,
 ) -> None:
-    """Raise unless the fields of a bundle that are named have one element a slot."""
+    """Raise unless each named field of a bundle has one element per slot."""
     check = partial(check_tensor, dtype=dtype, device=device, contiguous=True)
     for field in fields:
         check(f"{name}.{field}", getattr(bundle, field), shape=(max_num_reqs,))
@@ -230,7 +230,7 @@ def check_top_logprobs(
     temperature: torch.Tensor | None,
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[int, int, int]:
-    """Return rows, tokens of each and vocab, or raise as ``top_logprobs`` says."""
+    """Return rows, tokens per row and vocab, or raise as ``top_logprobs`` says."""
     check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
     num_rows, vocab_size = logits.shape
     if not 1 <= vocab_size <= MAX_LOGPROBS_VOCAB_SIZE:

@@ -1,4 +1,4 @@
-"""The second launch of a draw: what is kept of a row, one of its groups, one token of that."""
+"""The second launch of a draw: filter a row, draw one of its groups, then a token of the group."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mrv1.kernels.sampling.search import (
 )
 
 _LN_2 = tl.constexpr(0.6931471805599453)
-_TOKEN = tl.constexpr(0)  # purposes of random words; twice the round is added to them
+_TOKEN = tl.constexpr(0)  # purposes of random words; round r adds 2 r
 _GROUP = tl.constexpr(1)
 _LAST = tl.constexpr(2**31 - 1)
 
 
 class _Noise(NamedTuple):
-    """What names a row's random words, beside a group or token and a purpose."""
+    """The arguments of a row's random words, besides a group or token and a purpose."""
 
     seed: tl.tensor
     position: tl.tensor
@@ -34,26 +34,26 @@ class _Noise(NamedTuple):
 
 @triton.jit
 def _log(x):
-    """Return log(x) of what is not negative, -inf of 0."""
+    """Return log(x) for x >= 0, -inf for 0."""
     return tl.where(x > 0.0, tl.log(tl.where(x > 0.0, x, 1.0)), float("-inf"))
 
 
 @triton.jit
 def _gumbel(noise, index, purpose):
-    """Return the noise of groups or tokens."""
+    """Return the Gumbel noise of groups or tokens."""
     return gumbel(philox_word(noise.seed, noise.position, index, purpose, noise.child))
 
 
 @triton.jit
 def _draw_group(group, log_weight, noise, purpose):
-    """Return argmax(log_weight + noise), the lowest of equal ones."""
+    """Return argmax(log_weight + noise), ties to the lowest group."""
     score = log_weight + _gumbel(noise, group, purpose)
     return tl.min(tl.where(score == tl.max(score, axis=0), group, _LAST), axis=0)
 
 
 @triton.jit
 def _draw_token(row, noise, group, floor, purpose, GROUP: tl.constexpr):
-    """Return a token above ``floor`` of a group, and its logit; the best of a greedy row."""
+    """Return a group's token above ``floor``, drawn or the best if greedy, and its logit."""
     token = group * GROUP + tl.arange(0, GROUP)
     in_vocab = token < row.vocab_size
     x = tl.load(row.logits_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
@@ -71,8 +71,8 @@ def _draw_token(row, noise, group, floor, purpose, GROUP: tl.constexpr):
 def _draw_nucleus(row, noise, filters, group_max, group_sum, tiles):
     """Return a token of a row that only top-p filters, drawn in rounds; the sums are *written*.
 
-    Of the tokens above one that was drawn, whose mass decides about it, only groups with such
-    tokens are read.
+    The mass of the tokens above a drawn token decides whether the token is kept. Only groups that
+    have tokens above the drawn token are read.
     """
     STEP: tl.constexpr = (tiles.FEW_GROUPS + 1) // 2  # its buffers leave room for a second program
     top = row.top
@@ -95,7 +95,7 @@ def _draw_nucleus(row, noise, filters, group_max, group_sum, tiles):
             at = group_max > floor
             num_listed = tl.sum(at.to(tl.int32))
             index = tl.cumsum(at.to(tl.int32), axis=0) - 1
-            tl.debug_barrier()  # nobody reads what an earlier round left
+            tl.debug_barrier()  # no thread reads the list of an earlier round any more
             tl.store(row.scratch_ptr + index, group.to(tl.float32), mask=at)
             tl.debug_barrier()
             for first in tl.range(0, num_listed, STEP, num_stages=tiles.NUM_STAGES):
@@ -120,7 +120,7 @@ def _draw_nucleus(row, noise, filters, group_max, group_sum, tiles):
 
 @triton.jit
 def _draw_filtered_group(row, noise, filters, group_max, tiles):
-    """Return a group, drawn by what is kept of it, and the floor; the sums are *written*."""
+    """Return a group, drawn by its mass of kept tokens, and the floor; the sums are *written*."""
     k, top_p, min_p = filters
     top = row.top
     scale = scale_of(row.temperature)
@@ -131,8 +131,8 @@ def _draw_filtered_group(row, noise, filters, group_max, tiles):
     if min_p > 0.0:
         base = before(top + row.temperature * tl.log(min_p))
 
-    # The groups to look into: all that min_p leaves, or those of the largest maxima. As many
-    # tokens as there are such groups are above the floor at least, which is enough for top-k.
+    # The groups to read: all groups that min_p leaves, or the groups with the largest maxima. Each
+    # of these groups has at least one token above the floor: enough tokens for top-k.
     floor = base
     least = tl.min(tl.where(group_max > float("-inf"), group_max, float("inf")), axis=0)
     num_few = tl.sum((group_max > base).to(tl.int32))
@@ -205,7 +205,7 @@ def draw_kernel(
     group_sum_ptr,  # [num_rows, num_groups] float32, *written* where a row filters
     scratch_ptr,  # [num_rows, SampleTokensConfig.scratch_size] float32; None if no row can filter
     stride_scratch_row,
-    idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: what follows is in row order
+    idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: the next inputs are in row order
     temperature_ptr,  # [num_rows or slots] float32, 0 = greedy
     seed_ptr,  # [num_rows or slots] int64
     position_ptr,  # [num_rows or slots] int64 or int32
@@ -228,8 +228,8 @@ def draw_kernel(
 ):
     """Grid (num_rows,): one program draws one row's token.
 
-    The launch before this one lets it start only once it has waited itself: what earlier kernels
-    wrote, and that one does not, may be read before the wait.
+    The launch before this one lets it start only after its own wait. The results of still earlier
+    kernels, which the launch before does not write, may therefore be read before the wait.
     """
     row_index = tl.program_id(0).to(tl.int64)
     slot = row_index
@@ -262,10 +262,10 @@ def draw_kernel(
     group_sum = tl.load(group_sum_row_ptr + group, mask=group < num_groups, other=0.0)
     is_bad = group_sum != group_sum
     top = tl.max(tl.where(is_bad, float("inf"), group_max), axis=0)
-    if top == float("-inf"):  # as for padding
+    if top == float("-inf"):  # no token to draw, or padding
         tl.store(out_ptr + row_index, -1)
         return
-    if top == float("inf"):  # noqa: SIM102 - the second costs a reduction; NaN, or such a logit, which a greedy row may take
+    if top == float("inf"):  # noqa: SIM102 - the second test costs a reduction; NaN, or a logit of +inf, which a greedy row may take
         if tl.max(is_bad.to(tl.int32), axis=0) != 0:
             tl.store(out_ptr + row_index, -2)
             return

@@ -1,24 +1,25 @@
-"""Edit a step's logits by what each request asks for: masks, a bias, penalties.
+"""Edit a step's logits as each request asks: a bias, penalties, masks.
 
-Every slot says in one word which of these it uses, :data:`ALLOWED` to :data:`PENALTIES`; a row
+One word per slot says which edits the slot uses, :data:`ALLOWED` to :data:`PENALTIES`; a program
 whose slot uses none ends after it has read the word. In this order, on the row's logits ``x``::
 
     bias         x[id] += value
     repetition   x = x / r  if x > 0 else  x * r      tokens of the prompt and of the output
-    frequency    x -= f * (how often the token is in the output)
+    frequency    x -= f * (number of times the token is in the output)
     presence     x -= p                               tokens of the output
     allowed      x = -inf                             tokens whose bit is 0
     min tokens   x = -inf                             stop tokens, of an output that is too short
 
-The masks come last, which is the same as first: -inf stays so under every finite bias and penalty.
+The masks come last. Masks first would give the same result: -inf stays -inf under every finite
+bias and penalty.
 
-Penalties need the history as counts. A slot has one word a token: how often the output has it,
-and bit 30 if the prompt does. The counts follow the history, the device's own, from launch to
-launch: each counts what was appended since, one token in a decode step, everything when the slot
-is new. The row of a draft token sees the drafts before it, which are not counted.
+Penalties need the history as counts. A slot has one word per token of the vocabulary: how often
+the token is in the output, and bit 30 if the token is in the prompt. Each launch counts the tokens
+that the device's history has gained since the launch before: one token in a decode step, the whole
+history of a new slot. The row of a draft token sees the drafts before it, but does not count them.
 
-A program owns a part of a request's vocabulary, in the counts and in all its rows of logits, so no
-program waits for another.
+A program owns a part of the vocabulary of a request, in the counts and in all logits rows of the
+request, so no program waits for another.
 
 Source: vLLM's ``apply_penalties`` for the formulas (``vllm/model_executor/layers/utils.py``),
 xgrammar for the layout of the bits.
@@ -49,9 +50,9 @@ from mrv1.kernels.sampling.contracts import (
 )
 
 PROGRAMS = 1024
-"""Most programs of a launch of fewer requests: an H200 has room for 1056 of 64 registers."""
+"""Most programs of a launch of fewer requests: an H200 runs 1056 with 64 registers a thread."""
 MAX_REGISTERS = 64
-"""Of a thread on an H200; with drafts they do not do, and on other GPUs something would spill."""
+"""Limit per thread on an H200; too few with drafts, and on other GPUs registers would spill."""
 LIMITED = ((9, 0),)
 """Compute capabilities with that limit."""
 
@@ -60,11 +61,11 @@ _MIN_TOKENS = tl.constexpr(MIN_TOKENS)
 _BIAS = tl.constexpr(BIAS)
 _PENALTIES = tl.constexpr(PENALTIES)
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
-_IN_PROMPT = tl.constexpr(1 << 30)  # of a count; the bits below it are the output's
+_IN_PROMPT = tl.constexpr(1 << 30)  # bit of a count; the bits below it count the output
 
 
 class _Part(NamedTuple):
-    """A program's part of the vocabulary: so many tiles of tokens."""
+    """A program's part of the vocabulary: ``num_tiles`` tiles of tokens."""
 
     first_token: tl.tensor
     end_token: tl.tensor
@@ -81,13 +82,13 @@ class _Penalties(NamedTuple):
 
 @triton.jit
 def _mask_part(logits_row_ptr, mask_row_ptr, part, TILE_VOCAB: tl.constexpr):
-    """Set the tokens of a part whose bit is 0 to -inf; its first is a multiple of 32."""
+    """Set the logits of a part's tokens with bit 0 to -inf; first_token is a multiple of 32."""
     for tile in range(part.num_tiles):
         token = part.first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
         bits = tl.load(mask_row_ptr + token // 32, mask=token < part.end_token, other=-1)
         is_banned = ((bits >> (token % 32)) & 1) == 0
-        # A token a thread, hence a word a warp: 16 bytes a thread would be four stores, each of a
-        # quarter of every sector.
+        # One token per thread, one mask word per warp: 16 bytes per thread would be four stores,
+        # each of a quarter of every sector.
         tl.store(tl.max_contiguous(logits_row_ptr + token, 1), float("-inf"), mask=is_banned)
 
 
@@ -95,21 +96,21 @@ def _mask_part(logits_row_ptr, mask_row_ptr, part, TILE_VOCAB: tl.constexpr):
 def _count_part(
     counts_row_ptr, history_ptr, counted, known, prompt_len, part, TILE_VOCAB: tl.constexpr
 ):
-    """Count a history's tokens from ``counted`` to ``known`` that are in a part."""
+    """Count a history's tokens at positions ``counted`` to ``known`` that are in a part."""
     first_token, end_token, num_tiles = part
     if counted < 0:
         for tile in range(num_tiles):
             token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
             tl.store(counts_row_ptr + token, 0, mask=token < end_token)
-        tl.debug_barrier()  # cleared before anything is counted
+        tl.debug_barrier()  # cleared before any token is counted
     for start in range(tl.maximum(counted, 0), known, 2 * TILE_VOCAB):
         position = start + tl.arange(0, 2 * TILE_VOCAB)
-        token_ptr = tl.max_contiguous(history_ptr + position, 1)  # as the atomics take them
+        token_ptr = tl.max_contiguous(history_ptr + position, 1)  # in the layout of the atomics
         token = tl.load(token_ptr, mask=position < known, other=-1)
         in_part = (token >= first_token) & (token < end_token)
         in_prompt = in_part & (position < prompt_len)
         in_output = in_part & (position >= prompt_len)
-        # a tile may repeat a token
+        # atomics, because a tile may repeat a token
         tl.atomic_or(counts_row_ptr + token, _IN_PROMPT, mask=in_prompt, sem="relaxed")
         tl.atomic_add(counts_row_ptr + token, 1, mask=in_output, sem="relaxed")
 
@@ -131,7 +132,7 @@ def _penalize_part(
     following = tl.load(counts_row_ptr + token, mask=token < end_token, other=0)
     for tile in range(num_tiles):
         token = first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
-        count = following  # the next are on their way while these are looked at
+        count = following  # the next tile's counts load while these are used
         next_token = token + TILE_VOCAB
         following = tl.load(counts_row_ptr + next_token, mask=next_token < end_token, other=0)
         if drafts_ptr is not None:
@@ -140,8 +141,8 @@ def _penalize_part(
                 count += is_draft.to(tl.int32)
         is_seen = count != 0
         num_output = count & (_IN_PROMPT - 1)
-        logit_ptr = tl.max_contiguous(logits_row_ptr + token, 4)  # as the counts are loaded
-        # Not 0 where nothing is loaded: a GPU divides that the long way, and all others with it.
+        logit_ptr = tl.max_contiguous(logits_row_ptr + token, 4)  # in the layout of the counts
+        # 1, not 0, where nothing is loaded: a GPU divides 0 on a slow path, and every lane waits.
         x = tl.load(logit_ptr, mask=is_seen, other=1.0).to(tl.float32)
         if repetition != 1.0:
             divisor = tl.full([TILE_VOCAB], 1.0, tl.float32) * repetition
@@ -152,7 +153,7 @@ def _penalize_part(
 
 
 @triton.jit(
-    # what differs from step to step must not compile a kernel
+    # a value that differs from step to step must not compile another kernel
     do_not_specialize=["stride_draft_token_ids_req", "rows_per_req", "part_tiles"],
     do_not_specialize_on_alignment=["idx_mapping_ptr", "ahead_ptr", "draft_token_ids_ptr"],
 )
@@ -161,7 +162,7 @@ def _edit_logits_kernel(
     stride_logits_row,
     counts_ptr,  # [max_num_reqs, vocab_size] int32
     stride_counts_slot,
-    counted_ptr,  # [max_num_reqs, MAX_PARTS] int32, contiguous, a slot's all equal
+    counted_ptr,  # [max_num_reqs, MAX_PARTS] int32, contiguous, equal within a slot
     token_ids_ptr,  # [max_num_reqs, max_model_len] int32
     stride_token_ids_slot,
     num_tokens_ptr,  # [max_num_reqs] int32
@@ -202,7 +203,7 @@ def _edit_logits_kernel(
     row_of_req = tl.arange(0, TILE_ROWS)
     row_slot_ptr = idx_mapping_ptr + req * rows_per_req + row_of_req
     slots = tl.load(row_slot_ptr, mask=row_of_req < rows_per_req, other=-1)
-    slot = tl.max(slots, axis=0).to(tl.int64)  # the rows that are not padding have the same one
+    slot = tl.max(slots, axis=0).to(tl.int64)  # all rows but padding have the same slot
     if slot < 0:
         return
     edits = tl.load(edits_ptr + slot)
@@ -226,8 +227,8 @@ def _edit_logits_kernel(
             part,
             TILE_VOCAB,
         )
-        tl.debug_barrier()  # all warps have read what is overwritten, and see the counts
-        # All columns, those without a program too: another launch may cut finer.
+        tl.debug_barrier()  # all warps have read ``counted`` before the store, and see the counts
+        # Every column, with or without a program: another launch may have more programs.
         is_own = column % tl.num_programs(1) == part_index
         tl.store(counted_row_ptr + column, known, mask=is_own)
 
@@ -248,7 +249,7 @@ def _edit_logits_kernel(
                 in_part = (token >= first_token) & (token < end_token)
                 x = tl.load(logits_row_ptr + token, mask=in_part, other=0.0).to(tl.float32)
                 tl.store(logits_row_ptr + token, x + bias, mask=in_part)
-                tl.debug_barrier()  # what follows reads and writes the same logits
+                tl.debug_barrier()  # later edits read and write the same logits
             if edits & _PENALTIES:
                 drafts_ptr = draft_token_ids_ptr
                 if draft_token_ids_ptr is not None:
@@ -261,7 +262,7 @@ def _edit_logits_kernel(
                 _penalize_part(
                     logits_row_ptr, counts_row_ptr, drafts_ptr, ahead, penalties, part, TILE_VOCAB
                 )
-                tl.debug_barrier()  # masks win
+                tl.debug_barrier()  # masks overwrite penalized logits
             if edits & _ALLOWED:
                 allowed_ptr = allowed_mask_ptr + slot * stride_allowed_mask_slot
                 _mask_part(logits_row_ptr, allowed_ptr, part, TILE_VOCAB)
@@ -280,7 +281,7 @@ def _apply_token_bitmask_kernel(
     stride_logits_row,
     bitmask_ptr,  # [num_masks, cdiv(vocab_size, 32)] int32
     stride_bitmask_row,
-    rows_ptr,  # [num_masks] int32, -1 = none; None: mask i is row i's
+    rows_ptr,  # [num_masks] int32, -1 = none; None: mask i is for row i
     vocab_size,
     part_tiles,
     TILE_VOCAB: tl.constexpr,
@@ -307,10 +308,10 @@ def _apply_token_bitmask_kernel(
 
 @dataclass(frozen=True, slots=True)
 class EditLogitsConfig:
-    """How a request's vocabulary is cut into programs; never changes a result."""
+    """How a request's vocabulary is divided among programs; never changes a result."""
 
     tile_vocab: int
-    """Token ids that a program looks at together, power of two >= 32."""
+    """Token ids of one tile, power of two >= 32."""
     part_tiles: int
     """Tiles of one program."""
     num_warps: int
@@ -318,10 +319,11 @@ class EditLogitsConfig:
     @classmethod
     @lru_cache(maxsize=1024)
     def default_for(cls, vocab_size: int, num_reqs: int) -> EditLogitsConfig:
-        """Return the GPU's choice: at most 1024 programs, which an H200 holds at once.
+        """Return the configuration for a GPU: up to 1024 programs, or one per request if more.
 
-        A launch that edits nothing is over when they have come and gone, and one that edits
-        everything fills the GPU, with eight ids a thread on their way together.
+        An H200 runs 1024 programs at once. A launch that edits nothing takes the time to start
+        and end them; a launch that edits everything fills the GPU, with eight ids per thread in
+        flight.
         """
         tile_vocab = min(max(triton.next_power_of_2(vocab_size), 32), 1024)
         num_tiles = triton.cdiv(vocab_size, tile_vocab)
@@ -331,13 +333,13 @@ class EditLogitsConfig:
 
     @classmethod
     def for_interpreter(cls, vocab_size: int) -> EditLogitsConfig:
-        """Return a whole row a program, up to 2^16 ids a tile."""
+        """Return the configuration for the interpreter: up to 2^16 ids a tile, 64 programs."""
         tile_vocab = min(max(triton.next_power_of_2(vocab_size), 32), 2**16)
         num_tiles = triton.cdiv(vocab_size, tile_vocab)
         return cls(tile_vocab, triton.cdiv(num_tiles, min(num_tiles, MAX_PARTS)), num_warps=1)
 
     def num_parts(self, vocab_size: int) -> int:
-        """Return how many programs a request takes."""
+        """Return the number of programs per request."""
         return -(-vocab_size // (self.tile_vocab * self.part_tiles))
 
 
@@ -356,32 +358,33 @@ def edit_logits(
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
 ) -> None:
-    """Add biases, subtract penalties and mask, row by row, as each row's slot asks.
+    """Add biases, apply penalties and mask tokens in each row, as the row's slot asks.
 
-    Logits that no edit names keep their bits. What a slot's ``edits`` leaves out is not read.
+    Logits that no edit names keep their bits.
 
     Args:
         logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* in place.
         idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
-            as it is. All rows of a request have the same slot, those of different requests differ.
-        history: of every slot. Ids outside the vocabulary count for nothing.
-        edits: of every slot; *written* are its ``counts`` and ``counted``.
+            unchanged. All rows of a request have one slot; different requests, different slots.
+        history: of every slot. Ids outside the vocabulary are ignored.
+        edits: of every slot; ``counts`` and ``counted`` are *written*. The fields of an edit are
+            not read for a slot whose ``edits`` lack the edit's bit.
         ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
             row's logits, 0 to most drafts; not checked. Goes with ``draft_token_ids``.
         draft_token_ids: [num_reqs, most drafts] int32, unit last stride: each request has
-            rows / num_reqs consecutive rows, whose first ``ahead`` drafts count as output. Without
-            it every row is a request.
+            rows / num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output.
+            None = every row is a request.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
         UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
 
-    Numerics: float32, each operation rounded, then rounded to the logits' dtype: once behind the
-        bias and once behind the penalties. Equal to the oracle bit by bit (tier A), but for which
-        NaN a NaN becomes.
+    Numerics: float32, each operation rounded, then rounded to the logits' dtype: once after the
+        bias and once after the penalties. Equal to the oracle bit for bit (tier A), except for the
+        bits of a NaN.
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe whatever the
-        slots hold; none if there is no row. A slot's first launch with penalties reads its whole
-        history, each further one what was appended.
+        slots ask; no launch if there is no row. A slot's first launch with penalties reads its
+        whole history, each later launch the tokens appended since.
     """
     check_edit_logits(logits, idx_mapping, history, edits, ahead, draft_token_ids, FLOAT_DTYPES)
     check_launchable("logits", logits)
@@ -443,21 +446,21 @@ def apply_token_bitmask(
     """Set the logit of every token that a grammar does not allow next to -inf.
 
     Args:
-        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* at those
-            tokens and nowhere else.
+        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* at the
+            masked tokens and nowhere else.
         bitmask: [masks, ceil(vocab / 32)] int32, unit last stride: bit i of word w is 1 where
             token 32 w + i is allowed.
         rows: [masks] int32, contiguous: the row of logits that each mask is for, less than the
             number of rows, not checked; -1 = none. A row may have several masks. None = mask i is
-            for row i, and there are as many.
+            for row i, and masks = rows.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
         UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
 
-    Numerics: exact (tier A); what else the logits hold, NaN included, keeps its bits.
-    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe; none if there is
-        no mask.
+    Numerics: exact (tier A); all other logits, NaN included, keep their bits.
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe; no launch if
+        there is no mask.
     """
     check_token_bitmask(logits, bitmask, rows, FLOAT_DTYPES)
     check_launchable("logits", logits)

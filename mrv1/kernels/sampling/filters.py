@@ -1,7 +1,7 @@
 """The sampling filters min_p, top-k and top-p in plain torch.
 
-For the log-probabilities of a filtered distribution, and for the oracle of ``sample_tokens``. The
-kernel finds what is kept without a sort (``search``).
+Used for log-probabilities of a filtered distribution, and by the oracle of ``sample_tokens``. The
+kernel finds the kept tokens without a sort (``search``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ def kept_tokens(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what min_p, top-k and top-p keep, in this order: [rows, vocab] bool.
+    """Return which tokens min_p, top-k and top-p keep, in this order: [rows, vocab] bool.
 
     Args:
         scaled: [rows, vocab] float64, logits / temperature, no NaN; -inf is not kept.
         top_k: [rows] int32, 0 = all; ties with the k-th stay.
-        top_p: [rows] float32, 1 = all: a token stays if strictly likelier ones have less mass.
-        min_p: [rows] float32, 0 = all: least probability, as a share of the largest.
+        top_p: [rows] float32, 1 = all: a token stays if strictly likelier tokens have less mass.
+        min_p: [rows] float32, 0 = all: least probability to keep, as a share of the largest.
     """
     kept = scaled > -torch.inf
     if min_p is not None:
@@ -32,7 +32,7 @@ def kept_tokens(
         kth = ranked.gather(1, last.long()[:, None] - 1)
         ranked = ranked.masked_fill(ranked < kth, -torch.inf)
     if top_p is not None:
-        # Of a run of equal values the first has the mass of what is strictly likelier before it.
+        # At the first of a run of equal values ``before`` is the mass of strictly likelier tokens.
         probs = ranked.softmax(1)
         before = probs.cumsum(1) - probs
         is_first = torch.ones_like(ranked, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What draws and log-probabilities begin with: one read of the logits leaves each group's sums."""
+"""The first launch of draws and log-probabilities: the maximum and sum of each group of logits."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from mrv1.kernels._base.dependent_launch import let_next_start, wait_for_previou
 from mrv1.kernels._base.triton import tl, triton
 
 MAX_GROUPS = 4096
-"""Of a row: what a second launch holds at once."""
+"""Most groups of a row: a program of the second launch holds all of them at once."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 def group_size(vocab_size: int) -> int:
-    """Return how many consecutive token ids are one group: 128, beyond 524,288 ids more."""
+    """Return the number of consecutive token ids in a group: 128, beyond 524,288 ids more."""
     size = 128
     while size * MAX_GROUPS < vocab_size:
         size *= 2
@@ -24,13 +24,13 @@ def group_size(vocab_size: int) -> int:
 def scale_of(temperature):
     """Return log2(e) / temperature: exp2(x * scale) = exp(x / temperature).
 
-    Bounded, so that 0 times it is 0 whatever the temperature.
+    Bounded, so that 0 times the scale is 0 at every temperature; 0 * inf would be NaN.
     """
     return tl.minimum(tl.div_rn(_LOG2_E, temperature), _LARGEST)
 
 
 @triton.jit(
-    # what differs from batch to batch must not compile a kernel
+    # a value that differs from batch to batch must not compile another kernel
     do_not_specialize=["stride_token_ids_row", "num_tokens"],
     do_not_specialize_on_alignment=["idx_mapping_ptr", "temperature_ptr", "token_ids_ptr"],
 )
@@ -55,12 +55,12 @@ def group_sums_kernel(
 ):
     """Grid (num_rows * num_parts,): maxima, and sums of exp((x - maximum) / temperature).
 
-    A sum is NaN where its group holds NaN, or +inf in a row that is drawn; 0 where all is -inf;
-    and has no other meaning in a greedy row. Of each token asked for, also how many of a program's
-    have a greater logit.
+    A sum is NaN if its group has NaN, or has +inf and the row is not greedy; it is 0 if the whole
+    group is -inf. Other sums of a greedy row have no meaning. For each token asked for, the
+    program also counts its tokens with a greater logit.
 
-    A group lies as quarters behind each other, so that most of its reduction is within a thread:
-    the order of a sum depends on the tile's shape and the warps, never on the number of rows.
+    A group is a block of four quarters, so that most of its reduction is within a thread. The
+    order of a sum depends on the tile's shape and the warps, never on the number of rows.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -86,13 +86,13 @@ def group_sums_kernel(
     in_row = (token < vocab_size) & is_row
     x = tl.load(logits_row_ptr + token, mask=in_row, other=float("-inf")).to(tl.float32)
     if token_ids_ptr is not None:
-        for column in range(num_tokens):  # their logits are fetched while x is on its way
+        for column in range(num_tokens):  # loads of their logits overlap the load of x
             token_id = tl.load(token_ids_ptr + row * stride_token_ids_row + column)
             is_token = is_row & (token_id >= 0) & (token_id < vocab_size)
             logit = tl.load(logits_row_ptr + token_id, mask=is_token, other=float("inf"))
             num_better = tl.sum((x > logit.to(tl.float32)).to(tl.int32))  # over all axes
             tl.store(num_better_ptr + (row * num_tokens + column) * num_parts + part, num_better)
-    # What a maximum is where there is NaN differs from backend to backend.
+    # Backends differ in the maximum of values with NaN: -inf takes the place of NaN.
     maximum = tl.max(tl.max(tl.where(x == x, x, float("-inf")), axis=1), axis=1)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)[:, None, None]
     if temperature != 0.0:

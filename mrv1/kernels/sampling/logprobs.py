@@ -3,15 +3,15 @@
     logprob(v) = (x_v - m) / T - log(sum_u exp((x_u - m) / T)),   m = max_u x_u
     rank(v)    = 1 + #{u : x_u > x_v}
 
-No log-softmax is materialised and no row is sorted. The first launch reads the logits once and
-leaves of each group of 128 consecutive ids (more beyond 524,288) its maximum and its sum of
-exponentials; and counts on its way, for each token asked for, which are better. The second, one
-program a row, needs little more: sums and counts are added up, and the k best tokens are in the k
-groups with the best maxima (each of which has a token at least as good as any outside). The rest
-of the row is not read again.
+No log-softmax is materialised and no row is sorted. The first launch reads the logits once. It
+writes the maximum and the sum of exponentials of each group of 128 consecutive ids (more if the
+vocabulary is beyond 524,288) and counts, for each token asked for, the better tokens. The second
+launch, one program per row, adds up the sums and counts, and reads the k groups with the best
+maxima: they contain the k best tokens, because each has a token at least as good as any token
+outside. The rest of the row is not read again.
 
-The best tokens come one after the other, each as the maximum of what is left. A token's logit and
-id make one integer, in whose order ties go to the lowest id and no two are equal::
+The best tokens are found one after the other, each as the maximum of the tokens left. A token's
+logit and id form one integer key: ties go to the lowest id, and no two keys are equal::
 
     key = (the logit's bits, ordered as integers) << 32 | (2^31 - 1 - id)
 """
@@ -29,14 +29,14 @@ from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.sampling.contracts import TopLogprobs, check_top_logprobs
 from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
 
-_ROUND = tl.constexpr(32)  # best tokens that are found together, in as many groups
-_NO_KEY = tl.constexpr(-(2**63))  # below every key: of what has been taken
+_ROUND = tl.constexpr(32)  # best tokens found together, in the same number of groups
+_NO_KEY = tl.constexpr(-(2**63))  # below every key: a token or group that is taken
 _LOW_BITS = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def _keys(x, index):
-    """Return int64 keys: the greater has the greater x, of equal ones the lower index.
+    """Return int64 keys in the order of x; of equal x, the lower index has the greater key.
 
     NaN counts as -inf, and -0 as 0.
     """
@@ -62,7 +62,7 @@ def _logit_of(key):
 
 @triton.jit
 def _inverse_temperature(temperature_ptr, slot):
-    """Return 1 / T; greedy rows (0) and None are judged as T = 1."""
+    """Return 1 / T; T = 1 for greedy rows (0) and without temperatures (None)."""
     inverse = 1.0
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + slot)
@@ -71,7 +71,7 @@ def _inverse_temperature(temperature_ptr, slot):
 
 
 @triton.jit(
-    # what differs from batch to batch must not compile a kernel
+    # a value that differs from batch to batch must not compile another kernel
     do_not_specialize=["stride_token_ids_row", "num_tokens", "num_top"],
     do_not_specialize_on_alignment=["token_ids_ptr", "idx_mapping_ptr", "temperature_ptr"],
 )
@@ -80,7 +80,7 @@ def _top_logprobs_kernel(
     ranks_ptr,  # [num_rows, num_tokens] int64, contiguous
     top_token_ids_ptr,  # [num_rows, num_top] int64, contiguous
     top_logprobs_ptr,  # [num_rows, num_top] float32, contiguous
-    group_max_ptr,  # [num_rows, num_groups] float32, NaN left out
+    group_max_ptr,  # [num_rows, num_groups] float32, without NaN
     group_sum_ptr,  # [num_rows, num_groups] float32
     num_better_ptr,  # [num_rows, num_tokens, num_parts] int32
     logits_ptr,  # [num_rows, vocab_size], unit last stride
@@ -99,7 +99,7 @@ def _top_logprobs_kernel(
     TILE_PARTS: tl.constexpr,  # power of two >= num_parts
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (num_rows,): one program judges a row's tokens, then finds its best ones."""
+    """Grid (num_rows,): one program scores the tokens asked for, then finds the best tokens."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -137,8 +137,8 @@ def _top_logprobs_kernel(
         tl.store(logprobs_ptr + output, logprob)
         tl.store(ranks_ptr + output, tl.where(is_token, rank, 0).to(tl.int64))
 
-    # Groups in the order of what is left in them, of equal ones the first: the next best tokens
-    # are in as many of them.
+    # Groups in the order of the best token left in each, ties to the first group: the next n best
+    # tokens are in the first n groups.
     group_keys = _keys(group_max, group)
     lane = tl.arange(0, GROUP)[None, :]
     last = tl.full([], 2**63 - 1, tl.int64)  # the key taken last
@@ -164,7 +164,7 @@ def _top_logprobs_kernel(
         output = row * num_top + start + nth
         tl.store(top_token_ids_ptr + output, _index_of(best_keys), mask=nth < size)
         tl.store(top_logprobs_ptr + output, logprob, mask=nth < size)
-        if start + _ROUND < num_top:  # what is left in the chosen groups
+        if start + _ROUND < num_top:  # new keys for the chosen groups
             left = tl.max(keys, axis=1)
             left_keys = tl.where(left == _NO_KEY, _NO_KEY, _keys(_logit_of(left), chosen))
             for i in range(size):
@@ -175,22 +175,22 @@ def _top_logprobs_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobsConfig:
-    """How a row is cut into programs; may change a sum's last bits, so never by the rows."""
+    """How both launches divide a row, the same in all batches: it may change a sum's last bits."""
 
     tile_groups: int
-    """Groups that a program of the first launch sums up."""
+    """Groups of one program of the first launch."""
     num_warps: int
-    """Of a program of the first launch."""
+    """Warps of a program of the first launch."""
     num_row_warps: int
-    """Of a program of the second."""
+    """Warps of a program of the second launch."""
 
     @classmethod
     @lru_cache(maxsize=64)
     def default_for(cls, vocab_size: int) -> TopLogprobsConfig:
-        """Return the GPU's choice.
+        """Return the configuration for a GPU.
 
-        The first launch is cut like a draw's, 16 elements a thread. Two programs of the second
-        fit a multiprocessor, so that 256 rows run at once.
+        The first launch is divided like a draw's, 16 elements per thread. Two programs of the
+        second launch fit a multiprocessor, so that 256 rows run at once.
         """
         size = group_size(vocab_size)
         num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
@@ -202,7 +202,7 @@ class TopLogprobsConfig:
 
     @classmethod
     def for_interpreter(cls, vocab_size: int) -> TopLogprobsConfig:
-        """Return up to 2^18 ids a program."""
+        """Return the configuration for the interpreter: up to 2^18 ids per program."""
         size = group_size(vocab_size)
         num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
         return cls(tile_groups=min(num_groups, 2**18 // size), num_warps=1, num_row_warps=1)
@@ -216,28 +216,28 @@ def top_logprobs(
     idx_mapping: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
 ) -> TopLogprobs:
-    """Return the log-probabilities and ranks of given tokens, and the best tokens with theirs.
+    """Return log-probabilities and ranks of given tokens, and the best tokens of each row.
 
     Args:
         logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, at most 2^20 tokens.
-            What they have been through is the caller's choice: raw, or after penalties and masks.
-        token_ids: [rows, n] int64, unit last stride: the tokens asked for, as the one that was
-            sampled; -1 (any id outside the vocabulary) = none.
-        num_top: how many of the best tokens, 0 to vocab. The time grows with it: 32 are found
+            The caller decides which logits: raw, or after penalties and masks.
+        token_ids: [rows, n] int64, unit last stride: the tokens asked for, such as the sampled
+            token; -1 (any id outside the vocabulary) = none.
+        num_top: number of best tokens, 0 to vocab. The time grows with the number: 32 are found
             together.
-        idx_mapping: [rows] int32, contiguous: ``temperature`` is then in slot order, [slots], and
-            this is the slot of each row; -1 = padding row, whose logits are not read. None = it is
+        idx_mapping: [rows] int32, contiguous: the slot of each row; -1 = padding row, whose logits
+            are not read. ``temperature`` is then in slot order, [slots]. None = ``temperature`` is
             in row order.
-        temperature: [rows] float32 >= 0, contiguous: the logits are divided by it. 0 (greedy), and
-            None, = 1.
+        temperature: [rows] float32 >= 0, contiguous: divides the logits. 0 (greedy) and None
+            mean 1.
 
     Returns:
         logprobs [rows, n] float32; ranks [rows, n] int64: 1 + the number of tokens with a strictly
-        greater logit, so that equal ones share a rank; top_token_ids [rows, num_top] int64, best
+        greater logit, so that equal logits share a rank; top_token_ids [rows, num_top] int64, best
         first, ties to the lowest id, and their top_logprobs [rows, num_top] float32. A token at
-        -inf has logprob -inf. Where no token is asked for logprob -inf and rank 0, in padding rows
-        also top_token_ids -1 and top_logprobs -inf. The logprobs of a row that holds NaN or +inf,
-        or nothing but -inf, are NaN; NaN then comes behind every other token, next to -inf.
+        -inf has logprob -inf. Where no token is asked for, the logprob is -inf and the rank 0; in
+        padding rows, top_token_ids are also -1 and top_logprobs -inf. In a row with NaN or +inf,
+        or with no logit but -inf, logprobs are NaN; top_token_ids order NaN like -inf.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -245,9 +245,9 @@ def top_logprobs(
 
     Numerics: float32, within 1e-5 of torch's log_softmax; ranks and top_token_ids are exact. A
         row's results do not depend on the other rows.
-    Stream: two launches on the current stream, no synchronisation, CUDA-graph safe; none if
-        nothing is asked for. Allocates the results, 8 bytes for each 128 logits, and for each
-        token asked for 4 bytes a program of its row, of 2048 logits on a GPU.
+    Stream: two launches on the current stream, no synchronisation, CUDA-graph safe; no launch
+        if nothing is asked for. Allocates the results, 8 bytes for each 128 logits, and for each
+        token asked for 4 bytes per program of its row (of 2048 logits on a GPU).
     """
     num_rows, num_tokens, vocab_size = check_top_logprobs(
         logits, token_ids, num_top, idx_mapping, temperature, FLOAT_DTYPES

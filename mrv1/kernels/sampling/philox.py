@@ -1,4 +1,4 @@
-"""Random words that are a pure function of a counter and a key, and Gumbel noise of them.
+"""Random words that are a pure function of a counter and a key, and Gumbel noise from them.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
 """
@@ -24,10 +24,11 @@ def _multiply_wide(a, b):
 
 @triton.jit
 def philox_word(seed, position, index, purpose, child):
-    """Return word 0 of philox4x32-10 of counter (position, index, purpose, child), key seed.
+    """Return word 0 of philox4x32-10 for counter (position, index, purpose, child), key seed.
 
-    Args are int64 scalar, int64 scalar, an int32 block and two int32 scalars, of which purpose may
-    be a number; the result is a uint32 block. Rounds on scalars stay on scalars.
+    ``seed`` and ``position`` are int64 scalars, ``index`` is an int32 block, ``purpose`` an int32
+    scalar or a number, ``child`` an int32 scalar. The result is a uint32 block. Words that depend
+    on scalars only stay scalars.
     """
     k0, k1 = seed.to(tl.uint32), (seed.to(tl.uint64) >> 32).to(tl.uint32)
     c0, c1, c3 = position.to(tl.uint32), index.to(tl.uint32), child.to(tl.uint32)
@@ -45,8 +46,8 @@ def philox_word(seed, position, index, purpose, child):
 def gumbel(word):
     """Return -log(-log(1 - w)) of uint32 words, to float32 precision at both ends.
 
-    The largest variables decide a draw; there w is small and 1 - w would drop its digits, so the
-    inner logarithm is its series. At the other end 1 - w comes from the complement of the word.
+    The largest variables decide a draw. Their w is small and 1 - w would lose the digits of w, so
+    the inner logarithm is its series. At the other end 1 - w comes from the word's complement.
     """
     w = word.to(tl.float32) * 2.0**-32 + 2.0**-33
     rest = (~word).to(tl.float32) * 2.0**-32 + 2.0**-33

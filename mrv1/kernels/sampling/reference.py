@@ -67,7 +67,7 @@ def edit_logits(
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
 ) -> None:
-    """Oracle of :func:`mrv1.kernels.edit_logits`; it counts anew, and leaves ``counts`` alone."""
+    """Oracle of :func:`mrv1.kernels.edit_logits`; counts anew and leaves ``counts`` unchanged."""
     check_edit_logits(logits, idx_mapping, history, edits, ahead, draft_token_ids, ORACLE_DTYPES)
     vocab_size = logits.shape[1]
 
@@ -169,7 +169,7 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # A product past 2^63 wraps, but its bits are right: ">>" must only forget the sign.
+        # A product past 2^63 wraps, but its bits are right: masks remove the sign after ">>".
         product0, product1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
         c0, c2 = (product1 >> 32 & _UINT32) ^ c1 ^ k0, (product0 >> 32 & _UINT32) ^ c3 ^ k1
         c1, c3 = product1 & _UINT32, product0 & _UINT32
@@ -189,9 +189,9 @@ def philox_words(
     Args:
         seeds: [rows] int64, the philox key: low word, then high word.
         positions: [rows] int64, output position, the counter's first word.
-        index: [n] or [rows, n] int64, its second: token ids (purpose 0) or groups (purpose 1).
-        purpose: its third.
-        child: [rows] integers, its fourth: index of a parallel sample; None = 0.
+        index: [n] or [rows, n] int64, second word: token ids (purpose 0) or groups (purpose 1).
+        purpose: third word.
+        child: [rows] integers, fourth word: index of a request's output; None = 0.
     """
     seeds, positions = seeds[:, None], positions[:, None]
     index = index.expand(len(seeds), -1)
@@ -204,16 +204,16 @@ def philox_words(
 def gumbel_noise(words: torch.Tensor) -> torch.Tensor:
     """Return the standard Gumbel variable of each 32-bit word, float32.
 
-    -log(-log(1 - w)) with w = (word + 1/2) / 2^32. A draw is decided by its largest variables,
-    those of the smallest w: written this way they keep their full precision, where -log(u) of a
-    float32 u near 1 has lost it (and is infinite at u = 1).
+    -log(-log(1 - w)) with w = (word + 1/2) / 2^32. The largest variables decide a draw, and belong
+    to the smallest w: this form keeps their full precision. -log(-log(u)) of a float32 u near 1
+    has lost it (and is infinite at u = 1).
     """
     w = (words.double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-w)).float()
 
 
 def group_size(vocab_size: int) -> int:
-    """Return how many consecutive ids are drawn as one: 128, or a row of at most 4096 groups."""
+    """Return the number of ids in a group: 128, or more to have at most 4096 groups in a row."""
     size = 128
     while -(-vocab_size // size) > 4096:
         size *= 2
@@ -227,7 +227,7 @@ def _draw(
     child: torch.Tensor | None,
     purpose: int = 0,
 ) -> torch.Tensor:
-    """Return a token of each row: of a group, drawn by what is above -inf of it."""
+    """Return a token of each row: draw a group by the mass of its tokens, then one token."""
     num_rows, vocab_size = scaled.shape
     size = group_size(vocab_size)
     groups = torch.nn.functional.pad(scaled, (0, -vocab_size % size), value=-torch.inf)
@@ -249,7 +249,7 @@ def _draw_nucleus(
     child: torch.Tensor | None,
     top_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a token of each row, in rounds: until strictly likelier ones have less than top_p."""
+    """Draw a token of each row, in rounds until the strictly likelier tokens have < top_p."""
     probs = scaled.softmax(1)
     tokens = torch.zeros_like(seeds)
     rows = torch.arange(len(scaled), device=scaled.device)
@@ -274,7 +274,7 @@ def _draw_filtered(
     child: torch.Tensor | None,
     **filters: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a token of each row, all of which are drawn and have one to draw."""
+    """Return a token of each row; no row is greedy, and every row has a token to draw."""
     logits = logits.double()
     scaled = (logits - logits.amax(1, keepdim=True)) / temperature.double()[:, None]
     if not filters:
@@ -310,7 +310,7 @@ def sample_tokens(
     prompt_len: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Oracle of :func:`mrv1.kernels.sample_tokens`, in float64 but for the noise."""
+    """Oracle of :func:`mrv1.kernels.sample_tokens`, in float64 except for the noise."""
     if prompt_len is not None:
         positions = positions - prompt_len
     of_row = {"temperature": temperature, "seeds": seeds, "positions": positions.long()}

@@ -1,37 +1,40 @@
-"""Draw one token per row from what its filters keep of the softmax of its logits, or the best.
+"""Draw one token per row from the filtered softmax of its logits, or take the best token.
 
-With T the temperature and m a row's largest logit, tokens are drawn group by group: a group is
-128 consecutive ids (more beyond 524,288), and with independent standard Gumbel noise ::
+A draw picks a group of 128 consecutive ids (more if the vocabulary is beyond 524,288), then a
+token of the group, with temperature T, the row's largest logit m and independent standard Gumbel
+noise::
 
     w_g   = sum over kept v of group g of exp((logit[v] - m) / T)
     group = argmax_g(log(w_g) + gumbel(position, g, 1, child))             ties to the lowest
     token = argmax_v((logit[v] - m) / T + gumbel(position, v, 0, child))   over v of that group
 
-is a draw from softmax(logits / T) over what is kept. That needs one noise word a group and one a
-token of one group, not one a token, so that reading the logits is all that takes time. The noise
-is a pure function of what is named and the seed: neither tiles, batch nor padding change a draw::
+The token is a draw from softmax(logits / T) over the kept tokens. It needs one noise word per
+group and one per token of one group, not one per token of the row, so only reading the logits
+takes time. The noise is a pure function of its arguments and the seed, so that tiles, batch and
+padding change no draw::
 
     word   = philox4x32-10(counter = (position, g or v, purpose, child), key = seed)[0]
     gumbel = -log(-log(1 - w)),  w = (word + 1/2) / 2^32
 
-What is kept, in this order::
+The filters keep a token if, in this order::
 
     min_p   probability >= min_p times the largest
-    top_k   logit >= the k-th largest: ties with it stay
-    top_p   of what those two keep, renormalised: the mass of strictly likelier tokens < top_p
+    top_k   logit >= the k-th largest: ties with the k-th stay
+    top_p   mass of strictly likelier tokens < top_p, renormalised after min_p and top_k
 
-Where top_p is the only filter, nobody has to know what it keeps: a token of all is drawn, and if
-strictly likelier ones have too much mass, one of those is, and so on, in round r with the purposes
-2 r and 2 r + 1 in place of 0 and 1. What is turned down was not kept, nor was what is left out
-with it, so that each kept token is as likely as it should be; and at least ``top_p`` of the rows
+Where top_p is the only filter, the set of kept tokens is not computed. The first round draws from
+all tokens. If the strictly likelier tokens have a mass of ``top_p`` or more, the drawn token is
+rejected, and the next round draws from the strictly likelier tokens only. Round r has the purposes
+2 r and 2 r + 1 in place of 0 and 1. A rejected token, and every token that is left out with it, is
+not kept, so each kept token has its right probability. On average at least ``top_p`` of the rows
 end in the first round, with the token that they would draw without a filter.
 
-Two launches. The first reads the logits and leaves each group's maximum and sum; the second, one
-program a row, does the rest from these, and reads again only where it has to: the 50 best tokens
-are in the 50 groups of the largest maxima. ``search`` says how what is kept is found.
+There are two launches. The first reads the logits and writes each group's maximum and sum. The
+second, one program per row, works from the maxima and sums, and reads again only where it must:
+the 50 best tokens are in the 50 groups with the largest maxima. ``search`` finds the kept tokens.
 
 Sources: Maddison et al., "A* Sampling" (2014), for the Gumbel-max draw; FlashInfer (2025) for
-top-p by turning down.
+top-p by rejection.
 """
 
 from __future__ import annotations
@@ -48,33 +51,33 @@ from mrv1.kernels.sampling.draw import draw_kernel
 from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
 
 MAX_VOCAB_SIZE = 1 << 24
-"""Token ids the sampler accepts; keeps every index of a row in 32 bits."""
+"""Largest vocabulary; every index within a row fits 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTokensConfig:
-    """How the two launches cut their work; may change a sum's last bits, so never by the rows."""
+    """How both launches divide a row, the same in all batches: it may change a sum's last bits."""
 
     tile_groups: int
-    """Groups that a program of the first launch looks at."""
+    """Groups of one program of the first launch."""
     num_warps: int = 4
     few_groups: int = 64
-    """Groups that the second launch holds at once, with their tokens."""
+    """Groups whose tokens a program of the second launch holds at once."""
     lanes: int = 1024
-    """Tokens of a row that it looks at together in a pass."""
+    """Tokens that a pass of the second launch over a row reads together."""
     depth: int = 8
-    """Tokens of each lane that it can set aside; ``lanes * depth`` are held at once."""
+    """Tokens of each lane that fit the scratch: ``lanes * depth`` in all."""
     pivots: int = 4
-    """Values a pass counts for."""
+    """Values for which a pass counts the tokens above."""
     listed: int = 128
-    """Tokens that are compared in pairs; more are searched."""
+    """Most tokens that are compared in pairs; a longer list is searched."""
     draw_stages: int = 4
     draw_warps: int = 8
     draw_registers: int | None = None
-    """Most registers a thread of the second launch may take; None = as the compiler finds best."""
+    """Most registers a thread of the second launch may take; None = the compiler decides."""
 
     def draw_options(self) -> dict[str, int]:
-        """Return what the compiler is told of the second launch beside the constexprs."""
+        """Return the compiler's options for the second launch, without the constexprs."""
         options = {"num_warps": self.draw_warps}
         if self.draw_registers is None:
             return options
@@ -83,12 +86,12 @@ class SampleTokensConfig:
     @classmethod
     @lru_cache(maxsize=64)
     def default_for(cls, vocab_size: int) -> SampleTokensConfig:
-        """Return the GPU's choice.
+        """Return the configuration for a GPU.
 
-        16 groups on 4 warps are 16 elements a thread, four loads of 16 bytes on their way, and a
-        vocabulary of 152k is 75 programs a row. H200, 256 greedy rows, both launches: 44 us; 8
-        tiles a program in four stages took as long, twice as large ones in three 45. Two programs
-        of the second launch fit a multiprocessor, so that 256 rows run at once.
+        16 groups on 4 warps are 16 elements per thread, four loads of 16 bytes in flight, and a
+        vocabulary of 152k is 75 programs per row. H200, 256 greedy rows, both launches: 44 us; 8
+        tiles per program in four stages took as long, tiles twice as large in three stages 45 us.
+        Two programs of the second launch fit a multiprocessor, so that 256 rows run at once.
         """
         size = group_size(vocab_size)
         num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
@@ -100,7 +103,7 @@ class SampleTokensConfig:
 
     @classmethod
     def for_interpreter(cls, vocab_size: int) -> SampleTokensConfig:
-        """Return up to 2^16 ids a program and a step."""
+        """Return the configuration for the interpreter: up to 2^16 ids per program."""
         size = group_size(vocab_size)
         num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
         return cls(
@@ -111,9 +114,9 @@ class SampleTokensConfig:
 
     @property
     def scratch_size(self) -> int:
-        """Elements of a row's scratch: tokens of all lanes, or listed groups, then tokens.
+        """Elements of a row's scratch: tokens of all lanes, or a list of groups, then of tokens.
 
-        There is room for all groups of a row as well, which top-p alone may list.
+        There is also room for a list of all groups of a row, which top-p as the only filter needs.
         """
         return max(self.lanes * self.depth, self.few_groups + 2 * self.listed)
 
@@ -140,24 +143,24 @@ def sample_tokens(
         temperature: [rows] float32 >= 0, contiguous; 0 = greedy, the exact argmax, whatever the
             filters.
         seeds: [rows] int64, contiguous: the request's seed, all 64 bits.
-        positions: [rows] int64 or int32, contiguous: the output position, its low 32 bits.
-        top_k: [rows] int32 >= 0, contiguous: tokens to keep, and ties with the last; 0 = all.
+        positions: [rows] int64 or int32, contiguous: the output position; the low 32 bits count.
+        top_k: [rows] int32 >= 0, contiguous: tokens to keep; ties with the last stay; 0 = all.
         top_p: [rows] float32 in (0, 1], contiguous: mass to keep; 1 = all.
-        min_p: [rows] float32 in [0, 1], contiguous: least probability, as a share of the largest;
-            0 = any.
-        child: [rows] int32, contiguous: index of a parallel sample. None = 0.
-        idx_mapping: [rows] int32, contiguous: temperature, seeds, positions, prompt_len, the
-            filters and child are then in slot order, [slots], and this is the slot of each row;
-            -1 = padding row. None = they are in row order.
-        prompt_len: like ``positions``, which are then tokens known, prompt and output: it is
-            subtracted from them. None = 0.
+        min_p: [rows] float32 in [0, 1], contiguous: least probability to keep, as a share of the
+            largest; 0 = all.
+        child: [rows] int32, contiguous: index of the output of a request with n > 1. None = 0.
+        idx_mapping: [rows] int32, contiguous: the slot of each row; -1 = padding row. Temperature,
+            seeds, positions, prompt_len, the filters and child are then in slot order, [slots].
+            None = these tensors are in row order.
+        prompt_len: like ``positions``, from which it is subtracted: ``positions`` are then the
+            numbers of known tokens, prompt and output. None = 0.
         out: [rows] int64, contiguous, *written*. Allocated if omitted.
 
         A filter that is None is off in all rows.
 
     Returns:
         ``out``: ties go to the lowest id; -1 where a row has no token above -inf, and for padding;
-        -2 where a row has NaN, or is drawn and has +inf.
+        -2 where a row has NaN, or has +inf and is not greedy.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -165,10 +168,10 @@ def sample_tokens(
 
     Numerics: float32. The philox words equal the oracle's; the Gumbel variables agree to a few
         ulp and sums to their rounding, so a draw may differ from the oracle's only where two
-        scores nearly tie, or where a sum is within rounding of ``top_p``. A row's token depends
-        on nothing else, bit for bit: not on the other rows, their number or its place.
-    Stream: current stream, no synchronisation, CUDA-graph safe. Allocates per row 8 bytes a group
-        and, unless all filters are None, 32 KiB.
+        scores nearly tie, or where a sum is within rounding of ``top_p``. A row's token is
+        the same, bit for bit, whatever the other rows, their number and the row's place.
+    Stream: two launches on the current stream, no synchronisation, CUDA-graph safe. Allocates per
+        row 8 bytes per group and, unless all filters are None, 32 KiB.
     """
     num_rows, vocab_size = _check(
         logits, temperature, seeds, positions, top_k, top_p, min_p, child, idx_mapping, prompt_len,

@@ -1,9 +1,10 @@
-"""Where the kept tokens of a row begin: a search over values, without a sort.
+"""Find the value above which a row's tokens are kept: a search over values, without a sort.
 
-Every filter keeps the tokens above some value, its *floor*: ``kept = {x > floor}``. With
-``enough(v)`` = "the tokens above v are at least k, or have at least the target mass", a floor is
-the largest v for which that holds, up to values that no token has. A search holds a bracket,
-enough(low) and not enough(high), and is done when the tokens inside of it all have one value.
+Every filter keeps the tokens above some value, its *floor*: ``kept = {x > floor}``. Let
+``enough(v)`` = "at least k tokens are above v" (top-k), or "the tokens above v have at least the
+target mass" (top-p). A floor is the largest v with enough(v), or a lower value with the same
+tokens above it. A search keeps a bracket, enough(low) and not enough(high), and ends when all
+tokens in the bracket have one value.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from typing import NamedTuple
 from mrv1.kernels._base.triton import tl, triton
 
 _VALUE_STEPS = tl.constexpr(16)
-"""Halvings of the bracket by value; then by the order of floats, which ends within 32."""
+"""Halvings of the bracket by value; then by the order of floats (keys), which ends within 32."""
 _VALUE_PASSES = tl.constexpr(4)
-"""The same, of passes over the row."""
+"""Passes over the row that divide the bracket by value; later passes divide it by key."""
 
 
 class Row(NamedTuple):
-    """A row that is drawn; the pointers are to its first elements."""
+    """A row to draw from; the pointers point to its first elements."""
 
     logits_ptr: tl.tensor
     group_max_ptr: tl.tensor
     group_sum_ptr: tl.tensor
-    scratch_ptr: tl.tensor  # or None: no row filters
-    top: tl.tensor  # its maximum
+    scratch_ptr: tl.tensor  # or None: no row has a filter
+    top: tl.tensor  # the largest logit
     temperature: tl.tensor
     vocab_size: tl.tensor
     num_groups: tl.tensor
 
 
 class Filters(NamedTuple):
-    """What is kept of a row."""
+    """The filters of a row."""
 
     k: tl.tensor  # 0 = all
     top_p: tl.tensor
@@ -40,7 +41,7 @@ class Filters(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """See ``SampleTokensConfig``. Build it as an argument: a name it is given makes tensors."""
+    """See ``SampleTokensConfig``. Build it in a call: assigned to a name, it becomes tensors."""
 
     GROUP: tl.constexpr
     TILE_GROUPS: tl.constexpr
@@ -54,7 +55,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def key_of(x):
-    """Return int32 in the order of float32: neighbours differ by 1, both zeros are 0."""
+    """Return int32 keys in the order of float32: neighbours differ by 1, both zeros are 0."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
@@ -74,15 +75,15 @@ def before(x):
 
 @triton.jit
 def gap(low, high):
-    """Return how many steps of float32 lie between, int64."""
+    """Return the number of float32 steps from ``low`` to ``high``, int64."""
     return key_of(high).to(tl.int64) - key_of(low).to(tl.int64)
 
 
 @triton.jit
 def middle(low, high, least, step):
-    """Return a value strictly between two that are not neighbours.
+    """Return a value strictly between ``low`` and ``high``, which are not neighbours.
 
-    ``least`` is a finite value to start from where ``low`` is -inf.
+    ``least`` is a finite value that takes the place of a lower ``low``, such as -inf.
     """
     by_value = 0.5 * tl.maximum(low, least) + 0.5 * high
     by_key = value_of(((key_of(low).to(tl.int64) + key_of(high)) >> 1).to(tl.int32))
@@ -91,16 +92,17 @@ def middle(low, high, least, step):
 
 @triton.jit
 def total(tile):
-    """Return the sum of a two-dimensional block, which stays where it is."""
+    """Return the sum of a two-dimensional block, without a reshape."""
     return tl.sum(tl.sum(tile, axis=0), axis=0)
 
 
 @triton.jit
 def search_tile(x, weight, low, high, num_high, mass_high, k, target, BY_MASS: tl.constexpr):
-    """Return the floor, of a bracket whose every token is in the tile ``x``.
+    """Return the floor within a bracket, all of whose tokens are in the tile ``x``.
 
-    ``weight`` is exp((x - row maximum) / temperature). ``num_high`` and ``mass_high`` are of the
-    tokens above ``high``, which are not in the tile. ``k`` is enough, ``target`` if BY_MASS.
+    ``weight`` is exp((x - row maximum) / temperature). ``num_high`` and ``mass_high`` are the
+    number and mass of the tokens above ``high``, which are not in the tile. ``k`` tokens are
+    enough, or a mass of ``target`` if BY_MASS.
     """
     num_high = tl.full([], 0, tl.int32) + num_high
     mass_high = tl.full([], 0.0, tl.float32) + mass_high
@@ -137,8 +139,8 @@ def search_tile(x, weight, low, high, num_high, mass_high, k, target, BY_MASS: t
 def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr):
     """Return the floor of top-k, then top-p, by comparing every pair of the tokens in a list.
 
-    ``list_ptr`` points to [2, LISTED] float32: the logits of all 1 to LISTED tokens above some
-    value, then scratch. k = 0 is all.
+    ``list_ptr`` points to [2, LISTED] float32: the logits of all tokens above some value, 1 to
+    LISTED, then scratch. k = 0 keeps all.
     """
     STEP: tl.constexpr = 16
     index, part = tl.arange(0, LISTED), tl.arange(0, STEP)
@@ -172,10 +174,10 @@ def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr
 
 @triton.jit
 def search_groups(group_max, low, high, fewest, most):
-    """Return a value that ``fewest`` to ``most`` groups exceed, and how many do.
+    """Return a value that ``fewest`` to ``most`` groups exceed, and the number of these groups.
 
-    There may be none (equal maxima): then one that more groups exceed. More than ``most`` exceed
-    ``low``, and none ``high``.
+    If equal maxima leave no such value, more than ``most`` groups exceed the value returned. More
+    than ``most`` groups exceed ``low``, and no group exceeds ``high``.
     """
     least = tl.min(tl.where(group_max > low, group_max, float("inf")))
     num_low = tl.sum((group_max > low).to(tl.int32))
@@ -205,16 +207,16 @@ def search_row(
     row,  # whose scratch is [DEPTH, LANES] float32
     filters,
     low,
-    by_mass,  # whether top-k is done, or off
+    by_mass,  # whether top-k is done or off, so that mass decides
     collect,  # whether few tokens are likely to be above low
-    least,  # some value that is not far from most tokens
+    least,  # a finite value not far from most tokens
     scale,
     tiles,
 ):
-    """Return the floor of top-k, then top-p, of whatever number of tokens.
+    """Return the floor of top-k, then top-p, for any number of tokens.
 
-    Passes over the row cut the bracket at PIVOTS values, until the tokens in it fit the scratch:
-    a lane of the row, every LANES-th token, has a column of its own there.
+    Passes over the row divide the bracket at PIVOTS values, until its tokens fit the scratch. A
+    lane is every LANES-th token of the row, and has its own column of the scratch.
     """
     lane = tl.arange(0, tiles.LANES)
     depth = tl.arange(0, tiles.DEPTH)[:, None]
@@ -233,7 +235,7 @@ def search_row(
             else:
                 by_mass, high, num_high, mass_high, num_passes = 1, top, 0, 0.0, 0
         elif collect != 0:
-            tl.debug_barrier()  # nobody reads what an earlier round left in the scratch
+            tl.debug_barrier()  # no thread reads the scratch of an earlier round any more
             height = tl.zeros([tiles.LANES], tl.int32)
             for first in tl.range(0, row.vocab_size, tiles.LANES, num_stages=tiles.NUM_STAGES):
                 token = first + lane
@@ -293,7 +295,7 @@ def search_row(
             enough = tl.where(by_mass != 0, masses >= target, nums >= k)
             num_enough = tl.sum(enough.to(tl.int32), axis=0)
             num_passes += 1
-            if num_enough == 0:  # nothing to remove
+            if num_enough == 0:  # all tokens above low are kept
                 high = low
             else:
                 at_low = (pivot_index == num_enough - 1)[:, None]

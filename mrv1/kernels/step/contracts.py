@@ -10,27 +10,27 @@ import torch
 from mrv1.kernels._base.checks import check_tensor
 
 RUNNING = 0
-"""Stop code of a slot that may be scheduled."""
+"""Stop code of a slot whose request has not stopped."""
 STOP_TOKEN = 1
 """Stop code: the newest token is one of the request's stop tokens."""
 LENGTH = 2
-"""Stop code: the request has max_total_tokens tokens."""
+"""Stop code: the request has ``max_total_tokens`` tokens."""
 FAILED = 3
 """Stop code: the sampler had no token to give."""
 STOP_SEQUENCE = 4
 """Stop code: the newest tokens are one of the request's stop sequences."""
 
 MAX_DRAFT_TOKENS = 7
-"""Drafts a row may have in one step."""
+"""Most drafts of a row in one step."""
 MAX_SAMPLED_TOKENS = 8
-"""Tokens a row may append in one step: its drafts, all accepted, and one more."""
+"""Most tokens that a row appends in one step: its drafts, if all are accepted, and one more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSlots:
     """The request of every slot, as steps read and update it: int32, contiguous unless noted.
 
-    An op checks the fields that it reads; the others may hold anything.
+    An op checks the fields that it reads; other fields may have any content.
     """
 
     token_ids: torch.Tensor
@@ -46,18 +46,18 @@ class RequestSlots:
     max_total_tokens: torch.Tensor
     """[max_num_reqs], the length at which a request stops, at most max_model_len."""
     min_total_tokens: torch.Tensor
-    """[max_num_reqs], tokens before which no stop sequence ends a request."""
+    """[max_num_reqs], the length below which no stop sequence stops a request."""
     stop_token_ids: torch.Tensor
     """[max_num_reqs, any], unit last stride, -1 = none."""
     stop_sequences: torch.Tensor | None = None
     """[max_num_reqs, max_sequences, max_len], each slot's sequences contiguous: token ids from
-    column 0. A request stops where its output, without its prompt, ends with one. None = no
-    request has any; the next two go with it."""
+    column 0. A request stops where its output, without its prompt, ends with a sequence. None = no
+    request has stop sequences; the next two fields are given or None with this field."""
     stop_sequence_lens: torch.Tensor | None = None
     """[max_num_reqs, max_sequences], unit last stride: tokens of each sequence, 1 to max_len; a
     sequence of any other length ends nothing."""
     num_stop_sequences: torch.Tensor | None = None
-    """[max_num_reqs], sequences of each slot that count, from row 0. More than max_sequences is
+    """[max_num_reqs], number of sequences of each slot, from row 0; above max_sequences, all
     max_sequences."""
     mrope_positions: torch.Tensor | None = None
     """[max_num_reqs, 3, max_prompt], unit last stride: a prompt token's position on each of
@@ -69,7 +69,7 @@ class RequestSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotTables:
-    """The block table of every slot, a row of concatenated segments: one per head group; int32."""
+    """The block table of every slot, a row of concatenated segments, one per head group; int32."""
 
     block_tables: torch.Tensor
     """[max_num_reqs, row_width], unit last stride; -1 = no page."""
@@ -96,14 +96,14 @@ class GatheredTokens:
     slot_mapping: torch.Tensor
     """[groups, padded tokens] int64, unit last stride."""
     logits_rows: torch.Tensor
-    """[num_reqs] int64: the row's token at position ``num_tokens - 1`` if the query holds it and
-    the drafts, so that the row samples; else -1. With k drafts the row's k + 1 logits are those of
-    k + 1 tokens from there."""
+    """[num_reqs] int64: the index of the row's token at position ``num_tokens - 1`` if the query
+    has this token and all drafts, so that the row samples; else -1. With k drafts the row's k + 1
+    logits are at this index and the k after it."""
     block_table: torch.Tensor | None = None
     """[num_reqs, row_width] int32, unit last stride, *written* in the live columns and nowhere
-    else: of a group without a ring the first ceil(seq_len / block_size) of its segment (at most
-    ceil(max_model_len / block_size)), of a group with a ring all ceil(sink / block_size) +
-    ring_blocks; none of a padding row. None = not wanted."""
+    else: for a group without a ring, the first ceil(seq_len / block_size) of its segment (at most
+    ceil(max_model_len / block_size)); for a group with a ring, all ceil(sink / block_size) +
+    ring_blocks; for a padding row, none. None = not wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,19 +114,19 @@ class AppendedTokens:
     """
 
     output: torch.Tensor
-    """[num_reqs, 1 + most drafts] int64, unit last stride, *written*, every element: the tokens
+    """[num_reqs, 1 + most drafts] int64, unit last stride, *written* in every element: the tokens
     appended, then -1."""
     num_output: torch.Tensor
     """[num_reqs] int32, unit last stride, *written*: tokens appended; 0 for padding, stopped and
-    unfinished rows, < 0 for a row that failed in this launch: what stood for its token."""
+    unfinished rows; for a row that failed in this launch, the value < 0 in place of its token."""
     ring_slot: torch.Tensor | None = None
-    """[1] int32: ``output`` and ``num_output`` have an axis more in front, whose element of this
-    index is *written* and no other. It is read on the device, so that a captured graph writes to
-    another each time; not checked."""
+    """[1] int32: the index, on an additional first axis of ``output`` and ``num_output``, of the
+    only element that is *written*. The device reads the index, so that a captured graph writes to
+    another element each time; not checked."""
 
 
 def check_slots(slots: RequestSlots, device: torch.device, *vectors: str) -> None:
-    """Raise unless the histories, and the fields of one element a slot that are named, fit.
+    """Raise unless the histories and the named fields, of one element per slot, fit.
 
     Raises:
         TypeError, ValueError: a field is not as described.
@@ -144,10 +144,10 @@ def check_queries(
     num_rows: int,
     device: torch.device,
 ) -> None:
-    """Raise unless the rows' query lengths are given, in one of the two ways.
+    """Raise unless ``query_start_loc`` or ``query_len`` gives the rows' query lengths.
 
     Raises:
-        TypeError, ValueError: neither is given, or one is not as it should be.
+        TypeError, ValueError: neither is given, or a given argument is not as described.
     """
     if query_len is None and query_start_loc is None:
         raise ValueError("query_start_loc: expected a tensor where query_len is None, got None")

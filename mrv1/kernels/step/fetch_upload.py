@@ -2,9 +2,9 @@
 
     n = uploads[slot, 0];  staged[:n] = uploads[slot, :n]
 
-A kernel reads host memory where a copy would have to be launched, and waited for, between one
-CUDA graph and the next: so it is a part of the graph. Which row is read is settled on the device,
-as a graph's arguments are those of its capture.
+A kernel reads the host memory, and is a part of the step's CUDA graph. A copy would have to be
+launched, and waited for, between one graph and the next. The device decides which row is read,
+because a graph's arguments are fixed when it is captured.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 
 NUM_PROGRAMS, TILE_WORDS = 4, 512
-"""A row's first words, which are all that a decode step of hundreds of rows has, are asked for
-before it is known how many count: one trip to the host instead of two."""
+"""The first tile of every program, enough for a decode step of hundreds of rows, is loaded before
+the number of words that count is known: one trip to the host instead of two."""
 
 
 @triton.jit
@@ -29,13 +29,13 @@ def _fetch_upload_kernel(
     TILE_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (any,): each program takes every so many-th tile of the row."""
+    """Grid (any,): program i of n takes tiles i, i + n, i + 2 n, ... of the row."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     row_ptr = uploads_ptr + tl.load(slot_ptr).to(tl.int64) * row_words
     first = tl.program_id(0) * TILE_WORDS
     word = first + tl.arange(0, TILE_WORDS)
-    # ".cv": the host writes between launches, so nothing that is cached counts.
+    # ".cv": the host writes between launches, so cached words may be out of date.
     num_words = tl.load(row_ptr, cache_modifier=".cv")
     value = tl.load(row_ptr + word, mask=word < row_words, other=0, cache_modifier=".cv")
     tl.store(staged_ptr + word, value, mask=word < num_words)
@@ -51,11 +51,11 @@ def fetch_upload(uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor
 
     Args:
         uploads: [slots, words] int32, contiguous, on ``staged``'s device or in pinned host
-            memory. The first word of a row is how many count, itself included, at most all. The
-            host must not write a row while a launch that reads it is under way.
-        slot: [1] int32: which row. It is read on the device, so that a captured graph reads
-            another each time; not checked.
-        staged: [at least words] int32, contiguous, *written* as far as words count.
+            memory. The first word of a row is the number of words that count, itself included, at
+            most the whole row. The host must not write a row while a launch reads the row.
+        slot: [1] int32: the row to copy. The device reads it, so that a captured graph copies
+            another row each time; not checked.
+        staged: [at least words] int32, contiguous, *written* in as many words as count.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -73,7 +73,7 @@ def fetch_upload(uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor
     check_reachable("uploads", uploads, staged.device)
     if not 1 <= uploads.shape[1] <= staged.shape[0]:
         raise ValueError(
-            f"uploads: expected 1 to {staged.shape[0]} words a row, as staged has, got "
+            f"uploads: expected 1 to {staged.shape[0]} words a row, the length of staged, got "
             f"{uploads.shape[1]}"
         )
     row_words = uploads.shape[1]

@@ -1,17 +1,17 @@
 """Turn a step's row-to-slot map into the model's inputs, entirely on the device.
 
 Token ``j`` of row ``r`` is the token at position ``num_computed_tokens[slot] + j`` of the row's
-request: one of its ``num_tokens[slot]`` known tokens, or behind them one of the row's drafts. Its
-cache slot in head group ``g`` is ``block * block_size + position % block_size``, the block read
-from the group's segment of the request's table row (S = ceil(sink / block_size),
+request: one of its ``num_tokens[slot]`` known tokens or, after them, one of the row's drafts. The
+token's cache slot in head group ``g`` is ``block * block_size + position % block_size``, with the
+block read from the group's segment of the request's table row (S = ceil(sink / block_size),
 L = position // block_size)::
 
     column = table_offset[g] + (L                              if ring_blocks[g] == 0 or L < S
                                 S + (L - S) % ring_blocks[g]   otherwise)
 
-Three kinds of programs in one launch, each for one head group: tiles of tokens, tiles of rows (for
-the per-row outputs), and tiles of the block table. A token of a ragged batch finds its row by
-bisecting ``query_start_loc``, so ragged batches cost no more than even ones.
+One launch has three kinds of programs, each for one head group: tiles of tokens, tiles of rows
+(for the per-row outputs), and tiles of the block table. In a ragged batch, a bisection of
+``query_start_loc`` finds a token's row, so ragged batches cost no more than even batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mrv1.kernels.step.contracts import (
 
 
 class _Queries(NamedTuple):
-    """The step's rows, and how far their slots' requests are."""
+    """The step's rows, and the lengths and stop codes of all slots."""
 
     idx_mapping_ptr: tl.tensor
     query_start_loc_ptr: tl.tensor  # or None: every row has query_len tokens
@@ -50,7 +50,7 @@ class _Queries(NamedTuple):
 
 
 class _Sources(NamedTuple):
-    """Where token ids and positions come from."""
+    """The sources of token ids and positions."""
 
     token_ids_ptr: tl.tensor
     stride_token_ids_slot: tl.tensor
@@ -86,7 +86,7 @@ class _Tokens(NamedTuple):
 
 @triton.jit
 def _find_rows(queries, token):
-    """Return how many rows end at or before each token: its row, or num_rows past the last."""
+    """Return the row of each token, or num_rows: the number of rows that end at or before it."""
     low = tl.zeros_like(token)
     high = low + queries.num_rows
     for _ in range(queries.num_bisections):
@@ -103,11 +103,12 @@ def _find_rows(queries, token):
 def _load_queries(queries, row, is_row):
     """Return (slot, lives, first token, tokens, computed tokens, known tokens, end) of rows.
 
-    A row lives if it is no padding and its request has not stopped. Its drafts end at ``end``.
+    A row lives if it is not padding and its request has not stopped. ``end`` is the position after
+    its last draft.
     """
     slot = tl.load(queries.idx_mapping_ptr + row, mask=is_row, other=-1).to(tl.int64)
     lives = slot >= 0
-    # not masked by the stop code, so that all loads of the slot are one round trip
+    # not masked by the stop code, so that all loads of the slot share one round trip
     computed = tl.load(queries.num_computed_ptr + slot, mask=slot >= 0, other=0)
     known = tl.load(queries.num_tokens_ptr + slot, mask=slot >= 0, other=0)
     lives &= tl.load(queries.stopped_ptr + slot, mask=slot >= 0, other=0) == 0
@@ -178,7 +179,7 @@ def _gather_tile_of_tokens(
     IS_FIRST_GROUP,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Write the per-token outputs of a tile of tokens; only the first group's are for all."""
+    """Write the per-token outputs of a tile; only the first group writes ids and positions."""
     is_output = token < outputs.num_padded_tokens
     if queries.query_start_loc_ptr is None:
         row = token // queries.query_len
@@ -215,7 +216,7 @@ def _gather_block_table(
     BLOCK_SIZE: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Copy the live columns of one group's segments of a tile of rows."""
+    """Copy the live columns of one group's segments for a tile of rows."""
     is_row = row < queries.num_rows
     slot, lives, _, length, computed, _, _ = _load_queries(queries, row, is_row)
     num_columns = tl.cdiv(tl.minimum(computed + length, max_model_len), BLOCK_SIZE)
@@ -234,7 +235,7 @@ def _gather_block_table(
 
 
 @triton.jit(
-    # what differs from step to step must not compile a kernel
+    # a value that differs from step to step must not compile another kernel
     do_not_specialize=[
         "stride_positions_axis",
         "stride_slot_mapping_group",
@@ -292,7 +293,7 @@ def _gather_tokens_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Grid (tiles of tokens, of rows, of the block table; num_groups), see the module."""
+    """Grid (tiles of tokens, of rows and of the block table; num_groups), see the module."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     tile = tl.program_id(0)
@@ -344,10 +345,10 @@ def _gather_tokens_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GatherTokensConfig:
-    """How the gather is cut into programs."""
+    """How the gather is divided among programs."""
 
     tile_tokens: int
-    """Tokens, and rows of the per-row outputs, of one program."""
+    """Tokens of one program, or rows of one program that writes per-row outputs."""
     tile_rows: int
     """Block table rows of one program."""
     tile_columns: int
@@ -356,16 +357,16 @@ class GatherTokensConfig:
 
     @classmethod
     def default_for(cls) -> GatherTokensConfig:
-        """Return the GPU's choice: one token a thread, for the time goes into dependent loads.
+        """Return the configuration for a GPU: one token per thread.
 
-        At a context of 1000 no other choice is faster on an H200; the wide tile of the block table
-        is for long contexts.
+        The time goes into dependent loads. At a context of 1000 tokens no other configuration is
+        faster on an H200; the wide tile of the block table is for long contexts.
         """
         return cls(tile_tokens=128, tile_rows=1, tile_columns=1024, num_warps=4)
 
     @classmethod
     def for_interpreter(cls, num_indices: int, num_rows: int) -> GatherTokensConfig:
-        """Return one program of each kind, up to 2^16 tokens and 2^10 rows."""
+        """Return the configuration for the interpreter: 2^16 tokens or 2^10 rows a program."""
         return cls(
             tile_tokens=min(triton.next_power_of_2(num_indices), 2**16),
             tile_rows=min(triton.next_power_of_2(max(num_rows, 1)), 2**10),
@@ -390,9 +391,9 @@ def gather_tokens(
 ) -> None:
     """Write a step's token ids, positions, lengths, cache slots, sampling rows and block table.
 
-    A padding row has slot -1, or a slot that has stopped. Tokens of padding rows, tokens past the
-    last row, positions past the row's last draft and positions from ``max_model_len`` on are
-    padding: id 0, position 0, cache slot -1.
+    A padding row has slot -1, or a slot whose request has stopped. Tokens of padding rows, tokens
+    past the last row, positions past the row's last draft and positions from ``max_model_len`` on
+    are padding: id 0, position 0, cache slot -1.
 
     Args:
         idx_mapping: [num_reqs] int32, the request slot of each batch row; -1 = padding row.
@@ -404,11 +405,11 @@ def gather_tokens(
         query_len: tokens of every row, if they all have the same number.
         draft_token_ids: [num_reqs, most drafts] int32, unit last stride, at most 7 columns, batch
             order: the tokens at positions ``num_tokens``, ``num_tokens + 1``, ... of each row.
-        num_draft_tokens: [num_reqs] int32, batch order: drafts of each row; its query ends with
-            them. Goes with ``draft_token_ids``.
+        num_draft_tokens: [num_reqs] int32, batch order: number of drafts of each row, at the end
+            of the row's query. Goes with ``draft_token_ids``.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or one lacks what it goes with.
+        TypeError, ValueError: an argument is not as described, or its counterpart is missing.
         UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
 
     Numerics: integers; exact (tier A).

@@ -1,20 +1,20 @@
-"""End a step on the device: append what was sampled, advance the lengths, see who stops.
+"""End a step on the device: append the sampled tokens, advance the lengths, mark the stops.
 
-For each row whose slot runs, with its ``n`` sampled tokens in order::
+For each row whose request has not stopped, with the row's sampled tokens in order::
 
     token < 0                                   the request has failed; nothing more is appended
     otherwise                                   the token is appended to the history, then
       it is one of the slot's stop tokens       the request stops (STOP_TOKEN)
       the output ends with a stop sequence,
         and num_tokens >= min_total_tokens      the request stops (STOP_SEQUENCE)
-      num_tokens is max_total_tokens by now     the request stops (LENGTH)
+      num_tokens has reached max_total_tokens   the request stops (LENGTH)
 
-Tokens behind a stop are dropped. A row that samples ends with ``num_computed_tokens =
-num_tokens - 1``: every token but the newest has its keys and values in the cache. One that does
+Tokens after a stop are dropped. A row that samples ends with ``num_computed_tokens =
+num_tokens - 1``: every token but the newest has its keys and values in the cache. A row that does
 not sample (an unfinished prefill) advances by its query.
 
-No token depends on one before it but for the stop, so a row's tokens are judged side by side and
-the first that ends the request is found by a minimum.
+A token depends on the tokens before it only through a stop, so all tokens of a row are judged at
+the same time and a minimum finds the first token that stops the request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STOP_SEQUENCE = tl.constexpr(STOP_SEQUENCE)
 
 
 class _Sequences(NamedTuple):
-    """The stop sequences of all slots, and where they count."""
+    """The stop sequences of all slots, and the lengths from which they count."""
 
     sequences_ptr: tl.tensor
     stride_sequences_slot: tl.tensor
@@ -61,7 +61,7 @@ class _Sequences(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A tile of rows, [TILE_ROWS] each; ``history_ptr`` and ``tokens_ptr`` point to its tokens."""
+    """A tile of rows, [TILE_ROWS] each; the pointers are to each row's first element."""
 
     slot: tl.tensor
     is_request: tl.tensor
@@ -74,9 +74,9 @@ class _Rows(NamedTuple):
 def _ends_with_sequence(
     sequences, rows, column, is_output, MAX_SEQUENCES: tl.constexpr, MAX_LEN: tl.constexpr
 ):
-    """Return whether the output behind each sampled token ends with one of its slot's sequences.
+    """Return whether the output up to each sampled token ends with a sequence of its slot.
 
-    Compared from the last token on: first with what is sampled, then with the history.
+    The comparison goes back from the sampled token: over sampled tokens, then over the history.
     """
     slot, is_request, known, history_ptr, tokens_ptr = rows
     num_sequences = tl.load(sequences.num_sequences_ptr + slot, mask=is_request, other=0)
@@ -84,10 +84,10 @@ def _ends_with_sequence(
     min_total = tl.load(sequences.min_total_ptr + slot, mask=is_request, other=0)
     sequences_ptr = sequences.sequences_ptr + slot * sequences.stride_sequences_slot
     lens_ptr = sequences.lens_ptr + slot * sequences.stride_lens_slot
-    total = known[:, None] + column + 1  # tokens behind each sampled one
+    total = known[:, None] + column + 1  # length of the request after each sampled token
     may_end = is_output & (total >= min_total[:, None])
     ends = is_output & (column < 0)
-    # Rows that have none end the loop before it begins.
+    # The loop has no iteration if no row has a sequence.
     for sequence in range(tl.minimum(tl.max(num_sequences, axis=0), MAX_SEQUENCES)):
         has = is_request & (sequence < num_sequences)
         length = tl.load(lens_ptr + sequence, mask=has, other=0)
@@ -97,7 +97,7 @@ def _ends_with_sequence(
             is_inside = has & (back < length)
             wanted_ptr = sequences_ptr + sequence * MAX_LEN + (length - 1 - back)
             wanted = tl.load(wanted_ptr, mask=is_inside, other=0)
-            at = column - back  # sampled tokens from 0 on, before them history
+            at = column - back  # >= 0: a sampled token, < 0: the history
             compares = matches & is_inside[:, None]
             sampled = tl.load(tokens_ptr[:, None] + at, mask=compares & (at >= 0), other=0)
             old_ptr = history_ptr[:, None] + (known[:, None] + at)
@@ -109,7 +109,7 @@ def _ends_with_sequence(
 
 
 @triton.jit(
-    # what differs from step to step must not compile a kernel
+    # a value that differs from step to step must not compile another kernel
     do_not_specialize=["stride_output_row", "stride_tokens_row", "num_rows", "query_len"],
     do_not_specialize_on_alignment=["idx_mapping_ptr", "query_start_loc_ptr"],
 )
@@ -117,7 +117,7 @@ def _post_update_kernel(
     output_ptr,  # [num_rows, num_columns] int64
     stride_output_row,
     num_output_ptr,  # [num_rows] int32
-    ring_slot_ptr,  # [1] int32, which of the rings of outputs; or None
+    ring_slot_ptr,  # [1] int32, index in the ring of outputs; or None
     stride_output_slot,
     stride_num_output_slot,
     token_ids_ptr,  # [max_num_reqs, max_model_len] int32
@@ -151,7 +151,7 @@ def _post_update_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,  # power of two >= num_columns
 ):
-    """Grid (cdiv(num_rows, TILE_ROWS),): one row a lane; rows of a launch have distinct slots."""
+    """Grid (cdiv(num_rows, TILE_ROWS),): one program updates rows of distinct slots."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -219,7 +219,7 @@ def _post_update_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PostUpdateConfig:
-    """How the rows are cut into programs."""
+    """How the rows are divided among programs."""
 
     tile_rows: int
     """Rows of one program."""
@@ -227,15 +227,16 @@ class PostUpdateConfig:
 
     @classmethod
     def default_for(cls, num_columns: int) -> PostUpdateConfig:
-        """Return the GPU's choice: a warp a program, for the time goes into dependent loads.
+        """Return the configuration for a GPU: one warp per program.
 
-        256 rows of a token take 1.2 us so on an H200, 1.6 us with four warps.
+        The time goes into dependent loads: on an H200, 256 rows of one token take 1.2 us with one
+        warp and 1.6 us with four.
         """
         return cls(tile_rows=32 // triton.next_power_of_2(num_columns), num_warps=1)
 
     @classmethod
     def for_interpreter(cls, num_rows: int) -> PostUpdateConfig:
-        """Return one program for everything, up to 2^12 rows."""
+        """Return the configuration for the interpreter: one program, up to 2^12 rows."""
         return cls(min(triton.next_power_of_2(num_rows), 2**12), num_warps=1)
 
 
@@ -250,9 +251,9 @@ def post_update(
     query_len: int | None = None,
     num_sampled: torch.Tensor | None = None,
 ) -> None:
-    """Append a step's tokens to their requests, advance the lengths and mark those that stop.
+    """Append a step's tokens to their requests, advance the lengths and mark requests that stop.
 
-    Rows of padding and of slots that had stopped before the launch change nothing.
+    Padding rows, and rows of slots that had stopped before the launch, change no slot.
 
     Args:
         idx_mapping: [num_reqs] int32, the request slot of each batch row, all different; -1 =
@@ -261,17 +262,17 @@ def post_update(
             if ``query_len`` is given.
         logits_rows: [num_reqs] int64, as :func:`gather_tokens` wrote it; -1 = the row does not
             sample.
-        tokens: [num_reqs, 1 + most drafts] int64, unit last stride, at most 8 columns: what each
-            row sampled, in order; < 0 = no token could be sampled, for a reason that the sampler
-            numbers.
-        slots: the request of every slot; *written* are its ``token_ids``, ``num_tokens``,
-            ``num_computed_tokens`` and ``stopped``. Where a row samples, ``num_tokens`` is less
-            than ``max_total_tokens``, and ``num_computed_tokens`` ends as ``num_tokens - 1``,
-            stopped or not; any other row's advances by its query.
+        tokens: [num_reqs, 1 + most drafts] int64, unit last stride, at most 8 columns: the tokens
+            that each row sampled, in order; < 0 = no token could be sampled, and the number is the
+            sampler's reason.
+        slots: the request of every slot; ``token_ids``, ``num_tokens``, ``num_computed_tokens``
+            and ``stopped`` are *written*. A row that samples has ``num_tokens`` less than
+            ``max_total_tokens``, and ``num_computed_tokens`` becomes ``num_tokens - 1``, stopped
+            or not; in any other row, ``num_computed_tokens`` advances by the query.
         out: *written*.
         query_len: tokens of every row, if they all have the same number.
-        num_sampled: [num_reqs] int32, tokens of each row of ``tokens`` that count, where it
-            samples: 1 + the accepted drafts. None = one.
+        num_sampled: [num_reqs] int32, number of leading ``tokens`` that count in each row that
+            samples: 1 + the accepted drafts. None = 1.
 
     Raises:
         TypeError, ValueError: an argument is not as described.

@@ -1,4 +1,4 @@
-"""The ops before and behind a model's forward pass in plain torch."""
+"""The ops before and after a model's forward pass in plain torch."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _ring_column(
 
 
 def _stop_sequences_of(slots: RequestSlots, slot: int) -> list[list[int]]:
-    """Return the sequences of a slot that may end its request."""
+    """Return the stop sequences of a slot."""
     sequences, lens = slots.stop_sequences, slots.stop_sequence_lens
     if sequences is None or lens is None or slots.num_stop_sequences is None:
         return []

@@ -1,12 +1,12 @@
-"""Apply a step's changes to the device's state: copy runs of words to where they belong.
+"""Apply a step's changes to the device's state: copy runs of words to their places.
 
 For each of the first ``num_segments`` rows (dst, src, length) of ``segments``::
 
     state[dst : dst + length] = staged[src : src + length]      -1 in every word if src < 0
 
-All per-request state lies in one flat buffer, so a step's changes are one upload and one launch.
-The number of segments is read on the device and the grid depends on shapes alone: one CUDA graph
-serves every step.
+All per-request state is in one flat buffer, so a step's changes take one upload and one launch.
+The device reads the number of segments and the grid depends on shapes alone, so one CUDA graph
+serves every step. (These segments are runs of words, not the segments of decode attention.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mrv1.kernels._base.triton import INTERPRET, tl, triton
 
 
 @triton.jit(
-    # where a step's data begins in its buffer must not compile a kernel
+    # the alignment of a step's data in its buffer must not compile another kernel
     do_not_specialize_on_alignment=["staged_ptr", "segments_ptr", "num_segments_ptr"]
 )
 def _scatter_segments_kernel(
@@ -32,7 +32,7 @@ def _scatter_segments_kernel(
     OVERLAP: tl.constexpr,  # see dependent_launch
     TILE_WORDS: tl.constexpr,
 ):
-    """Grid (at most max_segments,): each program takes every so many-th segment."""
+    """Grid (at most max_segments,): program i of n takes segments i, i + n, i + 2 n, ..."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     num_segments = tl.load(num_segments_ptr)
@@ -50,25 +50,26 @@ def _scatter_segments_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ScatterSegmentsConfig:
-    """How the segments are shared out among programs."""
+    """How the segments are divided among programs."""
 
     max_programs: int
     tile_words: int
-    """Words of one program in flight."""
+    """Words that one program has in flight."""
     num_warps: int
 
     @classmethod
     def default_for(cls) -> ScatterSegmentsConfig:
-        """Return the GPU's choice: most segments are a word or two, a prompt is thousands.
+        """Return the configuration for a GPU, for segments of a word or two and long prompts.
 
-        On an H200 512 segments of a word take 1.6 us in 512 programs and 2.8 us in 128, none at
-        all 0.9 and 0.8 us; wider tiles save a third on a prompt but cost every short segment.
+        On an H200, 512 segments of one word take 1.6 us in 512 programs and 2.8 us in 128; no
+        segments take 0.9 and 0.8 us. Wider tiles save a third of the time of a prompt, which is
+        thousands of words, but slow down every short segment.
         """
         return cls(max_programs=512, tile_words=1024, num_warps=4)
 
     @classmethod
     def for_interpreter(cls) -> ScatterSegmentsConfig:
-        """Return one program for all segments."""
+        """Return the configuration for the interpreter: one program for all segments."""
         return cls(max_programs=1, tile_words=1024, num_warps=1)
 
 
@@ -85,12 +86,12 @@ def scatter_segments(
 
     Args:
         state: [words] int32, contiguous, *written* in the segments and nowhere else.
-        staged: [staged words] int32, contiguous; no memory of ``state``.
+        staged: [staged words] int32, contiguous; does not overlap ``state``.
         segments: [max_segments, 3] int32, contiguous, may be a view of ``staged``. Each row is
             (dst, src, length): first word in ``state``, first word in ``staged`` or < 0 to fill,
-            and words. A length <= 0 does nothing. Destinations do not overlap: segments are
-            copied in any order. Values are on the device and not checked.
-        num_segments: [1] int32, at most max_segments: rows that count.
+            and number of words. A length <= 0 does nothing. Destinations must not overlap:
+            segments are copied in any order. Values are on the device and not checked.
+        num_segments: [1] int32, at most max_segments: number of leading rows to apply.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
