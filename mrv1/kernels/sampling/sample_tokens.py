@@ -156,7 +156,7 @@ def sample_tokens(
             numbers of known tokens, prompt and output. None = 0.
         out: [rows] int64, contiguous, *written*. Allocated if omitted.
 
-        A filter that is None is off in all rows.
+    A filter that is None is off in all rows.
 
     Returns:
         ``out``: ties go to the lowest id; -1 where a row has no token above -inf, and for padding;
