@@ -4,8 +4,8 @@ Every op launches on the current stream, waits for nothing and can be captured i
 Arguments are checked on the host: shape, dtype, device and strides, never values on the device.
 
 On a machine without a GPU set ``TRITON_INTERPRET=1`` before the process starts, or call
-``mrv1.kernels.reference``, which has the same functions in plain torch. An op is imported, and
-triton with it, when it is first used: without triton the rest works.
+``mrv1.kernels.reference``, which has the same functions in plain torch. The first use of an op
+imports its module and triton, so the rest of mrv1 works without triton.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ else:
 
 
 def __getattr__(name: str) -> object:
-    """Import an op.
+    """Import the op ``name`` and return it.
 
     Raises:
-        AttributeError: there is none of this name.
+        AttributeError: there is no op ``name``.
         ConfigError: triton is not installed.
     """
     if name not in MODULE_OF_OP:

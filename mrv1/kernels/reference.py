@@ -1,7 +1,8 @@
 """The ops of ``mrv1.kernels`` in plain torch, with the same names and signatures.
 
-This is the specification each kernel is tested against, and the path mrv1 takes on a CPU. It is
-written to be read, not to be fast. Arithmetic is float32, or float64 where the input is.
+The oracles are the specification that each kernel is tested against, and the path ``reference``,
+which runs on a CPU. They are written to be read, not to be fast. They compute in float32, or in
+float64 where the input is float64.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The one list of ops: each one's oracle and launcher, and the choice of the path that runs them.
+"""The one list of ops: the oracle and launcher of each op, and the choice of their path.
 
-A new op is a line in ``Ops`` and an import by which type checkers know its launcher:
-``mrv1.kernels`` exports the ops listed here, and ``mrv1.kernels.reference`` all oracles.
+To add an op, add a line to ``Ops`` and an import of the launcher for type checkers.
+``mrv1.kernels`` exports the ops listed here, and ``mrv1.kernels.reference`` exports all oracles.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MODULE_OF_OP: dict[str, str] = {}
-"""Where the launcher of each op is, below ``mrv1.kernels``."""
+"""The module of each op's launcher, relative to ``mrv1.kernels``."""
 
 
 def _op(oracle: Callable[P, R], module: str) -> staticmethod[P, R]:
@@ -56,10 +56,11 @@ def _op(oracle: Callable[P, R], module: str) -> staticmethod[P, R]:
 class Ops:
     """The ops of one path.
 
-    The class has the oracles, whose signatures the kernels share: so calls are type-checked.
+    The class attributes are the oracles. The kernels have the same signatures, so calls are
+    type-checked.
 
     Args:
-        source: where each op is taken from: ``mrv1.kernels`` or ``mrv1.kernels.reference``.
+        source: the module that the ops come from: ``mrv1.kernels`` or ``mrv1.kernels.reference``.
     """
 
     apply_bad_words = _op(reference.apply_bad_words, "sampling.bad_words")
@@ -93,6 +94,6 @@ def select_ops(path: KernelPath) -> Ops:
     """Return the ops of ``path`` (see ``mrv1.device.kernel_path``).
 
     Raises:
-        ConfigError: they are kernels, and triton is not installed.
+        ConfigError: ``path`` runs kernels, and triton is not installed.
     """
     return Ops(reference if path == "reference" else kernels)

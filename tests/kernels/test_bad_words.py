@@ -538,12 +538,12 @@ WORDS = torch.zeros(2, 4, 4, dtype=torch.int32)
         (
             {"ahead": INT32[:3], "draft_token_ids": WORDS[0, :2]},
             ValueError,
-            r"draft_token_ids: expected a number of rows that divides the 3 of logits, got 2",
+            r"draft_token_ids: expected a number of rows that divides the 3 rows of logits, got 2",
         ),
         (
             {"ahead": INT32[:3], "draft_token_ids": WORDS[0, :0]},
             ValueError,
-            r"draft_token_ids: expected a number of rows that divides the 3 of logits, got 0",
+            r"draft_token_ids: expected a number of rows that divides the 3 rows of logits, got 0",
         ),
     ],
 )

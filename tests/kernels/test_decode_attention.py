@@ -390,7 +390,7 @@ WRONG = [
     ("query_len", lambda _: 9, ValueError, "query_len: expected 1 to 8, got 9"),
     ("num_kv_splits", lambda _: 0, ValueError, "num_kv_splits: expected None or 1 to 256, got 0"),
     ("num_kv_splits", lambda _: 257, ValueError, "num_kv_splits: .* 1 to 256, got 257"),
-    ("deterministic", lambda _: True, ValueError, "num_kv_splits: expected None beside determ"),
+    ("deterministic", lambda _: True, ValueError, "num_kv_splits: expected None with determ"),
     ("plan", lambda _: 3, TypeError, "plan: expected a DecodePlan or None, got int"),
     ("out", lambda x: x.half(), TypeError, "out: expected dtype torch.float32"),
     ("out", lambda x: x[:1], ValueError, r"out: expected shape \[2, 4, 16\]"),

@@ -316,16 +316,16 @@ def test_errors_name_the_argument(device, ops):
     layout = _layout([HeadRole()], device)
     plan = _allocate(2, layout)
     lens = torch.ones(2, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="plan: expected one for 3 requests, got one for 2"):
+    with pytest.raises(ValueError, match="plan: expected a plan for 3 requests, got a plan for 2"):
         ops.plan_decode_attention(lens.new_ones(3), layout, plan)
     with pytest.raises(TypeError, match="seq_lens: expected dtype"):
         ops.plan_decode_attention(lens.long(), layout, plan)
-    with pytest.raises(ValueError, match="plan: expected one for 2 KV heads, got one for 1"):
+    with pytest.raises(ValueError, match="plan: expected a plan for 2 KV heads, got a plan for 1"):
         ops.plan_decode_attention(lens, _layout([HeadRole()] * 2, device), plan)
 
 
 def test_too_many_segments_and_conflicting_options_are_refused(device):
     with pytest.raises(ValueError, match="seq_lens: expected fewer requests with 1 KV heads"):
         _allocate(100_000, _layout([HeadRole()], device))
-    with pytest.raises(ValueError, match="num_kv_splits: expected None beside deterministic"):
+    with pytest.raises(ValueError, match="num_kv_splits: expected None with deterministic"):
         _allocate(1, _layout([HeadRole()], device), num_kv_splits=2, deterministic=True)

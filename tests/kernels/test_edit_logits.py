@@ -603,7 +603,7 @@ STATE = torch.zeros(2, VOCAB, dtype=torch.int32)
         (
             {"ahead": INT32[:3], "draft_token_ids": STATE},
             ValueError,
-            r"draft_token_ids: expected a number of rows that divides the 3 of logits, got 2",
+            r"draft_token_ids: expected a number of rows that divides the 3 rows of logits, got 2",
         ),
     ],
 )

@@ -270,7 +270,7 @@ def test_splits_for_other_shapes_are_refused(device, ops):
         run_prefill(ops, case, q, splits=make_splits(case, make_queries(case, 4), 3))
     if ops is kernels:  # the oracle has no tiles
         few = replace(splits := make_splits(case, q, 3), arrivals=splits.arrivals[:0])
-        with pytest.raises(ValueError, match="splits: expected one for 1 requests of at most 7"):
+        with pytest.raises(ValueError, match="splits: expected room for 1 requests of at most 7"):
             run_prefill(ops, case, q, splits=few)
     with pytest.raises(TypeError, match="splits: expected PrefillSplits or None, got int"):
         run_prefill(ops, case, q, splits=3)

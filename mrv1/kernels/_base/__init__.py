@@ -1,1 +1,1 @@
-"""What every kernel stands on: the one import of triton, argument checks, dependent launch."""
+"""Shared parts of all kernels: the one import of triton, argument checks, dependent launch."""

@@ -1,4 +1,4 @@
-"""Integer arithmetic of launch choices, in plain Python: contracts import no triton."""
+"""Integer arithmetic for launch choices, in plain Python because contracts import no triton."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from mrv1.device import INTERPRET
 from mrv1.errors import UnsupportedDeviceError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Floating dtypes the kernels take unless they say otherwise."""
+"""Floating-point dtypes that a kernel accepts unless its docstring names others."""
 
 
 def check_tensor(
@@ -52,7 +52,7 @@ def _matches(got: torch.Size, want: tuple[int | None, ...]) -> bool:
 
 
 def check_rotary_dim(name: str, cos_sin: torch.Tensor, head_dim: int) -> int:
-    """Return the rotary dimension of a table of cosines and sines, or raise if it is none."""
+    """Return the last size of a table of cosines and sines; raise if it is no rotary dimension."""
     rotary_dim = cos_sin.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
@@ -87,13 +87,13 @@ def check_reachable(name: str, tensor: torch.Tensor, device: torch.device) -> No
 def check_drafts(
     logits: torch.Tensor, ahead: torch.Tensor | None, draft_token_ids: torch.Tensor | None
 ) -> None:
-    """Raise unless the drafts that rows of logits are behind are there, whole, or not at all.
+    """Raise unless ``ahead`` and ``draft_token_ids`` both fit ``logits``, or both are None.
 
     Args:
         logits: [rows, vocab].
-        ahead: [rows] int32 or int64, contiguous.
-        draft_token_ids: [requests, most drafts] int32, unit last stride; each request has as many
-            rows.
+        ahead: [rows] int32 or int64, contiguous: how many drafts precede each row's logits.
+        draft_token_ids: [requests, most drafts] int32, unit last stride; every request has
+            rows / requests rows of ``logits``.
     """
     if ahead is None and draft_token_ids is None:
         return
@@ -113,6 +113,6 @@ def check_drafts(
     num_reqs = draft_token_ids.shape[0]
     if num_rows and (num_reqs == 0 or num_rows % num_reqs):
         raise ValueError(
-            f"draft_token_ids: expected a number of rows that divides the {num_rows} of logits, "
-            f"got {num_reqs}"
+            f"draft_token_ids: expected a number of rows that divides the {num_rows} rows of "
+            f"logits, got {num_reqs}"
         )

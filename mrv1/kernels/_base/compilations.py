@@ -1,4 +1,4 @@
-"""How often Triton has compiled a kernel, or loaded one: while serving it must not."""
+"""Counts of the kernels that Triton compiled or loaded; serving must add none."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _is_watched = False
 
 
 def watch_compilations() -> Counter[str]:
-    """Return the process's counts by kernel, from the first call on; they go on.
+    """Return this process's counts by kernel name since the first call; the counter stays live.
 
-    A hook that is installed already is called as before.
+    A hook that was installed before is still called.
     """
     global _is_watched
     if not _is_watched:

@@ -1,4 +1,4 @@
-"""What all oracles have in common: the count of their calls, the dtypes that they compute in."""
+"""Shared parts of all oracles: the count of their calls, the dtypes they accept and compute in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 calls: Counter[str] = Counter()
-"""How often each oracle ran in this process; the GPU suite asserts that serving runs none."""
+"""Calls of each oracle in this process; the GPU tests assert that serving calls none."""
 
 ORACLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -1,7 +1,7 @@
-"""Bringing into the L2 cache, by the way, what a later kernel reads.
+"""Prefetch data into the L2 cache for a later kernel.
 
-A decode step's kernels wait one for the other, and while they do few weights fit into registers.
-A prefetch takes up nothing but the cache, and nobody waits for it.
+The kernels of a decode step wait for each other, and a waiting kernel has registers for few
+weights. A prefetch occupies nothing but the cache, and no kernel waits for it.
 
 Source: PTX ISA, ``cp.async.bulk.prefetch.L2``.
 """
@@ -16,21 +16,21 @@ from mrv1.device import has_dependent_launch
 from mrv1.kernels._base.triton import tl, triton
 
 ALIGNMENT = 16
-"""Bytes: of an address, and of what is asked for there."""
+"""Bytes that the address and the size of a prefetch are multiples of."""
 MOST_BYTES = 16 * 2**20
-"""Of one prefetch: a third of an H200's cache. What is behind them is not asked for."""
+"""Most bytes of one prefetch: a third of an H200's L2 cache. Later bytes are not prefetched."""
 
 
 @triton.jit
 def prefetch_part(
-    ptr,  # int8: all that is wanted
-    num_bytes,  # a multiple of 16
-    warp_bytes,  # of a warp of a program, a multiple of 16
-    NUM_WARPS: tl.constexpr,  # of a program
+    ptr,  # int8, the data to prefetch
+    num_bytes,  # of the data, a multiple of 16
+    warp_bytes,  # per warp, a multiple of 16
+    NUM_WARPS: tl.constexpr,  # per program
 ):
-    """Ask for this program's part, of those in the first dimension of the grid.
+    """Prefetch this program's part of the data, by its index in the grid's first dimension.
 
-    One lane of every warp does.
+    One lane of every warp issues the prefetch of its warp.
     """
     lane = tl.arange(0, NUM_WARPS * 32)
     first = (tl.program_id(0).to(tl.int64) * NUM_WARPS + lane // 32) * warp_bytes
@@ -55,12 +55,12 @@ def prefetch_part(
 def prefetch_arguments(
     wanted: torch.Tensor | None, device: torch.device, num_warps: int
 ) -> dict[str, Any]:
-    """Return a launch's arguments for ``prefetch_part``; no pointer: there is nothing to do.
+    """Return a launch's arguments for ``prefetch_part``; a pointer of None = no prefetch.
 
     Args:
-        wanted: a contiguous tensor, or None.
+        wanted: the tensor to prefetch, contiguous, or None.
         device: where the kernel runs.
-        num_warps: of all programs together.
+        num_warps: warps of all programs together.
     """
     if wanted is None or not has_dependent_launch(device) or wanted.data_ptr() % ALIGNMENT:
         return {"prefetch_ptr": None, "prefetch_bytes": 0, "prefetch_warp_bytes": 0}

@@ -1,4 +1,4 @@
-"""The only module that imports triton; it settles interpreter or compiler for the process.
+"""The only module that imports triton; one process either interprets or compiles.
 
 Triton reads ``TRITON_INTERPRET`` when it decorates a function, its own library included, so the
 choice must be made before the first import of triton and holds for the whole process.
@@ -18,15 +18,15 @@ except ImportError as error:
         f"got {error}; pip install triton"
     ) from error
 
-# How triton's own library was decorated tells what the process is settled on.
+# The type of triton's own functions tells whether this process interprets or compiles.
 if (type(tl.max).__name__ == "InterpretedFunction") != INTERPRET:
     raise ConfigError(
         "TRITON_INTERPRET changed after triton was imported: set it before the first import of "
         "triton or mrv1, and start a new process to change it"
     )
 
-# For the whole process, a user's own choice included. Where nobody has chosen, 3.9 warns, and 3.10
-# stops to fuse: the kernels would have other bits.
+# Set for the whole process, from TRITON_DEFAULT_FP_FUSION if the user has set it. Without a
+# choice triton 3.9 warns, and 3.10 no longer fuses: the kernels' results would have other bits.
 triton.knobs.language.default_fp_fusion = FP_FUSION
 
 if INTERPRET:

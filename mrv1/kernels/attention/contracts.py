@@ -1,6 +1,6 @@
-"""What the attention ops take: argument checks, without triton.
+"""Argument checks of the attention ops, without triton, shared by launchers and oracles.
 
-Launchers and oracles share it; beside it stand ``plan`` and ``splits``.
+The modules ``plan`` and ``splits`` check decode plans and the buffers of shared prefill tiles.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ def check_paged_attention(
     scales: KVScales | None,
     visited: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the block table as one row per request, or raise where arguments do not fit together.
+    """Return the block table as one row per request; raise if the arguments do not fit together.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, an indivisible number of query heads, or a
-            softmax scale that does not keep the order of the scores.
+        ValueError: a wrong shape, device or stride, a number of query heads that is no multiple of
+            the KV heads, or a softmax scale that is not positive and finite, so that it would not
+            keep the order of the scores.
     """
     check_tensor("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
     if q.shape[1] == 0 or q.shape[1] % layout.num_kv_heads:
@@ -102,10 +103,10 @@ def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Ten
 
 
 def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:
-    """Raise unless ``q`` holds ``query_len`` (1 to 8) rows of every request.
+    """Raise unless ``q`` has ``query_len`` (1 to 8) rows for every request.
 
     Raises:
-        ValueError: another number of rows, or a query length the kernel does not pack.
+        ValueError: another number of rows, or a query length that the kernel cannot pack.
     """
     if not 1 <= query_len <= 8:
         raise ValueError(f"query_len: expected 1 to 8, got {query_len}")
@@ -119,7 +120,7 @@ def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:
 def check_query_start_loc(
     query_start_loc: torch.Tensor, num_reqs: int, max_query_len: int, device: torch.device
 ) -> None:
-    """Raise unless ``query_start_loc`` bounds ``num_reqs`` ragged rows.
+    """Raise unless ``query_start_loc`` has the form of ``num_reqs`` ragged chunks of queries.
 
     Raises:
         TypeError: not int32.

@@ -1,26 +1,26 @@
-"""Paged decode attention: the last 1 to 8 tokens of each request attend to its cache.
+"""Paged decode attention: the last 1 to 8 tokens of each request attend to the request's cache.
 
     out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
 
-over the keys ``k`` that ``kv_layout`` lets the query see. One or two launches (and one that makes
-the plan, see ``decode_plan``, unless the caller has it already)::
+over the keys ``k`` that ``kv_layout`` lets the query see. One or two launches (and one more that
+makes the plan, see ``decode_plan``, unless the caller passes a plan)::
 
-    items   a program per item of the plan: a range of the keys one KV head of one request sees;
-            of a segment of several items the program that ends last weighs them by log-sum-exp
-    merge   does that instead where items may be many: a program per row of such a segment
+    items   one program per item of the plan, a range of the keys one KV head of one request sees;
+            a segment's last program to finish merges its partial results by log-sum-exp
+    merge   merges them instead where pieces may be many: one program per row of such a segment
 
-What a short context costs is a chain of loads, from the plan over the block table to K and V. Two
-links of it may be taken while the kernel in front ends (``DecodePlan.allocate``, ``read_early``),
-and this is why that is no race. A program of this launch runs before its wait only if all programs
-of the launch in front, L, have let it start, after their own wait (the caller's promise). L's wait
-returns when the launch before L has ended and its writes can be seen; that one had waited for its
-own predecessor, and so on. So whatever was written before L is in memory; what L writes is not,
-and the caller promises that L does not write plan, table or layout. Early loads pass by L1, where
-a line may be older. K and V are loaded after the wait: L has just written the newest of them.
+A short context costs a chain of loads, from the plan to the block table to K and V. The first two,
+plan and table, may be loaded while the previous kernel still runs (``read_early`` of
+``DecodePlan.allocate``), without a race. A program of this launch runs before its wait only if all
+programs of the previous launch, L, have let it start, after their own wait (the caller's promise).
+L's wait returns when the launch before L has ended and its writes are visible; that launch had
+waited for its own predecessor, and so on. So all writes before L are in memory. The writes of L
+may not be, and the caller promises that L does not write plan, table or layout. Early loads bypass
+L1, which may hold older lines. K and V are loaded after the wait: L has just written the newest.
 
 Scores are computed transposed, keys times queries: the tensor core's 16-row side holds keys and
-its 8-column side the few queries (a request's queries times the query heads of a KV head), half
-the padding and half the softmax of the other way round.
+its 8-column side the few queries (a request's queries times the query heads of a KV head). That
+takes half the padding and half the softmax of queries times keys.
 
 Source: FlashAttention (arXiv:2205.14135) for the online softmax, Flash-Decoding (Dao et al., 2023,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys.
@@ -83,10 +83,10 @@ _NUM_FIELDS = tl.constexpr(len(Item._fields))
 _MERGE_FIELDS = tl.constexpr(len(Merge._fields))
 
 MIN_PAIRED_DIM = 32
-"""Smallest padded head dimension of an fp8 cache: of its halves each fills a tensor core's 16."""
+"""Smallest padded head dimension of an fp8 cache: each half fills the 16 of a tensor core."""
 
 MAX_PROGRAMS = 4096
-"""A grid of more items than this goes through them in rounds."""
+"""Most programs of a grid, which computes more items than this in rounds."""
 
 
 class Heads(NamedTuple):
@@ -105,7 +105,7 @@ class Cache(NamedTuple):
     HAS_WINDOW: bool
     HAS_RING: bool
     FP8_PATH: str | None  # None = not an fp8 cache
-    SCALES_PER_BLOCK: int  # of each head; 0 = one for all blocks
+    SCALES_PER_BLOCK: int  # per head; 0 = one scale for all blocks
 
 
 class Tiles(NamedTuple):
@@ -116,8 +116,8 @@ class Tiles(NamedTuple):
     TILE_DIM: int
     PRECISION: str
     MERGE_ROWS: int  # power of two >= QUERY_LEN * GROUP
-    LOADED_STATES: int  # that it asks for at a time where it merges
-    EARLY: bool  # whether plan and table may be read before the previous kernel's end
+    LOADED_STATES: int  # states that a merging program loads at a time
+    EARLY: bool  # whether plan and table may be read before the previous kernel has ended
 
 
 class Items(NamedTuple):
@@ -125,7 +125,7 @@ class Items(NamedTuple):
 
     ptr: tl.tensor  # [max_items, ITEM_FIELDS] int32
     count: tl.tensor
-    states: States  # QUERY_LEN * GROUP of each item; arrivals of each segment, or None
+    states: States  # QUERY_LEN * GROUP per item; arrivals per segment, or None
 
 
 class BlockTable(NamedTuple):
@@ -140,14 +140,14 @@ class BlockTable(NamedTuple):
 class HeadPages(NamedTuple):
     """Keys and values of one head, or their scales."""
 
-    k_ptr: tl.tensor  # of an fp8 cache two codes in each int16
+    k_ptr: tl.tensor  # for an fp8 cache, two codes in each int16
     v_ptr: tl.tensor
     block_stride: tl.tensor  # int32, elements
     token_stride: tl.tensor
 
 
 class Queries(NamedTuple):
-    """The queries of an item, a row each times the query heads of a KV head."""
+    """The query rows of an item: its queries times the query heads of its KV head."""
 
     row_ptr: tl.tensor  # [1, TILE_ROWS] pointers to their first elements
     in_tile: tl.tensor  # [TILE_ROWS], False in padding rows
@@ -156,10 +156,10 @@ class Queries(NamedTuple):
 
 @triton.jit
 def _load_fields(ptr, is_there, NUM_FIELDS: tl.constexpr, CACHE_MODIFIER: tl.constexpr):
-    """Return the fields of an item or merge, 0 if it is none: behind a plan's lies anything.
+    """Return the fields of an item or merge; zeros if there is none, where memory holds anything.
 
-    All fields and the number of items are asked for together, so no load is masked. An empty
-    range has to be 0: one that begins at 0x7fffffff, float32's NaN, has no end that is larger.
+    All fields and the number of items are loaded together, so no load is masked. Garbage need not
+    be an empty range: after 0x7fffffff, a GPU's float32 NaN, the next work index is negative.
     """
     fields = ()
     for field in tl.static_range(NUM_FIELDS):
@@ -170,7 +170,7 @@ def _load_fields(ptr, is_there, NUM_FIELDS: tl.constexpr, CACHE_MODIFIER: tl.con
 
 @triton.jit
 def _load_blocks(item, row, work, CACHE: tl.constexpr, CACHE_MODIFIER: tl.constexpr):
-    """Return the blocks of work indices, -1 where there is none or behind the item's end."""
+    """Return the blocks of work indices, -1 where there is no page or the item has ended."""
     position = work_position(work, item.sink_end, item.start, CACHE.HAS_WINDOW)
     column = table_column(position // CACHE.BLOCK_SIZE, row, CACHE.BLOCK_SIZE)
     in_item = work < item.end_work
@@ -184,11 +184,11 @@ def _attend_item(
 ):  # fmt: skip
     """Run the online softmax over an item's work indices (see ``work_position``).
 
-    Blocks are looked up a tile ahead (``block`` are the first's), so that no load of pages waits
-    for one of the table. A token's K scale is a factor of its logit, its V scale one of its
-    weight. Weights are rounded to 16 bits in units of the largest V scale so far, lest small
-    scales underflow. An fp8 cache is read two codes at a time: even and odd dimensions are
-    products and sums of their own.
+    Blocks are looked up one tile ahead (``block``: the first tile's), so that no load of pages
+    waits for a load of the table. A token's K scale multiplies its score, its V scale its weight.
+    Weights are rounded to 16 bits in units of the largest V scale so far, or small scales would
+    underflow. An fp8 cache is read two codes at a time: even and odd dimensions have products and
+    sums of their own.
 
     Returns:
         (acc, top, total): ``[TILE_DIM, TILE_ROWS]`` sum of weights * v, and per row the largest
@@ -233,14 +233,14 @@ def _attend_item(
             token = lane % BLOCK_SIZE  # the same in every tile
         address = page_offset(block, pages.block_stride) + token * pages.token_stride
         address = tl.multiple_of(address, ALIGNED_ELEMENTS)
-        # NaN of a dead page must not come in. V is read as columns, as its product takes it.
+        # NaN of a page that no query sees must not enter. V is loaded by columns for its product.
         k_mask, v_mask = present[:, None], present[None, :]
         if HEAD_DIM != TILE_DIM:
             k_mask, v_mask = k_mask & in_head[None, :], v_mask & in_head[:, None]
 
         if not IS_FP8:
-            # Beside K and V, not before: waiting for q first costs a trip to L2. The offset, 0,
-            # keeps the compiler from moving the load out of the loop.
+            # q is loaded with K and V, not before: waiting for q first costs a trip to L2. The
+            # offset, which is 0, keeps the compiler from moving the load out of the loop.
             offset = tl.minimum(tile_start, 0) * ALIGNED_ELEMENTS + column_of[:, None]
             q = tl.load(queries.row_ptr + offset, mask=query_mask, other=0.0)
         k_row_ptr = pages.k_ptr + (address[:, None] + column_of[None, :])
@@ -263,7 +263,7 @@ def _attend_item(
         if SCALES_PER_BLOCK > 0:
             scores *= k_scale[:, None]
         visible = present[:, None]
-        if HEADS.QUERY_LEN > 1:  # one query sees the whole range: it was made for it
+        if HEADS.QUERY_LEN > 1:  # a single query sees all keys of its item
             visible = visible & (position[:, None] <= queries.position[None, :])
             if CACHE.HAS_WINDOW:
                 visible &= (
@@ -302,7 +302,7 @@ def _attend_item(
 
 @triton.jit
 def _merge_if_last(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl.constexpr):
-    """Merge the states of a segment, in order, if this program is the last of its programs."""
+    """Merge the states of a segment, in order, if this program is its last to finish."""
     ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
     req = item.req.to(tl.int64)
     first_item = index - item.piece
@@ -320,7 +320,7 @@ def _merge_if_last(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl
         for first_piece in range(0, item.pieces, TILES.LOADED_STATES):
             parts = ()
             for offset in tl.static_range(TILES.LOADED_STATES):
-                piece = first_piece + offset  # all are asked for before any is there
+                piece = first_piece + offset  # all loads are issued before any result is used
                 state = piece * ROWS + row
                 part_lse = tl.load(
                     states_lse_ptr + state,
@@ -349,7 +349,7 @@ def _merge_if_last(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl
 def _load_head(
     cache, head, PACKED: tl.constexpr, ALIGNED: tl.constexpr, CACHE_MODIFIER: tl.constexpr
 ):
-    """Return the ``HeadPages`` of a head, in elements of so many codes."""
+    """Return the ``HeadPages`` of a head, in elements of PACKED codes."""
     base = tl.load(cache.base_ptr + head, cache_modifier=CACHE_MODIFIER)
     # Below 2^31, so that an address takes one 32 by 32 bit product (``KVLayout`` checks).
     stride = tl.load(cache.block_stride_ptr + head, cache_modifier=CACHE_MODIFIER).to(tl.int32)
@@ -367,11 +367,11 @@ def _write_item(
 ):  # fmt: skip
     """Attend for one item; write its rows of the output, or their states if a merge follows.
 
-    With EARLY the wait for the previous kernel is in here: what comes before it must not have
-    been written by that one.
+    With EARLY this function waits for the previous kernel, which must not write the data that is
+    loaded before the wait.
     """
     EARLY: tl.constexpr = TILES.EARLY
-    CACHE_MODIFIER: tl.constexpr = ".cg" if EARLY else ""  # a line of L1 may be older
+    CACHE_MODIFIER: tl.constexpr = ".cg" if EARLY else ""  # L1 may hold an older line
     ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
     row = tl.arange(0, TILES.TILE_ROWS)
     in_tile = row < ROWS
@@ -439,14 +439,14 @@ def _paged_decode_attention_kernel(
     stride_lse_head,
     states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32, or None: no segment is split
     states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32, or None
-    arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32, zeros; None = a launch of its own merges
+    arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32, zeros; None = a second launch merges
     visited_ptr,  # [num_reqs, NUM_KV_HEADS, row_width] uint8, contiguous, or None
     items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
     counts_ptr,  # [2] int32, items first
     q_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
     stride_q_row,
     stride_q_head,
-    k_cache_ptr,  # one layer's keys, flat; of an fp8 cache two codes in each int16
+    k_cache_ptr,  # one layer's keys, flat; for an fp8 cache, two codes in each int16
     v_cache_ptr,  # one layer's values, likewise
     k_scale_ptr,  # float32, flat, or None
     v_scale_ptr,
@@ -474,11 +474,11 @@ def _paged_decode_attention_kernel(
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
     SCALES_PER_BLOCK: tl.constexpr,
     MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
-    LOADED_STATES: tl.constexpr,  # that a program which merges asks for at a time
-    EARLY: tl.constexpr,  # whether plan and table may be read before the previous kernel's end
+    LOADED_STATES: tl.constexpr,  # states that a merging program loads at a time
+    EARLY: tl.constexpr,  # whether plan and table may be read before the previous kernel has ended
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (min(max_items, MAX_PROGRAMS),): one item of the plan, or every so many-th."""
+    """Grid (min(max_items, MAX_PROGRAMS),): one item, or IN_ROUNDS every MAX_PROGRAMS-th item."""
     if not EARLY:
         wait_for_previous(OVERLAP)
         let_next_start(OVERLAP)
@@ -495,7 +495,7 @@ def _paged_decode_attention_kernel(
     cache = PagedKV(k_cache_ptr, v_cache_ptr, head_base_ptr, block_stride_ptr, token_stride)
     scales = PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1)
     table = BlockTable(block_table_ptr, stride_table_row, row_width, visited_ptr)
-    # Two calls, as a loop that runs once costs registers, and with them a program on an SM.
+    # Two calls, because a loop that runs once costs registers, and so a program on each SM.
     if IN_ROUNDS:
         for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _write_item(
@@ -530,11 +530,11 @@ def _merge_items_kernel(
     """Grid (max_merges, QUERY_LEN * GROUP): out = sum_p exp(lse_p - lse) state_p over pieces."""
     merge = tl.program_id(0)
     row = tl.program_id(1)
-    # The plan was there when the launch in front, the items', let this one start.
+    # The plan was in memory when the previous launch (the items) let this launch start.
     num_merges = tl.load(counts_ptr + 1, cache_modifier=".cg")
     merge_ptr = merges_ptr + merge * _MERGE_FIELDS
     segment = Merge(*_load_fields(merge_ptr, True, _MERGE_FIELDS, ".cg"))
-    let_next_start(OVERLAP)  # before the wait: the next kernel's weights come in meanwhile
+    let_next_start(OVERLAP)  # before the wait: the next kernel loads its weights meanwhile
     wait_for_previous(OVERLAP)
     if merge >= num_merges:
         return
@@ -571,7 +571,7 @@ def _merge_items_kernel(
 
 
 def merge_tile(rows: int, tile_dim: int) -> dict[str, int]:
-    """Return what a program merges at a time, so that it fits its registers."""
+    """Return the rows and states that a program merges at a time, so that they fit registers."""
     merge_rows = triton.next_power_of_2(rows)
     states = min(4, max(1, 8192 // (merge_rows * tile_dim)))
     return {"MERGE_ROWS": merge_rows, "LOADED_STATES": states}
@@ -580,8 +580,8 @@ def merge_tile(rows: int, tile_dim: int) -> dict[str, int]:
 def _launch_merge(
     plan: DecodePlan, layout: KVLayout, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    # Up to 16 pieces a tile of two warps: the others' lanes would only start and stop. A
-    # deterministic plan has one tile size, whatever the width of the table.
+    # Up to 16 pieces take a tile of two warps: the lanes of more warps would only start and stop.
+    # A deterministic plan has one tile size, whatever the width of the table.
     few = plan.max_pieces <= 16 and not plan.deterministic
     _merge_items_kernel[(plan.max_merges, plan.states.shape[1])](
         *with_strides(out),
@@ -621,8 +621,8 @@ def paged_decode_attention(
     """Attend from the last ``query_len`` tokens of each request to its paged cache.
 
     Query ``j`` of request ``r`` is row ``r * query_len + j`` of ``q`` and sits at position
-    ``seq_lens[r] - query_len + j``; it sees the keys that ``kv_layout`` says. Full and streaming
-    heads, with tables of their own or shared ones, go in the same launch.
+    ``seq_lens[r] - query_len + j``; ``kv_layout`` says which keys it sees. Full and streaming
+    heads, with tables of their own or shared ones, run in the same launch.
 
     Args:
         q: ``[num_reqs * query_len, q_heads, head_dim]`` fp16, bf16 or fp32; any row and head
@@ -641,14 +641,14 @@ def paged_decode_attention(
             None = as many as give every program of the device an equal share. Changes the result
             by rounding only.
         deterministic: cut by each request's own length instead (every 512 visible keys, fewer cuts
-            beyond 32,768): a row is bitwise the same in any batch, however wide the table.
-        plan: what ``plan_decode_attention`` wrote for these ``seq_lens``: saves a launch in every
-            layer. None = made here. It has options of its own in place of the two above, and may
-            promise what lets this launch start early (``DecodePlan.allocate``).
+            beyond 32,768): a row is bitwise the same in any batch and with any width of the table.
+        plan: the plan that ``plan_decode_attention`` wrote for these ``seq_lens``, which saves a
+            launch in every layer; None = made here. A plan has its own values of the two options
+            above, and may let this launch read early (``read_early`` of ``DecodePlan.allocate``).
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
             of the scaled scores.
-        scales: of an fp8 cache, else None. Pages that are not read may have NaN for scales too.
+        scales: of an fp8 cache, else None. The scales of pages that are not read may be NaN too.
         visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
             where a head reads the page in a column, untouched elsewhere.
 
@@ -667,8 +667,8 @@ def paged_decode_attention(
         in fp16 (fp32 if ``q`` is), its scales go into scores and weights in fp32.
 
     Stream:
-        With a plan one or two launches on the current stream, without one more and the plan's
-        buffers allocated; grids from shapes alone: CUDA-graph safe.
+        One or two launches on the current stream; without ``plan`` one more, and the plan's
+        buffers are allocated. Grids follow from shapes alone: CUDA-graph safe.
 
     Source:
         arXiv:2205.14135 and Flash-Decoding, as in the module docstring.

@@ -1,26 +1,27 @@
-"""The plan of a decode step's attention: who attends to which keys, settled on the device.
+"""The decode plan: which program attends to which keys, decided on the device.
 
 Decode attention is bound by memory, so every program should stream an equal share of the *visible*
-keys. A *segment* is what one KV head of one request sees, in tiles of TILE_TOKENS keys; a plan
-cuts the segments into *items*, the work of one program each::
+keys. A *segment* is the visible keys of one KV head of one request, in tiles of TILE_TOKENS keys;
+a plan cuts the segments into *items*, each the work of one program::
 
     pieces(i) = ceil(tiles(i) / size)              at least one: a row that sees nothing is written
     piece p of segment i = its tiles [p * tiles(i) / pieces(i), (p + 1) * tiles(i) / pieces(i))
 
-and lists the segments with several pieces, whose partial results are merged: by the program that
-ends last of a segment's, or where there may be many by a second launch. ``size`` is the smallest
-with as many items as run at the same time, so that there is one wave of programs and no tail, or
-with twice as many where pieces are long (``LONG_PIECE``) and segments many: what lengths leave
-over then matters less. A batch with more segments than programs keeps them whole, except the few
-that are much longer than an equal share, and short segments are not cut at all (``min_tiles``).
-Segments of half a ``size`` or less (heads with a window, short requests beside long ones) come
-last and count by their tiles: several follow each other where one of ``size`` runs, and they leave
-its programs to the long ones. Lengths are read on the device and bounds follow from shapes alone:
-a captured graph serves any lengths. A deterministic plan cuts each segment by its own length
-alone, whatever else the batch holds. One plan serves every layer with the same head roles.
+and lists the segments with several pieces. Their partial results are merged by the segment's last
+program to finish or, where pieces may be many, by a second launch. ``size`` is the smallest with
+at most as many items as programs run at the same time: one wave of programs, no tail. Where pieces
+are long (``LONG_PIECE``) and segments many, there may be twice as many items, which evens out the
+programs' run times. A batch with more segments than programs keeps them whole, except the few that
+are much longer than an equal share, and short segments are not cut at all (``min_tiles``).
 
-Source: the idea of a plan apart from the run is FlashInfer's (arXiv:2501.01005), made on the host
-there; Stream-K (arXiv:2301.03598) for equal shares over the device.
+The items of segments of at most half a ``size`` (heads with a window, short requests among long
+ones) come last and count by their tiles: several run one after the other in the time of one item
+of ``size``, so the long segments get the programs. Lengths are read on the device and bounds
+follow from shapes alone: a captured graph serves any lengths. A deterministic plan cuts each
+segment by its own length alone, whatever the batch. One plan serves all layers of the same roles.
+
+Source: FlashInfer (arXiv:2501.01005) for a plan apart from the run, which FlashInfer makes on the
+host; Stream-K (arXiv:2301.03598) for equal shares over the device.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ def _segment_tiles(
     seq_len, window, sink, QUERY_LEN: tl.constexpr, TILE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Return how many tiles the keys fill that some query of a request sees, at least one."""
+    """Return the number of tiles of keys that some query of a request sees, at least one."""
     _, _, num_visible = visible_range(seq_len - QUERY_LEN, seq_len, window, sink, HAS_WINDOW)
     return tl.maximum((num_visible + TILE_TOKENS - 1) // TILE_TOKENS, 1)
 
 
 @triton.jit
 def _store_fields(ptr, fields, mask):
-    """Store the fields of items or merges, each at its own place."""
+    """Store the fields of items or merges, one after the other from ``ptr`` on."""
     for field in tl.static_range(len(fields)):
         tl.store(ptr + field, fields[field], mask=mask)
 
@@ -71,16 +72,16 @@ def _sum(x):
 
 @triton.jit
 def _is_short(tiles, size):
-    """Return whether segments are no more than half a piece."""
+    """Return whether segments have at most half of ``size`` tiles."""
     return 2 * tiles <= size
 
 
 @triton.jit
 def _equal_size(tiles, is_segment, max_items, most_items, MIN_TILES: tl.constexpr):
-    """Return the smallest size from MIN_TILES on that makes no more items than may be.
+    """Return the smallest size >= MIN_TILES that fits both bounds on items, by bisection.
 
-    No more than ``max_items``, or than ``most_items`` if short ones count as tiles / size. By
-    bisection; at most every segment whole.
+    There are at most ``max_items`` items, and at most ``most_items`` if short segments count as
+    their tiles / size. The largest size leaves every segment whole.
     """
     too_small = MIN_TILES - 1
     size = tl.max(tl.max(tiles, axis=1), axis=0)  # every segment whole
@@ -98,9 +99,9 @@ def _equal_size(tiles, is_segment, max_items, most_items, MIN_TILES: tl.constexp
 
 @triton.jit
 def _own_size(tiles, SPLIT_TILES: tl.constexpr):
-    """Return the size of each segment's pieces that follows from its own tiles alone."""
+    """Return the size of each segment's pieces, which follows from its own tiles alone."""
     size = tl.full(tiles.shape, SPLIT_TILES, tl.int32)
-    for _ in tl.static_range(16):  # beyond any int32 length
+    for _ in tl.static_range(16):  # enough for any int32 length
         size = tl.where(tiles > size * _MAX_PIECES, 2 * size, size)
     return size
 
@@ -118,16 +119,16 @@ def _plan_decode_kernel(
     sink_ptr,  # [NUM_KV_HEADS] int32
     ring_blocks_ptr,  # [NUM_KV_HEADS] int32
     max_items,  # rows of items_ptr
-    most_items,  # that equal shares make, short segments counted by their tiles
-    fine_items,  # as many instead of pieces of LONG_TILES or more
+    most_items,  # bound on items of equal shares, short segments counted by their tiles
+    fine_items,  # the same bound where pieces would have LONG_TILES or more
     NUM_KV_HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # pieces of the longest segment; 0 = equal shares
-    SPLIT_TILES: tl.constexpr,  # tiles of a piece, doubled for long segments; 0 = NUM_SPLITS
-    MIN_TILES: tl.constexpr,  # of a piece, with equal shares
-    LONG_TILES: tl.constexpr,  # of a piece that is halved
+    SPLIT_TILES: tl.constexpr,  # tiles per piece, doubled for long segments; 0 = see NUM_SPLITS
+    MIN_TILES: tl.constexpr,  # fewest of a piece, with equal shares
+    LONG_TILES: tl.constexpr,  # fewest of a long piece
     TILE_REQS: tl.constexpr,  # power of two >= num_reqs
     TILE_HEADS: tl.constexpr,  # power of two >= NUM_KV_HEADS
     TILE_ITEMS: tl.constexpr,
@@ -135,8 +136,8 @@ def _plan_decode_kernel(
 ):
     """Grid (cdiv(max_items, TILE_ITEMS),): one program lists TILE_ITEMS items.
 
-    Each of them settles on the same size first; program 0 lists the merges too. Items are ordered
-    by request, head and piece, those of short segments behind all others.
+    Every program computes the same size first; program 0 also lists the merges. Items are ordered
+    by request, head and piece; the items of short segments follow all others.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -216,7 +217,7 @@ def _plan_decode_kernel(
         end_tile = tl.minimum(first_tile + size, tiles)
     else:
         share = tiles // pieces
-        longer = tiles % pieces  # so many of the pieces have one tile more
+        longer = tiles % pieces  # the first ``longer`` pieces have one tile more
         first_tile = piece * share + tl.minimum(piece, longer)
         end_tile = first_tile + share + (piece < longer).to(tl.int32)
     window = tl.load(window_ptr + item_head, mask=is_item, other=-1)
@@ -244,12 +245,12 @@ def _plan_decode_kernel(
 
 
 def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan) -> None:
-    """Settle on the device which program attends to which keys in ``paged_decode_attention``.
+    """Write, on the device, which program attends to which keys in ``paged_decode_attention``.
 
     Args:
         seq_lens: ``[plan.max_reqs]`` int32, tokens including the queries; 0 = padding row.
         layout: the head roles that the attention will be launched with.
-        plan: *written*: ``items``, ``merges`` and ``counts``.
+        plan: ``items``, ``merges`` and ``counts`` are *written*, ``arrivals`` is zeroed.
 
     Raises:
         TypeError: a wrong dtype.
@@ -257,7 +258,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         UnsupportedDeviceError: the tensors are where this process cannot launch.
 
     Numerics:
-        Tier A, equal to the oracle bit for bit as far as ``counts`` says.
+        Tier A: the items and merges that ``counts`` counts equal the oracle's bit for bit.
 
     Stream:
         One launch on the current stream, its grid from shapes alone: CUDA-graph safe.
@@ -271,7 +272,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         return
     tile_reqs = padded_reqs(plan.max_reqs)
     tile_heads = max(2, triton.next_power_of_2(plan.num_kv_heads))  # triton 3.6 fails to compile 1
-    if INTERPRET:  # the interpreter pays by program
+    if INTERPRET:  # interpreting costs time per program
         tile_items = min(triton.next_power_of_2(plan.max_items), 2**20 // tile_reqs)
     else:
         tile_items = items_per_program(tile_reqs)
@@ -306,12 +307,12 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
 
 
 def items_per_program(tile_reqs: int) -> int:
-    """Return how many items a program looks up: each is compared with every request."""
+    """Return how many items a program looks up: each item is compared with every request."""
     return min(64, max(8, 8192 // tile_reqs))
 
 
 def plan_warps(num_segments: int) -> int:
-    """Return warps that hold so many segments in registers."""
+    """Return the warps whose registers hold ``num_segments`` segments."""
     if num_segments <= 2048:
         return 4
     return 8 if num_segments <= 4096 else 16

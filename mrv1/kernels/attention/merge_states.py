@@ -34,9 +34,9 @@ class MergeStatesConfig:
     @classmethod
     def default_for(cls, head_dim: int, dtype: torch.dtype) -> MergeStatesConfig:
         """Return the choice for a head dimension and dtype."""
-        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
+        if INTERPRET:  # interpreting costs time per program and operation, hardly per element
             return cls(tile_rows=1024, num_warps=1)
-        # 4 KiB of each part per program: two 16-byte pieces per thread of 4 warps in flight.
+        # 4 KiB of each part per program: every thread of 4 warps loads two times 16 bytes.
         row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
         return cls(tile_rows=max(1, 4096 // row_bytes), num_warps=4)
 
@@ -78,7 +78,7 @@ def _merge_states_kernel(
 
     dims = tl.arange(0, TILE_DIM)
     mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
-    # A part that saw no key is not read, it may hold anything; two of them give zeros.
+    # A part that saw no key is not read, as it may hold anything; two such parts give zeros.
     in_a = mask & (lse_a != float("-inf"))[:, None]
     in_b = mask & (lse_b != float("-inf"))[:, None]
     a_offset = row * stride_a_row + head * stride_a_head
@@ -95,10 +95,10 @@ def _merge_states_kernel(
     weight = tl.exp2((lse_low - lse_high) * LOG2_E)
     weight = tl.where(alone, 0.0, weight)  # -inf - -inf is NaN
     mixed = (high + weight[:, None] * low) / (1.0 + weight)[:, None]
-    merged = tl.where(alone[:, None], high, mixed)  # -0.0 + 0.0 has lost the sign
+    merged = tl.where(alone[:, None], high, mixed)  # -0.0 + 0.0 loses the sign
     lse = lse_high + tl.log2(1.0 + weight) * LN_2
 
-    # In place, a thread may hold a copy of what another thread stores: all load first.
+    # In place, a thread may load an element that another thread stores: all threads load first.
     tl.debug_barrier()
     out_offset = row * stride_out_row + head * stride_out_head
     tl.store(out_ptr + out_offset[:, None] + dims[None, :], merged.to(dtype), mask=mask)
@@ -122,7 +122,7 @@ def merge_states(
         out_a: ``[rows, q_heads, head_dim]`` fp16, bf16 or fp32, head_dim 1 to 256: attention over
             the first set; any row and head stride, unit last stride.
         lse_a: ``[rows, q_heads]`` fp32, any strides: its natural log-sum-exp; -inf = this part saw
-            no key, its row of ``out_a`` is not read.
+            no key, and its row of ``out_a`` is not read.
         out_b: shape and dtype of ``out_a``: attention over the second set, strides of its own.
         lse_b: like ``lse_a``.
         out: shape and dtype of ``out_a``, *written*; may be ``out_a`` or ``out_b`` itself, and
@@ -131,8 +131,8 @@ def merge_states(
             ``lse_b`` itself, and must not overlap them otherwise.
 
     Returns:
-        ``out``. Where one part saw no key it is the other part, exactly; where neither did it is
-        zero, its ``lse`` -inf.
+        ``out``. Where one part saw no key, ``out`` is exactly the other part; where neither part
+        saw a key, ``out`` is zero and ``lse`` -inf.
 
     Raises:
         TypeError: a wrong dtype.

@@ -1,15 +1,15 @@
 """Device functions shared by the attention kernels: visible keys and the online softmax.
 
-The keys some query of a tile may see are ``[0, sink_end)`` and ``[start, end)``. A *work index*
-``i`` in ``[0, sink_end + end - start)`` counts them without the gap, so that a streaming head's
-work, and the pages it touches, stay bounded however long the context is::
+The keys that some query of a tile may see are ``[0, sink_end)`` and ``[start, end)``. A *work
+index* ``i`` in ``[0, sink_end + end - start)`` counts these keys without the gap, so that a
+streaming head's work, and the pages it reads, stay bounded however long the context is::
 
     position(i) = i                          if i < sink_end
                   i - sink_end + start       otherwise
 
-The softmax runs in base 2 (``exp2`` is one instruction): scores carry ``softmax_scale * log2(e)``.
-The online form follows Milakov and Gimelshein, arXiv:1805.02867, and FlashAttention,
-arXiv:2205.14135.
+The softmax runs in base 2 (``exp2`` is one instruction): scores have the factor
+``softmax_scale * log2(e)``. The online form follows Milakov and Gimelshein, arXiv:1805.02867, and
+FlashAttention, arXiv:2205.14135.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 SMALLEST_UNIT = tl.constexpr(1e-30)
-"""Where the running unit of the V scales starts: below every scale, and finite inverted."""
+"""First value of the running unit of the V scales: below every scale, with a finite inverse."""
 
 
 class HeadRows(NamedTuple):
-    """A tensor of rows by query heads, as (row, head) finds its place in it."""
+    """A tensor ``[rows, q_heads, ...]`` with the strides that locate a (row, head) in it."""
 
     ptr: tl.tensor | None  # unit stride within a head
     stride_row: tl.tensor
@@ -36,11 +36,11 @@ class HeadRows(NamedTuple):
 
 
 class States(NamedTuple):
-    """Partial results of programs that share keys."""
+    """Partial results (states) of programs that divide the keys of a segment or tile."""
 
-    ptr: tl.tensor | None  # float32, contiguous, HEAD_DIM of each state; None = nothing is shared
-    lse_ptr: tl.tensor | None  # float32, of each state; -inf = nothing seen
-    arrivals_ptr: tl.tensor | None  # int32, programs that are there: 0 before and after a launch
+    ptr: tl.tensor | None  # float32, contiguous, HEAD_DIM per state; None = no keys are divided
+    lse_ptr: tl.tensor | None  # float32, one per state; -inf = no key seen
+    arrivals_ptr: tl.tensor | None  # int32, programs that have stored states; 0 between launches
 
 
 def dot_precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
@@ -71,7 +71,7 @@ def work_position(work, sink_end, start, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def head_offset(rows, row, head):
-    """Return where heads of rows lie in ``HeadRows``, in elements."""
+    """Return the offsets of (row, head) pairs in ``HeadRows``, in elements."""
     return row * rows.stride_row + head * rows.stride_head
 
 
@@ -84,10 +84,10 @@ def store_out(out, row, head, dims, value, mask):
 
 @triton.jit
 def arrives_last(arrivals_ptr, programs):
-    """Return whether so many programs have left their states, of which the last resets the count.
+    """Count this program in; the last of ``programs`` resets the count and gets True.
 
-    The arrival releases this program's state, which all its threads have stored before the
-    barrier, and acquires those of the programs that arrived before.
+    The atomic add releases this program's state, which all its threads have stored before the
+    barrier, and acquires the states of the programs that arrived before it.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
@@ -99,7 +99,7 @@ def arrives_last(arrivals_ptr, programs):
 
 @triton.jit
 def add_states(acc, top, total, part, lse):
-    """Return (acc, top, total) with a state more in each row, weighed by its base-2 lse."""
+    """Return (acc, top, total) after adding a state to each row, weighed by its base-2 lse."""
     new_top = tl.maximum(top, lse)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
     weight = tl.exp2(lse - shift)
@@ -111,7 +111,7 @@ def add_states(acc, top, total, part, lse):
 @triton.jit
 def natural_lse(top, total):
     """Return the natural log-sum-exp of a base-2 (top, total); -inf where nothing was visible."""
-    seen = total != 0.0  # true of NaN, which must come out as NaN
+    seen = total != 0.0  # true for NaN, which must stay NaN
     return tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * LN_2, float("-inf"))
 
 

@@ -1,6 +1,6 @@
-"""What a decode step's plan is: its launch choices, buffers and bounds, and their checks.
+"""The decode plan: its launch choices, buffers and bounds, and their checks.
 
-``decode_plan`` says how keys are cut and writes a plan, ``decode_attention`` follows it.
+``decode_plan`` explains how keys are cut and writes a plan, ``decode_attention`` follows it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.scale_arguments import product_dtype
 
 ITEM_FIELDS = 16
-"""int32 per item, a cache line's half: an ``Item`` and padding."""
+"""int32 values per item: an ``Item`` and padding, half a cache line."""
 MAX_SEGMENTS = 1 << 16
-"""Requests times KV heads, heads rounded up to a power of two, requests to one of four."""
+"""Most requests (rounded up to a power of four) times KV heads (to a power of two) of a plan."""
 
 MIN_TILE_ROWS = 8
-"""Columns of the tensor core's smallest product."""
+"""Columns of the smallest tensor core product."""
 
 SPLIT_TOKENS = 512
 MAX_PIECES = 64
-"""A deterministic plan cuts a segment every SPLIT_TOKENS keys, or twice as many and so on until
-there are no more than MAX_PIECES pieces: by the segment's own length alone."""
+"""A deterministic plan cuts a segment every SPLIT_TOKENS keys, and doubles that distance until
+there are at most MAX_PIECES pieces: the cuts follow from the segment's own length alone."""
 
 LONG_PIECE = 1 << 20
-"""Bytes of K and V from which on equal shares are halved where there are many segments: what is
-left over of each then evens out. 2,048 keys in 16 bits; on an H200 that is 0 to 6% faster from
-there on, 3 to 6% slower from half of it on."""
+"""Bytes of K and V from which on a piece is long. Where there are many segments, long equal shares
+are halved, which evens out the programs' run times. 1 MiB is 2,048 keys of 128 dimensions in 16
+bits; on an H200, halving from there on is 0 to 6% faster, from half of it on 3 to 6% slower."""
 
 MERGED_PIECES = 16
-"""Up to so many pieces of a segment, where all are alike, the last of its programs merges them. On
-an H200 that saves 1.2 us of a launch where there are three or none, takes 0.9 us more for 24 and
-4 us for 64. A deterministic plan keeps the launch: its pieces do not follow from the batch."""
+"""Most pieces per segment, as if all segments were equally long, that the last program to finish
+merges. On an H200 that saves 1.2 us of a launch with three pieces or none, but takes 0.9 us more
+for 24 and 4 us more for 64. A deterministic plan keeps the launch: the batch does not decide how
+many pieces it has."""
 
 
 class Item(NamedTuple):
-    """A range of the keys one KV head of one request sees: ints on the host, tensors in kernels.
+    """A range of the keys that one KV head of one request sees: host ints, or tensors in kernels.
 
-    The fields' order is that of the int32 in a plan. Triton's cache of compiled kernels knows how
-    many there are, not their order: change it together with the kernels' text.
+    The fields have the order of the int32 values in a plan. Triton's key of a compiled kernel
+    holds their number, not their order: if you change the order, change the kernels' source too.
     """
 
     req: Any
@@ -54,7 +55,7 @@ class Item(NamedTuple):
     """First work index (see ``online_softmax``) of this piece."""
     end_work: Any
     pieces: Any
-    """Of its segment."""
+    """Number of pieces of the segment."""
     table_offset: Any
     sink_end: Any
     start: Any
@@ -63,11 +64,11 @@ class Item(NamedTuple):
     ring_blocks: Any
     seq_len: Any
     piece: Any
-    """Which of its segment's."""
+    """Index of this piece in its segment."""
 
 
 class Merge(NamedTuple):
-    """A segment of several pieces, likewise."""
+    """A segment of several pieces: host ints, or tensors in kernels."""
 
     req: Any
     head: Any
@@ -76,12 +77,12 @@ class Merge(NamedTuple):
 
 
 def padded_rows(rows: int) -> int:
-    """Return the columns of a program's products for so many query rows of a KV head."""
+    """Return the columns of a program's products for ``rows`` query rows of a KV head."""
     return max(MIN_TILE_ROWS, next_power_of_2(rows))
 
 
 def padded_reqs(num_reqs: int) -> int:
-    """Return the requests a program of the plan reads at once: few sizes, few compilations."""
+    """Return the requests that a planning program reads at once: few sizes, few compilations."""
     size = 16
     while size < num_reqs:
         size *= 4
@@ -97,15 +98,15 @@ class DecodeAttentionConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    """Programs that run on a streaming multiprocessor at the same time, or fewer: a plan aims at
-    as many items."""
+    """Programs that run at the same time on a streaming multiprocessor, or fewer: a plan aims at
+    this number of items per multiprocessor."""
     min_tiles: int = 1
-    """Tiles that a plan of equal shares cuts a segment by, at least: no more are left whole."""
+    """Fewest tiles per piece with equal shares: a segment of no more tiles stays whole."""
     max_registers: int | None = None
-    """Most registers a thread may take; None = as the compiler finds best."""
+    """Most registers per thread; None = the compiler chooses."""
 
     def launch_options(self) -> dict[str, int]:
-        """Return what the compiler is told beside the constexprs."""
+        """Return the compiler's options, without the constexprs."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
@@ -123,25 +124,25 @@ class DecodeAttentionConfig:
 
         Args:
             head_dim: of the cache.
-            dtype: float8_e4m3fn for an fp8 cache with products in fp16, else that of ``q``.
+            dtype: float8_e4m3fn for an fp8 cache with products in fp16, else ``q``'s dtype.
             tile_rows: padded query rows of a program.
             num_segments: requests times KV heads.
             has_window: whether any head has a window (its code takes registers).
-            device: whose multiprocessors; without a compute capability it is AMD's.
+            device: the GPU; a compute capability of None stands for AMD.
         """
-        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
+        if INTERPRET:  # interpreting costs time per program and operation, hardly per element
             return cls(tile_tokens=128, num_warps=1, num_stages=1, programs_per_sm=1)
         is_amd = device.capability is None
         if dtype == torch.float32:
-            # Exact products have no tensor core: a thread holds whole rows of K in registers.
+            # Exact products run outside tensor cores: a thread holds whole rows of K in registers.
             tile_tokens = 16 if head_dim > 128 or is_amd else 32
             num_warps = 4 if is_amd else 8
             return cls(
                 tile_tokens=tile_tokens, num_warps=num_warps, num_stages=1, programs_per_sm=2
             )
         if tile_rows > MIN_TILE_ROWS or head_dim > 128 or is_amd:
-            # Tiles too small for wgmma, that Triton would take from 64 keys and 16 rows on. One
-            # stage within gfx942's 64 KiB of shared memory, and where two of so many rows spill.
+            # Tiles too small for wgmma, which Triton would use from 64 keys and 16 rows on. One
+            # stage where two exceed gfx942's 64 KiB of shared memory, or spill with over 32 rows.
             is_tight = tile_rows > 32 and device.capability in ((8, 6), (8, 9), (12, 0))
             is_tight |= is_amd and head_dim > 128
             return cls(
@@ -151,13 +152,13 @@ class DecodeAttentionConfig:
                 programs_per_sm=2 if tile_rows > 32 else 3,
             )
         # H200, heads of 128, contexts of 190. Few segments: pieces of one tile, two warps each
-        # (1 x 8 heads: 4.1 us, 5.6 whole). From one segment on every other multiprocessor on they
-        # stay whole up to 256 keys, which four warps take faster (32 x 8: 11.4 us, in steps of 128
-        # keys 12.9; 64 x 8: 17.2, 21.5).
+        # (1 x 8 heads: 4.1 us, whole segments 5.6). With more than one segment per two
+        # multiprocessors, segments of up to 256 keys stay whole, which four warps compute faster
+        # (32 x 8: 11.4 us, in steps of 128 keys 12.9; 64 x 8: 17.2, in such steps 21.5).
         many = 2 * num_segments > device.num_sms
-        # The share of registers that lets four programs of four warps run at the same time, in
-        # which nothing spills from sm_90 on: with a few more only three do, in two waves (8 x
-        # 131072 mixed: 396 us instead of 262).
+        # With 128 registers per thread, four programs of four warps run at the same time, and
+        # nothing spills from sm_90 on. With a few more registers only three programs do, in two
+        # waves (8 x 131072, full and streaming heads: 396 us instead of 262).
         share = 128 if (device.capability or (0, 0)) >= (9, 0) else None
         if dtype == torch.float8_e4m3fn:
             return cls(
@@ -182,8 +183,8 @@ class DecodeAttentionConfig:
 class DecodePlan:
     """Buffers of one plan and of the attention that follows it; make one with :meth:`allocate`.
 
-    ``plan_decode_attention`` writes it once a step, ``paged_decode_attention`` reads it in every
-    layer and uses its scratch: launches that share a plan belong on one stream.
+    ``plan_decode_attention`` writes the plan once a step, ``paged_decode_attention`` reads it in
+    every layer and uses its scratch: launches that share a plan must be on one stream.
     """
 
     config: DecodeAttentionConfig
@@ -192,36 +193,36 @@ class DecodePlan:
     num_q_heads: int
     query_len: int
     num_kv_splits: int | None
-    """Pieces of the longest segment; None = as many as give every program an equal share."""
+    """Pieces of the longest segment; None = equal shares, or the cuts of a deterministic plan."""
     deterministic: bool
-    """Whether the pieces of a segment follow from its own length, whatever the batch."""
+    """Whether the pieces of a segment follow from its own length alone, in any batch."""
     max_items: int
     most_items: int
-    """Items that equal shares make, those of short segments counted by their tiles."""
+    """Bound on the items of equal shares; short segments count in proportion to their tiles."""
     fine_items: int
-    """As many instead where pieces are long: they even out what runs beside each other."""
+    """The same bound where pieces are long: more items even out the programs' run times."""
     long_tiles: int
-    """Tiles of a piece from which on it is long."""
+    """Fewest tiles of a long piece."""
     max_pieces: int
     """Bound on the pieces of one segment."""
     max_merges: int
-    """Bound on the segments with several pieces; 0 = there can be none."""
+    """Bound on the segments with several pieces; 0 = no segment can have several."""
     items: torch.Tensor
-    """[max_items, ITEM_FIELDS] int32: of each an ``Item``."""
+    """[max_items, ITEM_FIELDS] int32: an ``Item`` per row."""
     merges: torch.Tensor
-    """[max_merges, 4] int32: of each a ``Merge``."""
+    """[max_merges, 4] int32: a ``Merge`` per row."""
     counts: torch.Tensor
-    """[2] int32: items and merges there are."""
+    """[2] int32: the number of items and the number of merges."""
     states: torch.Tensor
     """[max_items, rows, head_dim] float32 scratch: partial results; empty without merges."""
     states_lse: torch.Tensor
     """[max_items, rows] float32 scratch: their log-sum-exps."""
     arrivals: torch.Tensor
-    """[max_reqs * num_kv_heads] int32: pieces that are there; zeros but while a launch merges."""
+    """[max_reqs * num_kv_heads] int32: pieces with a stored partial result; 0 between launches."""
     merge_in_items: bool
-    """Whether the program that ends last of a segment's merges them, not a launch of its own."""
+    """Whether a segment's last program to finish merges its pieces, instead of a second launch."""
     read_early: bool
-    """Whether attention reads plan and table while the kernel in front of it ends."""
+    """Whether attention may read plan, block table and layout before the previous kernel's end."""
 
     @classmethod
     def allocate(
@@ -242,24 +243,24 @@ class DecodePlan:
 
         Args:
             max_reqs: rows of ``seq_lens``, padding included.
-            max_keys: tokens a block-table row can name.
+            max_keys: tokens that a row of the block table has room for.
             layout: head roles and head dimension.
             num_q_heads: query heads, a multiple of the layout's KV heads.
             dtype: of the queries.
             query_len: queries per request, 1 to 8.
             is_fp8: whether the cache has scales.
             num_kv_splits: as in ``paged_decode_attention``.
-            deterministic: as in ``paged_decode_attention``. Its scratch grows with ``max_keys``:
-                up to 64 states for every request and query head.
-            read_early: whether attention may read plan, block table and layout while the launch in
-                front of it ends. The caller promises two things of that launch, wherever the plan
-                is used: it writes none of the three, and it lets the next one start only after its
-                own wait for what came before. ``qkv_cache_write`` does so, ``linear`` does not. On
-                an H200 it saves 0.5 to 0.9 us a layer where contexts are short; where launches do
-                not overlap nothing is read early.
+            deterministic: as in ``paged_decode_attention``. The scratch then grows with
+                ``max_keys``: up to 64 partial results for every request and query head.
+            read_early: whether attention may read plan, block table and layout while the previous
+                launch still runs. The caller promises two things of the previous launch, wherever
+                the plan is used: it writes none of the three, and it lets the next launch start
+                only after its own wait for earlier launches. ``qkv_cache_write`` keeps both
+                promises, ``linear`` does not. On an H200 reading early saves 0.5 to 0.9 us a layer
+                where contexts are short; where launches do not overlap, nothing is read early.
 
         Raises:
-            ValueError: options that contradict each other, or more segments than a plan holds.
+            ValueError: options out of range or in conflict, or more segments than a plan holds.
         """
         check_num_kv_splits(num_kv_splits)
         check_plan_options(None, num_kv_splits, deterministic)
@@ -267,7 +268,7 @@ class DecodePlan:
         if padded_reqs(max_reqs) * next_power_of_2(num_kv_heads) > MAX_SEGMENTS:
             raise ValueError(
                 f"seq_lens: expected fewer requests with {num_kv_heads} KV heads each (at most "
-                f"{MAX_SEGMENTS} of both, rounded up), got {max_reqs}"
+                f"{MAX_SEGMENTS} requests x heads, both rounded up), got {max_reqs}"
             )
         segments = max_reqs * num_kv_heads
         rows = query_len * (num_q_heads // num_kv_heads)
@@ -295,13 +296,13 @@ class DecodePlan:
             is_many = 8 * segments > programs
             fine_items = 2 * programs if is_many and segments <= programs else most_items
             longest = cdiv(max_tiles, config.min_tiles)
-            # Of one segment all that the others leave: those may be short, and hardly count.
+            # One segment may get nearly all items: short segments hardly count.
             max_pieces = min(fine_items, longest)
-            # For short segments. A few of them cost an eighth at most where they have no room,
-            # and every launch starts programs for it.
+            # Spare items are for short segments. With few segments there are none: short ones
+            # cost long ones an eighth of the items at most, and spare items start programs.
             spare = min(segments - 1, programs) if is_many else 0
             max_items = min(fine_items + spare, segments * max_pieces)
-        # A split segment makes an item more at least than segments there are.
+        # Every segment of several pieces adds at least one item to the number of segments.
         max_merges = min(segments, max_items - segments) if max_pieces > 1 else 0
         num_states = max_items if max_merges else 0
         num_full = sum(role.window < 0 for role in layout.roles) or num_kv_heads
@@ -334,19 +335,19 @@ class DecodePlan:
 def check_plan_options(
     plan: DecodePlan | None, num_kv_splits: int | None, deterministic: bool
 ) -> None:
-    """Raise where two ways of cutting the keys are asked for.
+    """Raise if the caller asks for two ways of cutting the keys.
 
     Raises:
-        TypeError: the plan is none.
-        ValueError: two ways.
+        TypeError: ``plan`` is neither a ``DecodePlan`` nor None.
+        ValueError: two ways of cutting the keys.
     """
     if plan is not None and not isinstance(plan, DecodePlan):
         raise TypeError(f"plan: expected a DecodePlan or None, got {type(plan).__name__}")
     if num_kv_splits is not None and (deterministic or plan is not None):
         other = "a plan" if plan is not None else "deterministic=True"
-        raise ValueError(f"num_kv_splits: expected None beside {other}, got {num_kv_splits}")
+        raise ValueError(f"num_kv_splits: expected None with {other}, got {num_kv_splits}")
     if plan is not None and deterministic and not plan.deterministic:
-        raise ValueError("plan: expected a deterministic one, got one of equal shares")
+        raise ValueError("plan: expected a deterministic plan, got deterministic=False")
 
 
 def check_plan(
@@ -361,7 +362,7 @@ def check_plan(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape or device, or a plan for others.
+        ValueError: a wrong shape or device, or a plan for other requests, heads or queries.
     """
     check_tensor("seq_lens", seq_lens, shape=(None,), dtype=torch.int32, contiguous=True)
     for what, expected, got in (
@@ -371,7 +372,7 @@ def check_plan(
         ("queries per request", query_len, plan.query_len),
     ):
         if expected is not None and got != expected:
-            raise ValueError(f"plan: expected one for {expected} {what}, got one for {got}")
+            raise ValueError(f"plan: expected a plan for {expected} {what}, got a plan for {got}")
     for name, device in (("layout", layout.head_base.device), ("plan", plan.items.device)):
         if device != seq_lens.device:
             raise ValueError(f"{name}: expected device {seq_lens.device}, got {device}")

@@ -4,22 +4,22 @@
 
 over the keys ``k`` that ``kv_layout`` lets the query see: causal (or a range per query), window
 and sink per KV head. One launch; a program owns a tile of TILE_QUERIES queries times the query
-heads of one KV head. Request ``r`` owns the tiles from::
+heads of one KV head. The tiles of request ``r`` begin at::
 
     first_tile(r) = query_start_loc[r] // TILE_QUERIES + r
 
-which ascends strictly and leaves every request enough of them, as floor(a + b) >= floor(a) +
-floor(b), so the grid follows from shapes alone and a tile finds its request by counting.
+which ascends strictly and leaves every request enough tiles, as floor(a + b) >= floor(a) +
+floor(b). So the grid follows from shapes alone, and a tile finds its request by counting.
 
 A program goes through its keys in steps, ascending::
 
     sinks' tiles | gap, not looked at | window's left edge | seen by every row | right edge
 
-Only the edges are masked. Between them a step is two products, a softmax, and the loads of the
-next step, whose blocks are known by then.
+Keys that every row sees are not masked: their step is two products, a softmax, and the loads of
+the next step, whose blocks are known by then.
 
-A short chunk behind a long context has few tiles with many keys each: ``PrefillSplits`` cuts the
-keys of a tile among several programs, the last of which to end weighs their results.
+A short chunk after a long context has few tiles with many keys each. With ``PrefillSplits``
+several programs divide the keys of a tile, and the last one to finish merges the partial results.
 
 Source: FlashAttention (arXiv:2205.14135) for the online softmax; the tile map is the one vLLM's
 Triton kernels use for ragged batches; Flash-Decoding (Dao et al., 2023,
@@ -71,16 +71,16 @@ SCAN_REQS = tl.constexpr(128)
 """Requests whose first tiles are compared at once."""
 
 NO_WINDOW = tl.constexpr(1 << 30)
-"""A window that every context fits in."""
+"""A window larger than every context."""
 
 SCAN_BLOCKS = tl.constexpr(1024)
-"""Columns of a table row whose blocks are looked at at once."""
+"""Columns of a table row whose blocks are checked at once."""
 
 MIN_SPLIT_STEPS = 8
-"""Steps of a program that shares a tile's keys with others, at least."""
+"""Fewest steps of a program where several programs divide a tile's keys."""
 
 MERGED_ROWS = tl.constexpr(16)
-"""Rows of a tile that are merged at a time, so that they fit its registers."""
+"""Rows of a tile that a program merges at a time, so that they fit its registers."""
 
 
 class QueryTile(NamedTuple):
@@ -93,7 +93,7 @@ class QueryTile(NamedTuple):
 
 
 class TileRow(NamedTuple):
-    """What the rows of a tile are."""
+    """The query, token and query head of each row of a tile."""
 
     query: tl.tensor  # int32
     in_tile: tl.tensor  # whether the tile has the query
@@ -102,7 +102,7 @@ class TileRow(NamedTuple):
 
 
 class VisibleKeys(NamedTuple):
-    """The positions that some row of a tile sees, and that each row does."""
+    """The positions that some row of a tile may see, and the positions that each row may see."""
 
     start: tl.tensor  # int32
     end: tl.tensor  # int32
@@ -110,13 +110,13 @@ class VisibleKeys(NamedTuple):
     query_position: tl.tensor  # [TILE_ROWS] int32
     first_key: tl.tensor | None  # [TILE_ROWS] int32; None = causal
     end_key: tl.tensor | None  # [TILE_ROWS] int32
-    window: tl.tensor | None  # int32; None = no head has one
+    window: tl.tensor | None  # int32; None = no head has a window
     sink: tl.tensor | None  # int32
 
 
 @triton.jit
 def _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: tl.constexpr):
-    """Return the last request whose first tile is not behind ``tile``."""
+    """Return the last request whose first tile is at or before ``tile``."""
     req = -1
     for first in range(0, num_reqs, SCAN_REQS):
         other = first + tl.arange(0, SCAN_REQS)
@@ -129,7 +129,7 @@ def _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: tl.constexp
 
 @triton.jit
 def _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: tl.constexpr):
-    """Return how many tiles come before the padding behind the last token, at least one."""
+    """Return how many tiles come before the padding after the last token, at least one."""
     end = tl.load(query_start_loc_ptr + num_reqs)
     last_req = -1
     last_start = 0
@@ -146,7 +146,7 @@ def _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def _load_tile(query_start_loc_ptr, req, tile, TILE_QUERIES: tl.constexpr):
-    """Return a request's ``QueryTile``, ``tile`` counting those of the batch."""
+    """Return the ``QueryTile`` of a request at index ``tile`` of the batch."""
     query_start = tl.load(query_start_loc_ptr + req)
     query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
     first_query = (tile - (query_start // TILE_QUERIES + req)) * TILE_QUERIES
@@ -156,7 +156,7 @@ def _load_tile(query_start_loc_ptr, req, tile, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def _tile_row(tile, head, row, GROUP: tl.constexpr):
-    """Return the ``TileRow`` of rows."""
+    """Return the ``TileRow`` of the rows ``row`` of a tile."""
     query = tile.first_query + row // GROUP
     token = (tile.query_start + query).to(tl.int64)
     return TileRow(query, query < tile.end_query, token, (head * GROUP + row % GROUP).to(tl.int64))
@@ -164,7 +164,7 @@ def _tile_row(tile, head, row, GROUP: tl.constexpr):
 
 @triton.jit
 def _visible(position, keys):
-    """Return which keys each row sees, pages aside."""
+    """Return which keys each row may see, with or without a page."""
     behind = keys.query_position[:, None] - position[None, :]
     if keys.first_key is not None:
         visible = position[None, :] >= keys.first_key[:, None]
@@ -178,7 +178,7 @@ def _visible(position, keys):
 
 @triton.jit
 def _holds_every_page(row, first_block, end_block, BLOCK_SIZE: tl.constexpr):
-    """Return whether none of the logical blocks [first_block, end_block) lacks a page."""
+    """Return whether every logical block in [first_block, end_block) has a page."""
     lowest = tl.zeros([SCAN_BLOCKS], dtype=tl.int32)
     for first in range(first_block, end_block, SCAN_BLOCKS):
         logical = first + tl.arange(0, SCAN_BLOCKS)
@@ -192,7 +192,7 @@ def _holds_every_page(row, first_block, end_block, BLOCK_SIZE: tl.constexpr):
 def _load_blocks(
     row, visited_row_ptr, keys, tile, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr
 ):
-    """Return the block of each key of ``tile``, -1 where there is none or no row sees the key."""
+    """Return the block of each key of ``tile``, -1 where no row sees the key or it has no page."""
     lane = tl.arange(0, TILE_TOKENS)
     position = tile * TILE_TOKENS + lane
     logical = tile * TILE_TOKENS // BLOCK_SIZE + lane // BLOCK_SIZE
@@ -213,7 +213,7 @@ def _merge_tile(
     out, lse, states, num_tokens, num_q_heads, splits, tile, head,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the states of a tile by their log-sum-exp, in order, and write its rows."""
+    """Merge the states of a tile by their log-sum-exp, in order, and write its rows."""
     dims = tl.arange(0, TILE_DIM)
     for first_row in range(0, TILE_ROWS, MERGED_ROWS):
         row = _tile_row(tile, head, first_row + tl.arange(0, MERGED_ROWS), GROUP)
@@ -242,11 +242,11 @@ def _paged_prefill_attention_kernel(
     lse_ptr,  # [num_tokens, q_heads] fp32, or None
     stride_lse_token,
     stride_lse_head,
-    states_ptr,  # [num_splits, num_tokens, q_heads, HEAD_DIM] fp32, or None: one program a tile
+    states_ptr,  # [num_splits, num_tokens, q_heads, HEAD_DIM] fp32, or None: one program per tile
     states_lse_ptr,  # [num_splits, num_tokens, q_heads] fp32
     arrivals_ptr,  # [tiles * kv_heads] int32, 0 before and after a launch
-    num_splits,  # programs of a tile, at most
-    num_programs,  # of all that share tiles
+    num_splits,  # most programs per tile
+    num_programs,  # of all tiles together, where programs share tiles
     num_tokens,
     visited_ptr,  # [num_reqs, kv_heads, row_width] uint8, contiguous, or None
     q_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
@@ -285,23 +285,23 @@ def _paged_prefill_attention_kernel(
     TILE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
-    SCALES_PER_BLOCK: tl.constexpr,  # of each head; 0 = one for all blocks
-    MIN_STEPS: tl.constexpr,  # of a program that shares a tile
+    SCALES_PER_BLOCK: tl.constexpr,  # per head; 0 = one scale for all blocks
+    MIN_STEPS: tl.constexpr,  # fewest of a program that shares a tile
 ):
-    """Grid (tiles * kv_heads, and num_programs - kv_heads more where they share tiles).
+    """Grid (tiles * kv_heads,), plus num_programs - kv_heads where programs share tiles.
 
-    A program has one query tile of one KV head, or some of its keys. There are
-    ``num_tokens // TILE_QUERIES + num_reqs`` tiles, padding included; the others share those of
-    the requests.
+    A program computes one query tile of one KV head, or a part of its keys. There are
+    ``num_tokens // TILE_QUERIES + num_reqs`` tiles, padding included; the additional programs
+    share the tiles that have queries.
 
-    A step takes TILE_TOKENS keys from an absolute multiple of it. A token's K scale is a factor of
-    its logit, its V scale one of its weight. Weights are rounded to 16 bits in units of the
-    largest V scale so far, lest small scales underflow.
+    A step takes TILE_TOKENS keys from a position that is a multiple of TILE_TOKENS. A token's K
+    scale multiplies its score, its V scale its weight. Weights are rounded to 16 bits in units of
+    the largest V scale so far, or small scales would underflow.
     """
     pairs = tl.num_programs(0)
     if states_ptr is not None:
         pairs -= num_programs - num_kv_heads
-    # The last tiles of a chunk have the most keys: they go first. Heads side by side.
+    # The last tiles of a chunk have the most keys, so they run first. Heads vary fastest.
     pair = pairs - 1 - tl.program_id(0)
     split = 0
     if states_ptr is not None:
@@ -333,7 +333,7 @@ def _paged_prefill_attention_kernel(
     q_offset = q_offset[:, None] + dims[None, :]
     q = tl.load(q_ptr + q_offset, mask=row.in_tile[:, None] & in_head[None, :], other=0.0)
 
-    # What each row may see, and the tile: [start, end) somebody, [inner_start, inner_end) all.
+    # Some row may see a key in [start, end); every row sees all of [inner_start, inner_end).
     first_position = context_len + queries.first_query
     end_position = tl.maximum(context_len + queries.end_query, 0)  # 0 in a padding row: no step
     query_position = tl.where(row.in_tile, context_len + row.query, -1)
@@ -381,7 +381,7 @@ def _paged_prefill_attention_kernel(
             inner_end, tl.where(end_step > sink_tiles, end_step + gap, end_step)
         )
 
-    # The head's segment of the request's row, whose columns count from 0.
+    # The head's columns of the request's row, counted from 0.
     table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_table_row + table_offset
     table_row = TableRow(table_row_ptr, 0, sink, ring_blocks)
     keys = VisibleKeys(start, end, sink_end, query_position, first_key, end_key, window, sink)
@@ -413,7 +413,7 @@ def _paged_prefill_attention_kernel(
     top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([TILE_ROWS], dtype=tl.float32)
     lane = tl.arange(0, TILE_TOKENS)
-    # Blocks are looked up a step ahead, so that no load of pages waits for one of the table.
+    # Blocks are looked up a step ahead, so that no load of pages waits for a load of the table.
     next_tile = first_tile
     next_block = _load_blocks(table_row, visited_row_ptr, keys, next_tile, BLOCK_SIZE, TILE_TOKENS)
     for step in range(first_step, end_step):
@@ -427,7 +427,7 @@ def _paged_prefill_attention_kernel(
         address = head_base + token_of_page * token_stride + block * block_stride
         offsets = tl.multiple_of(address, ALIGNED)[:, None] + dims[None, :]
         present = block >= 0
-        loaded = present[:, None] & in_head[None, :]  # NaN of a dead page must not come in
+        loaded = present[:, None] & in_head[None, :]  # NaN of an unseen page must not enter
 
         k = load_page_rows(k_cache_ptr + offsets, loaded, q.dtype, FP8_PATH)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -437,16 +437,16 @@ def _paged_prefill_attention_kernel(
             k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
             scores *= k_scale[None, :]
         at_edge = (tile < inner_start) | (tile >= inner_end)
-        if q.dtype == tl.float32:  # a branch makes these products, outside tensor cores, spill
+        if q.dtype == tl.float32:  # a branch makes fp32 products, outside tensor cores, spill
             at_edge = True
         if at_edge:
             visible = _visible(tile * TILE_TOKENS + lane, keys)
-            # Looked up again: the layout of the scores is not the one of the loads.
+            # Looked up again: the scores have another register layout than the loads.
             again = _load_blocks(table_row, None, keys, tile, BLOCK_SIZE, TILE_TOKENS)
             scores = tl.where((again >= 0)[None, :] & visible, scores, float("-inf"))
 
         # The maximum is kept scaled: a product in the exponent of the rescale would be fused with
-        # the subtraction, whose result is then its rounding error in each step, not zero.
+        # the subtraction, which would then leave the product's rounding error, not zero.
         new_top = tl.maximum(top, tl.max(scores, axis=1) * score_scale)
         # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -466,7 +466,7 @@ def _paged_prefill_attention_kernel(
     if FP8_PATH is not None:
         acc *= v_unit
 
-    # Found anew: through the loop the rows' addresses would take the registers it lives on.
+    # Computed again: kept through the loop, the rows' addresses would take registers it needs.
     queries = _load_tile(query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES)
     row = _tile_row(queries, head, tl.arange(0, TILE_ROWS), GROUP)
     mask = row.in_tile[:, None] & in_head[None, :]
@@ -514,8 +514,8 @@ def paged_prefill_attention(
     """Attend from a ragged batch of chunks, decodes among them, to their paged caches.
 
     The queries of request ``r`` are rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]`` of
-    ``q``; the last one sits at position ``seq_lens[r] - 1``. Each sees the keys that ``kv_layout``
-    says, so the chunk's own keys must be in the cache already.
+    ``q``; the last one sits at position ``seq_lens[r] - 1``. ``kv_layout`` says which keys a query
+    sees: the chunk's own keys are among them, and must be in the cache already.
 
     Args:
         q: ``[num_tokens, q_heads, head_dim]`` fp16, bf16 or fp32; any token and head stride, unit
@@ -531,21 +531,21 @@ def paged_prefill_attention(
         seq_lens: ``[num_reqs]`` int32, tokens including the queries (also ``context_lens``).
         layout: where the pages lie and what each head may see.
         softmax_scale: factor of the scores, positive, usually ``head_dim ** -0.5``.
-        max_query_len: upper bound on a request's queries; bounds the tile, not the result. 0 says
-            that there are none (``q`` may still have rows of padding).
+        max_query_len: upper bound on a request's queries; bounds the tile, not the result. 0 = no
+            queries (``q`` may still have rows of padding).
         attn_mask_offsets: ``[num_tokens, 2]`` int32, contiguous: the range ``[lo, hi)`` of key
-            positions in its request that each query sees in place of ``[0, its own]``. ``hi`` may
-            lie beyond the query, as inside of an image; keys from ``seq_lens`` on are never seen,
-            nor any if ``lo >= hi``. A window hides keys before its start that are no sink's, as
-            ever. None = causal.
-        splits: for a batch of these shapes, to cut the keys of a tile among several programs,
-            where chunks are few and short and contexts long: changes the result by rounding only.
-            None = one program a tile.
-        out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched behind. None =
-            a new tensor, whose rows behind are uninitialised.
+            positions in its request that each query sees instead of ``[0, its own]``. ``hi`` may
+            lie after the query, as inside an image. Keys from ``seq_lens`` on are never seen; with
+            ``lo >= hi`` a query sees no key. A window still hides the keys before its start,
+            except the sink. None = causal.
+        splits: buffers for a batch of these shapes, with which several programs divide the keys of
+            a tile, for few short chunks with long contexts: changes the result by rounding only.
+            None = one program per tile.
+        out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched in later rows.
+            None = a new tensor, whose later rows are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
             log-sum-exp of the scaled scores.
-        scales: of an fp8 cache, else None. Pages no query may see may have NaN for scales too.
+        scales: of an fp8 cache, else None. The scales of pages that no query sees may be NaN too.
         visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
             where a head reads the page in a column, untouched elsewhere.
 
@@ -564,7 +564,7 @@ def paged_prefill_attention(
 
     Stream:
         One launch on the current stream, its grid from shapes alone: CUDA-graph safe, no scratch
-        but that of ``splits``.
+        except ``splits``.
 
     Source:
         arXiv:2205.14135, as in the module docstring.
@@ -599,8 +599,8 @@ def paged_prefill_attention(
         num_programs += splits.num_programs - layout.num_kv_heads
         if splits.arrivals.numel() < num_tiles * layout.num_kv_heads:
             raise ValueError(
-                f"splits: expected one for {num_reqs} requests of at most {max_query_len} "
-                f"queries, got one for fewer tiles"
+                f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
+                f"queries, got room for fewer tiles"
             )
     _paged_prefill_attention_kernel[(num_programs,)](
         *with_strides(out),

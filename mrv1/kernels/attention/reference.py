@@ -32,7 +32,7 @@ from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.reference import gather_kv
 
 _QUERY_TILE = 256
-"""Queries per slab of the attention oracle: bounds the scores it holds at once."""
+"""Queries that the attention oracle computes at once, which bounds the memory of the scores."""
 
 
 def _attend(
@@ -58,7 +58,7 @@ def _attend(
     top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
-    v = v.masked_fill(~visible.any(1)[:, :, None], 0.0)  # 0 * NaN would leak
+    v = v.masked_fill(~visible.any(1)[:, :, None], 0.0)  # 0 * NaN is NaN
     out = (weights.flatten(1, 2) @ v).view(*total.shape[:3], -1)
     out = out / total.masked_fill(total == 0, 1.0)
     lse = (top + total.log()).squeeze(-1)
@@ -76,7 +76,7 @@ def _visible(
 ) -> torch.Tensor:
     """Return which keys each query may see, ``[kv_heads, queries, keys]``.
 
-    ``ranges`` [queries, 2] takes the place of the causal rule.
+    ``ranges`` [queries, 2] replaces the causal rule.
     """
     query = positions[None, :, None]
     key = torch.arange(present.shape[1], device=present.device)
@@ -138,7 +138,7 @@ def _attend_requests(
 
 
 def _equal_size(tiles: list[int], plan: DecodePlan, most_items: int) -> int:
-    """Return the fewest tiles of a piece that make no more items; short ones count by tiles."""
+    """Return the smallest size within ``most_items`` items; short segments count by tiles."""
 
     def fits(size: int) -> bool:
         short = [t for t in tiles if 2 * t <= size]
@@ -202,7 +202,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         for piece in range(pieces):
             if plan.deterministic:
                 begin, end = piece * size, min((piece + 1) * size, num_tiles)
-            else:  # the first ones have one tile more
+            else:  # the first pieces have one tile more
                 share, longer = divmod(num_tiles, pieces)
                 begin = piece * share + min(piece, longer)
                 end = begin + share + (piece < longer)
@@ -240,7 +240,7 @@ def paged_decode_attention(
 ) -> torch.Tensor:
     """Attend from the last tokens; see :func:`mrv1.kernels.paged_decode_attention`.
 
-    How the keys are cut is checked and has no effect here.
+    Options of how keys are cut are checked and have no effect here.
     """
     table = check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, layout, ORACLE_DTYPES,
@@ -281,7 +281,7 @@ def paged_prefill_attention(
 ) -> torch.Tensor:
     """Attend from a ragged batch of chunks; see :func:`mrv1.kernels.paged_prefill_attention`.
 
-    How the keys are cut is checked and has no effect here.
+    Options of how keys are cut are checked and have no effect here.
 
     Raises (besides the kernel's errors):
         ValueError: ``query_start_loc`` is not an ascending list of rows of ``q``, or a request has

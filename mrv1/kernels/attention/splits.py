@@ -1,4 +1,4 @@
-"""What prefill attention launches with: its tiles, and the buffers of programs that share one."""
+"""Launch choices of prefill attention, and the buffers of programs that share a tile."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.scale_arguments import product_dtype
 
 MIN_DOT_ROWS = 16
-"""Fewest rows ``tl.dot`` takes."""
+"""Fewest rows that ``tl.dot`` accepts."""
 
 MAX_SPLITS = 16
-"""Programs of one tile: the last of them reads what the others have left."""
+"""Most programs per tile: the last program to finish reads the partial results of the others."""
 
 PROGRAMS_PER_SM = 2
-"""Programs that run at the same time on a multiprocessor, for those who share tiles."""
+"""Programs that run at the same time on a multiprocessor, where programs share tiles."""
 
 _BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
@@ -47,27 +47,28 @@ class PrefillAttentionConfig:
         has_offsets: bool = False,
     ) -> PrefillAttentionConfig:
         """Return the choice for a head dimension, cache dtype, compute capability and mask."""
-        if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
+        if INTERPRET:  # interpreting costs time per program and operation, hardly per element
             return cls(tile_rows=256, tile_tokens=128, num_warps=1, num_stages=1)
         if dtype == torch.float32:
-            # Exact products have no tensor core: a thread holds whole rows of K in registers.
+            # Exact products run outside tensor cores: a thread holds whole rows of K in registers.
             return cls(tile_rows=16, tile_tokens=16, num_warps=4, num_stages=1)
         if dtype == torch.float8_e4m3fn:
-            # Codes widen to fp16 in registers: with more keys at once they spill.
+            # Codes are widened to fp16 in registers, which spill with more keys at once.
             if capability == (9, 0) and head_dim <= 128:
                 tile_tokens = 32 if has_window or has_offsets else 64
                 return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
-            # 8 warps because 4 spill on sm_89, but not on gfx942, where 8 do.
+            # Heads above 128: 4 warps spill on sm_89, 8 warps spill on gfx942.
             num_warps = 8 if head_dim > 128 and capability is not None else 4
             return cls(tile_rows=32, tile_tokens=32, num_warps=num_warps, num_stages=2)
         if head_dim > 128:
-            # One stage keeps within gfx942's 64 KiB; 8 warps because 4 spill on sm_89.
+            # One stage fits in gfx942's 64 KiB of shared memory; 4 warps spill on sm_89.
             stages = 2 if capability in _BIG_SHARED_MEMORY else 1
             return cls(tile_rows=64, tile_tokens=32, num_warps=8, num_stages=stages)
         if capability == (9, 0):
-            # 128 registers let two programs share a multiprocessor: one's softmax beside the
-            # other's products. A window's code spills some at 64 keys, and is an eighth faster
-            # than at 32 all the same where some heads see far; that of offsets spills even at 32.
+            # With 128 registers two programs share a multiprocessor: one computes its softmax
+            # while the other multiplies. The code for windows spills a little at 64 keys, but is
+            # an eighth faster than at 32 where some heads see far; the code for mask offsets
+            # spills even at 32.
             tile_tokens, stages = (32, 3) if has_offsets else (64, 2)
             return cls(
                 tile_rows=128,
@@ -83,12 +84,12 @@ class PrefillAttentionConfig:
         return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
 
     def launch_options(self) -> dict[str, int]:
-        """Return what the compiler is told beside the constexprs."""
+        """Return the compiler's options, without the constexprs."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
     def fit_rows(self, group: int, max_query_len: int) -> PrefillAttentionConfig:
-        """Return the same choice with room for one query, and for no more than there can be."""
+        """Return this choice with rows for at least one query and at most ``max_query_len``."""
         one = max(MIN_DOT_ROWS, next_power_of_2(group))
         needed = max(one, next_power_of_2(group * max_query_len))
         if needed < self.tile_rows:
@@ -100,21 +101,21 @@ class PrefillAttentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSplits:
-    """What programs that share a tile's keys leave to each other; make it with :meth:`allocate`.
+    """Buffers of the programs that divide a tile's keys; make them with :meth:`allocate`.
 
-    Launches that share it belong on one stream.
+    Launches that use the same buffers must be on one stream.
     """
 
     num_splits: int
-    """Programs of a tile, at most: it takes as many as have ``MIN_SPLIT_STEPS`` each."""
+    """Most programs per tile; a tile gets only as many as have ``MIN_SPLIT_STEPS`` steps each."""
     num_programs: int
-    """Programs of all tiles that share: where a batch has many tiles, each has fewer of them."""
+    """Programs of all tiles together: the more tiles a batch has, the fewer programs each gets."""
     states: torch.Tensor
     """[num_splits, num_tokens, q_heads, head_dim] float32 scratch: partial results."""
     states_lse: torch.Tensor
     """[num_splits, num_tokens, q_heads] float32 scratch: their log-sum-exps."""
     arrivals: torch.Tensor
-    """int32, programs of each tile that are there: zeros but while a launch merges."""
+    """[tiles * kv_heads] int32, programs that have stored partial results; 0 between launches."""
 
     @classmethod
     def allocate(
@@ -139,11 +140,11 @@ class PrefillSplits:
             num_q_heads: query heads, a multiple of the layout's KV heads.
             dtype: of the queries.
             is_fp8: whether the cache has scales.
-            num_splits: programs of each tile, 1 to 16; None = as many as fill the device, with
-                the tiles that the batch turns out to have.
+            num_splits: programs per tile, 1 to 16; None = as many as fill the device with the
+                tiles that the batch turns out to have.
 
         Returns:
-            None where a tile has one program.
+            The buffers; None where every tile has one program.
 
         Raises:
             ValueError: ``num_splits`` is out of range.
@@ -194,11 +195,11 @@ def choose_config(
 
 
 def check_splits(splits: PrefillSplits | None, q: torch.Tensor) -> None:
-    """Raise unless ``splits`` is None or for as many rows and heads.
+    """Raise unless ``splits`` is None or was allocated for the rows and heads of ``q``.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: it is for other shapes or on another device.
+        TypeError: ``splits`` is neither ``PrefillSplits`` nor None.
+        ValueError: ``splits`` was allocated for other shapes or on another device.
     """
     if splits is None:
         return
