@@ -191,7 +191,7 @@ def _qkv_cache_write_kernel(
     NUM_PAIRS: tl.constexpr,  # HEAD_DIM / 2 without rope
     INTERLEAVED: tl.constexpr,
     HEIGHT_PAIR: tl.constexpr,  # first pair of M-RoPE's second section; None = one position
-    WIDTH_PAIR: tl.constexpr,  # first pair of its third
+    WIDTH_PAIR: tl.constexpr,  # first pair of the third section
     GROUPS: tl.constexpr,  # whether there is more than one head group
     BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
@@ -337,12 +337,12 @@ def qkv_cache_write(
             that group's heads, but its q is returned.
         layout: where the pages lie.
         num_q_heads: number of query heads, which come before the key heads in ``qkv``.
-        rope: how q and k are rotated; None = they are not.
-        norm: of each query head and key head, before the rotation; None = no norm.
+        rope: how q and k are rotated; None = no rotation.
+        norm: the norms of query heads and key heads, before the rotation; None = no norm.
         q_out: ``[num_tokens, num_q_heads, head_dim]``, qkv's dtype, unit last stride, *written*;
             may be the view of q in ``qkv``, but overlap with nothing else. Allocated if omitted.
         k_out: ``[num_tokens, kv_heads, head_dim]``, qkv's dtype, unit last stride, *written* with
-            the keys of all tokens, not quantised. For debugging; None = not stored.
+            all tokens' normed and rotated keys, not quantised. For debugging; None = not stored.
         scales: the scales of an fp8 cache, else None, as ``kv_cache_write`` takes them. Per
             quarter, the store is a launch of its own, and ``k_out`` is allocated if omitted.
 

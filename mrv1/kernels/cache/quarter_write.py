@@ -1,11 +1,12 @@
 """KV cache write with a scale per quarter of a block; ``kv_cache_write`` launches it.
 
 One program owns a (quarter, head) for the launch and does all work on it. Let ``new`` be the new
-tokens of the quarter, and ``old`` its stored scale, or 0 if the quarter's first token is new::
+tokens of the quarter, and ``old`` its stored scale, or 0 if its first token is new or the stored
+scale is not positive::
 
     scale = max(old, absmax(new) / 448, 1e-12)
-    code[t] = e4m3(x[t] / scale)                         t new
-    code[t] = e4m3(value(code[t]) * old / scale)         any other, if scale > old > 0
+    code[t] = e4m3(x[t] / scale)                         new t
+    code[t] = e4m3(value(code[t]) * old / scale)         other t, if scale > old > 0
 
 The owner is the program of the quarter's first new token, in the order of the launch. Slots may be
 in any order: to find out whether it is the owner, a program compares its slot with the slots of

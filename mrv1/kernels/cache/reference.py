@@ -28,7 +28,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def _pages(cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """Return a cache as rows of ``layout.address_unit`` elements, which divides every address."""
+    """Return a cache as rows of ``layout.address_unit`` elements, the unit of all addresses."""
     unit = layout.address_unit
     flat = cache.view(-1)
     return flat[: flat.numel() // unit * unit].view(-1, unit)
