@@ -224,12 +224,12 @@ def test_one_head_is_both_hnd_and_nhd():
         (
             {"block_table": ints(NUM_REQS * HEADS, MAX_BLOCKS + 1), "layout": PER_HEAD},
             ValueError,
-            r"block_table: .* as wide as the layout's table_offset \[0, 4\] says, got \[6, 5\]",
+            r"block_table: .* as wide as the layout's table_offset \[0, 4\] needs, got \[6, 5\]",
         ),
         (
             {"block_table": ints(NUM_REQS * HEADS, MAX_BLOCKS)},
             ValueError,
-            r"block_table: .* as wide as the layout's table_offset \[0, 0\] says, got \[6, 4\]",
+            r"block_table: .* as wide as the layout's table_offset \[0, 0\] needs, got \[6, 4\]",
         ),
         (
             {"block_table": ints(NUM_REQS, MAX_BLOCKS - 1), "layout": PER_HEAD},
@@ -318,7 +318,7 @@ def test_a_slot_mapping_of_another_form_is_refused(ops, op, slots, error, messag
         (
             replace(FITTING, k_scale=torch.ones(16), v_scale=torch.ones(16)),
             ValueError,
-            "scales: expected those of block 0 within the 16 elements of k_scale, got .* at 32",
+            "scales: expected block 0's scales within the 16 elements of k_scale, got .* at 32",
         ),
         (
             quarter_scales(NUM_BLOCKS - 1, HEADS, 4),
@@ -333,7 +333,7 @@ def test_a_slot_mapping_of_another_form_is_refused(ops, op, slots, error, messag
         (
             replace(quarter_scales(1, 3, 4), k_scale=torch.ones(8), v_scale=torch.ones(8)),
             ValueError,
-            "scales: expected those of block 0 within the 8 elements of k_scale, got .* at 12",
+            "scales: expected block 0's scales within the 8 elements of k_scale, got .* at 12",
         ),
         (
             head_scales(HEADS + 1),

@@ -158,9 +158,9 @@ def test_dtypes_and_device():
         ),
         (
             {"roles": [HeadRole(), HeadRole(group=1)], "num_groups": 1},
-            "num_groups: expected at least the roles' 2, got 1",
+            "num_groups: expected at least 2 for the roles' groups, got 1",
         ),
-        ({"num_groups": 0}, "num_groups: expected at least the roles' 1, got 0"),
+        ({"num_groups": 0}, "num_groups: expected at least 1 for the roles' groups, got 0"),
         (
             {"roles": [HeadRole(window=18, ring_blocks=2), HeadRole()]},
             "ring_blocks of head 0: expected 0 or >= 3 to cover a window of 18, got 2",

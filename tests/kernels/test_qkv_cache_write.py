@@ -504,8 +504,12 @@ WRONG = [
         "positions: expected unit last stride",
     ),
     (_set(mrope_section=(4, 2, 2)), ValueError, r"positions: expected shape \[3, 5\], got \[5\]"),
-    (_set(mrope_section=(4, 4)), ValueError, r"mrope_section: .* 8 pairs together, got \(4, 4\)"),
-    (_set(mrope_section=(4, 2, 1)), ValueError, "mrope_section: expected three sizes >= 0 of 8"),
+    (_set(mrope_section=(4, 4)), ValueError, r"mrope_section: .* >= 0 with sum 8, got \(4, 4\)"),
+    (
+        _set(mrope_section=(4, 2, 1)),
+        ValueError,
+        "mrope_section: expected three sizes >= 0 with sum 8",
+    ),
     (_set(mrope_section=(9, -1, 0)), ValueError, "mrope_section: expected three sizes >= 0"),
     (
         _change("q_weight", torch.Tensor.half),

@@ -1,6 +1,6 @@
 """Device functions of the paged cache: table columns, addresses and rows of pages.
 
-The rules are those of ``kv_layout``.
+``kv_layout`` states the rules of columns and addresses.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.cache.fp8 import decode_e4m3
 
 ALIGNED_ELEMENTS = tl.constexpr(8)
-"""``KVLayout`` admits bases and strides that are multiples of this only (16 bytes of fp16)."""
+"""``KVLayout`` accepts only bases and strides that are multiples of this (16 bytes of fp16)."""
 
 ALIGNED_CODES = tl.constexpr(16)
-"""Likewise beside scales: 16 bytes of e4m3 codes (the launchers check)."""
+"""The same for a cache with scales: 16 bytes of e4m3 codes (the launchers check)."""
 
 
 class PagedKV(NamedTuple):
-    """One layer's keys and values, flat, or their scales, and where heads find their pages."""
+    """One layer's keys and values, flat, or their scales, and the addresses of heads' pages."""
 
     k_ptr: tl.tensor | None
     v_ptr: tl.tensor | None
@@ -31,9 +31,9 @@ class TableRow(NamedTuple):
     """A request's row of the block table as one KV head reads it."""
 
     ptr: tl.tensor  # int32
-    offset: tl.tensor  # int32, column of the head's segment
+    offset: tl.tensor  # int32, first column of the head's segment
     sink: tl.tensor | None  # int32, tokens; None = no head has a window
-    ring_blocks: tl.tensor | None  # int32, 0 = none; None = no head has a ring
+    ring_blocks: tl.tensor | None  # int32, 0 = no ring; None = no head has a ring
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def table_column(logical, row, BLOCK_SIZE: tl.constexpr):
     column = logical
     if row.ring_blocks is not None:
         sink_blocks = (row.sink + BLOCK_SIZE - 1) // BLOCK_SIZE
-        behind_sink = tl.maximum(logical - sink_blocks, 0)  # "%" of a negative truncates
+        behind_sink = tl.maximum(logical - sink_blocks, 0)  # "%" of a negative number truncates
         in_ring = sink_blocks + behind_sink % tl.maximum(row.ring_blocks, 1)
         column = tl.where((row.ring_blocks == 0) | (logical < sink_blocks), logical, in_ring)
     return row.offset + column
@@ -50,10 +50,10 @@ def table_column(logical, row, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def page_offset(block, block_stride):
-    """Return where pages start, in elements; of block -1 anything.
+    """Return the offset of each block, in elements, without the head's base; for -1 any number.
 
-    One product of 32 by 32 bits (``KVLayout`` checks): the compiler sees that the upper halves are
-    zero, which it would not of signed factors.
+    One product of 32 by 32 bits (``KVLayout`` checks strides): the compiler sees that the upper
+    halves of unsigned factors are zero. It would not see that of signed factors.
     """
     return (block.to(tl.uint32).to(tl.uint64) * block_stride.to(tl.uint32).to(tl.uint64)).to(
         tl.int64
@@ -62,14 +62,14 @@ def page_offset(block, block_stride):
 
 @triton.jit
 def split_slot(slot, BLOCK_SIZE: tl.constexpr):
-    """Return block and offset of int64 slots >= 0: unsigned, so that each is one instruction."""
+    """Return block and offset of int64 slots >= 0; unsigned arithmetic: one instruction each."""
     slot = slot.to(tl.uint64)
     return (slot // BLOCK_SIZE).to(tl.int64), (slot % BLOCK_SIZE).to(tl.int64)
 
 
 @triton.jit
 def load_page_rows(pointers, mask, dtype: tl.constexpr, FP8_PATH: tl.constexpr):
-    """Load keys or values as the products take them; codes become ``dtype``, scales aside."""
+    """Return keys or values as the products take them: codes become ``dtype``, not yet scaled."""
     if FP8_PATH is None:
         rows = tl.load(pointers, mask=mask, other=0.0)
     else:

@@ -1,7 +1,7 @@
-"""A check that no kernel can make: are the block ids that a step needs those of the pool?
+"""A check that no kernel makes: does every block id that a step needs name a block of the pool?
 
-Kernels trust a block table; an id past the pool would read or write somebody else's memory. The
-check is for debugging: it copies what it found to the host, and so waits for the device.
+Kernels trust a block table: with an id past the pool they would read or write other memory. The
+check is for debugging: it copies its findings to the host and therefore waits for the device.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadBlockId:
-    """An entry of a block table that some query of its row needs, and that names no block."""
+    """A block-table entry that a query of its row needs, but that names no block of the pool."""
 
     row: int
     """Batch row."""
     head: int
     """KV head."""
     column: int
-    """Column of the row; one past the last where the row is too short."""
+    """Column of the row; one past the last column if the row is too short."""
     block_id: int
-    """What stands there; -1 = no page, also past the last column."""
+    """The entry; -1 = no page, also for a column past the last."""
 
 
 def find_bad_block_ids(
@@ -36,18 +36,18 @@ def find_bad_block_ids(
     layout: KVLayout,
     num_blocks: Sequence[int],
 ) -> list[BadBlockId]:
-    """Return the table's entries that a step would follow out of the pool, row by row.
+    """Return the table's entries that a step needs and that are outside the pool, row by row.
 
-    A row needs the pages of all positions that one of its queries sees, its own tokens among them:
-    ``kv_layout``'s window and sink decide. What no query sees may hold anything.
+    A row needs the pages of all positions that one of its queries sees, its own tokens included;
+    ``kv_layout`` has the rule of window and sink. Entries that no query needs may be anything.
 
     Args:
         block_table: ``[num_reqs, row_width]`` int32 in batch-row order, or contiguous per-head
             ``[num_reqs * kv_heads, max_blocks]``.
         seq_lens: ``[num_reqs]`` int32, tokens including the queries; 0 = padding row.
         query_lens: ``[num_reqs]`` int32, queries of each row.
-        layout: what each head may see, and where its segment of a row starts.
-        num_blocks: of each head group's pool: ids are ``0 .. num_blocks[group] - 1``.
+        layout: the window and sink of each head, and the first column of its segment.
+        num_blocks: blocks in each head group's pool: ids are ``0 .. num_blocks[group] - 1``.
 
     Stream:
         Current stream; waits for the device.

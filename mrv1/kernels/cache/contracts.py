@@ -1,6 +1,6 @@
-"""What the paged cache's ops take: argument checks and the rule of table columns, without triton.
+"""The argument checks of the paged cache's ops and the rule of table columns, without triton.
 
-Launchers and oracles share it; beside it stand ``kv_layout`` and ``kv_scales``.
+Launchers and oracles share this module, as they share ``kv_layout`` and ``kv_scales``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.uint8)
-"""What a cache with scales may be: e4m3 codes, or a view of their bytes."""
+"""Dtypes of a cache with scales: e4m3 codes, or a view of their bytes."""
 
 PAGE_DTYPES = (
     torch.float16,
@@ -27,7 +27,7 @@ PAGE_DTYPES = (
     torch.float8_e4m3fn,
     torch.uint8,
 )
-"""What a cache may hold where its pages are moved and not read."""
+"""Dtypes of a cache whose pages are moved without reading their values."""
 
 
 def check_head_dim(layout: KVLayout) -> None:
@@ -48,7 +48,9 @@ def check_caches(
     like: torch.Tensor,
     scales: KVScales | None,
 ) -> None:
-    """Raise unless a K and a V cache fit the layout, their scales and the tensor beside them.
+    """Raise unless the K and V caches fit the layout, the scales and the tensor ``like``.
+
+    ``like`` gives the device and, without ``scales``, the dtype.
 
     Raises:
         TypeError: a wrong dtype, or an fp8 cache without scales.
@@ -74,8 +76,8 @@ def check_caches(
             raise ValueError(f"{name}: expected shape {expected} by the layout, got {list(shape)}")
     if 0 < k_cache.numel() < layout.page_end:
         raise ValueError(
-            f"layout: expected pages within the {k_cache.numel()} elements of k_cache, got one of "
-            f"block 0 that ends at {layout.page_end}"
+            f"layout: expected pages within the {k_cache.numel()} elements of k_cache, got a page "
+            f"of block 0 that ends at {layout.page_end}"
         )
     if scales is not None:
         _check_scales(scales, layout, k_cache)
@@ -102,8 +104,8 @@ def _check_scales(scales: KVScales, layout: KVLayout, k_cache: torch.Tensor) -> 
     end = scales.last_base + max(1, scales_per_block(scales.granularity, layout.block_size))
     if 0 < scales.k_scale.numel() < end:
         raise ValueError(
-            f"scales: expected those of block 0 within the {scales.k_scale.numel()} elements of "
-            f"k_scale, got one that ends at {end}"
+            f"scales: expected block 0's scales within the {scales.k_scale.numel()} elements of "
+            f"k_scale, got scales that end at {end}"
         )
     check("scales.base", scales.base, shape=(heads,), dtype=torch.int64)
     check("scales.block_stride", scales.block_stride, shape=(heads,), dtype=torch.int64)
@@ -139,17 +141,17 @@ class Rope:
     """How ``qkv_cache_write`` rotates queries and keys."""
 
     cos_sin: torch.Tensor
-    """``[max_positions, rotary_dim]`` float32, as ``apply_rope`` takes it; or, without
-    ``positions``, ``[num_tokens, rotary_dim]``, each token's own row."""
+    """``[max_positions, rotary_dim]`` float32, as ``apply_rope`` takes the table; or, without
+    ``positions``, ``[num_tokens, rotary_dim]``, one row per token."""
     positions: torch.Tensor | None = None
     """``[num_tokens]`` int64, contiguous, in [0, max_positions): not checked on the device. With
-    ``mrope_section`` ``[3, num_tokens]``, unit last stride. None = the rows are picked already:
-    worth it when many layers share them, as no load waits for another."""
+    ``mrope_section`` ``[3, num_tokens]``, unit last stride. None = ``cos_sin`` has one row per
+    token: worth it when many layers share these rows, as no load then waits for a position."""
     interleaved: bool = False
     """Pairs are neighbours (2i, 2i + 1), not halves (i, i + rotary_dim / 2)."""
     mrope_section: tuple[int, int, int] | None = None
-    """Pairs that turn by the position of time, of height and of width, in that order; together
-    rotary_dim / 2. None = one position per token."""
+    """Numbers of pairs that turn by the position in time, in height and in width, in that order;
+    their sum is rotary_dim / 2. None = one position per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +159,9 @@ class QKNorm:
     """The RMS norms of ``qkv_cache_write``, over each head."""
 
     q_weight: torch.Tensor
-    """``[head_dim]``, qkv's dtype, contiguous: of query heads."""
+    """``[head_dim]``, qkv's dtype, contiguous: the weight for query heads."""
     k_weight: torch.Tensor
-    """Likewise of key heads."""
+    """The same for key heads."""
     eps: float = 1e-6
 
 
@@ -173,7 +175,7 @@ def check_qkv(
     k_out: torch.Tensor | None,
     dtypes: tuple[torch.dtype, ...],
 ) -> torch.Tensor:
-    """Return qkv as [tokens, heads, head_dim], or raise where it and what is done to it misfit.
+    """Return qkv as [tokens, heads, head_dim], or raise if the arguments do not fit together.
 
     Raises:
         TypeError: a wrong dtype.
@@ -220,7 +222,7 @@ def _check_rope(rope: Rope, qkv: torch.Tensor, head_dim: int) -> None:
         len(section) != 3 or min(section) < 0 or sum(section) != rotary_dim // 2
     ):
         raise ValueError(
-            f"rope.mrope_section: expected three sizes >= 0 of {rotary_dim // 2} pairs together, "
+            f"rope.mrope_section: expected three sizes >= 0 with sum {rotary_dim // 2}, "
             f"got {section}"
         )
     shape = (num_tokens,) if section is None else (3, num_tokens)
@@ -241,8 +243,8 @@ def check_copy_pages(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, a group the layout lacks, or none where it has
-            several.
+        ValueError: a wrong shape, device or stride, a group that the layout lacks, or no group for
+            a layout with several.
     """
     check_tensor("k_cache", k_cache, dtype=dtypes)
     check_caches(k_cache, v_cache, layout, k_cache, scales)

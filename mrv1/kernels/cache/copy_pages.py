@@ -1,11 +1,11 @@
-"""Copy pages: duplicate whole blocks of one layer's KV cache, before one owner writes to its own.
+"""Copy pages: duplicate whole blocks of one layer's KV cache before one of their owners writes.
 
     cache[head_base[h] + dst * block_stride[h] + t * token_stride + d]
         = cache[head_base[h] + src * block_stride[h] + t * token_stride + d]
 
 for every token ``t`` and dimension ``d`` of each listed block, in K and in V, for all KV heads or
-those of one head group; the block's scales, where there are any, likewise. The address formulas
-are those of ``kv_layout`` and ``kv_scales``.
+the heads of one head group. A block's scales are copied too, if it has any. ``kv_layout`` and
+``kv_scales`` have the address formulas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
 from mrv1.kernels.cache.scale_arguments import layout_constexprs
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By bytes. Pages move as integers: no target need know the cache's dtype, no NaN is quieted."""
+"""By size in bytes. Pages move as integers: any GPU can copy any dtype, and no NaN is quieted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class CopyPagesConfig:
         """Return the choice for a head dimension and the bytes of a cache element."""
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
             return cls(tile_rows=1024, num_warps=1)
-        # 4 KiB each of K and V per program: four 16-byte pieces per thread of 4 warps in flight.
+        # 4 KiB each of K and V per program: four 16-byte loads in flight per thread of 4 warps.
         row_bytes = triton.next_power_of_2(head_dim) * itemsize
         return cls(tile_rows=max(1, 4096 // row_bytes), num_warps=4)
 
@@ -59,12 +59,12 @@ def _copy_pages_kernel(
     head_base_ptr,  # [NUM_KV_HEADS] int64, elements
     block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
     token_stride,  # elements
-    group,  # whose heads to copy, -1 = all
+    group,  # head group to copy, -1 = all heads
     num_vectors,  # num_copies * NUM_KV_HEADS * BLOCK_SIZE
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SCALES_PER_BLOCK: tl.constexpr,  # of each head
+    SCALES_PER_BLOCK: tl.constexpr,  # per head
     ALIGNMENT: tl.constexpr,  # elements; divides every address
     TILE_ROWS: tl.constexpr,
 ):
@@ -91,7 +91,7 @@ def _copy_pages_kernel(
     tl.store(k_cache_ptr + target[:, None] + dims, k, mask=mask)
     tl.store(v_cache_ptr + target[:, None] + dims, v, mask=mask)
     if k_scale_ptr is not None:
-        kept &= token % (BLOCK_SIZE // SCALES_PER_BLOCK) == 0  # the first that a scale is of
+        kept &= token % (BLOCK_SIZE // SCALES_PER_BLOCK) == 0  # the first token of a scale
         scale_offset = scale_index(token, BLOCK_SIZE, SCALES_PER_BLOCK)
         scale_offset += tl.load(scale_base_ptr + head, mask=kept, other=0)
         block_stride = tl.load(scale_block_stride_ptr + head, mask=kept, other=0)
@@ -102,7 +102,7 @@ def _copy_pages_kernel(
 
 
 def _scale_arguments(scales: KVScales | None) -> tuple[torch.Tensor | None, ...]:
-    """Return K and V scales, bases and block strides; None where a block has no scales."""
+    """Return K and V scales, bases and block strides; all None if blocks have no own scales."""
     if scales is None or scales.granularity == "head":
         return None, None, None, None
     bits = (scale.view(torch.int32) for scale in (scales.k_scale, scales.v_scale))
@@ -122,26 +122,26 @@ def copy_pages(
     """Copy whole blocks of one layer's paged cache onto other blocks: K, V and their scales.
 
     Args:
-        k_cache: one layer's key buffer, any shape, contiguous, fp16, bf16, fp32, float8_e4m3fn or
-            uint8; addressed flat by ``layout``. *Written* in the pages of ``dst_block_ids``,
-            untouched elsewhere.
+        k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, fp16, bf16,
+            fp32, float8_e4m3fn or uint8; addressed flat by ``layout``. *Written* in the pages of
+            ``dst_block_ids``, untouched elsewhere.
         v_cache: one layer's value buffer, dtype and size of ``k_cache``. *Written*.
         src_block_ids: ``[num_copies]`` int32 or int64, contiguous: the blocks to copy, in the id
             space of ``group``; -1 = skip the pair. An id may occur more than once.
-        dst_block_ids: ``[num_copies]`` int32 or int64, contiguous: the block each becomes; -1 =
-            skip the pair. Ids are distinct and none of them is in ``src_block_ids``: copies run in
-            any order. Values on the device are not checked.
+        dst_block_ids: ``[num_copies]`` int32 or int64, contiguous: the block that each source is
+            copied to; -1 = skip the pair. Ids are distinct and none is in ``src_block_ids``,
+            because copies run in any order. Values on the device are not checked.
         layout: where the pages lie.
-        group: the head group whose heads are copied: block ids mean something within a group only.
+        group: the head group whose heads are copied: a block id is valid in its group only.
             None = all heads, which must then be one group.
-        scales: of an fp8 cache, else None. Per token or quarter: *written* for the pages that
-            are. Per head: no copy needs them.
+        scales: the scales of an fp8 cache, else None. Per token or quarter: *written* for every
+            page that is written. Per head: not copied, as no block has scales of its own.
 
     Raises:
         TypeError: a wrong dtype, or a float8_e4m3fn cache without ``scales``.
-        ValueError: a wrong shape, device or stride, a group the layout lacks, no group where it
-            has several, or a head dimension without a kernel.
-        UnsupportedDeviceError: the tensors are where this process cannot launch.
+        ValueError: a wrong shape, device or stride, a group that the layout lacks, no group for a
+            layout with several, or a head dimension without a kernel.
+        UnsupportedDeviceError: this process cannot launch kernels on the tensors' device.
 
     Numerics:
         Bytes are moved, never converted: tier A, equal to the oracle bit for bit, NaN too.

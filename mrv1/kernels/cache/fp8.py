@@ -1,8 +1,8 @@
 """Device functions of fp8 caches: e4m3 codes to and from floats, scales of (token, head) vectors.
 
-Codes are ``uint8`` (e4m3fn: no infinity, NaN is 0x7F), so that no kernel argument has a type which
-a GPU without e4m3 lacks. ``PATH`` says who converts: ``"hardware"`` or, with the same bits,
-``"integer"`` arithmetic (see ``mrv1.device.fp8_path``).
+Codes are ``uint8`` (e4m3fn: no infinity, NaN is 0x7F), so that no kernel argument has a type that
+a GPU without e4m3 lacks. ``PATH`` says how codes are converted: by ``"hardware"`` or, with the
+same bits, by ``"integer"`` arithmetic (see ``mrv1.device.fp8_path``).
 
 Source: OCP 8-bit Floating Point Specification, revision 1.0 (E4M3).
 """
@@ -20,7 +20,7 @@ SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE_VALUE)
 
 @triton.jit
 def encode_e4m3(x, PATH: tl.constexpr):
-    """Return the codes of float32 ``x``: nearest, ties to even; +-448 beyond; NaN is 0x7F."""
+    """Return the codes of float32 ``x``: nearest, ties to even; +-448 at most; NaN is 0x7F."""
     if PATH == "hardware":
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -39,13 +39,13 @@ def encode_e4m3(x, PATH: tl.constexpr):
 
 @triton.jit
 def decode_e4m3(code, PATH: tl.constexpr):
-    """Return the values of ``code`` in fp16, which holds them all exactly."""
+    """Return the values of ``code`` in fp16, which represents every e4m3 value exactly."""
     if PATH == "hardware":
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         bits = code.to(tl.uint16)
         magnitude = bits & 0x7F
-        # As fp16 bits the code's exponent and mantissa are value / 2^8, subnormals too.
+        # Read as fp16 bits, the code's exponent and mantissa are value / 2^8, subnormals too.
         small = ((bits & 0x80) << 8) | (magnitude << 7)
         value = small.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
         value = value.to(tl.float16).to(tl.uint16, bitcast=True)
@@ -56,25 +56,25 @@ def decode_e4m3(code, PATH: tl.constexpr):
 
 @triton.jit
 def finite_absmax(x):
-    """Return the largest finite magnitude along the last axis of float32 ``x``, an axis of 1.
+    """Return the largest finite magnitude of float32 ``x`` along its last axis, kept with size 1.
 
-    Infinities and NaN times zero are NaN, which a GPU's maximum passes over: two instructions an
-    element. Where nothing is finite the result may be NaN, which ``scale_of`` passes over.
+    Infinities and NaN times zero are NaN, which a GPU's maximum ignores: two instructions per
+    element. If no element is finite, the result may be NaN, which ``scale_of`` ignores.
     """
     finite = tl.abs(tl.fma(x, 0.0, x))
-    if INTERPRETED:  # its maximum does not
+    if INTERPRETED:  # the interpreter's maximum does not ignore NaN
         finite = tl.where(finite == finite, finite, 0.0)
     return tl.max(finite, axis=len(x.shape) - 1, keep_dims=True)
 
 
 @triton.jit
 def divide_exactly(x, divisor, inverse, CORRECTIONS: tl.constexpr):
-    """Return float32 ``x / divisor`` rounded to nearest, ``inverse`` being 1 / divisor so rounded.
+    """Return float32 ``x / divisor``, rounded to nearest; ``inverse`` is 1 / divisor, so rounded.
 
-    A product and two corrections, where a division takes a subroutine: the second starts within
-    a unit in the last place and so ends with the nearest (Markstein, IBM J. Res. Dev. 34(1),
-    1990), unless the quotient over- or underflows. One is enough for what ``quantize`` says. 0
-    keeps its sign, infinity stays.
+    A product and two corrections are faster than a division, which takes a subroutine. The second
+    correction starts within a unit in the last place, so it ends with the nearest quotient
+    (Markstein, IBM J. Res. Dev. 34(1), 1990), unless the quotient over- or underflows. One
+    correction is enough where ``quantize`` says so. 0 keeps its sign, infinity stays infinity.
     """
     first = x * inverse
     negated = x * -1.0  # folded into the multiply-add; "-x" is 0 - x, an instruction of its own
@@ -94,11 +94,11 @@ def scale_of(largest):
 
 @triton.jit
 def quantize(x, scale, OWN_SCALE: tl.constexpr, PATH: tl.constexpr):
-    """Return the codes of ``x / scale`` in float32; ``scale`` has 1 in place of the last axis.
+    """Return the codes of ``x / scale``, divided in float32; ``scale`` has a last axis of size 1.
 
-    OWN_SCALE says that it is ``scale_of`` the vector itself: then nothing overflows, what
-    underflows is far below the smallest code, and for the few significands of a 16-bit type one
-    correction gives the nearest quotient (a test tries them all).
+    OWN_SCALE says that ``scale`` is ``scale_of`` the vector itself: then no quotient overflows,
+    quotients that underflow are far below the smallest code, and for the few significands of a
+    16-bit type one correction gives the nearest quotient (a test tries them all).
     """
     wide = x.to(tl.float32)
     if OWN_SCALE:
@@ -112,17 +112,17 @@ def quantize(x, scale, OWN_SCALE: tl.constexpr, PATH: tl.constexpr):
 
 @triton.jit
 def scale_index(token, BLOCK_SIZE: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr):
-    """Return which of a block's scales is a token's: no code where each token has its own."""
+    """Return the index of a token's scale in its block; no instruction with a scale per token."""
     return token // (BLOCK_SIZE // SCALES_PER_BLOCK)
 
 
 @triton.jit
 def product_query(q):
-    """Return ``q`` as the products with fp8 keys take it, and the factor per row it lost.
+    """Return ``q`` as the products with fp8 keys take it, and the divisor of each row.
 
-    fp16 and fp32 are taken as they are. bf16 goes to fp16, that the keys convert to cheaply, in
-    units of a power of two near its row's largest element: nothing overflows, and what underflows
-    is 2^-25 of the largest.
+    fp16 and fp32 stay as they are. bf16 becomes fp16, to which keys convert cheaply, after a
+    division by a power of two near the row's largest element: nothing overflows, and an element
+    that underflows is at most 2^-25 of the largest.
     """
     unit = tl.full([q.shape[0]], 1.0, tl.float32)
     if q.dtype == tl.bfloat16:
@@ -137,8 +137,8 @@ def product_query(q):
 def decode_pairs(codes, PATH: tl.constexpr):
     """Return the values of the low and of the high code in each int16, in fp16, exactly.
 
-    Two codes in one 16-bit element let caches move, transpose and reach the tensor cores as any
-    16-bit type does; bytes would have to be shuffled into place one by one.
+    As pairs in 16-bit elements, codes are moved, transposed and passed to the tensor cores like
+    any 16-bit type; single bytes would have to be shuffled into place one by one.
     """
     if PATH == "integer":
         low = _decode_high_byte(codes << 8)
@@ -146,7 +146,7 @@ def decode_pairs(codes, PATH: tl.constexpr):
     elif INTERPRETED:
         low = decode_e4m3((codes & 0xFF).to(tl.uint8), PATH)
         high = decode_e4m3(((codes >> 8) & 0xFF).to(tl.uint8), PATH)
-    else:  # one shuffle and two conversions for four codes; Triton's own casts take twice as many
+    else:  # a shuffle and two conversions per four codes; Triton's own casts need twice that
         low, high = tl.inline_asm_elementwise(
             """{
             .reg .b32 sorted;
@@ -167,7 +167,7 @@ def decode_pairs(codes, PATH: tl.constexpr):
 
 @triton.jit
 def _decode_high_byte(codes):
-    """Return the value of the high byte's code: as fp16 bits it is value / 2^8."""
+    """Return the value of the high byte's code, which as fp16 bits reads value / 2^8."""
     magnitude = codes & 0x7F00
     small = ((codes & -0x8000) | (magnitude >> 1)).to(tl.int16).to(tl.float16, bitcast=True)
     value = (small * 256.0).to(tl.float16)
@@ -176,11 +176,11 @@ def _decode_high_byte(codes):
 
 @triton.jit
 def product_query_pairs(even, odd):
-    """Return queries ``[dim / 2, rows]`` for products with fp8 keys, and the factor per row lost.
+    """Return queries ``[dim / 2, rows]`` for products with fp8 keys, and the divisor of each row.
 
-    fp16 and fp32 are taken as they are. bf16 goes to fp16, that the keys convert to cheaply, in
-    units of a power of two near its row's largest element: nothing overflows, and what underflows
-    is 2^-25 of the largest.
+    fp16 and fp32 stay as they are. bf16 becomes fp16, to which keys convert cheaply, after a
+    division by a power of two near the row's largest element: nothing overflows, and an element
+    that underflows is at most 2^-25 of the largest.
     """
     unit = tl.full([even.shape[1]], 1.0, tl.float32)
     if even.dtype == tl.bfloat16:

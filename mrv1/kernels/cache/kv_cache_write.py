@@ -3,9 +3,9 @@
     k_cache[head_base[h] + b * block_stride[h] + t * token_stride + d] = key[i, h, d]
 
 with ``b, t = divmod(slot_mapping[group_of_head[h], i], block_size)``, and likewise for values.
-A negative slot (padding, or a position whose page is gone) is skipped. The address formula and its
-layouts are ``kv_layout``'s. A cache with a scale per quarter of a block has a kernel of its own,
-``_quarter_write``.
+A negative slot (padding, or a position whose page is gone) is skipped. ``kv_layout`` has the
+address formula and its layouts. A cache with a scale per quarter of a block has a kernel of its
+own, in ``quarter_write``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class KVCacheWriteConfig:
     def default_for(
         cls, head_dim: int, dtype: torch.dtype, *, fp8: bool = False
     ) -> KVCacheWriteConfig:
-        """Return the choice for a head dimension, an input dtype and whether it is quantised.
+        """Return the choice for a head dimension, an input dtype and an fp8 cache or not.
 
-        A copy has one 16-byte piece of K and one of V per thread, which on an H200 beats two at
-        every size. For fp8 two, so that a thread stores 16 codes at once: the work of finding a
-        row's address and scale is shared by more elements.
+        Without fp8 a thread moves 16 bytes of K and 16 of V, which on an H200 beats 32 of each at
+        every size. For fp8 it takes 32 of each, so that it stores 16 codes at once: more elements
+        share the work of finding a row's address and scale.
         """
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
             return cls(tile_rows=1024, num_warps=1)
@@ -57,10 +57,9 @@ class KVCacheWriteConfig:
 
 @triton.jit
 def _quantized(x, scale_ptr, kept, FP8_PATH: tl.constexpr, TOKEN_SCALES: tl.constexpr):
-    """Return the codes of the rows of ``x``, by the scale of each row or by the given ones.
+    """Return the codes of the rows of ``x``; TOKEN_SCALES: by new scales, else by stored scales.
 
-    ``scale_ptr``, pointers to float32, are *written* if TOKEN_SCALES; they are [TILE_ROWS, 1], as
-    is ``kept``.
+    ``scale_ptr`` (pointers to float32, *written* if TOKEN_SCALES) and ``kept`` are [TILE_ROWS, 1].
     """
     if TOKEN_SCALES:
         scale = scale_of(finite_absmax(x.to(tl.float32)))
@@ -94,11 +93,11 @@ def _kv_cache_write_kernel(
     num_rows,  # num_tokens * NUM_KV_HEADS
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    GROUPS: tl.constexpr,  # whether there is more than one
+    GROUPS: tl.constexpr,  # whether there is more than one head group
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
-    SCALES_PER_BLOCK: tl.constexpr,  # of each head: BLOCK_SIZE, or 0 = one for all blocks
+    SCALES_PER_BLOCK: tl.constexpr,  # per head: BLOCK_SIZE, or 0 = one scale for all blocks
 ):
     """Grid (cdiv(num_rows, TILE_ROWS),): one program moves TILE_ROWS (token, head) vectors."""
     ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
@@ -120,7 +119,7 @@ def _kv_cache_write_kernel(
     address = tl.multiple_of(address, [ALIGNED, ALIGNED])
 
     dim = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
-    in_row = in_range & (dim < HEAD_DIM)  # not "kept": a load waits for no other
+    in_row = in_range & (dim < HEAD_DIM)  # not "kept": these loads do not wait for the slot
     key_ptr += token * stride_key_token + head * stride_key_head
     value_ptr += token * stride_value_token + head * stride_value_head
     key = tl.load(key_ptr + dim, mask=in_row, other=0.0)
@@ -164,23 +163,24 @@ def kv_cache_write(
             block_size``; negative = skip the token for that group's heads. Slots of one group are
             distinct.
         layout: where the pages lie; its ``group_of_head`` picks the row of ``slot_mapping``.
-        scales: of an fp8 cache, else None. Per token: *written* at the slots, as
+        scales: the scales of an fp8 cache, else None. Per token: *written* at the slots, as
             ``max(absmax / 448, 1e-12)`` of the head's vector. Per quarter of a block: *written*
-            for the quarters that slots are in, as the largest of the stored scale and of what the
-            new vectors need; if it grows, the quarter's other codes are *written* too, requantised
-            once. A quarter whose first slot is written forgets its stored scale, as it does one
-            that is not positive. Per head: read.
+            for every quarter with a new token, as the largest of the stored scale and the scales
+            of the new vectors; if it grows, the quarter's other codes are *written* too,
+            requantised once. The stored scale counts as 0 if the quarter's first slot is written
+            or the scale is not positive. Per head: read.
 
     Raises:
         TypeError: a wrong dtype.
         ValueError: a wrong shape, device or stride, or a head dimension without a kernel.
-        UnsupportedDeviceError: the tensors are where this process cannot launch.
+        UnsupportedDeviceError: this process cannot launch kernels on the tensors' device.
 
     Numerics:
         Tier A, equal to the oracle bit for bit. Without ``scales`` bytes are moved, never
-        converted. With them ``x / scale`` is rounded to e4m3, ties to even; beyond +-448 it
-        saturates, infinities too; NaN stays NaN. A token's absmax ignores what is not finite.
-        Beside a scale per quarter bytes depend on which tokens were written before, and together.
+        converted. With ``scales``, ``x / scale`` is rounded to e4m3, ties to even, and saturates
+        at +-448, infinities too; NaN stays NaN. A vector's absmax ignores elements that are not
+        finite. With a scale per quarter, bytes depend on which tokens were written before, and
+        which together.
 
     Stream:
         One launch on the current stream; no allocation, no synchronisation, CUDA-graph safe.

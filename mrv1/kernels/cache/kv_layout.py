@@ -1,4 +1,4 @@
-"""Where the pages of one layer's KV cache lie, and which of them each KV head may see.
+"""Where the pages of one layer's KV cache are, and which positions each KV head may see.
 
 Element address of token ``t`` of block ``b`` for KV head ``h`` in one layer's K (or V) buffer::
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 BLOCK_SIZES = (16, 32, 64, 128)
-"""Tokens per block the kernels accept."""
+"""Block sizes that the kernels accept, in tokens."""
 
 ALIGNMENT_BYTES = 16
 """Bases and strides are multiples of this, so that a page row is read in 16-byte pieces."""
@@ -37,9 +37,9 @@ class HeadRole:
     window: int = -1
     """Visible tokens including the current one; -1 = full context."""
     sink: int = 0
-    """Leading tokens that stay visible beside a window; 0 without one."""
+    """Leading tokens that stay visible besides the window; 0 without a window."""
     ring_blocks: int = 0
-    """0 = column is the logical block; else blocks of the ring behind the sink's columns."""
+    """Columns of the ring, which follow the sink's; 0 = no ring: column is the logical block."""
     table_offset: int = 0
     """First column of this head's segment in a block-table row."""
     group: int = 0
@@ -48,7 +48,7 @@ class HeadRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Addresses and roles of one layer's KV heads; tensors live on the cache's device.
+    """Addresses and roles of one layer's KV heads; tensors are on the cache's device.
 
     Build one with :meth:`hnd`, :meth:`nhd`, :meth:`head_groups` or :meth:`per_head_ids`.
     """
@@ -76,20 +76,21 @@ class KVLayout:
     num_groups: int
     """Rows of ``slot_mapping``."""
     address_unit: int
-    """Elements; every address and ``head_dim`` is a multiple of it (host fact)."""
+    """Elements; every address and ``head_dim`` are multiples of this (host fact)."""
     has_window: bool
-    """Whether any head has a window (host fact, so that kernels for full heads skip its code)."""
+    """Whether any head has a window (host fact: kernels for full heads omit the window's code)."""
     has_ring: bool
-    """Whether any head keeps a ring of blocks (host fact)."""
+    """Whether any head has a ring (host fact)."""
     roles: tuple[HeadRole, ...]
-    """Of each KV head (host fact)."""
+    """The role of each KV head (host fact)."""
     least_row_width: int
-    """Columns of a block-table row that the roles take up, whatever its length (host fact)."""
+    """Columns that the roles need in a block-table row of any context length (host fact)."""
     page_end: int
     """Elements up to the end of the farthest page of block 0 (host fact)."""
     page_shapes: tuple[tuple[int, int, int], ...]
-    """What a four-dimensional cache may be behind its blocks: ``(kv_heads, block_size, head_dim)``
-    for HND, ``(block_size, kv_heads, head_dim)`` for NHD, nothing for others (host fact)."""
+    """Shapes of a four-dimensional cache without its first dimension, the blocks: ``(kv_heads,
+    block_size, head_dim)`` for HND, ``(block_size, kv_heads, head_dim)`` for NHD, none for others
+    (host fact)."""
 
     @classmethod
     def build(
@@ -106,7 +107,7 @@ class KVLayout:
     ) -> KVLayout:
         """Return a layout from plain numbers, checked on the host.
 
-        ``num_groups``: rows of ``slot_mapping``; None = as many as the roles name.
+        ``num_groups``: rows of ``slot_mapping``; None = the number of groups that the roles name.
 
         Raises:
             ValueError: an impossible size, an unaligned base or stride, a role that contradicts
@@ -137,7 +138,7 @@ class KVLayout:
             ("token_stride", token_stride * block_size),
             *(("block_stride", v) for v in block_stride),
         ):
-            if value >= 2**31:  # factors and products of 32 bits: only block times stride is wider
+            if value >= 2**31:  # 32-bit factors: only block times stride is wider
                 raise ValueError(f"{name}: expected a block within 2**31 elements, got {value}")
         for head, role in enumerate(roles):
             if role.window == 0 or role.window < -1:
@@ -165,7 +166,8 @@ class KVLayout:
             num_groups = used_groups
         elif num_groups < used_groups:
             raise ValueError(
-                f"num_groups: expected at least the roles' {used_groups}, got {num_groups}"
+                f"num_groups: expected at least {used_groups} for the roles' groups, "
+                f"got {num_groups}"
             )
 
         def column(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -210,18 +212,18 @@ class KVLayout:
         roles: Sequence[HeadRole] | None = None,
         device: torch.device | str = "cpu",
     ) -> KVLayout:
-        """Return ``[blocks, heads, block_size, head_dim]``, the default: a page is contiguous.
+        """Return the default layout ``[blocks, heads, block_size, head_dim]``: contiguous pages.
 
-        All heads have ``window`` and ``sink``, or with ``roles`` each its own.
+        All heads have ``window`` and ``sink``, or each head has its own role in ``roles``.
 
         Raises:
-            ValueError: ``roles`` beside a window or a sink, or not one for each head.
+            ValueError: ``roles`` together with a window or a sink, or not one role per head.
         """
         if roles is None:
             roles = [HeadRole(window=window, sink=sink)] * num_kv_heads
         elif (window, sink) != (-1, 0):
             raise ValueError(
-                f"roles, window, sink: expected roles alone, got them beside {window=}, {sink=}"
+                f"roles, window, sink: expected roles alone, got roles with {window=}, {sink=}"
             )
         elif len(roles) != num_kv_heads:
             raise ValueError(f"roles: expected {num_kv_heads} heads, got {len(roles)}")
@@ -271,8 +273,8 @@ class KVLayout:
         """Return the layout of several head groups in one buffer.
 
         Group ``g`` starts at element ``group_base[g]`` and is an HND cache of its own heads:
-        ``[blocks of g, heads of g, block_size, head_dim]``. It may have none: other layers' heads
-        may be in it.
+        ``[blocks of g, heads of g, block_size, head_dim]``. A group may have only heads of other
+        layers.
         """
         page = block_size * head_dim
         size = [sum(role.group == g for role in roles) for g in range(len(group_base))]
@@ -314,7 +316,7 @@ class KVLayout:
         The block table is ``[batch * kv_heads, max_blocks]``; ``slot_mapping`` has a row per head.
 
         Raises:
-            ValueError: not one window or sink for each head.
+            ValueError: not one window or not one sink per head.
         """
         page = block_size * head_dim
         windows = [-1] * num_kv_heads if window is None else list(window)
@@ -343,16 +345,16 @@ class KVLayout:
 
         Raises:
             TypeError: not int32.
-            ValueError: another shape, a per-head table that is not contiguous, or one in which the
-                layout's ``table_offset`` means another place.
+            ValueError: another shape, rows narrower than the layout's segments, or a per-head
+                table that is not contiguous or not as wide as ``table_offset`` requires.
         """
         if block_table.dtype != torch.int32:
             raise TypeError(f"block_table: expected dtype torch.int32, got {block_table.dtype}")
         if block_table.dim() == 2 and block_table.shape[0] == num_reqs:
             if num_reqs and block_table.shape[1] < self.least_row_width:
                 raise ValueError(
-                    f"block_table: expected rows of at least {self.least_row_width} columns, the "
-                    f"layout's segments, got {list(block_table.shape)}"
+                    f"block_table: expected rows of at least {self.least_row_width} columns for "
+                    f"the layout's segments, got {list(block_table.shape)}"
                 )
             return block_table
         if (
@@ -364,8 +366,8 @@ class KVLayout:
             max_blocks = block_table.shape[1]
             if offsets != [head * max_blocks for head in range(self.num_kv_heads)]:
                 raise ValueError(
-                    "block_table: expected a row per request and KV head as wide as the layout's "
-                    f"table_offset {offsets} says, got {list(block_table.shape)}"
+                    "block_table: expected a row per request and KV head, as wide as the layout's "
+                    f"table_offset {offsets} needs, got {list(block_table.shape)}"
                 )
             return block_table.view(num_reqs, -1)
         raise ValueError(
@@ -381,7 +383,7 @@ def _shapes_of(
     head_base: Sequence[int],
     block_stride: Sequence[int],
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield what may stand behind the blocks in the shape of a cache with these addresses."""
+    """Yield the shapes that a cache with these addresses may have, without its first dimension."""
     num_kv_heads = len(head_base)
     if list(block_stride) != [num_kv_heads * block_size * head_dim] * num_kv_heads:
         return

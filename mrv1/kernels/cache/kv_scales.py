@@ -1,19 +1,19 @@
-"""The scales of an fp8 KV cache: which there are, and where each lies.
+"""The scales of an fp8 KV cache: their granularities and their addresses.
 
 An fp8 cache holds e4m3 codes; the value of a code is ``code * scale``. Scales are float32 in side
-tensors, one for K and one for V, addressed alike. Element address of the scale of token ``t`` of
-block ``b`` for KV head ``h``::
+tensors, one for K and one for V, with the same addresses. Element address of the scale of token
+``t`` of block ``b`` for KV head ``h``::
 
     token    base[h] + b * block_stride[h] + t
     quarter  base[h] + b * block_stride[h] + t * 4 // block_size
     head     base[h]
 
 ``token``: one per (token, head), written with the token. ``quarter``: one per head and quarter of
-a block, that grows with the largest value in it, so that codes depend on the order of writes; see
-``kv_cache_write``. ``head``: one per head, static, given by the caller.
+a block; the scale grows with the largest value in the quarter, so codes depend on the order of
+writes (see ``kv_cache_write``). ``head``: one per head, static, given by the caller.
 
-Source: the form of ``quarter``, ``[blocks, kv_heads, 4]``, is FastDeploy's (PR 7949); what it
-means is ours.
+Source: the shape of ``quarter`` scales, ``[blocks, kv_heads, 4]``, is FastDeploy's (PR 7949);
+their meaning is ours.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, HeadRole
 ScaleGranularity = Literal["token", "quarter", "head"]
 
 QUARTERS = 4
-"""Scales of a block and head if there is one per quarter."""
+"""Scales per block and head with granularity ``quarter``."""
 
 LARGEST_E4M3 = 448.0
-"""Largest finite e4m3 value: a vector's largest element is stored as this."""
+"""Largest finite e4m3 value: a vector's largest element is stored as this value."""
 
 SMALLEST_SCALE = 1e-12
-"""Lower bound of a computed scale, so that a vector of zeros has one to divide by."""
+"""Lower bound of a computed scale, so that a vector of zeros is not divided by zero."""
 
 
 def scales_per_block(granularity: ScaleGranularity, block_size: int) -> int:
-    """Return how many scales a block has for each head; 0 = none of its own."""
+    """Return how many scales a block has per head; 0 = blocks have no scales of their own."""
     return {"token": block_size, "quarter": QUARTERS, "head": 0}[granularity]
 
 
@@ -51,7 +51,7 @@ class KVScales:
     k_scale: torch.Tensor
     """float32, contiguous, addressed flat; *written* by ``kv_cache_write`` unless per head."""
     v_scale: torch.Tensor
-    """Likewise for values, of the same shape."""
+    """The same for values, in the same shape."""
     base: torch.Tensor
     """[kv_heads] int64, elements."""
     block_stride: torch.Tensor
@@ -69,11 +69,11 @@ class KVScales:
         base: Sequence[int],
         block_stride: Sequence[int],
     ) -> KVScales:
-        """Return scales addressed by plain numbers, elements per KV head.
+        """Return scales with the given bases and block strides, in elements, one per KV head.
 
         Raises:
-            ValueError: an unknown granularity, unequal lengths, or a base or stride of a block's
-                scales that is not a multiple of 16 bytes.
+            ValueError: an unknown granularity, unequal lengths, a negative number, a stride of
+                2**31 or more, or, unless per head, one that is not a multiple of 16 bytes.
         """
         if granularity not in get_args(ScaleGranularity):
             raise ValueError(
@@ -83,7 +83,7 @@ class KVScales:
             raise ValueError(
                 f"block_stride: expected {len(base)} values like base, got {len(block_stride)}"
             )
-        if max(block_stride, default=0) >= 2**31:  # a factor of 32 bits
+        if max(block_stride, default=0) >= 2**31:  # 32 bits in kernels
             raise ValueError(f"block_stride: expected < 2**31, got {max(block_stride)} elements")
         multiple = ALIGNMENT_BYTES // torch.float32.itemsize
         for name, values in (("base", base), ("block_stride", block_stride)):
@@ -106,7 +106,7 @@ class KVScales:
 
     @classmethod
     def per_token(cls, k_scale: torch.Tensor, v_scale: torch.Tensor) -> KVScales:
-        """Return scales ``[blocks, kv_heads, block_size]``, beside HND, NHD or per-head-id pages.
+        """Return scales ``[blocks, kv_heads, block_size]`` for HND, NHD or per-head-id pages.
 
         Raises:
             ValueError: not three-dimensional.
@@ -120,7 +120,7 @@ class KVScales:
 
     @classmethod
     def per_quarter(cls, k_scale: torch.Tensor, v_scale: torch.Tensor) -> KVScales:
-        """Return scales ``[blocks, kv_heads, 4]``, beside HND, NHD or per-head-id pages.
+        """Return scales ``[blocks, kv_heads, 4]`` for HND, NHD or per-head-id pages.
 
         Raises:
             ValueError: another shape.
@@ -156,13 +156,13 @@ class KVScales:
         *,
         granularity: ScaleGranularity = "token",
     ) -> KVScales:
-        """Return a block's scales beside ``KVLayout.head_groups``, in flat buffers.
+        """Return scales per token or quarter for ``KVLayout.head_groups``, in flat buffers.
 
         Group ``g`` starts at element ``group_base[g]`` and is ``[blocks of g, heads of g,
-        scales of a block]``: ``block_size``, or 4 for ``quarter``.
+        block_size]``, or with ``quarter`` ``[blocks of g, heads of g, 4]``.
 
         Raises:
-            ValueError: a head's group has no base, or scales that no block has.
+            ValueError: a head's group has no base, or granularity ``head``.
         """
         if granularity == "head":
             raise ValueError("granularity: expected 'token' or 'quarter', got 'head'")
@@ -184,7 +184,7 @@ class KVScales:
 
     @classmethod
     def per_head(cls, k_scale: torch.Tensor, v_scale: torch.Tensor) -> KVScales:
-        """Return static scales ``[kv_heads]``, beside pages of any layout."""
+        """Return static scales ``[kv_heads]`` for pages of any layout."""
         heads = range(k_scale.numel())
         return cls.build(
             k_scale, v_scale, granularity="head", base=heads, block_stride=[0] * len(heads)

@@ -7,12 +7,11 @@ Per token, with ``[q, k, v] = qkv``::
     kv_cache_write(k, v)
     q_out = q
 
-Norm and rotation are ``rms_norm``'s and ``apply_rope``'s, each rounded to the dtype as there.
+Norm and rotation are those of ``rms_norm`` and ``apply_rope``, and round to the dtype as they do.
 
-Multimodal rope (M-RoPE) gives a token three positions: of time, height and width. The pairs fall
-into three sections, one behind the other, and a pair takes its angle at the position of its
-section, as in transformers' Qwen2-VL and Qwen2.5-VL. (Qwen3-VL deals the axes out to the pairs in
-turn: that order is not this one.)
+Multimodal rope (M-RoPE) gives a token three positions: in time, height and width. The pairs form
+three consecutive sections, and a pair turns by the position of its section, as in transformers'
+Qwen2-VL and Qwen2.5-VL. (Qwen3-VL gives the three axes to the pairs in turn; this op does not.)
 
 Source: Wang et al., "Qwen2-VL" (2024), section 2.1, for M-RoPE.
 """
@@ -48,13 +47,13 @@ from mrv1.kernels.cache.scale_arguments import (
 )
 
 OVERLAPPED_PROGRAMS = 4096
-"""Most programs of a launch that starts early: on an H200 at 256 tokens (1,536 programs) it saves
-0.5 us of 3.7, at 2,048 it costs 0.8 us of 14.8."""
+"""Most programs of a launch that starts early: on an H200 an early start saves 0.5 us of 3.7 at
+256 tokens (1,536 programs) and costs 0.8 us of 14.8 at 2,048 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKVCacheWriteConfig:
-    """How the work is cut into programs: each has heads of one kind, q, k or v."""
+    """How the work is cut into programs: each program has heads of one kind, q, k or v."""
 
     tile_tokens: int
     """Tokens of one program."""
@@ -67,8 +66,8 @@ class QKVCacheWriteConfig:
     def default_for(cls, head_dim: int, dtype: torch.dtype) -> QKVCacheWriteConfig:
         """Return the GPU's choice: one token and few heads, so that small decodes are parallel.
 
-        A thread holds 16 bytes of either half of a head, one load each. On an H200 half of that
-        is no faster and from 2,048 tokens on 6% slower; twice that is 7 to 15% slower up to 256.
+        A thread holds 16 bytes of each half of a head, one load each. On an H200 half as much is
+        no faster, and 6% slower from 2,048 tokens on; twice as much is 7 to 15% slower up to 256.
         """
         row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
         return cls(tile_tokens=1, tile_heads=max(1, 2048 // row_bytes), num_warps=2)
@@ -77,23 +76,23 @@ class QKVCacheWriteConfig:
     def for_interpreter(
         cls, num_tokens: int, num_heads: int, head_dim: int
     ) -> QKVCacheWriteConfig:
-        """Return one program for all q, one for k and one for v, up to 2^18 elements."""
+        """Return one program for all q, one for k and one for v, up to 2^18 elements each."""
         heads = triton.next_power_of_2(num_heads)
         most = max(1, 2**18 // (heads * triton.next_power_of_2(head_dim)))
         tokens = min(triton.next_power_of_2(num_tokens), most)
         return cls(tile_tokens=tokens, tile_heads=heads, num_warps=1)
 
 
-# A head is held in three parts: both elements of each pair (a, b), and what rope leaves alone.
+# A head has three parts: both elements of each pair (a, b), and the rest, not turned by rope.
 
 
 @triton.jit
 def _load_head(
     row_ptr, in_row, NUM_PAIRS: tl.constexpr, NUM_REST: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Return (a, b, rest) of each head; ``rest`` is a stand-in if NUM_REST is 0.
+    """Return (a, b, rest) of each head; ``rest`` is a placeholder if NUM_REST is 0.
 
-    ``row_ptr``, pointers to the heads, and ``in_row`` are [TILE_TOKENS, TILE_HEADS, 1].
+    ``row_ptr`` (pointers to the heads) and ``in_row`` are [TILE_TOKENS, TILE_HEADS, 1].
     """
     TILE_TOKENS: tl.constexpr = row_ptr.shape[0]
     TILE_HEADS: tl.constexpr = row_ptr.shape[1]
@@ -163,7 +162,7 @@ def _qkv_cache_write_kernel(
     v_scale_ptr,
     scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
     scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
-    q_out_ptr,  # [num_tokens, NUM_Q_HEADS, HEAD_DIM], unit last stride; may be qkv's q
+    q_out_ptr,  # [num_tokens, NUM_Q_HEADS, HEAD_DIM], unit last stride; may be q in qkv
     stride_q_out_token,
     stride_q_out_head,
     k_out_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride; or None
@@ -176,7 +175,7 @@ def _qkv_cache_write_kernel(
     k_norm_ptr,
     eps,
     cos_sin_ptr,  # [rows, 2 * NUM_PAIRS] float32: cosines, then sines; or None
-    positions_ptr,  # [num_tokens] or [3, num_tokens] int64, rows of cos_sin; None = a row a token
+    positions_ptr,  # [num_tokens] or [3, num_tokens] int64, rows of cos_sin; None = one per token
     stride_positions_axis,
     slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
     stride_slot_group,
@@ -189,23 +188,23 @@ def _qkv_cache_write_kernel(
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,  # half of a head without rope
+    NUM_PAIRS: tl.constexpr,  # HEAD_DIM / 2 without rope
     INTERLEAVED: tl.constexpr,
     HEIGHT_PAIR: tl.constexpr,  # first pair of M-RoPE's second section; None = one position
-    WIDTH_PAIR: tl.constexpr,  # first pair of its third
-    GROUPS: tl.constexpr,  # whether there is more than one
+    WIDTH_PAIR: tl.constexpr,  # first pair of the third section
+    GROUPS: tl.constexpr,  # whether there is more than one head group
     BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
-    SCALES_PER_BLOCK: tl.constexpr,  # of each head: BLOCK_SIZE, 0 = one, else not stored here
+    SCALES_PER_BLOCK: tl.constexpr,  # per head: BLOCK_SIZE, 0 = one scale; else k, v not stored
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (cdiv(num_tokens, TILE_TOKENS), NUM_Q_TILES + 2 * NUM_KV_TILES): a tile of q, k or v.
 
-    All loads come first, so that none waits for another but for an address; a program masks
-    those that its kind has no use for. In place is safe: a thread stores the elements that it
-    has loaded.
+    All loads come first, so that a load waits for nothing but its address; a program masks the
+    loads that its kind (q, k or v) does not need. Writing q in place is safe: a thread stores the
+    elements that it has loaded.
     """
     NUM_Q_TILES: tl.constexpr = (NUM_Q_HEADS + TILE_HEADS - 1) // TILE_HEADS
     NUM_KV_TILES: tl.constexpr = (NUM_KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
@@ -245,7 +244,7 @@ def _qkv_cache_write_kernel(
         slot_ptr += group * stride_slot_group
     a, b, rest = _load_head(row_ptr, in_row, NUM_PAIRS, NUM_REST, INTERLEAVED)
     if q_norm_ptr is not None:
-        # As many pointers as heads, here and below: what is loaded has the layout of a and b.
+        # One pointer per head, here and below: the loaded tiles then have the layout of a and b.
         norm_ptr = tl.broadcast_to(tl.where(is_q, q_norm_ptr, k_norm_ptr), in_row.shape)
         weight_a, weight_b, weight_rest = _load_head(
             norm_ptr, in_row & (not is_v), NUM_PAIRS, NUM_REST, INTERLEAVED
@@ -264,7 +263,7 @@ def _qkv_cache_write_kernel(
         cos = tl.load(angle_ptr, mask=has_angle, other=0.0)
         sin = tl.load(angle_ptr + NUM_PAIRS, mask=has_angle, other=0.0)
 
-    tl.debug_barrier()  # loads stay above, and what needs only some of them below in its branch
+    tl.debug_barrier()  # loads stay above; work on only some of them stays below, in its branch
     if not is_v:
         if q_norm_ptr is not None:
             squares = tl.sum(_square(a) + _square(b), axis=2, keep_dims=True)
@@ -331,21 +330,21 @@ def qkv_cache_write(
 
     Args:
         qkv: ``[num_tokens, (num_q_heads + 2 * kv_heads) * head_dim]`` fp16, bf16 or fp32, or its
-            three-dimensional view; any stride but a unit last one.
+            three-dimensional view; unit last stride, any other strides.
         k_cache: one layer's key buffer, as ``kv_cache_write`` takes it. *Written* at the slots.
         v_cache: one layer's value buffer, likewise.
         slot_mapping: ``[groups, num_tokens]`` int64; negative = nothing is stored for the token in
             that group's heads, but its q is returned.
         layout: where the pages lie.
-        num_q_heads: query heads in front of the key heads in ``qkv``.
-        rope: how q and k are rotated; None = they are not.
-        norm: of each query head and key head, before the rotation; None = no norm.
+        num_q_heads: number of query heads, which come before the key heads in ``qkv``.
+        rope: how q and k are rotated; None = no rotation.
+        norm: the norms of query heads and key heads, before the rotation; None = no norm.
         q_out: ``[num_tokens, num_q_heads, head_dim]``, qkv's dtype, unit last stride, *written*;
-            may be the view of q in ``qkv``, and overlap with nothing else. Allocated if omitted.
-        k_out: ``[num_tokens, kv_heads, head_dim]``, likewise: *written* with the keys of all
-            tokens as they were before quantisation. For debugging; None = not stored.
-        scales: of an fp8 cache, else None, as ``kv_cache_write`` takes them. Per quarter, the
-            store takes a launch of its own, and ``k_out`` is allocated if omitted.
+            may be the view of q in ``qkv``, but overlap with nothing else. Allocated if omitted.
+        k_out: ``[num_tokens, kv_heads, head_dim]``, qkv's dtype, unit last stride, *written* with
+            all tokens' normed and rotated keys, not quantised. For debugging; None = not stored.
+        scales: the scales of an fp8 cache, else None, as ``kv_cache_write`` takes them. Per
+            quarter, the store is a launch of its own, and ``k_out`` is allocated if omitted.
 
     Returns:
         ``q_out``.
@@ -354,7 +353,7 @@ def qkv_cache_write(
         TypeError: a wrong dtype.
         ValueError: a wrong shape, device or stride, arguments that contradict each other, or a
             head dimension without a kernel.
-        UnsupportedDeviceError: the tensors are where this process cannot launch.
+        UnsupportedDeviceError: this process cannot launch kernels on the tensors' device.
 
     Numerics:
         Cache bytes and scales equal those of ``kv_cache_write`` on ``k_out`` and on qkv's view of
@@ -363,7 +362,7 @@ def qkv_cache_write(
         the last place of the oracle.
 
     Stream:
-        One launch on the current stream, two beside a scale per quarter; no synchronisation,
+        One launch on the current stream, two with a scale per quarter; no synchronisation,
         CUDA-graph safe.
     """
     heads = check_qkv(qkv, num_q_heads, layout, rope, norm, q_out, k_out, FLOAT_DTYPES)
@@ -388,7 +387,7 @@ def qkv_cache_write(
     q_tiles = triton.cdiv(num_q_heads, config.tile_heads)
     kv_tiles = triton.cdiv(num_kv_heads, config.tile_heads)
     token_tiles = triton.cdiv(num_tokens, config.tile_tokens)
-    num_tiles = q_tiles + (2 if quarters is None else 1) * kv_tiles  # nothing to do for v
+    num_tiles = q_tiles + (2 if quarters is None else 1) * kv_tiles  # no programs for v
     _qkv_cache_write_kernel[(token_tiles, num_tiles)](
         *cache_arguments(k_cache, v_cache, scales),
         *with_strides(q_out),
@@ -414,7 +413,7 @@ def qkv_cache_write(
 
 
 def _rope_constexprs(rope: Rope | None, head_dim: int) -> dict[str, object]:
-    """Return the constexprs of the rotation; without one a head is all pairs."""
+    """Return the constexprs of the rotation; without ``rope`` a head is all pairs."""
     sections = None if rope is None else rope.mrope_section
     return {
         "NUM_PAIRS": head_dim // 2 if rope is None else rope.cos_sin.shape[1] // 2,

@@ -1,15 +1,17 @@
-"""KV cache write beside a scale per quarter of a block: what ``kv_cache_write`` launches for it.
+"""KV cache write with a scale per quarter of a block; ``kv_cache_write`` launches it.
 
-One program owns a (quarter, head) for the launch and does all there is to do. With ``new`` tokens
-among the quarter's, ``old`` the stored scale, or 0 if the quarter's first token is new::
+One program owns a (quarter, head) for the launch and does all work on it. Let ``new`` be the new
+tokens of the quarter, and ``old`` its stored scale, or 0 if its first token is new or the stored
+scale is not positive::
 
     scale = max(old, absmax(new) / 448, 1e-12)
-    code[t] = e4m3(x[t] / scale)                         t new
-    code[t] = e4m3(value(code[t]) * old / scale)         any other, if scale > old > 0
+    code[t] = e4m3(x[t] / scale)                         new t
+    code[t] = e4m3(value(code[t]) * old / scale)         other t, if scale > old > 0
 
-The owner is the program of the first new token. Slots may be in any order: to find out whether it
-is the first, a program compares its slot with all before, and an owner with all behind too. That
-is quadratic in the launch's tokens: nothing to a decode step, much to a prefill of thousands.
+The owner is the program of the quarter's first new token, in the order of the launch. Slots may be
+in any order: to find out whether it is the owner, a program compares its slot with the slots of
+all earlier tokens, and an owner also with the slots of all later tokens. This work is quadratic
+in the launch's tokens: little for a decode step, much for a prefill of thousands.
 """
 
 from __future__ import annotations
@@ -42,19 +44,19 @@ class QuarterWriteConfig:
     tile_rows: int
     """(token, head) rows per program."""
     tile_slots: int
-    """Slots looked at at once."""
+    """Slots compared at once."""
     num_warps: int
 
     @classmethod
     def default_for(cls) -> QuarterWriteConfig:
-        """Return the choice for any size. Not tuned; with 8 warps the largest spills on sm_90."""
+        """Return the only choice. Not tuned; with 8 warps the largest kernel spills on sm_90."""
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
             return cls(tile_rows=128, tile_slots=64, num_warps=1)
         return cls(tile_rows=1, tile_slots=128, num_warps=4)
 
 
 class Slots(NamedTuple):
-    """The slots of the launch's tokens, as each row's group has them."""
+    """The slots of the launch's tokens, in the head group of each row."""
 
     row_ptr: tl.tensor  # [TILE_ROWS]
     stride_token: tl.tensor
@@ -62,19 +64,19 @@ class Slots(NamedTuple):
 
 
 class Quarters(NamedTuple):
-    """What becomes of each row's quarter and of its tokens."""
+    """Which tokens of each row's quarter are new, and what the program does with the quarter."""
 
     is_new: tl.tensor  # [TILE_ROWS, TOKENS, 1]
     is_owned: tl.tensor  # [TILE_ROWS, 1, 1]
-    is_begun: tl.tensor  # [TILE_ROWS, 1, 1], whether the first token is new
+    is_begun: tl.tensor  # [TILE_ROWS, 1, 1], whether the quarter's first token is new
 
 
 @triton.jit
 def _position_in_quarter(slots, other, first_slot):
-    """Return where tokens lie as seen from each row's quarter: [0, TOKENS) is inside of it.
+    """Return the positions of tokens relative to each row's quarter: [0, TOKENS) is inside.
 
     ``other``, [TILE_SLOTS] int32, are tokens of the launch; ``first_slot``, [TILE_ROWS] int64, is
-    that of each row's quarter.
+    the first slot of each row's quarter.
     """
     slot_ptr = slots.row_ptr[:, None] + other.to(tl.int64)[None, :] * slots.stride_token
     slot = tl.load(slot_ptr, mask=(other < slots.num_tokens)[None, :], other=-1)
@@ -87,8 +89,8 @@ def _write_quarters(
 ):
     """Write the codes and scales of quarters of K or of V.
 
-    ``cache_ptr``, pointers to codes, and ``x_ptr``, to new vectors, are [TILE_ROWS, TOKENS, 1];
-    ``scale_ptr``, pointers to float32, are [TILE_ROWS, 1, 1].
+    ``cache_ptr`` (pointers to codes) and ``x_ptr`` (to new vectors) are [TILE_ROWS, TOKENS, 1];
+    ``scale_ptr`` (to float32) are [TILE_ROWS, 1, 1].
     """
     is_new, is_owned, is_begun = quarters
     dim = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, None, :]
@@ -135,11 +137,11 @@ def _quarter_write_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_SLOTS: tl.constexpr,
     FP8_PATH: tl.constexpr,
-    SCALES_PER_BLOCK: tl.constexpr,  # of each head
+    SCALES_PER_BLOCK: tl.constexpr,  # per head
 ):
     """Grid (cdiv(num_tokens * NUM_KV_HEADS, TILE_ROWS),): TILE_ROWS (token, head) rows a program.
 
-    It writes the quarters whose first new token is one of its rows.
+    A program writes the quarters whose first new token is in one of its rows.
     """
     TOKENS: tl.constexpr = BLOCK_SIZE // SCALES_PER_BLOCK
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -206,7 +208,7 @@ def write_quarters(
     layout: KVLayout,
     scales: KVScales,
 ) -> None:
-    """Do what ``kv_cache_write`` does, once it has checked its arguments."""
+    """Store new keys and values for ``kv_cache_write``, which has checked the arguments."""
     num_tokens = key.shape[0]
     if num_tokens == 0:
         return

@@ -28,7 +28,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def _pages(cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """View a cache as rows of ``layout.address_unit`` elements, the grain of every address."""
+    """Return a cache as rows of ``layout.address_unit`` elements, the unit of all addresses."""
     unit = layout.address_unit
     flat = cache.view(-1)
     return flat[: flat.numel() // unit * unit].view(-1, unit)
@@ -58,7 +58,7 @@ def _page_rows(layout: KVLayout, block: torch.Tensor, token: torch.Tensor) -> to
 def _scale_rows(
     scales: KVScales, layout: KVLayout, block: torch.Tensor, token: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scales' flat addresses of tokens ``[kv_heads, ...]`` of blocks, broadcast."""
+    """Return the flat addresses of the scales of tokens in blocks, ``[kv_heads, ...]``."""
     per_head = (-1, *[1] * (block.dim() - 1))
     address = scales.base.view(per_head) + block * scales.block_stride.view(per_head)
     per_block = scales_per_block(scales.granularity, layout.block_size)
@@ -66,9 +66,9 @@ def _scale_rows(
 
 
 def token_scale(x: torch.Tensor) -> torch.Tensor:
-    """Return max(absmax / 448, 1e-12) of each vector, float32; what is not finite is ignored."""
+    """Return max(absmax / 448, 1e-12) of each vector's finite elements, float32."""
     largest = wide(x).abs().nan_to_num(0.0, posinf=0.0).amax(-1)
-    # A tensor divides exactly; on a GPU torch multiplies by the reciprocal of a Python number.
+    # Division by a tensor is exact; for a Python number torch on a GPU multiplies by 1 / number.
     return (largest / torch.full_like(largest, LARGEST_E4M3)).float().clamp_min(SMALLEST_SCALE)
 
 
@@ -87,15 +87,15 @@ def _grow_scales(
     is_first: torch.Tensor,
     needed: torch.Tensor,
 ) -> None:
-    """Raise the scales of quarters to what their new vectors need; requantise what they hold.
+    """Raise the scales of quarters as their new vectors need; requantise the quarters' old codes.
 
     Args:
         pages: the cache's codes as rows, *written* in quarters whose scale grows.
         all_scales: flat, *written*.
-        quarter_rows: ``[vectors, tokens, rows of a token]``, of each vector's whole quarter.
-        scale_rows: ``[vectors]``, its quarter's scale.
-        is_first: ``[vectors]``, whether it is the first of its quarter, which starts anew.
-        needed: ``[vectors]``, the scale that it needs.
+        quarter_rows: ``[vectors, tokens, rows of a token]``, each vector's whole quarter.
+        scale_rows: ``[vectors]``, the address of its quarter's scale.
+        is_first: ``[vectors]``, whether it is first in its quarter: the stored scale counts as 0.
+        needed: ``[vectors]``, the scale that the vector needs.
     """
     old = all_scales.where(all_scales > 0, 0.0)  # NaN: nothing was stored
     old[scale_rows[is_first]] = 0.0
@@ -180,7 +180,7 @@ def qkv_cache_write(
         cos_sin, positions = rope.cos_sin, rope.positions
         if positions is None:  # a row for each token
             positions = torch.arange(qkv.shape[0], device=qkv.device)
-        if rope.mrope_section is not None:  # a table of this call's tokens, pairs by section
+        if rope.mrope_section is not None:  # a table with a row per token, pairs by section
             axis = torch.arange(3, device=qkv.device)
             sizes = torch.tensor(rope.mrope_section, device=qkv.device)
             axis = axis.repeat_interleave(sizes).repeat(2)

@@ -1,4 +1,4 @@
-"""What the launchers of the paged ops pass to their kernels of caches, slots and scales."""
+"""Kernel arguments for caches, slots and scales, as the launchers of the paged ops pass them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def layout_constexprs(layout: KVLayout) -> dict[str, int]:
 def fp8_constexprs(
     scales: KVScales | None, layout: KVLayout, device: torch.device
 ) -> dict[str, object]:
-    """Return the constexprs that choose the conversion and the scales' address.
+    """Return the constexprs that choose the fp8 conversion and the address of scales.
 
     Raises:
         UnsupportedDeviceError: the device has no path for fp8.
@@ -60,5 +60,5 @@ def fp8_constexprs(
 
 
 def product_dtype(dtype: torch.dtype, is_fp8: bool) -> torch.dtype:
-    """Return the dtype launch choices go by: the cache's, or float32 where products are."""
+    """Return the dtype for launch choices: e4m3 for an fp8 cache, unless products are float32."""
     return torch.float8_e4m3fn if is_fp8 and dtype != torch.float32 else dtype

@@ -58,12 +58,12 @@ class SiluAndMulConfig:
 
     @classmethod
     def default_for(cls) -> SiluAndMulConfig:
-        """Return the GPU's choice: eight elements a thread, one 16-byte load of a 16-bit dtype."""
+        """Return the GPU's choice: eight elements per thread, one 16-byte load in 16 bits."""
         return cls(tile_tokens=1, tile_cols=1024, num_warps=4)
 
     @classmethod
     def for_interpreter(cls, num_tokens: int, num_cols: int) -> SiluAndMulConfig:
-        """Return whole rows, and one program for all of them up to 2^18 elements."""
+        """Return tiles of whole rows: one program for all rows, up to 2^18 elements."""
         tile_cols = min(triton.next_power_of_2(num_cols), 2**18)
         most = max(1, 2**18 // tile_cols)
         return cls(min(triton.next_power_of_2(num_tokens), most), tile_cols, num_warps=1)
@@ -84,11 +84,11 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
 
     Raises:
         TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
 
-    Numerics: float32 inside, rounded once (torch in 16 bits rounds the gate as well). A gate of
-        -inf gives what a very negative one gives: a zero times up, hence NaN beside an infinite up
-        (torch gives NaN beside any). Tier B.
+    Numerics: float32 inside, rounded once (torch in 16 bits also rounds ``silu(gate)``). A gate of
+        -inf counts as a very negative gate: its silu is zero, so the result is NaN only if up is
+        infinite or NaN (torch gives NaN for any up). Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)

@@ -5,4 +5,4 @@ from __future__ import annotations
 from typing import Literal
 
 Activation = Literal["silu_and_mul"]
-"""What a linear layer may apply to its result."""
+"""The activations that ``linear`` can apply."""

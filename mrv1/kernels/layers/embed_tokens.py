@@ -1,4 +1,4 @@
-"""What a step's tokens start with: their rows of the embedding, and of rope's table.
+"""The model's first op: look up the tokens' rows of the embedding and of rope's table.
 
 hidden[i] = embed[input_ids[i]];  angles[i] = cos_sin[positions[i]]
 """
@@ -50,7 +50,7 @@ def _embed_tokens_kernel(
 def embed_tokens(
     input_ids: torch.Tensor, embed: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the embedding's rows of ``input_ids``, and the rows of ``cos_sin`` of ``positions``.
+    """Return the rows of ``embed`` at ``input_ids`` and the rows of ``cos_sin`` at ``positions``.
 
     Args:
         input_ids: [tokens] int64, contiguous, in [0, vocab); not checked.
@@ -59,11 +59,11 @@ def embed_tokens(
         cos_sin: [max_positions, rotary_dim] float32, contiguous: cosines, then sines.
 
     Returns:
-        ([tokens, hidden] of embed's dtype, [tokens, rotary_dim] float32), new.
+        ([tokens, hidden] of embed's dtype, [tokens, rotary_dim] float32), both allocated here.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
 
     Numerics: elements are moved, never converted; exact (tier A).
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.

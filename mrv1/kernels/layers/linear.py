@@ -1,4 +1,4 @@
-"""A linear layer, with what stands before and behind it in a decoder.
+"""A linear layer, fused with the norms, activation and residual around it in a decoder.
 
     x' = rms_norm(x, norm_weight)                   (if norm_weight is given)
     y  = x' @ weight.T + bias
@@ -6,15 +6,16 @@
     out = residual + y                              (if residual is given)
     normed_out = rms_norm(out, out_norm_weight)     (if normed_out is given)
 
-A decode step multiplies few rows by weights that are read once: it lasts as long as the weights
-take to arrive. They depend on no other kernel, so where launches overlap (``dependent_launch``) a
-program asks for weights before it waits for the kernel in front.
+A decode step multiplies few rows by weights that are read once: it takes as long as reading the
+weights. The weights depend on no other kernel, so where launches overlap (``dependent_launch``) a
+program starts to load weights before it waits for the previous kernel.
 
-Four ways: one token goes to ``linear_vector``; some, with weights that a GPU's registers hold,
-to ``linear_registers``; others up to MOST_TOKENS, and any number where bits must not depend on
-it, to ``linear_tiles``; more are multiplied by the GPU vendor's library, with norms and
-activation in kernels of their own. Where programs share the inputs of a result, the kernel that
-adds up their sums (``linear_splits``) norms it too.
+There are four ways. ``linear_vector`` computes one token. ``linear_registers`` computes up to 64
+tokens if a GPU's registers hold the weights. The GPU vendor's library computes most other calls
+with more than MOST_TOKENS tokens, with norms and activation in kernels of their own.
+``linear_tiles`` computes the rest, among them all deterministic calls. Where several programs
+share the inputs of a result (splits), the kernel that adds up their sums (``linear_splits``) also
+norms the result.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
 from mrv1.kernels.layers.rms_norm import rms_norm
 
 MOST_TOKENS = 32
-"""Most tokens of a product in tiles that the library could do. On an H200 in bfloat16 the four
-products of a Qwen3-0.6B layer, norms, activation and residuals with them, take 24 us in tiles at
-32 tokens (27.6 by the library), at 64 tokens 31 us (28.5)."""
+"""Most tokens for which tiles are used although the library could multiply. On an H200 in bfloat16
+the four products of a Qwen3-0.6B layer, with norms, activation and residuals, take 24 us in tiles
+at 32 tokens (27.6 by the library) and 31 us at 64 tokens (28.5 by the library)."""
 PRODUCTS_FROM_SHARED_MEMORY: tuple[tuple[int, int] | None, ...] = ((9, 0), (10, 0))
-"""Compute capabilities whose tensor cores take both operands from shared memory, of which a
-program has 227 KiB: large tiles do not go through registers."""
+"""Compute capabilities whose tensor cores read both operands from shared memory, 227 KiB per
+program: large tiles do not pass through registers."""
 
 
 def linear(
@@ -62,42 +63,42 @@ def linear(
 
     Args:
         x: ``[tokens, in]`` float32 | float16 | bfloat16, unit last stride.
-        weight: ``[out, in]``, x's dtype, contiguous; in, out >= 1. No launch that may still be
-            under way when this one begins writes it: it is read before the launches in front of
-            this one have ended. So for ``bias`` and the norms' weights.
+        weight: ``[out, in]``, x's dtype, contiguous; in, out >= 1. The kernel reads it before
+            earlier launches have ended, so a launch that may still run must not write it. The same
+            holds for ``bias`` and the norms' weights.
         bias: ``[out]``, x's dtype, contiguous.
         norm_weight: ``[in]``, x's dtype, contiguous: weight of an RMS norm over each row of x.
-        eps: of the norms.
+        eps: added to the mean square in both norms.
         residual: ``[tokens, n]``, x's dtype, unit last stride, where n is out, or out / 2 with an
             activation.
         activation: ``"silu_and_mul"``: weight has the gate's rows, then the up projection's, and
             the result is ``silu(gate) * up``.
-        out: ``[tokens, n]``, x's dtype or float32, which is then the result's; unit last stride,
-            *written*; may be ``residual``, and overlap with nothing else. Allocated if omitted,
+        out: ``[tokens, n]``, x's dtype or float32, the dtype of the result; unit last stride,
+            *written*; may be ``residual``, but overlap with nothing else. Allocated if omitted,
             in x's dtype.
         out_norm_weight: ``[n]``, x's dtype, contiguous: weight of an RMS norm over each row of
-            ``out``. With ``normed_out`` only.
-        normed_out: ``[tokens, n]``, x's dtype, unit last stride, *written*: that norm. Overlaps
-            with nothing else.
-        prefetch: contiguous, x's device: weights that a later call reads, and that are asked for
-            into the GPU's cache meanwhile, where that is known to be worth it. Neither read nor
-            written.
-        deterministic: whether a row's bits must depend on that row alone, not on how many tokens
-            there are: one kind of product, one order of the inputs.
+            ``out``. Only with ``normed_out``.
+        normed_out: ``[tokens, n]``, x's dtype, unit last stride, *written* with the norm of
+            ``out``. Overlaps with nothing else.
+        prefetch: contiguous, x's device: weights that a later call reads. They are prefetched into
+            the GPU's L2 cache during this call, where that is known to be worth it; the call uses
+            no value of theirs and writes none.
+        deterministic: whether a row's bits must depend on that row alone, not on the number of
+            tokens. There is then one kind of product and one order of the inputs.
 
     Returns:
         ``out``.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
 
-    Numerics: products add up in float32; bias, activation and residual are float32 too, and the
-        result is rounded once. The norms round as ``rms_norm`` does, the second one on the rounded
-        result. Where the vendor's library multiplies (from 33 tokens on, unless deterministic), an
-        activation's two inputs are rounded to the dtype, and so may a product be before a bias or
-        a residual is added: where the library splits the inputs, it may add up in the dtype.
-        Tier B.
+    Numerics: products are summed in float32; bias, activation and residual are computed in float32
+        too, and the result is rounded once. The norms round as ``rms_norm`` does; the second norm
+        takes the rounded result. Where the vendor's library multiplies (from 33 tokens on, unless
+        deterministic), the two inputs of an activation are rounded to the dtype, and a product may
+        be rounded to it before a bias or a residual is added: where the library splits the inputs,
+        it may sum the splits in the dtype. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     num_out = _check(x, weight, bias, norm_weight, residual, activation, out)
@@ -145,7 +146,7 @@ def _vector_config(call: LinearCall) -> VectorConfig:
 
 
 def _register_config(call: LinearCall) -> RegisterConfig | None:
-    """Return None where registers do not hold the weights, or nobody measured whether they do."""
+    """Return the choice; None if registers do not hold the weights, or for cases not measured."""
     if call.x.dtype.itemsize != 2 or torch.version.hip is not None:
         return None
     num_rows = call.weight.shape[0]
@@ -179,7 +180,10 @@ def _tile_config(call: LinearCall, deterministic: bool) -> TileConfig:
 
 
 def _library_can(call: LinearCall) -> bool:
-    """Say whether the library rounds once: it adds one thing at most, and not in float32."""
+    """Say whether the library can compute the call.
+
+    It adds at most one tensor, before an activation, and none to a result of another dtype.
+    """
     num_added = (call.bias is not None) + (call.residual is not None)
     if call.out.dtype != call.x.dtype:
         return call.x.device.type == "cuda" and num_added == 0 and not call.is_gated
@@ -210,7 +214,7 @@ def _check(
     activation: Activation | None,
     out: torch.Tensor | None,
 ) -> int:
-    """Raise unless these are as ``linear`` says; return the result's columns."""
+    """Raise unless the arguments are as ``linear`` says; return the number of result columns."""
     check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
     check_launchable("x", x)
     num_tokens, num_in = x.shape
@@ -245,7 +249,7 @@ def _check_what_follows(
     normed_out: torch.Tensor | None,
     prefetch: torch.Tensor | None,
 ) -> None:
-    """Raise unless these are as ``linear`` says."""
+    """Raise unless the arguments are as ``linear`` says."""
     if (out_norm_weight is None) != (normed_out is None):
         alone = "normed_out" if out_norm_weight is None else "out_norm_weight"
         raise ValueError(f"out_norm_weight, normed_out: expected both or neither, got {alone}")

@@ -1,4 +1,4 @@
-"""What one call of ``linear`` multiplies, and the arithmetic that its kernels share."""
+"""The arguments of one call of ``linear``, and the arithmetic that its kernels share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class LinearCall:
     eps: float
     residual: torch.Tensor | None
     is_gated: bool
-    """Whether weight has gates, then ups."""
+    """Whether the weight has the rows of gates, then the rows of ups."""
     out: torch.Tensor
     out_norm_weight: torch.Tensor | None
     normed_out: torch.Tensor | None
     prefetch: torch.Tensor | None
-    """What a later launch reads."""
+    """Weights that a later launch reads."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +55,6 @@ class Rows(NamedTuple):
 def normed(x, scale, norm_weight):
     """Return ``x * scale * norm_weight``, rounded where ``rms_norm`` rounds.
 
-    The second product is one of the dtype: rounded once, as it is by way of float32.
+    The second product is in x's dtype: rounded once, like a product in float32 that is then cast.
     """
     return (x.to(tl.float32) * scale).to(x.dtype) * norm_weight

@@ -1,11 +1,12 @@
 """The linear layer of few tokens, with all of a program's weights in registers.
 
-A program's warps share the inputs: each multiplies its own part of every row by its own part of
+A program's warps share the inputs: each warp multiplies its part of every row by the same part of
 every token, and the warps' sums are added at the end. So no operand passes through shared memory.
-What a thread loads, 16 bytes of a row, is what it hands to the tensor cores: they want other
-inputs of it, in another order, but any order will do that weights and tokens have in common.
+A thread hands the 16 bytes of a row that it loads to the tensor cores as they are. The tensor
+cores expect other inputs from that thread, in another order, but any order works if weights and
+tokens share it.
 
-All weights are on their way before the kernel in front has ended, then all of the tokens.
+The loads of all weights start before the previous kernel has ended; then come all tokens' loads.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from mrv1.kernels.layers.linear_splits import add_splits, empty_sums
 from mrv1.kernels.layers.silu import silu
 
 NUM_PROGRAMS = 128
-"""Programs that a GPU holds at once, one a multiprocessor."""
+"""Programs that run on a GPU at once, one per multiprocessor."""
 MOST_WEIGHTS = 48 * 1024
-"""Of one program, in 16 bits: three eighths of a multiprocessor's registers. As many at most are
-for the tokens."""
+"""Most weights of one program, 16 bits each: three eighths of a multiprocessor's registers. An
+equal share is meant for the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,9 @@ class RegisterConfig:
     tile_tokens: int
     """Tokens of one program."""
     tile_rows: int
-    """Rows of weights that are multiplied at once: of gates and ups as many."""
+    """Rows of weights that are multiplied at once; if gated, half of them gates and half ups."""
     row_tiles: int
-    """Such tiles of one program."""
+    """Tiles of ``tile_rows`` rows of one program."""
     splits: int
     """Programs that share a tile's inputs."""
     num_warps: int
@@ -45,8 +46,8 @@ class RegisterConfig:
     token_tiles: int = 1
     """Tiles of tokens that one program multiplies, one after the other."""
     next_start: int = 1
-    """When the next kernel's programs may start: with these (0), when the kernel in front is done
-    (1), with the first results (2). Early, what they load is in the way of x."""
+    """When the next kernel's programs may start: together with these (0), when the previous kernel
+    is done (1), with the first results (2). Loads of programs that start early delay x."""
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -55,20 +56,21 @@ class RegisterConfig:
     ) -> RegisterConfig | None:
         """Return the GPU's choice, or None if the weights are too many for registers.
 
-        Measured on an H200 in bfloat16, as the layers of Qwen3-0.6B in a graph, attention with
-        them: launches get in each other's way.
+        Measured on an H200 in bfloat16 with the layers of Qwen3-0.6B in a graph, with attention,
+        because launches slow each other down.
 
-        - 128 programs for 132 multiprocessors, all of their registers: with 192 a gate and up take
-          1.3 us more. Few rows are split along the inputs: 32 rows of a quarter, not 16 of a half
-          (0.3 us slower) or 64 of an eighth (2 to 5 us); but long ones of 17 to 32 tokens into
-          16 of a half (0.4 us faster).
-        - 33 to 64 tokens in two tiles: with 64 a layer's linear part takes 3.4 us less than by
-          the library, but its whole rows 2.4 us more.
-        - The next kernel had better start when the one in front is done; behind whole rows with
-          the first results (0.3 to 0.7 us), behind long splits, a layer's last product, at once
-          (0.9 us at 16 tokens).
-        - Prefetching is worth 0.6 to 0.9 us behind whole rows, nothing behind splits: for what
-          follows those there is no room.
+        - 128 programs for 132 multiprocessors, each with all registers of its multiprocessor: with
+          192 programs gate and up take 1.3 us more. Few rows are split along the inputs: a program
+          has 32 rows of a quarter of the inputs, not 16 rows of a half (0.3 us slower) or 64 rows
+          of an eighth (2 to 5 us slower); but with 17 to 32 tokens and long rows, 16 rows of a
+          half (0.4 us faster).
+        - 33 to 64 tokens are two tiles: at 64 tokens a layer's products take 3.4 us less than by
+          the library, but products of whole rows (not split, not gated) 2.4 us more.
+        - The next kernel should start when the previous kernel is done; after products of whole
+          rows, with the first results (0.3 to 0.7 us faster); after long splits, which a layer's
+          last product has, at once (0.9 us faster at 16 tokens).
+        - A prefetch during a product of whole rows saves 0.6 to 0.9 us; during a split product it
+          saves nothing, as there is no room for the weights that follow.
         """
         if num_tokens > 64 or (num_tokens > 32 and not is_gated and not is_normed):
             return None
@@ -120,10 +122,11 @@ def _lane_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _load_lanes(rows, first, END: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Return [ROWS * WARPS, 32]: lines of 32 columns, four lanes each, from a column on.
+    """Return [ROWS * WARPS, 32]: lines of 32 columns, four lanes each, from column ``first`` on.
 
-    Eight lines are eight rows, and one warp's; the next eight are the next warp's, of the same
-    rows and the next 32 columns. ``Rows`` has each line's; END None = no column is past the end.
+    Eight lines are eight rows of one warp; the next eight lines are the same rows of the next
+    warp, at the next 32 columns. ``rows`` points to each line's row; END None = no column is past
+    the end.
     """
     warp = tl.arange(0, ROWS * WARPS)[:, None] // 8 % WARPS
     col = first + warp * 32 + tl.arange(0, 32)[None, :]
@@ -133,10 +136,10 @@ def _load_lanes(rows, first, END: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.co
 
 @triton.jit
 def _as_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Return [WARPS, ROWS, 32] of what _load_lanes returned, columns in the tensor cores' order.
+    """Return the lines of _load_lanes as [WARPS, ROWS, 32], columns in the tensor cores' order.
 
-    A lane has eight columns. The tensor cores take sixteen at once, of which they expect four of
-    a lane: two, and two that are eight behind them.
+    A lane has eight columns. The tensor cores take sixteen columns at once and expect four of them
+    from a lane: two neighbours, and the two that follow eight columns later.
     """
     lines = tl.reshape(lines, [ROWS // 8, WARPS, 8, 4, 2, 2, 2])
     return tl.reshape(tl.permute(lines, (1, 0, 2, 4, 5, 3, 6)), [WARPS, ROWS, 32])
@@ -144,7 +147,7 @@ def _as_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _sum_of_warps(y, WARPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the sum over the first of [WARPS, ...], [ROWS, TOKENS], neighbours first."""
+    """Return [ROWS, TOKENS], the sum of [WARPS, ROWS, TOKENS] over warps, neighbours first."""
     y = tl.reshape(tl.permute(y, (1, 2, 0)), [ROWS, TOKENS, WARPS // 4, 2, 2])
     first, second = tl.split(y)
     first, second = tl.split(first + second)
@@ -166,7 +169,7 @@ def _linear_registers_kernel(
     stride_x_token,
     weight_ptr,  # [num_out, IN]; with GATED [2 * num_out, IN], gates then ups
     bias_ptr,  # [num_out] or [2 * num_out], or None
-    prefetch_ptr,  # see _prefetch; or None
+    prefetch_ptr,  # see prefetch_part; or None
     prefetch_bytes,
     prefetch_warp_bytes,
     num_tokens,
@@ -178,11 +181,11 @@ def _linear_registers_kernel(
     TILE_ROWS: tl.constexpr,
     ROW_TILES: tl.constexpr,
     SPLITS: tl.constexpr,
-    WARPS: tl.constexpr,  # 4 or 8: how many there are
+    WARPS: tl.constexpr,  # 4 or 8: warps of a program
     NEXT_START: tl.constexpr,  # 0, 1 or 2
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (token tiles * splits * row tiles,), token tiles first, so that weights are shared."""
+    """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
     STEP: tl.constexpr = WARPS * 32
     NUM_STEPS: tl.constexpr = (IN + SPLITS * STEP - 1) // (SPLITS * STEP)
     END: tl.constexpr = None if IN % (SPLITS * STEP) == 0 else IN
@@ -219,7 +222,7 @@ def _linear_registers_kernel(
             xs += (lines,)  # type: ignore[assignment]
         if prefetch_ptr is not None and token_step == 0:
             prefetch_part(prefetch_ptr, prefetch_bytes, prefetch_warp_bytes, WARPS)
-        if first_token >= num_tokens:  # keeps the products from being mixed with the loads
+        if first_token >= num_tokens:  # keeps products from being moved among the loads
             return
         token = first_token + tl.arange(0, TILE_TOKENS)[None, :]
         is_token = token < num_tokens
@@ -257,7 +260,7 @@ def _linear_registers_kernel(
 
 
 def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> bool:
-    """Compute ``call.out``, and if there are splits ``call.normed_out``: return whether."""
+    """Compute ``call.out`` and, with splits, ``call.normed_out``; return whether it splits."""
     splits = 1 if call.is_gated else config.splits
     sums = empty_sums(call, splits)
     program_out = config.row_tiles * config.tile_rows // (2 if call.is_gated else 1)

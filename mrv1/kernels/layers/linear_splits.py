@@ -1,4 +1,4 @@
-"""The sum of a linear layer whose inputs several programs shared, and the norm of that sum."""
+"""The last kernel of a split linear layer: it adds up the splits and norms the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, normed
 
 TILE_OUT = 512
-"""Results of one program, if none of them has to know of all."""
+"""Results of one program without a norm; a norm needs all results of a token in one program."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -31,7 +31,7 @@ def _add_splits_kernel(
     TILE_OUT: tl.constexpr,  # with a norm at least num_out
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (num_tokens * cdiv(num_out, TILE_OUT),): results of one token, in order of splits."""
+    """Grid (num_tokens * cdiv(num_out, TILE_OUT),): results of one token, added in split order."""
     let_next_start(OVERLAP)
     num_tiles = tl.cdiv(num_out, TILE_OUT)
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -59,7 +59,7 @@ def _add_splits_kernel(
 
 
 def empty_sums(call: LinearCall, splits: int) -> torch.Tensor | None:
-    """Return where the sums of splits go, as ``add_splits`` takes them; None for one split."""
+    """Return an empty buffer for the sums, as ``add_splits`` takes it; None for one split."""
     shape = (splits, call.num_tokens, call.num_out)
     return call.x.new_empty(shape, dtype=torch.float32) if splits > 1 else None
 
@@ -68,7 +68,7 @@ def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
     """Compute ``call.out`` and ``call.normed_out`` from ``sums``.
 
     Args:
-        call: what is added to the sums, and where the results go.
+        call: the tensors that are added to the sums, the norm, and the results' tensors.
         sums: ``[splits, num_tokens, num_out]`` float32, contiguous.
     """
     has_norm = call.normed_out is not None
@@ -88,5 +88,5 @@ def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
 
 
 def sum_warps(tile_out: int) -> int:
-    """Return the warps that add up and norm ``tile_out`` results: four a thread, as loads go."""
+    """Return the number of warps for ``tile_out`` results: four per thread, a 16-byte load."""
     return min(max(tile_out // 128, 4), 16)

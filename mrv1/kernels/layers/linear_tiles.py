@@ -1,12 +1,12 @@
 """The linear layer of some tokens, in tiles: weights are the left operand of the tensor cores.
 
-Theirs is the side that wants 64 rows; the tokens' side may be as narrow as 16. Few rows of weights
-are split along the inputs as well, so that enough programs ask for them; the splits' sums go
-through a float32 buffer and are added in order by a second kernel.
+The left operand needs 64 rows; the right operand, the tokens, may be as narrow as 16. Weights with
+few rows are also split along the inputs, so that enough programs load them; the splits' sums go to
+a float32 buffer, and a second kernel adds them in order.
 
-An output's bits are those of its chain of products, in the order of the inputs: one chain a split,
-in float32 one a step. They depend on no tile of tokens or rows but on the splits and the steps of
-float32, which the shape of the weights settles.
+The bits of an output follow from its chains of products, in the order of the inputs: one chain per
+split, in float32 one per step. The bits do not depend on the tiles of tokens or rows, only on the
+splits and, in float32, on the steps. Both follow from the weights' shape and the call's options.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class TileConfig:
     tile_tokens: int
     """Tokens of one program."""
     tile_rows: int
-    """Rows of weights of one program: results of one token, or as many gates as ups."""
+    """Rows of weights of one program: one result per token each, or half gates and half ups."""
     tile_in: int
     """Inputs of one step."""
     splits: int
     """Programs that share a tile's inputs."""
     early_steps: int
-    """Steps whose weights are loaded before the kernel in front has ended."""
+    """Steps whose weights are loaded before the previous kernel has ended."""
     num_warps: int
     num_stages: int
     """Depth of the pipeline of the other steps."""
     next_starts_at_once: bool = True
-    """Whether the next kernel's programs may start with these, or when the one in front is done:
-    their early loads are in the way of x where there are many tokens."""
+    """Whether the next kernel's programs may start together with these, or only when the previous
+    kernel is done: with many tokens, early loads of the next kernel delay x."""
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -60,21 +60,21 @@ class TileConfig:
         deterministic: bool,
         from_shared_memory: bool,
     ) -> TileConfig:
-        """Return the GPU's choice; if deterministic, its splits are those of any other tokens.
+        """Return the GPU's choice; the splits do not depend on the number of tokens.
 
-        Measured on an H200 in bfloat16, most of it as the four products of a Qwen3-0.6B layer in
-        a chain, which is what counts: launches get in each other's way.
+        Measured on an H200 in bfloat16, mostly with the four products of a Qwen3-0.6B layer in a
+        chain. The time of the chain counts, because launches slow each other down.
 
-        - Splits make about 256 programs of 64 rows, at most eight of at least 256 inputs: at 16
-          tokens, 2048 -> 1024 takes 2.9 us in eight, 3.6 in two. Deterministic calls, which come
-          with many tokens too, give a split at least 384: at 256 tokens 8.8 us, not 13. Gates and
-          ups are many anyway. Many other rows are split where the result is normed: there the
-          kernel that adds up costs nothing.
-        - With 17 tokens and more the next kernel had better start late (24.3 us, not 25.2 at 32);
-          with 16 at once (18.7, not 19.1).
-        - Long rows, and weights for more than two programs a multiprocessor, go through a deep
+        - Splits make about 256 programs of 64 rows: at most eight splits, of at least 256 inputs.
+          At 16 tokens, 2048 -> 1024 takes 2.9 us in eight splits and 3.6 us in two. Deterministic
+          calls, which may have many tokens, give a split at least 384 inputs: 8.8 us at 256
+          tokens, not 13. Gates and ups have enough rows unsplit. Other weights with many rows are
+          split if the result is normed: the kernel that adds up replaces the norm's kernel.
+        - From 17 tokens on the next kernel should start late (24.3 us at 32 tokens, not 25.2);
+          up to 16 tokens, at once (18.7 us, not 19.1).
+        - Long rows, and weights for more than two programs per multiprocessor, go through a deep
           pipeline of short steps.
-        - More than 64 tokens want larger tiles of gates and ups: 14.8 us, not 18.3 at 256.
+        - With more than 64 tokens gates and ups need larger tiles: 14.8 us at 256, not 18.3.
         """
         widest = max(16, triton.next_power_of_2(num_in))
         row_tiles = triton.cdiv(num_rows, 64)
@@ -90,9 +90,9 @@ class TileConfig:
             "next_starts_at_once": num_tokens <= 16,
         }
         if dtype.itemsize == 4 or not from_shared_memory:
-            # In float32 a chain of sums is a step long (``_add_product``). On an H200 steps of 32
-            # in three stages are no slower than 64 in two (51 us, not 61, for 1024 -> 4096), and
-            # the error is a sixth smaller: at most 1.4 times torch's.
+            # In float32 a chain of sums is as long as a step (``_add_product``). On an H200 steps
+            # of 32 in three stages are no slower than steps of 64 in two (51 us, not 61, for
+            # 1024 -> 4096), and the error is a sixth smaller: at most 1.4 times torch's.
             is_float32 = dtype.itemsize == 4
             return cls(
                 tile_tokens=16 if is_float32 else min(tile_tokens, 32),
@@ -130,9 +130,9 @@ class TileConfig:
     def for_interpreter(
         cls, num_tokens: int, num_in: int, num_rows: int, *, deterministic: bool
     ) -> TileConfig:
-        """Return few large programs, with one early step and some late ones.
+        """Return few large programs, with one early step and some late steps.
 
-        Deterministic calls have one tile of tokens: numpy chooses its product by the shape.
+        Deterministic calls have token tiles of one size: numpy chooses its product by the shape.
         """
         tile_in = min(1024, triton.next_power_of_2(triton.cdiv(num_in, 4)))
         return cls(
@@ -148,7 +148,7 @@ class TileConfig:
 
 @triton.jit
 def _load_step(rows, first, END: tl.constexpr, TILE_IN: tl.constexpr):
-    """Return [rows, TILE_IN] of ``Rows`` from a column on; END None = none is past the end."""
+    """Return [rows, TILE_IN] from column ``first`` on; END None = no column is past the end."""
     col = first + tl.arange(0, TILE_IN)[None, :]
     mask = rows.is_row & (col < END) if END is not None else rows.is_row
     return tl.load(rows.ptr + col, mask=mask, other=0.0)
@@ -156,7 +156,7 @@ def _load_step(rows, first, END: tl.constexpr, TILE_IN: tl.constexpr):
 
 @triton.jit
 def _load_early(rows, first, STEPS: tl.constexpr, END: tl.constexpr, TILE_IN: tl.constexpr):
-    """Return STEPS steps, all of them asked for before any is there."""
+    """Return STEPS steps; the loads of all steps start before the program waits for any."""
     steps = ()
     for step in tl.static_range(STEPS):
         step_x = _load_step(rows, first + step * TILE_IN, END, TILE_IN)
@@ -168,9 +168,9 @@ def _load_early(rows, first, STEPS: tl.constexpr, END: tl.constexpr, TILE_IN: tl
 def _add_product(y, weight, x):
     """Return ``y + weight @ x.T`` in float32, of [rows, TILE_IN] and [tokens, TILE_IN].
 
-    A product of float32 is a chain of one addition an input, whose error grows with its length:
-    each step has a chain of its own. ``tl.fma``, because the compiler would put ``y`` at the head
-    of the chain if it saw a sum (and knows that a product with one is none).
+    A float32 product is a chain of one addition per input, whose error grows with the length of
+    the chain: each step has a chain of its own. ``tl.fma`` is needed because the compiler would
+    put ``y`` at the head of the chain if it saw a sum (and it drops a plain product with 1.0).
     """
     if x.dtype == tl.float32:
         product = tl.dot(weight, tl.trans(x), input_precision="ieee")
@@ -199,12 +199,12 @@ def _linear_tile_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_IN: tl.constexpr,
     SPLITS: tl.constexpr,
-    EARLY_STEPS: tl.constexpr,  # at most all
+    EARLY_STEPS: tl.constexpr,  # at most NUM_STEPS
     NUM_STAGES: tl.constexpr,
     NEXT_AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (token tiles * splits * row tiles,), token tiles first, so that weights are shared."""
+    """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
     NUM_STEPS: tl.constexpr = (IN + SPLITS * TILE_IN - 1) // (SPLITS * TILE_IN)
     END: tl.constexpr = None if IN % (SPLITS * TILE_IN) == 0 else IN
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
@@ -263,7 +263,7 @@ def _linear_tile_kernel(
 
 
 def multiply_tiles(call: LinearCall, config: TileConfig) -> bool:
-    """Compute ``call.out``, and if there are splits ``call.normed_out``: return whether."""
+    """Compute ``call.out`` and, with splits, ``call.normed_out``; return whether it splits."""
     num_steps = triton.cdiv(call.num_in, config.tile_in * config.splits)
     early_steps = min(config.early_steps, num_steps)
     sums = empty_sums(call, config.splits)

@@ -1,7 +1,7 @@
 """The linear layer of one token: every warp multiplies two rows of weights by the vector.
 
-No warp waits for another: each has all of x, norms it for itself and adds up its own rows. All the
-weights of short rows are under way before the kernel in front has ended.
+No warp waits for another: each warp loads all of x, norms x for itself and adds up its own rows.
+The loads of all weights of short rows start before the previous kernel has ended.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class VectorConfig:
     """How the rows of weights are cut into programs, and a row into chunks."""
 
     tile_rows: int
-    """Pairs of rows of one program: one a warp."""
+    """Pairs of rows of one program: one pair per warp."""
     tile_in: int
-    """Inputs of one chunk: what a warp loads at once."""
+    """Inputs of one chunk, which a warp loads at once."""
     early_chunks: int
-    """Chunks whose weights are loaded before the kernel in front has ended: held in registers."""
+    """Chunks whose weights are loaded into registers before the previous kernel has ended."""
     late_chunks: int
-    """Other chunks that are loaded together."""
+    """Number of other chunks that are loaded together."""
     num_warps: int
 
     @classmethod
@@ -36,10 +36,10 @@ class VectorConfig:
     def default_for(cls, num_in: int, dtype: torch.dtype, *, has_norm: bool) -> VectorConfig:
         """Return the GPU's choice.
 
-        Measured on an H200 in bfloat16, 1,024 to 14,336 inputs: two rows share one norm of x (one
-        row: 15% slower with a norm), four take the registers of early loads. So do chunks: long
-        rows are fastest with eight early (four: 16% slower, sixteen: 5 to 50%), with a norm with
-        four (eight: 7 to 14% slower).
+        Measured on an H200 in bfloat16, 1,024 to 14,336 inputs: the two rows of a pair share one
+        norm of x (single rows: 15% slower with a norm); four rows would need the registers of
+        early loads. Chunks need registers too: long rows are fastest with eight early chunks
+        (four: 16% slower, sixteen: 5 to 50%), with a norm with four (eight: 7 to 14% slower).
         """
         tile_in = 512 // dtype.itemsize  # 16 bytes for each of a warp's 32 threads
         num_chunks = triton.cdiv(num_in, tile_in)
@@ -53,7 +53,7 @@ class VectorConfig:
 
     @classmethod
     def for_interpreter(cls, num_in: int, num_out: int) -> VectorConfig:
-        """Return one program for up to 2,048 results, and chunks of which one is early."""
+        """Return one program for up to 2,048 rows of weights, and one early chunk."""
         return cls(
             tile_rows=min(1024, triton.next_power_of_2(num_out)),
             tile_in=triton.next_power_of_2(triton.cdiv(num_in, 4)),
@@ -65,7 +65,7 @@ class VectorConfig:
 
 @triton.jit
 def _load_chunks(rows, first, CHUNKS: tl.constexpr, IN: tl.constexpr, TILE_IN: tl.constexpr):
-    """Return CHUNKS times [rows, TILE_IN] of ``Rows``, all asked for before any is there."""
+    """Return CHUNKS chunks [rows, TILE_IN]; all loads start before the program waits for any."""
     chunks = ()
     for chunk in tl.static_range(CHUNKS):
         col = (first + chunk) * TILE_IN + tl.arange(0, TILE_IN)[None, :]
@@ -112,14 +112,14 @@ def _linear_vector_kernel(
     GATED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_IN: tl.constexpr,
-    EARLY_CHUNKS: tl.constexpr,  # at most all
+    EARLY_CHUNKS: tl.constexpr,  # at most NUM_CHUNKS
     LATE_CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (cdiv(rows of weights, 2 * TILE_ROWS),): TILE_ROWS pairs of rows, one a warp.
+    """Grid (cdiv(rows of weights, 2 * TILE_ROWS),): TILE_ROWS pairs of rows, one per warp.
 
     A pair is a gate and its up, or two neighbours. Every tile is [TILE_ROWS, TILE_IN], x too: a
-    warp's row of it is all the warp needs.
+    warp needs only its own row of the tile.
     """
     NUM_CHUNKS: tl.constexpr = (IN + TILE_IN - 1) // TILE_IN
     let_next_start(OVERLAP)
@@ -188,7 +188,7 @@ def _linear_vector_kernel(
 
 
 def multiply_vector(call: LinearCall, config: VectorConfig) -> None:
-    """Compute ``call.out`` of one token."""
+    """Compute ``call.out`` for one token."""
     num_rows = call.weight.shape[0]
     _linear_vector_kernel[(triton.cdiv(num_rows, 2 * config.tile_rows),)](
         *(call.out, call.residual, call.x, call.weight),

@@ -50,7 +50,7 @@ def apply_rope(
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(x)``, with its limit at -inf, where torch's is NaN."""
+    """Return ``silu(x)``, with its limit at -inf, where torch returns NaN."""
     return torch.nn.functional.silu(x.clamp(min=torch.finfo(x.dtype).min))
 
 
@@ -78,7 +78,7 @@ def linear(
     prefetch: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Oracle of :func:`mrv1.kernels.linear`; if deterministic, one row after the other."""
+    """Oracle of :func:`mrv1.kernels.linear`; if deterministic, it multiplies row by row."""
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     matrix = wide(weight).T

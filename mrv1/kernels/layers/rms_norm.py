@@ -1,6 +1,6 @@
 """Root-mean-square norm over the last dimension, with an optional residual add before it.
 
-    residual <- round(residual + x)                    (when a residual is given; it replaces x)
+    residual <- round(residual + x)                    (if a residual is given; the sum replaces x)
     out       = round(x / sqrt(mean(x^2) + eps)) * weight
 
 The normalised value is rounded to x's dtype before the weight multiplies it, as transformers'
@@ -78,10 +78,10 @@ class RmsNormConfig:
     @classmethod
     @lru_cache(maxsize=256)
     def default_for(cls, dim: int) -> RmsNormConfig:
-        """Return the GPU's choice for rows of ``dim`` elements, however many: bits follow from it.
+        """Return the GPU's choice, the same for any number of rows: bits follow from it.
 
         A thread should hold eight elements, one 16-byte load of a 16-bit dtype: short rows (the
-        q/k norm of one head) share a program of 1024 elements, long ones get more warps.
+        q/k norm of one head) share a program of 1024 elements, long rows get more warps.
         """
         tile_dim = triton.next_power_of_2(dim)
         tile_rows = max(1, 1024 // tile_dim)
@@ -89,7 +89,7 @@ class RmsNormConfig:
 
     @classmethod
     def for_interpreter(cls, num_rows: int, dim: int) -> RmsNormConfig:
-        """Return one program for everything, up to 2^18 elements: there, programs cost."""
+        """Return one program for all rows, up to 2^18 elements: each program costs time there."""
         most = max(1, 2**18 // triton.next_power_of_2(dim))
         return cls(min(triton.next_power_of_2(num_rows), most), num_warps=1)
 
@@ -110,7 +110,7 @@ def rms_norm(
         weight: [dim], x's dtype, contiguous.
         eps: added to the mean square.
         residual: [tokens, dim] (x two-dimensional), x's dtype, unit last stride. *Written*:
-            becomes ``residual + x``, and that sum is what is normalised.
+            becomes ``residual + x``, and that sum is normalised.
         out: x's shape and dtype, unit last stride, *written*; may be ``x``. Allocated if omitted.
 
     Returns:
@@ -118,11 +118,11 @@ def rms_norm(
 
     Raises:
         TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
 
-    Numerics: float32 inside; the sum is rounded to the dtype before its statistics, the normalised
-        value before the weight. Tier B; the bits of a row do not depend on the other rows, nor on
-        how many there are.
+    Numerics: float32 inside; the sum is rounded to the dtype before its mean square is taken, the
+        normalised value before the weight. Tier B; the bits of a row do not depend on the other
+        rows, nor on their number.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     _check(x, weight, residual, out)

@@ -38,7 +38,7 @@ class Heads(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The tokens of a program, and how much each of their pairs turns."""
+    """The tokens of a program, and the angle by which each of their pairs turns."""
 
     token: tl.tensor  # [TILE_TOKENS, 1, 1] int64
     is_token: tl.tensor  # [TILE_TOKENS, 1, 1]
@@ -49,7 +49,7 @@ class Turn(NamedTuple):
 
 @triton.jit
 def _rotate(heads, turn, INTERLEAVED: tl.constexpr, TILE_HEADS: tl.constexpr):
-    """Turn every pair of TILE_TOKENS tokens, all heads."""
+    """Turn every pair of TILE_TOKENS tokens in all heads."""
     token, is_token, cos, sin, num_pairs = turn
     TILE_TOKENS: tl.constexpr = cos.shape[0]
     TILE_PAIRS: tl.constexpr = cos.shape[2]
@@ -123,9 +123,9 @@ class RopeConfig:
     @classmethod
     @lru_cache(maxsize=256)
     def default_for(cls, num_q_heads: int, rotary_dim: int) -> RopeConfig:
-        """Return the GPU's choice: a token a program, so that small decodes are parallel too.
+        """Return the GPU's choice: one token per program, so that small decodes are parallel too.
 
-        A thread should turn eight pairs, a 16-byte load of each half of a 16-bit dtype.
+        A thread should turn eight pairs: in a 16-bit dtype one 16-byte load of each half.
         """
         pairs = triton.next_power_of_2(num_q_heads) * triton.next_power_of_2(rotary_dim // 2)
         return cls(tile_tokens=1, num_warps=min(max(pairs // 256, 1), 16))
@@ -152,14 +152,14 @@ def apply_rope(
         q: [tokens, q_heads, head_dim] float32 | float16 | bfloat16, unit last stride (a view of a
             fused projection will do), *written*.
         k: [tokens, kv_heads, head_dim], q's dtype, unit last stride, *written*.
-        cos_sin: [max_positions, rotary_dim] float32, contiguous: rotary_dim / 2 cosines, then as
-            many sines; rotary_dim even and at most head_dim.
+        cos_sin: [max_positions, rotary_dim] float32, contiguous: rotary_dim / 2 cosines, then
+            rotary_dim / 2 sines; rotary_dim is even and at most head_dim.
         positions: [tokens] int64, contiguous, in [0, max_positions): not checked on the device.
         interleaved: pairs are neighbours (2i, 2i + 1), not halves (i, i + rotary_dim / 2).
 
     Raises:
         TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
 
     Numerics: float32 inside, rounded once. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
