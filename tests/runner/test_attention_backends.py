@@ -287,7 +287,9 @@ def test_what_flashinfer_cannot_do_is_refused_by_name(model, cache, message):
 def test_head_roles_are_refused(roles):
     spec, _ = some_cache()
     layout = KVLayout.head_groups(roles, [0, 0], 16, 64)
-    with pytest.raises(ConfigError, match="expects heads with one window and no other role, got"):
+    with pytest.raises(
+        ConfigError, match="expects heads with one window, no sink, one table, got"
+    ):
         check_flashinfer(some_model(), spec, [layout])
 
 
