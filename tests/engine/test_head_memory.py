@@ -281,7 +281,8 @@ def test_without_recycling_all_heads_share_one_table(checkpoint):
     (group,) = core.kv_report()["groups"]
     assert (group["window"], group["num_heads"], group["num_blocks"]) == (-1, 4, 200)
     assert (
-        "25% of the heads full, the others see 64 tokens and a sink of 16, but no block is recycled"
+        "25% of the heads full, the others see 64 tokens and a sink of 16, "
+        "but no block is recycled"
     ) in core.runner.describe()
 
 
