@@ -93,7 +93,7 @@ def import_flashinfer() -> Any:  # noqa: ANN401 - a package without types
 
 
 class FlashInferBackend:
-    """FlashInfer's paged wrappers over HND pages: decode and prefill for each window of a layer.
+    """FlashInfer's paged wrappers over HND pages: a decode and a prefill wrapper for each window.
 
     A step is planned from the lengths that the host knows, so that planning reads nothing back
     from the device; the page ids are gathered on the device. Only one thread may call it.

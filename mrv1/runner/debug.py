@@ -47,7 +47,7 @@ def check_block_ids(plan: StepPlan, rows: DeviceRows, cache: KVCache, batch: Inp
     """Raise if a gathered step would use a block id outside its pool.
 
     Raises:
-        ValueError: there is such an id; the message names the first one and its request.
+        ValueError: an id is outside; the message names the first such id and its request.
     """
     attention, num_blocks = batch.attention, cache.num_blocks
     query_lens = torch.tensor(

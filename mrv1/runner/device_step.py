@@ -1,4 +1,4 @@
-"""One step on the device, from the upload to the tokens: what a CUDA graph captures.
+"""One step on the device, from the upload to the tokens; a CUDA graph captures all of it.
 
 1. ``fetch_upload`` reads the step's upload from pinned memory.
 2. ``scatter_segments`` puts the upload's words into the state of the slots.
@@ -44,10 +44,10 @@ from mrv1.runner.step import Int32Array
 from mrv1.sampler import LogitsContext, LogitsProcessors, Sampler, SamplerLimits
 
 NEXT_UPLOAD = "next_upload"
-"""The next step's slot in the ring of uploads, a word that the upload before it sets."""
+"""The field with the next step's slot in the ring of uploads, set by the step before it."""
 
 SEGMENTS_PER_REQUEST = 40
-"""Segments that an upload has room for per slot: those of a request that enters, and a margin."""
+"""Segments that an upload has room for per slot: enough for a new request, and a margin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class DeviceStep:
         processors: custom logits processors.
 
     Raises:
-        ConfigError, UnsupportedDeviceError: the attention backend does not support the runner.
+        ConfigError, UnsupportedDeviceError: the attention backend does not support the model or cache.
         CapacityError: the state of the slots does not fit.
     """
 

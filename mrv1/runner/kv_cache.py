@@ -38,7 +38,7 @@ class CacheSpec:
     dtype: torch.dtype
     """Dtype of the pages; float8_e4m3fn if the cache has scales."""
     granularity: ScaleGranularity | None = None
-    """What shares one float32 scale; None = a cache without scales."""
+    """The part of the cache that shares one float32 scale; None = a cache without scales."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: DecoderModel) -> Self:
@@ -242,7 +242,7 @@ class StreamingDemand:
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to ``most`` that ``holds``, if every smaller number holds."""
+    """Return the largest number up to ``most`` for which, and up to which, ``holds`` is true."""
     return bisect_left(range(1, most + 1), True, key=lambda count: not holds(count))
 
 

@@ -31,8 +31,8 @@ is no CUDA graph, and the calls come between its layers; for a decode graph they
 
 Once ``KVReady.event``, recorded on the stream of the launch, has passed, another stream may read
 the keys, values and scales that the step wrote in that layer. They do not change until a step is
-launched whose requests were allocated the same blocks anew: the reader must be done by then. Those
-of rejected drafts, and all with ``kv_scale="quarter"``, last until the request's next step.
+launched whose requests were allocated the same blocks anew: the reader must be done by then. Rejected
+drafts, and everything with ``kv_scale="quarter"``, last only until the request's next step.
 """
 
 

@@ -24,7 +24,7 @@ FILTER_CHUNK = 16
 """Rows that are filtered at the same time: filtering takes up to ``FILTER_BYTES`` per logit."""
 
 FILTER_BYTES = 128
-"""Bytes of device memory, including those that a sort may need for itself."""
+"""Bytes of device memory, including the scratch memory that a sort may need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class PromptPart(NamedTuple):
 
     wanted: Wanted
     tokens: slice
-    """The tokens, among those of the step."""
+    """Their places among the tokens of the step."""
     slot: int
     following: slice
-    """The tokens that follow, in the slot's token history."""
+    """The places of the tokens that follow, in the slot's history."""
 
 
 def rows_of(

@@ -80,7 +80,7 @@ class ModelRunner:
         """Load the model, measure the memory and allocate the KV cache.
 
         Args:
-            config: what to build.
+            config: the runner's configuration.
             model: a model that is on the device already; None loads ``config.model``.
             head_policy: what each KV head sees; None = the policy of ``config.head_policy``, else
                 the checkpoint's, else each head sees everything that its layer sees.
@@ -220,7 +220,7 @@ class ModelRunner:
         return self._guarded(plan, self._execute)
 
     def forward(self, plan: StepPlan) -> None:
-        """Launch one step up to the last layer; the next call must be ``sample`` or ``discard``.
+        """Launch one step up to the last layer; ``sample`` must complete it before the next step.
 
         For steps whose token masks depend on tokens that are not yet known on the host: the caller
         makes the masks while the layers run.
@@ -273,7 +273,7 @@ class ModelRunner:
     def _guarded(
         self, plan: StepPlan, launch: Callable[[StepPlan, *Args], Result], *args: *Args
     ) -> Result:
-        """Return ``launch(plan, *args)``; any exception becomes the ``StepError`` of this step."""
+        """Return ``launch(plan, *args)``; an exception becomes this step's ``StepError``."""
         if self._closed:
             raise RuntimeError("ModelRunner: expected an open runner, got one that was closed")
         if self._pending is not None:
@@ -339,7 +339,7 @@ class ModelRunner:
             samples: whether sampling may be launched together with the layers.
 
         Returns:
-            The step's rows, and its upload; None = a graph runs the step and knows the place.
+            The step's rows, and its upload; None = a graph runs the step and knows its place.
         """
         upload = StepUpload()
         continues = plan.continues is not None

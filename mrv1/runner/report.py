@@ -44,7 +44,7 @@ class KVReport(TypedDict):
 
     dtype: str
     kv_scale: str | None
-    """What shares one scale; None = a cache without scales."""
+    """The part of the cache that shares one scale; None = a cache without scales."""
     block_size: int
     num_blocks: int
     """Blocks of the first group, which has the full heads, if there are any."""
