@@ -102,7 +102,7 @@ class StepGraphs:
             progress: show a progress bar.
         """
         # cuBLAS keeps a workspace for each stream, and all captures run on one stream: these
-        # graphs must not use a workspace of another pool. torch frees it in a private function.
+        # graphs must not use a workspace of another pool. Only a private call of torch frees it.
         torch._C._cuda_clearCublasWorkspaces()
         pool = torch.cuda.graph_pool_handle()
         shapes = list(shapes)

@@ -85,7 +85,7 @@ class DeviceStep:
         processors: custom logits processors.
 
     Raises:
-        ConfigError, UnsupportedDeviceError: the attention backend does not support the model or cache.
+        ConfigError, UnsupportedDeviceError: the attention backend does not support the model.
         CapacityError: the state of the slots does not fit.
     """
 

@@ -27,11 +27,11 @@ class KVReady:
 KVListener = Callable[[KVReady], None]
 """Called once per layer, in order, on the thread that launches, during ``ModelRunner.execute`` or
 ``forward``. It must not wait; an exception fails the step. With a listener, a step with prompts
-is no CUDA graph, and the calls come between its layers; for a decode graph they follow its launch.
+runs without a CUDA graph, and the calls come between its layers; a graph's calls come after it.
 
 Once ``KVReady.event``, recorded on the stream of the launch, has passed, another stream may read
 the keys, values and scales that the step wrote in that layer. They do not change until a step is
-launched whose requests were allocated the same blocks anew: the reader must be done by then. Rejected
+launched whose requests were allocated the same blocks; the reader must be done by then. Rejected
 drafts, and everything with ``kv_scale="quarter"``, last only until the request's next step.
 """
 

@@ -59,8 +59,8 @@ def rows_of(
 ) -> slice | torch.Tensor:
     """Return the rows of a tensor that ``wanted`` needs, ``num_columns`` for each row of the step.
 
-    If the wanted rows come first, the result is a slice, which copies nothing: a copy could be
-    as large as the logits.
+    If the wanted rows come first, the result is a slice, which copies nothing: a copy would
+    be a large part of the logits.
     """
     rows = [each.device_row for each in wanted]
     if rows == list(range(len(rows))):

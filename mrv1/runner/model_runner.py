@@ -390,7 +390,7 @@ class ModelRunner:
         return DeviceRows.of(plan, self._processors.without_refused(plan.slots), shape, captured)
 
     def _num_before(self, plan: StepPlan) -> Int32Array:
-        """Return the tokens of each row computed before the step, which the mirrors include."""
+        """Return the tokens of each row computed before the step, which the mirrors count."""
         return self.state.num_computed_tokens_np[plan.slots] - plan.num_scheduled_tokens
 
     def _launch(self, plan: StepPlan, rows: DeviceRows, staged: Staged | None) -> _Launched:
@@ -497,6 +497,6 @@ class ModelRunner:
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":
-            # cuBLAS never frees its workspace by itself; torch frees it in a private function.
+            # cuBLAS never frees its workspace by itself; torch has only a private call to do so.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()

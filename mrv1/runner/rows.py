@@ -30,7 +30,7 @@ class StepShape:
     """Leading rows of one token each."""
     has_drafts: bool = False
     samples: bool = True
-    """Whether a graph of this shape draws tokens too; not with log-probabilities or custom processors."""
+    """Whether a graph of this shape draws too; not with log-probabilities or custom processors."""
 
     @classmethod
     def of(cls, query_lens: Int32Array, *, has_drafts: bool = False, samples: bool = True) -> Self:
