@@ -1,4 +1,4 @@
-"""What tells the supported model families apart: a table, read when a config is."""
+"""A table of the differences between model families, read with a configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Architecture:
     """
 
     model_type: str
-    """``model_type`` in config.json, which stands in when ``architectures`` is absent."""
+    """``model_type`` in config.json, which is used if ``architectures`` is absent."""
     qkv_bias: bool | str
     """Bias of the query, key and value projections."""
     o_bias: bool | str

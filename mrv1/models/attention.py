@@ -1,4 +1,4 @@
-"""Who attends in a forward pass: one interface, and mrv1's own kernels behind it."""
+"""The attention of a forward pass: its interface, and the backend of mrv1's own kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mrv1.kernels.registry import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
 
 LONG_QUERY = 256
-"""No prefill tile holds as many queries: from here on a batch's longest does not change tiles."""
+"""More queries than any prefill tile has: from here on ``max_query_len`` changes no tiles."""
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged cache: planned once a step, run once a layer."""
+    """Attention over the paged cache: planned once per step, run once per layer."""
 
     def plan(
         self,
@@ -32,16 +32,16 @@ class AttentionBackend(Protocol):
         """Prepare for the layers of one step.
 
         Args:
-            batch: what every layer of the step will be given.
-            caches: of the layers.
-            query_lens: ``[num_reqs]``, tokens of each row, as the host knows them; None while a
-                graph is captured.
-            seq_lens: ``[num_reqs]``, the host's copy of ``batch.seq_lens``; None likewise.
+            batch: the batch that every layer of the step will get.
+            caches: the caches of the layers.
+            query_lens: ``[num_reqs]``, tokens of each row; None while a graph is captured.
+            seq_lens: ``[num_reqs]``, the host's copy of ``batch.seq_lens``; None while a graph is
+                captured.
         """
         ...
 
     def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
-        """Return what the batch's queries, ``[num_tokens, q_heads, head_dim]``, see in a layer.
+        """Return a layer's attention output for the queries ``[num_tokens, q_heads, head_dim]``.
 
         The keys and values of the batch's own tokens are in the cache already.
         """
@@ -50,32 +50,32 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """What a backend settled for the layers of one step."""
+    """The plan of one step, which all its layers use."""
 
     batch: AttentionBatch
     num_decodes: int
     """Leading rows that the decode kernel takes."""
     plans: Mapping[int, DecodePlan]
-    """Of the decode rows, by the identity of the layout that layers share; none on a CPU."""
+    """Plan of the decode rows, by the ``id`` of its layout; empty on the reference path."""
     prefill_start_loc: torch.Tensor | None
-    """``query_start_loc`` of the rows behind them; None if there are none."""
+    """``query_start_loc`` of the prefill rows if the step has decode rows too; else None."""
     splits: PrefillSplits | None = None
-    """What programs of the rows behind them share; None = a tile of queries has one program."""
+    """Buffers of programs that share a prefill tile; None = each tile has one program."""
 
 
 class KernelBackend:
-    """``ops.paged_decode_attention`` and ``ops.paged_prefill_attention``.
+    """Attention by ``ops.paged_decode_attention`` and ``ops.paged_prefill_attention``.
 
-    They read lengths and tables on the device. Rows of one token are decoded and the others
-    prefilled, also where a step has both. Without a plan every layer of a decode step makes its
-    own, and a step of both kinds is prefilled.
+    The kernels read lengths and tables on the device. Rows of one token are decoded and other
+    rows prefilled, also in a step that has both. Without ``plan``, every layer of a decode step
+    makes its own plan, and all rows of a step that has both are prefilled.
 
     Args:
-        ops: what ``select_ops`` returned for the device.
+        ops: the ops that ``select_ops`` returned for the device.
         num_q_heads: query heads of every layer.
-        dtype: of the queries.
+        dtype: dtype of the queries.
         softmax_scale: factor of the scores.
-        deterministic: whether a row's result is to depend on that row alone.
+        deterministic: whether a row's result must depend on that row alone.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class KernelBackend:
         query_lens: npt.NDArray[np.int32] | None,
         seq_lens: npt.NDArray[np.int32] | None,
     ) -> None:
-        """Plan the decode rows, once for all layers of a layout; a prefill needs no plan."""
+        """Plan the decode rows, once per layout that layers share; allocate prefill's splits."""
         num_decodes = batch.num_decodes if batch.query_len is None else batch.num_reqs
         is_mixed = 0 < num_decodes < batch.num_reqs
         plans = {}
@@ -116,7 +116,7 @@ class KernelBackend:
                     query_len=batch.query_len or 1,
                     is_fp8=cache.scales is not None,
                     deterministic=self._deterministic,
-                    read_early=True,  # the launch in front of a layer's attention is its KV write
+                    read_early=True,  # the launch before a layer's attention is its KV write
                 )
                 self._ops.plan_decode_attention(batch.seq_lens[:num_decodes], cache.layout, plan)
         self._planned = _Planned(
@@ -132,7 +132,7 @@ class KernelBackend:
     def _splits(
         self, batch: AttentionBatch, cache: LayerCache, num_decodes: int
     ) -> PrefillSplits | None:
-        """Return what all layers share where a few short chunks cannot fill the device."""
+        """Return splits for all layers if the prefill tiles alone cannot fill the device."""
         if num_decodes == batch.num_reqs or self._deterministic:
             return None
         return PrefillSplits.allocate(
@@ -146,7 +146,7 @@ class KernelBackend:
         )
 
     def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
-        """Decode the rows of one token, or all if they have 2 to 8 alike, and prefill others."""
+        """Decode rows of one token, or all rows if all have the same 2 to 8; prefill others."""
         planned = self._planned
         if planned is None or planned.batch is not batch:
             num_decodes = 0 if batch.query_len is None else batch.num_reqs

@@ -1,4 +1,4 @@
-"""What one forward pass reads: the ragged batch, and each layer's paged cache."""
+"""The input of one forward pass: the ragged batch, and each layer's paged cache."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class AttentionBatch:
     max_query_len: int
     """Longest row of this batch in tokens (an upper bound will do)."""
     query_len: int | None
-    """Tokens of every row if all have the same 1 to 8 (decode kernel); None = prefill kernel."""
+    """Tokens of every row if the decode kernel takes all: the same 1 to 8; None = it does not."""
     num_decodes: int = 0
-    """Leading rows of one token each, which need not be all that have one."""
+    """Leading rows of one token each, which the decode kernel takes; other rows may have one."""
     num_tokens: int
     """Length of ``input_ids``, padding included."""
     num_reqs: int
@@ -44,13 +44,13 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCache:
-    """One layer's K and V buffers and where its pages lie in them."""
+    """One layer's K and V buffers, and where its pages are in them."""
 
     k: torch.Tensor
-    """Contiguous, addressed flat by ``layout``; the model's dtype, or e4m3 beside ``scales``."""
+    """Contiguous, addressed flat by ``layout``; the model's dtype, or e4m3 with ``scales``."""
     v: torch.Tensor
     """As ``k``."""
     layout: KVLayout
     """Addresses, and each KV head's window and sink."""
     scales: KVScales | None = None
-    """Of an fp8 cache."""
+    """Scales of an fp8 cache; None = a cache without scales."""

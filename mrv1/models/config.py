@@ -60,9 +60,9 @@ class ModelConfig:
     rms_norm_eps: float
     """Added to the mean square in every norm."""
     max_model_len: int
-    """Positions the model is made for, tokens."""
+    """Most tokens of a context that the model is made for."""
     tie_word_embeddings: bool
-    """Whether the head is the embedding."""
+    """Whether the output head is the embedding."""
     qkv_bias: bool
     """Bias of the query, key and value projections."""
     o_bias: bool
@@ -116,7 +116,7 @@ class ModelConfig:
             ConfigError: the directory or one of its JSON files cannot be read, or the model is
                 not supported; the message lists every reason.
         """
-        from transformers import AutoConfig  # takes seconds to import: only who loads pays
+        from transformers import AutoConfig  # takes seconds to import: only loading pays for it
 
         directory = checkpoint_dir(path)
         where = f"checkpoint {str(directory)!r}"
@@ -125,7 +125,7 @@ class ModelConfig:
             hf_config = AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # KeyError, ValueError and validation types of its own
+        except Exception as error:  # KeyError, ValueError and transformers' validation errors
             raise ConfigError(f"{where}: config.json is not valid: {error}") from error
         generation_file = directory / "generation_config.json"
         generation = read_json(generation_file) if generation_file.is_file() else {}
@@ -134,7 +134,7 @@ class ModelConfig:
             extra = token_ids(generation.get("eos_token_id"))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-        except (AttributeError, TypeError) as error:  # a model_type of another family's fields
+        except (AttributeError, TypeError) as error:  # model_type of a family with other fields
             raise ConfigError(f"{where}: config.json contradicts itself: {error}") from error
         return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
 

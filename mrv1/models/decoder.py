@@ -1,4 +1,4 @@
-"""The decoder: one implementation of every supported family, on mrv1's kernels."""
+"""The decoder: one implementation for every supported family, on mrv1's kernels."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mrv1.models.weights import LayerWeights, ModelWeights
 class DecoderModel:
     """A decoder-only transformer over a paged KV cache.
 
-    It keeps no state between calls but its weights: the caches and the batch are the caller's.
-    Nothing waits for the device, and shapes follow from the batch's shapes alone, so that a
-    forward pass can be captured in a CUDA graph.
+    It keeps only its weights between calls: the caller owns the caches and the batch. The host
+    never waits for the device, and shapes follow from the batch's shapes alone, so that a forward
+    pass can be captured in a CUDA graph.
 
     Args:
         config: the model's shape and options.
-        weights: as ``load_weights`` or ``random_weights`` return them; on their device and in
-            their dtype the model runs.
-        ops: what ``select_ops`` returned for that device.
-        parallel: this rank among others; None = alone.
-        deterministic: whether a token's results are to depend on its own request alone.
+        weights: as ``load_weights`` or ``random_weights`` return them; the model runs on their
+            device and in their dtype.
+        ops: the ops that ``select_ops`` returned for that device.
+        parallel: this rank among the tensor-parallel ranks; None = a single rank.
+        deterministic: whether a token's results must depend on its own request alone.
     """
 
     def __init__(
@@ -83,11 +83,12 @@ class DecoderModel:
 
         Args:
             batch: the tokens and where their pages are.
-            caches: one entry a layer, *written* at ``batch.slot_mapping``; each layer's layout
-                holds its window (``config.layer_windows``).
-            backend: who attends, planned for this batch; None = ``kernel_backend()``, unplanned.
-            on_kv_written: is called with each layer's index once its keys and values are written,
-                as far as the stream goes: before the layer attends.
+            caches: one entry per layer, *written* at ``batch.slot_mapping``; each layer's layout
+                contains its window (``config.layer_windows``).
+            backend: attention backend, planned for this batch; None = ``kernel_backend()`` without
+                a plan.
+            on_kv_written: called with each layer's index once the write of its keys and values is
+                on the stream, before the layer attends.
 
         Returns:
             ``[num_tokens, hidden]`` hidden states after the final norm; undefined for padding.
@@ -119,7 +120,7 @@ class DecoderModel:
         return x if norms_ahead else self._norm(hidden, self.weights.final_norm)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocab]`` float32 logits (float64 stays so) of ``[rows, hidden]``."""
+        """Return ``[rows, vocab]`` float32 logits (of float64: float64) of ``[rows, hidden]``."""
         lm_head, wide = self.weights.lm_head, torch.promote_types(hidden_rows.dtype, torch.float32)
         logits = hidden_rows.new_empty((len(hidden_rows), len(lm_head)), dtype=wide)
         logits = self._ops.linear(
@@ -128,10 +129,10 @@ class DecoderModel:
         return self._parallel.all_gather(logits)
 
     def _norms_ahead(self, hidden: torch.Tensor) -> bool:
-        """Say whether the sum of the residuals is normed at once, or by the products that take it.
+        """Return whether a residual sum is normed at once, not by the product that reads it.
 
-        The product of one token norms it for nothing; of more, every program would. If results
-        are to be deterministic, one token goes the way of many.
+        The product of one token norms its input at no cost; with more tokens, every program would
+        repeat the norms. With ``deterministic``, one token is computed as several tokens are.
         """
         return hidden.shape[0] > 1 or self.deterministic
 
@@ -147,9 +148,9 @@ class DecoderModel:
         next_weight: torch.Tensor,
         activation: Activation | None = None,
     ) -> torch.Tensor:
-        """Return ``activation(norm(hidden) @ weight.T + bias)`` of what _add_projection returned.
+        """Return ``activation(norm(hidden) @ weight.T + bias)``; x is from ``_add_projection``.
 
-        Meanwhile ``next_weight``, of the projection that follows, comes into the cache.
+        Meanwhile ``next_weight``, of the next projection, is prefetched into the GPU's cache.
         """
         return self._ops.linear(
             x,
@@ -173,7 +174,7 @@ class DecoderModel:
         """Add ``x @ weight.T + bias``, summed over the ranks, to ``hidden`` in place.
 
         Returns:
-            ``norm(hidden)``, or ``hidden`` where it is not normed ahead.
+            ``norm(hidden)`` if ``_norms_ahead``, else ``hidden``.
         """
         eps = self.config.rms_norm_eps
         norms_ahead = self._norms_ahead(hidden)

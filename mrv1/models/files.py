@@ -14,11 +14,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in ``path``.
 
     Raises:
-        ConfigError: it cannot be read, is not JSON, or is not an object.
+        ConfigError: the file cannot be read, is not JSON, or is not an object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON or not UTF-8
         raise ConfigError(f"{path}: expected a readable JSON file, got {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(content).__name__}")

@@ -1,6 +1,6 @@
-"""From a transformers configuration object to the fields of ``ModelConfig``.
+"""Converts a transformers configuration object to the fields of ``ModelConfig``.
 
-transformers (>= 5) has already turned older files into today's names, rope settings included.
+transformers (>= 5) has already translated older files to its present names, rope settings too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def support_problems(raw: Mapping[str, Any]) -> list[str]:
-    """Return why a checkpoint with this config.json cannot be run at all."""
+    """Return every reason why a checkpoint with this config.json cannot run at all."""
     problems = []
     try:
         architecture_name(raw)
@@ -37,7 +37,7 @@ def support_problems(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _only_kv_cache(quantization: object) -> bool:
-    """Whether compressed-tensors left every weight alone and calibrated an fp8 KV cache."""
+    """Whether compressed-tensors quantized no weight, but calibrated an fp8 KV cache."""
     if not isinstance(quantization, Mapping) or quantization.get("config_groups"):
         return False
     scheme = quantization.get("kv_cache_scheme")
@@ -79,7 +79,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
     raise_problems("model config", support_problems(raw))
     name = architecture_name(raw)
     family = ARCHITECTURES[name]
-    # At least 1: a model without heads is refused with the other sizes, not by a division.
+    # At least 1: a model without heads is refused with the other sizes, not by division by zero.
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // max(hf.num_attention_heads, 1)
     problems = []
     if hf.hidden_act not in ("silu", "swish"):
@@ -162,10 +162,10 @@ def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: A
 
 
 def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
-    """Return the context in tokens.
+    """Return the longest context, in tokens.
 
     Checkpoints extended by yarn state either the extended or the original context in
-    ``max_position_embeddings``: Qwen's instructions add the rope settings and leave it as it was.
+    ``max_position_embeddings``: Qwen's instructions add rope settings and leave this field alone.
     """
     if rope.rope_type != "yarn":
         return max_position_embeddings

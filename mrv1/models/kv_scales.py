@@ -1,4 +1,4 @@
-"""The static scales of an fp8 KV cache, as calibration tools leave them in a checkpoint."""
+"""The static scales of an fp8 KV cache, as calibration tools store them in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mrv1.models.shards import TensorEntry, open_shard, scan_checkpoint
 def scale_names(layer: int, part: str) -> tuple[str, ...]:
     """Return the names one scale may have; ``part`` is ``"k"`` or ``"v"``.
 
-    The first is what compressed-tensors writes; vLLM and ModelOpt write the others.
+    compressed-tensors writes the first name; vLLM and ModelOpt write the others.
     """
     attention = f"model.layers.{layer}.self_attn"
     return (
@@ -27,9 +27,9 @@ def scale_names(layer: int, part: str) -> tuple[str, ...]:
 
 
 def load_kv_scales(directory: Path, config: ModelConfig) -> torch.Tensor:
-    """Return ``[layers, 2, kv_heads]`` float32 on the CPU: of the keys, then of the values.
+    """Return the scales ``[layers, 2, kv_heads]`` float32 on the CPU: of keys, then of values.
 
-    A scale is a dequantisation multiplier, ``x ~ q * scale``, of the whole layer or per KV head.
+    A scale is a dequantisation multiplier, ``x ~ q * scale``, of a whole layer or of a KV head.
 
     Raises:
         ConfigError: a scale is missing, misshaped or not a positive number; one message lists

@@ -29,12 +29,12 @@ from mrv1.models.weights import ModelWeights, checkpoint_tensors, empty_weights
 from mrv1.progress import progress_bar
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-"""What a weight may be stored in, as safetensors names it."""
+"""Dtypes in which a weight may be stored, as safetensors names them."""
 
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _NON_WEIGHT_SUFFIXES = (
     "rotary_emb.inv_freq",  # a buffer that old checkpoints carry along
-    ".k_scale",  # of an fp8 KV cache, read by kv_scales where they are wanted
+    ".k_scale",  # of an fp8 KV cache, read by kv_scales if the configuration needs them
     ".v_scale",
 )
 
@@ -52,16 +52,16 @@ def load_model(
     """Return the decoder of a checkpoint directory, its weights on ``device`` in ``dtype``.
 
     Every tensor is copied once, from the memory-mapped file into its place in the fused weights:
-    the model is never held twice.
+    the model is never in memory twice.
 
     Args:
         path: a Hugging Face checkpoint with safetensors weights, in one file or in shards.
         device: where the weights go.
         dtype: float32, float16, bfloat16 or (reference ops only) float64.
-        ops: what ``select_ops`` returned for the device.
-        progress: whether to show a progress bar where stderr is a terminal.
-        parallel: this rank among others; None = alone.
-        deterministic: as the model takes it.
+        ops: the ops that ``select_ops`` returned for the device.
+        progress: whether to show a progress bar if stderr is a terminal.
+        parallel: this rank among the tensor-parallel ranks; None = a single rank.
+        deterministic: as in ``DecoderModel``.
 
     Raises:
         ConfigError: the configuration is not supported, or weights are missing, surplus,
@@ -81,7 +81,7 @@ def load_weights(
     dtype: torch.dtype,
     progress: bool = True,
 ) -> ModelWeights:
-    """Return a checkpoint's weights; arguments and errors as :func:`load_model`."""
+    """Return a checkpoint's weights; arguments and errors are as in :func:`load_model`."""
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: expected one of {WEIGHT_DTYPES}, got {dtype}")
     scan = scan_checkpoint(directory)
@@ -94,7 +94,7 @@ def load_weights(
 
 
 def _differences(scan: Scan, wanted: Mapping[str, torch.Tensor], *, tied: bool) -> list[str]:
-    """Return every difference between what the checkpoint holds and what the model wants."""
+    """Return every difference between the checkpoint's tensors and the model's."""
     if scan.named is None:
         return []
     problems = [f"{name}: missing" for name in wanted if name not in scan.named]

@@ -1,4 +1,4 @@
-"""What a model needs to know of the other ranks. One rank for now; the seam is already there."""
+"""What a model needs to know about the other tensor-parallel ranks; one rank for now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from mrv1.errors import ConfigError
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
-"""Takes this rank's part, returns the combined tensor."""
+"""Takes this rank's part and returns the combined tensor."""
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ class ParallelContext:
     """
 
     rank: int = 0
-    """This process among ``size``."""
+    """Index of this process among ``size`` ranks."""
     size: int = 1
     """Tensor-parallel ranks."""
     all_reduce: Collective = _identity
@@ -36,11 +36,11 @@ class ParallelContext:
 
     @property
     def sums_partials(self) -> bool:
-        """Whether a projection's output is a part of a sum; without ranks to meet it is all."""
+        """Whether a projection's output is only this rank's part of a sum over ranks."""
         return self.all_reduce is not _identity
 
     def __post_init__(self) -> None:
-        """Reject what the model cannot do yet."""
+        """Reject more than one rank, and an impossible rank."""
         if self.size > 1:
             raise ConfigError(f"size: expected 1 rank, got {self.size}: not supported yet")
         if self.size < 1 or not 0 <= self.rank < self.size:

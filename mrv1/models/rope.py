@@ -12,8 +12,8 @@ yarn        a ramp over dimensions from unchanged to linear, and cos and sin tim
             factor (arXiv 2309.00071, sections 3.2 to 3.4)
 ==========  ===================================================================================
 
-All in float32 and on the CPU, as checkpoints were trained and evaluated: at position 100,000 one
-unit in the last place of a frequency already turns the angle by 0.01.
+Everything is float32, and frequencies are computed on the CPU, as checkpoints were trained and
+evaluated: at position 100,000 one unit in the last place of a frequency turns the angle by 0.01.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class RopeConfig:
     original_max_position_embeddings: int = 0
     """llama3, yarn: context of the pretraining, tokens."""
     low_freq_factor: float = 1.0
-    """llama3: wavelengths over original context / this are interpolated."""
+    """llama3: wavelengths longer than original context / this value are interpolated."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths under original context / this are kept."""
+    """llama3: wavelengths shorter than original context / this value are kept."""
     attention_factor: float | None = None
     """yarn: multiplies cos and sin; None = from ``factor``, ``mscale``, ``mscale_all_dim``."""
     beta_fast: float = 32.0
@@ -72,7 +72,7 @@ class RopeConfig:
     mscale: float | None = None
     """yarn: numerator of the attention factor (DeepSeek); None = not set."""
     mscale_all_dim: float | None = None
-    """yarn: its denominator; None = not set."""
+    """yarn: denominator of the attention factor; None = not set."""
     truncate: bool = True
     """yarn: round the ends of the ramp to whole dimensions."""
 
@@ -84,17 +84,17 @@ class RopeConfig:
         rotary_dim: int,
         max_position_embeddings: int,
     ) -> RopeConfig:
-        """Return the configuration a checkpoint's ``rope_parameters`` describe.
+        """Return the configuration that a checkpoint's ``rope_parameters`` describe.
 
         Args:
             parameters: as transformers 5 has them in ``config.rope_parameters``.
             rotary_dim: rotated dimensions of a head.
-            max_position_embeddings: context of the checkpoint, tokens; yarn without a ``factor``
-                takes its ratio to the original context.
+            max_position_embeddings: context of the checkpoint, tokens; for yarn without a
+                ``factor``, the factor is the ratio of this context to the original one.
 
         Raises:
-            ConfigError: an unsupported type, or a setting missing or of the wrong kind; all of
-                them in one message.
+            ConfigError: an unsupported type, or settings missing or of the wrong kind; one message
+                lists these settings.
         """
         rope_type = parameters.get("rope_type", "default")
         if rope_type not in get_args(RopeType):
@@ -136,7 +136,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _yarn_settings(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return yarn's optional settings that are present, and what is wrong with them."""
+    """Return yarn's optional settings that are present, and the problems in them."""
     settings: dict[str, Any] = {}
     problems = []
     for name in _OPTIONAL_YARN:
@@ -188,8 +188,8 @@ def _yarn(powers: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """Ramp over dimensions from kept to interpolated ("NTK-by-parts", arXiv 2309.00071, 3.2).
 
     Dimension pair d turns ``r`` times within the original context L where
-    ``d = rotary_dim * ln(L / (2 pi r)) / (2 ln theta)``; the ramp runs from the pair of
-    beta_fast turns to that of beta_slow.
+    ``d = rotary_dim * ln(L / (2 pi r)) / (2 ln theta)``; the ramp runs from the pair with
+    beta_fast turns to the pair with beta_slow turns.
     """
 
     def dimension(rotations: float) -> float:
@@ -208,11 +208,11 @@ def _yarn(powers: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return what cos and sin are multiplied by: 1 except for yarn.
+    """Return the factor of cos and sin: 1 except for yarn.
 
-    yarn: ``0.1 ln(factor) + 1`` (arXiv 2309.00071, 3.4: its temperature's square root, so that the
-    product of two rotated vectors is scaled by its square); with both ``mscale`` settings, the
-    ratio of ``0.1 mscale ln(factor) + 1`` for the two.
+    yarn: ``0.1 ln(factor) + 1`` (arXiv 2309.00071, 3.4: ``sqrt(1 / t)`` for the temperature t, so
+    that a product of two rotated vectors is scaled by ``1 / t``); with both ``mscale`` settings,
+    the ratio of ``0.1 mscale ln(factor) + 1`` to the same with ``mscale_all_dim``.
     """
     if rope.rope_type != "yarn":
         return 1.0
@@ -232,7 +232,7 @@ def cos_sin_table(
 ) -> torch.Tensor:
     """Return ``[max_positions, rotary_dim]`` float32 on ``device``: cos, then sin.
 
-    This is what ``mrv1.kernels.apply_rope`` reads; the attention factor is multiplied in.
+    ``mrv1.kernels.apply_rope`` reads this table; it includes the attention factor.
     """
     inv_freq = inverse_frequencies(rope).to(device)
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""What a checkpoint's safetensors files hold, by their headers, and what is wrong with them."""
+"""The tensors of a checkpoint's safetensors files, from the headers, and the files' problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mrv1.models.files import read_json
 SINGLE_FILE = "model.safetensors"
 """The whole model in one file; looked for first, as transformers does."""
 INDEX_FILE = "model.safetensors.index.json"
-"""Which shard holds each tensor."""
+"""The index that names the shard of each tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class TensorEntry:
     """One tensor of a checkpoint."""
 
     file: Path
-    """The safetensors file that holds it."""
+    """The safetensors file that contains the tensor."""
     shape: tuple[int, ...]
     """Its shape."""
     dtype: str
@@ -34,10 +34,10 @@ class TensorEntry:
 
 @dataclass(slots=True, kw_only=True)
 class Scan:
-    """What reading the headers of a checkpoint found."""
+    """The result of reading the headers of a checkpoint."""
 
     named: set[str] | None = None
-    """Tensors the checkpoint claims to hold; None = the claim itself is unreadable."""
+    """Tensors that the checkpoint claims to hold; None = the claim itself is unreadable."""
     entries: dict[str, TensorEntry] = field(default_factory=dict)
     """The tensors that can be read, by name."""
     problems: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ def open_shard(file: Path) -> Iterator[Any]:
     """Open a safetensors file (memory-mapped: a tensor is read when it is asked for).
 
     Raises:
-        ConfigError: it is missing, truncated or not a safetensors file.
+        ConfigError: the file is missing, truncated or not a safetensors file.
     """
     try:
         with safe_open(file, framework="pt", device="cpu") as shard:
@@ -59,7 +59,7 @@ def open_shard(file: Path) -> Iterator[Any]:
 
 
 def scan_checkpoint(directory: Path) -> Scan:
-    """Return what the safetensors files in ``directory`` hold, and all that is wrong with them."""
+    """Return the tensors of the safetensors files in ``directory``, and every problem found."""
     scan = Scan()
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
@@ -113,10 +113,10 @@ def _read_index(scan: Scan, index: Path) -> None:
 
 
 def _read_shard(scan: Scan, file: Path, names: set[str]) -> None:
-    """Add the tensors of one shard that the index places in it, and report the difference."""
+    """Add the tensors that the index places in one shard; report every difference."""
     try:
         found = file.is_file()
-    except OSError:  # a name no file system takes
+    except OSError:  # a name that no file system accepts
         found = False
     if not found:
         shown = file.name if len(file.name) <= 80 else f"{file.name[:80]}..."

@@ -1,4 +1,4 @@
-"""The tensors of a decoder, and which checkpoint tensor each part of them comes from."""
+"""The tensors of a decoder, and the checkpoint tensor that each part of them comes from."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelWeights:
     embed: torch.Tensor
     """[vocab, hidden]."""
     layers: tuple[LayerWeights, ...]
-    """One entry a layer."""
+    """One entry per layer."""
     final_norm: torch.Tensor
     """[hidden]."""
     lm_head: torch.Tensor
@@ -95,7 +95,7 @@ def empty_weights(
 
 
 def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
-    """Return, by its name in a Hugging Face checkpoint, the (view of a) tensor each one fills.
+    """Return the tensor, or view, that each tensor of a Hugging Face checkpoint fills, by name.
 
     A tied head has no entry of its own.
     """
@@ -133,7 +133,7 @@ def _layer_tensors(
 def _slices(
     parts: list[tuple[str, int]], weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield the rows of a fused projection that each of its ``(name, rows)`` fills."""
+    """Yield the views of a fused projection that its parts, each ``(name, rows)``, fill."""
     start = 0
     for name, rows in parts:
         yield f"{name}.weight", weight[start : start + rows]
@@ -152,8 +152,8 @@ def random_weights(
     Args:
         config: the model's shape.
         device: where the weights are made and stay.
-        dtype: of every tensor.
-        seed: of this call's own generator; the values also depend on the device type.
+        dtype: dtype of every tensor.
+        seed: seed of this call's own generator; the values also depend on the device type.
     """
     generator = torch.Generator(device).manual_seed(seed)
     weights = empty_weights(config, device, dtype)

@@ -1,4 +1,4 @@
-"""One step: request state, input batch, block tables, KV cache, forward, sampling, output."""
+"""The runner executes one step: slot state, batch, KV cache, layers, sampling, output."""
 
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_listener import KVListener, KVReady

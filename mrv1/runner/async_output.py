@@ -1,4 +1,4 @@
-"""The one place where the host waits for the device."""
+"""The results of steps on their way to the host: the one place where the host waits."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from mrv1.runner.step import (
 )
 
 POLL_SECONDS = 50e-6
-"""How often a wait with a timeout looks at the event."""
+"""Interval at which a wait with a timeout queries the event."""
 
 FAILURES = {-1: RowFailure.MASKED, -2: RowFailure.NAN}
-"""What a negative number of tokens says of a row."""
+"""Why a row failed, by the negative number of tokens that ``post_update`` stores for the row."""
 
 
 class OutputRing:
-    """Where steps leave their tokens for the host, in turns: pinned memory that kernels write.
+    """A ring of pinned buffers in which kernels store the tokens of each step for the host.
 
-    A slot belongs to a step from ``acquire`` on until its ``AsyncOutput`` has taken what it holds;
-    if that has not been asked for its result by the time the slot's next step is launched, it
-    takes it then, and waits if it must (``num_waits``). The slot's upload (``Staging``) is free
-    with it.
+    A slot of the ring belongs to a step from ``acquire`` until the step's ``AsyncOutput`` has read
+    it. If nobody has asked for that result when the next step needs the slot, ``acquire`` has the
+    ``AsyncOutput`` read it then, and waits if the older step still runs (``num_waits`` counts
+    this). The upload in the same slot of ``Staging`` may be overwritten from then on, too.
 
     Args:
-        max_num_reqs: rows of a step.
-        max_tokens: tokens of a row, at most.
-        depth: steps in flight, at most; there is one slot more.
-        device: the runner's.
+        max_num_reqs: most rows of a step, padding included.
+        max_tokens: most tokens of a row.
+        depth: most steps in flight; the ring has one slot more.
+        device: the runner's device.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OutputRing:
         self._tokens = self._buffer.view(torch.int64)[:, count_words // 2 :]
         self._host_counts, self._host_tokens = self._counts.numpy(), self._tokens.numpy()
         self._done = None
-        """For each slot an event behind its step: what kernels stored for the host is there."""
+        """Per slot, an event after its step: once it has passed, the host may read the buffer."""
         self._clock = None
         if on_gpu:
             self._done = [torch.cuda.Event(enable_timing=True) for _ in range(self.num_slots)]
@@ -72,7 +72,7 @@ class OutputRing:
         return self._next
 
     def views(self, num_rows: int, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (counts, tokens) of steps with so many rows, padding included, and columns.
+        """Return (counts, tokens) of every slot, for steps of ``num_rows`` rows with padding.
 
         Counts are [slots, num_rows] int32, tokens [slots, num_rows, num_columns] int64, dense, so
         that a step stores no more than it must. A row's place does not depend on ``num_rows``.
@@ -81,9 +81,9 @@ class OutputRing:
         return self._counts[:, :num_rows], tokens.unflatten(1, (num_rows, num_columns))
 
     def acquire(self) -> int:
-        """Return the slot of the step that is launched next; its last reader has what it wanted.
+        """Return the slot of the step that is launched next, after its older result is read.
 
-        Until ``deliver`` or ``give_up`` the slot stays the next one's.
+        Only ``deliver`` moves on to the following slot.
         """
         if self._is_given_up and self._done is not None:
             self._done[self._next].synchronize()
@@ -95,23 +95,23 @@ class OutputRing:
         return self._next
 
     def start(self) -> None:
-        """Mark the beginning of the step's work, which goes to the current stream."""
+        """Mark the start of the step's work on the current stream."""
         if self._clock is not None:
             self._clock.start(self._next)
 
     @property
     def gpu_seconds(self) -> float:
-        """Time that the GPU has worked on steps which are over; 0 on a CPU."""
+        """Seconds that the GPU has worked on finished steps; 0 on a CPU."""
         return 0.0 if self._clock is None else self._clock.seconds(self._next)
 
     def end(
         self, num_rows: int, num_columns: int = 1
     ) -> tuple[Int32Array, Int64Array, torch.cuda.Event | None]:
-        """Mark the end of the step's work; return what its ``AsyncOutput`` reads, and when.
+        """Mark the end of the step's work; return its counts, its tokens and the event after it.
 
         Args:
-            num_rows: of the step on the device, padding included.
-            num_columns: tokens a row has, at most.
+            num_rows: rows of the step on the device, padding included.
+            num_columns: most tokens of a row.
         """
         slot, done = self._next, None
         if self._done is not None and self._clock is not None:
@@ -121,12 +121,12 @@ class OutputRing:
         return self._host_counts[slot, :num_rows], tokens.reshape(num_rows, num_columns), done
 
     def deliver(self, output: AsyncOutput) -> None:
-        """Note who takes what the step will leave in its slot; the next step has the next one."""
+        """Note ``output`` as the reader of the step's slot; move on to the following slot."""
         self._readers[self._next] = output
         self._next = (self._next + 1) % self.num_slots
 
     def give_up(self) -> None:
-        """Keep the next slot, whose step was not launched whole: what was may still read it."""
+        """Keep the slot of a step launched only in part; its launched kernels may still use it."""
         if self._done is not None:
             self._done[self._next].record()
             self._is_given_up = True
@@ -151,19 +151,19 @@ class AsyncOutput:
         logprobs: Sequence[LogprobReport] = (),
         prompt_logprobs: Sequence[LogprobReport] = (),
     ) -> None:
-        """Wait for nothing yet.
+        """Store the arguments; nothing waits yet.
 
         Args:
             plan: the step that was launched.
-            num_output: ``[any]``, tokens of each row on the device, negative = the row failed;
-                valid once the step is over.
-            tokens: ``[any, most tokens]``, likewise.
-            done: recorded behind the step; None on a CPU.
-            rows: ``[rows]``, where the plan's rows are among them; None = in order, in front.
-            refusals: by row of the plan, why it was not computed.
-            on_output: is given the result once it is there.
-            logprobs: of the tokens that the step draws, by row of the plan.
-            prompt_logprobs: of prompts' tokens, likewise.
+            num_output: ``[device rows]``, number of tokens of each row on the device, negative =
+                the row failed (``FAILURES``); valid once the step is over.
+            tokens: ``[device rows, most tokens]``, the tokens; valid once the step is over.
+            done: event recorded after the step; None on a CPU.
+            rows: ``[rows]``, the device row of each row of the plan; None = the first, in order.
+            refusals: by row of the plan, the error of a request that a custom processor refused.
+            on_output: called with the result once it has been read.
+            logprobs: log-probabilities of the tokens that the step draws.
+            prompt_logprobs: log-probabilities of prompt tokens.
         """
         self._plan = plan
         self._num_output = num_output
@@ -178,7 +178,7 @@ class AsyncOutput:
 
     @property
     def step_id(self) -> int:
-        """The step this is the output of."""
+        """``step_id`` of the step."""
         return self._plan.step_id
 
     @property
@@ -206,7 +206,7 @@ class AsyncOutput:
         return outcome
 
     def take(self, timeout: float | None = None) -> StepOutput | StepError:
-        """Wait, and return what ``result`` returns or raises; the step's buffers are free then.
+        """Wait, read the step's buffers, and return the output or the error of ``result``.
 
         Raises:
             TimeoutError: the step was not over in time.
@@ -217,7 +217,7 @@ class AsyncOutput:
                 output = self._outcome = self._collect()
                 if self._on_output is not None:
                     self._on_output(output)
-            except RuntimeError as error:  # what the driver reports of any kernel so far
+            except RuntimeError as error:  # the driver reports any kernel that failed so far
                 self._outcome = StepError(
                     str(error),
                     step_id=self._plan.step_id,
@@ -246,7 +246,7 @@ class AsyncOutput:
         num_output, tokens = self._num_output[rows], self._tokens[rows]
         errors: dict[int, str | RequestError] = {}
         token_ids: tuple[tuple[int, ...], ...]
-        if (num_output == 1).all():  # a decode step: the one that must not cost time
+        if (num_output == 1).all():  # a decode step: the case that must be fast
             token_ids = tuple(zip(tokens[:, 0].tolist(), strict=True))
         else:
             counts = num_output.tolist()
@@ -269,7 +269,7 @@ class AsyncOutput:
 def _read(
     reports: Sequence[LogprobReport], num_positions: Sequence[int] | None = None
 ) -> dict[int, TokenLogprobs]:
-    """Return the log-probabilities of all reports by row of the plan."""
+    """Return the log-probabilities of all reports, by row of the plan."""
     found: dict[int, TokenLogprobs] = {}
     for report in reports:
         found |= report.read(num_positions)

@@ -1,4 +1,4 @@
-"""Who attends in a runner: mrv1's kernels, or FlashInfer where it was asked for by name."""
+"""The runner's attention backend: mrv1's kernels, or FlashInfer if the configuration names it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mrv1.runner.step import Int32Array
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 FLASHINFER_WORKSPACE_BYTES = 394 << 20
-"""For the partial results of split rows; the size vLLM gives it."""
+"""Room for the partial results of split rows; vLLM gives FlashInfer the same size."""
 
 _INSTEAD = "choose attention_backend='triton'"
 
@@ -33,10 +33,10 @@ def select_backend(
     spec: CacheSpec,
     layouts: Sequence[KVLayout],
 ) -> AttentionBackend:
-    """Return the backend that was asked for; nothing else ever stands in for it.
+    """Return the backend ``name``; no other backend ever replaces it.
 
     Raises:
-        ConfigError: FlashInfer cannot do what the model or the cache needs, or is not installed.
+        ConfigError: FlashInfer does not support the model or the cache, or is not installed.
         UnsupportedDeviceError: FlashInfer was asked for on a CPU.
     """
     if name == "triton":
@@ -46,11 +46,11 @@ def select_backend(
 
 
 def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]) -> None:
-    """Raise unless FlashInfer attends to such a cache.
+    """Raise unless FlashInfer supports the model and its cache.
 
     Raises:
-        ConfigError: another dtype, head size or head role than FlashInfer's.
-        UnsupportedDeviceError: not on a GPU.
+        ConfigError: FlashInfer does not support the dtype, the head size or the head roles.
+        UnsupportedDeviceError: the model is not on a GPU.
     """
     if model.device.type != "cuda":
         raise UnsupportedDeviceError(
@@ -70,18 +70,18 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
     )
     page = (spec.num_kv_heads, spec.block_size, spec.head_dim)
     for layout in layouts:
-        role = HeadRole(window=layout.roles[0].window)  # a window is all that a plan takes
+        role = HeadRole(window=layout.roles[0].window)  # its plan takes a window, no sink or ring
         require(
-            set(layout.roles) == {role}, "heads with one window and no other role", layout.roles
+            set(layout.roles) == {role}, "heads with one window, no sink, one table", layout.roles
         )
         require(page in layout.page_shapes, f"pages {page} (HND)", layout.page_shapes)
 
 
 def import_flashinfer() -> Any:  # noqa: ANN401 - a package without types
-    """Return the package.
+    """Return the ``flashinfer`` package.
 
     Raises:
-        ConfigError: it is not installed, or cannot be imported.
+        ConfigError: the package is not installed or cannot be imported.
     """
     try:
         return import_module("flashinfer")
@@ -93,10 +93,10 @@ def import_flashinfer() -> Any:  # noqa: ANN401 - a package without types
 
 
 class FlashInferBackend:
-    """FlashInfer's paged wrappers over HND pages, a pair for each window among the layers.
+    """FlashInfer's paged wrappers over HND pages: a decode and a prefill wrapper for each window.
 
-    A step is planned from what the host knows of its lengths, so that planning reads nothing back
-    from the device; page ids are picked on the device. One thread calls it.
+    A step is planned from the lengths that the host knows, so that planning reads nothing back
+    from the device; the page ids are gathered on the device. Only one thread may call it.
 
     Source:
         FlashInfer 0.6: ``BatchDecodeWithPagedKVCacheWrapper``,
@@ -104,10 +104,10 @@ class FlashInferBackend:
     """
 
     def __init__(self, model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]) -> None:
-        """Import FlashInfer and take its workspace.
+        """Import FlashInfer and allocate its workspace.
 
         Raises:
-            ConfigError: it is not installed, or cannot be imported.
+            ConfigError: FlashInfer is not installed or cannot be imported.
         """
         flashinfer = import_flashinfer()
         workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=model.device)
@@ -143,12 +143,12 @@ class FlashInferBackend:
         """Plan every window's wrapper for the step.
 
         Raises:
-            ValueError: the lengths are not given.
+            ValueError: ``query_lens`` or ``seq_lens`` is None.
         """
         if query_lens is None or seq_lens is None:
-            raise ValueError("query_lens, seq_lens: expected arrays, as FlashInfer plans by them")
+            raise ValueError("query_lens, seq_lens: expected arrays for FlashInfer, got None")
         if self._planned is not None:
-            self._planned.synchronize()  # the last plan must have left its page-locked buffers
+            self._planned.synchronize()  # the last plan's pinned buffers must have been copied
         num_pages = -(-seq_lens // self._block_size)
         pages = (
             _starts(num_pages),
@@ -187,7 +187,7 @@ def _is_decode(batch: AttentionBatch) -> bool:
 
 
 def _starts(lengths: npt.NDArray[np.int32]) -> torch.Tensor:
-    """Return where each of consecutive runs starts, and where the last ends; int32, on the CPU."""
+    """Return the starts of consecutive runs, then the end of the last; int32, on the CPU."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=starts[1:])
     return torch.from_numpy(starts)

@@ -1,4 +1,4 @@
-"""Which blocks each slot holds, per head group, on the device."""
+"""The block tables on the device: the blocks of each slot, per head group."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ NO_PAGE = -1
 
 
 class BlockTables:
-    """Rows of concatenated segments, one per head group, in slot order.
+    """One row per slot, which is the concatenation of one segment per head group.
 
     Args:
-        slots: holds the device's table.
-        max_num_reqs: its rows.
-        groups: columns of each head group.
+        slots: the state of the slots, which contains the table on the device.
+        max_num_reqs: rows of the table.
+        groups: the head groups, with the columns of each.
         block_size: tokens of a block.
     """
 
     @staticmethod
     def fields(groups: Sequence[HeadGroup]) -> Mapping[str, Field]:
-        """Return what a slot holds on the device."""
+        """Return the fields that a slot has on the device."""
         return {"block_table": Field(width=sum(group.width for group in groups))}
 
     def __init__(
@@ -43,7 +43,7 @@ class BlockTables:
         self.groups = tuple(groups)
         table = slots["block_table"]
         self.row_width = table.shape[1]
-        """Columns of all groups."""
+        """Columns of a row, over all groups."""
         self._first_word = slots.first_word("block_table", 0)
         self.num_blocks_np = np.zeros((max_num_reqs, len(self.groups)), dtype=np.int32)
         """[max_num_reqs, groups], the host's count of each segment's logical blocks."""
@@ -58,19 +58,19 @@ class BlockTables:
             ring_blocks=per_group([g.ring_blocks for g in groups]),
             block_size=block_size,
         )
-        """What kernels read."""
+        """The tables as kernels read them."""
 
     def stage(self, plan: StepPlan, num_pool_blocks: Sequence[int], upload: StepUpload) -> None:
-        """Count the plan's new blocks on the host; add their ids, and -1 behind a new row's.
+        """Count the plan's new blocks; add their ids to the upload, padded with -1 in a new row.
 
         Args:
-            plan: of the step.
-            num_pool_blocks: of each head group: ids are less.
-            upload: what the step changes on the device.
+            plan: the step's plan.
+            num_pool_blocks: blocks in the pool of each head group; ids are smaller.
+            upload: collects the changes on the device.
 
         Raises:
-            ValueError: a slot without a row, another number of groups, an id outside the pool, or
-                more blocks in a row than the longest request has; nothing is counted then.
+            ValueError: a slot without a row in the step, a wrong number of groups, an id outside
+                the pool, or more blocks than the longest request needs; nothing is counted then.
         """
         if not (plan.new_block_ids or plan.new or plan.resumed):
             return
@@ -99,7 +99,7 @@ class BlockTables:
         self.num_blocks_np = num_blocks
 
     def _check(self, plan: StepPlan) -> Int64Array:
-        """Return the slots that get blocks; each is to have a row."""
+        """Return the slots that get blocks; raise unless each has a row in the step."""
         slots = [*plan.new_block_ids]
         is_row = np.zeros(len(self.num_blocks_np), dtype=np.bool_)
         is_row[plan.slots] = True
@@ -113,12 +113,12 @@ class BlockTables:
 def _pieces(
     group: HeadGroup, start: int, ids: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield runs of ids and the column where each begins; what a ring no longer has is left out.
+    """Yield runs of ids, each with its first column, without ids that a ring overwrites at once.
 
     Args:
-        group: whose segment it is.
+        group: the head group of the segment.
         start: logical block of the first id.
-        ids: of consecutive logical blocks.
+        ids: block ids of consecutive logical blocks.
     """
     sink, ring, end = group.sink_blocks, group.ring_blocks, start + len(ids)
     if not ring:
@@ -142,14 +142,14 @@ def _check_ids(
     ids: Sequence[Sequence[int]],
     num_pool_blocks: int,
 ) -> None:
-    """Check that a group's new blocks are the pool's and no more than a request can have."""
+    """Check that a group's new ids are in its pool, and that no request has too many blocks."""
     if ends.max() > group.max_blocks:
         longest = ends.argmax()
         raise ValueError(
             f"new_block_ids: expected at most {group.max_blocks} blocks in slot {slots[longest]}, "
             f"got {ends[longest]}"
         )
-    least = 0 if group.keeps.is_full else NO_PAGE  # where a prefix's blocks are out of the window
+    least = 0 if group.keeps.is_full else NO_PAGE  # a prefix hit's blocks before the window are -1
     every = [*chain.from_iterable(ids)]
     if every and not least <= min(every) <= max(every) < num_pool_blocks:
         outside = tuple(block for block in every if not least <= block < num_pool_blocks)

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: a few shapes, padded up to; decodes, and steps with prompts in them."""
+"""Steps as CUDA graphs of a few shapes, which steps are padded to: decodes, and with prompts."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from mrv1.runner.input_batch import InputBatch
 from mrv1.runner.rows import StepShape
 
 Forwarded = tuple[InputBatch, torch.Tensor]
-"""A step's rows, and the hidden states behind its last layer."""
+"""A step's batch, and the hidden states after the last layer."""
 
 SMALL_DECODE = 32
-"""Rows of one token that a step with prompts has room for if it has no more than these."""
+"""A graph with prompts has room for 0, this many or ``max_num_reqs`` rows of one token."""
 
 
 def decode_sizes(max_num_reqs: int) -> list[int]:
-    """Return the rows of captured decodes: 1, 2, 4, 8, every 8th to 64, every 32nd beyond."""
+    """Return the rows of captured decodes: 1, 2, 4, multiples of 8 up to 64, of 32 beyond."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_reqs, 32)]
     return [*(size for size in sizes if size < max_num_reqs), max_num_reqs]
 
 
 def prompt_sizes(max_num_tokens: int) -> list[int]:
-    """Return the prompt tokens of captured steps: powers of two from 16, and half-way from 256."""
+    """Return the prompt tokens of captured steps: 16, 32, 64, 128, 256, 384, 512, 768, ..."""
     powers = [1 << bit for bit in range(4, max_num_tokens.bit_length() + 1)]
     sizes = sorted([*powers, *(size * 3 // 2 for size in powers if size >= 256)])
     return [*(size for size in sizes if size < max_num_tokens), max_num_tokens]
 
 
 class StepGraphs:
-    """Captured steps. All share one pool of memory, as only one runs at a time.
+    """Captured steps. All graphs share one pool of memory, because only one runs at a time.
 
-    What a graph reads and writes stays where it was at capture: the runner's state, caches,
-    weights, the fetched upload and the ring of outputs. A step of decodes is padded to one of
-    ``decode_sizes``; there is a graph of the whole step, and one that ends before the logits. A
-    step with prompts has room for none, a few or all of the rows of one token (they come first),
-    and behind them for one of ``prompt_sizes`` in prompt tokens.
+    Everything that a graph reads or writes stays where it was at capture: the runner's state,
+    caches, weights, the fetched upload and the ring of outputs. A decode step is padded to one of
+    ``decode_sizes``; each size has a graph of the whole step, and one that ends before the logits.
+    A graph with prompts has room for 0, ``SMALL_DECODE`` or all rows of one token, which come
+    first, and after them for one of ``prompt_sizes`` prompt tokens.
 
     Args:
         max_num_reqs: most rows of a step.
@@ -71,7 +71,7 @@ class StepGraphs:
 
     @property
     def largest(self) -> list[StepShape]:
-        """The shapes of which one takes most memory: the others share it."""
+        """The two shapes one of which takes the most memory; all graphs share that memory."""
         return [
             self._with_prompts(self._decodes_beside[-1], self._prompt_sizes[-1]),
             StepShape.decode(self._decode_sizes[-1]),
@@ -93,16 +93,16 @@ class StepGraphs:
         *,
         progress: bool,
     ) -> None:
-        """Capture steps, the largest first, so that the others fit into its memory.
+        """Capture a graph of each shape, in this order.
 
         Args:
-            shapes: of ``self.shapes``.
-            run: launches a step of padding of that shape and returns what ``replay`` is to
-                return; it is called twice for each, first to compile, then to capture.
+            shapes: some of ``self.shapes``, the largest first: the others fit into its memory.
+            run: launches a step of padding of a shape and returns the value that ``replay`` is to
+                return; called twice per shape, first to compile, then to capture.
             progress: show a progress bar.
         """
-        # cuBLAS keeps a workspace for each stream, and all captures run on one: these graphs
-        # must not use what belongs to another pool. torch names its release only privately.
+        # cuBLAS keeps a workspace for each stream, and all captures run on one stream: these
+        # graphs must not use a workspace of another pool. Only a private call of torch frees it.
         torch._C._cuda_clearCublasWorkspaces()
         pool = torch.cuda.graph_pool_handle()
         shapes = list(shapes)
@@ -117,7 +117,7 @@ class StepGraphs:
                 bar.advance(task)
 
     def fit(self, shape: StepShape) -> StepShape | None:
-        """Return the captured shape that a step is padded to; None if there is none."""
+        """Return the captured shape that a step is padded to; None if no graph fits."""
         if shape.has_drafts or not self._graphs:
             return None
         if shape.query_len == 1:
@@ -132,10 +132,10 @@ class StepGraphs:
         return self._with_prompts(num_decodes, num_prompt_tokens)
 
     def replay(self, shape: StepShape) -> Forwarded | None:
-        """Launch the step of a captured shape on the current stream.
+        """Launch the graph of a captured shape on the current stream.
 
         Returns:
-            What the sampling takes, if the graph does not do it: valid until another graph runs.
+            The sampler's input if the graph does not sample, valid until another graph runs.
         """
         graph, forwarded = self._graphs[shape]
         graph.replay()
@@ -143,6 +143,6 @@ class StepGraphs:
 
 
 def _least(sizes: list[int], size: int) -> int | None:
-    """Return the least of some sizes in order that is no less than one."""
+    """Return the least of the sorted ``sizes`` that is at least ``size``; None if none is."""
     at = bisect_left(sizes, size)
     return sizes[at] if at < len(sizes) else None

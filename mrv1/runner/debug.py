@@ -1,4 +1,4 @@
-"""What a step is checked for on request: the host waits for the device, which costs time."""
+"""Checks of a step for debugging: the host waits for the device, which costs time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mrv1.runner.step import StepPlan
 
 
 class _SyncedOps:
-    """Every op of another, each awaited."""
+    """The ops of another set; the host waits for the device after each call."""
 
     def __init__(self, ops: Ops, device: torch.device) -> None:
         self._ops = ops
@@ -39,15 +39,15 @@ class _SyncedOps:
 
 
 def synced(ops: Ops, device: torch.device) -> Ops:
-    """Return ``ops`` with a wait behind each, so that an error is its own; it names the kernel."""
+    """Return ``ops`` with a wait after each call, so that an error names the kernel it is from."""
     return cast("Ops", _SyncedOps(ops, device))
 
 
 def check_block_ids(plan: StepPlan, rows: DeviceRows, cache: KVCache, batch: InputBatch) -> None:
-    """Raise if a step that was gathered would follow a block id out of the pool.
+    """Raise if a gathered step would use a block id outside its pool.
 
     Raises:
-        ValueError: the first one, with its request.
+        ValueError: an id is outside; the message names the first such id and its request.
     """
     attention, num_blocks = batch.attention, cache.num_blocks
     query_lens = torch.tensor(

@@ -1,11 +1,11 @@
-"""One step on the device, from the upload to the tokens: what a CUDA graph captures.
+"""One step on the device, from the upload to the tokens; a CUDA graph captures all of it.
 
-1. ``fetch_upload``: the step's pinned upload, in one piece.
-2. ``scatter_segments``: what it changes of the slots' state.
-3. ``gather_tokens``: token ids, positions, lengths, slots for keys and values, rows of logits.
-4. The layers: keys and values written, attention, hidden states.
-5. The sampler: edits, custom processors, the draw; log-probabilities where they are wanted.
-6. ``post_update``: tokens to the history and to the ring of outputs, lengths, who stops.
+1. ``fetch_upload`` reads the step's upload from pinned memory.
+2. ``scatter_segments`` puts the upload's words into the state of the slots.
+3. ``gather_tokens`` builds the batch: ids, positions, lengths, cache slots, tables, logits rows.
+4. The layers run; each writes its keys and values and attends.
+5. The sampler edits logits and draws; custom processors and log-probabilities run if requested.
+6. ``post_update`` appends tokens, advances lengths, finds stops, fills the ring of outputs.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from mrv1.runner.step import Int32Array
 from mrv1.sampler import LogitsContext, LogitsProcessors, Sampler, SamplerLimits
 
 NEXT_UPLOAD = "next_upload"
-"""The slot, in the ring of uploads, of the next step: each step's upload sets the next one's."""
+"""The field with the next step's slot in the ring of uploads, set by the step before it."""
 
 SEGMENTS_PER_REQUEST = 40
-"""Runs of words that a request changes as it enters, and some more."""
+"""Segments that an upload has room for per slot: enough for a new request, and a margin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMasks:
-    """Which tokens some rows of logits may draw, on the device."""
+    """Masks of the tokens that some rows of logits may draw, on the device."""
 
     bitmask: torch.Tensor
     """[masks, ceil(vocab / 32)] int32."""
     rows: torch.Tensor
-    """[masks] int32, rows of the logits."""
+    """[masks] int32, the row of logits that each mask applies to."""
 
     @classmethod
     def of(cls, bitmask: Int32Array, rows: Int32Array, device: torch.device) -> Self:
-        """Return masks that the host has on the device."""
+        """Return the host's masks, copied to ``device``."""
         return cls(
             bitmask=torch.from_numpy(bitmask).to(device, non_blocking=True),
             rows=torch.from_numpy(rows).to(device, non_blocking=True),
@@ -69,23 +69,23 @@ class TokenMasks:
 
 
 class DeviceStep:
-    """The launches of a step, and all that they read and write, which stays where it is.
+    """The launches of a step, and the tensors that they read and write, which never move.
 
-    Owned by the runner, whose thread calls it. Everything goes to the current stream, and nothing
-    waits for it.
+    Owned by the runner, whose thread calls it. Every launch goes to the current stream, and the
+    host does not wait.
 
     Args:
-        config: of the runner.
-        model: whose layers run.
-        ops: of its device.
-        spec: of the pages of ``kv_cache``, which is set before the first launch.
+        config: the runner's configuration.
+        model: the model whose layers run.
+        ops: the ops for the model's device.
+        spec: shapes and dtypes of ``kv_cache``, which is set before the first launch.
         head_groups: which heads share blocks.
-        max_model_len: tokens of a request, at most.
-        head_scales: ``[layers, 2, kv_heads]``, static scales of the cache, if it has such.
-        processors: custom ones.
+        max_model_len: most tokens of a request.
+        head_scales: ``[layers, 2, kv_heads]``, static scales of the cache; None = it has none.
+        processors: custom logits processors.
 
     Raises:
-        ConfigError, UnsupportedDeviceError: the attention backend does not do what is needed.
+        ConfigError, UnsupportedDeviceError: the attention backend does not support the model.
         CapacityError: the state of the slots does not fit.
     """
 
@@ -135,7 +135,7 @@ class DeviceStep:
             num_slots, limits, {name: self.slots[name] for name in sampling}, ops
         )
         self._history = self.state.history()
-        num_rows = 2 * num_slots  # a graph may have room for all in decodes and in prompts
+        num_rows = 2 * num_slots  # a graph may have room for all as decodes and all as prompts
         self.outputs = OutputRing(num_rows, MAX_SAMPLED_TOKENS, config.steps_in_flight, device)
         self.staging = Staging(
             num_rows, num_slots * SEGMENTS_PER_REQUEST, self.outputs.num_slots, device
@@ -143,7 +143,7 @@ class DeviceStep:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether steps may run as CUDA graphs; FlashInfer plans on the host."""
+        """Whether steps may run as CUDA graphs; not with FlashInfer, which plans on the host."""
         config = self.config
         return (
             self.device.type == "cuda"
@@ -154,23 +154,23 @@ class DeviceStep:
 
     @property
     def max_logits_rows(self) -> int:
-        """Rows of logits that exist at the same time, at most."""
+        """Most rows of logits that exist at the same time."""
         return max(self.config.max_num_seqs, LOGITS_CHUNK)
 
     def new_kv_cache(self, num_blocks: Sequence[int] | None = None) -> KVCache:
-        """Return a cache of so many blocks of each head group; None = one, for steps of padding.
+        """Return a cache with these blocks of each head group; None = one, for steps of padding.
 
         Raises:
-            CapacityError: it does not fit.
+            CapacityError: the cache does not fit.
         """
         blocks = [1] * len(self.head_groups.groups) if num_blocks is None else num_blocks
         return KVCache(self.spec, self.head_groups, blocks, self.device, self._head_scales)
 
     def run_padding(self, shape: StepShape) -> Forwarded | None:
-        """Launch a step of padding, as a graph of it has it.
+        """Launch a step of padding, for a graph to capture.
 
         Returns:
-            What ``sample`` takes, if the shape does not sample.
+            The input of ``sample`` if the shape does not sample.
         """
         forwarded = self.forward(shape, self.staging.static_view(shape.num_rows))
         if not shape.samples:
@@ -191,15 +191,15 @@ class DeviceStep:
         """Apply the upload, gather the step's tokens and run the layers.
 
         Args:
-            shape: of the step.
-            staged: its upload.
-            query_lens: ``[rows]``, as the host knows them; None while a graph is captured.
-            seq_lens: ``[rows]``, behind the step; None likewise.
-            check: is called with what was gathered, before the layers run.
-            on_kv_written: is called with each layer's index, as in ``DecoderModel.forward``.
+            shape: shape of the step.
+            staged: the step's upload.
+            query_lens: ``[rows]``, tokens of each row; None while a graph is captured.
+            seq_lens: ``[rows]``, cached tokens after the step; None while a graph is captured.
+            check: called with the gathered batch, before the layers run.
+            on_kv_written: called with each layer's index, as in ``DecoderModel.forward``.
 
         Returns:
-            The step's rows, and the hidden states of its tokens, ``[tokens, hidden]``.
+            The step's batch, and the hidden states of its tokens, ``[tokens, hidden]``.
         """
         staging = self.staging
         if staged.words is staging.fetched:
@@ -223,19 +223,19 @@ class DeviceStep:
         wanted: Sequence[Wanted] = (),
         masks: TokenMasks | None = None,
     ) -> list[LogprobReport]:
-        """Sample a token for each row that is to have one, append it, see who stops.
+        """Draw a token for each row that samples, append it, and find the requests that stop.
 
         Args:
-            batch: what ``forward`` returned.
-            hidden: likewise.
+            batch: as ``forward`` returned it.
+            hidden: as ``forward`` returned it.
             wanted: log-probabilities to report, in the order of the rows.
-            masks: of rows of a step without drafts.
+            masks: masks of some rows, in a step without drafts.
         """
         shape, staged = batch.shape, batch.staged
         if shape.has_drafts:
             tokens, num_sampled, reports = self._draw_behind_drafts(batch, hidden, wanted)
         else:
-            if shape.query_len != 1:  # else a row is a token
+            if shape.query_len != 1:  # else each row is one token
                 hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
             drawn, reports = self.draw(
                 self.model.compute_logits(hidden), staged.idx_mapping, wanted, masks
@@ -264,9 +264,10 @@ class DeviceStep:
         ahead: torch.Tensor | None = None,
         draft_token_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[LogprobReport]]:
-        """Return a token of each row of logits, ``[rows]``, and what is to be reported of them.
+        """Return a token for each row of logits, ``[rows]``, and the requested log-probabilities.
 
-        The logits, ``[rows, vocab]``, are written; other arguments are as in ``Sampler.edit``.
+        The logits, ``[rows, vocab]``, are edited in place. ``wanted`` and ``masks`` are as in
+        ``sample``, other arguments as in ``Sampler.edit``.
         """
         num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
         rows = rows_of(wanted, num_columns, self.device) if wanted else slice(0)
@@ -303,10 +304,11 @@ class DeviceStep:
     def _draw_behind_drafts(
         self, batch: InputBatch, hidden: torch.Tensor, wanted: Sequence[Wanted]
     ) -> tuple[torch.Tensor, torch.Tensor, list[LogprobReport]]:
-        """Return each row's tokens behind its known one and its drafts, and how many count.
+        """Return the tokens drawn after each row's last known token and after each draft.
 
-        A draft is accepted where it is what would have been drawn: noise belongs to a position,
-        so that the tokens are those of a run without drafts.
+        Also returns how many of them count, and the reports. A draft is accepted if the token
+        drawn in its place is the same. Noise belongs to a position, so the tokens are the same
+        as in a run without drafts.
         """
         idx_mapping, logits_rows = batch.staged.idx_mapping, batch.logits_rows
         drafts, num_drafts = batch.staged.draft_token_ids, batch.staged.num_draft_tokens
@@ -338,7 +340,7 @@ class DeviceStep:
         return tokens, num_accepted + 1, [report for _, reports in drawn for report in reports]
 
     def report_prompt(self, part: PromptPart, hidden: torch.Tensor) -> LogprobReport:
-        """Return the log-probabilities of the tokens that follow some of a prompt's, in chunks."""
+        """Return the log-probabilities of a part of a prompt, computed in chunks."""
         hidden = hidden[part.tokens]
         return LogprobReport.of(
             [part.wanted],

@@ -1,4 +1,4 @@
-"""How long the GPU has worked on steps, for next to nothing a step."""
+"""Measures how long the GPU has worked on steps, at almost no cost per step."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 
 class GpuClock:
-    """Adds up the time from each launch that finds the GPU idle to the end of the steps behind it.
+    """Sums the time from each launch that finds the GPU idle to the end of the steps that follow.
 
-    While steps follow on each other only their ends are recorded, which the host needs anyway, and
-    nothing is computed before someone asks. A step that ends while the next one is being launched
-    counts as followed on: the gap, shorter than that launch, is taken for work.
+    While steps follow each other without a gap, only their end events are recorded, which the host
+    needs anyway, and no time is computed until ``seconds`` is called. If a step ends while the
+    next one is being launched, the gap between them, shorter than that launch, counts as work.
 
     Args:
-        ends: an event with timing for each slot of a ring that steps take in turns.
+        ends: an event with timing for each slot of a ring, which steps use in turns.
     """
 
     def __init__(self, ends: Sequence[torch.cuda.Event]) -> None:
         self._ends = ends
         self._begin = torch.cuda.Event(enable_timing=True)
         self._num_steps = 0
-        """Since ``_begin`` was recorded."""
+        """Steps since ``_begin`` was recorded."""
         self._seconds = 0.0
-        """Of what came before it."""
+        """Time of the steps before ``_begin``."""
 
     def start(self, slot: int) -> None:
         """Note that the step of ``slot`` is launched now, on the current stream."""
@@ -42,9 +42,9 @@ class GpuClock:
         self._num_steps += 1
 
     def seconds(self, next_slot: int) -> float:
-        """Return the time of the steps that are over, ``next_slot`` being the next step's.
+        """Return the time of the finished steps; ``next_slot`` is the slot of the next step.
 
-        A GPU that is lost no longer tells when its last steps ended: they do not count.
+        A lost GPU no longer reports when its last steps ended: those steps do not count.
         """
         try:
             for age in range(1, min(self._num_steps, len(self._ends)) + 1):

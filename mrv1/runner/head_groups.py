@@ -1,4 +1,4 @@
-"""Which policy the KV heads of a runner have, and which of them share blocks."""
+"""The head policy of a runner, and which KV heads share blocks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def resolve_head_groups(
     is_checkpoint: bool,
     per_head_ids: bool,
 ) -> HeadGroups:
-    """Return what each KV head sees, and which of them share blocks.
+    """Return the head groups: what each KV head sees, and which heads share blocks.
 
     Args:
-        config: of the runner.
-        model_config: of the model.
-        max_model_len: tokens of a request, at most.
-        given: the policy that the caller wants; None = the configured one, the checkpoint's, or
-            that each head sees all that its layer does.
-        is_checkpoint: whether the model is that of ``config.model``.
+        config: the runner's configuration.
+        model_config: the model's configuration.
+        max_model_len: most tokens of a request.
+        given: the policy that the caller passed; None = the configured policy, else the
+            checkpoint's, else each head sees everything that its layer sees.
+        is_checkpoint: whether the model comes from the checkpoint ``config.model``.
         per_head_ids: whether every head index is a group of its own.
 
     Raises:
-        ConfigError: the policy cannot be read, or is not of this model.
+        ConfigError: the policy cannot be read, or does not fit the model.
     """
     windows, num_kv_heads = model_config.layer_windows, model_config.num_kv_heads
     policy = given
@@ -52,6 +52,6 @@ def resolve_head_groups(
     if per_head_ids:
         return HeadGroups.of_heads(policy, **sizes)
     if not config.window_recycling or config.attention_backend == "flashinfer":
-        return HeadGroups.shared(policy, **sizes)  # FlashInfer has one table for all
+        return HeadGroups.shared(policy, **sizes)  # FlashInfer has one block table for all heads
     max_query_len = min(config.max_num_batched_tokens, max_model_len)
     return HeadGroups.of_roles(policy, **sizes, max_query_len=max_query_len)

@@ -1,4 +1,4 @@
-"""The rows of one step on the device, as the gather makes them."""
+"""The batch of one step on the device, as ``gather_tokens`` builds it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mrv1.runner.staging import Staged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBatch:
-    """One step's rows on the device."""
+    """The batch of one step on the device."""
 
     shape: StepShape
     staged: Staged
-    """The upload that it was gathered by."""
+    """The upload that the batch was gathered from."""
     attention: AttentionBatch
-    """What the model reads."""
+    """The batch as the model reads it."""
     logits_rows: torch.Tensor
-    """[rows] int64, index of the token that samples; -1 = padding, stopped or unfinished."""
+    """[rows] int64, token that the row samples from; -1 = padding, stopped or unfinished."""
 
 
 def gather(
     shape: StepShape, staged: Staged, slots: RequestSlots, tables: SlotTables, ops: Ops
 ) -> InputBatch:
-    """Build the step's batch on the device from slots and state, in one kernel."""
+    """Return the step's batch, which one kernel builds from the state of the slots."""
     num_rows, num_tokens = shape.num_rows, shape.num_tokens
     num_groups, row_width = len(tables.sink), tables.block_tables.shape[1]
     int32 = partial(torch.empty, dtype=torch.int32, device=tables.sink.device)

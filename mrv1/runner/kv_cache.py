@@ -20,14 +20,14 @@ from mrv1.models import DecoderModel
 from mrv1.models.batch import LayerCache
 
 CPU_KV_BYTES = 1 << 30
-"""Most a CPU run takes for its KV cache unless ``num_kv_blocks`` says otherwise."""
+"""Bytes for the KV cache on a CPU, unless the configuration sets its blocks or its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """Shapes and dtypes of a cache's pages and scales; the only source of its bytes.
+    """Shapes and dtypes of a cache's pages and scales; every count of its bytes is made here.
 
-    A *page* is a block of one KV head of one layer, keys or values.
+    A *page* stores a block for one KV head of one layer, keys or values.
     """
 
     num_layers: int
@@ -36,9 +36,9 @@ class CacheSpec:
     """Tokens per block."""
     head_dim: int
     dtype: torch.dtype
-    """Of the pages; float8_e4m3fn beside scales."""
+    """Dtype of the pages; float8_e4m3fn if the cache has scales."""
     granularity: ScaleGranularity | None = None
-    """What has a float32 scale of its own; None = a cache without scales."""
+    """The part of the cache that shares one float32 scale; None = a cache without scales."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: DecoderModel) -> Self:
@@ -60,7 +60,7 @@ class CacheSpec:
 
     @property
     def page_scales(self) -> int:
-        """Scales of a page, but for static ones."""
+        """Scales stored for a page; static scales are not among them."""
         if self.granularity is None:
             return 0
         return scales_per_block(self.granularity, self.block_size)
@@ -73,12 +73,12 @@ class CacheSpec:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of the scales that heads have, whatever the number of blocks."""
+        """Bytes of the static scales of heads, which do not depend on the number of blocks."""
         heads = self.num_layers * self.num_kv_heads if self.granularity == "head" else 0
         return 2 * heads * torch.float32.itemsize
 
     def group_bytes(self, num_heads: Sequence[int]) -> int:
-        """Return the bytes of one block of so many heads in each layer, keys and values."""
+        """Return the bytes of one block with ``num_heads[layer]`` heads, keys and values."""
         return 2 * sum(num_heads) * self.page_bytes
 
     @property
@@ -99,7 +99,7 @@ class CacheSpec:
         )
 
     def scale_bytes(self, groups: HeadGroups, num_blocks: Sequence[int]) -> int:
-        """Return the bytes of all scales of such a cache."""
+        """Return the bytes of the scales of a cache with ``num_blocks`` of each head group."""
         num_pages = 2 * sum(
             count * sum(group.num_heads)
             for group, count in zip(groups.groups, num_blocks, strict=True)
@@ -107,16 +107,16 @@ class CacheSpec:
         return self.static_bytes + num_pages * self.page_scales * torch.float32.itemsize
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold ``num_tokens`` tokens."""
+        """Return how many blocks ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
 
 def layer_layouts(
     spec: CacheSpec, groups: HeadGroups, num_blocks: Sequence[int], device: torch.device
 ) -> list[KVLayout]:
-    """Return each layer's layout on ``device``: one head group's pages behind the other's.
+    """Return each layer's layout on ``device``: the pages of its head groups, group by group.
 
-    Layers whose heads have the same roles share theirs.
+    Layers whose heads have the same roles share one layout.
     """
     layouts: dict[object, KVLayout] = {}
     for layer in range(spec.num_layers):
@@ -135,7 +135,7 @@ def layer_layouts(
 def _group_bases(
     groups: HeadGroups, num_blocks: Sequence[int], layer: int, per_page: int
 ) -> list[int]:
-    """Return where each group of a layer begins, if a page takes ``per_page`` elements."""
+    """Return the first element of each group of a layer, if a page has ``per_page`` elements."""
     sizes = [
         count * group.num_heads[layer] * per_page
         for group, count in zip(groups.groups, num_blocks, strict=True)
@@ -145,25 +145,25 @@ def _group_bases(
 
 @dataclass(frozen=True, slots=True)
 class StreamingDemand:
-    """The blocks that head groups with a window can use."""
+    """The number of blocks that streaming head groups can use."""
 
     config: EngineConfig
     max_model_len: int
 
     def request_blocks(self, group: HeadGroup) -> int:
-        """Return the most blocks that a decoding request holds of a group.
+        """Return the most blocks of a group that a decoding request uses.
 
-        Blocks are given up once the step has returned that moved the window past them, so that
-        steps in flight count like tokens of one step.
+        A block is freed when the result of the step that moved the window past it has been read,
+        so that the steps in flight count like tokens of one step.
         """
         live = group.keeps.num_blocks(self.config.block_size, self.config.steps_in_flight)
         return min(live, self._blocks_for(self.max_model_len))
 
     def num_blocks(self, group: HeadGroup) -> int:
-        """Return the blocks of a group that are of use: for decodes, prompts and the cache.
+        """Return the most blocks that a group can use: for decodes, prompts and the prefix cache.
 
-        The tokens of a step share one term for their prompts, every step in flight and the last
-        block of every request counted.
+        All prompts of a step share its token budget, which counts once per step in flight; each
+        request counts one block more, because a prompt's last block may be only partly filled.
         """
         config, of_request = self.config, self.request_blocks(group)
         prompts = config.steps_in_flight * self._blocks_for(config.max_num_batched_tokens)
@@ -176,9 +176,9 @@ class StreamingDemand:
         )
 
     def divide(self, groups: HeadGroups, num_blocks: int) -> tuple[int, ...]:
-        """Return the blocks of every group where one that keeps everything has ``num_blocks``.
+        """Return the blocks of every group if each full group has ``num_blocks``.
 
-        A streaming group never needs more than that: no request has more blocks in it.
+        A streaming group never needs more: no request uses more blocks in it than in a full one.
         """
         return tuple(
             num_blocks if group.keeps.is_full else min(num_blocks, self.num_blocks(group))
@@ -188,10 +188,10 @@ class StreamingDemand:
     def divide_bytes(
         self, spec: CacheSpec, groups: HeadGroups, num_bytes: int, most: int
     ) -> tuple[int, ...]:
-        """Return the blocks of every group that fit ``num_bytes``, ``most`` at most in each.
+        """Return the most blocks of every group that fit ``num_bytes``, up to ``most`` in each.
 
-        Where memory is short, no streaming group has more than ``fair_blocks``, beside what it was
-        asked to keep for the prefix cache.
+        Where memory is short, a streaming group has at most ``fair_blocks``, the blocks configured
+        for its prefix cache, and a number of spare blocks that is the same for every such group.
         """
         full_heads = sum(sum(group.num_heads) for group in groups.groups if group.keeps.is_full)
         config = self.config
@@ -217,16 +217,16 @@ class StreamingDemand:
     def fair_blocks(self, group: HeadGroup, full_heads: int, num_blocks: int) -> int:
         """Return the blocks of a streaming group that serve short and long requests equally well.
 
-        Its blocks limit how many short requests fit, those of full heads how many long ones.
-        Against the best division for either, requests as long as the window lose as much as
-        those of ``max_model_len`` if ``(a + b) S = (a + b w / m) F``: ``a`` full heads with ``F``
-        blocks, ``b`` of this group with ``S``, of which a request holds ``w`` and would hold
-        ``m``. A prompt's chunk fits in any case.
+        The group's blocks limit how many short requests fit, the full heads' blocks how many long
+        requests. Compared with the best division for each kind, requests as long as the window
+        lose as much as requests of ``max_model_len`` if ``(a + b) S = (a + b w / m) F``: ``a``
+        full heads have ``F`` blocks, the ``b`` heads of this group have ``S``, and the longest
+        request uses ``w`` of these instead of ``m``. A prompt's chunk fits in any case.
 
         Args:
-            group: heads with a window.
-            full_heads: heads of all layers that see everything.
-            num_blocks: of those heads.
+            group: a streaming group.
+            full_heads: full heads of all layers together.
+            num_blocks: blocks of the full heads.
         """
         if full_heads == 0:
             return num_blocks
@@ -242,14 +242,14 @@ class StreamingDemand:
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to ``most`` for which something holds that holds for less."""
+    """Return the largest number up to ``most`` for which, and up to which, ``holds`` is true."""
     return bisect_left(range(1, most + 1), True, key=lambda count: not holds(count))
 
 
 class KVCache:
-    """The pages and scales of a spec on the device, uninitialised but for static scales.
+    """The pages and scales of a spec on the device; only static scales are initialised.
 
-    Every page is written before it is read: kernels mask what lies past a request's length.
+    No element is read before it is written: kernels mask positions past a request's length.
     """
 
     def __init__(
@@ -260,15 +260,15 @@ class KVCache:
         device: torch.device,
         head_scales: torch.Tensor | None = None,
     ) -> None:
-        """Allocate.
+        """Allocate the pages and scales.
 
         Args:
-            spec: of the pages.
+            spec: shapes and dtypes of the pages and scales.
             groups: which heads share blocks.
             num_blocks: blocks of each group, in every layer.
             device: where the cache lives.
             head_scales: ``[layers, 2, kv_heads]`` float32, the static scales that granularity
-                ``head`` needs; None with any other.
+                ``head`` needs; None for any other granularity.
 
         Raises:
             CapacityError: fewer than one block of a group fits, or the device has no room.
@@ -320,9 +320,9 @@ class KVCache:
             )
 
     def _shaped(self, values: torch.Tensor, *page: int) -> torch.Tensor:
-        """Return a layer's pages, or their scales, as its kernels take them.
+        """Return a layer's pages, or their scales, in the shape that kernels take.
 
-        ``[blocks, kv_heads, *page]`` where all heads share their blocks, else flat.
+        ``[blocks, kv_heads, *page]`` if all heads share their blocks, else flat.
         """
         if len(self.num_blocks) > 1:
             return values.view(-1)
@@ -352,7 +352,7 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the tensors that hold them."""
+        """Bytes of the tensors that store all pages and scales."""
         tensors = []
         for layer in self.layers:
             tensors += [layer.k, layer.v]

@@ -1,4 +1,4 @@
-"""Telling a listener that a layer's keys and values of a step are written."""
+"""Tells a listener when a step's keys and values of a layer are written."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from mrv1.runner.step import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVReady:
-    """One layer's keys and values of a step are written, as soon as the event has passed."""
+    """Once ``event`` has passed, one layer's keys and values of a step are written."""
 
     plan: StepPlan
-    """The step, its rows in any order: row by row the next ``num_scheduled_tokens`` positions of
-    the request in ``slots``, in the blocks that it has been given up to this plan. Nothing is
-    written for a request that had stopped, or that a custom processor refused."""
+    """The step, its rows in any order. Each row writes the next ``num_scheduled_tokens`` positions
+    of the request in its slot, into the blocks allocated to that request up to this plan. Nothing
+    is written for a request that had stopped, or that a custom processor refused."""
     layer: int
     event: torch.cuda.Event | None
-    """Recorded behind the write, or behind the CUDA graph that does it: several layers may share
-    one. None on a CPU, where it is done."""
+    """Recorded after the write, or after the CUDA graph that contains the write: several layers
+    may share one event. None on a CPU, where the write is over."""
 
 
 KVListener = Callable[[KVReady], None]
-"""Is called once a layer, in order, on the thread that launches, during ``ModelRunner.execute`` or
-``forward``, and must not wait; an exception fails the step. A step with prompts is then no CUDA
-graph, and the calls come between its layers; those of a decode that is one come behind it.
+"""Called once per layer, in order, on the thread that launches, during ``ModelRunner.execute`` or
+``forward``. It must not wait; an exception fails the step. With a listener, a step with prompts
+runs without a CUDA graph, and the calls come between its layers; a graph's calls come after it.
 
 Once ``KVReady.event``, recorded on the stream of the launch, has passed, another stream may read
-what the step wrote in that layer's pages and scales. It stays as it is until a step is launched to
-whose requests the blocks were given anew, and the reader is to be done by then. Of rejected
-drafts, and with ``kv_scale="quarter"``, it stays until the next step of the same request.
+the keys, values and scales that the step wrote in that layer. They do not change until a step is
+launched whose requests were allocated the same blocks; the reader must be done by then. Rejected
+drafts, and everything with ``kv_scale="quarter"``, last only until the request's next step.
 """
 
 
 def tell(listener: KVListener, plan: StepPlan, device: torch.device, *layers: int) -> None:
-    """Tell of layers whose writes the current stream has been given; they share an event."""
+    """Tell ``listener`` of layers whose writes are on the current stream; they share an event."""
     event = None
     if device.type == "cuda":
         event = torch.cuda.Event()

@@ -18,49 +18,49 @@ from mrv1.sampler import SamplingParams
 _Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 LOGITS_CHUNK = 256
-"""Rows of logits that may exist at the same time, though fewer requests run."""
+"""Rows of logits that may exist at the same time, even if fewer requests run."""
 
 FILTER_CHUNK = 16
-"""Rows that are filtered at the same time: it takes up to ``FILTER_BYTES`` a logit."""
+"""Rows that are filtered at the same time: filtering takes up to ``FILTER_BYTES`` per logit."""
 
 FILTER_BYTES = 128
-"""Of device memory, what a sort may need by itself included."""
+"""Bytes of device memory, including the scratch memory that a sort may need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one row of a plan asks for."""
+    """The log-probabilities that one row of a plan asks for."""
 
     row: int
-    """Of the plan."""
+    """Row of the plan."""
     num_top: int
-    """Likeliest tokens."""
+    """Number of likeliest tokens."""
     token_ids: tuple[int, ...] = ()
-    """Tokens by id."""
+    """Tokens asked for by id."""
     edits: bool = False
-    """Whether its logits are edited before a token is drawn."""
+    """Whether the row's logits are edited before a token is drawn."""
     device_row: int = 0
-    """Where the row is on the device."""
+    """The row on the device."""
 
 
 class PromptPart(NamedTuple):
-    """Tokens of a prompt whose successors are of the prompt too and are to be reported."""
+    """Tokens of a prompt, each followed by a prompt token whose log-probability is reported."""
 
     wanted: Wanted
     tokens: slice
-    """Of the step."""
+    """Their places among the tokens of the step."""
     slot: int
     following: slice
-    """The successors, of the slot's tokens."""
+    """The places of the tokens that follow, in the slot's history."""
 
 
 def rows_of(
     wanted: Sequence[Wanted], num_columns: int, device: torch.device
 ) -> slice | torch.Tensor:
-    """Return which rows of a tensor are theirs, ``num_columns`` of each row of the step.
+    """Return the rows of a tensor that ``wanted`` needs, ``num_columns`` for each row of the step.
 
-    Rows in front of all others are a slice, which copies nothing: it is no small part of the
-    logits.
+    If the wanted rows come first, the result is a slice, which copies nothing: a copy would
+    be a large part of the logits.
     """
     rows = [each.device_row for each in wanted]
     if rows == list(range(len(rows))):
@@ -70,16 +70,16 @@ def rows_of(
 
 
 class LogprobRequests:
-    """What the request in each slot asks for, on the host."""
+    """The log-probabilities that the request in each slot asks for, on the host."""
 
     def __init__(self, max_num_reqs: int) -> None:
         self._params: list[SamplingParams | None] = [None] * max_num_reqs
         self._asks_np = np.zeros(max_num_reqs, dtype=np.bool_)
         self._prompt_end_np = np.zeros(max_num_reqs, dtype=np.int64)
-        """Tokens of a prompt whose successor is of the prompt too and is to be reported."""
+        """Per slot, the leading tokens that are followed by a prompt token to report."""
 
     def enter(self, request: SlotRequest) -> None:
-        """Note what the request that takes a slot asks for."""
+        """Note what the request that enters a slot asks for."""
         slot, params = request.slot, request.sampling_params
         self._params[slot] = params
         self._asks_np[slot] = params.wants_logprobs
@@ -92,7 +92,7 @@ class LogprobRequests:
         return bool(asks.any())
 
     def of_outputs(self, plan: StepPlan, rows: DeviceRows) -> list[Wanted]:
-        """Return what is wanted of the tokens that a step draws, in the order of its rows."""
+        """Return what to report of the tokens that a step draws, in the order of device rows."""
         found = []
         for row in self._asks_np[plan.slots].nonzero()[0].tolist():
             params = self._params[plan.slots[row]]
@@ -104,12 +104,12 @@ class LogprobRequests:
     def of_prompts(
         self, plan: StepPlan, rows: DeviceRows, num_before: Int32Array
     ) -> list[PromptPart]:
-        """Return what is wanted of the prompts in a step, which has no padding in front of any.
+        """Return the prompt tokens to report in a step, which has no padding before any prompt.
 
         Args:
-            plan: of the step.
-            rows: where its rows are.
-            num_before: ``[the plan's rows]`` tokens that were computed before the step.
+            plan: the step's plan.
+            rows: the step's rows on the device.
+            num_before: ``[rows of the plan]``, tokens of each computed before the step.
         """
         slots, query_lens = plan.slots, rows.placed(plan.num_scheduled_tokens)
         counts = np.minimum(self._prompt_end_np[slots] - num_before, plan.num_scheduled_tokens)
@@ -133,14 +133,14 @@ class LogprobRequests:
 class LogprobReport:
     """Log-probabilities of some rows of a plan on their way to the host.
 
-    They are copied to pinned memory on the current stream; ``read`` is for when that is over.
+    They are copied to pinned memory on the current stream; call ``read`` after the copies.
 
     Args:
-        wanted: of each row that asks, for as many positions.
-        num_top: likeliest tokens that were looked for.
-        chunks: of consecutive parts of ``[rows that ask * positions]``, on the host: token ids
-            (the token that is there, those asked for by id, the likeliest), their
-            log-probabilities and ranks, ``[any, ids]``.
+        wanted: the rows that ask, all for the same number of positions.
+        num_top: number of likeliest tokens that were computed.
+        chunks: consecutive parts of ``[rows that ask * positions]``, on the host: token ids
+            (the token at the position, the tokens asked for by id, the likeliest tokens), their
+            log-probabilities and their ranks, each ``[any, ids]``.
     """
 
     def __init__(self, wanted: Sequence[Wanted], num_top: int, chunks: Sequence[_Chunk]) -> None:
@@ -156,13 +156,13 @@ class LogprobReport:
         *,
         chunk_rows: int,
     ) -> Self:
-        """Compute what is wanted, chunk by chunk: one chunk's tensors are on the device at a time.
+        """Return the log-probabilities, computed with one chunk at a time on the device.
 
         Args:
-            wanted: of each row that asks.
-            drawn: ``[rows that ask * positions]`` int64, the token that is there; negative = none.
-            logits_of: returns the logits of a range of these, ``[any, vocab]``.
-            ops: for the device of both.
+            wanted: the rows that ask.
+            drawn: ``[rows that ask * positions]`` int64, the token there; negative = none.
+            logits_of: returns the logits of a range of these positions, ``[any, vocab]``.
+            ops: the ops for the device of the tokens and logits.
             chunk_rows: length of the ranges.
         """
         asked = _asked_ids(wanted).to(drawn.device, non_blocking=True)
@@ -177,7 +177,7 @@ class LogprobReport:
         """Return the log-probabilities by row of the plan.
 
         Args:
-            num_positions: by row of the plan, how many of its positions count; None = all.
+            num_positions: by row of the plan, the number of its positions to read; None = all.
         """
         found = {}
         arrays = zip(*self._chunks, strict=True)
@@ -208,7 +208,7 @@ def _of_chunk(logits: torch.Tensor, by_id: torch.Tensor, num_top: int, ops: Ops)
     num_top = min(num_top, logits.shape[1])
     logprobs, ranks, top, top_logprobs = ops.top_logprobs(logits, by_id, num_top)
     falling = -logits.gather(1, top)
-    num_greater = torch.searchsorted(falling, falling)  # of the likeliest, which come in order
+    num_greater = torch.searchsorted(falling, falling)  # the likeliest tokens come in order
     return (
         _to_host(torch.cat([by_id, top], dim=1)),
         _to_host(torch.cat([logprobs, top_logprobs], dim=1)),
@@ -217,7 +217,7 @@ def _of_chunk(logits: torch.Tensor, by_id: torch.Tensor, num_top: int, ops: Ops)
 
 
 def _asked_ids(wanted: Sequence[Wanted]) -> torch.Tensor:
-    """Return ``[rows, most]`` ids, -1 = none."""
+    """Return the token ids that each row asks for, ``[rows, most ids]``, -1 = none."""
     most = max(len(each.token_ids) for each in wanted)
     ids = np.full((len(wanted), most), -1, dtype=np.int64)
     for row, each in zip(ids, wanted, strict=True):

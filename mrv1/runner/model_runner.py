@@ -45,16 +45,16 @@ _NOTHING_TO_DO = nullcontext()
 
 
 class _Launched(NamedTuple):
-    """A step that a graph has run, or whose layers have been launched."""
+    """A step whose layers have been launched, by a graph or kernel by kernel."""
 
     plan: StepPlan
     rows: DeviceRows
     forwarded: Forwarded | None
-    """What the sampling takes; None = the graph has done it."""
+    """The input of the sampling; None = the graph samples too."""
 
 
 def _is_of_device(error: BaseException | None) -> bool:
-    """Whether a failed kernel is behind an error: the driver refuses all that comes after it."""
+    """Whether a failed kernel caused the error: the driver refuses every call after it."""
     while error is not None and not isinstance(error, torch.AcceleratorError):
         error = error.__cause__
     return error is not None
@@ -63,8 +63,8 @@ def _is_of_device(error: BaseException | None) -> bool:
 class ModelRunner:
     """Executes the steps a scheduler plans; makes no scheduling decisions itself.
 
-    One host thread calls it. On a GPU all work goes to the current stream, and ``execute`` returns
-    before the GPU is done.
+    Only one host thread may call it. On a GPU all work goes to the current stream, and ``execute``
+    returns before the GPU is done.
     """
 
     def __init__(
@@ -80,28 +80,28 @@ class ModelRunner:
         """Load the model, measure the memory and allocate the KV cache.
 
         Args:
-            config: what to build.
+            config: the runner's configuration.
             model: a model that is on the device already; None loads ``config.model``.
-            head_policy: what each KV head sees; None = what ``config.head_policy`` or the
-                checkpoint says, else all that its layer does.
-            per_head_ids: every KV head index is a head group of its own, whose blocks the caller
-                of ``execute`` manages: a table of full width for each, and nothing is recycled.
-            logits_processors: applied in this order in every step.
-            progress: show a progress bar while weights load.
+            head_policy: what each KV head sees; None = the policy of ``config.head_policy``, else
+                the checkpoint's, else each head sees everything that its layer sees.
+            per_head_ids: make every KV head index a head group of its own, with a block table of
+                full width. The caller of ``execute`` manages its blocks; none are recycled.
+            logits_processors: custom processors, applied in this order in every step.
+            progress: show progress bars while weights load and CUDA graphs are captured.
 
         Raises:
             ConfigError: the checkpoint or an option is wrong.
-            UnsupportedDeviceError: the device is not there or cannot run mrv1.
+            UnsupportedDeviceError: the device does not exist or cannot run mrv1.
             CapacityError: the KV cache does not fit.
         """
         self.config = config
         self._closed = False
         self._processors = LogitsProcessors(logits_processors)
         self._pending: _Launched | None = None
-        """The step of ``forward`` that ``sample`` is to complete."""
+        """The step that ``forward`` has launched and ``sample`` has to complete."""
         self._kv_listener: KVListener | None = None
         self.num_graph_steps = 0
-        """Steps that were one CUDA graph."""
+        """Steps that ran as one CUDA graph, sampling included."""
         self.device = resolve_device(config.device)
         self.path = kernel_path(self.device)
         with self._on_device():
@@ -115,14 +115,14 @@ class ModelRunner:
         per_head_ids: bool,
         progress: bool,
     ) -> None:
-        """Do what the constructor promises."""
+        """Build everything, with the runner's GPU as the current device."""
         config, device = self.config, self.device
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
-        self._fp8 = fp8_path(device) if is_fp8 else None  # refused before anything loads
+        self._fp8 = fp8_path(device) if is_fp8 else None  # fails before anything loads
         ops = select_ops(self.path)
         if config.debug_sync:
             ops = synced(ops, device)
-        # Small files come before the weights: a mistake in one fails at once, not minutes later.
+        # Small files come before the weights: an error in one fails at once, not minutes later.
         self.model_config = model_config = (
             ModelConfig.from_pretrained(checkpoint_dir(config.model))
             if model is None
@@ -141,7 +141,7 @@ class ModelRunner:
         )
         """Which KV heads share blocks."""
         self.head_policy = self.head_groups.policy
-        """What each of them sees."""
+        """What each KV head sees."""
         head_scales = (
             load_kv_scales(checkpoint_dir(config.model), model_config)
             if is_fp8 and config.kv_scale == "head"
@@ -177,9 +177,9 @@ class ModelRunner:
         self._logprobs = LogprobRequests(config.max_num_seqs)
         self._next_upload_word = self._slots.first_word(NEXT_UPLOAD, 0)
         self._steady_rows: DeviceRows | None = None
-        """Of the last step, if it was a captured decode: those of one that goes on with it."""
+        """Rows of the last step, if it was a captured decode: a steady step reuses them."""
         self._sent: list[DeviceRows | None] = [None] * self._outputs.num_slots
-        """By slot: the rows of the upload that it holds, if that tells of nothing else."""
+        """By ring slot: the rows of its upload, if the upload has no requests or blocks to add."""
         self._graphs = StepGraphs(
             config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
         )
@@ -195,7 +195,7 @@ class ModelRunner:
         self._num_warm_up_compilations = self._compilations.total()
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Make the runner's GPU the current one, whose streams and events these are."""
+        """Return a context in which the runner's GPU is current, for its streams and events."""
         if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:
             return _NOTHING_TO_DO
         return torch.cuda.device(self.device)
@@ -205,25 +205,25 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step and return before the device is done.
 
-        Up to ``config.steps_in_flight`` steps may be launched before the first one's result is
-        taken; a row whose request has stopped by then, on the device, does nothing.
+        Up to ``config.steps_in_flight`` steps may be launched before the result of the first one
+        is read. A row whose request has stopped on the device by then computes nothing.
 
-        With ``config.debug`` every block id that the step needs is checked first, and the host
-        waits for the device to do so.
+        With ``config.debug`` every block id that the step needs is checked first; the check makes
+        the host wait for the device.
 
         Raises:
             StepError: the plan contradicts the runner's state, a block id that the step needs is
-                not of the pool (``config.debug``), or the launch failed; what fails on the device
-                comes from ``AsyncOutput.result``.
-            RuntimeError: the runner was closed.
+                outside the pool (only with ``config.debug``), or the launch failed; errors on the
+                device are raised by ``AsyncOutput.result``.
+            RuntimeError: the runner was closed, or a step of ``forward`` awaits ``sample``.
         """
         return self._guarded(plan, self._execute)
 
     def forward(self, plan: StepPlan) -> None:
-        """Launch one step up to the last layer; ``sample``, the next call, completes it.
+        """Launch one step up to the last layer; ``sample`` must complete it before the next step.
 
-        For steps whose masks depend on tokens that are not known yet: they are computed while the
-        layers run.
+        For steps whose token masks depend on tokens that are not yet known on the host: the caller
+        makes the masks while the layers run.
 
         Raises:
             StepError, RuntimeError: as ``execute``.
@@ -233,17 +233,17 @@ class ModelRunner:
     def sample(
         self, bitmask: npt.NDArray[np.int32] | None = None, rows: Sequence[int] = ()
     ) -> AsyncOutput:
-        """Complete the step of ``forward``.
+        """Launch the sampling of the step of ``forward``.
 
         Args:
             bitmask: ``[masks, ceil(vocab / 32)]``, bit i of word w set = token 32 w + i may be
                 drawn; None = no row has a mask.
-            rows: of the plan, one for each mask.
+            rows: for each mask its row of the plan.
 
         Raises:
             StepError: the launch failed.
-            RuntimeError: no step awaits its completion.
-            ValueError: ``bitmask`` or ``rows`` are not as described; the step still awaits it.
+            RuntimeError: no step of ``forward`` awaits ``sample``.
+            ValueError: ``bitmask`` or ``rows`` are not as described; call ``sample`` again.
         """
         pending = self._pending
         if pending is None:
@@ -263,17 +263,17 @@ class ModelRunner:
     def discard(self) -> None:
         """Give up a step that awaits ``sample``, or that an interrupt left half launched.
 
-        Its rows get no token. Safe to call again if it is interrupted itself.
+        Its rows get no token. If ``discard`` is interrupted itself, it may be called again.
         """
         self._pending = None
         if not self._closed:
-            with self._on_device(), suppress(torch.AcceleratorError):  # of a GPU that has failed
+            with self._on_device(), suppress(torch.AcceleratorError):  # the GPU may have failed
                 self._give_up()
 
     def _guarded(
         self, plan: StepPlan, launch: Callable[[StepPlan, *Args], Result], *args: *Args
     ) -> Result:
-        """Launch something of a step; whatever goes wrong ends this step and no other."""
+        """Return ``launch(plan, *args)``; an exception becomes this step's ``StepError``."""
         if self._closed:
             raise RuntimeError("ModelRunner: expected an open runner, got one that was closed")
         if self._pending is not None:
@@ -296,7 +296,7 @@ class ModelRunner:
         rows, staged = self._prepare(plan)
         try:
             return self._complete(self._launch(plan, rows, staged))
-        except BaseException:  # an interrupt, too: some of the step may have been launched
+        except BaseException:  # also an interrupt: a part of the step may have been launched
             self._give_up()
             raise
 
@@ -332,14 +332,14 @@ class ModelRunner:
     def _prepare(
         self, plan: StepPlan, *, samples: bool = True
     ) -> tuple[DeviceRows, Staged | None]:
-        """Check the plan and put what it changes where the step finds it.
+        """Check the plan and write the step's upload.
 
         Args:
-            plan: of the step.
-            samples: whether the step may be launched as a whole.
+            plan: the step's plan.
+            samples: whether sampling may be launched together with the layers.
 
         Returns:
-            The step's rows, and its upload unless a graph, which knows the place, runs the step.
+            The step's rows, and its upload; None = a graph runs the step and knows its place.
         """
         upload = StepUpload()
         continues = plan.continues is not None
@@ -360,7 +360,7 @@ class ModelRunner:
         slot = self._outputs.acquire()
         rows = self._steady_rows if samples and continues else None
         if rows is not None and self._sent[slot] is rows and not plan.new_block_ids:
-            return rows, None  # the upload would be, word for word, what is there
+            return rows, None  # the ring slot has the same upload already, word for word
         upload.put(self._next_upload_word, ((slot + 1) % self._outputs.num_slots,))
         if rows is None or not self._staging.fits(upload):
             rows = self._rows(plan, upload, samples)
@@ -376,7 +376,7 @@ class ModelRunner:
         return rows, self._staging.staged(words, upload, num_rows, drafts)
 
     def _rows(self, plan: StepPlan, upload: StepUpload, samples: bool) -> DeviceRows:
-        """Return the step's rows: the plan's, or those of a graph that has room for them."""
+        """Return the step's rows, padded to the shape of a graph if one has room for them."""
         shape = StepShape.of(
             plan.num_scheduled_tokens,
             has_drafts=any(plan.draft_token_ids),
@@ -390,7 +390,7 @@ class ModelRunner:
         return DeviceRows.of(plan, self._processors.without_refused(plan.slots), shape, captured)
 
     def _num_before(self, plan: StepPlan) -> Int32Array:
-        """Return how many tokens of each row were computed before the step, which is staged."""
+        """Return the tokens of each row computed before the step, which the mirrors count."""
         return self.state.num_computed_tokens_np[plan.slots] - plan.num_scheduled_tokens
 
     def _launch(self, plan: StepPlan, rows: DeviceRows, staged: Staged | None) -> _Launched:
@@ -418,7 +418,7 @@ class ModelRunner:
         return _Launched(plan, rows, forwarded)
 
     def _complete(self, launched: _Launched, masks: TokenMasks | None = None) -> AsyncOutput:
-        """Launch what is behind a step's layers, unless a graph has done it."""
+        """Launch the sampling after a step's layers, unless a graph has; return the output."""
         plan, rows, forwarded = launched
         logprobs: Sequence[LogprobReport] = ()
         prompt_logprobs: Sequence[LogprobReport] = ()
@@ -448,10 +448,10 @@ class ModelRunner:
         return output
 
     def set_kv_listener(self, listener: KVListener | None) -> None:
-        """Have ``listener`` told of the keys and values of every step launched from now on.
+        """Tell ``listener`` of the keys and values of every step launched from now on.
 
         Args:
-            listener: see ``KVListener``; None = nobody listens, which costs nothing.
+            listener: see ``KVListener``; None = no listener, which costs nothing.
         """
         self._kv_listener = listener
 
@@ -459,17 +459,17 @@ class ModelRunner:
 
     @property
     def num_staging_waits(self) -> int:
-        """How often a launch waited for the step that had its pinned buffers before."""
+        """How often a launch waited for the older step that used the same pinned buffers."""
         return self._outputs.num_waits
 
     @property
     def gpu_seconds(self) -> float:
-        """Time that the GPU has worked on steps which are over; 0 on a CPU."""
+        """Seconds that the GPU has worked on finished steps; 0 on a CPU."""
         return self._outputs.gpu_seconds
 
     @property
     def num_compilations(self) -> int:
-        """How often Triton has compiled a kernel, or loaded one, since the runner was made."""
+        """How often Triton has compiled or loaded a kernel since the runner was built."""
         return self._compilations.total() - self._num_warm_up_compilations
 
     def describe(self) -> str:
@@ -484,10 +484,10 @@ class ModelRunner:
         return report_of(self.kv_cache, self._streaming_demand)
 
     def close(self) -> None:
-        """Give the device memory back; the runner cannot be used afterwards."""
+        """Free the device memory; the runner cannot be used afterwards."""
         self._closed = True
         if self.device.type == "cuda":
-            # Steps in flight write to page-locked memory, which torch gives to others at once.
+            # Steps in flight write to pinned memory, which torch reuses as soon as it is freed.
             with suppress(torch.AcceleratorError):  # a GPU that has failed runs nothing any more
                 torch.cuda.synchronize(self.device)
         for name in (
@@ -497,6 +497,6 @@ class ModelRunner:
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":
-            # cuBLAS keeps a workspace for ever; torch names its release only privately.
+            # cuBLAS never frees its workspace by itself; torch has only a private call to do so.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()

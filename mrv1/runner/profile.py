@@ -1,15 +1,16 @@
-"""Steps on nothing, before the first request: what memory they need, and their kernels compiled.
+"""Steps of padding before the first request: they measure memory and compile kernels.
 
-After the layers a step holds at most
+After the layers a step needs at most
 
     2 * R * V * b + R * V / 8 + FILTER_CHUNK * V * FILTER_BYTES + 64 * R * (1 + 2 * K)    bytes
 
-and what the kernels allocate, with R = max(max_num_seqs, LOGITS_CHUNK) rows of logits of b bytes,
-V tokens of the vocabulary and K = max_logprobs: logits and a copy of them before they are edited,
-masks of grammars, logits being filtered (``processed_logprobs`` only), and results with the parts
-they are joined from. Rows of drafts (up to 8 a request) and of prompts whose log-probabilities are
-wanted (up to max_num_batched_tokens) take turns; results leave the device with their rows. The
-profile step runs all of it, custom processors too, on rows of padding.
+and the kernels' own allocations, with R = max(max_num_seqs, LOGITS_CHUNK) rows of logits, b bytes
+per logit, V tokens in the vocabulary and K = max_logprobs. The terms are the logits and a copy of
+them from before the edits, the masks of grammars, the logits being filtered (only with
+``processed_logprobs``), and the results with the parts they are joined from. More rows, of drafts
+(up to 8 a request) or of prompts with log-probabilities (up to max_num_batched_tokens), are
+computed R or fewer at a time, and results are copied to the host each time. The profile step runs
+all of this, custom processors too, on rows of padding.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from mrv1.runner.staging import StepUpload
 
 
 def num_kv_blocks(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ...]:
-    """Return the blocks of each head group: as asked for, else what memory allows.
+    """Return the blocks of each head group: the configured number, else the most that fit.
 
-    None has more than can be used.
+    Only a full group with a configured number can have more blocks than requests can use.
 
     Args:
-        step: which has no cache yet.
-        demand: of head groups with a window.
+        step: the step, which has no cache yet.
+        demand: the demand of streaming head groups.
     """
     config, spec, groups = step.config, step.spec, step.head_groups
     if config.num_kv_blocks is not None:
@@ -46,13 +47,13 @@ def num_kv_blocks(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ...]:
 
 
 def _kv_bytes(step: DeviceStep) -> int:
-    """Return the bytes left for the KV cache beside the activations of a full step."""
+    """Return the bytes that a full step and the graphs leave for the KV cache."""
     if step.device.type == "cpu":
         return CPU_KV_BYTES
     torch.cuda.empty_cache()
     run_profile_step(step)
-    # The allocator keeps what the step needed, so what is free now is free beside a step; but
-    # graphs have memory of their own.
+    # The allocator keeps the memory that the step needed, so the memory free now stays free in
+    # later steps; but graphs have memory of their own.
     free_bytes, total_bytes = memory_bytes(step.device)
     graph_bytes = _graph_bytes(step) if step.is_capturable else 0
     reserved = int(total_bytes * (1 - step.config.gpu_memory_utilization))
@@ -60,10 +61,10 @@ def _kv_bytes(step: DeviceStep) -> int:
 
 
 def _graph_bytes(step: DeviceStep) -> int:
-    """Return what the graphs take: all share the memory of the largest."""
+    """Return the bytes that the graphs take: all share the memory of the largest."""
     config, step.kv_cache = step.config, step.new_kv_cache()
     graphs = StepGraphs(config.max_num_seqs, config.max_num_batched_tokens, step.max_model_len)
-    torch.cuda.empty_cache()  # which a capture does too: it would hide what that takes
+    torch.cuda.empty_cache()  # a capture does so too, which would hide the memory it takes
     before, _ = memory_bytes(step.device)
     with torch.inference_mode():
         graphs.capture(graphs.largest, step.run_padding, progress=False)
@@ -75,9 +76,9 @@ def _graph_bytes(step: DeviceStep) -> int:
 
 @torch.inference_mode()
 def run_profile_step(step: DeviceStep) -> None:
-    """Run a prefill and a decode as large as they may be, and wait for them.
+    """Run the largest possible prefill and the largest decode, and wait for them.
 
-    No page is read or written, so they have a cache of a single block of each head group.
+    They read and write no page, so a cache with a single block of each head group is enough.
     """
     caches, config = step.new_kv_cache().layers, step.config
     full, rest = divmod(config.max_num_batched_tokens, step.max_model_len)
@@ -94,7 +95,7 @@ def run_profile_step(step: DeviceStep) -> None:
 def _empty_batch(
     query_lens: list[int], num_groups: int, row_width: int, device: torch.device
 ) -> AttentionBatch:
-    """Return a batch whose tokens are written nowhere and see nothing."""
+    """Return a batch whose tokens are not written to the cache and see no keys."""
     num_tokens, num_reqs = sum(query_lens), len(query_lens)
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     uniform = query_lens[0] == 1
@@ -113,7 +114,7 @@ def _empty_batch(
 
 
 def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
-    """Launch, on rows of padding, all that may have to follow the layers of a step."""
+    """Launch, on rows of padding, everything that may follow the layers of a step."""
     num_rows, limits, device = step.max_logits_rows, step.sampler.limits, step.device
     most = min(step.config.max_logprobs, limits.vocab_size)
     masks = TokenMasks(
@@ -132,10 +133,10 @@ def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
 
 
 def warm_up(step: DeviceStep) -> None:
-    """Launch steps of padding that no graph has, so that no request waits for a compiler."""
+    """Launch steps of padding without a graph, so that no request waits for the compiler."""
     most_rows, budget = step.config.max_num_seqs, step.config.max_num_batched_tokens
     most = max(min(step.max_model_len, budget - 1), 1)
-    # One short prompt, whose keys several programs share, and as many as there may be.
+    # One short prompt, whose keys several programs share; the most prompts; a decode and a prompt.
     for lengths in ([9], [20], [9] * most_rows, [20] * most_rows, [1, 40], [1, 600]):
         query_lens = np.minimum(lengths, most).astype(np.int32)[-most_rows:]
         query_lens = query_lens[query_lens[::-1].cumsum()[::-1] <= budget]
@@ -146,4 +147,4 @@ def warm_up(step: DeviceStep) -> None:
         with torch.inference_mode():
             step.sample(*step.forward(StepShape.of(query_lens), staged))
         if step.device.type == "cuda":
-            torch.cuda.synchronize()  # the next one writes the upload anew
+            torch.cuda.synchronize()  # the next step overwrites the upload

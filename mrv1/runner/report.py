@@ -1,4 +1,4 @@
-"""What a runner says of itself: the line of its start, and what the KV cache takes."""
+"""A runner's reports: the line that it logs at its start, and the memory of its KV cache."""
 
 from __future__ import annotations
 
@@ -25,53 +25,53 @@ class KVGroupReport(TypedDict):
     """KV heads that share blocks."""
 
     window: int
-    """Tokens that are kept of a context, up to the newest; -1 = all."""
+    """Newest tokens of a context that are kept; -1 = all."""
     sink: int
-    """Leading tokens that are kept beside a window."""
+    """First tokens of a context that are kept in addition to the window."""
     num_heads: int
     """Heads of all layers together."""
     num_blocks: int
     block_bytes: int
-    """Of a block and its scales, over all of its heads."""
+    """Bytes of a block and its scales, over all heads of the group."""
     total_bytes: int
     request_blocks: int | None
-    """Most blocks that a decoding request holds, however long it is; None = one for every
+    """Most blocks that a decoding request uses, however long it is; None = one for every
     ``block_size`` tokens."""
 
 
 class KVReport(TypedDict):
-    """Where the KV cache's bytes are."""
+    """The KV cache's sizes."""
 
     dtype: str
     kv_scale: str | None
-    """What has a scale of its own; None = a cache without scales."""
+    """The part of the cache that shares one scale; None = a cache without scales."""
     block_size: int
     num_blocks: int
-    """Of the first group: heads that see everything, if there are any."""
+    """Blocks of the first group, which has the full heads, if there are any."""
     token_bytes: int
-    """Of a token and its scales over all layers, where no head has left it behind."""
+    """Bytes of a token and its scales over all layers, while every head keeps the token."""
     block_bytes: int
-    """Of a block and its scales over all layers, likewise."""
+    """Bytes of a block and its scales over all layers, while every head keeps the block."""
     scale_bytes: int
-    """Of all scales, counted in ``total_bytes`` too."""
+    """Bytes of all scales, which ``total_bytes`` includes."""
     total_bytes: int
-    """Of all groups, by arithmetic."""
+    """Bytes of all groups, calculated from the sizes."""
     allocated_bytes: int
-    """Of the tensors: the same."""
+    """Bytes of the allocated tensors: the same number."""
     groups: list[KVGroupReport]
 
 
 class KVUsage(KVReport):
-    """Where they are, and what requests make of them now."""
+    """The KV cache's sizes, and how much of it requests use now."""
 
     held_blocks: list[int]
-    """Of each group, blocks that requests hold."""
+    """Blocks of each group that are in use by requests."""
     held_bytes: int
     peak_held_bytes: int
-    """The sum of what requests have held most of each group."""
+    """Sum over the groups of the most bytes that requests have used of each."""
     free_share: float
-    """Share of all bytes that requests could have now: free blocks, and those that only the prefix
-    cache keeps."""
+    """Share of all bytes that could be allocated to requests now: free blocks, and cached blocks
+    that no request uses."""
 
 
 def report_of(cache: KVCache, demand: StreamingDemand) -> KVReport:
@@ -119,7 +119,7 @@ def describe_runner(
     how = _PATHS[path]
     if config.attention_backend == "flashinfer":
         how += ", attention by FlashInfer (one step in flight)"
-    graphs = f"CUDA graphs of {num_graphs} shapes of steps" if num_graphs else "no CUDA graphs"
+    graphs = f"CUDA graphs of {num_graphs} step shapes" if num_graphs else "no CUDA graphs"
     return (
         f"{model.config.architecture} on {device_info(model.device).name}: {how}, {dtype}, "
         f"KV {_describe_kv(config, cache, fp8)}, {_describe_heads(cache)}, "
@@ -134,16 +134,16 @@ def _describe_heads(cache: KVCache) -> str:
     if not streaming:
         return "all heads full"
     seen = ", ".join(
-        f"{each.window} tokens" + (f" and {each.sink} in front" if each.sink else "")
+        f"{each.window} tokens" + (f" and a sink of {each.sink}" if each.sink else "")
         for each in streaming
     )
     recycles = any(not group.keeps.is_full for group in cache.groups.groups)
-    kept = "" if recycles else ", all of which is kept"
-    return f"{policy.full_share:.0%} of the heads full, others see {seen}{kept}"
+    kept = "" if recycles else ", but no block is recycled"
+    return f"{policy.full_share:.0%} of the heads full, the others see {seen}{kept}"
 
 
 def _describe_kv(config: EngineConfig, cache: KVCache, fp8: Fp8Choice | None) -> str:
-    """Return the cache's dtype, its scales, and who converts e4m3 if not the hardware."""
+    """Return the cache's dtype, its scales, and how e4m3 is converted if not by the hardware."""
     dtype = str(cache.spec.dtype).removeprefix("torch.")
     if fp8 is None:
         return dtype

@@ -1,4 +1,4 @@
-"""Which request holds each slot, how far it is, and what the device is told of it."""
+"""The request in each slot: its progress as the host knows it, and its state on the device."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan
 from mrv1.sampler import History
 
 FREE = -1
-"""Epoch of a slot that no request holds."""
+"""Epoch of a slot without a request."""
 
 MAX_STOP_TOKENS = 16
-"""Stop tokens of a request that the device looks for, the model's own among them."""
+"""Most stop tokens of a request that the device looks for, the model's own included."""
 
 MAX_DRAFTS = MAX_SAMPLED_TOKENS - 1
-"""Draft tokens of a row."""
+"""Most drafts of a row."""
 
 
 @dataclass(slots=True)
 class _SampledStep:
-    """The step launched last, every row of which samples: a plan may continue it."""
+    """The step launched last, if every row of it samples: a plan may continue it."""
 
     step_id: int
     index: npt.NDArray[np.intp]
-    """[rows] slots, as numpy indexes fastest."""
+    """[rows] slots, of the dtype that numpy indexes by fastest."""
     rows: tuple[bytes, bytes, bytes]
     """Slots, epochs and token counts of a plan that continues it; bytes compare fastest."""
 
@@ -38,28 +38,28 @@ class _SampledStep:
 class RequestState:
     """Token history, lengths and stop conditions of every slot, and the host's mirror of lengths.
 
-    A request owns its slot from admission to finish and never moves; a step's batch is an index
-    into these rows. The numpy mirrors (``_np``) are what the host knows without asking the device:
-    they count every token that a launched step will append, unless the request stops first.
+    A request owns its slot from admission until it finishes or is preempted, and never moves; a
+    step's batch is a list of slots. The host reads the numpy mirrors (``_np``) without asking the
+    device: they count every token that a launched step appends unless the request stops first.
     """
 
     @staticmethod
     def fields(
         max_model_len: int, *, max_stop_seqs_num: int, stop_seqs_max_len: int
     ) -> Mapping[str, Field]:
-        """Return what a slot holds on the device."""
+        """Return the fields that a slot has on the device."""
         return {
             "token_ids": Field(width=max_model_len),  # prompt, then output
             "num_tokens": Field(),  # prompt and output so far
-            "num_computed_tokens": Field(),  # whose K and V are in the cache
+            "num_computed_tokens": Field(),  # tokens whose K and V are in the cache
             "prompt_len": Field(),
-            "max_total_tokens": Field(),  # where it stops
+            "max_total_tokens": Field(),  # length at which the request stops
             "stop_token_ids": Field(width=MAX_STOP_TOKENS),  # -1 = none
             "late_token_ids": Field(width=MAX_STOP_TOKENS),  # not drawn before min_total_tokens
             "stop_sequences": Field(width=max_stop_seqs_num * stop_seqs_max_len),
             "stop_sequence_lens": Field(width=max_stop_seqs_num),
-            "num_stop_sequences": Field(),  # those behind them do not count
-            "min_total_tokens": Field(),  # before which neither of them stops it
+            "num_stop_sequences": Field(),  # sequences that count, from row 0
+            "min_total_tokens": Field(),  # length before which no stop sequence ends the request
             "stopped": Field(),  # a stop code of mrv1.kernels.post_update
         }
 
@@ -82,16 +82,16 @@ class RequestState:
             stop_sequence_lens=lens,
             num_stop_sequences=slots["num_stop_sequences"],
         )
-        """What kernels read and update."""
+        """The slots as kernels read and update them."""
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
         self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
         self._sampled: _SampledStep | None = None
-        """None = a row of the step launched last does not sample."""
+        """None = some row of the step launched last does not sample."""
 
     def history(self) -> History:
-        """Return what the sampler reads of the slots."""
+        """Return the fields of the slots that the sampler reads."""
         return History(
             token_ids=self.slots.token_ids,
             num_tokens=self.slots.num_tokens,
@@ -101,11 +101,11 @@ class RequestState:
         )
 
     def stage(self, plan: StepPlan, upload: StepUpload) -> None:
-        """Bring the mirrors to the start of the step; add what the device needs for it.
+        """Bring the mirrors to the start of the step; add its new requests to the upload.
 
         Raises:
-            ValueError: the plan contradicts what the slots hold, or does not continue the step
-                that it claims to.
+            ValueError: the plan contradicts the state of the slots, or does not continue the step
+                that it claims to continue.
         """
         if plan.continues is not None:
             self._check_continues(plan)
@@ -217,8 +217,10 @@ class RequestState:
                 f"stop_token_sequences {name}: expected at most {max_num} of 1 to {max_len} "
                 f"tokens, got {len(lens)} of {lens}"
             )
-        if self._epochs_np[request.slot] >= request.epoch:  # a newer one: the former has ended
-            raise ValueError(f"plan: expected slot {request.slot} free, {request.req_id!r} got it")
+        if self._epochs_np[request.slot] >= request.epoch:  # newer: the former request has ended
+            raise ValueError(
+                f"plan: expected slot {request.slot} free for {request.req_id!r}, got it in use"
+            )
 
     def _check_rows(self, plan: StepPlan) -> None:
         """Check that each slot has one row, with tokens that are known and not computed yet."""
@@ -253,19 +255,19 @@ class RequestState:
             slot = plan.slots[row]
             if len(drafts) > MAX_DRAFTS or (drafts and plan.num_scheduled_tokens[row] != expected):
                 raise ValueError(
-                    f"draft_token_ids of {plan.req_ids[row]!r}: expected at most {MAX_DRAFTS}, "
-                    f"behind all known tokens ({expected} scheduled), got {len(drafts)} and "
-                    f"{plan.num_scheduled_tokens[row]} scheduled"
+                    f"draft_token_ids of {plan.req_ids[row]!r}: expected at most {MAX_DRAFTS} "
+                    f"after all known tokens ({expected} tokens scheduled), got {len(drafts)} "
+                    f"({plan.num_scheduled_tokens[row]} tokens scheduled)"
                 )
             if drafts and self.num_tokens_np[slot] + len(drafts) > self.max_model_len:
                 raise ValueError(
                     f"draft_token_ids of {plan.req_ids[row]!r}: expected to end within "
-                    f"{self.max_model_len} tokens, got {len(drafts)} behind "
-                    f"{self.num_tokens_np[slot]}"
+                    f"{self.max_model_len} tokens, got {len(drafts)} drafts after "
+                    f"{self.num_tokens_np[slot]} tokens"
                 )
 
     def take_drafts(self, output: StepOutput) -> None:
-        """Bring the mirrors of rows with drafts to what was accepted."""
+        """Advance the mirrors of rows with drafts by the tokens that were accepted."""
         for slot, epoch, tokens in zip(
             output.slots.tolist(), output.epochs.tolist(), output.token_ids, strict=True
         ):
@@ -275,10 +277,10 @@ class RequestState:
                 self._is_drafting_np[slot] = False
 
     def advance_on_host(self, plan: StepPlan) -> None:
-        """Bring the mirrors to the end of the step: who reaches its newest token samples."""
+        """Bring the mirrors to the end of the step: rows that reach their newest token sample."""
         last = self._sampled
         if last is not None:  # the plan continues it
-            computed = self.num_tokens_np[last.index]  # all that were known
+            computed = self.num_tokens_np[last.index]  # every token counted so far
             self.num_computed_tokens_np[last.index] = computed
             self.num_tokens_np[last.index] = computed + 1
             last.step_id = plan.step_id
@@ -287,7 +289,7 @@ class RequestState:
         computed = self.num_computed_tokens_np[index] + plan.num_scheduled_tokens
         self.num_computed_tokens_np[index] = computed
         samples = computed >= self.num_tokens_np[index]
-        if plan.draft_token_ids:  # how many are accepted is known with the result
+        if plan.draft_token_ids:  # the result tells how many are accepted
             drafts = np.array([len(drafts) > 0 for drafts in plan.draft_token_ids])
             self._is_drafting_np[index] = drafts
             samples &= ~drafts

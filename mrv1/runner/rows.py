@@ -1,4 +1,4 @@
-"""The rows of a step on the host: their shape, and where those of a plan are on the device."""
+"""The rows of a step on the host: their shape, and the place of a plan's rows on the device."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ MAX_DECODE_QUERY_LEN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What the host knows of a step and launches depend on."""
+    """The sizes of a step that the host knows and that launches depend on."""
 
     num_rows: int
-    """Padding included."""
+    """Rows, padding included."""
     num_tokens: int
-    """Padding included."""
+    """Tokens, padding included."""
     max_query_len: int
     query_len: int | None
-    """Tokens of every row if all are decoded: one, or up to 8 with as many drafts; else None."""
+    """Tokens of every row if the decode kernel takes all: 1, or with drafts 1 to 8; else None."""
     num_decodes: int
     """Leading rows of one token each."""
     has_drafts: bool = False
     samples: bool = True
-    """Whether a graph of it draws the tokens, too: not where log-probabilities are wanted."""
+    """Whether a graph of this shape draws too; not with log-probabilities or custom processors."""
 
     @classmethod
     def of(cls, query_lens: Int32Array, *, has_drafts: bool = False, samples: bool = True) -> Self:
-        """Return the shape of a step whose rows have so many tokens, in any order."""
+        """Return the shape of a step with ``query_lens[i]`` tokens in row i, in any order."""
         longest = int(query_lens.max())
         if longest == 1 and not has_drafts:
             return cls.decode(len(query_lens), samples=samples)
-        # Short prompts of one length are prefilled, like those of others.
+        # Short prompts of one length are prefilled, as prompts of different lengths are.
         uniform = longest == 1 or (
             has_drafts and longest == int(query_lens.min()) <= MAX_DECODE_QUERY_LEN
         )
@@ -53,9 +53,9 @@ class StepShape:
         )
 
     @classmethod
-    @lru_cache(maxsize=1024)  # made in every step
+    @lru_cache(maxsize=1024)  # needed in every step
     def decode(cls, num_rows: int, *, samples: bool = True) -> Self:
-        """Return the shape of a decode of so many rows."""
+        """Return the shape of a decode step of ``num_rows`` rows."""
         return cls(
             num_rows=num_rows,
             num_tokens=num_rows,
@@ -66,9 +66,9 @@ class StepShape:
         )
 
     def rows_of(self, shape: StepShape) -> Int32Array:
-        """Return where the rows of a ``shape`` are that is padded to this one.
+        """Return the place of each row of ``shape``, padded to this shape.
 
-        Padding stands behind the rows of one token, and behind the others.
+        Padding follows the rows of one token, and follows the other rows.
         """
         rows = np.arange(shape.num_rows, dtype=np.int32)
         rows[shape.num_decodes :] += self.num_decodes - shape.num_decodes
@@ -77,10 +77,10 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
-    """The rows of a step as the device has them: those of one token first."""
+    """The rows of a step in the order of the device: rows of one token first."""
 
     shape: StepShape
-    """Padding included."""
+    """The step's shape, padding included."""
     is_captured: bool
     """Whether a graph runs the step; else it is launched kernel by kernel."""
     idx_mapping: Int32Array
@@ -88,20 +88,20 @@ class DeviceRows:
     query_lens: Int32Array | None
     """[rows]; None = one token each."""
     draft_token_ids: Sequence[Sequence[int]]
-    """Of each row; () = no row has any."""
+    """Drafts of each row; () = no row has any."""
     of_plan: Int32Array | None
-    """[the plan's rows], where they are; None = in order, in front."""
+    """[rows of the plan], the device row of each; None = the first rows, in order."""
 
     @classmethod
     def of(
         cls, plan: StepPlan, slots: Int32Array, shape: StepShape, captured: StepShape | None
     ) -> Self:
-        """Return where a plan's rows are.
+        """Return the rows of a plan in the order of the device.
 
         Args:
-            plan: of the step.
-            slots: of the plan's rows; -1 = the request was refused.
-            shape: of the plan's rows.
+            plan: the step's plan.
+            slots: slots of the plan's rows; -1 = the request was refused.
+            shape: shape of the plan's rows.
             captured: the shape of the graph that runs the step, at least as large; None = none.
         """
         query_lens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
@@ -128,11 +128,11 @@ class DeviceRows:
         )
 
     def place(self, row: int) -> int:
-        """Return where a row of the plan is."""
+        """Return the device row of a row of the plan."""
         return row if self.of_plan is None else int(self.of_plan[row])
 
     def placed(self, values: Int32Array) -> Int32Array:
-        """Return values of the plan's rows in the order of the rows of a step without padding."""
+        """Return values of the plan's rows in device order; the step must have no padding."""
         if self.of_plan is None:
             return values
         placed = np.empty_like(values)

@@ -1,4 +1,4 @@
-"""What the device knows of each request: fields with a row per slot, in one flat buffer."""
+"""The state of requests on the device: fields with a row per slot, in one flat buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALIGNMENT_WORDS = 4
 """Every field starts at a multiple of 16 bytes."""
 
 MAX_WORDS = 2**31 - 1
-"""Words are counted in int32 by what writes them."""
+"""The kernel that writes the buffer counts its words in int32."""
 
 _WORD_BYTES = torch.int32.itemsize
 
@@ -23,11 +23,11 @@ class Field:
     """One field of the slots."""
 
     width: int | None = None
-    """Elements of a slot's row; None = a single one, whose view has no second axis."""
+    """Elements of a slot's row; None = a single element, and the view has no second axis."""
     dtype: torch.dtype = torch.int32
-    """Of 4 or 8 bytes."""
+    """A dtype of 4 or 8 bytes."""
     is_shared: bool = False
-    """Whether there is one row for all slots: slot 0's."""
+    """Whether all slots share one row, that of slot 0."""
 
     @property
     def row_words(self) -> int:
@@ -36,7 +36,7 @@ class Field:
 
 
 class SlotState:
-    """Views of one int32 buffer, so that a single kernel applies whatever a step changes.
+    """Views of one int32 buffer, so that a single kernel applies all changes of a step.
 
     Slots never move; the buffer is read and written on the runner's stream only.
 
@@ -74,7 +74,7 @@ class SlotState:
         return words.view(field.dtype).view(shape)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a field, ``[num_slots]`` or ``[num_slots, width]``; shared ones have one slot."""
+        """Return a field, ``[num_slots]`` or ``[num_slots, width]``; a shared one has one slot."""
         return self._views[name]
 
     def first_word(self, name: str, slot: int) -> int:

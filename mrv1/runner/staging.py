@@ -1,8 +1,8 @@
 """All of a step's host data in one buffer of pinned memory, which one kernel fetches.
 
-An upload is a run of int32 words: what the step's kernels read in place, at fixed offsets, so that
-a captured graph finds it; then the changes of the slots' state as segments (see
-``scatter_segments``), and their words. What did not change is not sent.
+An upload is a run of int32 words: first the words that the step's kernels read in place, at fixed
+offsets, so that a captured graph finds them; then the changes of the slots' state as segments (see
+``scatter_segments``), and the segments' data. State that did not change is not sent.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 from mrv1.runner.step import Int32Array
 
 NUM_WORDS, NUM_SEGMENTS, RING_SLOT, HEADER_WORDS = 0, 1, 2, 8
-"""Header: how many words and segments count, and where in the ring of outputs the step's go."""
+"""Header: number of words, number of segments, slot in the ring of outputs; then its own size."""
 
 _FILL = -(1 << 30)
-"""Source of a segment that is filled: negative, and so wherever the payload begins."""
+"""Source of a segment filled with -1: negative, even after the offset of the data is added."""
 
 FETCHED_WORDS = 1 << 16
-"""Least words that a kernel fetches; a longer upload (many prompts) is copied."""
+"""Words of data that a fetched upload has room for; a longer one (many prompts) is copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """An upload on the device. All are views of it, int32."""
+    """An upload on the device; the other tensors are views of ``words``, all int32."""
 
     words: torch.Tensor
     """[words]."""
     num_segments: torch.Tensor
     """[1]."""
     segments: torch.Tensor
-    """[at least those that count, 3]."""
+    """[num_segments or more, 3]."""
     ring_slot: torch.Tensor
     """[1]."""
     idx_mapping: torch.Tensor
@@ -45,7 +45,7 @@ class Staged:
     draft_token_ids: torch.Tensor | None
     """[rows, most drafts]; None = no row has any."""
     num_draft_tokens: torch.Tensor | None
-    """[rows]; None likewise."""
+    """[rows]; None = no row has any."""
 
 
 class StepUpload:
@@ -64,12 +64,12 @@ class StepUpload:
         return (len(self._word_segments) + len(self._array_segments)) // 3
 
     def put(self, dst: int, words: Sequence[int]) -> None:
-        """Set the state's words from ``dst`` on, which are few."""
+        """Set a few words of the state, from ``dst`` on."""
         self._word_segments += (dst, len(self._words), len(words))
         self._words += words
 
     def write(self, dst: int, values: npt.NDArray[np.generic]) -> None:
-        """Set the state's words from ``dst`` on; elements of 8 bytes are two words."""
+        """Set words of the state, from ``dst`` on; an element of 8 bytes is two words."""
         words = np.ascontiguousarray(values).reshape(-1).view(np.int32)
         if len(words):
             self._array_segments += (dst, self._num_array_words, len(words))
@@ -83,11 +83,11 @@ class StepUpload:
 
     @property
     def num_words(self) -> int:
-        """Words of the segments and of what they write."""
+        """Words of the segments and of their data."""
         return 3 * self.num_segments + len(self._words) + self._num_array_words
 
     def write_to(self, words: Int32Array, start: int) -> None:
-        """Lay the segments and what they write out in ``words``, from ``start`` on."""
+        """Write the segments, then their data, into ``words`` from ``start`` on."""
         at = start + 3 * self.num_segments
         segments = np.array(self._word_segments, dtype=np.int32)
         segments[1::3] += at
@@ -102,7 +102,7 @@ class StepUpload:
 
 
 def _draft_words(drafts: Sequence[Sequence[int]]) -> Int32Array:
-    """Return how many drafts each row has, then the rows, padded."""
+    """Return the number of drafts of each row, then the rows' drafts, padded to one length."""
     most = max(map(len, drafts))
     token_ids = np.full((len(drafts), most), -1, dtype=np.int32)
     for row, tokens in enumerate(drafts):
@@ -115,15 +115,15 @@ def _draft_words(drafts: Sequence[Sequence[int]]) -> Int32Array:
 class Staging:
     """A ring of pinned buffers, and the place on the device where a step finds its upload.
 
-    Owned by the runner, used from the host thread that launches steps. A buffer is written by
-    ``send`` and read by the step of its slot: the caller sees to it that the step which had the
-    slot before is over (``OutputRing.acquire``).
+    Owned by the runner, used from the host thread that launches steps. ``send`` writes a buffer,
+    and the step of its slot reads it: the caller must make sure that the older step of the slot is
+    over (``OutputRing.acquire``).
 
     Args:
         max_num_reqs: most rows of a step.
         max_segments: most segments of a step that a graph runs.
         num_slots: buffers, taken in turns.
-        device: the runner's.
+        device: the runner's device.
     """
 
     def __init__(
@@ -151,12 +151,12 @@ class Staging:
         return buffer, buffer.numpy()
 
     def fits(self, upload: StepUpload) -> bool:
-        """Whether an upload fits where graphs look for it."""
+        """Whether an upload fits into the buffer that graphs read."""
         words = self._segments_start + upload.num_words
         return upload.num_segments <= self.max_segments and words <= self._uploads.shape[1]
 
     def static_view(self, num_rows: int) -> Staged:
-        """Return where a graph of so many rows finds every upload that fits."""
+        """Return the views in which a graph of ``num_rows`` rows finds any upload that fits."""
         return self._view(self.fetched, num_rows, self.max_segments)
 
     def _view(self, words: torch.Tensor, num_rows: int, num_segments: int) -> Staged:
@@ -181,17 +181,17 @@ class Staging:
         *,
         drafts: Sequence[Sequence[int]] = (),
     ) -> torch.Tensor | None:
-        """Write an upload to the ring's ``slot``, for ``fetch_upload``; or copy it if too long.
+        """Write an upload to ``slot`` of the ring for ``fetch_upload``; copy it if it is too long.
 
         Args:
-            slot: the step's, in this ring and that of its outputs.
+            slot: the step's slot in this ring and in the ring of outputs.
             upload: changes of the state.
             idx_mapping: ``[rows]``, slots of requests; -1 = padding.
-            query_lens: ``[rows]``; None = nothing reads ``query_start_loc``.
-            drafts: of each row; () = none.
+            query_lens: ``[rows]``; None = no kernel reads ``query_start_loc``.
+            drafts: drafts of each row; () = none.
 
         Returns:
-            None, or the words on the device, copied there on the current stream.
+            None, or a long upload's words on the device, copied on the current stream.
         """
         end = self._segments_start + upload.num_words
         draft_words = _draft_words(drafts) if any(drafts) else None
@@ -214,7 +214,7 @@ class Staging:
         return pinned[:num_words].to(self._device, non_blocking=True, copy=True)
 
     def _long_upload(self, slot: int, num_words: int) -> tuple[torch.Tensor, Int32Array]:
-        """Return a pinned buffer of the slot's own that grows as it must, and its numpy view."""
+        """Return the slot's pinned buffer for long uploads, grown as needed, and a numpy view."""
         buffer = self._long_uploads[slot]
         if buffer is None or len(buffer[1]) < num_words:
             buffer = self._long_uploads[slot] = self._pinned(2 * num_words)

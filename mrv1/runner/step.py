@@ -1,4 +1,4 @@
-"""What a scheduler tells the runner about one step, and what it gets back. Plain host data."""
+"""The plan of a step, from scheduler to runner, and the result it gets back. Plain host data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 RequestId = str | tuple[str, int]
-"""The caller's name for a request; with an index for its second output and those that follow."""
+"""The caller's name for a request; the second and later outputs of a prompt add an index."""
 
 
 class RowFailure(enum.StrEnum):
@@ -34,32 +34,32 @@ class SlotRequest:
     slot: int
     """Row of all per-request state, from now until the request finishes or is preempted."""
     epoch: int
-    """How often the slot had been taken before: tells a late output of its former request."""
+    """How many requests the slot has had before: marks late results of a former request."""
     token_ids: Int32Array
-    """[n] prompt, then what was generated before a preemption."""
+    """[n] the prompt, then the tokens generated before a preemption."""
     prompt_len: int
-    """Tokens of ``token_ids`` that are prompt."""
+    """Leading tokens of ``token_ids`` that are the prompt."""
     sampling_params: SamplingParams
     seed: int
     """64-bit key of the request's noise."""
     child: int = 0
-    """Which of a request's outputs it is: part of its noise, so that equal seeds differ."""
+    """Index among the outputs of one prompt: part of the noise, so that equal seeds differ."""
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
-    """What its output is not to hold; as many, and as long, as the configuration allows."""
+    """Sequences that the output must not contain; the configuration limits number and length."""
     num_computed_tokens: int = 0
     """Leading tokens whose K and V are in its first blocks already (a prefix-cache hit)."""
     max_total_tokens: int
-    """Prompt and output tokens at which it ends, at most the runner's ``max_model_len``."""
+    """Length, prompt and output, at which the request ends; at most ``max_model_len``."""
     stop_token_ids: tuple[int, ...] = ()
-    """Up to 16 tokens that end it on the device, before the host knows; the engine looks for
-    these and all others itself."""
+    """Up to 16 tokens that end the request on the device, before the host knows; the engine
+    looks for these and all other stop tokens itself."""
     stop_token_sequences: Sequence[Sequence[int]] = ()
-    """Token sequences that end it where its output ends with one; as many, and as long, as the
-    configuration allows."""
+    """Token sequences that end the request when its output ends with one; the configuration
+    limits their number and length."""
     min_total_tokens: int = 0
-    """Prompt and output tokens before which no stop token is drawn and no sequence ends it."""
+    """Length, prompt and output, before which no late token is drawn and no sequence ends it."""
     late_token_ids: tuple[int, ...] | None = None
-    """Up to 16 tokens that are not drawn before then; None = ``stop_token_ids``."""
+    """Up to 16 tokens not drawn before ``min_total_tokens``; None = ``stop_token_ids``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +67,15 @@ class StepPlan:
     """One step, as decided by a scheduler. Rows are the scheduled requests, in this order."""
 
     step_id: int
-    """Counts launched steps."""
+    """Number of the step; counts launched steps."""
     continues: int | None = None
-    """``step_id`` of the step launched just before, if every row of it samples a token and this
-    plan computes these tokens, row by row in the same order: no request enters, leaves or drafts.
-    Such a step is launched faster. None = no such claim, which is always correct."""
+    """``step_id`` of the step launched just before, if every row of that step samples a token and
+    this plan computes these tokens, row by row in the same order, and no request enters, leaves or
+    has drafts. Such a steady step launches faster. None = no claim, which is always correct."""
     new: tuple[SlotRequest, ...] = ()
     """Requests that enter."""
     resumed: tuple[SlotRequest, ...] = ()
-    """Preempted requests that enter again, to be computed behind ``num_computed_tokens``."""
+    """Preempted requests that enter again, to be computed from ``num_computed_tokens`` on."""
     preempted: tuple[int, ...] = ()
     """Slots given up by preemption before this step."""
     finished: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class StepPlan:
     num_scheduled_tokens: Int32Array
     """[rows] tokens to compute, >= 1."""
     new_block_ids: Mapping[int, tuple[tuple[int, ...], ...]]
-    """Slot -> per head group, block ids to append to its table, in order; slots that get any."""
+    """Slot -> per head group, block ids to append to its table, in order; only slots with any."""
     draft_token_ids: tuple[tuple[int, ...], ...] = ()
     """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
 
@@ -104,8 +104,8 @@ class TokenLogprobs:
     """Log-probabilities at consecutive positions of one request."""
 
     token_ids: npt.NDArray[np.integer]
-    """[positions, ids] the token that is there, then the likeliest, best first, then those asked
-    for by id."""
+    """[positions, ids] the token at the position, then the likeliest tokens, best first, then the
+    tokens asked for by id."""
     logprobs: npt.NDArray[np.floating]
     """[positions, ids] natural logarithms."""
     ranks: npt.NDArray[np.integer]
@@ -116,7 +116,7 @@ class TokenLogprobs:
         return len(self.token_ids)
 
     def behind(self, num_positions: int) -> TokenLogprobs:
-        """Return what is behind the first so many positions."""
+        """Return the log-probabilities after the first ``num_positions`` positions."""
         return TokenLogprobs(
             token_ids=self.token_ids[num_positions:],
             logprobs=self.logprobs[num_positions:],
@@ -126,7 +126,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What one step produced, row by row as in its plan."""
+    """The result of one step, row by row as in its plan."""
 
     step_id: int
     req_ids: tuple[RequestId, ...]
@@ -140,6 +140,6 @@ class StepOutput:
     """Row -> why it failed: a ``RowFailure`` of the sampler, or the error of a request that a
     custom processor refused; the other rows are not affected."""
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """Row -> of each of its ``token_ids``, where its request asks for log-probabilities."""
+    """Row -> log-probabilities of its ``token_ids``, if its request asks for them."""
     prompt_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """Row -> of the prompt tokens that follow those it computed, where its request asks."""
+    """Row -> log-probabilities of the prompt tokens after the computed ones, if asked for."""

@@ -266,7 +266,7 @@ def test_a_checkpoint_or_the_environment_can_set_the_policy(checkpoint, tmp_path
     by_ratio = HeadPolicy.of_ratio(2, 2, 0.5, window=48, sink=16)
     runner = make_core(tmp_path, None).runner
     assert runner.head_policy == by_ratio
-    assert "50% of the heads full, others see 48 tokens and 16 in front" in runner.describe()
+    assert "50% of the heads full, the others see 48 tokens and a sink of 16" in runner.describe()
     POLICY.save(tmp_path / "policy.json")
     monkeypatch.setenv("MRV1_HEAD_POLICY", str(tmp_path / "policy.json"))
     assert make_core(tmp_path, None).runner.head_policy == POLICY
@@ -280,9 +280,10 @@ def test_without_recycling_all_heads_share_one_table(checkpoint):
     core = make_core(checkpoint, window_recycling=False)
     (group,) = core.kv_report()["groups"]
     assert (group["window"], group["num_heads"], group["num_blocks"]) == (-1, 4, 200)
-    assert "25% of the heads full, others see 64 tokens and 16 in front, all of which is kept" in (
-        core.runner.describe()
-    )
+    assert (
+        "25% of the heads full, the others see 64 tokens and a sink of 16, "
+        "but no block is recycled"
+    ) in core.runner.describe()
 
 
 def test_layers_with_their_own_windows_free_blocks_too(tmp_path):

@@ -289,7 +289,9 @@ def test_models_that_flashinfer_does_not_support_are_refused_with_the_reason(
 def test_head_roles_are_refused_for_flashinfer(roles):
     spec, _ = some_cache()
     layout = KVLayout.head_groups(roles, [0, 0], 16, 64)
-    with pytest.raises(ConfigError, match="expects heads with one window and no other role, got"):
+    with pytest.raises(
+        ConfigError, match="expects heads with one window, no sink, one table, got"
+    ):
         check_flashinfer(some_model(), spec, [layout])
 
 

@@ -195,7 +195,7 @@ def test_a_resumed_request_continues_with_its_next_token(runner, expected):
                 {"a": (0, 5, (0,))},
                 new=(enter("a", 0, PROMPTS[0]), enter("b", 0, PROMPTS[1])),
             ),
-            "expected slot 0 free, 'b' got it",
+            "expected slot 0 free for 'b', got it in use",
         ),
         (
             replace(
@@ -230,7 +230,10 @@ def test_a_wrong_plan_that_continues_another_is_refused(checkpoint):
         ({"num_scheduled_tokens": np.array([1, 2], dtype=np.int32)}, "num_scheduled_tokens"),
         ({"finished": (1,)}, "continues: expected None in a plan where a request enters, leaves"),
         ({"finished": (1,), "continues": None}, r"expected epochs \[ 0 -1\]"),
-        ({"new": (enter("c", 0, [5]),), "continues": None}, "expected slot 0 free, 'c' got it"),
+        (
+            {"new": (enter("c", 0, [5]),), "continues": None},
+            "expected slot 0 free for 'c', got it in use",
+        ),
     ):
         with pytest.raises(StepError, match=message):
             runner.execute(replace(steady[3], **wrong))

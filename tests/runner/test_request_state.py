@@ -186,9 +186,9 @@ WRONG = [
     ({"finished": (0,)}, r"expected epochs \[-1  0\]"),
     ({"epochs": int32(0, 1)}, r"expected epochs \[0 0\]"),
     ({"slots": int32(0, 0)}, "expected one row per slot"),
-    ({"new": (entering(3),)}, "expected slot 3 free, 'r3' got it"),
-    ({"resumed": (entering(3),)}, "expected slot 3 free, 'r3' got it"),
-    ({"draft_token_ids": ((5,), ())}, "draft_token_ids of 'r0': .* behind all known"),
+    ({"new": (entering(3),)}, "expected slot 3 free for 'r3', got it in use"),
+    ({"resumed": (entering(3),)}, "expected slot 3 free for 'r3', got it in use"),
+    ({"draft_token_ids": ((5,), ())}, "draft_token_ids of 'r0': .* after all known"),
 ]
 
 

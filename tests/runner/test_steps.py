@@ -188,7 +188,7 @@ def test_drafts_that_cannot_be_verified_are_refused(checkpoint):
         )
 
     for count, scheduled in ((8, 9), (2, 2)):
-        with pytest.raises(StepError, match="draft_token_ids of 'a': expected at most 7, behind"):
+        with pytest.raises(StepError, match="draft_token_ids of 'a': expected at most 7 after"):
             runner.execute(drafting(count, scheduled))
     output = runner.execute(drafting(2, 3))
     with pytest.raises(StepError, match="take that step's result first"):
