@@ -258,7 +258,7 @@ def test_an_id_is_a_string(llm, request_id):
 def test_an_id_is_free_once_its_output_has_been_given(llm):
     llm.add_request(PROMPT, GREEDY, request_id="a")
     llm.abort("a")
-    with pytest.raises(RequestError, match=r"'a' has an output that step\(\) has yet to give"):
+    with pytest.raises(RequestError, match=r"'a' has an output that step\(\) has yet to return"):
         llm.add_request(PROMPT, GREEDY, request_id="a")
     assert [output.outputs[0].finish_reason for output in llm.step()] == ["abort"]
     llm.add_request(PROMPT, GREEDY, request_id="a")
@@ -341,7 +341,8 @@ def test_a_single_prompt_raises_its_error(llm):
 def test_more_tokens_than_blocks_is_refused_with_the_limit(checkpoint):
     with LLM(str(checkpoint), device="cpu", num_kv_blocks=4) as llm:
         with pytest.raises(
-            RequestError, match=r"at most 64 tokens \(num_kv_blocks = 4 of 16\), got up to 65"
+            RequestError,
+            match=r"at most 64 tokens \(num_kv_blocks = 4, 16 tokens each\), got up to 65",
         ):
             llm.generate([5] * 15, SamplingParams(max_tokens=50))
         assert (
@@ -572,7 +573,7 @@ def test_a_closed_engine_says_so(checkpoint):
         ),
         (
             {"kv_scale": "head"},
-            "kv_scale: expected kv_cache_dtype='fp8_e4m3' beside 'head', got 'auto'",
+            "kv_scale: expected kv_cache_dtype='fp8_e4m3' with 'head', got 'auto'",
         ),
         (
             {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"},

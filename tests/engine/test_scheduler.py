@@ -509,7 +509,9 @@ def test_a_request_that_cannot_fit_is_told_what_it_lacks():
     options = {"block_size": 4, "keeps": (FULL, Visible(8)), "max_num_seqs": 1}
     request = make_request("r", tuple(range(1, 101)), max_tokens=4)
     scheduler = make_scheduler(num_blocks=[40, 12], max_num_batched_tokens=64, **options)
-    with pytest.raises(RequestError, match="the 12 blocks of heads that see 8 tokens, got 19 for"):
+    with pytest.raises(
+        RequestError, match="at most 12 blocks of heads with a window of 8 tokens, got 19 for"
+    ):
         scheduler.add(request)
     scheduler = make_scheduler(num_blocks=[25, 12], max_num_batched_tokens=16, **options)
     with pytest.raises(RequestError, match=r"expected at most 100 tokens .* got up to 104"):
