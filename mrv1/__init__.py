@@ -1,7 +1,7 @@
 """mrv1: a Triton-first GPU model runner for LLM inference.
 
-The names below are the public API; ``mrv1.kernels`` holds the ops and ``mrv1.testing`` the
-hypothesis strategies they are tested with.
+The names below are the public API; ``mrv1.kernels`` holds the ops, and ``mrv1.testing`` the
+hypothesis strategies that test them.
 """
 
 from mrv1.config import EngineConfig

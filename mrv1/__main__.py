@@ -1,4 +1,4 @@
-"""``python -m mrv1``: the command line where the package is not installed."""
+"""``python -m mrv1``: the command line, also where the package is not installed."""
 
 from mrv1.cli import app
 

@@ -30,17 +30,17 @@ AttentionBackendName = Literal["triton", "flashinfer"]
 LogprobsModeName = Literal["raw_logprobs", "processed_logprobs"]
 
 BYTES_BY_CONTENT = ("deterministic", "enable_prefix_caching")
-"""Options for which a page's bytes must follow from its tokens alone:
-with ``kv_scale="quarter"`` they do not."""
+"""Options that need the bytes of a page to follow from its tokens alone; with
+``kv_scale="quarter"`` the bytes also depend on the order of writes."""
 
 EMBEDDED_MODEL = "tiny"
-"""The name under which the checkpoint shipped in the package is found."""
+"""Name of the checkpoint that is part of the package."""
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
 
 LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0}
-"""Least values of counts that are not 1; a prompt and one token are two."""
+"""Least values of counts, if not 1; the shortest prompt and output have two tokens."""
 
 
 def checkpoint_dir(model: str | Path) -> Path:
@@ -71,10 +71,10 @@ def checkpoint_dir(model: str | Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine and its runner are built from.
+    """The options of an engine and its runner.
 
-    An option of the engine is a field here, and nothing else: ``LLM`` and the command line take
-    its name, type, default and docstring from it.
+    An option is declared once, as a field here: ``LLM`` and the command line take its name, type,
+    default and docstring from the field.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
@@ -88,96 +88,96 @@ class EngineConfig:
     device: str = "auto"
     """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     kv_cache_dtype: KVCacheDtypeName = "auto"
-    """Type of keys and values in the cache: ``auto`` is ``dtype``; ``fp8_e4m3`` stores codes of 8
-    bits and their scales, whatever ``dtype`` is."""
+    """Type of keys and values in the cache: ``auto`` is the same as ``dtype``; ``fp8_e4m3`` stores
+    8-bit codes and their scales, whatever ``dtype`` is."""
     kv_scale: KVScaleName = "token"
-    """Granularity of the scales of an fp8 cache. ``token``: each head's vector of each token,
-    scaled as it is written. ``quarter``: a quarter of each block and head, requantised as its
-    largest value grows, so that a token's bytes depend on when its neighbours were written.
-    ``head``: each KV head of each layer, by the static ``k_scale`` and ``v_scale`` of the
-    checkpoint."""
+    """Values that share one scale in an fp8 cache. ``token``: the vector of one token in one
+    head, scaled when it is written. ``quarter``: a quarter of a block in one head, requantised
+    when its largest value grows, so that a token's bytes depend on when its neighbours were
+    written. ``head``: one KV head of one layer, with the static ``k_scale`` and ``v_scale`` of
+    the checkpoint."""
     block_size: int = 16
     """Tokens per KV block: 16, 32, 64 or 128."""
     max_model_len: int | None = None
-    """Longest prompt and output together, in tokens. Default: the model's context."""
+    """Most tokens of a prompt and its output together. Default: the model's context length."""
     max_num_seqs: int = 256
-    """Requests that run at the same time."""
+    """Most requests that run at the same time."""
     max_num_batched_tokens: int = 8192
-    """Token budget of a step; longer prompts are prefilled in chunks."""
+    """Most tokens that one step computes; longer prompts are prefilled in chunks."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations and KV cache together."""
     num_kv_blocks: int | None = None
-    """KV blocks to allocate for heads that see all tokens. Default: the number that memory allows,
-    at most the number that requests can use. Heads with a window have the same number or, if that
-    is smaller, the number that they can use."""
+    """KV blocks to allocate for heads that see all tokens. Default: the number that fits in
+    memory, at most the number that requests can use. Heads with a window get the same number or,
+    if that is smaller, the number that they can use."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes of the KV cache where ``num_kv_blocks`` is not given. Default: the rest of
-    ``gpu_memory_utilization``."""
+    """Bytes of the KV cache if ``num_kv_blocks`` is not given. Default: the part of
+    ``gpu_memory_utilization`` that weights and activations leave; 1 GiB on a CPU."""
     head_policy: str | None = field(default_factory=VARIABLES[HEAD_POLICY_VARIABLE])
-    """JSON file of the tokens that each KV head sees (a ``HeadPolicy``). Default: the file that
-    the environment variable ``MRV1_HEAD_POLICY`` names, else the policy in the checkpoint's
-    configuration, else each head sees all that its layer does."""
+    """JSON file that says which tokens each KV head sees (a ``HeadPolicy``). Default: the file
+    that the environment variable ``MRV1_HEAD_POLICY`` names, else the policy in the checkpoint's
+    configuration, else each head sees all tokens that its layer sees."""
     window_recycling: bool = True
-    """Give back the blocks that heads with a window no longer see; otherwise all heads share one
-    table, and the blocks are kept. FlashInfer has one table."""
+    """Free the blocks that heads with a window no longer see. If off, and always with FlashInfer,
+    all heads share one block table and keep all blocks."""
     streaming_cache_blocks: int | None = None
     """Blocks of each group of heads with a window that the prefix cache may keep, in addition to
     the blocks of running requests. Default: the blocks of 64 requests."""
     attention_backend: AttentionBackendName = "triton"
-    """``triton``, mrv1's own kernels, or ``flashinfer``, where that is installed: on a GPU, in
-    float16 or bfloat16, without fp8."""
+    """``triton``: mrv1's own kernels. ``flashinfer``: FlashInfer, which must be installed; on a
+    GPU, in float16 or bfloat16, without fp8."""
     enable_prefix_caching: bool = True
-    """Keep the blocks of prompts and outputs for requests that begin alike; not with the scales
-    ``quarter``."""
+    """Keep the blocks of prompts and outputs for later requests that begin with the same tokens;
+    not with the ``quarter`` scales."""
     overlap: bool = True
-    """Launch a step before the result of the previous step is known; never with FlashInfer. It may
-    change which requests share a step, hence how products round, but nothing else."""
+    """Launch a step before the result of the previous step is known; never with FlashInfer. This
+    may change which requests share a step, and so the rounding of products, but nothing else."""
     cuda_graphs: bool = True
-    """Capture steps of a few sizes as CUDA graphs at the start, on a GPU."""
+    """On a GPU, capture steps of a few sizes as CUDA graphs at start-up."""
     deterministic: bool = False
-    """Compute every row by itself alone, so that the bits of its logits do not depend on the
-    batch; slower, and not with the scales ``quarter``."""
+    """Compute each request independently of the others in its step, so that the bits of its logits
+    do not depend on the batch; slower, and not with the ``quarter`` scales."""
     max_bad_words_num: int = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
-    """Most bad words of a request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
+    """Most bad words per request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
     else 16."""
     bad_words_max_len: int = field(default_factory=VARIABLES[BAD_WORDS_LEN_VARIABLE])
     """Most tokens of a bad word. Default: ``MRV1_BAD_WORDS_MAX_LEN``, else 8."""
     max_stop_seqs_num: int = field(default_factory=VARIABLES[MAX_STOP_SEQS_VARIABLE])
-    """Most stop sequences of tokens of a request. Default: ``MRV1_MAX_STOP_SEQS_NUM``, else 5."""
+    """Most stop token sequences per request. Default: ``MRV1_MAX_STOP_SEQS_NUM``, else 5."""
     stop_seqs_max_len: int = field(default_factory=VARIABLES[STOP_SEQS_LEN_VARIABLE])
-    """Most tokens of a stop sequence. Default: ``MRV1_STOP_SEQS_MAX_LEN``, else 8."""
+    """Most tokens of a stop token sequence. Default: ``MRV1_STOP_SEQS_MAX_LEN``, else 8."""
     max_logit_bias: int = 300
-    """Most tokens to which a request may give a bias."""
+    """Most tokens per request that may have a logit bias."""
     max_logprobs: int = 20
-    """Most tokens, likeliest or by id, of which a request may ask the log-probabilities."""
+    """Most log-probabilities per position, of the likeliest tokens or of tokens chosen by id."""
     logprobs_mode: LogprobsModeName = "raw_logprobs"
-    """Log-probabilities of the model's logits (``raw_logprobs``), or of the logits that a token is
-    drawn from: edited, scaled and filtered (``processed_logprobs``)."""
+    """``raw_logprobs``: log-probabilities of the model's logits. ``processed_logprobs``: of the
+    logits from which the token is drawn, after edits, temperature and filters."""
     seed: int = 0
-    """Seed from which requests without a seed of their own draw theirs."""
+    """Seed of the engine; requests without a seed of their own get one derived from it."""
     debug: bool = field(default_factory=VARIABLES[DEBUG_VARIABLE])
-    """Check every block id before a step reads or writes it; each step waits for the device.
-    Default: the environment variable ``MRV1_DEBUG``, else off."""
+    """Check every block id before a step reads or writes it; each step waits for the device, and
+    there are no CUDA graphs. Default: the environment variable ``MRV1_DEBUG``, else off."""
     debug_sync: bool = field(default_factory=VARIABLES[DEBUG_SYNC_VARIABLE])
-    """Wait after every kernel, so that a kernel that fails is named; without CUDA graphs. Default:
-    the environment variable ``MRV1_DEBUG_SYNC``, else off."""
+    """Wait after every kernel, so that the error names the kernel that failed; there are no CUDA
+    graphs. Default: the environment variable ``MRV1_DEBUG_SYNC``, else off."""
 
     def __post_init__(self) -> None:
-        """Check the environment's names and every field's range."""
+        """Check the names of environment variables and the range of every field."""
         for error in name_errors():
             raise ConfigError(error)
         for name, kind in get_type_hints(EngineConfig).items():
             self._check_type(name, kind)
         if self.kv_cache_dtype == "auto" and self.kv_scale != "token":
             raise ConfigError(
-                f"kv_scale: expected kv_cache_dtype='fp8_e4m3' beside {self.kv_scale!r}, "
+                f"kv_scale: expected kv_cache_dtype='fp8_e4m3' with {self.kv_scale!r}, "
                 "got 'auto', a cache without scales"
             )
         for name in BYTES_BY_CONTENT if self.kv_scale == "quarter" else ():
             if getattr(self, name):
                 raise ConfigError(
                     f"kv_scale, {name}: expected not both, got {self.kv_scale!r}, whose bytes "
-                    f"depend on the order of writes, beside {name}=True"
+                    f"depend on the order of writes, and {name}=True"
                 )
         share: object = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
@@ -209,9 +209,9 @@ class EngineConfig:
 
     @property
     def steps_in_flight(self) -> int:
-        """Steps that are launched before the first one's result is taken.
+        """Most steps in flight at a time.
 
-        FlashInfer plans a step on the host, which then must know who has stopped.
+        FlashInfer plans a step on the host, which must then know which requests have stopped.
         """
         return 2 if self.overlap and self.attention_backend == "triton" else 1
 
@@ -220,7 +220,7 @@ def resolve_max_model_len(requested: int | None, model_max_len: int) -> int:
     """Return the context length to serve.
 
     Raises:
-        ConfigError: more was asked for than the model's positions allow.
+        ConfigError: ``requested`` is more than the model's positions allow.
     """
     if requested is None:
         return model_max_len

@@ -1,4 +1,4 @@
-"""The one place that asks what a device can do; nothing else calls ``torch.cuda.get_*``."""
+"""The facts about a device; no other module calls ``torch.cuda.get_*``."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ INTERPRET = env_flag("TRITON_INTERPRET")
 """Whether this process interprets Triton kernels on the CPU (Triton's own variable, read once)."""
 
 FP_FUSION = env_flag("TRITON_DEFAULT_FP_FUSION", default="1")
-"""Whether compiled kernels fuse products into sums (Triton's own variable, read once)."""
+"""Whether compiled kernels fuse a product into a sum (Triton's own variable, read once)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What mrv1 needs to know about one device."""
+    """The facts that mrv1 needs about one device."""
 
     device: torch.device
     """The device itself."""
@@ -82,8 +82,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if INTERPRET:
         raise UnsupportedDeviceError(
-            f"device: {device} was asked for, but TRITON_INTERPRET=1 settles this process on the "
-            "CPU interpreter; unset it, or use device='cpu'"
+            f"device: {device} was asked for, but TRITON_INTERPRET=1 makes this process run "
+            "kernels in the CPU interpreter; unset it, or use device='cpu'"
         )
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = resolved.index or 0
@@ -105,7 +105,7 @@ def resolve_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device
     """Return the torch dtype that ``name`` means for this checkpoint on this device.
 
     Raises:
-        ConfigError: float64 on a GPU: only the reference path computes in it.
+        ConfigError: float64 on a GPU: only the reference path computes in float64.
     """
     if name == "auto":
         return checkpoint_dtype if device.type == "cuda" else torch.float32
@@ -116,7 +116,7 @@ def resolve_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device
 
 
 def kernel_path(device: torch.device) -> KernelPath:
-    """Say which implementation runs on ``device``: compiled Triton, the interpreter, or torch."""
+    """Return the path on ``device``: compiled Triton, Triton's interpreter, or plain torch."""
     if device.type == "cuda":
         return "triton"
     return "interpreter" if INTERPRET else "reference"
@@ -127,7 +127,7 @@ Fp8Path = Literal["hardware", "integer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Choice:
-    """Who converts e4m3 codes on a device, and why; the bits are the same."""
+    """How a device converts e4m3 codes, and why; both paths give the same bits."""
 
     path: Fp8Path
     reason: str
@@ -151,14 +151,14 @@ def choose_fp8_path(
 
     Args:
         info: the GPU.
-        is_amd: whether it is AMD's.
-        triton_version: None = the one installed (asked on sm_89 only).
+        is_amd: whether the GPU is AMD's.
+        triton_version: None = the installed version (looked up on sm_89 only).
 
     Raises:
-        UnsupportedDeviceError: older than sm_80.
+        UnsupportedDeviceError: the GPU is older than sm_80.
     """
     if is_amd:
-        return Fp8Choice(path="integer", reason=f"{info.name}: AMD's own e4m3 is another format")
+        return Fp8Choice(path="integer", reason=f"{info.name}: AMD's own e4m3 has another format")
     capability = info.capability or (0, 0)
     if capability < MIN_CAPABILITY:
         raise UnsupportedDeviceError(
@@ -174,13 +174,13 @@ def choose_fp8_path(
         if (major, minor) < (3, 9):
             return Fp8Choice(
                 path="integer",
-                reason=f"triton {triton_version} rounds twice on sm_89 (3.9 and newer once)",
+                reason=f"triton {triton_version} rounds twice on sm_89 (3.9 and newer round once)",
             )
     return Fp8Choice(path="hardware", reason=f"{info.name} converts e4m3")
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether a kernel on ``device`` may start while the one before it ends (sm_90 on)."""
+    """Return whether ``device`` has dependent launches (CUDA, sm_90 and newer)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return (device_info(device).capability or (0, 0)) >= (9, 0)
@@ -200,7 +200,7 @@ def visible_gpus() -> tuple[DeviceInfo, ...]:
 
 
 def driver_version() -> str | None:
-    """Return the NVIDIA kernel driver's version, or None where it does not say."""
+    """Return the version of the NVIDIA kernel driver, or None if it cannot be read."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text("utf-8")
     except OSError:

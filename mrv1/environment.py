@@ -1,4 +1,4 @@
-"""The environment: its variables and how their values are read; no other module reads it."""
+"""Environment variables and how mrv1 parses them; no other module reads a variable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from mrv1.errors import ConfigError
 
-# Each is the default of the field of ``EngineConfig`` that has its name.
+# Each variable sets the default of the ``EngineConfig`` field of the same name.
 DEBUG_VARIABLE = "MRV1_DEBUG"
 DEBUG_SYNC_VARIABLE = "MRV1_DEBUG_SYNC"
 MAX_BAD_WORDS_VARIABLE = "MRV1_MAX_BAD_WORDS_NUM"
@@ -24,10 +24,10 @@ INT32_MAX = 2**31 - 1
 
 
 def env_flag(name: str, default: str = "0") -> bool:
-    """Return whether an environment variable is a yes; unset it is ``default``.
+    """Return an environment variable as a bool; an unset variable has the value ``default``.
 
     Raises:
-        ConfigError: its value is neither a yes nor a no.
+        ConfigError: the value is not one of 1, true, on, yes, y, 0, false, off, no, n and "".
     """
     value = os.environ.get(name, default).lower()
     if value in ("1", "true", "on", "yes", "y"):
@@ -38,10 +38,10 @@ def env_flag(name: str, default: str = "0") -> bool:
 
 
 def env_count(name: str, default: int) -> int:
-    """Return an environment variable's number.
+    """Return an environment variable as an integer; an unset variable has the value ``default``.
 
     Raises:
-        ConfigError: it is not an integer >= 1, or does not fit int32.
+        ConfigError: the value is not an integer >= 1, or does not fit int32.
     """
     value = os.environ.get(name, str(default))
     digits = value.lstrip("0")
@@ -61,7 +61,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     STOP_SEQS_LEN_VARIABLE: partial(env_count, STOP_SEQS_LEN_VARIABLE, 8),
     HEAD_POLICY_VARIABLE: partial(os.environ.get, HEAD_POLICY_VARIABLE),
 }
-"""Every variable of mrv1's own, and how its value is read (``ConfigError`` for a wrong value)."""
+"""mrv1's own variables -> the function that reads the value (wrong value: ``ConfigError``)."""
 
 FOREIGN_VARIABLES = (
     "TRITON_INTERPRET",
@@ -82,9 +82,9 @@ def environment() -> dict[str, str]:
 
 
 def name_errors() -> list[str]:
-    """Return an error for each ``MRV1_*`` name of the environment that is not in ``VARIABLES``.
+    """Return an error text for each ``MRV1_*`` variable that is set but not in ``VARIABLES``.
 
-    It says which variable was probably meant.
+    The text suggests the variable that was probably meant, if one has a similar name.
     """
     errors = []
     for name in sorted(os.environ):

@@ -1,4 +1,4 @@
-"""The errors mrv1 raises on purpose: ``Mrv1Error``s that also are the builtin they resemble."""
+"""The errors mrv1 raises on purpose: each is an ``Mrv1Error`` and the builtin it resembles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConfigError(Mrv1Error, ValueError):
 
 
 class UnsupportedDeviceError(Mrv1Error, RuntimeError):
-    """The device cannot do what was asked; the message names it and what to choose instead."""
+    """The device is missing or lacks a feature; the message names it and an alternative."""
 
 
 class CapacityError(Mrv1Error, RuntimeError):
@@ -26,7 +26,7 @@ class RequestError(Mrv1Error, ValueError):
 
     @classmethod
     def caused_by(cls, error: Exception, hook: str) -> Self:
-        """Return the error of the request for which a hook of the caller's raised an exception."""
+        """Return the error of a request whose ``hook`` (code of the caller) raised ``error``."""
         failure = cls(f"{hook}: {error!r}")
         failure.__cause__ = error
         return failure
@@ -37,8 +37,8 @@ class StepError(Mrv1Error, RuntimeError):
 
     Attributes:
         step_id: the step that failed.
-        req_ids: the requests that were in it, as the plan names them.
-        device_lost: whether a kernel failed, after which the GPU serves this process no more.
+        req_ids: the requests of the step, as the plan names them.
+        device_lost: whether a kernel failed; this process can then no longer use the GPU.
     """
 
     def __init__(

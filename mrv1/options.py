@@ -1,4 +1,4 @@
-"""Options from the fields of a dataclass: a name, type, default and text is written only there."""
+"""Options declared as dataclass fields: name, type, default and help text are written once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ Options = ParamSpec("Options")
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings of a dataclass' fields, a line each.
+    """Return the docstring of each field of a dataclass, as one line.
 
-    Python does not keep them: they are read from the source; without it there are none.
+    Python does not keep the docstrings of fields, so this function reads them from the source.
+    A class without its source has no docstrings.
     """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         try:
             source = inspect.getsource(base)
-        except OSError:  # only compiled files are there
+        except OSError:  # only compiled files are installed
             continue
         (definition,) = ast.parse(textwrap.dedent(source)).body
         for field, text in pairwise(ast.iter_child_nodes(definition)):
@@ -37,12 +38,12 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def env_fields(cls: type) -> set[str]:
-    """Return the fields whose default is made with the instance, as from the environment."""
+    """Return the fields with a default factory, such as a default from the environment."""
     return {field.name for field in fields(cls) if field.default_factory is not MISSING}
 
 
 def parameters(cls: type) -> list[inspect.Parameter]:
-    """Return the parameters of a dataclass; None stands for a default made with the instance."""
+    """Return a dataclass' constructor parameters; a default factory is shown as default None."""
     types, made = get_type_hints(cls), env_fields(cls)
     return [
         each.replace(default=None, annotation=types[each.name] | None)
@@ -53,7 +54,7 @@ def parameters(cls: type) -> list[inspect.Parameter]:
 
 
 def _with_fields(docstring: str | None, section: str, cls: type) -> str:
-    """Return a docstring and a section that lists the fields of a dataclass."""
+    """Return the docstring, followed by a section that lists the fields of a dataclass."""
     entries = (
         textwrap.fill(f"{name}: {doc}", 95, initial_indent="    ", subsequent_indent="        ")
         for name, doc in field_docs(cls).items()
@@ -74,7 +75,7 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
     """Declare that the parameters of a method are the fields of a dataclass.
 
-    ``inspect`` and type checkers see them, and the method's docstring lists them.
+    ``inspect`` and type checkers see these parameters, and the method's docstring lists them.
     """
 
     def declare(method: Callable[..., None]) -> Callable[Concatenate[Any, Options], None]:

@@ -1,4 +1,4 @@
-"""Progress bars: on stderr, as stdout is for results, and on a terminal alone."""
+"""Progress bars: on stderr because stdout is for results, and only on a terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def progress_bar(
     """Return a progress bar that is shown where stderr is a terminal.
 
     Args:
-        columns: of the bar; none = rich's own.
-        visible: False shows nothing anywhere.
-        transient: whether the bar is erased at its end.
+        columns: columns of the bar; none = rich's default columns.
+        visible: False = show no bar, not even on a terminal.
+        transient: whether the bar is erased when it ends.
     """
     console = Console(stderr=True)
     return Progress(

@@ -81,11 +81,11 @@ def test_a_grammar_survives_preemption(grammars):
 
 
 def test_a_grammar_that_does_not_compile_is_a_request_error(grammars):
-    with pytest.raises(RequestError, match="regex: expected what xgrammar compiles, got"):
+    with pytest.raises(RequestError, match="regex: expected text xgrammar compiles, got"):
         grammars.regex("(")
-    with pytest.raises(RequestError, match="json_schema: expected what xgrammar compiles"):
+    with pytest.raises(RequestError, match="json_schema: expected text xgrammar compiles"):
         grammars.json_schema("{")
-    with pytest.raises(RequestError, match="ebnf: expected what xgrammar compiles"):
+    with pytest.raises(RequestError, match="ebnf: expected text xgrammar compiles"):
         grammars.ebnf("nothing")
     with pytest.raises(RequestError, match="structured_output: expected a Grammar"):
         SamplingParams(structured_output="{}")

@@ -1,4 +1,4 @@
-"""Requests in, steps planned, tokens out: small, pure host code."""
+"""Requests, scheduling, blocks and outputs: pure host code."""
 
 from mrv1.engine.core import EngineCore
 from mrv1.engine.llm import LLM

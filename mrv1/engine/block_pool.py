@@ -1,4 +1,4 @@
-"""Which KV blocks are free, held, cached or in use by a step. Knows nothing of the device."""
+"""Which KV blocks are free, in use, cached or quarantined. Pure host code."""
 
 from __future__ import annotations
 
@@ -11,67 +11,67 @@ from mrv1.errors import CapacityError
 class BlockPool:
     """Blocks ``0 .. num_blocks - 1`` with reference counts, a quarantine and a prefix cache.
 
-    A block is *held* while requests refer to it; otherwise it is
+    A block is *in use* while requests refer to it; otherwise it is
 
-    - *free*: its content means nothing; what was freed first is reused first;
-    - *evictable*: the prefix cache knows its content, so that a request may share it again; it is
-      as good as free, and the least recently used is evicted when no free block is left;
-    - *quarantined*: a launched step may still read or write it; it can be shared if the prefix
-      cache knows it, but not be allocated before ``release``.
+    - *free*: its content means nothing; the block that was freed first is reused first;
+    - *cached*, hence evictable: the prefix cache knows its content, so that a request may share it
+      again. It counts as free; the least recently used block is evicted when no block is free;
+    - *quarantined*: a launched step may still read or write it. It can be shared if the prefix
+      cache knows its content, but it cannot be allocated before ``release``.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.peak_held = 0
-        """Most blocks that requests have held at a time."""
+        """Most blocks that were in use at a time."""
         self.reset()
 
     def reset(self) -> None:
-        """Make every block free, with no content: nobody holds one any more."""
+        """Make every block free, with no content: no request uses a block any more."""
         num_blocks = self.num_blocks
         self._num_refs = [0] * num_blocks
         self._free = deque(range(num_blocks))
         self._evictable: OrderedDict[int, bytes] = OrderedDict()
-        """Block -> its digest; least recently used first."""
+        """Cached block -> its digest; least recently used first."""
         self._quarantine: dict[int, int] = {}
         """Block -> the step after which it may be allocated."""
         self._used_until: dict[int, int] = {}
-        """Block -> the newest step of a former holder, while others hold it."""
+        """Block in use -> the newest step of a request that used the block and has freed it."""
         self._released = -1
         """The newest step that is over."""
         self._cached: dict[bytes, int] = {}
-        """Digest of a prefix -> the block that ends it."""
+        """Digest of a prefix -> the last block of the prefix."""
         self._digests: list[bytes | None] = [None] * num_blocks
-        """The inverse of ``_cached``."""
+        """[num_blocks] the inverse of ``_cached``."""
         self.watch(())
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` can give now: free and evictable ones."""
+        """Blocks that ``allocate`` can return now: free and cached blocks."""
         return len(self._free) + len(self._evictable)
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks that nobody holds and that become free once launched steps are over."""
+        """Blocks that no request uses and that become free once launched steps are over."""
         return len(self._quarantine)
 
     @property
     def num_held(self) -> int:
-        """Blocks that requests hold."""
+        """Blocks in use."""
         return self.num_blocks - self.num_free - self.num_quarantined
 
     @property
     def num_cached(self) -> int:
-        """Blocks that the prefix cache knows, held ones among them."""
+        """Blocks whose content the prefix cache knows, including blocks in use."""
         return len(self._cached)
 
-    # --- holding --------------------------------------------------------------------------
+    # --- allocation -----------------------------------------------------------------------
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Take ``count`` free or evictable blocks, all or none.
+        """Allocate ``count`` free or cached blocks, all or none.
 
         Raises:
-            CapacityError: fewer can be had.
+            CapacityError: fewer blocks are free or cached.
         """
         if count > self.num_free:
             raise CapacityError(
@@ -89,20 +89,22 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int], *, last_step: int | None = None) -> None:
-        """Give back one reference to each of ``blocks``, all or none.
+        """Drop one reference to each of ``blocks``, all or none.
 
         Args:
             blocks: in the order in which they should be reused or evicted.
-            last_step: the newest step in which their holder may use them; what nobody holds any
-                more stays in quarantine until it is released, and until those of former holders
-                are. None = no step does. Steps never descend.
+            last_step: the newest step in which the request that frees them may use them; it never
+                decreases from call to call; None = no step uses them. A block without references
+                is quarantined until the last steps of all its former users are released.
 
         Raises:
-            ValueError: a block is not held (freed twice, or never this pool's) or named twice.
+            ValueError: a block is not in use (freed twice, or not of this pool) or listed twice.
         """
         foreign = [b for b in blocks if not 0 <= b < self.num_blocks or not self._num_refs[b]]
         if foreign or len(set(blocks)) != len(blocks):
-            raise ValueError(f"blocks: expected blocks held once, got {foreign or list(blocks)}")
+            raise ValueError(
+                f"blocks: expected blocks in use, each listed once, got {foreign or list(blocks)}"
+            )
         for block in blocks:
             self._num_refs[block] -= 1
             if self._num_refs[block]:
@@ -117,7 +119,7 @@ class BlockPool:
                 self._quarantine[block] = step
 
     def release(self, step: int) -> None:
-        """End the quarantine of blocks whose last step is ``step`` or before."""
+        """End the quarantine of blocks whose last step is ``step`` or earlier."""
         if step > self._released:
             self._released = step
         if not self._quarantine:
@@ -127,13 +129,13 @@ class BlockPool:
             self._settle(block)
 
     def num_sole(self, blocks: Iterable[int]) -> int:
-        """Return how many of ``blocks`` have one holder, hence are given up when it ends."""
+        """Return how many of ``blocks`` only one request uses, which frees them when it ends."""
         return sum(self._num_refs[block] == 1 for block in blocks)
 
     # --- prefix cache ---------------------------------------------------------------------
 
     def cache(self, block: int, digest: bytes) -> None:
-        """Let a held block be found by ``digest``; of blocks with the same one the first stays."""
+        """Make a block in use known by ``digest``, unless another block is known by it."""
         if digest not in self._cached:
             self._cached[digest] = block
             self._digests[block] = digest
@@ -150,21 +152,21 @@ class BlockPool:
         return blocks
 
     def known(self, digests: Iterable[bytes]) -> list[int]:
-        """Return the block of every digest, -1 where none is cached."""
+        """Return the block of every digest, -1 where no block is known."""
         return [self._cached.get(digest, -1) for digest in digests]
 
     def watch(self, digests: Iterable[bytes]) -> None:
-        """Have ``has_changed`` tell of blocks that become free, and of the cache's ``digests``."""
+        """Reset ``has_changed``; it then reports freed blocks and changes of ``find(digests)``."""
         self._watched = frozenset(digests)
         self.has_changed = False
-        """Since ``watch``: whether a block became free or evictable, or ``find`` may differ."""
+        """Whether, since ``watch``, a block became free or cached, or ``find`` may differ."""
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
-        """Return how many of ``blocks`` count as free, and no more once they are shared."""
+        """Return how many of ``blocks`` count as free, but would not once they are shared."""
         return sum(block in self._evictable for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more reference to each of ``blocks``, which ``find`` returned."""
+        """Add one reference to each of ``blocks``, which ``find`` returned."""
         for block in blocks:
             if not self._num_refs[block]:
                 if block in self._evictable:
@@ -174,7 +176,7 @@ class BlockPool:
             self._num_refs[block] += 1
 
     def reset_cache(self) -> None:
-        """Forget all content: evictable blocks are free, held ones stay with their holders."""
+        """Forget all content: cached blocks become free, blocks in use stay in use."""
         for block in self._cached.values():
             self._digests[block] = None
         self._cached.clear()
@@ -192,7 +194,7 @@ class BlockPool:
         return block
 
     def _settle(self, block: int) -> None:
-        """Put a block that nobody holds and no step uses where ``allocate`` finds it."""
+        """Make a block that no request and no step uses free or cached."""
         self.has_changed = True
         digest = self._digests[block]
         if digest is None:

@@ -1,4 +1,4 @@
-"""The loop between scheduler and runner, on token ids."""
+"""The engine's loop: schedule, execute, update. It works on token ids."""
 
 from __future__ import annotations
 
@@ -27,55 +27,55 @@ from mrv1.sampler.params import short
 
 
 class Metrics(TypedDict):
-    """Counters since the engine was made."""
+    """Counters since the engine was created."""
 
     num_steps: int
     num_prompt_tokens: int
-    """Tokens of admitted prompts."""
+    """Tokens of all prompts that were added; a prompt counts once, whatever its ``n``."""
     num_generated_tokens: int
     num_finished_requests: int
     num_running_requests: int
     num_waiting_requests: int
     num_preemptions: int
     num_free_blocks: int
-    """Blocks that a request could have now, of every head group."""
+    """Blocks of every head group that could be allocated now."""
     num_kv_blocks: int
-    """Of the first head group: heads that see everything, if there are any."""
+    """Blocks of the first head group: the full heads, if there are any."""
     num_prefix_queries: int
-    """Tokens of admitted requests that the prefix cache was asked for."""
+    """Tokens of admitted requests, looked up in the prefix cache."""
     prefix_hit_tokens: int
-    """Of those, tokens that it had."""
+    """Tokens of ``num_prefix_queries`` that the prefix cache had."""
     wasted_tokens: int
-    """Tokens of steps whose request had ended, or was preempted, by the time they were known."""
+    """Tokens of stale rows: their request had ended or was preempted when the result came."""
     staging_waits: int
     """How often the host waited for a pinned buffer before it could launch."""
     num_compilations: int
-    """Kernels that Triton compiled or loaded since the start: each is a stall."""
+    """Kernels that Triton compiled or loaded after start-up: each of them stalls a step."""
     num_graph_steps: int
-    """Steps that were one CUDA graph."""
+    """Steps that ran as one CUDA graph."""
     num_nan_rows: int
-    """Requests that failed for NaN in their logits."""
+    """Requests that failed because of NaN in their logits."""
     grammar_waits: int
-    """Steps that waited, their layers launched, for tokens that grammars have to know."""
+    """Steps whose sampling waited for the tokens that a grammar's mask depends on."""
     host_seconds: float
-    """Time the host spent on planning, launching and taking in, waits for results excepted."""
+    """Time the host spent on planning, launching and updating, without waits for results."""
     wait_seconds: float
     """Time the host waited for results."""
     gpu_seconds: float
-    """Time between the start and the end of steps on the GPU; 0 on a CPU."""
+    """Time the GPU spent in steps, with gaps shorter than a launch; 0 on a CPU."""
 
 
 def derive_seed(engine_seed: int, admission: int) -> int:
-    """Return the 64-bit seed of the ``admission``-th request that brought none of its own."""
+    """Return the 64-bit seed of the ``admission``-th request, which brought no seed of its own."""
     digest = hashlib.blake2b(f"{engine_seed}/{admission}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 class EngineCore:
-    """Takes requests as token ids and steps until they are done.
+    """Takes requests as token ids and runs steps until they have ended.
 
-    With ``config.overlap`` a step is launched before the result of the one before it is taken:
-    what it needs of that one is on the device. Without, the same code has one step in flight.
+    With ``config.overlap`` a step is launched before the result of the step before it is read: all
+    that it needs from that step is on the device. Without, the same code has one step in flight.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EngineCore:
         logits_processors: Sequence[LogitsProcessor] = (),
         progress: bool = True,
     ) -> None:
-        """Build runner and scheduler; arguments and errors are those of ``ModelRunner``."""
+        """Build runner and scheduler; for arguments and errors see ``ModelRunner``."""
         self.config = config
         self.runner = ModelRunner(
             config,
@@ -109,10 +109,10 @@ class EngineCore:
         )
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
         self._changed: list[Request] = []
-        """Requests for ``step`` to return; the next one does where an exception ends a step."""
+        """Requests for ``step`` to return; if an exception ends it, the next call returns them."""
         self._is_changing = False
         self._lost: StepError | None = None
-        """What made the device useless: the driver refuses all that comes after."""
+        """The error that lost the device: the driver refuses every call after it."""
         self._num_added = 0
         self._num_steps = 0
         self._num_grammar_waits = 0
@@ -122,7 +122,7 @@ class EngineCore:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output in tokens."""
+        """Most tokens of a prompt and its output together."""
         return self.runner.max_model_len
 
     def add_request(
@@ -133,20 +133,20 @@ class EngineCore:
         *,
         encode: Callable[[str], Sequence[int]] | None = None,
     ) -> Request:
-        """Queue a request and return the first of its ``params.n`` outputs.
+        """Queue a request and return the ``Request`` of the first of its ``params.n`` outputs.
 
-        The others are its ``followers``: requests of their own, ``(req_id, 1)`` and so on.
+        The other outputs are its ``followers``: requests named ``(req_id, 1)`` and so on.
 
         Args:
-            req_id: its name.
-            prompt_token_ids: at least one.
-            params: how it is sampled.
-            encode: gives the tokens of ``params.bad_words``, without special ones.
+            req_id: name of the request.
+            prompt_token_ids: at least one token.
+            params: sampling parameters.
+            encode: returns the tokens of an entry of ``params.bad_words``, without special tokens.
 
         Raises:
-            RequestError: the prompt is empty, too long or out of the vocabulary, the id is in use,
-                or the request can never fit; nothing is queued.
-            StepError: a kernel failed in an earlier step, and with it the GPU for this process.
+            RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is
+                over a limit, the id is in use, or the request can never fit; nothing is queued.
+            StepError: a kernel failed in an earlier step: this process can no longer use the GPU.
         """
         if self._lost is not None:
             raise StepError(
@@ -160,7 +160,7 @@ class EngineCore:
         longest = self.max_model_len
         if len(prompt) + params.min_tokens > longest:
             raise RequestError(
-                f"min_tokens: expected at most {longest - len(prompt)} behind a prompt of "
+                f"min_tokens: expected at most {longest - len(prompt)} after a prompt of "
                 f"{len(prompt)} tokens (max_model_len), got {short(params.min_tokens)}"
             )
         request = Request(
@@ -232,13 +232,13 @@ class EngineCore:
 
     @recovers
     def step(self) -> list[Request]:
-        """Launch what may be in flight and take in the oldest step's result.
+        """Launch steps up to the limit in flight, and take in the oldest step's result.
 
-        An interrupt ends every running request, as does any error that is not of a step: what was
-        launched will have no result that anyone takes. The next call returns them.
+        An interrupt, like any other exception but a ``StepError``, ends every running request: the
+        results of launched steps are never read. The next call returns these requests.
 
         Returns:
-            The requests that got a token or ended in it.
+            The requests that got a token or ended.
         """
         start = time.perf_counter()
         waited = self._wait_seconds
@@ -267,23 +267,23 @@ class EngineCore:
 
     @recovers
     def stop(self, request: Request, reason: str) -> None:
-        """End a request at its newest token, as a stop token would: its text is at an end."""
+        """End a request at its newest token, as a stop token would; ``reason`` is the caller's."""
         self.scheduler.stop(request, reason)
         self._drain()
 
     def _drain(self) -> None:
-        """Take in what is in flight once nobody waits for it, so that its blocks come back."""
+        """Take in all steps in flight if no request is unfinished, so that blocks become free."""
         while self._in_flight and not self.scheduler.has_unfinished_requests:
             self._take_oldest()
 
     def _launch(self) -> bool:
-        """Launch steps until as many are in flight as may be; none behind a launch that failed.
+        """Launch steps up to the limit in flight, but none after a launch that failed.
 
-        What that one would have changed on the device has not been.
+        A later step would depend on device state that the failed launch has not written.
 
         Returns:
-            Whether the newest step has grammars: the result of that one is left for when the next
-            one's layers run.
+            Whether the newest step has grammars: its result is taken in while the layers of the
+            next step run.
         """
         while len(self._in_flight) < self.config.steps_in_flight:
             if self._in_flight and isinstance(self._in_flight[-1][1], StepError):
@@ -303,18 +303,18 @@ class EngineCore:
         return False
 
     def _complete(self, plan: StepPlan, rows: list[tuple[int, Request]]) -> None:
-        """Take in the steps before the plan's, whose layers run, and mask what its rows draw."""
+        """Take in all steps before ``plan``, whose layers run; then mask its rows and sample."""
         while self._in_flight:
             self._take_oldest()
         masks: dict[int, npt.NDArray[np.int32]] = {}
         num_words = self.runner.sampler.limits.mask_words
         for row, request in rows:
             if request.matcher is None or request.status is not Status.RUNNING:
-                continue  # it has ended: what the row draws is dropped
+                continue  # ended: the row's token will be dropped
             masks[row] = np.zeros(num_words, dtype=np.int32)
             try:
                 request.matcher.fill_bitmask(masks[row])
-            except Exception as error:  # whatever a matcher raises, it fails its request alone
+            except Exception as error:  # any error of a matcher fails only its request
                 failure = RequestError.caused_by(error, "structured_output")
                 self.scheduler.fail(request, failure)
                 self._changed.append(request)
@@ -327,7 +327,7 @@ class EngineCore:
                 self._in_flight.append((plan, error))
 
     def _take_oldest(self) -> None:
-        """Take in the oldest step; once the GPU is lost, end every request."""
+        """Take in the oldest step's result; if the GPU is lost, end every request."""
         plan, output = self._in_flight[0]
         start = time.perf_counter()
         outcome = output if isinstance(output, StepError) else output.take()
@@ -338,7 +338,7 @@ class EngineCore:
             self._changed += self.scheduler.update(outcome)
             return
         self._changed += self.scheduler.fail_step(plan, outcome)
-        if outcome.device_lost:  # else its launch failed; what was launched before it goes on
+        if outcome.device_lost:  # else its launch failed; earlier steps go on
             self._lost = outcome
             self._recover(outcome)
             waiting = self.scheduler.unfinished
@@ -347,7 +347,7 @@ class EngineCore:
             self._changed += waiting
 
     def _recover(self, error: BaseException) -> None:
-        """End every running request and start over; the next ``step`` returns them."""
+        """End every running request and start over; the next ``step`` returns these requests."""
         if not isinstance(error, StepError):
             step_id = self._in_flight[0][0].step_id if self._in_flight else self._num_steps
             error = StepError(repr(error), step_id=step_id)
@@ -357,7 +357,7 @@ class EngineCore:
             self.runner.discard()
 
     def kv_report(self) -> KVUsage:
-        """Return the KV cache's sizes in bytes, and what requests hold of them."""
+        """Return the KV cache's sizes in bytes, and how much of it is in use."""
         report, pools = self.runner.kv_report(), self.scheduler.pools
         block_bytes = [group["block_bytes"] for group in report["groups"]]
 

@@ -1,4 +1,4 @@
-"""Methods that leave their object consistent, whoever calls them and whatever ends them."""
+"""Decorators that keep an object consistent under interrupts and calls of several threads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 GIVE_WAY_SECONDS = 50e-6
-"""A thread that sleeps this long lets another one, which waits for a lock, wake up and take it."""
+"""A thread that sleeps this long lets a thread that waits for the lock wake up and take it."""
 
 
 class Recoverable(Protocol):
     """An object whose methods may end anywhere: KeyboardInterrupt comes between any two lines."""
 
     _is_changing: bool
-    """Whether a change has begun and not ended: after an interrupt the state may be torn."""
+    """Whether a change has begun and not ended: after an interrupt it may be half done."""
 
     def _recover(self, error: BaseException) -> None:
-        """Make the state consistent; called again if it is interrupted itself."""
+        """Make the state consistent; called again if the recovery is interrupted."""
 
 
 Object = TypeVar("Object", bound=Recoverable)
@@ -33,10 +33,10 @@ Object = TypeVar("Object", bound=Recoverable)
 def recovers(
     method: Callable[Concatenate[Object, P], R],
 ) -> Callable[Concatenate[Object, P], R]:
-    """Have a method leave its object consistent: changed whole, or recovered.
+    """Make a method leave its object consistent: changed completely, or recovered.
 
-    A ``RequestError`` says that nothing was changed. After any other exception the object recovers
-    at once; if that is interrupted too, the next call recovers first.
+    A ``RequestError`` means that nothing was changed. After any other exception the object
+    recovers at once; if the recovery is interrupted, the next call recovers first.
     """
 
     @wraps(method)
@@ -62,26 +62,26 @@ def recovers(
 class Turns:
     """Lets one thread at a time call an object.
 
-    Threads that wait go before a thread that has just had its turn. An interrupt leaves nothing
-    behind: the lock is taken and released by the interpreter's own ``with``, and a thread that is
-    wrongly listed as waiting only costs the others ``GIVE_WAY_SECONDS`` a turn.
+    Waiting threads go before a thread that has just had its turn. An interrupt does no harm: the
+    interpreter's own ``with`` takes and releases the lock, and a thread that is wrongly listed as
+    waiting only costs the others ``GIVE_WAY_SECONDS`` per turn.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a plain one would block a nested call for ever
+        self._lock = threading.RLock()  # a plain lock would block a nested call for ever
         self._owner: int | None = None
         self._waiting: set[int] = set()
 
     @property
     def is_mine(self) -> bool:
-        """Whether the calling thread has its turn now: it is in a callback, say."""
+        """Whether the calling thread has its turn now, for example in a callback."""
         return self._owner == threading.get_ident()
 
     def take(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return what ``call`` returns, once no other thread has its turn.
+        """Wait until no other thread has its turn, and return the result of ``call``.
 
         Raises:
-            RuntimeError: the calling thread has its turn already.
+            RuntimeError: the calling thread already has its turn.
         """
         thread = threading.get_ident()
         if self._waiting:
@@ -92,7 +92,7 @@ class Turns:
                 self._waiting.discard(thread)
                 if self._owner is not None:
                     raise RuntimeError(
-                        "LLM: expected no call from within another one of the same thread (by a "
+                        "LLM: expected no call from within another call in the same thread (in a "
                         "callback or a signal handler), got one"
                     )
                 self._owner = thread
@@ -116,7 +116,7 @@ Shared = TypeVar("Shared", bound=TakesTurns)
 def in_turn(
     method: Callable[Concatenate[Shared, P], R],
 ) -> Callable[Concatenate[Shared, P], R]:
-    """Have a method wait until no other thread is in one of the object's."""
+    """Make a method wait until no other thread runs an ``in_turn`` method of the object."""
 
     @wraps(method)
     def waiting(self: Shared, /, *args: P.args, **kwargs: P.kwargs) -> R:

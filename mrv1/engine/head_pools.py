@@ -1,4 +1,4 @@
-"""The block pools of all head groups, from which a request takes blocks alike."""
+"""The block pools of all head groups: a request allocates equally many blocks of each."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mrv1.engine.block_pool import BlockPool
 from mrv1.headwise import FULL, Visible
 
 GIVEN_UP = -1
-"""In a request's list of blocks: one that no head of the group sees any more."""
+"""In a request's list of block ids: freed, because no head of the group sees the block."""
 
 GroupBlocks = Sequence[Sequence[int]]
-"""Per head group, ids of a request's logical blocks."""
+"""Per head group, the block ids of a request's logical blocks."""
 
 
 class HeadPools:
     """A ``BlockPool`` for each head group.
 
-    A request's tokens are in the same logical blocks in every group, so that it takes as many of
-    each at a time. Groups differ in what they give up: blocks that are out of all their heads'
-    sight.
+    A request's tokens are in the same logical blocks in every group, so that a request allocates
+    the same number of blocks of every group. Groups differ in the blocks that they free before
+    the request ends: blocks that none of their heads sees any more.
 
     Index or iterate it for the pools of the groups.
 
     Attributes:
-        keeps: what each group's heads see; those that see everything first.
+        keeps: what the heads of each group see; groups of full heads first.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class HeadPools:
         self.streaming = tuple(
             [(index, seen) for index, seen in enumerate(keeps) if not seen.is_full]
         )
-        """Groups that give blocks up."""
+        """Groups with a window, and what their heads see: they free blocks as the window moves."""
 
     def __getitem__(self, group: int) -> BlockPool:
         """Return the pool of a group."""
@@ -51,24 +51,24 @@ class HeadPools:
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` can give now, of every group."""
-        if len(self._pools) == 1:  # asked for in every step
+        """Blocks that ``allocate`` can return now, of every group."""
+        if len(self._pools) == 1:  # needed in every step
             return self._pools[0].num_free
         return min([pool.num_free for pool in self._pools])
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks of a group ``num_tokens`` tokens fill."""
+        """Return how many blocks of a group ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def lacking(self, num_tokens: int, chunk: int) -> tuple[int, int] | None:
-        """Return a group that a request cannot fit while nobody else holds a block; None = it can.
+        """Return a group that is too small for a request on its own; None = every group suffices.
 
         Args:
-            num_tokens: that it may reach.
+            num_tokens: most tokens that the request may reach.
             chunk: most tokens of one step.
 
         Returns:
-            The group, and the blocks of it that the request may need at once.
+            The group, and the number of its blocks that the request may need at once.
         """
         num_blocks = self.blocks_for(num_tokens)
         for group, (pool, seen) in enumerate(zip(self._pools, self.keeps, strict=True)):
@@ -79,13 +79,13 @@ class HeadPools:
                 return group, needed
         return None
 
-    # --- holding --------------------------------------------------------------------------
+    # --- allocation -----------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[tuple[int, ...]]:
-        """Take ``count`` blocks of every group, all or none.
+        """Allocate ``count`` blocks of every group, all or none.
 
         Raises:
-            CapacityError: a group has fewer.
+            CapacityError: a group has fewer free or cached blocks.
         """
         taken: list[tuple[int, ...]] = []
         try:
@@ -98,28 +98,28 @@ class HeadPools:
         return taken
 
     def share(self, blocks: GroupBlocks) -> None:
-        """Take one more reference to each of ``blocks``, which ``find`` returned."""
+        """Add one reference to each of ``blocks``, which ``find`` returned."""
         for pool, own in zip(self._pools, blocks, strict=True):
             pool.share(_held(own))
 
     def free(self, blocks: GroupBlocks, *, last_step: int | None) -> None:
-        """Give back what a request holds; see ``BlockPool.free``."""
+        """Free the blocks of a request; see ``BlockPool.free``."""
         for pool, own in zip(self._pools, blocks, strict=True):
-            # The end of a prefix goes first: without its beginning it could not be found.
+            # The last block is reused first: without its first block a prefix cannot be found.
             pool.free(_held(own)[::-1], last_step=last_step)
 
     def release(self, step: int) -> None:
-        """End the quarantine of blocks whose last step is ``step`` or before."""
+        """End the quarantine of blocks whose last step is ``step`` or earlier."""
         for pool in self._pools:
             pool.release(step)
 
     def reset(self) -> None:
-        """Make every block free, with no content: nobody holds one any more."""
+        """Make every block free, with no content: no request uses a block any more."""
         for pool in self._pools:
             pool.reset()
 
     def num_sole(self, blocks: GroupBlocks) -> npt.NDArray[np.int64]:
-        """Return ``[groups]`` how many of a request's blocks are given up when it ends."""
+        """Return ``[groups]`` how many of a request's blocks no other request uses."""
         return np.array(
             [pool.num_sole(_held(own)) for pool, own in zip(self._pools, blocks, strict=True)],
             dtype=np.int64,
@@ -128,7 +128,7 @@ class HeadPools:
     # --- prefix cache ---------------------------------------------------------------------
 
     def cache(self, blocks: GroupBlocks, digests: Sequence[bytes], start: int, end: int) -> None:
-        """Let the logical blocks ``[start, end)`` be found by their digests."""
+        """Let ``find`` return the logical blocks ``[start, end)`` for their digests."""
         for pool, own in zip(self._pools, blocks, strict=True):
             for block, digest in zip(own[start:end], digests[start:end], strict=True):
                 if block != GIVEN_UP:
@@ -139,22 +139,22 @@ class HeadPools:
     ) -> list[list[int]]:
         """Return, per group, the blocks of the longest prefix that every group has.
 
-        A group with a window needs what the token behind the prefix sees of it: other blocks are
-        ``GIVEN_UP``.
+        A group with a window needs only the blocks that the token after the prefix sees: its
+        other blocks are ``GIVEN_UP``.
 
         Args:
-            digests: of the blocks of a prefix.
-            cut: returns how many of so many blocks may be taken; as many, or fewer.
+            digests: digests of the blocks of a prefix, in order.
+            cut: maps a number of blocks to the number, no larger, that a hit may have.
         """
         found = []
         for pool, seen in zip(self._pools, self.keeps, strict=True):
             if seen.is_full:
                 found.append(pool.find(digests))
-                digests = digests[: len(found[-1])]  # no prefix is longer
+                digests = digests[: len(found[-1])]  # no hit is longer
             else:
                 found.append(pool.known(digests))
         usable = np.ones(len(digests) + 1, dtype=np.bool_)
-        """[blocks of a prefix] whether every group has it."""
+        """[len(digests) + 1] by number of blocks: whether every group has that prefix."""
         for group, seen in self.streaming:
             usable &= self._has_windows(found[group], seen)
         count = int(usable.nonzero()[0][-1])
@@ -168,36 +168,36 @@ class HeadPools:
         return hit
 
     def _has_windows(self, blocks: Sequence[int], seen: Visible) -> npt.NDArray[np.bool_]:
-        """Return, by length, whether a prefix's sink and window are there; ``blocks``: -1 = no."""
+        """Return, by prefix length, whether sink and window are cached; -1 in ``blocks`` = not."""
         counts = np.arange(len(blocks) + 1)
         is_missing = np.array([0, *blocks]) == GIVEN_UP
         newest = np.maximum.accumulate(np.where(is_missing, counts, 0))
-        """Number of a prefix's last block that is not there, from 1 on; 0 = none."""
+        """By prefix length: its last block that is not cached, counted from 1; 0 = all are."""
         has_sink = newest[np.minimum(counts, seen.sink_blocks(self.block_size))] == 0
         first = seen.first_live(counts * self.block_size, self.block_size)
         has_both: npt.NDArray[np.bool_] = has_sink & (newest <= first)
         return has_both
 
     def watch(self, digests: Sequence[bytes]) -> None:
-        """Have ``has_changed`` tell of what may make ``lacks`` false for ``find(digests)``."""
+        """Reset ``has_changed``, which then reports changes that may make ``lacks`` false."""
         for pool in self._pools:
             pool.watch(digests)
 
     @property
     def has_changed(self) -> bool:
-        """Whether, since ``watch``, a block became free or the cache of its digests changed."""
+        """Whether, since ``watch``, a block became free or ``find(digests)`` may differ."""
         return any(pool.has_changed for pool in self._pools)
 
     def lacks(self, blocks: GroupBlocks, num_tokens: int, end: int) -> bool:
-        """Return whether a group lacks blocks to admit a request.
+        """Return whether a group has too few free blocks to admit a request.
 
-        Those of all its known tokens, or, where what leaves the window is given back, of those
-        that the step computes.
+        A group of full heads needs blocks for all known tokens. A group with a window frees blocks
+        as the window moves, so that it needs blocks only for the tokens up to ``end``.
 
         Args:
-            blocks: that it would share.
-            num_tokens: that are known of it.
-            end: tokens that would be computed after the step.
+            blocks: cached blocks that the request would share.
+            num_tokens: known tokens of the request.
+            end: tokens of the request that are computed after the step.
         """
         return any(
             self.blocks_for(num_tokens if seen.is_full else end) - len(own)
@@ -206,7 +206,7 @@ class HeadPools:
         )
 
     def reset_cache(self) -> None:
-        """Forget all content."""
+        """Forget all content; see ``BlockPool.reset_cache``."""
         for pool in self._pools:
             pool.reset_cache()
 

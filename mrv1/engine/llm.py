@@ -33,15 +33,15 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LLMOptions(EngineConfig):
-    """The parameters of ``LLM``: an engine's options, and objects that no configuration holds."""
+    """The parameters of ``LLM``: the engine's options, and objects that no configuration holds."""
 
     model: str = field(kw_only=False)
     head_policy: HeadPolicy | str | Path | None = None  # type: ignore[assignment]
-    """What each KV head sees, or a JSON file that says so. Default: the file that the environment
-    variable ``MRV1_HEAD_POLICY`` names, else what the checkpoint's configuration asks for, else
-    all that its layer does."""
+    """Which tokens each KV head sees, or the JSON file of a policy. Default: the file that the
+    environment variable ``MRV1_HEAD_POLICY`` names, else the policy in the checkpoint's
+    configuration, else each head sees all tokens that its layer sees."""
     logits_processors: Sequence[LogitsProcessor] = ()
-    """The caller's own edits of every step's logits."""
+    """The caller's own processors, which edit the logits of every step."""
 
 
 class LLM:
@@ -49,16 +49,16 @@ class LLM:
 
     It holds device memory until ``close``; as a context manager it closes itself.
 
-    **Threads.** Any thread may call any method. They take turns, a step at a time, and share the
-    steps: requests of several ``generate`` and ``stream`` calls run side by side, and each call
-    gets its own outputs, the same as alone. A ``stream`` that nobody reads keeps nobody waiting:
-    its request runs on in the steps of others. ``abort`` takes effect after the step that runs;
-    ``close`` as well, and calls in other threads then raise a ``RuntimeError``, as does a call
-    from a callback or a signal handler within another call. On a GPU all threads launch on the
-    same current stream, which they do by default.
+    **Threads.** Any thread may call any method. Threads take turns, one step at a time, and share
+    the steps: requests of several ``generate`` and ``stream`` calls run in one batch, and each
+    call gets its own outputs, as if it ran alone. A ``stream`` that nobody reads blocks no other
+    call: its request goes on in the steps of other calls. ``abort`` and ``close`` take effect
+    after the current step. After ``close``, calls in other threads raise a ``RuntimeError``, as
+    does a call from a callback or a signal handler within another call. On a GPU all threads must
+    launch on the same current stream, which they do by default.
 
     **Interrupts.** An exception in the middle of a step (``KeyboardInterrupt``) ends every running
-    request with an error, in all threads, and empties the prefix cache; later calls are served.
+    request with an error, in all threads, and empties the prefix cache; later calls work as usual.
 
     Example:
         >>> with LLM("tiny") as llm:
@@ -80,7 +80,7 @@ class LLM:
 
         Raises:
             ConfigError: an argument or the checkpoint is wrong.
-            UnsupportedDeviceError: the device is not there or cannot do what was asked.
+            UnsupportedDeviceError: the device is missing or lacks a feature.
             CapacityError: the KV cache does not fit.
         """
         made = env_fields(EngineConfig)
@@ -98,13 +98,13 @@ class LLM:
         self._turns = Turns()
         self._is_changing = False
         self._groups: dict[str, RequestGroup] = {}
-        """What was asked for and has not been delivered whole, by id."""
+        """Requests whose last output has not been delivered, by id."""
         self._undelivered: dict[str, RequestGroup] = {}
-        """Changed, of ``add_request``: the next ``step`` returns them."""
+        """Changed requests of ``add_request``: the next ``step`` returns their outputs."""
         self._awaited: dict[str, RequestGroup] = {}
-        """Changed, of ``generate`` and ``stream``, which have yet to take them."""
+        """Changed requests of ``generate`` and ``stream``, which will take their outputs."""
         self._given_up: deque[str] = deque()
-        """Requests whose ``generate`` or ``stream`` has ended before them; to be aborted."""
+        """Requests to be aborted: their ``generate`` or ``stream`` has ended before them."""
         self._ids = itertools.count()
 
     # --- whole requests -------------------------------------------------------------------
@@ -121,12 +121,12 @@ class LLM:
         Args:
             prompts: one prompt, or a list of prompts.
             sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
-            use_tqdm: show a progress bar for a list of prompts, in the main thread and where
-                stderr is a terminal, which has room for one.
+            use_tqdm: show a progress bar for a list of prompts; only in the main thread, because a
+                terminal has room for one bar, and only if stderr is a terminal.
 
         Raises:
             RequestError: the arguments contradict each other, or a single prompt was refused. In a
-                list a failed request comes back finished with ``error`` set; the others go on.
+                list a failed request is returned finished with ``error`` set; the others continue.
             StepError: the step of a single prompt failed, or the GPU has failed before.
         """
         single = _is_prompt(prompts)
@@ -156,13 +156,13 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the output of one prompt as it grows; the last one is finished.
+        """Yield the output of one prompt as it grows; the last output is finished.
 
-        The request starts with the first output asked for; a consumer that stops early aborts it.
+        The request is queued at the first ``next``; a consumer that stops early aborts it.
 
         Raises:
-            RequestError: the prompt was refused, or has no token that could be drawn.
-            StepError: its step failed, or the GPU has failed before.
+            RequestError: the prompt was refused, or the request failed, as with NaN in its logits.
+            StepError: a step of the request failed, or the GPU has failed before.
         """
         rows: dict[str, int] = {}
         try:
@@ -200,7 +200,7 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one step and return the outputs of the requests that got a token or ended.
 
-        Those of ``generate`` and ``stream`` are run, too, but returned by these.
+        Requests of ``generate`` and ``stream`` run too, but these calls return their outputs.
         """
         self._run_step()
         changed, self._undelivered = self._undelivered, {}
@@ -213,9 +213,9 @@ class LLM:
     @in_turn
     @recovers
     def abort(self, request_id: str) -> None:
-        """End a request, all its outputs; ``step`` delivers what it had.
+        """End all outputs of a request; ``step`` delivers their tokens so far.
 
-        Those that had not ended then have ``finish_reason="abort"``.
+        Outputs that had not ended get ``finish_reason="abort"``.
 
         An id that is unknown or finished is ignored: the request may just have ended.
         """
@@ -233,7 +233,7 @@ class LLM:
         return self._engine.runner.describe()
 
     def kv_report(self) -> KVUsage:
-        """Return the KV cache's sizes in bytes by head group, and what requests hold of them."""
+        """Return the KV cache's sizes in bytes by head group, and how much of it is in use."""
         return self._engine.kv_report()
 
     def metrics(self) -> Metrics:
@@ -282,7 +282,7 @@ class LLM:
     ) -> RequestOutput | None:
         """Queue a request of ``generate`` or ``stream``; return its output if it is refused."""
         req_id = self._new_id()
-        rows[req_id] = row  # before it is queued: it is given up whatever interrupts this
+        rows[req_id] = row  # before it is queued: an interrupt in between then aborts it
         try:
             self._add(prompt, params, req_id, is_awaited=True)
         except RequestError as error:
@@ -303,7 +303,7 @@ class LLM:
         if former is not None and former.finished:
             giver = "generate() or stream()" if former.is_awaited else "step()"
             raise RequestError(
-                f"request_id: {req_id!r} has an output that {giver} has yet to give"
+                f"request_id: {req_id!r} has an output that {giver} has yet to return"
             )
         if former is not None:
             raise RequestError(f"request_id: {req_id!r} is in use by an unfinished request")
@@ -337,17 +337,17 @@ class LLM:
         )
 
     def _run_step(self) -> None:
-        """Run a step and note who has changed."""
+        """Run a step and record the requests that have changed."""
         self._abort_given_up()
         for request in self._engine.step():
             self._take_in(request)
 
     def _take_in(self, request: Request) -> None:
-        """Note that a request has changed; end it if its text holds a stop string now."""
+        """Record that a request has changed; end it if its text now contains a stop string."""
         first = request if request.leader is None else request.leader
         group = self._groups.get(request.name)
         if group is None or group.requests[0] is not first:
-            return  # given up by ``generate`` or ``stream``, which an error ended
+            return  # aborted: an error ended its ``generate`` or ``stream``
         found = group.find_stop(request)
         if found is not None:
             self._engine.stop(request, found)
@@ -361,17 +361,17 @@ class LLM:
     def _step_for(
         self, rows: Mapping[str, int], *, finished_only: bool = False
     ) -> list[RequestOutput]:
-        """Return the changed outputs among ``rows``, after a step unless some wait already."""
+        """Return the changed outputs of ``rows``; if there are none yet, run a step first."""
         if rows.keys().isdisjoint(self._awaited):
             self._run_step()
         changed = [self._awaited.pop(req_id) for req_id in tuple(self._awaited) if req_id in rows]
         return [self._output(group) for group in changed if group.finished or not finished_only]
 
     def _give_up(self, rows: Mapping[str, int]) -> None:
-        """Abort what is left of a ``generate`` or ``stream``; nobody awaits it any more.
+        """Abort the unfinished requests of a ``generate`` or ``stream`` that has ended.
 
-        A forgotten ``stream`` ends when its garbage is collected, which may be within a call of
-        the same thread: the next step aborts it then.
+        A forgotten ``stream`` ends when it is garbage-collected, maybe within another call of the
+        same thread: the next step then aborts its request.
         """
         self._given_up.extend(rows)
         if rows and not self._turns.is_mine:
@@ -383,7 +383,7 @@ class LLM:
         self._abort_given_up()
 
     def _abort_given_up(self) -> None:
-        """Abort the requests that were given up, one by one: an interrupt leaves the others."""
+        """Abort the requests in ``_given_up``, one by one: an interrupt leaves the rest there."""
         while self._given_up and self._core is not None:  # else closed: nothing is left to abort
             req_id = self._given_up[0]
             group = self._groups.get(req_id)
@@ -394,8 +394,8 @@ class LLM:
             self._given_up.popleft()
 
     def _recover(self, error: BaseException) -> None:
-        """Deliver what has ended, whoever was about to; drop what was being added."""
-        del error  # the engine's to tell
+        """Have requests that ended delivered; abort a request that was only partly added."""
+        del error  # the engine has set it on the requests
         if self._core is None:
             return
         for group in tuple(self._groups.values()):
@@ -408,7 +408,7 @@ class LLM:
                 self._core.abort(request.req_id)
 
     def _output(self, group: RequestGroup) -> RequestOutput:
-        """Return what is known of a request; once it has ended, for the last time."""
+        """Return the output of a request up to now; forget the request if it has ended."""
         output = group.output()
         if output.finished:
             del self._groups[group.req_id]
@@ -416,7 +416,7 @@ class LLM:
 
 
 def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt: text, dict, or a list that starts with a number."""
+    """Return whether this is one prompt: text, dict, or a list that starts with a number."""
     if isinstance(prompts, str | Mapping):
         return True
     if not isinstance(prompts, Sequence):

@@ -1,4 +1,4 @@
-"""What users get back."""
+"""The outputs of requests, as users get them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RequestMetrics:
     first_token_time: float | None
     finish_time: float | None
     num_preemptions: int
-    """How often it gave up its blocks and was computed again."""
+    """How often the request was preempted and computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,40 +36,40 @@ class CompletionOutput:
     """One generated sequence."""
 
     index: int
-    """Which of the request's sequences."""
+    """Index among the request's ``n`` sequences."""
     text: str
-    """Output without special tokens, the stop token and, unless asked for, the stop string or
-    sequence. While the request runs, without an end that may become one. Empty without a
-    tokenizer."""
+    """Output without special tokens, the stop token and, unless ``include_stop_str_in_output``,
+    the stop string or sequence. While the request runs, without an end that may become a stop
+    string or sequence. Empty without a tokenizer."""
     token_ids: tuple[int, ...]
     """All generated tokens, a stop token or sequence included."""
     logprobs: tuple[dict[int, Logprob], ...] | None
-    """For each of ``token_ids``: it, the likeliest tokens and those asked for, by id; None if not
-    asked for."""
+    """For each of ``token_ids``, by id: the token itself, the likeliest tokens and the tokens of
+    ``logprob_token_ids``; None if not requested."""
     finish_reason: FinishReason | None
-    """``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None while it runs."""
+    """``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None while the request runs."""
     stop_reason: int | str | tuple[int, ...] | None
-    """What of ``stop_token_ids``, ``stop`` or ``stop_token_sequences`` ended it; None for
-    end-of-sequence and other reasons."""
+    """The element of ``stop_token_ids``, ``stop`` or ``stop_token_sequences`` that ended the
+    output; None for end-of-sequence tokens and other reasons."""
     error: Mrv1Error | None = None
-    """Why it failed; the request's other outputs go on."""
+    """Why this output failed; the request's other outputs continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """What is known of one request; cumulative, not a difference to the last one."""
+    """One request up to now: cumulative, not only the changes since the output before."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None
-    """For each of ``prompt_token_ids``, as in ``CompletionOutput.logprobs``; None for the first,
-    which nothing comes before. None as a whole if not asked for, or not known yet."""
+    """For each of ``prompt_token_ids``, as in ``CompletionOutput.logprobs``; None for the first
+    token, which has no context. None as a whole if not requested, or not known yet."""
     outputs: tuple[CompletionOutput, ...]
-    """``n`` of them, by index."""
+    """The ``n`` outputs, by index."""
     finished: bool
-    """Whether all of them are."""
+    """Whether all outputs are finished."""
     error: Mrv1Error | None
-    """Why the request failed: of the first output, once all have; ``outputs`` then holds what
-    they had."""
+    """The error of the first output, if all outputs have failed; ``outputs`` then holds the tokens
+    and texts before the failure."""
     metrics: RequestMetrics | None
     """None for a request that was refused."""

@@ -13,10 +13,10 @@ from mrv1.engine.request import Request
 from mrv1.engine.slot_table import SlotTable
 
 DIGEST_BYTES = 16
-"""128 bits: two different prefixes share a digest with a probability nobody will see."""
+"""128 bits: the probability that two different prefixes share a digest is negligible."""
 
 NEVER = np.iinfo(np.int64).max
-"""Full blocks at which a request's next one would enter the prefix cache, if none may."""
+"""Value of ``SlotTable.num_cached_blocks`` for requests whose blocks may not be cached."""
 
 
 def extend_chain(
@@ -27,14 +27,14 @@ def extend_chain(
 ) -> None:
     """Append to ``chain`` the digest of every full block of ``token_ids``.
 
-    A block's digest covers its parent's, hence the whole prefix: equal digests mean equal tokens
-    at equal positions.
+    A block's digest covers its parent's digest, hence the whole prefix: equal digests mean equal
+    tokens at equal positions.
 
     Args:
         chain: digests of the blocks before ``token_ids``.
-        token_ids: what follows those blocks; a last block that is not full is left out.
+        token_ids: the tokens after these blocks; a last block that is not full gets no digest.
         block_size: tokens per block.
-        extra_key: what else the K and V depend on; prefixes with different keys share nothing.
+        extra_key: anything else the K and V depend on; different keys never share a digest.
     """
     data = np.asarray(token_ids, dtype=np.int32).tobytes()
     block_bytes = block_size * np.dtype(np.int32).itemsize
@@ -45,10 +45,10 @@ def extend_chain(
 
 
 class PrefixCache:
-    """Makes the full blocks of running requests known, and finds them for requests that wait.
+    """Registers the full blocks of running requests, and finds them for waiting requests.
 
-    The digests that name a block are worked out when a request is looked up, or leaves: a step
-    that continues another has nothing to do for them.
+    Digests are computed when a waiting request is looked up and when blocks are registered: in a
+    steady step there is usually nothing to compute.
     """
 
     def __init__(self, pools: HeadPools, slots: SlotTable, *, is_enabled: bool) -> None:
@@ -57,9 +57,9 @@ class PrefixCache:
         self._slots = slots
 
     def find(self, request: Request) -> list[list[int]]:
-        """Return, per group, cached blocks of the request's first tokens.
+        """Return, per group, the known blocks of the longest prefix of a request.
 
-        Full ones, and not its last token's.
+        The block of the request's last token is left out: that token must be computed.
         """
         if not self.is_enabled or request.lacks_prompt_logprobs:
             return [[] for _ in self._pools]
@@ -67,14 +67,14 @@ class PrefixCache:
         block_size = self._pools.block_size
         num_blocks = (request.num_tokens - 1) // block_size
 
-        # The start of a span that would be cut may be within a block, hence within another span.
+        # Rounded down to a block, the start of one unsplittable span may lie within another.
         def cut(count: int) -> int:
             return request.uncut(0, count * block_size) // block_size
 
         return self._pools.find(request.block_digests[:num_blocks], cut)
 
     def add(self, request: Request) -> None:
-        """Let the blocks of a running request that successful steps filled be found."""
+        """Let ``find`` return the blocks of a running request that successful steps filled."""
         if not self.is_enabled:
             return
         start = int(self._slots.num_cached_blocks[request.slot])
@@ -85,12 +85,12 @@ class PrefixCache:
             self._slots.num_cached_blocks[request.slot] = end
 
     def reset(self) -> None:
-        """Forget every prefix; nothing that was computed until now is shared again."""
+        """Forget every prefix; no block that was computed until now is shared again."""
         self._pools.reset_cache()
         self._slots.num_cached_blocks.fill(NEVER)
 
     def _extend_digests(self, request: Request, num_tokens: int) -> None:
-        """Work out the digests of the full blocks of the first ``num_tokens`` tokens."""
+        """Compute the digests of the full blocks of the first ``num_tokens`` tokens."""
         block_size = self._pools.block_size
         start = len(request.block_digests) * block_size
         if start + block_size <= num_tokens:

@@ -18,95 +18,95 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Status(enum.Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     WAITING = enum.auto()
-    """Holds no slot and no blocks: new, or preempted."""
+    """Without slot and blocks: new, or preempted."""
     RUNNING = enum.auto()
-    """Holds a slot and blocks."""
+    """With a slot and blocks."""
     FINISHED = enum.auto()
-    """Holds nothing any more."""
+    """Ended; its slot and blocks are freed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """What the engine knows of one request; changed by the scheduler only."""
+    """The engine's record of one request; only the scheduler changes it."""
 
     req_id: RequestId
-    """No other unfinished request has it, whatever callers name theirs."""
+    """Unique among unfinished requests: a follower's is a tuple, which no caller's name equals."""
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
-    """64-bit key of its noise."""
+    """64-bit key of the request's noise."""
     child: int = 0
-    """Which of its caller's ``n`` outputs it is."""
+    """Index among the ``n`` outputs of the caller's request."""
     leader: Request | None = None
-    """The first of these outputs, if it is another one."""
+    """The request of the first output; None if this is the first."""
     followers: tuple[Request, ...] = ()
-    """The others, if it is the first."""
+    """The requests of the other outputs; empty if this is not the first."""
     max_total_tokens: int
-    """Prompt and output tokens at which it ends with ``"length"``."""
+    """Prompt and output tokens at which the request ends with ``"length"``."""
     unsplittable: tuple[tuple[int, int], ...] = ()
     """Spans ``[start, end)`` of the prompt, ascending, each computed within one step."""
     cache_key: bytes = b""
-    """What else its K and V depend on: only requests with the same key share prefixes."""
+    """Anything but tokens that K and V depend on: only requests with equal keys share prefixes."""
     arrival_time: float = field(default_factory=time.perf_counter)
     """Seconds on the ``time.perf_counter`` clock."""
     first_token_time: float | None = None
     finish_time: float | None = None
     output_token_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of a position each, if asked for."""
+    """One entry per output token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of prompt tokens from the second on, in order, if asked for."""
+    """Entries for the prompt tokens from the second on, in order, if requested."""
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | tuple[int, ...] | None = None
-    """The stop token id, string or sequence that ended it, if the caller named it."""
+    """The caller's stop token id, stop string or stop sequence that ended the request."""
     error: Mrv1Error | None = None
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
-    """Its bad words, as the tokenizer writes them, and those given as tokens."""
+    """The bad words as token sequences: encoded by the tokenizer, or given as tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Every token that ends it, end-of-sequence tokens among them unless ignored."""
+    """Every token that ends the request; end-of-sequence tokens too, unless ``ignore_eos``."""
     late_token_ids: tuple[int, ...] = ()
-    """These and the end-of-sequence tokens: not drawn before its ``min_tokens``."""
+    """The caller's stop tokens and all end-of-sequence tokens: not drawn before ``min_tokens``."""
     ending_token_ids: tuple[int, ...] = ()
-    """Every token that ends it, and the last ones of its stop sequences."""
+    """``stop_token_ids``, and the last token of each stop sequence."""
     asks_logprobs: bool = field(init=False)
-    """Whether a step may have to tell log-probabilities of it."""
+    """Whether the request asks for log-probabilities of output or prompt tokens."""
     matcher: GrammarMatcher | None = field(init=False)
-    """Follows its output, if that is to be of a grammar."""
+    """Follows the output of a request with a grammar; None without a grammar."""
     slot: int = -1
-    """Row in the runner's state while running."""
+    """Slot while the request runs; else -1."""
     epoch: int = -1
     block_ids: list[list[int]] = field(default_factory=list)
-    """Per head group, the ids of its logical blocks; -1 = given up."""
+    """Per head group, the ids of its logical blocks; -1 = out of the window and freed."""
     block_digests: list[bytes] = field(default_factory=list)
-    """Digests of its leading full blocks, as far as they are worked out."""
+    """Digests of its leading full blocks, as far as they are computed."""
     num_cached_tokens: int = 0
-    """Tokens that came from the prefix cache when it was last admitted."""
+    """Tokens of the prefix hit when the request was last admitted."""
     num_preemptions: int = 0
     _prompt: Int32Array = field(init=False, repr=False)
-    """[prompt tokens] ``prompt_token_ids``."""
+    """[prompt tokens] ``prompt_token_ids`` as an array."""
 
     def __post_init__(self) -> None:
-        """Keep the prompt as the runner and the prefix cache take it."""
+        """Make the prompt's array and the grammar's matcher."""
         self._prompt = np.array(self.prompt_token_ids, dtype=np.int32)
         self._prompt.flags.writeable = False  # plans share it
         self.asks_logprobs = self.params.wants_logprobs or self.params.prompt_logprobs is not None
         grammar = self.params.structured_output
         try:
             self.matcher = None if grammar is None else grammar.matcher()
-        except Exception as error:  # whatever a grammar raises fails its request alone
+        except Exception as error:  # any error of a grammar fails only its request
             raise RequestError(f"structured_output: {error!r}") from error
 
     def add_followers(self) -> None:
-        """Make the other outputs that its parameters ask for: requests that differ in ``child``.
+        """Make the requests of the other ``n - 1`` outputs, which differ in ``child``.
 
-        What their prompts' log-probabilities are, the first one tells for all.
+        Only the first request computes the prompt's log-probabilities.
         """
         if self.params.n == 1:
-            return  # a copy of the parameters is checked anew, which is half of an admission
+            return  # a copy of the parameters is checked again: half the time of an admission
         params = replace(self.params, prompt_logprobs=None)
         self.followers = tuple(
             Request(
@@ -127,12 +127,12 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What the caller calls it, whichever of the outputs it is."""
+        """The caller's name for the request, the same for all its outputs."""
         return self.req_id if isinstance(self.req_id, str) else self.req_id[0]
 
     @property
     def stop_sequence(self) -> tuple[int, ...] | None:
-        """The stop sequence that its output ends with, the first of several; None = none does."""
+        """The first stop sequence that the output ends with; None = no stop sequence ends it."""
         output = self.output_token_ids
         if len(output) < self.params.min_tokens:
             return None
@@ -143,12 +143,12 @@ class Request:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Prompt tokens whose log-probabilities are known, the first one not counted."""
+        """Prompt tokens whose log-probabilities are known, the first token not counted."""
         return sum(map(len, self.prompt_logprobs))
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether its prompt has to be computed for the log-probabilities it asks for."""
+        """Whether the prompt must be computed because its log-probabilities are not all known."""
         return (
             self.params.prompt_logprobs is not None
             and self.num_prompt_logprobs < len(self.prompt_token_ids) - 1
@@ -172,14 +172,14 @@ class Request:
         return np.concatenate([self._prompt[start:], own])
 
     def uncut(self, start: int, count: int) -> int:
-        """Return ``count`` tokens from ``start``, or fewer to end before a span, not inside it."""
+        """Return ``count``, or less: ``start + count`` must not be inside an unsplittable span."""
         for span_start, span_end in self.unsplittable:
             if span_start < start + count < span_end:
                 return span_start - start
         return count
 
     def slot_request(self) -> SlotRequest:
-        """Return what a plan tells of it as it takes its slot."""
+        """Return the part of a plan that describes the request when it takes its slot."""
         num_prompt_tokens = len(self.prompt_token_ids)
         return SlotRequest(
             req_id=self.req_id,
@@ -200,7 +200,7 @@ class Request:
         )
 
     def set_ending_tokens(self, eos_token_ids: tuple[int, ...]) -> None:
-        """Work out which tokens end it, given those that end a sequence of the model."""
+        """Set the tokens that end the request, given the model's end-of-sequence tokens."""
         named = tuple(dict.fromkeys(self.params.stop_token_ids))
         self.late_token_ids = tuple(dict.fromkeys((*named, *eos_token_ids)))
         self.stop_token_ids = named if self.params.ignore_eos else self.late_token_ids
@@ -208,7 +208,7 @@ class Request:
         self.ending_token_ids = (*self.stop_token_ids, *last_of_sequences)
 
     def end(self, reason: FinishReason) -> None:
-        """Note why it has ended; its status says so last, when all else is noted."""
+        """Record why the request has ended; ``status`` is set last, after all other fields."""
         self.stop_reason = None
         if reason == "stop":
             last = self.output_token_ids[-1]
@@ -220,5 +220,5 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended, for whatever reason."""
+        """Whether the request has ended, for any reason."""
         return self.status is Status.FINISHED

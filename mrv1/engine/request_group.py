@@ -1,4 +1,4 @@
-"""What a caller asked for at once, as the caller sees it: ``n`` requests of the engine."""
+"""One request of a caller with its ``n`` outputs, each of which is a request of the engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RequestGroup:
     """A request and its followers, with their texts and log-probabilities.
 
     Args:
-        request: the first of the outputs.
-        tokenizer: of the checkpoint.
-        is_awaited: whether ``LLM.generate`` or ``stream`` delivers it; else ``step`` does.
+        request: the request of the first output.
+        tokenizer: the checkpoint's tokenizer.
+        is_awaited: whether ``LLM.generate`` or ``stream`` delivers the outputs; else ``step``.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class RequestGroup:
 
     @property
     def req_id(self) -> str:
-        """What the caller calls it."""
+        """The caller's name for the request."""
         return self.requests[0].name
 
     @property
@@ -40,14 +40,14 @@ class RequestGroup:
         return all(request.finished for request in self.requests)
 
     def find_stop(self, request: Request) -> str | None:
-        """Return the stop string that the output of one of the requests holds since its last step.
+        """Return the stop string that appeared in the output of ``request``, or None.
 
-        None as well if the request has ended for another reason that the caller named, or failed.
+        Also None if the request has failed, or has ended for another reason of the caller's.
         """
         return self._completions[request.child].find_stop()
 
     def output(self) -> RequestOutput:
-        """Return what is known of all of them now."""
+        """Return the outputs as they are now."""
         requests, first = self.requests, self.requests[0]
         first_token_times = [
             request.first_token_time
@@ -96,7 +96,7 @@ class _Completion:
         )
         self._logprobs: list[dict[int, Logprob]] = []
         self._last: CompletionOutput | None = None
-        """Of a request that has ended."""
+        """The output of a request that has ended."""
 
     def find_stop(self) -> str | None:
         request = self._request
@@ -124,7 +124,7 @@ class _Completion:
         return output
 
     def _before_stop_token(self) -> list[int]:
-        """Return the tokens that are text: a stop token or sequence at the end is not."""
+        """Return the output tokens without the stop token or excluded stop sequence at the end."""
         request, token_ids = self._request, self._request.output_token_ids
         reason = request.stop_reason
         if request.finish_reason != "stop" or isinstance(reason, str):
@@ -132,7 +132,7 @@ class _Completion:
         if isinstance(reason, tuple):
             included = request.params.include_stop_str_in_output
             return token_ids if included else token_ids[: -len(reason)]
-        ends = token_ids[-1] in request.stop_token_ids  # else a grammar is through with it
+        ends = token_ids[-1] in request.stop_token_ids  # else a grammar ended the request
         return token_ids[:-1] if ends else token_ids
 
 

@@ -1,4 +1,4 @@
-"""What a model, a configuration and the KV cache allow a request to ask for."""
+"""The limits that the model, the configuration and the KV cache set for a request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import short
 
 NUM_SHOWN = 8
-"""Wrong ids that a message lists."""
+"""Most wrong token ids that a message lists."""
 
 
 def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) -> None:
-    """Raise unless the engine can do what is asked.
+    """Raise unless the engine supports the parameters.
 
     Raises:
-        RequestError: a token is not of the vocabulary, or there is more of something than the
-            configuration has room for; the message names the field, and how to raise a limit.
+        RequestError: a token is not in the vocabulary, or a field exceeds a limit of the
+            configuration; the message names the field, and the option that raises the limit.
     """
     for name, token_ids in _token_ids(params):
         if token_ids and max(token_ids) >= vocab_size:
@@ -66,18 +66,18 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocab_size:
             raise RequestError(
-                f"{name}: expected at most {vocab_size}, the vocabulary, "
+                f"{name}: expected at most {vocab_size}, the vocabulary size, "
                 f"got {getattr(params, name)}"
             )
 
 
 def check_fits(request: Request, pools: HeadPools, max_num_batched_tokens: int) -> None:
-    """Raise unless a request can be computed by steps of so many tokens.
+    """Raise unless steps of at most ``max_num_batched_tokens`` tokens can compute a request.
 
     Raises:
-        RequestError: it could never get the blocks it may need, a span that must not be split is
-            out of order or longer than a step, or more tokens end it than ``min_tokens`` can keep
-            from being drawn.
+        RequestError: the pools are too small for the request, a span that must not be split is out
+            of order or longer than a step, or ``min_tokens`` is given with more stop tokens than
+            can be masked.
     """
     lacking = pools.lacking(request.max_total_tokens, max_num_batched_tokens)
     if lacking is not None:
@@ -86,13 +86,13 @@ def check_fits(request: Request, pools: HeadPools, max_num_batched_tokens: int) 
         if seen.is_full:
             raise RequestError(
                 f"prompt and max_tokens: expected at most {num_blocks * pools.block_size} tokens "
-                f"(num_kv_blocks = {num_blocks} of {pools.block_size}), got up to "
+                f"(num_kv_blocks = {num_blocks}, {pools.block_size} tokens each), got up to "
                 f"{request.max_total_tokens}; raise num_kv_blocks or lower max_tokens"
             )
         raise RequestError(
-            f"prompt and max_tokens: expected to need at most the {num_blocks} blocks of heads "
-            f"that see {seen.window} tokens, got {needed} for {request.max_total_tokens} tokens, "
-            f"up to {max_num_batched_tokens} a step; raise num_kv_blocks or lower "
+            f"prompt and max_tokens: expected to need at most {num_blocks} blocks of heads with "
+            f"a window of {seen.window} tokens, got {needed} for {request.max_total_tokens} "
+            f"tokens, up to {max_num_batched_tokens} in one step; raise num_kv_blocks or lower "
             "max_num_batched_tokens"
         )
     previous_end = 0
@@ -111,8 +111,8 @@ def check_fits(request: Request, pools: HeadPools, max_num_batched_tokens: int) 
         previous_end = end
     if request.params.min_tokens and len(request.late_token_ids) > MAX_STOP_TOKENS:
         raise RequestError(
-            f"stop_token_ids: expected at most {MAX_STOP_TOKENS} beside min_tokens, the "
-            f"model's end-of-sequence tokens among them, got {len(request.late_token_ids)}"
+            f"stop_token_ids: expected at most {MAX_STOP_TOKENS} with min_tokens, including the "
+            f"model's end-of-sequence tokens, got {len(request.late_token_ids)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The requests that run: each holds a slot and, of every head group, its blocks."""
+"""The running requests: each has a slot and, in every head group, its blocks."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ NewBlocks = dict[int, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRows:
-    """Requests as the rows of a step; shared by steps until a request joins or leaves."""
+    """The rows of a step; shared by the steps that follow until a request joins or leaves."""
 
     version: int
-    """How often a request had joined or left those that run."""
+    """``RunningBatch.version`` of these rows."""
     requests: tuple[Request, ...]
     req_ids: tuple[RequestId, ...]
     index: Int64Array
-    """[rows] slots, as numpy indexes fastest."""
+    """[rows] slots as int64, with which numpy indexes fastest."""
     slots: Int32Array
     epochs: Int32Array
     ones: Int32Array
-    """[rows] a token each."""
+    """[rows] one token per row."""
     ending_token_ids: frozenset[int]
-    """Tokens that may end one of them or another."""
+    """Tokens that may end at least one of the requests."""
     any_logprobs: bool
-    """Whether one of them asks for log-probabilities."""
+    """Whether any of the requests asks for log-probabilities."""
     any_grammars: bool
-    """Whether one of them has a grammar."""
+    """Whether any of the requests has a grammar."""
 
     @classmethod
     def of(cls, requests: Iterable[Request], version: int) -> ScheduledRows:
@@ -63,7 +63,7 @@ class ScheduledRows:
             any_grammars=any(request.matcher is not None for request in requests),
         )
         for shared in (rows.slots, rows.epochs, rows.ones):
-            shared.flags.writeable = False  # among plans and steps
+            shared.flags.writeable = False  # by plans and steps
         return rows
 
     def where(self, mask: BoolArray | None) -> Sequence[Request]:
@@ -75,7 +75,7 @@ class ScheduledRows:
 
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """A step whose output has yet to come."""
+    """A launched step, with all that is needed to apply its output."""
 
     step_id: int
     rows: ScheduledRows
@@ -83,16 +83,16 @@ class LaunchedStep:
     ends: Int64Array
     """[rows] tokens that are computed after the step."""
     samples: BoolArray
-    """[rows] whether it computes its last token, known or pending, and yields the next."""
+    """[rows] whether the row computes its last token, known or pending, and samples the next."""
     all_sample: bool
     num_left: int
-    """Steps that may continue this one; 0 unless all that run are rows of it, and sample."""
+    """Steady steps that may follow; 0 unless all running requests are rows of it and sample."""
     last_rows: list[int]
-    """Rows whose token of this step is their last by length."""
+    """Rows whose request ends by length with the token of this step."""
 
     @property
     def rows_with_grammars(self) -> list[tuple[int, Request]]:
-        """Rows that draw a token by a grammar."""
+        """Rows that sample a token under a grammar, and their requests."""
         if not self.rows.any_grammars:
             return []
         return [
@@ -106,7 +106,7 @@ class LaunchedStep:
         return int(self.ends[row]) - int(self.num_scheduled_tokens[row])
 
     def num_prompt_logprobs(self, row: int) -> int:
-        """Return for how many prompt tokens a row is to give log-probabilities."""
+        """Return the number of prompt tokens for which a row must give log-probabilities."""
         request = self.rows.requests[row]
         if not request.lacks_prompt_logprobs:
             return 0
@@ -115,11 +115,11 @@ class LaunchedStep:
 
 
 class RunningBatch:
-    """Requests that hold a slot and blocks; makes no decision about who does.
+    """The running requests, their slots and blocks; decides nothing about scheduling.
 
-    A request takes as many blocks of every head group. Of a group whose heads have a window it
-    gives back those that left the window once the step has returned that moved it on: steps in
-    flight start behind that one, so that none of them reads what is given back.
+    A request allocates the same number of blocks of every head group. In a group with a window, a
+    block that has left the window is freed when the step that moved the window has returned: steps
+    in flight start after that step, so that none of them reads the freed block.
     """
 
     def __init__(self, pools: HeadPools, slots: SlotTable, prefix_cache: PrefixCache) -> None:
@@ -130,7 +130,7 @@ class RunningBatch:
         self.newest: LaunchedStep | None = None
         """The step launched last, in flight or not."""
         self._without_token: set[Request] = set()
-        """Those that have yet to get their first token."""
+        """Running requests without a first token."""
         self._pools = pools
         self._slots = slots
         self._prefix_cache = prefix_cache
@@ -138,14 +138,14 @@ class RunningBatch:
 
     @property
     def rows(self) -> ScheduledRows:
-        """All of them, as rows."""
+        """All running requests, as rows."""
         if self._rows.version != self.version:
             self._rows = ScheduledRows.of(self.requests.values(), self.version)
         return self._rows
 
     @property
     def continued(self) -> LaunchedStep | None:
-        """The step launched last, if all that run are to compute the token that it samples."""
+        """The step launched last, if a steady step may follow; else None."""
         last = self.newest
         if last is None or not last.num_left or last.rows.version != self.version:
             return None
@@ -166,12 +166,12 @@ class RunningBatch:
         """Give a request a slot, and the blocks of its first ``end`` tokens.
 
         Args:
-            request: one that waits.
-            blocks: per group, cached blocks of its prefix.
-            end: tokens that are computed after the step.
+            request: a waiting request.
+            blocks: per group, cached blocks of its prefix; new blocks are appended in place.
+            end: tokens of the request that are computed after the step.
 
         Returns:
-            All its blocks, per group.
+            All blocks of the request, per group.
         """
         pools, slots = self._pools, self._slots
         num_cached = len(blocks[0]) * pools.block_size
@@ -198,7 +198,7 @@ class RunningBatch:
         return tuple([tuple(own) for own in blocks])
 
     def leave(self, request: Request, last_step: int | None) -> None:
-        """Take back slot and blocks, which steps up to ``last_step`` may use; None = none do."""
+        """Free slot and blocks, which steps up to ``last_step`` may still use; None = no step."""
         self._prefix_cache.add(request)
         del self.requests[request.req_id]
         self._without_token.discard(request)
@@ -211,22 +211,22 @@ class RunningBatch:
     # --- blocks -----------------------------------------------------------------------------
 
     def num_lacking(self, request: Request, end: int) -> int:
-        """Return how many blocks of a group its first ``end`` tokens need beside its own."""
+        """Return how many more blocks of a group a request's first ``end`` tokens need."""
         return self._pools.blocks_for(end - int(self._slots.capacity[request.slot]))
 
     def has_blocks(self, ends: Int64Array, num_tokens: int) -> bool:
-        """Return whether every request can have the blocks of its first ``ends`` tokens.
+        """Return whether enough blocks are free for the first ``ends`` tokens of every request.
 
-        ``num_tokens`` of these have yet to be computed.
+        ``num_tokens`` of these tokens, over all requests, are not computed yet.
         """
         num_free = self._pools.num_free
-        if num_free >= num_tokens:  # no more blocks are lacking
+        if num_free >= num_tokens:  # a token needs one new block at most
             return True
         short = ends - self._slots.capacity[self.rows.index]
         return bool(num_free >= np.maximum(-(-short // self._pools.block_size), 0).sum())
 
     def grow(self, ends: Int64Array) -> NewBlocks:
-        """Give every request the blocks that its first ``ends`` tokens lack; return these."""
+        """Allocate and return the blocks that the first ``ends`` tokens of every request lack."""
         rows, capacity, block_size = self.rows, self._slots.capacity, self._pools.block_size
         (short,) = (ends > capacity[rows.index]).nonzero()
         if not len(short):
@@ -246,9 +246,10 @@ class RunningBatch:
         return new_blocks
 
     def num_free_soon(self) -> int:
-        """Return the blocks of every group that are free when the steps in flight are over.
+        """Return how many blocks of every group will be free when the steps in flight are over.
 
-        Whatever these produce: what ends by length, and what windows leave behind.
+        Counts only blocks that are freed whatever tokens these steps draw: blocks of requests that
+        end by length, and blocks that leave a window.
         """
         pools, slots = self._pools, self._slots
         num_free = np.array([pool.num_free + pool.num_quarantined for pool in pools])
@@ -271,13 +272,13 @@ class RunningBatch:
     def launch(
         self, step_id: int, rows: ScheduledRows, ends: Int64Array, continued: LaunchedStep | None
     ) -> LaunchedStep:
-        """Count the tokens that a step computes, and those that it samples.
+        """Record a launched step: count the tokens that it computes and samples.
 
         Args:
-            step_id: its number.
-            rows: those of the requests that have tokens in it.
-            ends: ``[rows]`` tokens that are computed after it.
-            continued: the step that it continues.
+            step_id: number of the step.
+            rows: rows of the requests that have tokens in the step.
+            ends: ``[rows]`` tokens that are computed after the step.
+            continued: for a steady step, the step before it; else None.
         """
         index, slots = rows.index, self._slots
         if continued is None:
@@ -309,7 +310,7 @@ class RunningBatch:
         return self.newest
 
     def note_first_tokens(self, requests: Sequence[Request]) -> list[Request]:
-        """Return those of some requests that have just got their first token."""
+        """Set the time of first tokens; return the requests that have just got theirs."""
         if not self._without_token:
             return []
         now = time.perf_counter()
@@ -320,17 +321,17 @@ class RunningBatch:
         return first
 
     def land(self, step: LaunchedStep, succeeded: BoolArray | None) -> None:
-        """Note that a step is over.
+        """Record that a step is over, and free the blocks that left a window.
 
         Args:
-            step: as it was launched.
+            step: the step as it was launched.
             succeeded: ``[rows]`` whether the request still runs and did not fail; None = all.
         """
         index, ends = step.rows.index, step.ends
         if succeeded is not None:
             index, ends = index[succeeded], ends[succeeded]
         self._slots.num_landed[index] = ends
-        for group, seen in self._pools.streaming:  # no token behind these sees older blocks
+        for group, seen in self._pools.streaming:  # no later token sees older blocks
             requests = step.rows.where(succeeded)
             first_live = self._slots.first_live[group]
             starts, firsts = first_live[index], seen.first_live(ends, self._pools.block_size)
@@ -342,9 +343,9 @@ class RunningBatch:
             first_live[index] = np.maximum(starts, firsts)
 
     def cache_blocks(self) -> None:
-        """Let the full blocks of all that run be found by their content.
+        """Register the full blocks of all running requests with the prefix cache.
 
-        Done when somebody looks, and for a request that leaves: until then nobody asks.
+        Done only when a waiting request is looked up; a request that leaves registers its own.
         """
         index = self.rows.index
         num_full = self._slots.num_landed[index] // self._pools.block_size

@@ -29,26 +29,26 @@ from mrv1.runner.step import Int64Array, RequestId, StepOutput, StepPlan
 class Scheduler:
     """First come, first served: continuous batching with chunked prefill under a token budget.
 
-    Running requests go before waiting ones, in order of arrival. When blocks run out, the running
-    request that arrived last gives up its slot and blocks and is computed again later
-    (preemption by recompute). A waiting request is admitted when the blocks of all its known
-    tokens can be had. With ``enable_prefix_caching`` the followers of a request join the waiting
-    when it has its first token, so that its prompt is computed once.
+    Running requests go before waiting requests, in order of arrival. When blocks run out, the
+    running request that arrived last gives up its slot and blocks and is computed again later
+    (preemption by recompute). A waiting request is admitted when enough blocks are free for all
+    its known tokens. With ``enable_prefix_caching`` the followers of a request join the queue when
+    the request has its first token, so that the prompt is computed once.
 
     **Steps in flight.** ``schedule`` may be called again before the output of up to
     ``max_steps_in_flight - 1`` plans has come. A row that computes its last known token then has a
-    *pending* token: it is scheduled on without the token being known, up to its length. Outputs
-    come in the order of launches. A row of a request that ended or was preempted since its launch
-    is told by its slot's epoch and dropped.
+    *pending* token: the row is scheduled again before the token is known, up to its length.
+    Outputs come in the order of launches. A row is *stale* if its request ended or was preempted
+    after the launch: the epoch of its slot has then changed, and the row is dropped.
 
-    **Blocks.** A block that is given up while steps are in flight is in quarantine until the
-    newest of them is over; rather than preempt a request for blocks that steps in flight will
-    give back, it is left out of the plan. With ``enable_prefix_caching`` full blocks whose step
-    succeeded stay known by their content, and an admitted request starts behind the longest
-    prefix found, its last token excepted.
+    **Blocks.** A block that is freed while steps are in flight is quarantined until the newest of
+    them is over. If steps in flight will free enough blocks, nothing is preempted: the request
+    without blocks is left out of the plan. With ``enable_prefix_caching`` full blocks of steps
+    that succeeded stay known by their content, and an admitted request starts after the longest
+    prefix hit, its last token excepted.
 
-    ``SlotTable`` counts how far each running request is, ``RunningBatch`` holds their blocks,
-    ``take_output`` tells what a step's output means for its requests.
+    ``SlotTable`` counts the progress of each running request, ``RunningBatch`` manages blocks,
+    ``take_output`` applies a step's output to its requests.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class Scheduler:
         """Make the pools of the head groups.
 
         Args:
-            num_blocks: of each head group.
+            num_blocks: blocks of each head group.
             block_size: tokens per block.
-            max_num_seqs: requests that run at the same time.
-            max_num_batched_tokens: token budget of a step.
-            keeps: what each group's heads see; those that see everything first.
+            max_num_seqs: most requests that run at the same time.
+            max_num_batched_tokens: most tokens of a step.
+            keeps: what the heads of each group see; groups of full heads first.
             eos_token_ids: end-of-sequence tokens.
-            max_steps_in_flight: plans that may await their output.
-            enable_prefix_caching: keep blocks for requests that begin alike.
-            custom_masks: what may mask every request's tokens, for errors to name.
+            max_steps_in_flight: most plans that await their output.
+            enable_prefix_caching: keep blocks for requests that begin with the same tokens.
+            custom_masks: names of features that may mask tokens of every request, for errors.
         """
         self.pools = HeadPools(num_blocks, block_size, keeps)
         self.block_size = block_size
@@ -84,21 +84,21 @@ class Scheduler:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_preemptions = 0
         self.num_stale_outputs = 0
-        """Rows that were dropped because their request had ended or been preempted."""
+        """Stale rows: dropped because their request had ended or been preempted."""
         self.wasted_tokens = 0
-        """Tokens scheduled in those rows."""
+        """Tokens scheduled in stale rows."""
         self.num_nan_rows = 0
-        """Rows that failed for NaN in their logits."""
+        """Rows that failed because of NaN in their logits."""
         self.num_finished = 0
         self.num_generated_tokens = 0
         """Tokens that were appended to a request."""
         self.num_prefix_queries = 0
         """Tokens of admitted requests, looked up in the prefix cache."""
         self.prefix_hit_tokens = 0
-        """Of those, tokens that it had."""
+        """Tokens of ``num_prefix_queries`` that the prefix cache had."""
         self._custom_masks = custom_masks
         self._requests: dict[RequestId, Request] = {}
-        """Unfinished ones by id, in order of arrival."""
+        """Unfinished requests by id, in order of arrival."""
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._next_step_id = 0
         self._slots = SlotTable(max_num_seqs, [group for group, _ in self.pools.streaming])
@@ -106,33 +106,33 @@ class Scheduler:
         self._start()
 
     def _start(self) -> None:
-        """Have no request wait or run: every block is free, nothing is in flight."""
+        """Start empty: no request waits or runs, every block is free, no step is in flight."""
         self.pools.reset()
         self.waiting = WaitingQueue()
         self._batch = RunningBatch(self.pools, self._slots, self._prefix_cache)
         self.running = self._batch.requests
-        """By request id, in order of arrival."""
+        """Running requests by id, in order of arrival."""
         self._in_flight: deque[LaunchedStep] = deque()
         self._blocked: tuple[Request, int] | None = None
-        """The first of the waiting, which could not be admitted, and the tokens it might have had.
+        """The first waiting request if it could not be admitted, and the tokens left for it then.
 
-        It is looked up in the prefix cache again once the pools have changed.
+        It is looked up in the prefix cache again once the pools, or these tokens, have changed.
         """
         self._finished: list[int] = []
         """Slots of requests that ended since the last plan."""
         self._preempted: list[int] = []
-        """Slots given up by preemption since the last plan."""
+        """Slots of requests that were preempted since the last plan."""
 
     # --- requests -------------------------------------------------------------------------
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that no request holds."""
+        """Slots without a request."""
         return len(self._slots.free)
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Plans whose output has yet to come."""
+        """Plans that await their output."""
         return len(self._in_flight)
 
     @property
@@ -155,7 +155,7 @@ class Scheduler:
         return self._requests.get(req_id)
 
     def num_pending(self, request: Request) -> int:
-        """Return how many tokens of ``request`` are being computed by steps in flight."""
+        """Return the number of pending tokens of ``request``."""
         if request.status is not Status.RUNNING:
             return 0
         return int(self._slots.num_tokens[request.slot]) - request.num_tokens
@@ -164,7 +164,7 @@ class Scheduler:
         """Queue a request and its followers.
 
         Raises:
-            RequestError: an id is in use, or ``check_fits`` refuses it.
+            RequestError: an id is in use, or ``check_fits`` refuses the request.
         """
         family = (request, *request.followers)
         if any(member.req_id in self._requests for member in family):
@@ -184,9 +184,9 @@ class Scheduler:
         return request
 
     def stop(self, request: Request, reason: str) -> None:
-        """Let a request's output end with its newest token, for a reason that is the caller's.
+        """End a request's output with its newest token, for a reason of the caller's.
 
-        One that has ended by itself has then ended for this reason.
+        A request that has already ended gets this reason in place of its own.
         """
         if not request.finished:
             self._finish(request, "stop")
@@ -198,16 +198,16 @@ class Scheduler:
         self._finish(request, "error")
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; nothing that was computed until now is shared again."""
+        """Forget every cached prefix; no block that was computed until now is shared again."""
         self._prefix_cache.reset()
 
     # --- one step -------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step, or None.
+        """Return the plan of the next step, or None.
 
-        None means that there is nothing to compute, or nothing before the output of a step in
-        flight comes.
+        None means that no token can be computed at all, or none before ``update`` has the output
+        of a step in flight.
 
         Raises:
             RuntimeError: ``max_steps_in_flight`` plans await their output.
@@ -246,23 +246,23 @@ class Scheduler:
         return self._launch(rows, ends, new_blocks, entering, continued)
 
     def rows_with_grammars(self) -> list[tuple[int, Request]]:
-        """Return the rows of the plan made last that draw a token by a grammar."""
+        """Return the rows of the newest plan that sample a token under a grammar."""
         newest = self._batch.newest
         return [] if newest is None else newest.rows_with_grammars
 
     def _ends_one_by_one(self) -> tuple[Int64Array, bool]:
         """Return how far each running request is computed, and whether blocks ran out.
 
-        For steps whose tokens or blocks do not suffice for all. May preempt; the ends,
-        ``[running]``, are of those that still run. A row that has no room in this step, or nothing
-        to compute, ends where it began.
+        For a step whose tokens or blocks do not suffice for all running requests. May preempt: the
+        ends, ``[running]``, are of the requests that still run. A request without room in this
+        step, or with nothing to compute, ends where it began.
         """
         budget, claimed, starved = self.max_num_batched_tokens, 0, False
         batch, slots = self._batch, self._slots
         ends: dict[RequestId, int] = {}
         for request in tuple(self.running.values()):
             if request.req_id not in self.running:
-                continue  # preempted below, for a request that arrived before it
+                continue  # preempted below, for an earlier arrival
             slot = request.slot
             computed = int(slots.num_computed[slot])
             known = min(int(slots.num_tokens[slot]), int(slots.max_computed[slot]))
@@ -273,7 +273,7 @@ class Scheduler:
                 if claimed + needed <= batch.num_free_soon():
                     count = 0  # its blocks stay claimed, so that later rows do not take them
                     break
-                # The last of the running has no row in this step yet: rows are filled in order.
+                # The victim has no row in this step yet: rows are filled in order of arrival.
                 self._preempt(self._victim())
                 if request.req_id not in self.running:
                     break
@@ -284,7 +284,7 @@ class Scheduler:
         return np.array([ends[req_id] for req_id in self.running], dtype=np.int64), starved
 
     def _victim(self) -> Request:
-        """The last arrival that gains by waiting: one that ends soon gives its blocks anyway."""
+        """Return the last arrival that is not ending: ending requests free their blocks anyway."""
         running = reversed(self.running.values())
         return next(request for request in running if not self._batch.is_ending(request))
 
@@ -294,7 +294,7 @@ class Scheduler:
         """Admit waiting requests, in order, as long as slots, blocks and tokens suffice.
 
         Returns:
-            Who enters, and how many tokens of each are computed after the step.
+            The requests that enter, and how many tokens of each are computed after the step.
         """
         entering: list[Request] = []
         ends: list[int] = []
@@ -332,7 +332,7 @@ class Scheduler:
         entering: Sequence[Request],
         continued: LaunchedStep | None,
     ) -> StepPlan:
-        """Note what the output of the step will mean, and return its plan."""
+        """Record the step as launched, and return its plan."""
         step = self._batch.launch(self._next_step_id, rows, ends, continued)
         new = [request.slot_request() for request in entering if not request.num_preemptions]
         resumed = [request.slot_request() for request in entering if request.num_preemptions]
@@ -355,7 +355,7 @@ class Scheduler:
         return plan
 
     def update(self, output: StepOutput) -> list[Request]:
-        """Take in what the oldest step in flight produced.
+        """Apply the output of the oldest step in flight.
 
         Returns:
             The requests that got a token or ended.
@@ -379,14 +379,14 @@ class Scheduler:
         self.num_generated_tokens += len(result.sampled)
         self.num_nan_rows += result.num_nan_rows
         for request in reversed(self._batch.note_first_tokens(result.sampled)):
-            self.waiting.admit_followers(request)  # those of who came first go first
+            self.waiting.admit_followers(request)  # in reverse: each goes to the front
         self._batch.land(step, result.succeeded)
         for request, reason in result.ended.items():
             self._finish(request, reason)
         return [*result.failed, *result.sampled]
 
     def fail_step(self, plan: StepPlan, error: Mrv1Error) -> list[Request]:
-        """End every request of a failed step that is still in it; return them.
+        """End every request of a failed step whose row is not stale; return these requests.
 
         Raises:
             RuntimeError: the step is not in flight.
@@ -404,10 +404,10 @@ class Scheduler:
         return failed
 
     def abandon(self, error: Mrv1Error) -> list[Request]:
-        """Start over, whatever state an interrupt has left; end who ran, and return them.
+        """Start over from any state that an interrupt has left; end and return running requests.
 
-        The steps in flight are forgotten, and so is the prefix cache. Requests that waited wait
-        on. Safe to call again if it is interrupted itself.
+        The steps in flight and the prefix cache are forgotten. Waiting requests stay queued. Safe
+        to call again if the call itself is interrupted.
         """
         self._start()
         self._slots.reset()
@@ -428,13 +428,13 @@ class Scheduler:
     # --- steps in flight ------------------------------------------------------------------
 
     def _retire(self, step: LaunchedStep) -> None:
-        """Take a step out of flight; blocks that only it and steps before it used are free."""
+        """Remove a step from the steps in flight; release the blocks whose last step is over."""
         self._in_flight.remove(step)
         oldest = self._in_flight[0].step_id if self._in_flight else self._next_step_id
         self.pools.release(oldest - 1)
 
     def _live_rows(self, step: LaunchedStep) -> BoolArray | None:
-        """Return ``RunningBatch.live`` of a step that is over; count the other rows."""
+        """Return ``RunningBatch.live`` of a step that is over; count its stale rows."""
         live = self._batch.live(step.rows)
         if live is not None:
             self.num_stale_outputs += len(live) - int(np.count_nonzero(live))
@@ -463,5 +463,5 @@ class Scheduler:
         self.waiting.add_first(request)
 
     def _release(self, request: Request) -> None:
-        """Take back slot and blocks, which the steps in flight may use."""
+        """Free slot and blocks of a request, which the steps in flight may still use."""
         self._batch.leave(request, self._next_step_id - 1 if self._in_flight else None)

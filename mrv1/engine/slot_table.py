@@ -1,4 +1,4 @@
-"""How far the request in each slot is, in tokens and blocks: a numpy column for each count."""
+"""The progress of the request in each slot, in tokens and blocks: one numpy column per count."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mrv1.runner.step import Int64Array
 
 
 class SlotTable:
-    """A row per slot: counts of the request that holds it, and which slots are free.
+    """Counts of the request in each slot, and the slots that are free.
 
     Args:
-        num_slots: rows.
+        num_slots: entries of every column.
         streaming_groups: head groups whose heads have a window.
     """
 
@@ -28,19 +28,19 @@ class SlotTable:
         self.num_tokens = column()
         """Known and pending tokens."""
         self.num_computed = column()
-        """Tokens whose K and V are in the cache once the launched steps are over."""
+        """Tokens whose K and V are written once the launched steps are over."""
         self.max_computed = column()
-        """One less than the tokens at which it ends: its last token is never computed."""
+        """One less than the tokens at which the request ends: its last token is never computed."""
         self.capacity = column()
-        """Tokens that its blocks hold."""
+        """Tokens for which the request has blocks."""
         self.num_landed = column()
-        """Tokens whose K and V are in the cache by steps that are over and succeeded."""
+        """Tokens whose K and V were written by steps that are over and succeeded."""
         self.num_cached_blocks = column()
         """Leading blocks that were offered to the prefix cache."""
         self.first_live = {group: column() for group in streaming_groups}
-        """Of groups with a window: the first logical block behind the sink that is held."""
+        """Group with a window -> the first logical block after the sink that is not freed yet."""
         self.free = deque(range(num_slots))
-        """Slots that no request holds, in the order in which they are taken."""
+        """Slots without a request, in the order in which they are taken."""
 
     def give_back(self, slot: int) -> None:
         """Make a slot free; its next request has another epoch."""

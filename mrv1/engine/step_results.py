@@ -1,4 +1,4 @@
-"""What the output of a step means for its requests: tokens, log-probabilities, ends, failures."""
+"""Apply the output of a step to its requests: tokens, log-probabilities, ends, failures."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mrv1.sampler import GrammarMatcher
 
 @dataclass(slots=True)
 class StepResult:
-    """What has become of a step's requests."""
+    """The requests of a step, by outcome."""
 
     sampled: Sequence[Request]
-    """Those that got a token, row by row."""
+    """Requests that got a token, in the order of rows."""
     failed: list[Request]
     ended: dict[Request, FinishReason]
-    """Those that are to be finished, the failed ones first."""
+    """Requests that have to be finished, failed requests first."""
     succeeded: BoolArray | None
-    """[rows] whether the request still held its slot and did not fail; None = all did."""
+    """[rows] whether the request still had its slot and did not fail; None = true for all."""
     num_nan_rows: int
-    """Rows that failed for NaN in their logits."""
+    """Rows that failed because of NaN in their logits."""
 
 
 def take_output(
@@ -35,13 +35,13 @@ def take_output(
     live: BoolArray | None,
     custom_masks: tuple[str, ...] = (),
 ) -> StepResult:
-    """Give the requests of a step their tokens and log-probabilities; see who ends.
+    """Append tokens and log-probabilities to the requests of a step, and find requests that end.
 
     Args:
-        step: as it was launched.
-        output: its output.
-        live: ``[rows]`` whether the request still holds its slot; None = all do.
-        custom_masks: what may mask every request's tokens, for errors to name.
+        step: the step as it was launched.
+        output: the output of the step.
+        live: ``[rows]`` whether the request still has its slot; None = true for all.
+        custom_masks: names of features that may mask tokens of every request, for errors.
     """
     rows = step.rows
     requests: Sequence[Request] = rows.requests
@@ -69,11 +69,11 @@ def take_output(
                 request.error = RequestError(f"request {request.name!r}: {reason}")
                 if isinstance(reason, RequestError):
                     request.error.__cause__ = reason.__cause__
-                live[row] = False  # what it computed is not to be shared
+                live[row] = False  # its blocks must not enter the prefix cache
                 continue
             if rows.any_logprobs:
                 _take_logprobs(step, output, row)
-            if row_tokens:  # else an unfinished prefill
+            if row_tokens:  # empty: an unfinished prefill
                 requests.append(request)
                 tokens.append(row_tokens[0])
     failed = [*ended]
@@ -100,7 +100,7 @@ def _end_finished_grammars(
         try:
             if request.matcher is not None and request.matcher.is_finished():
                 ended.setdefault(request, "stop")
-        except Exception as error:  # whatever a matcher raises fails its request alone
+        except Exception as error:  # any error of a matcher fails only its request
             ended[request] = "error"
             request.error = RequestError.caused_by(error, "structured_output")
 
@@ -108,7 +108,7 @@ def _end_finished_grammars(
 def _failure(
     step: LaunchedStep, output: StepOutput, row: int, custom_masks: tuple[str, ...]
 ) -> str | RequestError | None:
-    """Return why a row has failed; None = it has not."""
+    """Return why a row has failed; None = the row has not failed."""
     request, num_expected = step.rows.requests[row], int(step.samples[row])
     reason = output.errors.get(row)
     if reason is not None:
@@ -134,7 +134,7 @@ def _failure(
 
 
 def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int) -> None:
-    """Keep a row's log-probabilities; a prompt's only once, though it be computed again."""
+    """Keep a row's log-probabilities; of a prompt that is computed again, only unknown ones."""
     request = step.rows.requests[row]
     if request.params.wants_logprobs and step.samples[row]:
         request.output_logprobs.append(output.logprobs[row])
@@ -146,17 +146,17 @@ def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int) -> None:
 
 
 def _refusal(request: Request, matcher: GrammarMatcher, token: int) -> str | RequestError | None:
-    """Let a grammar follow a token; return why it does not. What ends a request it need not."""
+    """Advance a grammar by a token; return the error if it refuses a token that is no stop."""
     try:
         if matcher.accept(token) or token in request.stop_token_ids:
             return None
-    except Exception as error:  # whatever a matcher raises fails its request alone
+    except Exception as error:  # any error of a matcher fails only its request
         return RequestError.caused_by(error, "structured_output")
     return f"structured_output: token {token}, which its bitmask allowed, was not accepted"
 
 
 def _one_each(token_ids: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """Return the rows' tokens if each has one."""
+    """Return the rows' tokens if each row has exactly one token; else None."""
     try:
         return [token for (token,) in token_ids]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Text in, text out: transformers' tokenizer, its output piece by piece, and where that stops."""
+"""Text in and out: transformers' tokenizer, incremental decoding, and stop strings."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any, NamedTuple
 from mrv1.errors import ConfigError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-"""A checkpoint with none of these serves token ids only."""
+"""A checkpoint with none of these files serves token ids only."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Stands for bytes that are no UTF-8, or for a character whose bytes are not complete yet."""
+"""Stands for bytes that are not UTF-8, or for a character whose bytes are not complete yet."""
 
 MAX_INCOMPLETE = 3
-"""Replacement characters that an incomplete character is at most: one for each of its bytes."""
+"""Most replacement characters of an incomplete character: one for each of its bytes."""
 
 CONTEXT_TOKENS, WINDOW_TOKENS = 12, 24
-"""Tokens that ``Detokenizer`` decodes again: at least, and at most beside the new ones.
+"""Least and most tokens, without the new tokens, that ``Detokenizer`` decodes again.
 
-The three replacement characters that may end a text are of up to 9 bytes, and the first 3 bytes
-may be the rest of a character that began before: 12 tokens, if each is a byte.
+The three replacement characters that may end a text stand for up to 9 bytes, and up to 3 bytes
+before them may be the rest of an earlier character: 12 tokens, if each token is a byte.
 """
 
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
-"""A byte that is no part of a character, after a decoding with ``surrogateescape``."""
+"""A byte that is not part of a character, after a decoding with ``surrogateescape``."""
 
 
 class Tokenizer:
     """The tokenizer of one checkpoint; a checkpoint without one takes and gives token ids only."""
 
     def __init__(self, path: Path | None) -> None:
-        """Load the tokenizer of the checkpoint at ``path``; None or no tokenizer file: none.
+        """Load the tokenizer of the checkpoint at ``path``, if it has one; None = no checkpoint.
 
         Raises:
             ConfigError: there are tokenizer files, but they cannot be loaded.
@@ -42,17 +42,17 @@ class Tokenizer:
         self._path = path
         self._tokenizer: Any = None
         self._byte_tokens: list[int] = []
-        """Tokens of single bytes, by byte, as vocabularies with byte fallback have them."""
+        """[256] token of each single byte, in vocabularies with byte fallback; else empty."""
         self._byte_of_token: dict[int, int] = {}
         self._gives_text: dict[int, bool] = {}
-        """By token: what ``_text_tokens`` has found out."""
+        """Token -> whether it gives text, as ``_text_tokens`` has found out."""
         if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
             return
-        from transformers import AutoTokenizer  # takes a second: only when it is needed
+        from transformers import AutoTokenizer  # takes a second: only if there is a tokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # tokenizers raises its own kinds for a damaged file
+        except Exception as error:  # the tokenizers package raises its own types
             raise ConfigError(
                 f"tokenizer: cannot load the one in {str(path)!r}: {error}"
             ) from error
@@ -68,11 +68,11 @@ class Tokenizer:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether there is one."""
+        """Whether the checkpoint has a tokenizer."""
         return self._tokenizer is not None
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, special tokens as the checkpoint adds them.
+        """Return the token ids of a prompt, with the special tokens that the checkpoint adds.
 
         Raises:
             RequestError: the checkpoint has no tokenizer, or the text is not valid Unicode.
@@ -99,10 +99,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without special tokens; empty without a tokenizer.
 
-        It is what transformers' tokenizer gives, but for two rules by which later tokens would
-        change the text of earlier ones. Its clean-up of spaces is not done. And where tokens of
-        single bytes (byte fallback) are not UTF-8, each byte that is no part of a character is
-        U+FFFD: transformers has U+FFFD for every byte of the run of such tokens, those of its
+        It is the text of transformers' tokenizer, without two rules by which later tokens would
+        change the text of earlier tokens. Spaces are not cleaned up. And where a run of
+        single-byte tokens (byte fallback) is not UTF-8, only a byte that is not part of a
+        character becomes U+FFFD: transformers replaces every byte of the run, the bytes of its
         valid characters too.
         """
         if self._tokenizer is None:
@@ -113,7 +113,7 @@ class Tokenizer:
         return text
 
     def last_text_tokens(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """Return the last ``count`` of the tokens that give text: special ones do not."""
+        """Return the last ``count`` tokens that give text; special tokens do not."""
         return list(islice(self._text_tokens(reversed(token_ids)), count))[::-1]
 
     def _text_tokens(self, token_ids: Iterable[int]) -> Iterator[int]:
@@ -125,7 +125,7 @@ class Tokenizer:
                 yield token
 
     def _with_valid_bytes(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens with the bytes of U+FFFD for each byte that is not UTF-8."""
+        """Return the tokens, with the bytes of U+FFFD in place of each byte that is not UTF-8."""
         byte_of = self._byte_of_token
         valid: list[int] = []
         for is_bytes, run in groupby(self._text_tokens(token_ids), key=byte_of.__contains__):
@@ -161,24 +161,24 @@ def _check_unicode(name: str, text: str) -> None:
 
 
 class _Decoded(NamedTuple):
-    """How far a ``Detokenizer`` is."""
+    """The progress of a ``Detokenizer``."""
 
     text: str = ""
     num_tokens: int = 0
     """Tokens seen."""
     window: tuple[int, ...] = ()
-    """The last of them."""
+    """The last of these tokens, which are decoded again."""
     decoded: str = ""
     """The window as text."""
     num_shown: int = 0
-    """Characters of it that are in the text."""
+    """Characters of ``decoded`` that are part of ``text``."""
 
 
 class Detokenizer:
-    """The text of a growing list of tokens: it is only ever appended to, in linear time.
+    """The text of a growing list of tokens: the text only ever grows, in linear time.
 
-    The end of the tokens, a window, is decoded anew with every new token. U+FFFD at the end of its
-    text, up to ``MAX_INCOMPLETE`` of them, may still become a character: they are held back.
+    The last tokens, a window, are decoded again with every new token. Up to ``MAX_INCOMPLETE``
+    U+FFFD at the end of the window's text may still become a character: they are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -186,11 +186,11 @@ class Detokenizer:
         self._seen = _Decoded()  # replaced as a whole: an interrupt leaves the old or the new one
 
     def text(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
-        """Return the text of ``token_ids``, which extend those of the last call.
+        """Return the text of ``token_ids``, which extend the tokens of the last call.
 
         Args:
-            token_ids: from the first on.
-            is_last: whether no more will come, so that incomplete characters count as they are.
+            token_ids: all tokens, from the first on.
+            is_last: whether no tokens will follow, so that incomplete characters are shown too.
         """
         if not self._tokenizer.is_loaded:
             return ""
@@ -206,7 +206,7 @@ class Detokenizer:
         text += decoded[num_shown:end]
         num_shown = max(num_shown, end)
         if len(window) > WINDOW_TOKENS and not is_last:
-            # The tokens that decide about the text to come; the texts of both windows end alike.
+            # Keep the tokens that decide about later text; the texts of both windows end alike.
             num_held_back = len(decoded) - num_shown
             window = tuple(self._tokenizer.last_text_tokens(window, CONTEXT_TOKENS))
             decoded = self._tokenizer.decode(window)
@@ -219,11 +219,11 @@ class OutputText:
     """The text of one request's output as it grows, up to the first stop string in it.
 
     Args:
-        tokenizer: of the checkpoint.
-        stop: strings that end the output; of several that begin together the first counts.
-        include_stop: whether the text ends behind the stop string, not in front of it.
-        min_tokens: tokens before which no stop string ends the output.
-        stop_token_sequences: what may end the output too, and is not text then.
+        tokenizer: the checkpoint's tokenizer.
+        stop: strings that end the output; if several begin at one place, the first here counts.
+        include_stop: whether the text includes the stop string at its end.
+        min_tokens: least tokens of an output that a stop string may end.
+        stop_token_sequences: token sequences that may end the output too, and then are not text.
     """
 
     def __init__(
@@ -240,21 +240,21 @@ class OutputText:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._sequences = () if include_stop else tuple(stop_token_sequences)
-        # What is shown lags behind what is searched where a stop sequence may begin.
+        # Where a stop sequence may begin, the shown text is shorter than the searched text.
         self._shown = Detokenizer(tokenizer) if self._sequences else self._searched
         self._num_searched = 0
         """Characters before which no stop string begins."""
         self._num_ignored = 0
-        """Characters within which no stop string may end: those of the first tokens."""
+        """Characters of the first ``min_tokens - 1`` tokens: no stop string ends within them."""
         self._stopped: tuple[str, str] | None = None
         """The stop string that was found, and the text up to it."""
 
     def find_stop(self, token_ids: Sequence[int], *, is_last: bool) -> str | None:
-        """Return the stop string that the output holds, the first one that was found.
+        """Return the first stop string that was found in the output; None = none was found.
 
         Args:
-            token_ids: of the output.
-            is_last: whether no more will come, so that incomplete characters count as they are.
+            token_ids: tokens of the output.
+            is_last: whether no tokens will follow, so that incomplete characters are searched too.
         """
         if not self._stop:
             return None
@@ -278,11 +278,11 @@ class OutputText:
         return stop
 
     def text(self, token_ids: Sequence[int], *, is_last: bool) -> str:
-        """Return what may be shown of the text: nothing that could turn out to be a stop string.
+        """Return the text that may be shown, without an end that may become a stop string.
 
         Args:
-            token_ids: of the output, as ``find_stop`` has seen them.
-            is_last: whether no more will come.
+            token_ids: tokens of the output, the same as for ``find_stop``.
+            is_last: whether no tokens will follow.
         """
         if self._stopped is not None:
             return self._stopped[1]

@@ -17,10 +17,10 @@ class WaitingQueue(OrderedDict[RequestId, Request]):
     def __init__(self) -> None:
         super().__init__()
         self.held: dict[Request, list[Request]] = {}
-        """Followers that wait for their leader's prompt."""
+        """Request -> its followers, which are held back until its prompt is computed."""
 
     def add(self, request: Request, *, holds_followers: bool) -> None:
-        """Append a request and its followers; these do not wait in line yet if they are held."""
+        """Append a request and its followers; ``holds_followers`` holds the followers back."""
         self[request.req_id] = request
         if holds_followers and request.followers:
             self.held[request] = list(request.followers)
@@ -28,18 +28,18 @@ class WaitingQueue(OrderedDict[RequestId, Request]):
             self.update((follower.req_id, follower) for follower in request.followers)
 
     def add_first(self, request: Request) -> None:
-        """Have a request go before all others."""
+        """Put a request before all others."""
         self[request.req_id] = request
         self.move_to_end(request.req_id, last=False)
 
     def remove(self, request: Request) -> None:
-        """Take out a request, held or not."""
+        """Remove a request, held back or not."""
         if request.leader in self.held:
             self.held[request.leader].remove(request)
         else:
             del self[request.req_id]
 
     def admit_followers(self, request: Request) -> None:
-        """Let the followers of a request go on: its prompt is computed, or will not be."""
+        """Put the held-back followers of a request first: its prompt is computed, or it ended."""
         for follower in reversed(self.held.pop(request, ())):
             self.add_first(follower)

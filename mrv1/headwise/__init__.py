@@ -1,4 +1,4 @@
-"""Which KV heads see everything, and which only sinks and a window; and how to find out."""
+"""Which KV heads are full and which stream, and the calibration of that choice."""
 
 from mrv1.headwise.calibrate import HeadRanking, rank_heads, rankable_heads
 from mrv1.headwise.groups import HeadGroup, HeadGroups

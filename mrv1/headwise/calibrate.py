@@ -1,11 +1,11 @@
-"""Which heads may stream: those without which a model loses least.
+"""Rank heads by the loss of the model when they stream.
 
-A head alone tells little where others can stand in for it, so heads come to stream in rounds: in
-each, every head that is still full is tried alone, beside those that stream already, and those
-whose loss is least stream from then on. One round of all heads is the plain ranking by single
-losses.
+The loss of a single streaming head says little where other heads can stand in for it, so heads
+start to stream in rounds. A round tries every head that is still full, one at a time, together
+with the heads that stream already; the heads with the least loss stream from then on. One round of
+all heads is the plain ranking by single losses.
 
-Nothing here runs a model: whoever calls brings a loss of a policy.
+Nothing here runs a model: the caller passes a function that returns the loss of a policy.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ Head = tuple[int, int]
 Loss = Callable[[HeadPolicy], float]
 
 Method = Literal["greedy", "single"]
-"""``greedy``: in rounds; ``single``: in one."""
+"""``greedy``: several rounds; ``single``: one round."""
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
 ROUND_SHARE = 0.25
-"""Of the heads that are still full, those that a greedy round lets stream: ``n`` heads take about
-``4 * n`` losses instead of the ``n * n / 2`` of one head a round."""
+"""Share of the heads still full that start to stream in a greedy round: ``n`` heads take about
+``4 * n`` losses, instead of ``n * n / 2`` with one head per round."""
 
 MOST_EXCESS = 2e-3
-"""Nats a head: if a round's heads lose that much more together than one by one, some stand in for
-each other, and the round is halved."""
+"""Nats per head: if the loss of a round's heads together exceeds the sum of their single losses
+by more than this, some heads stand in for each other, and the round is halved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRanking:
-    """Heads by what they lose when they stream.
+    """Heads ranked by the loss when they stream.
 
     Attributes:
-        num_layers: of the model.
-        num_kv_heads: of each layer.
-        order: the first streams first. Heads that are not in it stay full.
-        losses: of each head in ``order``, what the loss rose by when it came to stream, beside
-            those that streamed before its round.
+        num_layers: layers of the model.
+        num_kv_heads: KV heads of each layer.
+        order: the head that streams first comes first. Heads that are not in ``order`` stay full.
+        losses: for each head in ``order``, the rise of the loss, in nats, when it alone joined the
+            heads that streamed before its round.
     """
 
     num_layers: int
@@ -61,9 +61,9 @@ class HeadRanking:
         """Return the policy that keeps the last heads of the order full.
 
         Args:
-            budget: share of the ranked heads that stay full, in [0, 1]: none at 0, else as many
-                as it rounds to (half to even), at least one.
-            streaming: what the others see.
+            budget: share of the ranked heads that stay full, in [0, 1], rounded to a number of
+                heads (half to even); at least one head, unless the budget is 0.
+            streaming: what the other ranked heads see.
 
         Raises:
             ConfigError: the budget is not in [0, 1].
@@ -73,7 +73,7 @@ class HeadRanking:
         return streaming_policy(self.num_layers, self.num_kv_heads, streams, streaming)
 
     def loss_map(self) -> npt.NDArray[np.float64]:
-        """Return ``[layers, kv_heads]``, each head's loss; NaN where it was not ranked."""
+        """Return ``[layers, kv_heads]``, each head's loss; NaN = the head was not ranked."""
         losses = np.full((self.num_layers, self.num_kv_heads), np.nan)
         for head, loss in zip(self.order, self.losses, strict=True):
             losses[head] = loss
@@ -104,10 +104,10 @@ def streaming_policy(
 
 
 def rankable_heads(layer_windows: Sequence[int], num_kv_heads: int) -> list[Head]:
-    """Return the heads that could stream: not those of layers with a window of their own.
+    """Return the heads that could stream: all heads of layers without a window of their own.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such layer.
     """
     heads = [
         (layer, head)
@@ -121,7 +121,7 @@ def rankable_heads(layer_windows: Sequence[int], num_kv_heads: int) -> list[Head
 
 
 def round_size(num_heads: int, method: Method) -> int:
-    """Return how many of the heads that are still full come to stream in a round, at most.
+    """Return the most heads, of ``num_heads`` still full, that start to stream in a round.
 
     Raises:
         ConfigError: there is no such method.
@@ -132,7 +132,7 @@ def round_size(num_heads: int, method: Method) -> int:
 
 
 def num_losses(num_heads: int, method: Method) -> int:
-    """Return how many losses it takes to rank heads, if no round is halved."""
+    """Return the number of losses that ranking ``num_heads`` takes if no round is halved."""
     total = 1
     while num_heads > 0:
         size = round_size(num_heads, method)
@@ -152,16 +152,17 @@ def rank_heads(
     method: Method = "greedy",
     on_round: Callable[[int], None] = lambda num_left: None,
 ) -> HeadRanking:
-    """Rank heads by what they lose when they stream.
+    """Rank heads by the loss when they stream.
 
     Args:
-        num_layers: of the model.
-        num_kv_heads: of each layer.
-        heads: which to rank; of equal losses the first streams first.
+        num_layers: layers of the model.
+        num_kv_heads: KV heads of each layer.
+        heads: heads to rank; of heads with equal losses the first streams first.
         streaming: what a streaming head sees.
-        loss: of a policy, in nats; called ``num_losses`` times, and more where rounds are halved.
-        method: how many rounds.
-        on_round: is told before each round how many heads are still full.
+        loss: returns the loss of a policy in nats; called ``num_losses`` times, and more if rounds
+            are halved.
+        method: several rounds, or one.
+        on_round: called before each round with the number of heads that are still full.
 
     Raises:
         ConfigError: there is no such method, or a loss is not a finite number.

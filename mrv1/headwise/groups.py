@@ -1,4 +1,4 @@
-"""KV heads by the blocks that they share: what each group keeps, and where its table begins."""
+"""Head groups: the KV heads that share blocks, what a group keeps, and its table columns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mrv1.kernels.cache.kv_layout import HeadRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadGroup:
-    """KV heads, over all layers, that share a list of blocks."""
+    """KV heads, across layers, that share block ids."""
 
     keeps: Visible
-    """What its blocks hold of a context; its heads see that, or less."""
+    """The part of a context that its blocks keep; its heads see that part, or less."""
     num_heads: tuple[int, ...]
-    """[layers] heads of each layer."""
+    """[layers] heads of the group in each layer."""
     offset: int
     """First column of its segment of a block-table row."""
     width: int
@@ -24,19 +24,19 @@ class HeadGroup:
     max_blocks: int
     """Logical blocks of the longest request."""
     sink_blocks: int = 0
-    """Columns in front of the ring."""
+    """Columns of the sink, in front of the ring."""
     ring_blocks: int = 0
-    """Columns that blocks share in turn; 0 = a column is the logical block."""
+    """Columns of the ring, which blocks use in turns; 0 = no ring: column i is logical block i."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadGroups:
-    """A policy's heads in groups.
+    """The head groups of a policy.
 
     Attributes:
         policy: what each head sees.
-        groups: those whose heads see everything come first.
-        group_of_head: ``[layers][kv_heads]``.
+        groups: groups of full heads come first.
+        group_of_head: ``[layers][kv_heads]`` index of the head's group.
     """
 
     policy: HeadPolicy
@@ -47,14 +47,14 @@ class HeadGroups:
     def of_roles(
         cls, policy: HeadPolicy, *, block_size: int, max_model_len: int, max_query_len: int
     ) -> HeadGroups:
-        """Return a group for each (window, sink), which keeps nothing that its heads do not see.
+        """Return a group for each (window, sink), which keeps only blocks that its heads see.
 
-        Where that takes fewer columns than the longest request has blocks, a streaming group's
-        table is a ring.
+        The table of a streaming group is a ring, if the ring has fewer columns than the longest
+        request has blocks.
 
         Args:
             policy: what each head sees.
-            block_size: tokens of a block.
+            block_size: tokens per block.
             max_model_len: tokens of the longest request.
             max_query_len: most tokens of one request in one step.
         """
@@ -74,7 +74,7 @@ class HeadGroups:
 
     @classmethod
     def shared(cls, policy: HeadPolicy, *, block_size: int, max_model_len: int) -> HeadGroups:
-        """Return all heads as one group, which keeps everything whatever its heads see."""
+        """Return one group of all heads, which keeps every block whatever its heads see."""
         return cls._build(
             policy, [FULL], lambda *_: 0, block_size=block_size, max_model_len=max_model_len
         )
@@ -127,7 +127,7 @@ class HeadGroups:
         return cls(policy, tuple(groups), group_of_head)
 
     def roles(self, layer: int) -> tuple[HeadRole, ...]:
-        """Return a layer's heads as kernels take them."""
+        """Return a layer's heads in the form that kernels take."""
         return tuple(
             HeadRole(
                 window=seen.window,

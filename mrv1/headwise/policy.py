@@ -1,4 +1,4 @@
-"""A policy: what each KV head of each layer sees, from wherever it comes.
+"""Head policies: what each KV head of each layer sees, and the forms a policy comes in.
 
 Sources: the ratio and its rounding are FastDeploy's (pull request 7718); pattern files are those
 that DuoAttention (arXiv:2410.10819) publishes.
@@ -21,9 +21,9 @@ from mrv1.errors import ConfigError
 from mrv1.kernels.cache.kv_layout import HeadRole
 
 VERSION = 1
-"""Of the JSON form."""
+"""Version of the JSON form."""
 KEYS = ("version", "heads")
-"""Of the JSON form's object; the rest of it is lists."""
+"""Keys of the JSON form, an object that holds lists."""
 
 
 class Visible(NamedTuple):
@@ -32,26 +32,26 @@ class Visible(NamedTuple):
     window: int = -1
     """Tokens up to and including the current one, 1 to 2^31 - 1; -1 = all."""
     sink: int = 0
-    """Leading tokens that stay visible beside a window, 0 to 2^31 - 1."""
+    """Leading tokens that stay visible in addition to the window, 0 to 2^31 - 1."""
 
     @property
     def is_full(self) -> bool:
-        """Whether it sees everything."""
+        """Whether the head sees everything."""
         return self.window < 0
 
     def sink_blocks(self, block_size: int) -> int:
-        """Return the leading blocks that it always sees."""
+        """Return the number of leading blocks that the head always sees."""
         return -(-self.sink // block_size)
 
     def num_blocks(self, block_size: int, query_len: int = 1) -> int:
-        """Return the blocks that a request needs of a streaming head at most, at any length.
+        """Return the most blocks of a streaming head that a request of any length needs.
 
         Args:
-            block_size: tokens of a block.
-            query_len: most tokens of a step: the first of them looks a window back.
+            block_size: tokens per block.
+            query_len: most tokens of a step; the first of them sees a window of its own.
 
         Raises:
-            ValueError: the head sees everything: that has no bound.
+            ValueError: the head is full: its blocks have no bound.
         """
         if self.is_full:
             raise ValueError("num_blocks: expected a streaming head, got a full one")
@@ -61,7 +61,7 @@ class Visible(NamedTuple):
     def first_live(
         self, num_tokens: npt.NDArray[np.int64] | int, block_size: int
     ) -> npt.NDArray[np.int64]:
-        """Return the first logical block behind the sink's that a streaming head still sees.
+        """Return the first logical block after the sink that a streaming head still sees.
 
         The next token, at position ``num_tokens``, sees window - 1 tokens before it.
         """
@@ -69,56 +69,56 @@ class Visible(NamedTuple):
         return np.maximum(oldest, self.sink_blocks(block_size))
 
     def freed_blocks(self, num_tokens: int, block_size: int) -> range:
-        """Return the logical blocks that nobody sees any more behind ``num_tokens`` tokens."""
+        """Return the logical blocks that the head no longer sees after ``num_tokens`` tokens."""
         first = self.sink_blocks(block_size)
         end = first if self.is_full else int(self.first_live(num_tokens, block_size))
         return range(first, end)
 
 
 FULL = Visible()
-"""A head that sees everything."""
+"""What a full head sees."""
 
 
 def _expect(is_right: bool, name: str, expected: str, got: object) -> None:
-    """Raise the error that names what is wrong; of a long value its beginning."""
+    """Raise a ``ConfigError`` unless ``is_right``; 500 characters of ``got`` are shown."""
     if not is_right:
         raise ConfigError(f"{name}: expected {expected}, got {got!r:.500}")
 
 
 def _is_int(value: object, least: int) -> bool:
-    """Return whether it is an integer (a bool is none) that fits an int32 of a kernel."""
+    """Return whether ``value`` is an integer >= ``least`` (a bool is not) that fits int32."""
     return type(value) is int and least <= value <= INT32_MAX
 
 
 def _is_share(value: object) -> bool:
-    """Return whether it is a real number (a bool and NaN are none) from 0 to 1."""
+    """Return whether ``value`` is a real number from 0 to 1 (a bool and NaN are not)."""
     return not isinstance(value, bool) and isinstance(value, Real) and value <= 1 and not value < 0
 
 
 def _check_int(name: str, value: object, least: int) -> None:
-    """Refuse what is no integer from ``least`` on."""
+    """Raise unless ``value`` is an integer >= ``least`` that fits int32."""
     _expect(_is_int(value, least), name, f"an integer from {least} to {INT32_MAX}", value)
 
 
 def _check_share(name: str, value: object) -> None:
-    """Refuse what is no share."""
+    """Raise unless ``value`` is a number from 0 to 1."""
     _expect(_is_share(value), name, "a number from 0 to 1", value)
 
 
 def _is_visible(seen: object) -> bool:
-    """Return whether it is what a KV head may see."""
+    """Return whether ``seen`` is something that a KV head may see."""
     if not isinstance(seen, Visible):
         return False
     return _is_int(seen.window, -1) and _is_int(seen.sink, 0) and (seen.window > 0 or seen == FULL)
 
 
 def _check_heads(name: str, heads: Any) -> None:  # noqa: ANN401 - it may be anything
-    """Refuse what is no ``[layers][kv_heads]``, or a head in it that cannot be."""
+    """Raise unless ``heads`` is ``[layers][kv_heads]`` of valid ``Visible``."""
     is_table = isinstance(heads, tuple) and all(isinstance(layer, tuple) for layer in heads)
     _expect(is_table, name, "a tuple of layers, each a tuple of KV heads", heads)
     widths = {len(layer) for layer in heads}
     is_even = len(widths) == 1 and widths != {0}
-    _expect(is_even, name, "layers of one number of KV heads", sorted(widths))
+    _expect(is_even, name, "one number of KV heads >= 1 in all layers", sorted(widths))
     for layer, row in enumerate(heads):
         for head, seen in enumerate(row):
             _expect(
@@ -132,27 +132,27 @@ def _check_heads(name: str, heads: Any) -> None:  # noqa: ANN401 - it may be any
 
 @dataclass(frozen=True, slots=True)
 class HeadPolicy:
-    """What each KV head sees; it alone decides about kernels, tables, memory and reports.
+    """What each KV head sees; kernels, tables, memory and reports follow from it alone.
 
     Attributes:
         heads: ``[layers][kv_heads]``.
 
     Raises:
-        ConfigError: no tuple of tuples, no layer or head, layers of different numbers of heads, a
-            window or a sink that is no integer or out of its range.
+        ConfigError: ``heads`` is not a tuple of tuples, there is no layer or head, layers differ
+            in their number of heads, or a window or a sink is not an integer in its range.
     """
 
     heads: tuple[tuple[Visible, ...], ...]
 
     def __post_init__(self) -> None:
-        """Check."""
+        """Check ``heads``."""
         _check_heads("head policy", self.heads)
 
     # --- sources --------------------------------------------------------------------------
 
     @classmethod
     def full(cls, num_layers: int, num_kv_heads: int) -> Self:
-        """Return the policy of heads that see everything."""
+        """Return the policy in which every head is full."""
         return cls(((FULL,) * num_kv_heads,) * num_layers)
 
     @classmethod
@@ -174,17 +174,17 @@ class HeadPolicy:
         """Return the policy in which a share of the heads of each layer streams.
 
         Args:
-            num_layers: of the model.
-            num_kv_heads: of each layer, all ranks together.
-            streaming_ratio: in [0, 1]. The leading heads stream: none at 0, all at 1, else as
-                many as the ratio rounds to (half to even), at least one.
-            window: tokens that they see, the current one among them, 1 to 2^31 - 1.
-            sink: leading tokens that they see too, 0 to 2^31 - 1.
-            full_layers_every: layers i, from 0 on, with (i + 1) % full_layers_every == 0 have full
-                heads alone, at least 2; None = no layer.
+            num_layers: layers of the model.
+            num_kv_heads: KV heads of each layer, all ranks together.
+            streaming_ratio: share of the heads that stream, in [0, 1], rounded to a number of
+                heads (half to even); at least one, unless it is 0. The leading heads stream.
+            window: tokens that streaming heads see, with the current token, 1 to 2^31 - 1.
+            sink: leading tokens that streaming heads see too, 0 to 2^31 - 1.
+            full_layers_every: at least 2; layers i, counted from 0, with
+                (i + 1) % full_layers_every == 0 have only full heads; None = no such layer.
 
         Raises:
-            ConfigError: an argument is of another type or out of its range.
+            ConfigError: an argument has a wrong type or is out of its range.
         """
         _check_int("num_layers", num_layers, 1)
         _check_int("num_kv_heads", num_kv_heads, 1)
@@ -217,15 +217,15 @@ class HeadPolicy:
     def of_config(
         cls, config: Mapping[str, Any], num_layers: int, num_kv_heads: int
     ) -> Self | None:
-        """Return the policy that a checkpoint's ``config.json`` asks for; None = it does not.
+        """Return the policy in a checkpoint's ``config.json``; None = there is no policy in it.
 
         The fields are FastDeploy's: ``head_wise_swa_ratio`` is the share of streaming heads,
-        ``window_size`` and ``sink_size`` what they see, ``window_attn_skip_freq`` the period of
-        full layers or a 0 (full) or 1 for each layer. At a ratio of 0 every head is full, whatever
-        the other fields say.
+        ``window_size`` and ``sink_size`` the tokens that they see, ``window_attn_skip_freq`` the
+        period of full layers, or a list of 0 (full) or 1 for each layer. At a ratio of 0 every
+        head is full, whatever the other fields say.
 
         Raises:
-            ConfigError: a field is missing, of another type or out of its range.
+            ConfigError: a field is missing, has a wrong type or is out of its range.
         """
         ratio = config.get("head_wise_swa_ratio")
         if ratio is None:
@@ -275,8 +275,8 @@ class HeadPolicy:
             folder: holds ``full_attention_heads.tsv``, ``[layers, kv_heads]`` finite weights, and
                 ``config.json`` with the integers ``sink_size`` and ``recent_size``, 1 or more;
                 its other fields are about the training, and are not read.
-            sparsity: share of heads that stream, those of the least weights; of equal ones the
-                first.
+            sparsity: share of heads that stream: the heads with the least weights; of heads with
+                equal weights the first.
 
         Raises:
             ConfigError: a file is missing or not as described, or the sparsity is not in [0, 1].
@@ -312,8 +312,8 @@ class HeadPolicy:
         """Return the policy of a JSON file that ``save`` wrote.
 
         Raises:
-            ConfigError: the file cannot be read, or is none; it has keys that ``save`` does not
-                write.
+            ConfigError: the file cannot be read, is not a policy, or has keys that ``save`` does
+                not write.
         """
         name = f"head policy {path}"
         try:
@@ -350,7 +350,7 @@ class HeadPolicy:
         Full heads see what their layer sees.
 
         Raises:
-            ConfigError: another number of layers, or streaming heads in a layer with a window.
+            ConfigError: another number of layers, or a layer with a window has streaming heads.
         """
         if len(layer_windows) != self.num_layers:
             raise ConfigError(
@@ -381,7 +381,7 @@ class HeadPolicy:
 
     @property
     def groups(self) -> tuple[Visible, ...]:
-        """What heads see, each once: the full ones first, then as they come up."""
+        """What heads see, each view once: full heads first, then in order of appearance."""
         seen = dict.fromkeys(each for layer in self.heads for each in layer)
         return tuple(sorted(seen, key=lambda each: not each.is_full))
 
@@ -394,10 +394,10 @@ class HeadPolicy:
     def slice(self, rank: int, size: int) -> HeadPolicy:
         """Return the policy of one of ``size`` tensor-parallel ranks, by global head index.
 
-        Heads are dealt out in order; where there are fewer than ranks, each has several ranks.
+        Heads are divided in order; with fewer heads than ranks, several ranks have the same head.
 
         Raises:
-            ConfigError: heads and ranks do not divide each other, or there is no such rank.
+            ConfigError: neither heads nor ranks are a multiple of the other, or no such rank.
         """
         heads = self.num_kv_heads
         if not 0 <= rank < size:
@@ -412,14 +412,14 @@ class HeadPolicy:
         return HeadPolicy(tuple(layer[first : first + own] for layer in self.heads))
 
     def roles(self, layer: int) -> tuple[HeadRole, ...]:
-        """Return a layer's heads as kernels take them, in one group and without rings."""
+        """Return a layer's heads in the form that kernels take: in one group and without rings."""
         return tuple(HeadRole(window=seen.window, sink=seen.sink) for seen in self.heads[layer])
 
     def num_tokens_held(self, num_tokens: int) -> int:
         """Return how many (token, head) pairs of a context are visible to its next token.
 
-        Summed over layers and heads; times the bytes of a token and head, what a request's keys
-        and values must take at least.
+        The sum over layers and heads. Times the bytes of one token in one head, it is the least
+        memory that the request's keys and values take.
         """
         total = 0
         for layer in self.heads:

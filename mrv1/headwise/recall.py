@@ -1,11 +1,11 @@
-"""Prompts that only far sight completes: facts in a filler, asked for again far later.
+"""Prompts that need a long view: facts in a filler, and questions about them far later.
 
 A fact is the line ``REMEMBER: key value.``; a question is ``RECALL: key`` and its answer, the
-fact's value, is the next token. Keys and values are drawn at random, so that only the context can
-tell.
+fact's value, is the next token. Keys and values are drawn at random, so that only the
+context holds the answer.
 
 Source: passkeys in filler, to find the heads that need the whole context, are DuoAttention's
-(arXiv:2410.10819); the lines are those that the embedded model is trained on (training/recall.py).
+(arXiv:2410.10819); the embedded model is trained on lines of this form (training/recall.py).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ TokenIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallLines:
-    """What facts and questions are made of, as token ids of one tokenizer."""
+    """The parts of facts and questions, as token ids of one tokenizer."""
 
     remember: tuple[int, ...]
-    """In front of a fact's key."""
+    """Tokens in front of a fact's key."""
     recall: tuple[int, ...]
-    """In front of a question's key."""
+    """Tokens in front of a question's key."""
     end: tuple[int, ...]
-    """Behind every value."""
+    """Tokens that follow every value."""
     words: TokenIds
-    """[num_words], each a word: the keys and the values."""
+    """[num_words] one token per word, for keys and values."""
 
     def fact(self, key: int, value: int) -> TokenIds:
         """Return the tokens of a fact."""
@@ -44,14 +44,14 @@ class RecallLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallPrompt:
-    """One prompt and where it asks."""
+    """One prompt and the places of its answers."""
 
     tokens: TokenIds
     """[num_tokens]."""
     answers: TokenIds
-    """[num_facts], index in ``tokens`` of each answer: the logits before it are to predict it."""
+    """[num_facts] index in ``tokens`` of each answer: the logits one token earlier predict it."""
     is_filler: npt.NDArray[np.bool_]
-    """[num_tokens], whether a token is of the filler."""
+    """[num_tokens] whether a token belongs to the filler."""
 
 
 def recall_prompt(
@@ -64,18 +64,18 @@ def recall_prompt(
     distance: int,
     exact: bool = False,
 ) -> RecallPrompt:
-    """Scatter facts over a filler, and a question for each far behind it.
+    """Scatter facts over a filler, and for each fact a question far later.
 
     Args:
         rng: source of every draw.
-        lines: what facts and questions are made of.
-        filler: ``[num_tokens]``, whose tokens the lines replace.
-        num_facts: facts of the prompt, of as many keys.
-        first: index that no fact is before.
-        distance: tokens from a fact's value to the answer at least; questions come in an order
-            of their own. The facts lie in one half of what the distance leaves, the questions in
-            the other.
-        exact: whether every distance is to be ``distance``.
+        lines: the parts of facts and questions.
+        filler: ``[num_tokens]`` the text in which the lines replace tokens.
+        num_facts: facts of the prompt, each with a key of its own.
+        first: least index of a fact.
+        distance: least tokens from a fact's value to its answer. Questions come in a random order
+            of their own. Of the tokens that ``distance`` leaves, facts lie in the first half and
+            questions in the second.
+        exact: whether every distance is exactly ``distance``, with questions in the facts' order.
 
     Raises:
         ConfigError: the lines do not fit into the filler, or there are too few words.
@@ -85,7 +85,7 @@ def recall_prompt(
     if len(words) < 2 * num_facts:
         raise ConfigError(f"num_facts: expected at most {len(words) // 2}, got {num_facts}")
     keys, values = np.split(words, 2)
-    skew = len(lines.remember) - len(lines.recall)  # where the value is in a line
+    skew = len(lines.remember) - len(lines.recall)  # of the values, within their lines
     length = 2 + len(lines.end) + max(len(lines.remember), len(lines.recall))
     left = num_tokens - first - distance
     room = min(distance, left) if exact else left // 2
@@ -114,7 +114,7 @@ def recall_prompt(
 def scattered_starts(
     rng: np.random.Generator, num_lines: int, length: int, num_tokens: int
 ) -> TokenIds:
-    """Draw ascending starts of lines that do not overlap, uniform over all placements."""
+    """Draw ascending starts of lines that do not overlap, from sorted uniform gaps."""
     gaps = np.sort(rng.integers(0, num_tokens - num_lines * length + 1, num_lines))
     return gaps + np.arange(num_lines) * length
 

@@ -1,1 +1,1 @@
-"""Other systems' code, imported only when it is asked for."""
+"""Adapters to other packages, which are imported only when they are used."""

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class XGrammar:
-    """Compiles grammars for one tokenizer; compiled ones are kept.
+    """Compiles grammars for one tokenizer; compiled grammars are cached.
 
     Args:
-        tokenizer: of transformers, as the model's.
-        vocab_size: of the model, which may be larger than the tokenizer's.
+        tokenizer: the model's tokenizer, of transformers.
+        vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.
         stop_token_ids: tokens that may end a complete output; None = the tokenizer's.
 
     Raises:
@@ -47,10 +47,10 @@ class XGrammar:
         self._compiler = xgrammar.GrammarCompiler(info)
 
     def json_schema(self, schema: str, *, any_whitespace: bool = True) -> XGrammarGrammar:
-        """Return the grammar of JSON texts that a schema allows, with whitespace as it likes.
+        """Return the grammar of JSON texts that a schema allows, by default with any whitespace.
 
         Raises:
-            RequestError: xgrammar cannot compile it.
+            RequestError: xgrammar cannot compile the schema.
         """
         compile_schema = partial(self._compiler.compile_json_schema, any_whitespace=any_whitespace)
         return self._compiled("json_schema", compile_schema, schema)
@@ -59,15 +59,15 @@ class XGrammar:
         """Return the grammar of texts that a regular expression matches as a whole.
 
         Raises:
-            RequestError: xgrammar cannot compile it.
+            RequestError: xgrammar cannot compile the pattern.
         """
         return self._compiled("regex", self._compiler.compile_regex, pattern)
 
     def ebnf(self, grammar: str) -> XGrammarGrammar:
-        """Return the grammar of a text in xgrammar's EBNF, whose first rule is ``root``.
+        """Return the grammar of rules in xgrammar's EBNF, which start at the rule ``root``.
 
         Raises:
-            RequestError: xgrammar cannot compile it.
+            RequestError: xgrammar cannot compile the rules.
         """
         return self._compiled("ebnf", self._compiler.compile_grammar, grammar)
 
@@ -75,7 +75,7 @@ class XGrammar:
         try:
             return XGrammarGrammar(self._new_matcher, compile_text(text))
         except (RuntimeError, ValueError) as error:
-            raise RequestError(f"{name}: expected what xgrammar compiles, got {error}") from error
+            raise RequestError(f"{name}: expected text xgrammar compiles, got {error}") from error
 
 
 class XGrammarGrammar:
@@ -85,7 +85,7 @@ class XGrammarGrammar:
         self._new_matcher, self._compiled = new_matcher, compiled
 
     def matcher(self) -> XGrammarMatcher:
-        """Return what follows a new output."""
+        """Return a matcher that follows a new output."""
         return XGrammarMatcher(self._new_matcher(self._compiled))
 
 
@@ -96,11 +96,11 @@ class XGrammarMatcher:
         self._matcher = matcher
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32]) -> None:
-        """Say what may come next, ``[ceil(vocab / 32)]``."""
+        """Set the bits of tokens that may come next, ``[ceil(vocab / 32)]``."""
         self._matcher.fill_next_token_bitmask(bitmask[None])
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token; False if the grammar does not allow it."""
+        """Advance by a token; return False if the grammar does not allow the token."""
         return bool(self._matcher.accept_token(token_id))
 
     def is_finished(self) -> bool:

@@ -82,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
             if (step := self.used_until.pop(block, 0)) > self.newest_over:
                 self.quarantine[block] = step
         if gone:
-            with pytest.raises(ValueError, match="expected blocks held once"):
+            with pytest.raises(ValueError, match="expected blocks in use, each listed once"):
                 self.pool.free(blocks)
 
     @rule(lag=st.integers(0, 3))
@@ -114,7 +114,7 @@ TestPool = PoolMachine.TestCase
 def test_freeing_a_block_that_is_not_in_use_changes_nothing(blocks):
     pool = BlockPool(4)
     pool.allocate(1)
-    with pytest.raises(ValueError, match="expected blocks held once"):
+    with pytest.raises(ValueError, match="expected blocks in use, each listed once"):
         pool.free(blocks)
     assert (pool.num_held, pool.num_free) == (1, 3)
 

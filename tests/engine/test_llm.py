@@ -259,7 +259,7 @@ def test_a_request_id_must_be_a_nonempty_string(llm, request_id):
 def test_a_request_id_can_be_reused_once_its_output_was_returned(llm):
     llm.add_request(PROMPT, GREEDY, request_id="a")
     llm.abort("a")
-    with pytest.raises(RequestError, match=r"'a' has an output that step\(\) has yet to give"):
+    with pytest.raises(RequestError, match=r"'a' has an output that step\(\) has yet to return"):
         llm.add_request(PROMPT, GREEDY, request_id="a")
     assert [output.outputs[0].finish_reason for output in llm.step()] == ["abort"]
     llm.add_request(PROMPT, GREEDY, request_id="a")
@@ -342,7 +342,8 @@ def test_a_single_prompt_raises_its_error(llm):
 def test_a_request_larger_than_the_pool_is_refused_with_the_limit(checkpoint):
     with LLM(str(checkpoint), device="cpu", num_kv_blocks=4) as llm:
         with pytest.raises(
-            RequestError, match=r"at most 64 tokens \(num_kv_blocks = 4 of 16\), got up to 65"
+            RequestError,
+            match=r"at most 64 tokens \(num_kv_blocks = 4, 16 tokens each\), got up to 65",
         ):
             llm.generate([5] * 15, SamplingParams(max_tokens=50))
         assert (
@@ -573,7 +574,7 @@ def test_a_closed_engine_refuses_requests(checkpoint):
         ),
         (
             {"kv_scale": "head"},
-            "kv_scale: expected kv_cache_dtype='fp8_e4m3' beside 'head', got 'auto'",
+            "kv_scale: expected kv_cache_dtype='fp8_e4m3' with 'head', got 'auto'",
         ),
         (
             {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"},

@@ -75,7 +75,7 @@ def test_a_parameter_beyond_a_limit_is_refused_and_named(config, params, message
 def test_parameters_at_the_limits_are_accepted(config):
     check_params(SamplingParams(**AT_LIMITS), config, VOCAB)
     with pytest.raises(
-        RequestError, match=r"^logprobs: expected at most 5, the vocabulary, got 7"
+        RequestError, match=r"^logprobs: expected at most 5, the vocabulary size, got 7"
     ):
         check_params(SamplingParams(logprobs=7), config, 5)
 

@@ -509,7 +509,9 @@ def test_a_request_too_large_for_a_pool_is_refused_with_the_group_and_the_count(
     options = {"block_size": 4, "keeps": (FULL, Visible(8)), "max_num_seqs": 1}
     request = make_request("r", tuple(range(1, 101)), max_tokens=4)
     scheduler = make_scheduler(num_blocks=[40, 12], max_num_batched_tokens=64, **options)
-    with pytest.raises(RequestError, match="the 12 blocks of heads that see 8 tokens, got 19 for"):
+    with pytest.raises(
+        RequestError, match="at most 12 blocks of heads with a window of 8 tokens, got 19 for"
+    ):
         scheduler.add(request)
     scheduler = make_scheduler(num_blocks=[25, 12], max_num_batched_tokens=16, **options)
     with pytest.raises(RequestError, match=r"expected at most 100 tokens .* got up to 104"):

@@ -269,7 +269,7 @@ def test_a_call_from_within_a_call_is_refused_and_changes_nothing(roomy):
 
     def calls_back(plan):
         for call in (llm.step, llm.close, lambda: llm.abort("0")):
-            with pytest.raises(RuntimeError, match="from within another one of the same thread"):
+            with pytest.raises(RuntimeError, match="from within another call in the same thread"):
                 call()
             refused.append(call)
         return execute(plan)

@@ -101,7 +101,7 @@ def test_a_saved_policy_loads_unchanged(tmp_path_factory, policy):
 def test_invalid_policies_and_arguments_are_refused_and_named(tmp_path):
     path = tmp_path / "policy.json"
     for make, message in (
-        (lambda: HeadPolicy(()), "layers of one number"),
+        (lambda: HeadPolicy(()), "one number of KV heads >= 1"),
         (lambda: HeadPolicy(((FULL,), (FULL, FULL))), r"got \[1, 2\]"),
         (lambda: HeadPolicy(((FULL, Visible(0)),)), r"layer 0, head 1: expected .* got \(0, 0\)"),
         (lambda: HeadPolicy(((Visible(-2),),)), r"got \(-2, 0\)"),
