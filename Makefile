@@ -116,7 +116,7 @@ test-compile: $(VENV)/.dev
 
 # --- make test-full -------------------------------------------------------------------------------
 
-# `make test`, then properties with more examples, long tests and every compile target.
+# `make test`, the site, properties with more examples, long tests, every compile target.
 test-full: test docs full-compile full-triton39 full-avx2 full-interp full-host
 
 full-host: $(VENV)/.dev
@@ -157,7 +157,7 @@ docs: $(VENV)/.docs
 test-gpu:
 	$(PYTHON) -m pytest -m gpu --durations=15
 
-# Pin what .venv holds now (after installing newer releases into it by hand).
+# Pin the packages of .venv as they are now (after installing newer releases into it by hand).
 lock: $(VENV)/.docs
 	{ echo "# What CI and a fresh machine install, every package pinned; written by \`make lock\`."; \
 		$(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \

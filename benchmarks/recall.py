@@ -2,10 +2,10 @@
 
 python -m benchmarks.recall OUTPUT.json [COMMIT]   half an hour on a CPU core; a PNG beside it
 
-Policies with equally many full heads are compared: calibrated ones, random ones, and one in which
-the leading heads of each layer stream; with a cache of the model's dtype and with an FP8 cache.
-Calibration sees the corpus's training text and its own prompts; the figures are measured on the
-held-out tenth, with other facts.
+Policies with equally many full heads are compared: calibrated policies, random policies, and the
+policy in which the leading heads of each layer stream; with a cache of the model's dtype and with
+an FP8 cache. Calibration sees the corpus's training text and its own prompts; the figures are
+measured on the held-out tenth, with other facts.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class RecallVocabulary:
 
 
 def draw_distances(rng: np.random.Generator, count: int, max_distance: int) -> TokenIds:
-    """Draw distances, half of them log-uniform (the short ones teach), half uniform."""
+    """Draw distances, half of them log-uniform (short distances teach), half uniform."""
     log_uniform = np.exp(rng.uniform(np.log(MIN_DISTANCE), np.log(max_distance), count))
     uniform = rng.uniform(MIN_DISTANCE, max_distance, count)
     return np.where(rng.random(count) < 0.5, log_uniform, uniform).astype(np.int64)
@@ -95,7 +95,7 @@ def recall_row(
 
     Args:
         rng: source of every draw.
-        vocabulary: what lines are made of.
+        vocabulary: the tokens of the lines.
         filler: [num_tokens] running text; the lines push it back, and its surplus is cut.
         num_lines: facts and questions together, at most ``num_tokens // LINE_TOKENS``.
         max_distance: longest distance drawn for a question. It asks for the nearest fact that is
@@ -176,7 +176,7 @@ def recall_trial(
 
     Args:
         rng: source of every draw.
-        vocabulary: what lines are made of.
+        vocabulary: the tokens of the lines.
         filler: [num_tokens] running text around the lines.
         distance: tokens from the fact's value to the answer.
     """

@@ -50,7 +50,7 @@ def run_attention(bench: AttentionBench, say: Say = lambda _: None) -> dict[str,
     """Measure every cell and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
+        bench: the options.
         say: receives messages about the progress, one line each.
 
     Raises:

@@ -45,7 +45,7 @@ class AttentionBench(CacheBench):
     peers: tuple[str, ...] = tuple(PEERS)
 
     def __post_init__(self) -> None:
-        """Check what the kernels do not check, or not under the option's name."""
+        """Check the fields that kernels do not check, or not under the option's name."""
         if self.mode not in ("decode", "prefill"):
             raise ConfigError(f"mode: expected decode or prefill, got {self.mode!r}")
         CacheBench.__post_init__(self)

@@ -39,7 +39,7 @@ class EngineBench(BenchOptions):
     model: str | None = None
     """Checkpoint directory to run instead of a shape."""
     batches: tuple[int, ...] = (1, 32, 256)
-    """Numbers of concurrent requests, measured one after the other in one engine."""
+    """Concurrent requests; several sizes are measured one after the other in one engine."""
     prompt_tokens: int = 128
     dtype: DtypeName = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
@@ -54,7 +54,7 @@ class EngineBench(BenchOptions):
     """Off: random prompts have nothing in common."""
 
     def __post_init__(self) -> None:
-        """Check what the engine does not check."""
+        """Check the fields that the engine does not check."""
         if (self.shape is None) == (self.model is None):
             raise ConfigError(
                 f"shape, model: expected one of the two, got {self.shape!r} and {self.model!r}"
@@ -79,7 +79,7 @@ class EngineBench(BenchOptions):
         return {name: getattr(self, name) for name in names} | {"max_num_seqs": max(self.batches)}
 
     def conditions(self, device: torch.device) -> dict[str, object]:
-        """Return what the figures depend on, for the result."""
+        """Return the conditions that the figures depend on, for the result."""
         cpu = {"num_threads": torch.get_num_threads()} if device.type == "cpu" else {}
         return {
             "prompt_tokens": self.prompt_tokens,

@@ -34,7 +34,7 @@ class GenerateBench(EngineBench):
     """Counted runs per batch, after one uncounted run."""
 
     def __post_init__(self) -> None:
-        """Check what the engine does not check."""
+        """Check the fields that the engine does not check."""
         EngineBench.__post_init__(self)
         self.check_least(output_tokens=2, repeats=1)
 
@@ -45,7 +45,7 @@ def run_generate(
     """Measure every batch and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
+        bench: the options.
         say: receives messages about the progress, one line each.
 
     Raises:

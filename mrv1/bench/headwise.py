@@ -55,7 +55,7 @@ class HeadwiseBench(HeadwiseOptions):
     """Counted runs, after a few uncounted requests."""
 
     def __post_init__(self) -> None:
-        """Check what the engine does not check."""
+        """Check the fields that the engine does not check."""
         HeadwiseOptions.__post_init__(self)
         self.check_least(output_tokens=2, num_requests=1, repeats=1)
         if not 1 <= self.prompt_tokens <= self.context - self.output_tokens:

@@ -67,7 +67,7 @@ class HeadwiseOptions(BenchOptions):
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        """Check what the engine does not check."""
+        """Check the fields that the engine does not check."""
         unknown = [name for name in self.variants if name not in VARIANTS]
         if unknown or not self.variants:
             raise ConfigError(
@@ -107,7 +107,7 @@ class HeadwiseOptions(BenchOptions):
         return policy.within(config.layer_windows)
 
     def conditions(self) -> dict[str, object]:
-        """Return what the figures depend on, for the result."""
+        """Return the conditions that the figures depend on, for the result."""
         policy = self.head_policy()
         return {
             "context": self.context,

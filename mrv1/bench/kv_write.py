@@ -61,7 +61,7 @@ class KVWriteBench(CacheBench):
     peers: tuple[str, ...] = tuple(WRITE_PEERS)
 
     def __post_init__(self) -> None:
-        """Check what the kernels do not check, or not under the option's name."""
+        """Check the fields that kernels do not check, or not under the option's name."""
         CacheBench.__post_init__(self)
         if not self.tokens or min(self.tokens) < 1 or len(set(self.tokens)) < len(self.tokens):
             raise ConfigError(f"tokens: expected different counts >= 1, got {list(self.tokens)}")
@@ -83,7 +83,7 @@ def run_kv_write(bench: KVWriteBench, say: Say = lambda _: None) -> dict[str, An
     """Measure every size and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
+        bench: the options.
         say: receives messages about the progress, one line each.
 
     Raises:

@@ -40,7 +40,7 @@ class KernelBench(BenchOptions):
     """Options of every benchmark of one kernel."""
 
     peers: tuple[str, ...] = ()
-    """Other implementations to measure beside ours."""
+    """Other implementations to measure too."""
     repeats: int = 50
     """Samples of each variant, after one that is not counted."""
 
@@ -58,7 +58,7 @@ class CacheBench(KernelBench):
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        """Check what the kernels do not check, or not under the option's name."""
+        """Check the fields that kernels do not check, or not under the option's name."""
         for name, choices in (("dtype", DTYPES), ("kv_dtype", get_args(KVDtype))):
             if getattr(self, name) not in choices:
                 raise ConfigError(
@@ -75,7 +75,7 @@ class CacheBench(KernelBench):
         return shape | {"dtype": DTYPES[self.dtype]}
 
     def conditions(self) -> dict[str, object]:
-        """Return what the figures depend on, for the result."""
+        """Return the conditions that the figures depend on, for the result."""
         names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size")
         scales = "none" if self.kv_dtype == "auto" else "one per token and head"
         return {name: getattr(self, name) for name in names} | {"kv_scales": scales}

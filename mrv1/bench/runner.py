@@ -44,12 +44,12 @@ class RunnerBench(EngineBench):
     steps: int = 50
     """Counted steps of each measurement."""
     waiting: tuple[int, ...] = (0, 1_000, 10_000)
-    """Numbers of requests that wait while the largest batch occupies every slot."""
+    """Requests that wait while the largest batch occupies every slot; several in turn."""
     compare_deterministic: bool = True
     """Also measure the step's time in an engine with ``deterministic=True``."""
 
     def __post_init__(self) -> None:
-        """Check what the engine does not check."""
+        """Check the fields that the engine does not check."""
         EngineBench.__post_init__(self)
         self.check_least(steps=2)
         if len(set(self.waiting)) < len(self.waiting) or min(self.waiting, default=0) < 0:
@@ -70,7 +70,7 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
     """Measure every batch and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
+        bench: the options.
         say: receives messages about the progress, one line each.
 
     Raises:

@@ -59,7 +59,7 @@ class SamplerBench(KernelBench):
     repeats: int = 30
 
     def __post_init__(self) -> None:
-        """Check what the kernels do not check, or not under the option's name."""
+        """Check the fields that kernels do not check, or not under the option's name."""
         if not self.rows or min(self.rows) < 1 or len(set(self.rows)) < len(self.rows):
             raise ConfigError(f"rows: expected different counts >= 1, got {list(self.rows)}")
         if not self.stds or min(self.stds) <= 0:
@@ -76,7 +76,7 @@ def run_sampler(bench: SamplerBench, say: Say = lambda _: None) -> dict[str, Any
     """Measure every size and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
+        bench: the options.
         say: receives messages about the progress, one line each.
 
     Raises:

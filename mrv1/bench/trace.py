@@ -56,7 +56,7 @@ def trace_steps(run_step: Callable[[], object], num_steps: int, num_warm_steps: 
     Launches of graphs stay slow in this process afterwards, so time everything else before.
 
     Raises:
-        ValueError: the trace holds no kernel of the steps.
+        ValueError: the trace has no kernel of the steps.
     """
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities, acc_events=True) as profiler:

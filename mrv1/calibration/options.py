@@ -1,4 +1,4 @@
-"""What to calibrate, and on what."""
+"""The options of a calibration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrv1.headwise.calibrate import Method, num_full_heads, round_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    """What to calibrate, and on what.
+    """What to calibrate, and on which prompts.
 
     Raises:
         ConfigError: an option is out of its range.

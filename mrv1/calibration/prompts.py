@@ -59,7 +59,7 @@ class Texts:
             num_prompts: number of prompts.
             num_tokens: tokens of each prompt.
             num_facts: facts of each prompt, and questions.
-            sink: leading tokens that hold no fact.
+            sink: leading tokens, in which no fact starts.
             distance: least number of tokens from a fact's value to its answer.
             exact: whether every distance is exactly ``distance``.
 

@@ -1,4 +1,4 @@
-"""``mrv1 bench``: its subcommands; those that measure a whole engine are here."""
+"""``mrv1 bench``: its subcommands. The subcommands that run a whole engine are here."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ NAMES = {"batches": "batch"}
 HELP = {
     "model": "Checkpoint directory to run instead of a shape, or 'tiny'.",
     "prompt_tokens": "Tokens of each prompt.",
-    "enable_prefix_caching": "Reuse cached blocks where prompts begin alike; random ones do not.",
-    "commit": "Commit to record in the result. Default: asked of git.",
+    "enable_prefix_caching": "Reuse cached blocks where prompts begin alike (random ones do not).",
+    "commit": "Commit to record in the result. Default: from git.",
 }
 
 

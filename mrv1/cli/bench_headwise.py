@@ -18,7 +18,7 @@ from mrv1.headwise import HeadPolicy
 NAMES = {"policy": "head-policy"}
 HELP = {
     "shape": f"Model shape to run with random weights: {', '.join(SHAPES)}.",
-    "policy": "JSON file of a head policy. Default: a policy by --streaming-ratio.",
+    "policy": "JSON file of a head policy. Default: made from --streaming-ratio.",
     "streaming_ratio": "Share of each layer's KV heads that stream.",
     "window": "Last tokens that a streaming head sees, the current one included.",
     "sink": "First tokens, which a streaming head always sees.",
@@ -30,7 +30,7 @@ HELP = {
     "output_tokens": "Tokens to generate for each prompt.",
     "num_requests": "Requests, all added at once.",
     "seed": "Seed of weights and prompts.",
-    "commit": "Commit to record in the result. Default: asked of git.",
+    "commit": "Commit to record in the result. Default: from git.",
 }
 PARSERS = {"policy": HeadPolicy.load, "variants": words}
 
@@ -52,7 +52,7 @@ def capacity(
     ],
     output: Output = None,
 ) -> None:
-    """Count the requests that fit the KV cache: uniform and with a head policy, each also fp8."""
+    """Count the requests that fit the KV cache: uniform heads or a head policy, fp8 or not."""
     bench = HeadwiseOptions(**options)
     check_target("--output", output)
     result: dict[str, Any] = run_capacity(bench, say)

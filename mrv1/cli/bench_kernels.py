@@ -35,7 +35,7 @@ HELP = {
     "peers": "Other implementations to measure too, comma-separated; '' for none.",
     "repeats": "Timed samples of each implementation.",
     "seed": "Seed of the random data.",
-    "commit": "Commit to record in the result. Default: asked of git.",
+    "commit": "Commit to record in the result. Default: from git.",
 }
 
 
@@ -63,7 +63,10 @@ def attention(
         Path | None, typer.Option(dir_okay=False, help="PNG file: share of bandwidth over bytes.")
     ] = None,
 ) -> None:
-    """Measure paged attention over a grid of batches and contexts, against the copy bandwidth."""
+    """Measure paged attention over a grid of batches and contexts, against the copy bandwidth.
+
+    The copy bandwidth is measured first: bytes read and written by a copy of 1 GiB on the GPU.
+    """
     bench = AttentionBench(**options)
     check_target("--output", output)
     check_target("--plot", plot)

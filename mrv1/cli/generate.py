@@ -52,7 +52,7 @@ def generate(
     ] = None,
     output_file: Annotated[
         Path | None,
-        typer.Option("--output", help="File for the results, one JSON object per line."),
+        typer.Option("--output", help="File for the results of --input, a JSON object per line."),
     ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it is generated.")] = True,
 ) -> None:

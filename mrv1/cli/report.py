@@ -31,7 +31,7 @@ def mib(num_bytes: int) -> str:
 
 @dataclass(slots=True)
 class Usage:
-    """Counts what a generation used; ``observe`` sees the outputs of every step."""
+    """Counts a generation's tokens and times; ``observe`` sees the outputs of every step."""
 
     llm: LLM
     num_tokens: int = 0
@@ -50,7 +50,7 @@ class Usage:
                 )
 
     def line(self, path: str) -> str:
-        """Return the summary line; ``path`` says what ran."""
+        """Return the summary line; ``path`` names the kernel path."""
         seconds = time.perf_counter() - self.started
         report = self.llm.kv_report()
         rate = self.num_tokens / seconds

@@ -573,7 +573,7 @@ class _Vectors:
     raw: torch.Tensor
     """As the model computes them."""
     stored: torch.Tensor
-    """As the cache holds them: raw, or e4m3 codes (uint8)."""
+    """As they are in the cache: raw, or e4m3 codes (uint8)."""
     dense: torch.Tensor
     """The values that ``stored`` stands for."""
     scale: torch.Tensor
