@@ -130,7 +130,7 @@ class Comparison:
     def _checked(
         self, name: str, make: Callable[[], Contender]
     ) -> tuple[Contender, Replay, Figures]:
-        """Return a contender, its replay, and figures: one run of the replay gave right results.
+        """Return a contender, its replay, and the figures of a checked run of that replay.
 
         Raises:
             WrongResultError: a result is wrong.

@@ -124,7 +124,7 @@ def start_engine(
 
 
 def triton_cache(device: torch.device) -> Literal["empty", "filled"] | None:
-    """Say whether Triton's cache has compiled kernels; None = none are needed."""
+    """Say whether Triton's cache has kernels of earlier processes; None = none are needed."""
     if kernel_path(device) != "triton":
         return None
     from mrv1.kernels._base.triton import triton

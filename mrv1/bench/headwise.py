@@ -240,8 +240,7 @@ def _summary(
 def plant_prefix(core: EngineCore, prompt: Sequence[int]) -> None:
     """Enter all full blocks before a prompt's last token into the prefix cache.
 
-    A streaming group gets only the blocks that the next token sees, as if a request had computed
-    the prompt.
+    A streaming group gets only the blocks that the next token sees, as after a computed prompt.
 
     Raises:
         CapacityError: a pool has too few blocks.

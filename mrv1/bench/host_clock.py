@@ -44,8 +44,7 @@ class HostTimes:
 def host_times(core: EngineCore, num_steps: int, num_windows: int = 1) -> HostTimes:
     """Time the parts of steady steps, in ``num_windows`` windows of ``num_steps`` steps each.
 
-    A few steps before the windows do not count. Several windows take turns on the CPUs that this
-    thread may run on.
+    Uncounted steps run first. Several windows take turns on the CPUs that this thread may use.
     """
     steps: list[dict[str, float]] = []
     cpus = sorted(os.sched_getaffinity(0))

@@ -89,7 +89,7 @@ def run_kv_write(bench: KVWriteBench, say: Say = lambda _: None) -> dict[str, An
     Raises:
         ConfigError: an option is wrong.
         UnsupportedDeviceError: the device is not there or cannot run mrv1.
-        WrongResultError: the cache differs from the right one in a bit.
+        WrongResultError: a bit of the cache is wrong.
     """
     in_random_order = "slots" if bench.slot_order == "tokens" else "blocks"
     result = compare(

@@ -118,7 +118,7 @@ def _measure_case(
     bytes_moved = case.bytes_moved(num_rows, vocab_size)
     read_bytes = num_rows * vocab_size * torch.float32.itemsize
     read_us = read_bytes / comparison.bandwidth * 1e6 if comparison.bandwidth else None
-    # A case that moves little needs many sets to be out of L2, but they must fit the device.
+    # A case that moves little needs many sets to be out of L2; its logits must not fill the GPU.
     num_sets = min(rotation(bytes_moved, device), 4 * rotation(read_bytes, device))
     generator = torch.Generator(device).manual_seed(bench.seed)
     buffers = [

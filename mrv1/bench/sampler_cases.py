@@ -41,18 +41,18 @@ class Case:
 
     stage: Stage = "draw"
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of SamplingParams, apart from the default temperature and the fields below."""
+    """Fields of SamplingParams; ``TEMPERATURE`` and the fields below are added."""
     num_bias: int = 0
     num_allowed: int = 0
     """Token ids that are allowed; 0 = all."""
     num_bad_words: int = 0
-    """Words of ``BAD_WORD_LEN`` tokens; the history ends with all but the last of every second."""
+    """Words of ``BAD_WORD_LEN`` tokens; every second word lacks only its last token."""
 
     def sampling_params(self, vocab_size: int) -> SamplingParams:
         """Return the sampling parameters of every row.
 
-        A bias is negative, as penalties are: the edits run again and again on the same logits and
-        must lower them, or only the edited tokens would be left to draw.
+        A bias is negative, as penalties are: the edits run again and again on the same logits, and
+        tokens whose logits rise every time would soon be the only tokens left to draw.
         """
         params: dict[str, Any] = {"temperature": TEMPERATURE, **self.params}
         if self.num_bias:
@@ -64,11 +64,10 @@ class Case:
     def bytes_moved(self, num_rows: int, vocab_size: int) -> int:
         """Return the least bytes that are read and written; every id and value has 4 bytes.
 
-        A draw and log-probabilities: the logits once. A copy: the logits three times, read,
-        written and read again. Penalties: a count per token of the vocabulary, and the logits of
-        the seen tokens, read and written. A bias: ids, values, and its logits, read and written. A
-        mask: its bits, and the banned logits. Bad words: their tokens and lengths, the end of the
-        history, and the banned logits.
+        A draw and log-probabilities: the logits once. A copy: three times, read, written and read.
+        Penalties: a count per token id, and the logits of the seen tokens, read and written. A
+        bias: ids, values, and its logits, read and written. A mask: its bits, and the banned
+        logits. Bad words: tokens and lengths, the end of the history, and the banned logits.
         """
         penalizes = self.sampling_params(vocab_size).penalizes
         read = {"draw": 1, "edit and draw": 1, "logprobs": 1, "raw logprobs": 3}

@@ -33,9 +33,8 @@ class CalibrateOptions:
     sink: int = 64
     """First tokens, which a streaming head always sees."""
     method: Method = "greedy"
-    """``greedy``: heads start to stream in rounds, each tried together with the heads of earlier
-    rounds; ``single``: each head is tried alone, which is faster, but blind to heads that stand in
-    for each other."""
+    """``greedy``: heads start to stream in rounds, each tried with the heads of earlier rounds;
+    ``single``: each is tried alone: faster, but blind to heads that stand in for each other."""
     num_prompts: int = 2
     """Prompts on which a loss is measured."""
     num_tokens: int = 2048

@@ -129,8 +129,7 @@ def run_batch(
 ) -> dict[int, Mrv1Error]:
     """Generate for all lines at once and write their results in the order of the input.
 
-    A result is written as soon as all results before it are written, so finished results survive
-    an interruption.
+    A result is written once all results before it are: finished results survive an interruption.
 
     Args:
         llm: the engine that generates.

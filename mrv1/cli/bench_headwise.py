@@ -104,8 +104,7 @@ def headwise(
     table = Table(
         title=f"{result['shape']}, {bench.num_requests} requests of {bench.prompt_tokens:,} + "
         f"{bench.output_tokens:,} tokens, on {result['device']['name']}",
-        caption="crowded: tokens/s while requests wait; ratios to the first row, "
-        "above 1 is better",
+        caption="crowded: tokens/s while requests wait; ratio to the first row, above 1 is better",
     )
     for name in ("cache", "tokens/s", "crowded", "first, ms", "between, ms", "preempted"):
         table.add_column(name, justify="left" if name == "cache" else "right")

@@ -60,7 +60,7 @@ def attention(
     ],
     output: Output = None,
     plot: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="PNG file: share of bandwidth over bytes.")
+        Path | None, typer.Option(dir_okay=False, help="PNG file: every cell's bandwidth share.")
     ] = None,
 ) -> None:
     """Measure paged attention over a grid of batches and contexts, against the copy bandwidth.
@@ -96,8 +96,7 @@ def kv_write(
             help=HELP
             | {
                 "tokens": "Tokens per write, comma-separated.",
-                "slot_order": "Order of the written slots: tokens (each slot random) or blocks "
-                "(random blocks, each filled token by token, as in a prefill).",
+                "slot_order": "Random order of tokens, or of blocks, each filled in order.",
             },
             parsers={"tokens": partial(counts, "tokens"), "peers": words},
         ),

@@ -19,8 +19,7 @@ def doctor(
 ) -> None:
     """Show versions, GPUs and what implements each part of a step; warn of unsupported versions.
 
-    GPUs that cannot run the kernels and MRV1_* environment variables that LLM would refuse are
-    among the warnings. The exit code is 0 with warnings too.
+    Warn also of GPUs that cannot run the kernels and of wrong MRV1_* variables. Exit code: 0.
     """
     facts = collect()
     if as_json:

@@ -24,8 +24,7 @@ Sampling = Annotated[
         defaults={"max_tokens": 128},
         help={"max_tokens": "Generate at most this many tokens."},
         without=(
-            # Only in the "sampling_params" of an --input line: --prompt prints the text of one
-            # output, without log-probabilities, and the others have no type of an option.
+            # Only in --input lines: printed text does not show these, or no option can give them.
             "n", "logprobs", "logprob_token_ids", "prompt_logprobs",
             "logit_bias", "stop_token_sequences", "bad_words_token_ids", "structured_output",
         ),

@@ -161,9 +161,8 @@ class LayoutCase:
     def scale_addresses(self, per_block: int | None = None) -> tuple[list[int], list[int], int]:
         """Return base and block stride of each head's scales, and how many there are.
 
-        The scales of head groups lie in consecutive parts, like their pages; of other kinds they
-        are ``[blocks, kv_heads, per_block]``. A block has ``per_block`` scales, None = one per
-        token.
+        Scales of head groups lie in consecutive parts, like their pages; of other kinds they are
+        ``[blocks, kv_heads, per_block]``. A block has ``per_block`` scales, None = one per token.
         """
         size, heads = per_block or self.block_size, self.num_kv_heads
         if self.kind != "head_groups":
@@ -595,10 +594,9 @@ class _Vectors:
     def of_quarters(
         cls, raw: torch.Tensor, held: Bools, num_new: int, tokens: int
     ) -> tuple[_Vectors, _Vectors]:
-        """Return ``raw`` before and after its last ``num_new`` tokens are written, by quarters.
+        """Return ``raw`` before and after writing its last ``num_new`` tokens; scales by quarter.
 
-        The earlier tokens in ``held`` ``[tokens, kv_heads]`` were written together; tokens outside
-        ``held`` were never written. Each quarter of a block and head has a scale.
+        Earlier tokens in ``held`` ``[tokens, kv_heads]`` were written together, others never.
         """
         x = raw.float().numpy()
         quarter = np.arange(len(x)) // tokens

@@ -59,7 +59,7 @@ def flash_attention_3(data: AttentionData) -> LayerLaunch:
 
 
 def _flash_attention_3(data: AttentionData) -> Callable[..., Any]:
-    """Return its function with the arguments that layers share; the schedule is made once."""
+    """Return FlashAttention-3 with its shared arguments; its schedule is made once, as in vLLM."""
     from vllm.vllm_flash_attn import (  # type: ignore[import-not-found]
         flash_attn_varlen_func,
         get_scheduler_metadata,

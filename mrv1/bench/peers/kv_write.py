@@ -1,8 +1,7 @@
 """Other KV cache writes.
 
-An adapter takes the data of a size and returns two functions: the first makes the launch on a
-buffer set, the second counts wrong elements. All launches write into one cache in the peer's own
-layout.
+An adapter takes the data of a size and returns two functions: one makes the launch on a buffer
+set, the other counts wrong elements. All launches write one cache in the peer's own layout.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def _vllm_quantized(
     caches: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[SetLaunch, CountWrong]:
-    """Return the maker of its launches, and the counter of elements off by more than rounding.
+    """Return a maker of vLLM's launches, and a counter of elements off by more than rounding.
 
     vLLM multiplies by an inverse and bounds scales by 1e-6: its codes are not ours bit for bit.
     """
