@@ -35,7 +35,7 @@ from training.recall import NUM_DISTRACTORS, RECALLED, REPEATED, TEXT, RecallVoc
 _LOG = logging.getLogger("train_tiny")
 LOSS_NAMES = {TEXT: "text_loss", RECALLED: "recall_loss", REPEATED: "repeat_loss"}
 RECALL_TARGET = 0.99  # below it, a checkpoint is chosen for recall before text loss
-EVAL_SEED_OFFSET = 1_000_003  # other trials pick a checkpoint than report on it
+EVAL_SEED_OFFSET = 1_000_003  # the trials that pick a checkpoint differ from the reported trials
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

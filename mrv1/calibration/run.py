@@ -49,7 +49,7 @@ def calibrate(
     config = ModelConfig.from_pretrained(directory)
     heads = rankable_heads(config.layer_windows, config.num_kv_heads)
     texts = load_texts(directory, options.data, options.num_tokens)
-    # Prompts that rank and prompts that judge: at most the same text, other places, other facts.
+    # Ranking and judging have prompts of their own: at most the same text, other places and facts.
     ranked_on, judged_on = (
         texts.prompts(
             np.random.default_rng([options.seed, part]),
