@@ -77,7 +77,7 @@ class AttentionCase(CacheCase):
         return self.cell.context - max(0, first_query - self.window + 1 - self.sink)
 
     def read_blocks(self, head: int) -> int:
-        """Return how many pages hold these tokens."""
+        """Return how many pages hold ``read_tokens``."""
         num_before = self.cell.context - self.query_len
         unread = self.visible(head).freed_blocks(num_before, self.block_size)
         return -(-self.cell.context // self.block_size) - len(unread)
