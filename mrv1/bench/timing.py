@@ -85,8 +85,8 @@ class Replay:
 def capture(launches: Sequence[Launch], count: int, device: torch.device) -> Replay:
     """Return ``count`` launches, round and round over ``launches``, as one CUDA graph.
 
-    Every launch runs once before, uncaptured, which compiles and plans all there is to. On a CPU
-    there is no graph, and one round is enough.
+    Every launch runs once before, uncaptured, to compile and plan. On a CPU there is no graph, and
+    one round is enough.
     """
     for launch in launches:
         launch()
