@@ -5,7 +5,7 @@
 #   make test-full  `make test`, then the API reference, many more hypothesis examples, soak tests,
 #                   every compile target
 #   make docs       the documents and the API reference as a site, in build/site
-#   make test-gpu   the GPU suite with the interpreter named by PYTHON; installs nothing
+#   make test-gpu   the GPU suite, run by the Python that PYTHON names; installs nothing
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -30,10 +30,10 @@ HOST := $(PYTEST)
 INTERP := TRITON_INTERPRET=1 $(PYTEST)
 QUICK := --hypothesis-profile=quick
 LONG := full or slow or big
-# Newer than the triton of the lock, and of its torch: in front of it, in a folder of its own.
+# Newer than the pinned triton, which the pinned torch requires: in a folder of its own, put first.
 TRITON_39 := $(VENV)/triton-3.9.0
 
-# Prints the instruction sets that numpy would use beyond AVX2, as it wants them named.
+# Prints the instruction sets beyond AVX2 that numpy would use, by the names that numpy takes.
 define BEYOND_AVX2
 import numpy
 found = numpy.show_config(mode="dicts")["SIMD Extensions"]["found"]
@@ -116,7 +116,7 @@ test-compile: $(VENV)/.dev
 
 # --- make test-full -------------------------------------------------------------------------------
 
-# What `make test` ran with fewer examples or not at all: properties, long tests, compile targets.
+# `make test`, the site, properties with more examples, long tests, every compile target.
 test-full: test docs full-compile full-triton39 full-avx2 full-interp full-host
 
 full-host: $(VENV)/.dev
@@ -138,7 +138,7 @@ full-triton39: $(TRITON_39)/.installed
 	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(INTERP) $(QUICK) -m "interp and not ($(LONG))"
 	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(HOST) -m "compile and not ($(LONG))"
 
-# The bits of the interpreter must not come from the CPU: the same lane as on one without AVX-512.
+# The interpreter's bits must not depend on the CPU: its lane, run as on a CPU without AVX-512.
 full-avx2: $(VENV)/.dev
 	@if grep -qw avx512f /proc/cpuinfo; then \
 		export NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c "$$BEYOND_AVX2")"; \
@@ -157,7 +157,7 @@ docs: $(VENV)/.docs
 test-gpu:
 	$(PYTHON) -m pytest -m gpu --durations=15
 
-# Pin what .venv holds now (after installing newer releases into it by hand).
+# Pin the packages of .venv as they are now (after installing newer releases into it by hand).
 lock: $(VENV)/.docs
 	{ echo "# What CI and a fresh machine install, every package pinned; written by \`make lock\`."; \
 		$(BIN)/python -m pip freeze --all --exclude-editable --exclude pip \

@@ -1,4 +1,4 @@
-"""Measure mrv1 and vLLM on the same random checkpoint and the same requests, a process each.
+"""Measure mrv1 and vLLM on one random checkpoint and the same requests, in a process each.
 
 python -m benchmarks.beside_vllm OUTPUT.json [--batches 1,32,256] [--repeats 3] [--commit C]
 python -m benchmarks.beside_vllm RESULT.json --plot PICTURE.png
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32,256")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--commit")
-    parser.add_argument("--plot", type=Path, help="draw OUTPUT, which exists, and measure nothing")
+    parser.add_argument("--plot", type=Path, help="plot OUTPUT, an existing file, to this PNG")
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -24,7 +24,7 @@ RECALL_KINDS = {
     "leading heads stream": "leading heads stream",
     "random": "random, 5 seeds",
 }
-"""Kinds of policies, as they are shown."""
+"""Kind of a policy -> its name in the table."""
 PAGE_HEAD = """# Measured results
 
 Written by `benchmarks/readme_table.py` from the JSON files of this folder: not edited by hand.
@@ -60,7 +60,7 @@ def generate_table(results: list[dict[str, Any]]) -> str:
 
 
 def _one(result: dict[str, Any]) -> str:
-    has_host = "host_ms" in result["results"][0]  # not in files of before it was measured
+    has_host = "host_ms" in result["results"][0]  # absent from files older than the figure
     head = ["batch", "tokens/s", "ms per decode step", "floor, ms", "share of floor"]
     rows = []
     for entry in result["results"]:
@@ -88,7 +88,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
 def _conditions(result: dict[str, Any]) -> str:
     conditions, versions = result["conditions"], result["versions"]
     bandwidth = result.get("copy_bandwidth_bytes_per_s")
-    chosen = ""  # what is not the default, and not in files of before there was a choice
+    chosen = ""  # options off their defaults; files older than an option lack it
     if conditions.get("kv_cache_dtype", "auto") != "auto":
         chosen += f"KV {conditions['kv_cache_dtype']} with a scale per {conditions['kv_scale']}, "
     if conditions.get("attention_backend", "triton") != "triton":
@@ -136,7 +136,7 @@ def runner_tables(folder: Path = RESULTS) -> str:
 
 
 def _runner_table(result: dict[str, Any]) -> str:
-    """Steps and what a trace shows of them, then the host's part."""
+    """Return the table of steps and their traces, then the table of host times."""
     steps = []
     for entry in result["results"]:
         trace = entry["trace"] or {}
@@ -200,7 +200,7 @@ def kernel_tables(folder: Path = RESULTS) -> str:
 
 
 def _kernel_table(name: str, result: dict[str, Any]) -> str:
-    """Ours in microseconds, and how many times that each other variant takes."""
+    """Return our time in microseconds, and each other variant's time over ours."""
     rows = result["results"]
     others = list(dict.fromkeys(n for row in rows for n in row["variants"] if n != OURS))
     head = ["tokens" if "tokens" in rows[0] else "batch x context", "us", "of copy bandwidth"]
@@ -240,10 +240,10 @@ def sampler_tables(folder: Path = RESULTS) -> str:
 
 
 def _sampler_table(result: dict[str, Any]) -> str:
-    """Ours in microseconds and reads of the logits, and how many times that others take."""
+    """Return our time in microseconds and reads of the logits, and the others' time over ours."""
     rows = result["results"]
     others = list(dict.fromkeys(n for row in rows for n in row["variants"] if n != OURS))
-    has_targets = "target_us" in rows[0]  # not in files of before cases did more than draw
+    has_targets = "target_us" in rows[0]  # absent from files older than cases that edit
     head = ["rows", "std of logits", "parameters", "us", "reads", *others]
     if has_targets:
         head[2:5] = ["case", "us", "target, us", "reads", "of copy bandwidth"]
@@ -258,7 +258,7 @@ def _sampler_table(result: dict[str, Any]) -> str:
                 _optional(ours["reads"], "{:.1f}"),
                 _optional(share, "{:.0%}"),
             ]
-        else:  # of one read
+        else:  # in reads of the logits
             cells.append(_optional(share and 1 / share, "{:.1f}"))
         cells += (_optional(row["peer_time_over_ours"].get(o), "{:.2f}x") for o in others)
         body.append(cells)
@@ -281,7 +281,7 @@ def headwise_tables(folder: Path = RESULTS) -> str:
 
 
 def _headwise_table(name: str, result: dict[str, Any]) -> str:
-    """One row for each cache; ratios to the first, above 1 is better."""
+    """Return a row for each cache; ratios to the first row, above 1 is better."""
     conditions = result["conditions"]
     if result["op"] == "capacity":
         head = ["GiB", "GiB a request", "predicted", "requests", "ratio", "longest context"]
@@ -311,7 +311,7 @@ def _headwise_table(name: str, result: dict[str, Any]) -> str:
                 f"{entry['longest_context']:,}",
             ]
         else:
-            crowded = entry.get("crowded_tokens_per_s")  # not in files of before it was measured
+            crowded = entry.get("crowded_tokens_per_s")  # absent from older files
             cells = [
                 f"{entry['tokens_per_s']:,.0f} ({entry['throughput_ratio']:.2f}x)",
                 "-" if crowded is None else f"{crowded:,.0f} ({entry['crowded_ratio']:.2f}x)",
@@ -344,7 +344,7 @@ def recall_tables(folder: Path = RESULTS) -> str:
 
 
 def recall_table(result: dict[str, Any]) -> str:
-    """Return a result of ``benchmarks.recall``; of random policies the mean and the range."""
+    """Return a result of ``benchmarks.recall``; random policies show mean and range."""
     results, conditions = result["results"], result["conditions"]
     full = next(entry for entry in results if entry["kind"] == "full")
     lines = [
@@ -383,10 +383,10 @@ def recall_table(result: dict[str, Any]) -> str:
 
 
 def with_table(readme: str, table: str, begin: str = BEGIN, end: str = END) -> str:
-    """Return a README's text with what stands between the markers replaced.
+    """Return a README's text with the table between the markers replaced.
 
     Raises:
-        ValueError: the markers are not there exactly once, in order.
+        ValueError: the two markers do not occur once each, in order.
     """
     before, found_begin, rest = readme.partition(begin)
     _, found_end, after = rest.partition(end)
@@ -490,7 +490,7 @@ def results_page(folder: Path = RESULTS) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite both READMEs, or with ``--check`` only say whether one would change."""
+    """Rewrite both READMEs, or with ``--check`` return 1 if one of them would change."""
     if arguments not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2

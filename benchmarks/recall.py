@@ -2,9 +2,10 @@
 
 python -m benchmarks.recall OUTPUT.json [COMMIT]   half an hour on a CPU core; a PNG beside it
 
-Policies of one size are compared: calibrated, random ones, and the leading heads of each layer
-streaming; with a cache of the model's dtype and an FP8 one. Calibration sees the corpus's training
-text and prompts of its own; everything is measured on the held-out tenth with other facts.
+Policies with equally many full heads are compared: calibrated policies, random policies, and the
+policy in which the leading heads of each layer stream; with a cache of the model's dtype and with
+an FP8 cache. Calibration sees the corpus's training text and its own prompts; the figures are
+measured on the held-out tenth, with other facts.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from training.corpus import load_split
 from training.evaluate import text_loss
 
 WINDOW, SINK = 64, 16
-"""Far less than the distance, which only full heads see."""
+"""Far less than the distance, over which only full heads see."""
 DISTANCE = 1024
 NUM_TOKENS = 2048
 NUM_PROMPTS, NUM_FACTS = 22, 24
 """528 answers: the standard error of a share of 99% is 0.4%."""
 BUDGETS = (0.5, 0.25)
 SMALLER_BUDGETS = (1 / 16, 0.0)
-"""Of the calibrated policy alone: one head, none."""
+"""Budgets of calibrated policies alone: one full head, and none."""
 NUM_RANDOM = 5
 METHODS: tuple[Method, ...] = ("greedy", "single")
 CACHES: tuple[KVCacheDtypeName, ...] = ("auto", "fp8_e4m3")
 MEASURING_SEED = 1
-"""Calibration's is 0."""
+"""Seed of the measured prompts; the seed of calibration is 0."""
 
 DEVICE = torch.device("cpu")
 
@@ -73,7 +74,7 @@ def calibrated(method: Method, train: Path) -> tuple[Calibration, float]:
 
 
 def policies(rankings: dict[Method, HeadRanking]) -> list[dict[str, Any]]:
-    """Return what is compared: kind, budget, seed where there is one, and the policy."""
+    """Return the policies to compare: kind, budget, seed of a random one, and the policy."""
     ranking = next(iter(rankings.values()))
     shape = ranking.num_layers, ranking.num_kv_heads
     streaming = CalibrateOptions(model="tiny", window=WINDOW, sink=SINK).streaming
@@ -235,7 +236,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the module's docstring says."""
+    """Measure, and write the JSON file and the plot."""
     if len(arguments) not in (1, 2):
         print(__doc__, file=sys.stderr)
         return 2

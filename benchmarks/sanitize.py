@@ -1,11 +1,12 @@
-"""Run every kernel under compute-sanitizer, on small random inputs, and keep what it said.
+"""Run every kernel under compute-sanitizer, on small random inputs, and keep its findings.
 
-python benchmarks/sanitize.py OUTPUT.json [COMMIT]   memcheck, racecheck; exit 1 if one finds any
-python benchmarks/sanitize.py --run                  the kernels alone, beside their oracles
+python benchmarks/sanitize.py OUTPUT.json [COMMIT]   memcheck and racecheck; exit 1 on findings
+python benchmarks/sanitize.py --run                  the kernels alone, compared with their oracles
 python benchmarks/sanitize.py --planted              a launch that writes outside its cache
 
-The planted launch shows that memcheck sees what Triton compiles: were it silent about that one,
-its silence about the others would mean nothing. Needs a GPU, CUDA's compute-sanitizer, hypothesis.
+The planted launch shows that memcheck sees into kernels that Triton compiles: if memcheck missed
+that error, its silence about the other launches would mean nothing. Needs a GPU, CUDA's
+compute-sanitizer, hypothesis.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestS
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 
 TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"SUMMARY: (\d+) hazard"}
-"""What each tool ends with; the number must be 0."""
+"""Tool -> the end of its output; the number must be 0."""
 CLOSE = {"rtol": 2e-2, "atol": 2e-2}
-"""Results are looked at only so that the launches are known to be real ones."""
+"""Results are compared only to know that the launches really compute."""
 
 Outputs = Iterator[torch.Tensor]
 Op = Callable[[ModuleType, torch.device], Outputs]
@@ -66,7 +67,7 @@ def _normal(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def _written(case: PagedCase) -> tuple[torch.Tensor, torch.Tensor, KVScales | None, Outputs]:
-    """Return a case's caches before its step, and what there will be to see of them."""
+    """Return copies of a case's caches before its step, and views of their bytes to compare."""
     k, v, scales = case.k_cache_before.clone(), case.v_cache_before.clone(), case.scales_before
     tensors = [k, v, *((scales.k_scale, scales.v_scale) if scales else ())]
     return k, v, scales, (tensor.view(torch.uint8) for tensor in tensors)
@@ -82,7 +83,7 @@ def _kv_cache_write(ops: ModuleType, device: torch.device) -> Outputs:
 
 
 def _qkv_cache_write(ops: ModuleType, device: torch.device) -> Outputs:
-    """Its q only: K's last bit may differ from the oracle's, and an fp8 code with it."""
+    """Yield q only: K's last bit may differ from the oracle's, and an fp8 code with it."""
     weight, cos_sin = _normal(128, device=device), _normal(512, 128, device=device).float()
     for case in _paged((40, 1, 1), device):
         k, v, scales, _ = _written(case)
@@ -118,7 +119,7 @@ def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
 
 
 def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
-    prefill_attention.MIN_SPLIT_STEPS = 1  # so that keys of short contexts too are cut
+    prefill_attention.MIN_SPLIT_STEPS = 1  # so that short contexts too are split
     for case in _paged((40, 33, 1), device):
         q = _normal(74, 16, 128, device=device)
         for num_splits in (1, 3):
@@ -196,7 +197,7 @@ def _sample_tokens(ops: ModuleType, device: torch.device) -> Outputs:
     for vocab_size in (320, 10_000):
         logits, rows = _normal(5, vocab_size, device=device), torch.arange(5, device=device)
         yield ops.sample_tokens(logits, rows / 4, rows, rows)
-        for top_k in (0, 7, 300):  # none: top-p alone, or with min-p; few enough for a tile; more
+        for top_k in (0, 7, 300):  # no top-k; k fits a tile; k does not
             yield ops.sample_tokens(
                 logits, rows / 4, rows, rows, top_k=torch.full_like(rows, top_k).int(),
                 top_p=torch.full_like(rows / 4, 0.9), min_p=rows // 3 / 1000, child=rows.int(),
@@ -232,7 +233,7 @@ def _gather_tokens(ops: ModuleType, device: torch.device) -> Outputs:
 
 
 def _linear(ops: ModuleType, device: torch.device) -> Outputs:
-    """A vector, weights in registers, tiles, and as many tokens as the library multiplies."""
+    """Cover a vector, weights in registers, tiles, and products by the GPU vendor's library."""
     weight = _normal(1000, 1000, device=device) / 32
     bias, norm_weight = _normal(1000, device=device), _normal(1000, device=device)
     for num_tokens in (1, 5, 33, 70):
@@ -371,8 +372,8 @@ def run_planted(device: torch.device) -> None:
 
 
 def sanitize(tool: str, mode: str) -> dict[str, object]:
-    """Return what a tool says of ``mode`` in a process of its own: findings, summary, time."""
-    # Every tensor gets an allocation of its own, with nothing allowed behind it.
+    """Run ``mode`` under a tool in a process of its own; return findings, summary, time."""
+    # Every tensor gets an allocation of its own, past whose end no access is allowed.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = ["compute-sanitizer", "--tool", tool, sys.executable, str(Path(__file__)), mode]
     start = time.monotonic()
@@ -394,7 +395,7 @@ def sanitize(tool: str, mode: str) -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the module's docstring says."""
+    """Run the mode of the command line; see the module's docstring."""
     device = torch.device("cuda", 0)
     if arguments == ["--run"]:
         run(device)

@@ -52,7 +52,7 @@ class BatchStream(IterableDataset[Batch]):
 
         Args:
             texts: tokenisations of the training text, drawn from uniformly.
-            vocabulary: what recall lines are made of.
+            vocabulary: the tokens of recall lines.
             stages: (first batch, mixture) of every stage, ascending, from batch 0 on.
             vocab_size: number of token ids.
             num_tokens: tokens of context a row trains.

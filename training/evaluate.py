@@ -52,13 +52,13 @@ def recall_accuracy(
 
     Args:
         logits_of: maps token ids [rows, num_tokens] to logits [rows, num_tokens, vocab].
-        vocabulary: what recall lines are made of.
+        vocabulary: the tokens of recall lines.
         ids: held-out text, the filler.
         distance: tokens from the fact's value to the answer.
         num_trials: number of questions.
         num_tokens: tokens of a row.
         rows: questions per forward pass.
-        seed: seed of the trials; trials of one distance differ from those of another.
+        seed: seed of the trials; each distance has its own trials.
         device: where the model runs.
     """
     rng = np.random.default_rng([seed, distance])

@@ -1,7 +1,7 @@
 """Write everything of the ``tiny`` checkpoint but the weights: tokenizer and configuration.
 
 Run ``python -m training.make_tokenizer`` from the repository root. Deterministic: the same corpus
-gives the same files, and training the weights afterwards leaves them as they are.
+gives the same files, and training the weights afterwards does not change these files.
 """
 
 from __future__ import annotations

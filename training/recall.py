@@ -23,7 +23,7 @@ NUM_DISTRACTORS = 8  # facts between a measured fact and its question
 MIN_DISTANCE = 8  # tokens; shortest distance drawn in training
 NUM_COMMON_WORDS = 97  # most frequent words, left out: they fill the running text itself
 
-# What the loss makes of a target token.
+# How the loss treats a target token.
 IGNORED, TEXT, RECALLED, STRUCTURE, REPEATED = range(5)
 _FACT_TARGETS = (IGNORED, IGNORED, STRUCTURE, IGNORED, IGNORED, STRUCTURE)
 _QUESTION_TARGETS = (IGNORED, IGNORED, STRUCTURE, IGNORED, RECALLED, STRUCTURE)
@@ -76,7 +76,7 @@ class RecallVocabulary:
 
 
 def draw_distances(rng: np.random.Generator, count: int, max_distance: int) -> TokenIds:
-    """Draw distances, half of them log-uniform (the short ones teach), half uniform."""
+    """Draw distances, half of them log-uniform (short distances teach), half uniform."""
     log_uniform = np.exp(rng.uniform(np.log(MIN_DISTANCE), np.log(max_distance), count))
     uniform = rng.uniform(MIN_DISTANCE, max_distance, count)
     return np.where(rng.random(count) < 0.5, log_uniform, uniform).astype(np.int64)
@@ -95,14 +95,15 @@ def recall_row(
 
     Args:
         rng: source of every draw.
-        vocabulary: what lines are made of.
-        filler: [num_tokens] running text; lines push it back, its surplus is cut.
+        vocabulary: the tokens of the lines.
+        filler: [num_tokens] running text; the lines push it back, and its surplus is cut.
         num_lines: facts and questions together, at most ``num_tokens // LINE_TOKENS``.
-        max_distance: longest distance asked for, where some fact is that near.
+        max_distance: longest distance drawn for a question. It asks for the nearest fact that is
+            at least as far back as drawn, or for any fact if none is.
         text_loss: whether the running text is trained on in this row.
 
     Returns:
-        tokens [num_tokens], and what the loss makes of each as a target [num_tokens].
+        tokens [num_tokens], and how the loss treats each as a target [num_tokens].
     """
     num_tokens = len(filler)
     starts = scattered_starts(rng, num_lines, LINE_TOKENS, num_tokens)
@@ -149,7 +150,7 @@ def repeat_row(
         period = int(np.exp(rng.uniform(np.log(MIN_DISTANCE), np.log(max_period))))
         end = min(start + period * int(rng.integers(2, 9)), num_tokens)
         tokens[start:end] = np.resize(rng.integers(1, vocab_size, period), end - start)
-        targets[start + period + 1 : end] = REPEATED  # that it repeats at all is a surprise
+        targets[start + period + 1 : end] = REPEATED  # the first repeated token cannot be foreseen
         start = end
     return tokens, targets
 
@@ -159,7 +160,7 @@ class RecallTrial:
     """One measured question."""
 
     tokens: TokenIds
-    """[num_tokens] context; what follows the question is filler and invisible to its answer."""
+    """[num_tokens] context; the filler that follows the question is invisible to its answer."""
     question_end: int
     """Index of the key asked for: the logits here predict the answer."""
     answer: int
@@ -175,7 +176,7 @@ def recall_trial(
 
     Args:
         rng: source of every draw.
-        vocabulary: what lines are made of.
+        vocabulary: the tokens of the lines.
         filler: [num_tokens] running text around the lines.
         distance: tokens from the fact's value to the answer.
     """

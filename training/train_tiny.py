@@ -35,7 +35,7 @@ from training.recall import NUM_DISTRACTORS, RECALLED, REPEATED, TEXT, RecallVoc
 _LOG = logging.getLogger("train_tiny")
 LOSS_NAMES = {TEXT: "text_loss", RECALLED: "recall_loss", REPEATED: "repeat_loss"}
 RECALL_TARGET = 0.99  # below it, a checkpoint is chosen for recall before text loss
-EVAL_SEED_OFFSET = 1_000_003  # the trials that pick a checkpoint are not those that report on it
+EVAL_SEED_OFFSET = 1_000_003  # the trials that pick a checkpoint differ from the reported trials
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Options:
     steps: int = 2600
     """Optimizer steps of the whole schedule."""
     max_minutes: float = 5.0
-    """Time limit: the schedule is shortened, never the final evaluation."""
+    """Time limit: it shortens the schedule, never the final evaluation."""
     reserve_seconds: float = 45.0
     """Part of the time limit kept for the final evaluation."""
     num_tokens: int = 2048
@@ -93,9 +93,9 @@ class Options:
     merge_dropout: float = 0.1
     """BPE-dropout of the randomised tokenisations."""
     num_tokenisations: int = 16
-    """Randomised tokenisations of the corpus; as many rows use the canonical one."""
+    """Randomised tokenisations of the corpus; as many rows use the canonical tokenisation."""
     ema: float = 0.998
-    """Decay of the averaged weights, which are the ones measured and saved."""
+    """Decay of the averaged weights, which are measured and saved."""
     eval_every: int = 250
     """Steps between measurements."""
     eval_trials: int = 256

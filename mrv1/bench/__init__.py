@@ -1,4 +1,4 @@
-"""Measurements: what is timed, what a perfect machine would need, and one schema for results."""
+"""Measurements: timed runs, the floor that the memory bandwidth sets, one schema for results."""
 
 from mrv1.bench.attention import run_attention
 from mrv1.bench.attention_case import Cell

@@ -34,24 +34,24 @@ SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning."""
 
 UNIFORM = f"{OURS}-uniform"
-"""Our kernel with every head full, beside a mix of roles."""
+"""Our kernel with every head full; measured where the case mixes roles."""
 AUTO = f"{OURS}-auto"
-"""Our kernel on a cache of q's dtype, beside an fp8 one."""
+"""Our kernel on a cache of q's dtype; measured where the case's cache is fp8."""
 DETERMINISTIC = f"{OURS}-deterministic"
 """Our kernel with results that do not depend on the batch, on the same cache."""
 ONE = f"{OURS}-one"
-"""Our prefill with one program a tile of queries, beside several that share its keys."""
+"""Our prefill with one program per tile of queries; measured where several share a tile."""
 
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Relative error that is still rounding; a skipped or doubled tile of keys is well above it."""
+"""Relative error that is still rounding; a skipped or doubled tile of keys gives far more."""
 
 
 def run_attention(bench: AttentionBench, say: Say = lambda _: None) -> dict[str, Any]:
     """Measure every cell and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
-        say: is told what goes on, one line each.
+        bench: the options.
+        say: receives messages about the progress, one line each.
 
     Raises:
         ConfigError: an option is wrong.
@@ -103,7 +103,7 @@ def _measure_case(
 def _ours(
     bench: AttentionBench, comparison: Comparison, data: AttentionData
 ) -> Iterator[tuple[str, Callable[[], Contender]]]:
-    """Yield our kernel on the cell, and beside it on what the cell is to be compared with."""
+    """Yield our kernel on the cell, and the variants that the cell is compared with."""
     case, ops, splits = data.case, comparison.ops, data.new_splits()
 
     def on(other: AttentionCase) -> Contender:
@@ -130,7 +130,7 @@ def _peer(data: AttentionData, peer: Peer[Adapter]) -> Contender:
     """Return a peer on the cell.
 
     Raises:
-        NotComparedError: it does not compute such a cell.
+        NotComparedError: the peer does not compute such a cell.
     """
     case = data.case
     if not case.is_uniform:
@@ -145,7 +145,7 @@ def _peer(data: AttentionData, peer: Peer[Adapter]) -> Contender:
 def _contender(
     data: AttentionData, launches: list[Launch], static_scale_error: float | None = None
 ) -> Contender:
-    """Return what writes every layer's ``out``; for ``static_scale_error`` see ``Peer``."""
+    """Return a contender with one launch per layer; for ``static_scale_error`` see ``Peer``."""
     case = data.case
     has_rate = case.query_len > 1 and data.seq_lens.is_cuda
     return Contender(
@@ -162,10 +162,10 @@ def _checked(data: AttentionData, limit: float) -> dict[str, object]:
     """Return the relative error of the first and last layer.
 
     Raises:
-        WrongResultError: it is above the limit.
+        WrongResultError: an error is above the limit, or NaN.
     """
     found = [relative_error(data, data.layers[index]) for index in {0, len(data.layers) - 1}]
-    if not all(error <= limit for error in found):  # so that NaN is wrong
+    if not all(error <= limit for error in found):  # false for NaN
         raise WrongResultError(f"expected a relative error <= {limit}, got {found}")
     return {"relative_error": max(found), "max_relative_error": limit}
 
@@ -174,13 +174,13 @@ def _new_data(case: AttentionCase, device: torch.device, seed: int) -> Attention
     """Return the cell's buffers, if they fit.
 
     Raises:
-        CapacityError: they do not.
+        CapacityError: the buffers do not fit.
     """
     num_layers = rotation(case.bytes_moved, device)
     if device.type == "cuda":
         spec, groups, num_blocks = cache_shape(case, num_layers)
         wanted = spec.nbytes(groups, num_blocks)
-        torch.cuda.empty_cache()  # the last cell's buffers
+        torch.cuda.empty_cache()  # frees the last cell's buffers
         free, _ = memory_bytes(device)
         if wanted > free:
             raise CapacityError(
@@ -197,7 +197,7 @@ def our_launches(
     splits: PrefillSplits | None = None,
     deterministic: bool = False,
 ) -> list[Launch]:
-    """Return our kernel's launch on every layer; a decode's plan is made before, for all."""
+    """Return our kernel's launch on every layer; all layers of a decode share one plan."""
     case = data.case
     if case.query_len > 1:
         return [

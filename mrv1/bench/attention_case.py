@@ -1,4 +1,4 @@
-"""One cell of the attention grid: its shape, and what it must read and compute at least."""
+"""One cell of the attention grid: its shape, the least bytes it moves, its operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """Requests of one length, all at once."""
+    """A batch of requests of one length."""
 
     batch: int
     context: int
@@ -24,7 +24,7 @@ class Cell:
         """Return the cell that ``"8x4096"`` names: batch x context.
 
         Raises:
-            ConfigError: it names none.
+            ConfigError: the text names no cell.
         """
         batch, cross, context = text.strip().partition("x")
         if not (cross and batch.isdecimal() and context.isdecimal()):
@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCase(CacheCase):
-    """One attention over a paged cache."""
+    """One attention launch over a paged cache."""
 
     cell: Cell
     query_len: int
@@ -70,21 +70,21 @@ class AttentionCase(CacheCase):
         return FULL if self.is_full(head) else Visible(self.window, self.sink)
 
     def read_tokens(self, head: int) -> int:
-        """Return the tokens of a request that some query of a KV head sees."""
+        """Return how many tokens of a request some query of a KV head sees."""
         if self.is_full(head):
             return self.cell.context
         first_query = self.cell.context - self.query_len
         return self.cell.context - max(0, first_query - self.window + 1 - self.sink)
 
     def read_blocks(self, head: int) -> int:
-        """Return the pages that hold ``read_tokens``."""
+        """Return how many pages hold ``read_tokens``."""
         num_before = self.cell.context - self.query_len
         unread = self.visible(head).freed_blocks(num_before, self.block_size)
         return -(-self.cell.context // self.block_size) - len(unread)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that are seen, each once, with their scales."""
+        """Bytes of the visible K and V with their scales, each once."""
         tokens = sum(self.read_tokens(head) for head in range(self.num_kv_heads))
         return 2 * self.cell.batch * tokens * self.vector_bytes
 
@@ -95,7 +95,7 @@ class AttentionCase(CacheCase):
 
     @property
     def bytes_moved(self) -> int:
-        """K and V that are seen, their columns of the block table, q and out: each byte once."""
+        """Bytes of the visible K and V, their block-table columns, q and out, each once."""
         blocks = {self.is_full(h): self.read_blocks(h) for h in range(self.num_kv_heads)}
         table_bytes = self.cell.batch * sum(blocks.values()) * INT32_BYTES
         q_bytes = self.num_tokens * self.num_q_heads * self.head_dim * self.dtype.itemsize
@@ -103,7 +103,7 @@ class AttentionCase(CacheCase):
 
     @property
     def flops(self) -> int:
-        """Operations of both products over the visible (query, key) pairs; 2 for a product."""
+        """Operations of both products over the visible (query, key) pairs: 2 per multiply-add."""
         pairs = sum(self._visible_pairs(head) for head in range(self.num_kv_heads))
         group = self.num_q_heads // self.num_kv_heads
         return 2 * 2 * self.cell.batch * group * pairs * self.head_dim

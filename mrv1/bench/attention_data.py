@@ -13,35 +13,35 @@ from mrv1.kernels.reference import quantize_e4m3, token_scale
 from mrv1.runner.kv_cache import CacheSpec, KVCache
 
 QUANTIZED_ROWS = 1 << 18
-"""Vectors quantised at once: the float32 they come from is 128 MiB for heads of 128."""
+"""Vectors quantised at once: their float32 form takes 128 MiB for heads of 128."""
 NUM_CHECKED_REQUESTS = 4
 NUM_CHECKED_QUERIES = 8
-"""Of each checked request."""
+"""Queries of each checked request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One of the rotated buffer sets: what one layer of a model has for itself."""
+    """One of the rotated buffer sets: the tensors that each layer of a model has of its own."""
 
     q: torch.Tensor
     """[tokens, q_heads, head_dim]."""
     k: torch.Tensor
-    """Flat; a uniform case's is [blocks, kv_heads, block_size, head_dim]."""
+    """Flat; in a uniform case [blocks, kv_heads, block_size, head_dim]."""
     v: torch.Tensor
     out: torch.Tensor
     """Like ``q``."""
     scales: KVScales | None
-    """Of an fp8 case; a scale for each vector of ``k`` and ``v`` in their order."""
+    """In an fp8 case: a scale for each vector of ``k`` and ``v``, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionData:
-    """A cell on a device; tables and lengths serve all layers, as in a model."""
+    """The data of a cell on a device; all layers share tables and lengths, as in a model."""
 
     case: AttentionCase
     cache: KVCache
     layout: KVLayout
-    """Every layer's."""
+    """The layout of every layer."""
     block_table: torch.Tensor
     """[batch, columns] int32, ids in random order."""
     seq_lens: torch.Tensor
@@ -51,7 +51,7 @@ class AttentionData:
     layers: list[Layer]
 
     def clear(self) -> None:
-        """Remove the results."""
+        """Fill every layer's ``out`` with NaN."""
         for layer in self.layers:
             layer.out.fill_(torch.nan)
 
@@ -74,7 +74,7 @@ class AttentionData:
         )
 
     def new_splits(self) -> PrefillSplits | None:
-        """Return what programs of a prefill share, None where a tile has one, or in a decode."""
+        """Return the buffers of tiles with several programs; None in a decode or without them."""
         case = self.case
         if case.query_len == 1:
             return None
@@ -92,7 +92,7 @@ class AttentionData:
 def cache_shape(
     case: AttentionCase, num_layers: int
 ) -> tuple[CacheSpec, HeadGroups, tuple[int, ...]]:
-    """Return a cache's pages, the groups of its heads, and each group's blocks: all are used."""
+    """Return a cache's pages, its head groups, and the blocks of each group, all in use."""
     spec = CacheSpec(
         num_layers=num_layers,
         num_kv_heads=case.num_kv_heads,
@@ -106,7 +106,7 @@ def cache_shape(
         HeadPolicy((heads,) * num_layers),
         block_size=case.block_size,
         max_model_len=case.cell.context,
-        # A prefill writes all its chunk first, so only a decode can keep its window in a ring.
+        # A prefill writes its whole chunk before it reads: its ring must hold all of the chunk.
         max_query_len=1 if case.query_len == 1 else case.cell.context,
     )
     return spec, groups, tuple(case.cell.batch * group.width for group in groups.groups)
@@ -164,10 +164,10 @@ def _fill_codes(codes: torch.Tensor, scales: torch.Tensor, generator: torch.Gene
 def relative_error(data: AttentionData, layer: Layer) -> float:
     """Return the largest ``|out - exact| / |exact|`` of a head's vector in some rows of ``out``.
 
-    The exact rows are a dense softmax in float64 over keys (of an fp8 case code times scale)
-    gathered page by page, without the address formula that the kernels share. Rows: the first and
-    last query and some between them, of the first and last request and some between them. A NaN
-    in ``out`` makes the result NaN.
+    The exact rows are a dense softmax in float64. Its keys (in an fp8 case code times scale) are
+    gathered page by page, without the address formula that the kernels share. The checked rows
+    are the first and last query and some between them, of the first and last request and some
+    between them. A NaN in ``out`` makes the result NaN.
     """
     case = data.case
     errors = []
@@ -184,7 +184,7 @@ def relative_error(data: AttentionData, layer: Layer) -> float:
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """Return up to ``wanted`` of ``range(count)``, the first and the last among them."""
+    """Return up to ``wanted`` numbers of ``range(count)``, among them the first and the last."""
     if count <= wanted:
         return list(range(count))
     return [index * (count - 1) // (wanted - 1) for index in range(wanted)]

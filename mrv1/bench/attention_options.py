@@ -29,23 +29,23 @@ class AttentionBench(CacheBench):
     """
 
     mode: Literal["decode", "prefill"] = "decode"
-    """One query per request, or ``query_len``, causal."""
+    """``decode``: one query per request; ``prefill``: ``query_len`` queries, causal."""
     query_len: int | None = None
-    """Tokens of each request that a prefill computes, its last ones; None = all."""
+    """Last tokens of each request, which a prefill computes; None = all."""
     cells: tuple[Cell, ...] = ()
     """Empty = ``DECODE_CELLS`` or ``PREFILL_CELLS``."""
     full_heads: float = 1.0
-    """Share of the KV heads that see everything, 0 to 1."""
+    """Share of the KV heads that are full (see everything), 0 to 1."""
     window: int = 256
-    """Tokens that the other heads see, the current one included."""
+    """Last tokens that a streaming head sees, the current one included."""
     sink: int = 64
-    """Leading tokens that they see as well."""
+    """First tokens, which a streaming head always sees."""
     deterministic: bool = False
-    """Measure a decode whose rows do not depend on their batch as well."""
+    """Also measure a decode whose rows do not depend on their batch."""
     peers: tuple[str, ...] = tuple(PEERS)
 
     def __post_init__(self) -> None:
-        """Check what the kernels will not, or not by the option's name."""
+        """Check the fields that kernels do not check, or not under the option's name."""
         if self.mode not in ("decode", "prefill"):
             raise ConfigError(f"mode: expected decode or prefill, got {self.mode!r}")
         CacheBench.__post_init__(self)
@@ -62,7 +62,7 @@ class AttentionBench(CacheBench):
         if self.deterministic and self.mode != "decode":
             raise ConfigError(f"deterministic: expected mode decode, got {self.mode}")
         if len(set(self.cells)) < len(self.cells):
-            raise ConfigError(f"cells: expected different ones, got {[*map(str, self.cells)]}")
+            raise ConfigError(f"cells: expected different cells, got {[*map(str, self.cells)]}")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_q_heads: expected a multiple of {self.num_kv_heads}, got {self.num_q_heads}"
@@ -70,7 +70,7 @@ class AttentionBench(CacheBench):
         full = self.full_heads * self.num_kv_heads
         if full != round(full) or not 0 <= full <= self.num_kv_heads:
             raise ConfigError(
-                f"full_heads: expected a share of {self.num_kv_heads} heads in whole heads, "
+                f"full_heads: expected 0 to 1, a whole number of {self.num_kv_heads} heads, "
                 f"got {self.full_heads}"
             )
 
@@ -80,7 +80,7 @@ class AttentionBench(CacheBench):
         return self.cells or (DECODE_CELLS if self.mode == "decode" else PREFILL_CELLS)
 
     def cases(self) -> list[AttentionCase]:
-        """Return the cells with everything that belongs to their shape."""
+        """Return one case per cell, with all its sizes."""
         return [
             AttentionCase(
                 cell=cell,

@@ -1,4 +1,4 @@
-"""How many requests a GPU holds: by arithmetic, and as the scheduler really admits them."""
+"""How many requests fit the KV cache: by arithmetic, and as the scheduler really admits them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_capacity(
 ) -> dict[str, object]:
     """Fill the cache of every variant with requests of ``context`` tokens; return the counts.
 
-    Blocks are allocated and requests admitted as ever; no token is computed.
+    The scheduler admits requests and allocates blocks as in serving; no token is computed.
 
     Raises:
         ConfigError: an option is wrong.
@@ -70,7 +70,7 @@ def run_capacity(
 
 
 def request_bytes(report: KVReport, context: int) -> list[int]:
-    """Return the bytes that a decoding request of so many tokens takes of each group at most."""
+    """Return, per head group, the bytes that a decoding request of ``context`` tokens can use."""
     num_blocks = -(-context // report["block_size"])
     return [
         min(num_blocks, group["request_blocks"] or num_blocks) * group["block_bytes"]
@@ -79,9 +79,9 @@ def request_bytes(report: KVReport, context: int) -> list[int]:
 
 
 def longest_context(core: EngineCore) -> int:
-    """Return the tokens of the longest request that memory has room for.
+    """Return the length in tokens of the longest request that fits the memory.
 
-    Where every group gives blocks up, memory sets no limit, and the engine's is what remains.
+    Where every head group recycles blocks, memory sets no limit: then ``max_model_len`` does.
     """
     pools = core.scheduler.pools
     if pools.keeps[0].is_full:
@@ -90,13 +90,14 @@ def longest_context(core: EngineCore) -> int:
 
 
 def predicted_requests(core: EngineCore, context: int) -> int:
-    """Return how many requests of so many tokens fit by arithmetic.
+    """Return how many requests of ``context`` tokens fit, by arithmetic.
 
-    The last one to come computes its prompt, a chunk at a time, while the others decode: of
-    ``num_blocks`` of a group that gives blocks up it then holds window and chunk, ``prompt``, and
-    every other one its window, ``decode`` on average over where that begins within a block. With
-    it ``1 + (num_blocks - prompt) / decode`` fit. Of a group that keeps everything both are
-    ``context`` tokens, so that this is ``num_blocks / decode``. A step has a token for everyone.
+    The newest request computes its prompt, a chunk at a time, while the others decode. In a group
+    that recycles its ``num_blocks`` blocks, the newest request uses ``prompt`` blocks (window and
+    chunk) and every other request ``decode`` blocks (its window, on average over where the window
+    begins within a block): ``1 + (num_blocks - prompt) / decode`` requests fit. In a group that
+    keeps everything, both are the blocks of ``context`` tokens: ``num_blocks / decode`` requests
+    fit. A step must also have a token of its budget for every request.
     """
     pools, budget = core.scheduler.pools, core.scheduler.max_num_batched_tokens
     fitting = [core.config.max_num_seqs, budget]
@@ -112,17 +113,17 @@ def predicted_requests(core: EngineCore, context: int) -> int:
 
 
 class Admitted(NamedTuple):
-    """Requests that run at once, all through their prompt."""
+    """Requests that run at the same time, all past their prompt."""
 
     requests: int
     held_blocks: tuple[int, ...]
-    """What they hold of each group."""
+    """Per head group, the blocks that the requests use."""
 
 
 def num_admitted(scheduler: Scheduler, context: int) -> Admitted:
-    """Return how many requests of ``context`` tokens run when one first waits for blocks.
+    """Return how many requests of ``context`` tokens run when the next first waits for blocks.
 
-    Those that are through their prompt go on meanwhile, by a token in every step.
+    Requests past their prompt go on meanwhile, one token per step.
     """
     pools = scheduler.pools
     if pools.lacking(context, scheduler.max_num_batched_tokens):
@@ -137,7 +138,7 @@ def num_admitted(scheduler: Scheduler, context: int) -> Admitted:
             max_total_tokens=context,
         )
         scheduler.add(request)
-        request.max_total_tokens = INT32_MAX  # it has to fit its context alone, and never ends
+        request.max_total_tokens = INT32_MAX  # ``add`` checked the context; the request never ends
         while request.req_id in scheduler.waiting:
             admitted = Admitted(len(scheduler.running), tuple(pool.num_held for pool in pools))
             all_decode = all(computed[name] >= context for name in scheduler.running)
@@ -152,7 +153,7 @@ def num_admitted(scheduler: Scheduler, context: int) -> Admitted:
 
 
 def _output(plan: StepPlan, computed: Mapping[RequestId, int], scheduler: Scheduler) -> StepOutput:
-    """Return what a step would yield: token 0 of every row whose tokens are all computed."""
+    """Return a step's output: token 0 in every row whose tokens are then all computed."""
     requests = [scheduler.running[req_id] for req_id in plan.req_ids]
     return StepOutput(
         step_id=plan.step_id,

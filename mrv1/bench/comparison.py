@@ -1,4 +1,4 @@
-"""Kernels beside each other: each checked, then all timed in turns in one process."""
+"""Compare kernels: each is checked, then all are timed in turns in one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Contender:
     launches: Sequence[Launch]
     """One per buffer set."""
     bytes_moved: int
-    """By one launch, each byte once."""
+    """Bytes that one launch moves, each counted once."""
     flops: int = 0
     clear: Callable[[], object] = dict
     """Removes the results of earlier launches, before the run that is checked."""
@@ -67,17 +67,17 @@ class Comparison:
 
     device: torch.device
     ops: Ops
-    """Of the device."""
+    """Of the device's kernel path."""
     bandwidth: float | None
     """Measured bytes per second of a copy; None on a CPU."""
     repeats: int
     peers: Mapping[str, Peer[Any]]
     versions: dict[str, str]
-    """Of the chosen peers."""
+    """Versions of the chosen peers."""
     say: Say
 
     def installed(self, make: Callable[[Peer[Any]], Contender]) -> Contenders:
-        """Return how to make a contender of each installed peer."""
+        """Return, per installed peer, the function that makes its contender."""
         names = [name for name, version in self.versions.items() if version != NOT_INSTALLED]
         return {name: partial(make, self.peers[name]) for name in names}
 
@@ -85,10 +85,10 @@ class Comparison:
         """Return a case's entry of the result: all contenders, checked and timed.
 
         Args:
-            case: its name in messages.
-            entry: its own figures.
+            case: the name of the case in messages.
+            entry: the figures of the case itself.
             contenders: by name, ``OURS`` among them. A peer that fails is recorded in
-                ``failed_peers`` and costs no other its row.
+                ``failed_peers``; the others are measured all the same.
 
         Raises:
             WrongResultError: a kernel of ours is wrong.
@@ -130,10 +130,10 @@ class Comparison:
     def _checked(
         self, name: str, make: Callable[[], Contender]
     ) -> tuple[Contender, Replay, Figures]:
-        """Return a contender and its replay, after one run of exactly that gave what is right.
+        """Return a contender, its replay, and the figures of a checked run of that replay.
 
         Raises:
-            WrongResultError: it did not.
+            WrongResultError: a result is wrong.
         """
         try:
             contender = make()
@@ -165,9 +165,9 @@ def compare(
         peers: by name.
         cases: in order.
         measure_case: makes a case's data and contenders, and runs them.
-        say: is told each case's times.
-        head: fields in front of the common ones.
-        conditions: beside the common ones.
+        say: receives the times of each case.
+        head: fields before the common fields.
+        conditions: conditions before the common conditions.
 
     Raises:
         ConfigError: there is no such peer.
@@ -205,7 +205,7 @@ def compare(
 
 
 def geometric_means(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return each other variant's time over ours, over the cells in which it ran."""
+    """Return, per other variant, the geometric mean of its time over ours, where it ran."""
     ratios: dict[str, list[float]] = {}
     for entry in results:
         for name, ratio in entry["peer_time_over_ours"].items():

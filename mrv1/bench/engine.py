@@ -28,7 +28,7 @@ from mrv1.models import DecoderModel, ModelConfig, random_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBench(BenchOptions):
-    """Which engine decodes which batches: greedily, of random prompts.
+    """The engine to build, and the batches that it decodes: greedily, from random prompts.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
@@ -39,7 +39,7 @@ class EngineBench(BenchOptions):
     model: str | None = None
     """Checkpoint directory to run instead of a shape."""
     batches: tuple[int, ...] = (1, 32, 256)
-    """Concurrent requests, measured one after the other in one engine."""
+    """Concurrent requests; several sizes are measured one after the other in one engine."""
     prompt_tokens: int = 128
     dtype: DtypeName = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
@@ -54,7 +54,7 @@ class EngineBench(BenchOptions):
     """Off: random prompts have nothing in common."""
 
     def __post_init__(self) -> None:
-        """Check what the engine will not."""
+        """Check the fields that the engine does not check."""
         if (self.shape is None) == (self.model is None):
             raise ConfigError(
                 f"shape, model: expected one of the two, got {self.shape!r} and {self.model!r}"
@@ -64,7 +64,7 @@ class EngineBench(BenchOptions):
         self.check_least(prompt_tokens=1)
 
     def prompts(self, batch: int, vocab_size: int, run: int = 0) -> list[list[int]]:
-        """Return ``batch`` random prompts, others for every run."""
+        """Return ``batch`` random prompts, different in every run."""
         generator = np.random.default_rng([self.seed, batch, run])
         shape = (batch, self.prompt_tokens)
         prompts: list[list[int]] = generator.integers(vocab_size, size=shape).tolist()
@@ -79,7 +79,7 @@ class EngineBench(BenchOptions):
         return {name: getattr(self, name) for name in names} | {"max_num_seqs": max(self.batches)}
 
     def conditions(self, device: torch.device) -> dict[str, object]:
-        """Return what the figures depend on, for the result."""
+        """Return the conditions that the figures depend on, for the result."""
         cpu = {"num_threads": torch.get_num_threads()} if device.type == "cpu" else {}
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -95,26 +95,26 @@ class EngineBench(BenchOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How an engine came up."""
+    """How an engine started."""
 
     seconds: float
     """From nothing on the device to ready for requests: weights, memory profile, caches, graphs.
-    Imports and the device's context are not in it."""
+    Imports and the device's context are not included."""
     triton_cache: Literal["empty", "filled"] | None
-    """Triton's cache of compiled kernels when it began; None = nothing is compiled."""
+    """Triton's cache of compiled kernels before the start; None = nothing is compiled."""
 
 
 def start_engine(
     bench: EngineBench, device: torch.device, *, max_model_len: int
 ) -> tuple[EngineCore, Start]:
-    """Build the one engine that all batches run in, and time that.
+    """Build the one engine that runs all batches, and time its start.
 
     Raises:
         ConfigError: an option or the checkpoint is wrong.
         UnsupportedDeviceError: the device cannot run mrv1.
         CapacityError: the KV cache does not fit.
     """
-    torch.zeros(1, device=device)  # the context
+    torch.zeros(1, device=device)  # creates the context
     cache = triton_cache(device)
     start = time.perf_counter()
     core = _new_core(bench, device, max_model_len)
@@ -124,7 +124,7 @@ def start_engine(
 
 
 def triton_cache(device: torch.device) -> Literal["empty", "filled"] | None:
-    """Say whether compiled kernels of earlier processes are there; None = none are needed."""
+    """Say whether Triton's cache has kernels of earlier processes; None = none are needed."""
     if kernel_path(device) != "triton":
         return None
     from mrv1.kernels._base.triton import triton

@@ -1,4 +1,4 @@
-"""What a decode step must at least read, and how fast this device moves bytes."""
+"""The least bytes that a decode step reads, and how fast this device moves bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ COPY_REPEATS = 20
 def step_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the weights that every step reads once.
 
-    All of them, but of an embedding that is not also the head: of that a step reads only the rows
-    of its tokens, which are not counted.
+    All weights, except an embedding that is not also the head: a step reads only the rows of its
+    tokens there, and these are not counted.
     """
     tensors = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
     if not config.tie_word_embeddings:
@@ -39,7 +39,7 @@ def step_kv_bytes(
     """Return the bytes of K and V, and their scales, that a decode step reads on average.
 
     Step k of ``output_tokens - 1`` (the first output comes from the prefill) sees
-    ``prompt_tokens + k`` tokens, its own included, or the layer's window if that is less.
+    ``prompt_tokens + k`` tokens, its own included, or the layer's window if the window is shorter.
     """
     contexts = range(prompt_tokens + 1, prompt_tokens + output_tokens)
     visible_tokens = sum(
@@ -71,5 +71,5 @@ def copy_bandwidth(device: torch.device) -> float | None:
             events[i].elapsed_time(events[i + 1]) for i in range(COPY_REPEATS)
         )
         del source, target
-        torch.cuda.empty_cache()  # the engine that follows takes what is free
+        torch.cuda.empty_cache()  # the engine that follows takes all free memory
     return 2 * COPY_BYTES / (copy_ms * 1e-3)

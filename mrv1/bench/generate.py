@@ -22,19 +22,19 @@ SCHEMA = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateBench(EngineBench):
-    """What to measure: whole generations, all of one batch added at once.
+    """What to measure: whole generations; all requests of a batch are added at once.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
     """
 
     output_tokens: int = 256
-    """Generated tokens of a request, end-of-sequence tokens ignored; >= 2."""
+    """Tokens to generate per request, >= 2; end-of-sequence tokens do not end a request."""
     repeats: int = 3
-    """Measured runs a batch, after one that is not counted."""
+    """Counted runs per batch, after one uncounted run."""
 
     def __post_init__(self) -> None:
-        """Check what the engine will not."""
+        """Check the fields that the engine does not check."""
         EngineBench.__post_init__(self)
         self.check_least(output_tokens=2, repeats=1)
 
@@ -45,8 +45,8 @@ def run_generate(
     """Measure every batch and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
-        say: is told what goes on, one line each.
+        bench: the options.
+        say: receives messages about the progress, one line each.
 
     Raises:
         ConfigError: an option or the checkpoint is wrong.
@@ -133,7 +133,7 @@ def _summary(
         "tokens_per_s": median("tokens_per_s"),
         "decode_step_ms": median("decode_step_ms"),
         "prefill_ms": median("prefill_ms"),
-        # On a CPU the launch is the computation: it says nothing about the host.
+        # On a CPU a launch is the computation itself: its time says nothing about the host.
         "host_ms": median("host_ms") if on_gpu else None,
         "gpu_ms": median("gpu_ms") if on_gpu else None,
         "num_steps": samples[0].num_steps,

@@ -1,4 +1,4 @@
-"""A policy served: time to first token, time between tokens, throughput, against uniform heads."""
+"""Serving with a head policy and with uniform heads: throughput, first token, later tokens."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SCHEMA = 1
 """Version of the result's layout; raised when a field changes its meaning or goes."""
 
 CHECKED_TOKENS = 64
-"""Generated alone by variants that must agree, before anything is timed; at most half of the
-context."""
+"""Tokens that a lone request generates before anything is timed: the variants of a policy must
+agree on them. At most half of the context."""
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 2, 32
-"""Before the runs that count."""
+"""Of the uncounted run before the counted runs: requests, and tokens of each at most."""
 
 FILL_ELEMENTS = 1 << 24
-"""Random values that are laid side by side where contexts are planted."""
+"""Random values drawn; copies of them fill the cache where contexts are planted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadwiseBench(HeadwiseOptions):
-    """What is served.
+    """What to serve.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
@@ -47,21 +47,21 @@ class HeadwiseBench(HeadwiseOptions):
     prompt_tokens: int = 8192
     output_tokens: int = 64
     num_requests: int = 6
-    """Added at once."""
+    """Requests, all added at once."""
     planted: bool = False
-    """Whether prompts are found in the prefix cache, but for their last tokens, with random keys
-    and values: to measure decodes of contexts that would take minutes to compute."""
+    """Plant all but the last tokens of each prompt in the prefix cache, with random keys and
+    values, to measure decodes of contexts that would take minutes to compute."""
     repeats: int = 1
-    """Runs that count, after a few requests that do not."""
+    """Counted runs, after a few uncounted requests."""
 
     def __post_init__(self) -> None:
-        """Check what the engine will not."""
+        """Check the fields that the engine does not check."""
         HeadwiseOptions.__post_init__(self)
         self.check_least(output_tokens=2, num_requests=1, repeats=1)
         if not 1 <= self.prompt_tokens <= self.context - self.output_tokens:
             raise ConfigError(
-                f"prompt_tokens: expected 1 to {self.context - self.output_tokens}, what context "
-                f"leaves beside output_tokens, got {self.prompt_tokens}"
+                f"prompt_tokens: expected 1 to {self.context - self.output_tokens}, context "
+                f"less output_tokens, got {self.prompt_tokens}"
             )
 
 
@@ -75,7 +75,7 @@ def run_headwise(
         UnsupportedDeviceError: the device is not there or cannot run mrv1.
         CapacityError: the KV cache does not fit.
         StepError, RequestError: a request failed.
-        WrongResultError: pages that were given back have changed a token.
+        WrongResultError: recycling blocks changed a token.
     """
     device = resolve_device(bench.device)
     model = bench.new_model(device)
@@ -150,24 +150,24 @@ def _run(
 
 
 def _checked(core: EngineCore, bench: HeadwiseBench, expected: list[int] | None) -> list[int]:
-    """Return the tokens of a request alone, long enough to leave pages behind."""
+    """Return the tokens of a lone request, which is long enough to recycle blocks."""
     num_tokens = min(CHECKED_TOKENS, bench.context // 2)
     length = min(bench.context - num_tokens, max(2 * bench.window + bench.sink, 64))
     vocab_size = core.runner.model_config.vocab_size
     prompt = np.random.default_rng(bench.seed).integers(vocab_size, size=length).tolist()
     (request,) = _run(core, [prompt], num_tokens)
     if expected is not None and request.output_token_ids != expected:
-        raise WrongResultError("recycled: its tokens are not those of pages that were kept")
+        raise WrongResultError("kept and recycled: expected the same tokens, got different ones")
     return request.output_token_ids
 
 
 def _serve(
     core: EngineCore, prompts: Sequence[Sequence[int]], output_tokens: int, *, planted: bool
 ) -> dict[str, Any]:
-    """Serve all prompts at once; return what one run shows.
+    """Serve all prompts at once; return the figures of one run.
 
-    ``crowded_tokens_per_s`` is up to the last step that had a request wait: without the end, when
-    few are left. None where nobody waited.
+    ``crowded_tokens_per_s`` ends at the last step in which a request waited, before the time when
+    few requests are left. None if no request waited.
     """
     if planted:
         for prompt in prompts:
@@ -234,16 +234,16 @@ def _summary(
     }
 
 
-# --- contexts that nobody computed ---------------------------------------------------------------
+# --- planted contexts, which no step computed ----------------------------------------------------
 
 
 def plant_prefix(core: EngineCore, prompt: Sequence[int]) -> None:
-    """Let all full blocks in front of a prompt's last token be found in the prefix cache.
+    """Enter all full blocks before a prompt's last token into the prefix cache.
 
-    Of heads with a window only what the token behind them sees, as if a request had been there.
+    A streaming group gets only the blocks that the next token sees, as after a computed prompt.
 
     Raises:
-        CapacityError: the pools lack the blocks.
+        CapacityError: a pool has too few blocks.
     """
     pools = core.scheduler.pools
     num_blocks = (len(prompt) - 1) // pools.block_size
@@ -259,10 +259,10 @@ def plant_prefix(core: EngineCore, prompt: Sequence[int]) -> None:
 
 
 def fill_randomly(core: EngineCore, seed: int) -> None:
-    """Write random keys, values and scales to every page: what is read must not be NaN."""
+    """Write random keys, values and scales to every page: no NaN may be read."""
     device = core.runner.device
     generator = torch.Generator(device).manual_seed(seed)
-    # Past 4.48, times 100, a code would be NaN.
+    # Above 4.48, which times 100 is e4m3's largest value, a code would be NaN.
     values = torch.randn(FILL_ELEMENTS, device=device, generator=generator).clamp_(-4, 4)
     for layer in core.runner.kv_cache.layers:
         for cache in (layer.k, layer.v):

@@ -1,4 +1,4 @@
-"""What the head-wise benchmarks run: a shape, a policy, and caches that differ in one thing."""
+"""What the head-wise benchmarks run: a shape, a head policy, and the caches to compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mrv1.models import DecoderModel, ModelConfig
 
 
 class Variant(NamedTuple):
-    """A cache for the same model and bytes."""
+    """A cache to compare, for the same model and of the same bytes."""
 
     uses_policy: bool
     """Else every head sees, and keeps, everything."""
@@ -35,8 +35,8 @@ VARIANTS = {
     "uniform-fp8": Variant(False, True, "fp8_e4m3"),
     "recycled-fp8": Variant(True, True, "fp8_e4m3"),
 }
-"""``uniform`` walks every page of every head; ``kept`` walks what heads see, of one table that
-keeps everything; ``recycled`` gives back what they have left behind."""
+"""``uniform`` reads every page of every head; ``kept`` reads the pages that heads see, but one
+table keeps all blocks; ``recycled`` also returns blocks outside the window to the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class HeadwiseOptions(BenchOptions):
     shape: str = "llama3-8b"
     """Name in ``SHAPES``, run with random weights."""
     policy: HeadPolicy | None = None
-    """None = ``streaming_ratio``, ``window`` and ``sink``."""
+    """None = made from ``streaming_ratio``, ``window``, ``sink`` and ``full_layers_every``."""
     streaming_ratio: float = 0.75
     window: int = 256
     sink: int = 64
@@ -61,13 +61,13 @@ class HeadwiseOptions(BenchOptions):
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 8192
     kv_cache_memory_bytes: int | None = None
-    """Of every variant; None = what this GPU has left."""
+    """Bytes of each variant's cache; None = the memory that this GPU has left."""
     block_size: int = 16
     dtype: DtypeName = "auto"
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        """Check what the engine will not."""
+        """Check the fields that the engine does not check."""
         unknown = [name for name in self.variants if name not in VARIANTS]
         if unknown or not self.variants:
             raise ConfigError(
@@ -78,7 +78,7 @@ class HeadwiseOptions(BenchOptions):
 
     @property
     def model_config(self) -> ModelConfig:
-        """The shape, for as long a context as is asked for."""
+        """The shape's configuration, with room for ``context`` tokens."""
         config = shape_config(self.shape)
         return replace(config, max_model_len=max(config.max_model_len, self.context))
 
@@ -86,7 +86,7 @@ class HeadwiseOptions(BenchOptions):
         """Return the policy of the variants that have one.
 
         Raises:
-            ConfigError: it cannot be, or is not of this model.
+            ConfigError: no policy has these options, or it is not for this model.
         """
         config = self.model_config
         policy = self.policy
@@ -107,7 +107,7 @@ class HeadwiseOptions(BenchOptions):
         return policy.within(config.layer_windows)
 
     def conditions(self) -> dict[str, object]:
-        """Return what the figures depend on, for the result."""
+        """Return the conditions that the figures depend on, for the result."""
         policy = self.head_policy()
         return {
             "context": self.context,
@@ -130,7 +130,7 @@ class HeadwiseOptions(BenchOptions):
     def engine(
         self, name: str, model: DecoderModel, *, enable_prefix_caching: bool = False
     ) -> Iterator[EngineCore]:
-        """Make a variant's engine around the model, and close it."""
+        """Build a variant's engine around the model, and close it at the end."""
         variant = VARIANTS[name]
         config = EngineConfig(
             model=self.shape,

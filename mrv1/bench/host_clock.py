@@ -1,4 +1,4 @@
-"""How long each part of an engine step keeps the host."""
+"""How much host time each part of an engine step takes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PARTS = ("schedule", "execute", "wait", "read", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
-    """Host time of a step in microseconds, medians over steps; waiting for the device excepted."""
+    """Host time of a step in microseconds, without waits for the device: medians over steps."""
 
     total_us: float
     """Of everything the engine does in a step."""
     mean_total_us: float
     """The mean, in which rare pauses show."""
     quietest_us: float
-    """The least median of a window of steps: who else uses the machine slows some CPUs down, for
-    tenths of a second at a time."""
+    """The least median of any window of steps: other users of the machine slow some CPUs down,
+    for tenths of a second at a time."""
     schedule_us: float
     """``Scheduler.schedule``."""
     execute_us: float
@@ -42,15 +42,15 @@ class HostTimes:
 
 
 def host_times(core: EngineCore, num_steps: int, num_windows: int = 1) -> HostTimes:
-    """Time the parts of steady steps, some before that do not count: windows of ``num_steps``.
+    """Time the parts of steady steps, in ``num_windows`` windows of ``num_steps`` steps each.
 
-    More windows than one take turns on the CPUs that this thread may run on.
+    Uncounted steps run first. Several windows take turns on the CPUs that this thread may use.
     """
     steps: list[dict[str, float]] = []
     cpus = sorted(os.sched_getaffinity(0))
     try:
         with _clock(core) as seconds:
-            for _ in range(core.config.steps_in_flight):  # outputs of before the clock
+            for _ in range(core.config.steps_in_flight):  # outputs from before the clock
                 core.step()
             for window in range(num_windows):
                 if num_windows > 1:
@@ -83,7 +83,7 @@ def host_times(core: EngineCore, num_steps: int, num_windows: int = 1) -> HostTi
 
 @contextmanager
 def _clock(core: EngineCore) -> Iterator[dict[str, float]]:
-    """Add up, part by part, for how many seconds the calls of this engine keep the host."""
+    """Add up, per part, the host seconds that the calls of this engine take."""
     seconds = dict.fromkeys(PARTS, 0.0)
 
     def timed(part: str, call: Callable[P, R]) -> Callable[P, R]:
@@ -105,14 +105,14 @@ def _clock(core: EngineCore) -> Iterator[dict[str, float]]:
         read = timed("read", output.take)
 
         def take(timeout: float | None = None) -> StepOutput | Exception:
-            del output.take  # a second look has nothing to wait for
+            del output.take  # a second call has nothing to wait for
             wait(output)
             return read(timeout)
 
         output.take = take  # type: ignore[method-assign, assignment]  # of this output only
         return output
 
-    # On these two objects, for as long as this lasts.
+    # Replaced on these two objects only, until the block ends.
     scheduler.schedule = timed("schedule", scheduler.schedule)  # type: ignore[method-assign]
     scheduler.update = timed("update", scheduler.update)  # type: ignore[method-assign]
     runner.execute = execute_and_watch  # type: ignore[method-assign]
@@ -123,6 +123,6 @@ def _clock(core: EngineCore) -> Iterator[dict[str, float]]:
 
 
 def _until_ready(output: AsyncOutput) -> None:
-    """Ask until the output is ready, so that what follows is the host's own work."""
+    """Poll until the output is ready, so that only the host's own work follows."""
     while not output.ready():
         pass

@@ -40,28 +40,28 @@ SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning."""
 
 FUSED = f"{OURS}-fused"
-"""Norm and rotation of q and k before the same write, in one launch; q in place."""
+"""Norm and rotation of q and k, then the same write, in one launch; q in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVWriteBench(CacheBench):
     """What to measure: one layer's cache write, from strided views of a fused qkv.
 
-    Query heads are the fused variant's; otherwise they only set how far apart the rows of K and V
-    lie in the qkv.
+    Only the fused variant computes on query heads; otherwise they only set how far apart the rows
+    of K and V lie in the qkv.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
     """
 
     tokens: tuple[int, ...] = (1, 32, 256, 2048, 16384)
-    """Of one launch; measured one after the other."""
+    """Tokens of one launch; the sizes are measured one after the other."""
     slot_order: SlotOrder = "tokens"
-    """What is in random order: all slots, or the blocks alone."""
+    """Unit in random order: every slot, or only the blocks."""
     peers: tuple[str, ...] = tuple(WRITE_PEERS)
 
     def __post_init__(self) -> None:
-        """Check what the kernels will not, or not by the option's name."""
+        """Check the fields that kernels do not check, or not under the option's name."""
         CacheBench.__post_init__(self)
         if not self.tokens or min(self.tokens) < 1 or len(set(self.tokens)) < len(self.tokens):
             raise ConfigError(f"tokens: expected different counts >= 1, got {list(self.tokens)}")
@@ -72,7 +72,7 @@ class KVWriteBench(CacheBench):
             )
 
     def cases(self) -> list[WriteCase]:
-        """Return the sizes with everything that belongs to their shape."""
+        """Return one case per number of tokens, with all its sizes."""
         return [
             WriteCase(num_tokens=num_tokens, slot_order=self.slot_order, **self.shape)
             for num_tokens in self.tokens
@@ -83,13 +83,13 @@ def run_kv_write(bench: KVWriteBench, say: Say = lambda _: None) -> dict[str, An
     """Measure every size and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
-        say: is told what goes on, one line each.
+        bench: the options.
+        say: receives messages about the progress, one line each.
 
     Raises:
         ConfigError: an option is wrong.
         UnsupportedDeviceError: the device is not there or cannot run mrv1.
-        WrongResultError: the cache is not what it must be, bit for bit.
+        WrongResultError: a bit of the cache is wrong.
     """
     in_random_order = "slots" if bench.slot_order == "tokens" else "blocks"
     result = compare(
@@ -139,7 +139,7 @@ def _contender(
     count_wrong: CountWrong,
     relative_error: float | None = None,
 ) -> Contender:
-    """Return what writes every buffer set."""
+    """Return a contender with one launch per buffer set."""
     is_fused = relative_error is not None
 
     def check() -> dict[str, object]:
@@ -160,7 +160,7 @@ def _peer(data: WriteData, peer: Peer[Adapter]) -> Contender:
     """Return a peer on the size.
 
     Raises:
-        NotComparedError: it has no write to such a cache.
+        NotComparedError: the peer has no write to such a cache.
     """
     if data.case.kv_dtype not in peer.kv_dtypes:
         raise NotComparedError(f"has no write to a {data.case.kv_dtype} cache")
@@ -180,7 +180,7 @@ def plain_launches(ops: Ops, data: WriteData) -> list[Launch]:
 
 
 def _fused(ops: Ops, data: WriteData) -> list[Callable[..., torch.Tensor]]:
-    """Return the fused op on every buffer set; where q goes is still open."""
+    """Return the fused op on every buffer set; the caller adds the output of q or k."""
     return [
         partial(
             ops.qkv_cache_write, qkv, data.k_cache, data.v_cache, slots, data.layout,
@@ -192,7 +192,7 @@ def _fused(ops: Ops, data: WriteData) -> list[Callable[..., torch.Tensor]]:
 
 
 def _fused_contender(ops: Ops, data: WriteData) -> Contender:
-    """Return the fused op on q in place; it may store only the keys that it returns.
+    """Return the fused op on q in place; the cache must hold the very keys that it returns.
 
     Raises:
         WrongResultError: q or k is not the exact one within rounding.
@@ -201,7 +201,7 @@ def _fused_contender(ops: Ops, data: WriteData) -> Contender:
     queries = [fused(k_out=key) for fused, key in zip(_fused(ops, data), keys, strict=True)]
     error = _relative_error(data, queries[0], keys[0])
     limit = MAX_ERROR[data.case.dtype]
-    if not error <= limit:  # so that NaN is wrong
+    if not error <= limit:  # false for NaN
         raise WrongResultError(f"expected a relative error <= {limit}, got {error}")
     launches: list[Launch] = [
         partial(fused, q_out=q) for fused, q in zip(_fused(ops, data), data.queries, strict=True)

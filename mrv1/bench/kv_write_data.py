@@ -1,4 +1,4 @@
-"""One KV cache write to measure: its shape, its bytes, random inputs, and what it must leave."""
+"""One KV cache write to measure: its shape, its bytes, random inputs, and the right cache."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from mrv1.bench.options import CacheCase
 from mrv1.kernels import KVLayout, KVScales, reference
 
 SlotOrder = Literal["tokens", "blocks"]
-"""What is in random order: every slot, as no step writes them, or the blocks alone, as prefills
-fill them one token after the other."""
+"""Unit in random order: every slot (``tokens``), as no step writes them; or only the blocks, each
+filled token by token, as in a prefill."""
 
 SLOT_BYTES = 8
 EPS = 1e-6
 BYTE_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer type of an element's size: bytes are compared, and NaN is a byte pattern like others."""
+"""Size of an element -> integer type: bytes are compared, and NaN is a pattern like others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCase(CacheCase):
-    """One layer's write of so many tokens, out of a fused qkv."""
+    """One layer's write of ``num_tokens`` tokens, from a fused qkv."""
 
     num_tokens: int
     slot_order: SlotOrder
 
     @property
     def bytes_moved(self) -> int:
-        """K and V read and stored, with their scales, and the slots read: each byte once."""
+        """Bytes of K and V read, K, V and their scales stored, and slots read, each once."""
         head_bytes = self.head_dim * self.dtype.itemsize
         token_bytes = 2 * self.num_kv_heads * (head_bytes + self.vector_bytes) + SLOT_BYTES
         return self.num_tokens * token_bytes
 
     @property
     def fused_bytes_moved(self) -> int:
-        """The same, q read and written, and each token's row of angles read."""
+        """``bytes_moved``, plus q read and written and each token's row of angles read."""
         q_bytes = 2 * self.num_q_heads * self.head_dim * self.dtype.itemsize
         angle_bytes = self.head_dim * torch.float32.itemsize
         return self.bytes_moved + self.num_tokens * (q_bytes + angle_bytes)
@@ -45,7 +45,7 @@ class WriteCase(CacheCase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteData:
-    """Rotated inputs, all written into slots of their own of one cache."""
+    """Rotated buffer sets of inputs, each written into its own slots of one cache."""
 
     case: WriteCase
     qkv: list[torch.Tensor]
@@ -53,7 +53,7 @@ class WriteData:
     slots: list[torch.Tensor]
     """[1, tokens] int64, over the whole cache in the case's order."""
     cos_sin: torch.Tensor
-    """[tokens, head_dim] float32, each token's own row: all of a head turns."""
+    """[tokens, head_dim] float32, a row per token: rope rotates the whole head."""
     q_norm: torch.Tensor
     """[head_dim]."""
     k_norm: torch.Tensor
@@ -85,7 +85,7 @@ class WriteData:
         return zip(self.keys, self.values, self.slots, strict=True)
 
     def clear(self) -> None:
-        """Forget what was written."""
+        """Fill the caches and scales with NaN."""
         scales = () if self.scales is None else (self.scales.k_scale, self.scales.v_scale)
         for buffer in (self.k_cache, self.v_cache, *scales):
             buffer.fill_(torch.nan)
@@ -134,11 +134,11 @@ def make_write_data(
 
 
 def wrong_elements(data: WriteData, keys: list[torch.Tensor] | None = None) -> int:
-    """Return how many elements of caches and scales are not what the writes leave, bit for bit.
+    """Return how many elements of caches and scales differ from the right ones, bit for bit.
 
     Args:
-        data: after the writes.
-        keys: what was written as K, if that is not ``data.keys``.
+        data: buffers and cache after the writes.
+        keys: the written keys, if not ``data.keys``.
     """
     scales = data.scales
     k_scale, v_scale = (None, None) if scales is None else (scales.k_scale, scales.v_scale)

@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 SCALE_BYTES = torch.float32.itemsize
 
 KVDtype = Literal["auto", "fp8_e4m3"]
-"""The cache as the inputs, or e4m3 codes with a scale per (token, head)."""
+"""A cache of the inputs' dtype, or of e4m3 codes with a scale per (token, head)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,12 @@ class BenchOptions:
 
     device: str = "auto"
     seed: int = 0
-    """Of data, weights and prompts."""
+    """Seed of data, weights and prompts."""
     commit: str | None = None
     """Commit of the source; None asks git."""
 
     def check_least(self, **least: int) -> None:
-        """Raise ``ConfigError`` if a field is less than it may be."""
+        """Raise ``ConfigError`` if a field is below its least value."""
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ConfigError(f"{name}: expected >= {value}, got {getattr(self, name)}")
@@ -40,7 +40,7 @@ class KernelBench(BenchOptions):
     """Options of every benchmark of one kernel."""
 
     peers: tuple[str, ...] = ()
-    """Other implementations to measure beside ours."""
+    """Other implementations to measure too."""
     repeats: int = 50
     """Samples of each variant, after one that is not counted."""
 
@@ -50,7 +50,7 @@ class CacheBench(KernelBench):
     """Options of the benchmarks of one layer's paged cache."""
 
     dtype: str = "bfloat16"
-    """Of the inputs: a key of ``DTYPES``."""
+    """Dtype of the inputs: a key of ``DTYPES``."""
     kv_dtype: KVDtype = "auto"
     num_q_heads: int = 32
     num_kv_heads: int = 8
@@ -58,7 +58,7 @@ class CacheBench(KernelBench):
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        """Check what the kernels will not, or not by the option's name."""
+        """Check the fields that kernels do not check, or not under the option's name."""
         for name, choices in (("dtype", DTYPES), ("kv_dtype", get_args(KVDtype))):
             if getattr(self, name) not in choices:
                 raise ConfigError(
@@ -75,7 +75,7 @@ class CacheBench(KernelBench):
         return shape | {"dtype": DTYPES[self.dtype]}
 
     def conditions(self) -> dict[str, object]:
-        """Return what the figures depend on, for the result."""
+        """Return the conditions that the figures depend on, for the result."""
         names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size")
         scales = "none" if self.kv_dtype == "auto" else "one per token and head"
         return {name: getattr(self, name) for name in names} | {"kv_scales": scales}
@@ -90,7 +90,7 @@ class CacheCase:
     head_dim: int
     block_size: int
     dtype: torch.dtype
-    """Of the inputs."""
+    """Dtype of the inputs."""
     kv_dtype: KVDtype = "auto"
 
     @property
@@ -100,7 +100,7 @@ class CacheCase:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of K and V in the cache."""
+        """Dtype of K and V in the cache."""
         return torch.float8_e4m3fn if self.is_fp8 else self.dtype
 
     @property

@@ -42,7 +42,7 @@ def plot_attention(result: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for (name, values), marker in zip(series.items(), itertools.cycle("os^Dvxp*")):
-        # Columns are cells, not a scale: only our own are joined, so that they are found at once.
+        # Columns are cells, not a scale: a line joins our marks alone, to find them at once.
         line = "-" if name == "mrv1" else "none"
         axes.plot(labels, values, marker=marker, linestyle=line, label=name)
     if has_shares:
@@ -70,7 +70,7 @@ def cells_by_bytes(
 ) -> tuple[list[str], dict[str, list[float | None]]]:
     """Return the cells' labels by rising bytes, and each variant's figure for every cell.
 
-    Cells of equal bytes go by rising batch. A variant that did not run a cell has None there.
+    Cells of equal bytes are in order of the batch. A variant that did not run a cell has None.
     """
     entries = sorted(result["results"], key=lambda e: (e["bytes_moved"], e["batch"]))
     names = dict.fromkeys(name for entry in entries for name in entry["variants"])

@@ -50,11 +50,11 @@ def version_of(package: str) -> str | None:
 
 
 def provenance(device: torch.device, commit: str | None) -> dict[str, object]:
-    """Return the part of a result that says where it was measured.
+    """Return the fields of a result that say where and from which source it was measured.
 
     Args:
-        device: what was measured.
-        commit: of the source; None asks git.
+        device: the measured device.
+        commit: commit of the source; None asks git.
     """
     info = device_info(device)
     return {

@@ -1,4 +1,4 @@
-"""A steady decode step: its time, the host's part in it, and what a trace shows of the GPU."""
+"""A steady decode step: its time, the host's part of it, and the GPU's part in a trace."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SCHEMA = 1
 """Version of the result's layout; raised when a field changes its meaning or goes."""
 
 WARM_STEPS = 10
-"""Decode steps before those that count, at each measurement."""
+"""Uncounted decode steps at the start of each measurement."""
 
 HOST_WINDOWS = 16
-"""How often as many steps are looked at for the host's time, each time on another CPU: their
-machine has other users."""
+"""Windows of ``steps`` steps in which host time is measured, taking turns on the CPUs: the machine
+may have other users."""
 
 Say = Callable[[str], None]
 
@@ -42,14 +42,14 @@ class RunnerBench(EngineBench):
     """
 
     steps: int = 50
-    """Steps that count, of each measurement."""
+    """Counted steps of each measurement."""
     waiting: tuple[int, ...] = (0, 1_000, 10_000)
-    """Requests that wait while the largest batch holds every slot."""
+    """Requests that wait while the largest batch occupies every slot; several in turn."""
     compare_deterministic: bool = True
-    """Measure the step's time in an engine with ``deterministic=True`` as well."""
+    """Also measure the step's time in an engine with ``deterministic=True``."""
 
     def __post_init__(self) -> None:
-        """Check what the engine will not."""
+        """Check the fields that the engine does not check."""
         EngineBench.__post_init__(self)
         self.check_least(steps=2)
         if len(set(self.waiting)) < len(self.waiting) or min(self.waiting, default=0) < 0:
@@ -59,7 +59,7 @@ class RunnerBench(EngineBench):
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that a request may generate: more than the others' prefill and a measurement."""
+        """Most tokens of a request: enough for the prefill of the others and one measurement."""
         num_prefill_steps = -(
             -max(self.batches) * self.prompt_tokens // self.max_num_batched_tokens
         )
@@ -70,8 +70,8 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
     """Measure every batch and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
-        say: is told what goes on, one line each.
+        bench: the options.
+        say: receives messages about the progress, one line each.
 
     Raises:
         ConfigError: an option or the checkpoint is wrong.
@@ -121,7 +121,7 @@ def _start(bench: RunnerBench, device: torch.device) -> EngineCore:
 
 
 def _deterministic_step_ms(bench: RunnerBench, device: torch.device, say: Say) -> dict[int, float]:
-    """Return the step's time, by batch, of an engine that is deterministic."""
+    """Return batch -> the step's median time in ms, in a deterministic engine."""
     core = _start(replace(bench, deterministic=True), device)
     steps_ms = {}
     try:
@@ -174,7 +174,7 @@ def _measure_waiting(
     batch = max(bench.batches)
     with steady(core, bench, batch), queued(core, bench, number):
         host = host_times(core, bench.steps, HOST_WINDOWS)
-    say(f"{number} waiting beside batch {batch}: host {host.total_us:.0f} us")
+    say(f"{number} waiting, batch {batch}: host {host.total_us:.0f} us")
     return {"batch": batch, "waiting": number, "host": asdict(host)}
 
 
@@ -193,11 +193,11 @@ def step_times(core: EngineCore, num_steps: int) -> list[float]:
 
 @contextmanager
 def steady(core: EngineCore, bench: RunnerBench, batch: int) -> Iterator[None]:
-    """Have ``batch`` requests decode, warm, and no other; take them out again at the end.
+    """Have ``batch`` requests, and no others, decode, warmed up; abort them at the end.
 
     Raises:
-        CapacityError: one of them was preempted, or is over before the end.
-        Mrv1Error: what a request failed of.
+        CapacityError: a request was preempted, or finished before the end.
+        Mrv1Error: the error of a request that failed.
     """
     params = SamplingParams(temperature=0, max_tokens=bench.output_tokens, ignore_eos=True)
     prompts = bench.prompts(batch, core.runner.model_config.vocab_size)
@@ -229,7 +229,7 @@ def steady(core: EngineCore, bench: RunnerBench, batch: int) -> Iterator[None]:
 
 @contextmanager
 def queued(core: EngineCore, bench: RunnerBench, number: int) -> Iterator[None]:
-    """Have so many requests wait, for slots that others hold."""
+    """Have ``number`` requests wait for slots that other requests occupy."""
     params = SamplingParams(temperature=0, max_tokens=bench.output_tokens, ignore_eos=True)
     (prompt,) = bench.prompts(1, core.runner.model_config.vocab_size)
     ids = [f"waiting-{i}" for i in range(number)]

@@ -14,16 +14,16 @@ from mrv1.sampler import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One run of one batch. A decode step is one in which no row is still in its prompt."""
+    """One run of one batch. No row of a decode step is still in its prompt."""
 
     num_tokens: int
-    """Generated, all requests together."""
+    """Tokens that all requests together generated."""
     num_steps: int
     num_graph_steps: int
-    """Of those, steps that were one CUDA graph."""
+    """Steps that ran as one CUDA graph."""
     num_preemptions: int
     wall_s: float
-    """From before the first request was added to after the last token came."""
+    """From before the first request was added to after the last token arrived."""
     prefill_ms: float
     """Until every request had its first token."""
     decode_step_ms: float
@@ -31,7 +31,7 @@ class Sample:
     decode_step_p20_ms: float
     decode_step_p80_ms: float
     host_ms: float
-    """Mean over decode steps of the engine's ``host_seconds``: waits for results excepted."""
+    """Mean over decode steps of the engine's ``host_seconds``, without waits for results."""
     gpu_ms: float
     """Mean over decode steps of the engine's ``gpu_seconds``; 0 on a CPU."""
 

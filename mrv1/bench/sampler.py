@@ -1,4 +1,4 @@
-"""From logits to tokens: time, bytes, share of the copy bandwidth, others beside."""
+"""From logits to tokens: time, bytes, share of the copy bandwidth, against other samplers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCHEMA = 1
 """Version of the result's layout; raised when a field changes its meaning."""
 
 DRAW = f"{OURS}-draw"
-"""Our draw without the edits before it, beside cases that have both."""
+"""Our draw without the edits before it; measured in cases that have both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +49,17 @@ class SamplerBench(KernelBench):
     """
 
     rows: tuple[int, ...] = (1, 32, 256)
-    """Of one launch; measured one after the other."""
+    """Rows of one launch; the sizes are measured one after the other."""
     stds: tuple[float, ...] = (1.0, 2.5)
     """Standard deviations of the logits."""
     vocab_size: int = TARGET_VOCAB_SIZE
     cases: tuple[str, ...] = tuple(CASES)
-    """Of ``CASES``. Those that only edit are measured at the first of ``stds``."""
+    """Names in ``CASES``. Cases that only edit are measured at the first of ``stds`` alone."""
     peers: tuple[str, ...] = tuple(SAMPLER_PEERS)
     repeats: int = 30
 
     def __post_init__(self) -> None:
-        """Check what the kernels will not, or not by the option's name."""
+        """Check the fields that kernels do not check, or not under the option's name."""
         if not self.rows or min(self.rows) < 1 or len(set(self.rows)) < len(self.rows):
             raise ConfigError(f"rows: expected different counts >= 1, got {list(self.rows)}")
         if not self.stds or min(self.stds) <= 0:
@@ -76,13 +76,13 @@ def run_sampler(bench: SamplerBench, say: Say = lambda _: None) -> dict[str, Any
     """Measure every size and return the result, ready for JSON.
 
     Args:
-        bench: what to measure.
-        say: is told what goes on, one line each.
+        bench: the options.
+        say: receives messages about the progress, one line each.
 
     Raises:
         ConfigError: an option is wrong.
         UnsupportedDeviceError: the device is not there or cannot run mrv1.
-        WrongResultError: ours differs from the oracle.
+        WrongResultError: our result differs from the oracle's.
     """
     cases = [
         (num_rows, std, name)
@@ -118,7 +118,7 @@ def _measure_case(
     bytes_moved = case.bytes_moved(num_rows, vocab_size)
     read_bytes = num_rows * vocab_size * torch.float32.itemsize
     read_us = read_bytes / comparison.bandwidth * 1e6 if comparison.bandwidth else None
-    # What moves little needs many sets to be out of L2; the logits are not to fill the device.
+    # A case that moves little needs many sets to be out of L2; its logits must not fill the GPU.
     num_sets = min(rotation(bytes_moved, device), 4 * rotation(read_bytes, device))
     generator = torch.Generator(device).manual_seed(bench.seed)
     buffers = [
@@ -132,7 +132,7 @@ def _measure_case(
     )
 
     def ours() -> Contender:
-        sets[0].check()  # before edits come again and again to the same logits
+        sets[0].check()  # before edits run again and again on the same logits
         return contender(launches=[work.run for work in sets], bytes_moved=bytes_moved)
 
     def peer(peer: Peer[Adapter]) -> Contender:

@@ -1,4 +1,4 @@
-"""What ``mrv1 bench sampler`` measures: the cases, their data, and what is right."""
+"""What ``mrv1 bench sampler`` measures: the cases, their data, the check of their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mrv1.sampler import History, Sampler, SamplerLimits, SamplingParams
 
 Stage = Literal["draw", "edit", "edit and draw", "bitmask", "logprobs", "raw logprobs"]
 """The launches of a case: a draw; edits alone; both, as in every step; a grammar's mask;
-log-probabilities; those of a copy of the logits, as it is made before they are edited."""
+log-probabilities; log-probabilities of a copy of the logits, which a step makes before edits."""
 
 TEMPERATURE = 0.8
 PROMPT_TOKENS = OUTPUT_TOKENS = 500
@@ -27,32 +27,32 @@ BAD_WORD_LEN = 8
 NUM_TOP = 20
 """Likeliest tokens that are reported."""
 MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS = 16, 300, 8
-"""A slot's room, as by default in an engine; more where a case needs it."""
+"""Capacity of a slot, as by default in an engine; larger where a case needs more."""
 CHECKED_ROWS = 16
 MAX_DIFFERENT = 1
-"""Tokens of those that may differ from the oracle's: a near tie is rare."""
+"""Tokens of the checked rows that may differ from the oracle's: a near tie is rare."""
 MAX_LOGPROB_ERROR = 1e-5
-"""Against float64."""
+"""Absolute, against float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What happens to a step's logits; all rows ask for the same."""
+    """What happens to a step's logits, in all rows alike."""
 
     stage: Stage = "draw"
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Of SamplingParams, beside the temperature and the following."""
+    """Fields of SamplingParams; ``TEMPERATURE`` and the fields below are added."""
     num_bias: int = 0
     num_allowed: int = 0
     """Token ids that are allowed; 0 = all."""
     num_bad_words: int = 0
-    """Of ``BAD_WORD_LEN`` tokens; every second one is complete but for its last."""
+    """Words of ``BAD_WORD_LEN`` tokens; every second word lacks only its last token."""
 
     def sampling_params(self, vocab_size: int) -> SamplingParams:
-        """Return what every row asks for.
+        """Return the sampling parameters of every row.
 
-        A bias is negative, as penalties are: edits come again and again to the same logits, and
-        must sink what they edit, or it would be all that is left to draw.
+        A bias is negative, as penalties are: the edits run again and again on the same logits, and
+        tokens whose logits rise every time would soon be the only tokens left to draw.
         """
         params: dict[str, Any] = {"temperature": TEMPERATURE, **self.params}
         if self.num_bias:
@@ -62,12 +62,12 @@ class Case:
         return SamplingParams(**params)
 
     def bytes_moved(self, num_rows: int, vocab_size: int) -> int:
-        """Return what must be read and written at least, in bytes; all ids and values have four.
+        """Return the least bytes that are read and written; every id and value has 4 bytes.
 
-        A draw, and log-probabilities: the logits once. A copy: three times, to read, write and
-        read it. Penalties: a count for each token, and the logits of the tokens seen, read and
-        written. A bias: ids, values and their logits, likewise. A mask: its bits, and what it
-        bans. Bad words: tokens and lengths, the history's end, and what is banned.
+        A draw and log-probabilities: the logits once. A copy: three times, read, written and read.
+        Penalties: a count per token id, and the logits of the seen tokens, read and written. A
+        bias: ids, values, and its logits, read and written. A mask: its bits, and the banned
+        logits. Bad words: tokens and lengths, the end of the history, and the banned logits.
         """
         penalizes = self.sampling_params(vocab_size).penalizes
         read = {"draw": 1, "edit and draw": 1, "logprobs": 1, "raw logprobs": 3}
@@ -108,7 +108,7 @@ CASES: Mapping[str, Case] = {
     "logprobs 20": Case(stage="logprobs"),
     "raw logprobs 20": Case(stage="raw logprobs"),
 }
-"""By name."""
+"""Name -> case."""
 
 TARGET_VOCAB_SIZE = 151_936
 TARGET_READS: Mapping[tuple[str, int], float] = {
@@ -117,23 +117,23 @@ TARGET_READS: Mapping[tuple[str, int], float] = {
     ("everything", 256): 5.0,
     ("logprobs 20", 256): 2.5,
 }
-"""What a case should take at most, by its name and rows, in reads of the logits."""
+"""(Name of a case, rows) -> its target time, in reads of the logits."""
 TARGET_US: Mapping[tuple[str, int], float] = {
     ("top-k 50 + top-p 0.9", 1): 20.0,
     ("top-k 50 + top-p 0.9", 32): 35.0,
     ("bad words 128 x 8", 256): 10.0,
 }
-"""Likewise, in microseconds on an H200."""
+"""(Name of a case, rows) -> its target time, in microseconds on an H200."""
 
 
 def target_us(name: str, num_rows: int, vocab_size: int, read_us: float | None) -> float | None:
-    """Return what a case should take at most; None = nothing is asked of it, or not here.
+    """Return a case's target time in microseconds; None = no target for these sizes or here.
 
     Args:
         name: of the case.
         num_rows: of the launch.
         vocab_size: of the logits.
-        read_us: time of one read of the logits at copy bandwidth; None = it is not known.
+        read_us: time of one read of the logits at copy bandwidth; None = not known, on a CPU.
     """
     key = (name, num_rows)
     if vocab_size != TARGET_VOCAB_SIZE or read_us is None:
@@ -143,16 +143,16 @@ def target_us(name: str, num_rows: int, vocab_size: int, read_us: float | None) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One buffer set of a case: logits, and what the device knows of the requests, row by row."""
+    """One buffer set of a case: logits, and the state of each row's request on the device."""
 
     case: Case
     logits: torch.Tensor
     """[rows, vocab] float32, edited in place."""
     idx_mapping: torch.Tensor
-    """[rows] int32: row i is slot i's."""
+    """[rows] int32: row i has slot i."""
     history: History
     slots: Mapping[str, torch.Tensor]
-    """Of the sampler, by its fields' names."""
+    """Field of the sampler -> its values of all slots."""
     limits: SamplerLimits
     ops: Ops
     sampler: Sampler
@@ -160,7 +160,7 @@ class Work:
     """[rows, 1] int64: tokens whose log-probabilities are asked for."""
 
     def run(self) -> object:
-        """Launch it, with the runner's own calls, and return what it returns."""
+        """Launch the case with the runner's own calls, and return their result."""
         step = (self.logits, self.idx_mapping, self.history)
         if self.case.stage == "bitmask":
             self.ops.apply_token_bitmask(self.logits, self.slots["allowed_mask"])
@@ -175,14 +175,14 @@ class Work:
         return None if self.case.stage == "edit" else self.sampler.draw(*step)
 
     def draw(self) -> object:
-        """Launch nothing but the draw."""
+        """Launch the draw alone."""
         return self.sampler.draw(self.logits, self.idx_mapping, self.history)
 
     def check(self) -> None:
-        """Run it on a copy of the logits, and some rows by the oracle.
+        """Compare a run on a copy of the logits with the oracle, in some rows.
 
         Raises:
-            WrongResultError: something differs that must not.
+            WrongResultError: logits, tokens or log-probabilities differ from the oracle's.
         """
         ours = replace(self, logits=self.logits.clone())
         some = slice(0, CHECKED_ROWS)
@@ -215,7 +215,7 @@ class Work:
 
 
 def works(case: Case, buffers: Sequence[torch.Tensor], ops: Ops, seed: int) -> list[Work]:
-    """Return a case's data, the same beside each of some logits ``[rows, vocab]``."""
+    """Return a case's buffer sets: one per tensor of logits ``[rows, vocab]``, the rest alike."""
     num_rows, vocab_size = buffers[0].shape
     device = buffers[0].device
     limits = SamplerLimits(
@@ -290,7 +290,7 @@ def _check_logprobs(got: TopLogprobs, want: TopLogprobs) -> None:
 
 
 def _launched(case: Case, ops: Ops) -> Ops:
-    """Return ops of which one edit does nothing where the case is the other alone."""
+    """Return ops; in a case of one edit alone, the other edit does nothing."""
     if case.stage != "edit":
         return ops
     parts = {"edit_logits": ops.edit_logits, "apply_bad_words": ops.apply_bad_words}
@@ -303,7 +303,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 def _spread(count: int, vocab_size: int) -> Sequence[int]:
-    """Return so many different ids, or all, evenly over the vocabulary."""
+    """Return ``count`` different ids, or all, evenly over the vocabulary."""
     return range(0, vocab_size, max(vocab_size // max(count, 1), 1))[:count]
 
 

@@ -1,4 +1,4 @@
-"""How long launches take on a device: captured, interleaved, never from a warm L2 cache."""
+"""Time launches on a device: in CUDA graphs, variants in turns, buffers rotated out of L2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LAUNCHES = 256
 
 
 class WrongResultError(Mrv1Error, RuntimeError):
-    """A kernel computed something else than it must; it is not timed."""
+    """A kernel's result is wrong; the kernel is not timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,15 @@ class Timing:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one, on which launches and events go; on a CPU do nothing."""
+    """Make a GPU the current device of launches and events; on a CPU do nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def rotation(bytes_moved: int, device: torch.device) -> int:
     """Return how many buffer sets to rotate, so that no set is still in L2 when its turn comes.
 
-    At least two on a GPU; on a CPU one, whose times say nothing anyway. Launches of a few KiB get
-    the maximum, which is less than L2: such a launch finds its buffers warm, as in a model.
+    At least two on a GPU; one on a CPU, whose times mean nothing anyway. Launches of a few KiB get
+    the maximum, and all sets together fit L2: such a launch finds its buffers warm, as in a model.
     """
     if device.type != "cuda":
         return 1
@@ -79,14 +79,14 @@ class Replay:
     run: Launch
     num_launches: int
     launches: Sequence[Launch]
-    """What was captured: a graph does not keep the tensors alive that it reads."""
+    """The captured launches: a graph itself does not keep the tensors alive that it reads."""
 
 
 def capture(launches: Sequence[Launch], count: int, device: torch.device) -> Replay:
     """Return ``count`` launches, round and round over ``launches``, as one CUDA graph.
 
-    Every launch runs once before, uncaptured: what is compiled or planned is so by then. On a CPU
-    there is no graph and one round is enough.
+    Every launch runs once before, uncaptured, to compile and plan. On a CPU there is no graph, and
+    one round is enough.
     """
     for launch in launches:
         launch()
@@ -103,10 +103,10 @@ def capture(launches: Sequence[Launch], count: int, device: torch.device) -> Rep
 def measure(
     replays: Mapping[str, Replay], repeats: int, device: torch.device
 ) -> dict[str, Timing]:
-    """Return the time of a launch of each variant, their replays taken in turns.
+    """Return the time of a launch of each variant; the replays of the variants take turns.
 
     Args:
-        replays: by name of the variant.
+        replays: name of a variant -> its replay.
         repeats: samples of each variant, after one that is not counted.
         device: where they run. Waits for it.
     """

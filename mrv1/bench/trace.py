@@ -1,4 +1,4 @@
-"""What a profiler's trace of steady steps says: launches, copies and waits, and GPU idle time."""
+"""Launches, copies, waits and GPU idle time of steady steps, from a profiler's trace."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ OTHER_WAITS = ("StreamSynchronize", "DeviceSynchronize", "CtxSynchronize", "Memc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """Means over the traced steps: shares and counts; the profiler makes the host's calls slow.
+    """Means over the traced steps: shares and counts. The profiler makes the host's calls slow.
 
-    Idle time is time in which no stream that runs kernels has a kernel, copy or fill under way,
-    between the first such work of the first step and the last of the last.
+    Idle time is time in which no stream that runs kernels has a kernel, copy or fill in progress,
+    between the first work of the first step and the last work of the last step.
     """
 
     num_steps: int
@@ -38,7 +38,7 @@ class StepTrace:
     busy_us: float
     idle_share: float
     idle_between_launches_share: float
-    """Of it, gaps between the work of two launches by the host; the others are inside graphs."""
+    """Its part in gaps between the work of two launches by the host, not inside a graph."""
     graph_launches: float
     kernel_launches: float
     """Kernels that the host launched one by one, outside graphs."""
@@ -51,12 +51,12 @@ class StepTrace:
 
 
 def trace_steps(run_step: Callable[[], object], num_steps: int, num_warm_steps: int) -> StepTrace:
-    """Run steps under the profiler, the first ones uncounted, and return what its trace says.
+    """Run steps under the profiler, the first ones uncounted, and return the trace's figures.
 
-    Launches of graphs stay slow in this process afterwards: whatever is timed comes before.
+    Launches of graphs stay slow in this process afterwards, so time everything else before.
 
     Raises:
-        ValueError: the trace holds no kernel of the steps.
+        ValueError: the trace has no kernel of the steps.
     """
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities, acc_events=True) as profiler:
@@ -73,10 +73,10 @@ def trace_steps(run_step: Callable[[], object], num_steps: int, num_warm_steps: 
 
 
 def summarize(events: Iterable[Event], num_steps: int) -> StepTrace:
-    """Return what a Chrome trace says of the ``num_steps`` steps in its ``STEPS_RANGE``.
+    """Return the figures of the ``num_steps`` steps in a Chrome trace's ``STEPS_RANGE``.
 
     Raises:
-        ValueError: the trace has not one such range, or no kernel that was launched in it.
+        ValueError: the trace has no such range, or several, or no kernel launched in it.
     """
     by_category: dict[str, list[Event]] = {}
     for event in events:
@@ -127,7 +127,7 @@ def summarize(events: Iterable[Event], num_steps: int) -> StepTrace:
 
 
 def _occupancy(work: Sequence[Event]) -> tuple[float, float, float]:
-    """Return the time from first to last, time in which any runs, and gaps between launches."""
+    """Return the time from first to last work, the busy time, and the gaps between launches."""
     ordered = sorted(work, key=lambda event: event["ts"])
     busy = between = 0.0
     reached, launch = ordered[0]["ts"], ordered[0]["args"]["correlation"]

@@ -1,4 +1,4 @@
-"""Calibration of head policies: a model, prompts, and what heads lose when they stream."""
+"""Calibration of head policies: a model, prompts, and the loss when heads stream."""
 
 from mrv1.calibration.forward import PolicyModel
 from mrv1.calibration.losses import Losses, measure

@@ -1,4 +1,4 @@
-"""A model that takes whole prompts, its heads seeing what a policy says."""
+"""A model that computes whole prompts, in which a policy says what each head sees."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.models import AttentionBatch, DecoderModel, LayerCache
 
 BLOCK_SIZE = 16
-"""Tokens of a block: what an fp8 cache holds does not depend on it."""
+"""Tokens of a block. The content of an fp8 cache does not depend on it."""
 
 
 class PolicyModel:
-    """A decoder and the paged cache of one prompt, in which policies change between prompts.
+    """A decoder and the paged cache of one prompt; the next prompt may have another policy.
 
-    The kernels are those that serve; only that a streaming head keeps all its pages. One thread
-    owns it.
+    The kernels are those of serving, but a streaming head keeps all its pages. One thread owns the
+    model.
 
     Args:
         model: the decoder.
-        num_tokens: of every prompt.
-        kv_cache_dtype: as an engine takes it; an fp8 cache has scales per token.
+        num_tokens: tokens of every prompt.
+        kv_cache_dtype: as in ``EngineConfig``; an fp8 cache has scales per token.
 
     Raises:
         ConfigError: more tokens than the model has positions for.
@@ -70,13 +70,13 @@ class PolicyModel:
 
         Args:
             tokens: ``[num_tokens]``.
-            policy: what the heads see; full heads see what the model's own layers do.
+            policy: what the heads see; full heads see all that the model's layers allow.
 
         Returns:
             ``[num_tokens, hidden]`` in the model's dtype.
 
         Raises:
-            ConfigError: another number of tokens, or a policy of another shape.
+            ConfigError: ``tokens`` has another length, or the policy is for another shape.
 
         Stream:
             Current stream; one copy to the device.

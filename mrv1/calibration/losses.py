@@ -1,4 +1,4 @@
-"""What a policy costs on prompts: at the answers of recall, and over the text around them."""
+"""The loss of a model under a policy: at the answers of recall prompts, and over their text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrv1.calibration.forward import PolicyModel
 from mrv1.headwise import HeadPolicy, RecallPrompt
 
 LOGIT_ROWS = 512
-"""Rows whose logits are held at a time: 300 MB of a vocabulary of 150,000."""
+"""Rows whose logits exist at a time: 300 MB for a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,16 +22,16 @@ class Losses:
     """Means over prompts."""
 
     recall: float
-    """Nats an answer."""
+    """Nats per answer."""
     accuracy: float
     """Share of the answers that are the argmax over the whole vocabulary."""
     num_answers: int
     text: float | None
-    """Nats a token of the text; None = the filler is none."""
+    """Nats per token of the text; None = the filler is not text."""
 
     @property
     def total(self) -> float:
-        """What calibration keeps low: both, a nat of an answer for a nat a token."""
+        """The loss that calibration keeps low: nats per answer plus nats per token of text."""
         return self.recall + (self.text or 0.0)
 
 
@@ -43,12 +43,12 @@ def measure(
     with_text: bool,
     on_forward: Callable[[], None] = lambda: None,
 ) -> Losses:
-    """Return what a model whose heads see what the policy says loses on prompts.
+    """Return the losses of a model on prompts, its heads under a policy.
 
     Args:
-        model: which model.
+        model: the model.
         prompts: at least one.
-        policy: of the heads.
+        policy: what the heads see.
         with_text: whether the fillers are text to be predicted.
         on_forward: is called after every prompt.
 

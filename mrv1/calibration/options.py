@@ -1,4 +1,4 @@
-"""What to calibrate, and on what."""
+"""The options of a calibration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrv1.headwise.calibrate import Method, num_full_heads, round_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    """What to calibrate, and on what.
+    """What to calibrate, and on which prompts.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -24,29 +24,29 @@ class CalibrateOptions:
     model: str
     """Checkpoint directory with a tokenizer, or ``"tiny"``."""
     data: str | Path = SYNTHETIC
-    """UTF-8 text file that facts are scattered over and that is predicted too, or ``"synthetic"``:
-    random words, recall alone."""
+    """UTF-8 text file, over which facts are scattered and whose own tokens are predicted too; or
+    ``"synthetic"``: random words, in which only the facts are asked for."""
     budget: float = 0.25
-    """Share of the heads that stay full: of those in layers without a window of their own."""
+    """Share of the heads that stay full, among layers without a window of their own."""
     window: int = 256
-    """Tokens that a streaming head sees, the current one among them."""
+    """Last tokens that a streaming head sees, the current one included."""
     sink: int = 64
-    """Leading tokens that a streaming head sees too."""
+    """First tokens, which a streaming head always sees."""
     method: Method = "greedy"
-    """``greedy``: heads come to stream in rounds, each tried beside those of earlier rounds;
-    ``single``: each alone, faster, and blind to heads that stand in for each other."""
+    """``greedy``: heads start to stream in rounds, each tried with the heads of earlier rounds;
+    ``single``: each is tried alone: faster, but blind to heads that stand in for each other."""
     num_prompts: int = 2
-    """Prompts that a loss is measured on."""
+    """Prompts on which a loss is measured."""
     num_tokens: int = 2048
     """Tokens of a prompt."""
     num_facts: int = 32
-    """Facts, and questions, of a prompt."""
+    """Facts of a prompt, and questions about them."""
     seed: int = 0
     """Seed of the prompts."""
     dtype: DtypeName = "auto"
     device: str = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
-    """Type of the cache that the policy is made for; ``auto`` is ``dtype``, and ``fp8_e4m3`` has
+    """Dtype of the cache that the policy is made for; ``auto`` is ``dtype``, and ``fp8_e4m3`` has
     scales per token."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A ranking as a picture: layers by heads, what each loses when it streams."""
+"""A ranking as a picture: layers by heads, the rise of the loss when a head streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from mrv1.headwise import HeadPolicy, HeadRanking
 
 SMALLEST_LOSS = 1e-4
-"""Nats; the lightest colour is this or less, of a logarithmic scale."""
+"""In nats: the lightest colour of the logarithmic scale is this loss or less."""
 
 INCHES_PER_HEAD = 0.32
 

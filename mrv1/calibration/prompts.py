@@ -20,11 +20,11 @@ MAX_CHARS = 4 << 20
 """Characters of a file that are read, from its beginning on."""
 
 COMMON_WORDS = 97
-"""Most frequent words (lowest ids), left out: they fill the running text itself. As many as in the
-embedded model's training."""
+"""Number of most frequent words (lowest ids) that are left out, as they fill the running text
+itself: the number of the embedded model's training."""
 
 MAX_WORDS = 4096
-"""Words drawn from, the most frequent behind those: a large vocabulary ends in rare ones."""
+"""Number of next most frequent words, to draw from: a large vocabulary ends in rare words."""
 
 # A word of at least four lower-case letters with the space in front of it, as byte-level BPE and
 # SentencePiece spell it.
@@ -33,7 +33,7 @@ _WORD = re.compile("[\u0120\u2581][a-z]{4,}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """What prompts are made of."""
+    """The parts that prompts are made of."""
 
     lines: RecallLines
     prefix: tuple[int, ...]
@@ -56,15 +56,15 @@ class Texts:
 
         Args:
             rng: source of every draw.
-            num_prompts: how many.
-            num_tokens: of each.
-            num_facts: facts and questions of each.
-            sink: leading tokens that no fact is among.
-            distance: tokens from a fact's value to its answer at least.
-            exact: whether every distance is to be ``distance``.
+            num_prompts: number of prompts.
+            num_tokens: tokens of each prompt.
+            num_facts: facts of each prompt, and questions.
+            sink: leading tokens, in which no fact starts.
+            distance: least number of tokens from a fact's value to its answer.
+            exact: whether every distance is exactly ``distance``.
 
         Raises:
-            ConfigError: the text is shorter than a prompt, or the prompt too short for its lines.
+            ConfigError: a prompt is too short for its lines, or there are too few words.
         """
         return [
             recall_prompt(
@@ -90,12 +90,12 @@ class Texts:
 
 
 def load_texts(directory: Path, data: str | Path, num_tokens: int) -> Texts:
-    """Return what prompts of a checkpoint are made of.
+    """Return the parts that the prompts of a checkpoint are made of.
 
     Args:
         directory: the checkpoint, which has a tokenizer.
         data: a UTF-8 text file, or ``"synthetic"``.
-        num_tokens: of a prompt.
+        num_tokens: tokens of a prompt.
 
     Raises:
         ConfigError: the tokenizer or the file cannot be read, or the text is shorter than a
@@ -126,9 +126,9 @@ def load_texts(directory: Path, data: str | Path, num_tokens: int) -> Texts:
 
 
 def recall_lines(tokenizer: Any) -> RecallLines:  # noqa: ANN401
-    """Return what facts and questions are made of in a transformers tokenizer.
+    """Return the parts of facts and questions, in tokens of a transformers tokenizer.
 
-    Words are single tokens: of equal length, and none a part of another.
+    Every word is a single token: words have equal length, and none is a part of another.
     """
     vocab: dict[str, int] = tokenizer.get_vocab()
     words = sorted(vocab[token] for token in vocab if _WORD.fullmatch(token))

@@ -19,25 +19,25 @@ from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, load_model
 
 Progress = Callable[[int, int], None]
-"""Is told how many forward passes are done, and of how many as far as it is known."""
+"""Receives how many forward passes are done, and how many are expected in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What came out."""
+    """The result of a calibration."""
 
     policy: HeadPolicy
     ranking: HeadRanking
     full: Losses
-    """Of the model as it is, on prompts that the ranking has not seen."""
+    """Losses of the model as it is, on prompts that the ranking has not seen."""
     calibrated: Losses
-    """Of the model under the policy, on the same."""
+    """Losses of the model under the policy, on the same prompts."""
 
 
 def calibrate(
     options: CalibrateOptions, on_progress: Progress = lambda done, total: None
 ) -> Calibration:
-    """Rank a checkpoint's KV heads by what they lose when they stream, and cut at the budget.
+    """Rank a checkpoint's KV heads by the loss when they stream, and cut at the budget.
 
     Raises:
         ConfigError: the checkpoint, its tokenizer or the data cannot be used, the prompts are too
@@ -49,7 +49,7 @@ def calibrate(
     config = ModelConfig.from_pretrained(directory)
     heads = rankable_heads(config.layer_windows, config.num_kv_heads)
     texts = load_texts(directory, options.data, options.num_tokens)
-    # What ranks and what judges are drawn apart: the same text at most, other places, other facts.
+    # Ranking and judging have prompts of their own: at most the same text, other places and facts.
     ranked_on, judged_on = (
         texts.prompts(
             np.random.default_rng([options.seed, part]),
@@ -57,7 +57,7 @@ def calibrate(
             num_tokens=options.num_tokens,
             num_facts=options.num_facts,
             sink=options.sink,
-            distance=options.window + 1,  # what stands a window back is visible to the question
+            distance=options.window + 1,  # a fact one window back is visible to the question
         )
         for part in range(2)
     )
@@ -76,7 +76,7 @@ def calibrate(
         on_progress(done, total)
 
     def begin_round(num_left: int) -> None:
-        """Count anew: one loss of them is known, and two come behind the ranking."""
+        """Update the total: the round's first loss is known, and two losses follow the ranking."""
         nonlocal total
         total = done + options.num_prompts * (num_losses(num_left, options.method) + 1)
 

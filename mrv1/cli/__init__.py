@@ -32,10 +32,10 @@ def _print_version(wanted: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show version."),
     ] = False,
 ) -> None:
-    """Run what all commands have in common: nothing but ``--version``."""
+    """Hold the one option that all commands share: ``--version``."""
 
 
 __all__ = ["app"]

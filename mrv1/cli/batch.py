@@ -19,21 +19,21 @@ from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import short
 
 KEYS = (*PROMPT_KEYS, "request_id", "sampling_params")
-"""What a line may hold."""
+"""Keys that a line may have."""
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
-"""A token id as a key: one spelling for each id, so that no two keys are the same token, and of no
-more digits than ``int`` takes (sys.get_int_max_str_digits)."""
+"""A token id as a JSON key. Each id has one spelling, so that no two keys name the same token, and
+few enough digits for ``int`` (sys.get_int_max_str_digits)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One request of the input file, or why it is none."""
+    """One line of the input file: a request, or the error that kept it from being one."""
 
     number: int
-    """In the file, from 1."""
+    """Line number in the file, from 1."""
     request_id: str | None = None
-    """What the user calls it; only echoed."""
+    """The user's name for the request; only copied into the result."""
     prompt: Mapping[str, Any] | None = None
     """``prompt`` or ``prompt_token_ids``; the engine checks them."""
     params: SamplingParams | None = None
@@ -41,7 +41,7 @@ class Line:
 
 
 def read_lines(path: Path, sampling: Mapping[str, Any]) -> list[Line]:
-    """Return the requests of a file; ``sampling`` is what a line leaves open.
+    """Return the lines of a file; ``sampling`` fills the parameters that a line leaves open.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -63,8 +63,8 @@ def read_lines(path: Path, sampling: Mapping[str, Any]) -> list[Line]:
                     number=number,
                     request_id=line.request_id,
                     error=RequestError(
-                        f"request_id: expected one of its own, got {short(line.request_id)}, "
-                        f"which is line {first}"
+                        f"request_id: expected a unique id, got {short(line.request_id)}, "
+                        f"which is line {first}'s too"
                     ),
                 )
         lines.append(line)
@@ -100,7 +100,7 @@ def _load_object(raw: bytes) -> dict[str, Any]:
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; of a key that comes twice JSON itself would keep the last value."""
+    """Return a JSON object; refuse a repeated key, whose last value ``json`` would keep."""
     record: dict[str, Any] = {}
     for key, value in members:
         if key in record:
@@ -113,7 +113,7 @@ def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
     if not isinstance(given, dict):
         raise RequestError(f"sampling_params: expected a JSON object, got {short(given)}")
     bias = given.get("logit_bias")
-    if isinstance(bias, dict):  # JSON has no keys but strings
+    if isinstance(bias, dict):  # JSON keys are strings
         given = given | {"logit_bias": {_token_id(key): bias[key] for key in bias}}
     return SamplingParams(**{**sampling, **given})
 
@@ -129,13 +129,13 @@ def run_batch(
 ) -> dict[int, Mrv1Error]:
     """Generate for all lines at once and write their results in the order of the input.
 
-    A result is written as soon as those before it are, so what is done survives an interruption.
+    A result is written once all results before it are: finished results survive an interruption.
 
     Args:
-        llm: generates.
-        lines: requests, and lines that are none.
-        write: takes the results, a line of text each.
-        usage: counts.
+        llm: the engine that generates.
+        lines: requests, and lines with errors.
+        write: is called with each result, one line of text.
+        usage: counts tokens and times.
 
     Returns:
         Line number -> error, for the lines that failed.
@@ -176,7 +176,7 @@ def run_batch(
 
 
 def _add(llm: LLM, line: Line) -> RequestError | None:
-    """Queue a line under its number; return why it was refused, if it was."""
+    """Queue a line with its number as request id; return the error if ``llm`` refuses it."""
     try:
         llm.add_request(
             line.prompt or {}, line.params or SamplingParams(), request_id=str(line.number)
@@ -187,7 +187,7 @@ def _add(llm: LLM, line: Line) -> RequestError | None:
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:
-    """Return what is written of a request: its one output, or a list of them as ``outputs``."""
+    """Return a request's result: the fields of its one output, or a list ``outputs``."""
     completions = [_completion(completion) for completion in output.outputs]
     record: dict[str, Any] = {"outputs": completions} if len(completions) > 1 else completions[0]
     if output.prompt_logprobs is not None:
@@ -219,5 +219,5 @@ def _positions(
 
 
 def _logprob(logprob: Logprob) -> dict[str, Any]:
-    """Return a token's log-probability as JSON can hold it: null for minus infinity."""
+    """Return a token's log-probability for JSON, which has no minus infinity: null instead."""
     return asdict(logprob) | ({} if math.isfinite(logprob.logprob) else {"logprob": None})

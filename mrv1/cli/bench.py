@@ -1,4 +1,4 @@
-"""``mrv1 bench``: measurements on this machine; those of a whole engine are here."""
+"""``mrv1 bench``: its subcommands. The subcommands that run a whole engine are here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrv1.cli.console import say, show_table
 from mrv1.cli.options import FieldsOf, command
 from mrv1.device import resolve_device
 
-app = typer.Typer(no_args_is_help=True, help="Measure, on this machine.")
+app = typer.Typer(no_args_is_help=True, help="Measure kernels, steps and engines on this machine.")
 
 app.command("attention")(bench_kernels.attention)
 app.command("kv-write")(bench_kernels.kv_write)
@@ -29,16 +29,16 @@ ON_CPU = {"batches": (1, 4), "waiting": (0, 100)}
 Shape = Annotated[
     str | None,
     typer.Option(
-        help=f"Model shape, run with random weights: {', '.join(SHAPES)}. "
-        f"Unset: {DEFAULT_SHAPE}, unless there is a --model."
+        help=f"Model shape to run with random weights: {', '.join(SHAPES)}. "
+        f"Default without --model: {DEFAULT_SHAPE} (bench runner on a CPU: tiny-random)."
     ),
 ]
 NAMES = {"batches": "batch"}
 HELP = {
     "model": "Checkpoint directory to run instead of a shape, or 'tiny'.",
     "prompt_tokens": "Tokens of each prompt.",
-    "enable_prefix_caching": "Keep blocks for prompts that begin alike.",
-    "commit": "Commit to record; unset: what git says.",
+    "enable_prefix_caching": "Reuse cached blocks where prompts begin alike (random ones do not).",
+    "commit": "Commit to record in the result. Default: from git.",
 }
 
 
@@ -68,7 +68,8 @@ def runner(
 ) -> None:
     """Measure a steady decode step: host time, launches, copies, waits, idle time of the GPU.
 
-    On a CPU shape, batches and waiting requests that are not given are tiny.
+    In a steady step the same requests decode as in the step before it. On a CPU the defaults are
+    small: shape tiny-random, batches of 1 and 4, 0 and 100 waiting requests.
     """
     on_gpu = resolve_device(options["device"]).type == "cuda"
     if shape is None and "model" not in options:
@@ -82,7 +83,7 @@ def runner(
     if on_gpu:
         show_table(_trace_table(result))
     else:
-        say("on a CPU: the launch is the computation, there is no trace, and times mean nothing")
+        say("on a CPU a launch is the computation itself: no trace, and times mean nothing")
 
 
 def _generate_table(result: dict[str, Any]) -> Table:
@@ -117,7 +118,7 @@ def _step_table(result: dict[str, Any]) -> Table:
     table = Table(
         title=_title(result),
         caption=f"{conditions['prompt_tokens']} prompt tokens, then {conditions['steps']} steady "
-        f"decode steps, medians; {_engine(result)}; deterministic: its ms over the others",
+        f"decode steps, medians; {_engine(result)}; deterministic: its ms/step over the default's",
     )
     for heading in ("batch", "ms/step", "p20", "p80", "GPU ms", "deterministic"):
         table.add_column(heading, justify="right")
@@ -136,8 +137,8 @@ def _step_table(result: dict[str, Any]) -> Table:
 def _trace_table(result: dict[str, Any]) -> Table:
     table = Table(
         title="a step in the profiler's trace",
-        caption="idle: share of the time, of it between launches; then numbers a step: graphs, "
-        "kernels outside them, copies, waits for an event, for a stream or the device",
+        caption="idle: share of the time without GPU work; between: its part between launches; "
+        "then counts per step: graphs, kernels outside graphs, copies, waits for an event, others",
     )
     for heading in (
         "batch", "us", "idle", "between", "graphs", "kernels", "HtoD", "DtoH",
@@ -163,7 +164,7 @@ def _trace_table(result: dict[str, Any]) -> Table:
 
 
 def _host_table(result: dict[str, Any]) -> Table:
-    table = Table(title="host us per step", caption="waits for the device excepted; medians")
+    table = Table(title="host us per step", caption="medians, without waits for the device")
     for heading in (
         "batch", "waiting", "total", "mean", "quietest", "schedule", "execute", "read", "update",
     ):  # fmt: skip
@@ -192,7 +193,7 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _engine(result: dict[str, Any]) -> str:
-    """Return what else the engine's figures depend on, what is not the default named."""
+    """Return the engine's conditions for a caption; options off their defaults are named."""
     conditions = result["conditions"]
     unusual = "".join(
         f", {name}={conditions[name]}"

@@ -1,4 +1,4 @@
-"""``mrv1 bench capacity`` and ``mrv1 bench headwise``: what a head policy is worth."""
+"""``mrv1 bench capacity`` and ``mrv1 bench headwise``: what a head policy gains."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from mrv1.headwise import HeadPolicy
 
 NAMES = {"policy": "head-policy"}
 HELP = {
-    "shape": f"Random weights of a shape: {', '.join(SHAPES)}.",
-    "policy": "JSON policy; unset: by --streaming-ratio.",
-    "streaming_ratio": "Share of each layer's heads that stream.",
-    "window": "Tokens that streaming heads see.",
-    "sink": "Leading tokens that they see too.",
-    "full_layers_every": "Period of layers whose heads are all full.",
-    "variants": f"Caches to compare, comma-separated: {', '.join(VARIANTS)}.",
-    "kv_cache_memory_bytes": "Bytes of every cache; unset: what the GPU has left.",
+    "shape": f"Model shape to run with random weights: {', '.join(SHAPES)}.",
+    "policy": "JSON file of a head policy. Default: made from --streaming-ratio.",
+    "streaming_ratio": "Share of each layer's KV heads that stream.",
+    "window": "Last tokens that a streaming head sees, the current one included.",
+    "sink": "First tokens, which a streaming head always sees.",
+    "full_layers_every": "Keep all heads full in every n-th layer. Default: in none.",
+    "variants": f"Caches to compare, comma-separated: {', '.join(VARIANTS)}. uniform: without the "
+    "policy; kept: the policy masks, but keeps all blocks; recycled: blocks return to the pool.",
+    "kv_cache_memory_bytes": "Bytes of each cache. Default: the memory that the GPU has left.",
     "prompt_tokens": "Tokens of each prompt.",
-    "output_tokens": "Tokens to generate for each.",
-    "num_requests": "Requests, added at once.",
-    "seed": "Of weights and prompts.",
-    "commit": "Commit to record; unset: what git says.",
+    "output_tokens": "Tokens to generate for each prompt.",
+    "num_requests": "Requests, all added at once.",
+    "seed": "Seed of weights and prompts.",
+    "commit": "Commit to record in the result. Default: from git.",
 }
 PARSERS = {"policy": HeadPolicy.load, "variants": words}
 
@@ -51,7 +52,7 @@ def capacity(
     ],
     output: Output = None,
 ) -> None:
-    """Count the requests that fit: uniform heads and a policy, with and without fp8."""
+    """Count the requests that fit the KV cache: uniform heads or a head policy, fp8 or not."""
     bench = HeadwiseOptions(**options)
     check_target("--output", output)
     result: dict[str, Any] = run_capacity(bench, say)
@@ -95,7 +96,7 @@ def headwise(
     ],
     output: Output = None,
 ) -> None:
-    """Serve the same requests with uniform heads and with a policy, recycling off and on."""
+    """Serve the same requests with uniform heads and a head policy, recycling off and on."""
     bench = HeadwiseBench(**options)
     check_target("--output", output)
     result: dict[str, Any] = run_headwise(bench, say)
@@ -103,7 +104,7 @@ def headwise(
     table = Table(
         title=f"{result['shape']}, {bench.num_requests} requests of {bench.prompt_tokens:,} + "
         f"{bench.output_tokens:,} tokens, on {result['device']['name']}",
-        caption="crowded: while requests wait; ratios to the first row, above 1 is better",
+        caption="crowded: tokens/s while requests wait; ratio to the first row, above 1 is better",
     )
     for name in ("cache", "tokens/s", "crowded", "first, ms", "between, ms", "preempted"):
         table.add_column(name, justify="left" if name == "cache" else "right")

@@ -27,15 +27,15 @@ from mrv1.errors import ConfigError
 Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")]
 NAMES = {"num_q_heads": "q-heads", "num_kv_heads": "kv-heads"}
 HELP = {
-    "dtype": "float32, float16 or bfloat16.",
-    "kv_dtype": "auto = like the inputs, or fp8_e4m3 with a scale per token and head.",
+    "dtype": "Dtype of the inputs: float32, float16 or bfloat16.",
+    "kv_dtype": "Cache dtype: auto (that of the inputs) or fp8_e4m3, a scale per token and head.",
     "num_q_heads": "Query heads.",
     "num_kv_heads": "KV heads.",
-    "head_dim": "Elements of a head.",
-    "peers": "Others to measure beside, comma-separated; '' = none.",
-    "repeats": "Samples of each variant.",
-    "seed": "Of the data.",
-    "commit": "Commit to record; unset: what git says.",
+    "head_dim": "Elements per head.",
+    "peers": "Other implementations to measure too, comma-separated; '' for none.",
+    "repeats": "Timed samples of each implementation.",
+    "seed": "Seed of the random data.",
+    "commit": "Commit to record in the result. Default: from git.",
 }
 
 
@@ -52,18 +52,21 @@ def attention(
             names=NAMES,
             help=HELP
             | {
-                "cells": "BATCHxCONTEXT,...; unset: the mode's own grid.",
-                "query_len": "Last tokens of each request that a prefill computes; unset: all.",
+                "cells": "BATCHxCONTEXT pairs, such as 1x8192,8x4096. Default: a grid.",
+                "query_len": "Last tokens of each request that a prefill computes. Default: all.",
             },
             parsers={"cells": _cells, "peers": words},
         ),
     ],
     output: Output = None,
     plot: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="PNG file: bandwidth share over bytes.")
+        Path | None, typer.Option(dir_okay=False, help="PNG file: every cell's bandwidth share.")
     ] = None,
 ) -> None:
-    """Measure paged attention over a grid of batch and context, against the copy bandwidth."""
+    """Measure paged attention over a grid of batches and contexts, against the copy bandwidth.
+
+    The copy bandwidth is measured first: bytes read and written by a copy of 1 GiB on the GPU.
+    """
     bench = AttentionBench(**options)
     check_target("--output", output)
     check_target("--plot", plot)
@@ -79,7 +82,7 @@ def attention(
     for name, why, where in _failures(result):
         say(f"peer {name} {where}: {why}")
     for name, mean in result["geometric_mean_over_ours"].items():
-        say(f"{name}: {mean:.2f} times our time, geometric mean over its cells")
+        say(f"{name}: {mean:.2f} times our time, geometric mean over the cells that it ran")
     show_table(_attention_table(result))
 
 
@@ -92,8 +95,8 @@ def kv_write(
             names=NAMES,
             help=HELP
             | {
-                "tokens": "Tokens of a write, comma-separated.",
-                "slot_order": "What is in random order: tokens, or blocks, as in a prefill.",
+                "tokens": "Tokens per write, comma-separated.",
+                "slot_order": "Random order of tokens, or of blocks, each filled in order.",
             },
             parsers={"tokens": partial(counts, "tokens"), "peers": words},
         ),
@@ -113,13 +116,13 @@ def kv_write(
 
 
 def check_target(option: str, path: Path | None) -> None:
-    """Raise ``ConfigError`` if the file's directory is not there: before measuring, not after."""
+    """Raise ``ConfigError``, before measuring rather than after, if the directory is missing."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"{option}: expected an existing directory, got {path.parent}")
 
 
 def write_result(result: dict[str, Any], output: Path | None) -> None:
-    """Write the result as JSON where the user wants it, if anywhere."""
+    """Write the result as JSON to ``output``, if the user gave one."""
     if output is not None:
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         say(f"written to {output}")
@@ -128,7 +131,7 @@ def write_result(result: dict[str, Any], output: Path | None) -> None:
 def _failures(
     result: dict[str, Any], entry_name: str = "{batch} x {context}"
 ) -> list[tuple[str, str, str]]:
-    """Return (peer, reason, where), the cells of one reason together."""
+    """Return (peer, reason, where) of the failures; cells with one reason share an entry."""
     cells: dict[tuple[str, str], list[str]] = {}
     for entry in result["results"]:
         for failure in entry["failed_peers"].items():
@@ -148,7 +151,7 @@ def _attention_table(result: dict[str, Any]) -> Table:
         f"{_where(result)}",
         caption=f"{conditions['num_q_heads']} query heads, {conditions['num_kv_heads']} KV heads "
         f"of {conditions['head_dim']}, blocks of {conditions['block_size']}; medians of "
-        f"{conditions['repeats']} samples; ratio = its time over mrv1's",
+        f"{conditions['repeats']} samples; ratio = time over mrv1's time",
     )
     last = "TFLOP/s" if prefill else "share"
     for heading in ("batch x context", "kernel", "median us", "MB moved", last, "ratio", "error"):
@@ -172,7 +175,7 @@ def _attention_table(result: dict[str, Any]) -> Table:
 
 
 def _rate(variant: dict[str, Any], *, prefill: bool) -> str:
-    """Return what limits the mode: TFLOP/s of a prefill, bandwidth share of a decode."""
+    """Return the figure that limits the mode: TFLOP/s of prefill, bandwidth share of decode."""
     if prefill:
         flops = variant["flops_per_s"]
         return "-" if flops is None else f"{flops / 1e12:.0f}"
@@ -186,8 +189,8 @@ def _kv_write_table(result: dict[str, Any]) -> Table:
         title=f"KV cache write, {result['dtype']}, KV cache {result['kv_dtype']}, "
         f"{_where(result)}",
         caption=f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}, blocks of "
-        f"{conditions['block_size']}; medians of {conditions['repeats']} samples; ratio = its "
-        f"time over mrv1's; checked: {conditions['check']}",
+        f"{conditions['block_size']}; medians of {conditions['repeats']} samples; ratio = "
+        f"time over mrv1's time; checked: {conditions['check']}",
     )
     for heading in ("tokens", "kernel", "median us", "p20", "p80", "MB moved", "share", "ratio"):
         name = heading == "kernel"

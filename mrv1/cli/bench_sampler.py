@@ -22,16 +22,16 @@ def sampler(
             without=("stds",),
             help=HELP
             | {
-                "rows": "Rows of a launch, comma-separated.",
-                "vocab_size": "Token ids.",
-                "cases": "What to measure, comma-separated.",
+                "rows": "Rows per launch, comma-separated.",
+                "vocab_size": "Size of the vocabulary.",
+                "cases": "Cases to measure, comma-separated.",
             },
             parsers={"rows": partial(counts, "rows"), "cases": words, "peers": words},
         ),
     ],
     output: Output = None,
 ) -> None:
-    """Measure the sampler from float32 logits to tokens and log-probabilities, against a read."""
+    """Measure the sampler (edits, draws, log-probabilities) against one read of its logits."""
     bench = SamplerBench(**options)
     check_target("--output", output)
     result: dict[str, Any] = run_sampler(bench, say)
@@ -46,9 +46,9 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(
         title=f"sampler, vocabulary {conditions['vocab_size']}, {result['device']['name']}, "
         f"{result['path']} path",
-        caption=f"normal logits; medians of {conditions['repeats']} samples; reads: of the logits "
-        "once; share: of the copy bandwidth, by the bytes a case must move; ratio = its time over "
-        "mrv1's",
+        caption=f"normal logits; medians of {conditions['repeats']} samples; reads: time over the "
+        "time of one read of the logits; share: of the copy bandwidth, for the bytes a case must "
+        "move; ratio = time over mrv1's time",
     )
     headings = ("rows", "std", "case", "sampler", "median us", "target us", "reads", "share")
     for heading in (*headings, "ratio"):

@@ -19,7 +19,7 @@ from mrv1.device import resolve_device
 from mrv1.errors import ConfigError
 
 LOW_RECALL = 0.5
-"""Below it the model itself does not find the facts, and no head can be seen to."""
+"""Below this recall the full model does not find the facts, so no head can show its share."""
 
 
 @command
@@ -27,21 +27,21 @@ def calibrate_command(
     settings: Annotated[dict[str, Any], FieldsOf(cls=CalibrateOptions)],
     output: Annotated[
         Path,
-        typer.Option(dir_okay=False, help="JSON file for the policy, as --head-policy takes it."),
+        typer.Option(dir_okay=False, help="JSON file for the policy, read by --head-policy."),
     ],
     plot: Annotated[
-        bool, typer.Option(help="Draw the losses, layers by heads, to a PNG beside --output.")
+        bool, typer.Option(help="Plot the losses, layers by heads, to a PNG beside --output.")
     ] = True,
     report: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="JSON file: every head's loss, and what was measured."),
+        typer.Option(dir_okay=False, help="JSON file: every head's loss and all measurements."),
     ] = None,
 ) -> None:
     """Find the KV heads that need the whole context; the others may stream.
 
-    A streaming head sees --sink leading tokens and the last --window. Heads are ranked by what the
-    model loses when they stream, at answers that stand further back than that and, with a text,
-    over the text.
+    A streaming head sees the first --sink tokens and the last --window tokens. Heads are ranked by
+    how much the model's loss rises when they stream: at answers to facts that lie outside the
+    window and, if --data is a text, over the text too.
     """
     options = CalibrateOptions(**settings)
     picture = output.with_suffix(".png")
@@ -61,7 +61,7 @@ def calibrate_command(
     if found.full.accuracy < LOW_RECALL:
         say(
             f"warning: with all heads full the model recalls {found.full.accuracy:.0%} of the "
-            "facts: what a head is for hardly shows"
+            "facts: too few to show what a head is for"
         )
     show_table(_table(options, found))
 
@@ -83,7 +83,7 @@ def calibration_result(options: CalibrateOptions, found: Calibration) -> dict[st
 
 
 def _calibrate(options: CalibrateOptions) -> Calibration:
-    """Calibrate under a progress bar, which begins where that of the weights has ended."""
+    """Calibrate under a progress bar, which starts after the progress bar of the weights."""
     progress = counting_bar(transient=False)
     task = progress.add_task("calibrate")
 

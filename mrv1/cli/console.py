@@ -1,4 +1,4 @@
-"""Where the commands write: results to stdout, everything said about them to stderr."""
+"""Where the commands write: results to stdout, messages about them to stderr."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mrv1.errors import Mrv1Error
 from mrv1.progress import progress_bar
 
 FAILURE = 1
-"""Exit code of a command that could not do all that was asked."""
+"""Exit code of a command that could not do its whole work."""
 
 USER_ERROR = 2
-"""Exit code of a mistake in arguments or input, as for an unknown option."""
+"""Exit code of a mistake in arguments or input; typer uses it for an unknown option too."""
 
 
 def say(line: str) -> None:
@@ -53,14 +53,14 @@ def show_table(table: RenderableType) -> None:
 
 @contextmanager
 def writing(file: TextIO, name: str) -> Iterator[None]:
-    """End the command with one line if what is written to ``file`` cannot be.
+    """End the command with a one-line error if a write to ``file`` fails inside.
 
-    A pipe that nobody reads any more ends it without a word: typer does.
+    A pipe that nobody reads any more ends the command silently: typer handles that error.
 
     Args:
-        file: written to and flushed inside; closed after a failure, as otherwise its buffer would
-            be written, and fail, once more at the end.
-        name: how the user calls it.
+        file: written to and flushed inside; closed after a failure, as otherwise Python would
+            write its buffer once more at exit, and fail again.
+        name: the file's name in the error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""``mrv1 doctor``: one screen on what is here and what will be used for what."""
+"""``mrv1 doctor``: one screen on versions, GPUs and what implements each part of a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mrv1.cli.report import mib
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
-    """Show versions, GPUs, and what will be used for what; warn about what is not supported.
+    """Show versions, GPUs and what implements each part of a step; warn of unsupported versions.
 
-    A warning leaves the exit code 0. MRV1_* variables that LLM refuses are among the warnings.
+    Warn also of GPUs that cannot run the kernels and of wrong MRV1_* variables. Exit code: 0.
     """
     facts = collect()
     if as_json:
@@ -42,7 +42,7 @@ def _table(facts: Facts) -> Table:
 
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:
-    """Return the lines of the screen: a name, and what there is to say."""
+    """Return the rows of the table: name and text."""
     versions = [f"{name} {version or '-'}" for name, version in facts["versions"].items()]
     rows = [("versions", ", ".join(versions[:2])), ("", ", ".join(versions[2:]))]
     rows.append(("FlashInfer", facts["flashinfer"]))

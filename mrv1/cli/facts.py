@@ -29,7 +29,7 @@ from mrv1.headwise import HeadPolicy
 from mrv1.runner.attention_backends import import_flashinfer
 
 TRITON_SUPPORTED = ((3, 6), (3, 10))
-"""First version that works, first that is not supported (it changes float fusion by default)."""
+"""First version that works; first unsupported version, which changes float fusion by default."""
 TORCH_MIN = (2, 11)
 PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
 
@@ -72,9 +72,9 @@ class Facts(TypedDict):
     device: str | None
     """What ``device="auto"`` resolves to; None if it is refused."""
     path: str
-    """What runs there, in words."""
+    """Kernel path on that device, in words."""
     used_for: dict[str, str]
-    """Part of a step -> what implements it."""
+    """Part of a step -> its implementation."""
     embedded_model: EmbeddedModel
     environment: dict[str, str]
     warnings: list[str]
@@ -125,7 +125,7 @@ def _gpu(index: int, info: DeviceInfo) -> Gpu:
 
 
 def used_for(path: KernelPath | None) -> dict[str, str]:
-    """Return what implements each part of a step on ``path``."""
+    """Return the implementation of each part of a step on ``path``."""
     if path is None:
         return {}
     return dict.fromkeys(_BY_TRITON, _IMPLEMENTATION[path]) | {
@@ -135,7 +135,7 @@ def used_for(path: KernelPath | None) -> dict[str, str]:
 
 
 def fp8_use(device: torch.device | None) -> dict[str, str]:
-    """Return what converts an fp8 KV cache on ``device``."""
+    """Return how ``device`` converts the values of an fp8 KV cache."""
     if device is None:
         return {}
     if kernel_path(device) == "reference":
@@ -163,7 +163,7 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def version_warnings(versions: Mapping[str, str | None]) -> list[str]:
-    """Return what is missing or outside of what mrv1 is tested with."""
+    """Return a warning for each package that is missing or has an unsupported version."""
     warnings = [f"{name} is not installed" for name, version in versions.items() if not version]
     torch_version, triton_version = versions["torch"], versions["triton"]
     if torch_version and _release(torch_version) < TORCH_MIN:
@@ -175,7 +175,7 @@ def version_warnings(versions: Mapping[str, str | None]) -> list[str]:
 
 
 def find_flashinfer() -> tuple[str, list[str]]:
-    """Return which FlashInfer there is, and the error with which ``LLM`` refuses a broken one."""
+    """Return the state of FlashInfer, and the error with which ``LLM`` refuses a broken one."""
     version = version_of("flashinfer-python")
     try:
         import_flashinfer()
@@ -187,7 +187,7 @@ def find_flashinfer() -> tuple[str, list[str]]:
 
 
 def variable_warnings() -> list[str]:
-    """Return the errors with which ``LLM`` refuses the ``MRV1_*`` variables of this process."""
+    """Return the errors that ``LLM`` would raise for the ``MRV1_*`` variables of this process."""
     errors = name_errors()
     for name, read in VARIABLES.items():
         try:
@@ -200,7 +200,7 @@ def variable_warnings() -> list[str]:
 
 
 def gpu_warnings(gpus: tuple[DeviceInfo, ...]) -> list[str]:
-    """Return which GPUs the kernels do not run on."""
+    """Return a warning for each GPU that cannot run the kernels."""
     if torch.version.hip:
         return ["ROCm: the kernels are compiled for AMD GPUs in tests, but were never run on one"]
     return [

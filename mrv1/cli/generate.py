@@ -22,9 +22,9 @@ Sampling = Annotated[
         cls=SamplingParams,
         panel="Sampling",
         defaults={"max_tokens": 128},
-        help={"max_tokens": "Most tokens to generate."},
+        help={"max_tokens": "Generate at most this many tokens."},
         without=(
-            # Of what a file has in "sampling_params" alone: these would not show without one.
+            # Only in --input lines: printed text does not show these, or no option can give them.
             "n", "logprobs", "logprob_token_ids", "prompt_logprobs",
             "logit_bias", "stop_token_sequences", "bad_words_token_ids", "structured_output",
         ),
@@ -35,30 +35,30 @@ Engine = Annotated[dict[str, Any], FieldsOf(cls=EngineConfig, panel="Engine", wi
 
 @command
 def generate(
-    model: Annotated[str, typer.Option(help="Checkpoint directory, or 'tiny'.")],
+    model: Annotated[str, typer.Option(help="Checkpoint directory, or 'tiny' (embedded).")],
     sampling: Sampling,
     engine: Engine,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; or give --input.")] = None,
     input_file: Annotated[
         Path | None,
         typer.Option(
             "--input",
             exists=True,
             dir_okay=False,
-            help='Prompts, one JSON object a line: "prompt" or "prompt_token_ids", and optionally '
-            '"sampling_params" and "request_id". Blank lines do not count as requests.',
+            help='File of prompts, one JSON object per line: "prompt" or "prompt_token_ids", and '
+            'optionally "sampling_params" and "request_id". Blank lines are skipped.',
         ),
     ] = None,
     output_file: Annotated[
         Path | None,
-        typer.Option("--output", help="Where the results of --input go, one JSON object a line."),
+        typer.Option("--output", help="File for the results of --input, a JSON object per line."),
     ] = None,
-    stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
+    stream: Annotated[bool, typer.Option(help="Print the text as it is generated.")] = True,
 ) -> None:
     """Continue a prompt, or every prompt of a JSONL file.
 
-    stdout carries the generated text alone. Exit code 1: a line of --input failed, or the output
-    cannot be written; 2: a mistake in the arguments.
+    Only the generated text goes to stdout. Exit code 1: a line of --input failed, or the output
+    cannot be written; 2: an argument, the model or the device cannot be used.
     """
     _check_mode(prompt, input_file, output_file)
     if prompt is not None:
@@ -102,12 +102,12 @@ def _generate_batch(
     engine: dict[str, Any],
 ) -> None:
     """Write the result of every line, and list the lines that failed."""
-    SamplingParams(**sampling)  # a wrong option is one mistake, not one for every line
+    SamplingParams(**sampling)  # a wrong option is one error, not one per line
     lines = read_lines(input_file, sampling)
     with LLM(model, **engine) as llm:
         say(llm.describe())
         usage = Usage(llm)
-        try:  # only now: a model that cannot be loaded must not cost the results of a former run
+        try:  # only now: a model that cannot be loaded must not erase the results of a former run
             target = output_file.open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError(

@@ -19,26 +19,26 @@ from mrv1.options import field_docs, parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldsOf:
-    """Annotates a command's parameter that stands for options, one a field of a dataclass.
+    """Annotation of a command's parameter that becomes one option per field of a dataclass.
 
-    The command gets a dict of those that have a value. An option has its field's name, default
-    and docstring, and the dataclass checks its value. A field without a docstring has that of the
-    engine's option of its name.
+    The command gets a dict of the options that have a value. An option takes its name, default and
+    help from its field and the field's docstring, and the dataclass checks the value. A field
+    without a docstring takes the help of the ``EngineConfig`` field of the same name.
     """
 
     cls: type
     without: tuple[str, ...] = ()
-    """Fields that are not options; nor are those that have the name of another parameter."""
+    """Fields that become no option, in addition to fields named like another parameter."""
     panel: str | None = None
     """Heading in the help."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Options that are not called as their fields."""
+    """Field -> name of the option, where the two differ."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Defaults that are not those of the fields."""
+    """Field -> default of the option, where the two differ."""
     help: Mapping[str, str] = field(default_factory=dict)
-    """Help that is not the docstring."""
+    """Field -> help that replaces the docstring."""
     parsers: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
-    """How fields that are given as text are made of it."""
+    """Field -> function that makes its value from the text of the option."""
 
     def options(self) -> list[inspect.Parameter]:
         """Return the options as parameters that typer understands."""
@@ -91,7 +91,7 @@ class FieldsOf:
         )
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of the fields; what the user left open has none."""
+        """Return the values of the fields, without options whose value is None or empty."""
         values = {}
         for name, value in given.items():
             if name in self.parsers and value is not None:
@@ -131,15 +131,15 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Return the words of a text that has commas between them."""
+    """Return the comma-separated words of a text."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def counts(name: str, text: str) -> tuple[int, ...]:
-    """Return the numbers of a text that has commas between them.
+    """Return the comma-separated numbers of a text.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: a part is not a number.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):

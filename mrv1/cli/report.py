@@ -14,11 +14,11 @@ PATHS: dict[KernelPath, str] = {
     "interpreter": "CPU, Triton kernels in the interpreter",
     "reference": "CPU reference (torch)",
 }
-"""How each kernel path is called towards users."""
+"""Name of each kernel path for users."""
 
 
 def path_name(device: str) -> str:
-    """Return what runs on the device that ``device`` resolves to."""
+    """Return the kernel path on the device that ``device`` resolves to, in words."""
     resolved = resolve_device(device)
     name = PATHS[kernel_path(resolved)]
     return f"{name} on {device_info(resolved).name}" if resolved.type == "cuda" else name
@@ -31,7 +31,7 @@ def mib(num_bytes: int) -> str:
 
 @dataclass(slots=True)
 class Usage:
-    """Counts what a generation used; ``observe`` sees the outputs of every step."""
+    """Counts a generation's tokens and times; ``observe`` sees the outputs of every step."""
 
     llm: LLM
     num_tokens: int = 0
@@ -39,7 +39,7 @@ class Usage:
     started: float = field(default_factory=time.perf_counter)
 
     def observe(self, outputs: list[RequestOutput]) -> None:
-        """Count the finished among the outputs of one step."""
+        """Count the finished requests among the outputs of one step."""
         for output in outputs:
             if not output.finished or output.metrics is None:
                 continue
@@ -50,7 +50,7 @@ class Usage:
                 )
 
     def line(self, path: str) -> str:
-        """Return the summary line; ``path`` says what ran."""
+        """Return the summary line; ``path`` names the kernel path."""
         seconds = time.perf_counter() - self.started
         report = self.llm.kv_report()
         rate = self.num_tokens / seconds
@@ -61,7 +61,7 @@ class Usage:
                 f"{median}time to first token {statistics.median(self.first_token_s) * 1e3:.0f} ms"
             )
         parts.append(
-            f"KV cache {mib(report['peak_held_bytes'])} used at most of "
+            f"KV cache: at most {mib(report['peak_held_bytes'])} in use of "
             f"{mib(report['total_bytes'])} allocated"
         )
         return " | ".join([*parts, path])

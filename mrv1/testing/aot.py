@@ -1,12 +1,12 @@
-"""Compile Triton kernels for GPUs this machine does not have, and see what they cost.
+"""Compile Triton kernels for GPUs that this machine lacks, and report the resources they use.
 
-A process that has interpreted cannot compile, and a stand-in driver must not replace a real one:
-:func:`compile_for` works in a child process::
+A process that has interpreted kernels cannot compile, and a stand-in driver must not replace a
+real driver, so :func:`compile_for` works in a child process::
 
     reports = compile_for("sm_90", ["tests.compile.cases_elementwise"])
     problems = [report.problem for report in reports if report.problem]
 
-Each module named has a function ``cases(target: Target) -> list[AotCase]``. On the command line,
+Each named module has a function ``cases(target: Target) -> list[AotCase]``. On the command line,
 ``python -m mrv1.testing.aot TARGET MODULE...`` prints the reports as JSON; with ``TARGET[1::3]``
 every third case is compiled, from the second on.
 """
@@ -33,7 +33,7 @@ _KIB = 1024
 _REGISTERS = 1 << 16
 """Registers of a multiprocessor, from sm_80 on."""
 _RESERVED_BYTES = _KIB
-"""Shared memory that the system takes for itself with each program, from sm_80 on."""
+"""Shared memory that the system reserves for itself per program, from sm_80 on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Target:
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether kernels are launched there as ``mrv1.kernels._base.dependent_launch`` does."""
+        """Whether kernels use dependent launches (``mrv1.kernels._base.dependent_launch``)."""
         return self.capability is not None and self.capability >= (9, 0)
 
 
@@ -102,15 +102,15 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 3
     parked_bytes: int = 0
-    """Local memory of one thread that is fine: what the compiler parks over a loop, not in it, so
-    that more programs fit a multiprocessor."""
+    """Allowed local memory of one thread: values that the compiler keeps there during a loop, but
+    does not access in the loop, so that more programs fit a multiprocessor."""
     programs_per_sm: int = 0
-    """Programs that the launch counts on running on a multiprocessor at the same time."""
+    """Programs that must fit a multiprocessor at the same time, as the launch assumes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AotReport:
-    """What one case costs on one target."""
+    """The resources that one case uses on one target."""
 
     target: str
     case: str
@@ -125,7 +125,7 @@ class AotReport:
     shared_bytes: int = 0
     """Shared memory of one program."""
     parked_bytes: int = 0
-    """Of ``spill_bytes``, what the case allows."""
+    """The part of ``spill_bytes`` that the case allows."""
     threads: int = 0
     """Threads of a program."""
     programs_per_sm: int = 0
@@ -134,7 +134,7 @@ class AotReport:
     """Why this must not ship: an error, a spill, too much shared memory. Empty if it may."""
 
     def __post_init__(self) -> None:
-        """Judge."""
+        """Find the problem."""
         limit = TARGETS[self.target].shared_memory_bytes
         reasons = [self.error] if self.error else []
         if self.spill_bytes > self.parked_bytes:
@@ -172,7 +172,7 @@ def compile_for(
     Args:
         target: a name in :data:`TARGETS`.
         modules: importable modules with a function ``cases``.
-        share: ``(i, n)``: only every n-th case, from the i-th on. All are (0, 1).
+        share: ``(i, n)``: only every n-th case, from the i-th on; (0, 1) is every case.
 
     Raises:
         ConfigError: an unknown target.

@@ -1,4 +1,4 @@
-"""Checks for Triton's CPU interpreter: what it would accept and a GPU would not.
+"""Checks for Triton's CPU interpreter, of errors that it accepts and a GPU would not.
 
 ``mrv1.kernels`` corrects the interpreter's results by itself. To find stray addresses, overflow of
 int32 and failed device assertions too, call :func:`install` with ``debug=True`` and

@@ -3,12 +3,12 @@
 - :func:`kv_layouts` draws where pages lie and what each KV head may see (:class:`LayoutCase`);
 - :func:`ragged_batches` draws query and sequence lengths around every edge (:class:`RaggedBatch`);
 - :func:`paged_caches` draws both and fills a cache (:class:`PagedCase`), NaN wherever no query may
-  look, beside the dense keys and values in it;
+  look, and gives the dense keys and values in it;
 - :func:`build_paged_cache` is the last step alone, a plain function of its arguments.
 
 This is a second, independent model of the cache's address and visibility rules, in plain numbers:
-it calls nothing of :class:`mrv1.kernels.kv_layout.KVLayout` but its constructor, and no oracle. So
-``PagedCase.attention`` judges kernels and oracles alike. Example::
+of :class:`mrv1.kernels.cache.kv_layout.KVLayout` it calls only the constructor, and it calls no
+oracle. So ``PagedCase.attention`` judges kernels and oracles alike. Example::
 
     @given(case=paged_caches(uniform_query_len=1))
     def test_decode(case):
@@ -65,7 +65,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Scales = torch.Tensor | Literal["token"] | None
-"""Given per head, one per token, or not an fp8 cache."""
+"""Scales given per head, a scale per token, or None: not an fp8 cache."""
 
 LARGEST_CODE, SMALLEST_SCALE = np.float32(448), np.float32(1e-12)
 
@@ -108,7 +108,7 @@ class LayoutCase:
         max_reqs: int = 3,
         max_query_len: int = 8,
     ) -> LayoutCase:
-        """Return head groups one behind the other in a buffer; ``table_offset`` is filled in."""
+        """Return head groups in consecutive parts of a buffer; ``table_offset`` is filled in."""
         return _layout_case(
             "head_groups", roles, head_dim, block_size, max_seq_len, max_reqs, max_query_len
         )
@@ -161,8 +161,8 @@ class LayoutCase:
     def scale_addresses(self, per_block: int | None = None) -> tuple[list[int], list[int], int]:
         """Return base and block stride of each head's scales, and how many there are.
 
-        Head groups lie one behind the other, like their pages; other kinds are ``[blocks,
-        kv_heads, per_block]``. A block has ``per_block`` scales, None = one per token.
+        Scales of head groups lie in consecutive parts, like their pages; of other kinds they are
+        ``[blocks, kv_heads, per_block]``. A block has ``per_block`` scales, None = one per token.
         """
         size, heads = per_block or self.block_size, self.num_kv_heads
         if self.kind != "head_groups":
@@ -191,7 +191,7 @@ class LayoutCase:
 class RaggedBatch:
     """Lengths of one step's requests; query ``j`` sits at ``seq_len - query_len + j``.
 
-    A padding row has ``seq_len`` 0; where it has queries they sit at negative positions.
+    A padding row has ``seq_len`` 0; its queries, if any, sit at negative positions.
     """
 
     query_lens: tuple[int, ...]
@@ -207,7 +207,7 @@ class PagedCase:
     layout_case: LayoutCase
     batch: RaggedBatch
     k_cache: torch.Tensor
-    """Flat, holding each key that some query of its request sees; NaN everywhere else."""
+    """Flat: each key that some query of its request sees; NaN everywhere else."""
     v_cache: torch.Tensor
     """Likewise for values."""
     k_cache_before: torch.Tensor
@@ -229,8 +229,8 @@ class PagedCase:
     visible: tuple[torch.Tensor, ...]
     """Per request, [kv_heads, query_len, seq_len] bool: role, causality and missing pages."""
     scales: KVScales | None = None
-    """Of an fp8 case: ``k_cache, v_cache`` are float8_e4m3fn and ``keys, values`` what their codes
-    stand for, in float64; NaN where no token is."""
+    """Of an fp8 case: ``k_cache, v_cache`` are float8_e4m3fn, and ``keys, values`` the values of
+    their codes, in float64. NaN where no token is."""
     scales_before: KVScales | None = None
     """As ``scales`` before this step's tokens were written."""
 
@@ -288,7 +288,7 @@ class PagedCase:
             scores = torch.einsum("qhd,khd->hqk", request, k) * softmax_scale
             mask = visible.repeat_interleave(group, dim=0)
             scores = scores.masked_fill(~mask, -math.inf)
-            weights = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only
+            weights = scores.softmax(-1).nan_to_num(0.0)  # NaN in a row of -inf only
             out.append(torch.einsum("hqk,khd->qhd", weights, v))
             lse.append(scores.logsumexp(-1).T)
         empty = q.new_empty((0, *q.shape[1:]), dtype=torch.float64)
@@ -527,7 +527,7 @@ def _token_slots(blocks: Ints, positions: Ints, block_size: int) -> Ints:
 
 
 class _Pager:
-    """Hands out shuffled block ids and writes them into the table."""
+    """Allocates shuffled block ids and writes them into the table."""
 
     def __init__(
         self, layout: LayoutCase, num_reqs: int, seed: int, block_seed: int, hole_rate: float
@@ -544,8 +544,8 @@ class _Pager:
     def place(self, row: int, role: HeadRole, seq_len: int, query_len: int) -> Ints:
         """Return request ``row``'s block id per logical block (-1 = no visible page) for a role.
 
-        A block that no query sees is missing from the table or, without a ring, left there at
-        random: a freed page, or one not freed yet.
+        A block that no query sees is missing from the table (a freed page) or, without a ring and
+        at random, left there (a page not freed yet).
         """
         size = self.layout.block_size
         keys = np.arange(seq_len)
@@ -572,15 +572,15 @@ class _Vectors:
     raw: torch.Tensor
     """As the model computes them."""
     stored: torch.Tensor
-    """As the cache holds them: raw, or e4m3 codes (uint8)."""
+    """As they are in the cache: raw, or e4m3 codes (uint8)."""
     dense: torch.Tensor
-    """What is stored stands for."""
+    """The values that ``stored`` stands for."""
     scale: torch.Tensor
     """[tokens, kv_heads] float32."""
 
     @classmethod
     def of(cls, raw: torch.Tensor, scales: _Scales) -> _Vectors:
-        """Return ``raw`` stored as it is (None), or with its own or the given scale per head."""
+        """Return ``raw`` as it is (None), or as codes with scales per token or as given."""
         if scales is None:
             return cls(raw=raw, stored=raw, dense=raw, scale=torch.empty(raw.shape[:2]))
         x = raw.float().numpy()
@@ -594,16 +594,16 @@ class _Vectors:
     def of_quarters(
         cls, raw: torch.Tensor, held: Bools, num_new: int, tokens: int
     ) -> tuple[_Vectors, _Vectors]:
-        """Return ``raw`` before and after its last ``num_new`` tokens join, a scale per quarter.
+        """Return ``raw`` before and after writing its last ``num_new`` tokens; scales by quarter.
 
-        The others in ``held`` ``[tokens, kv_heads]`` were stored together; the rest never was.
+        Earlier tokens in ``held`` ``[tokens, kv_heads]`` were written together, others never.
         """
         x = raw.float().numpy()
         quarter = np.arange(len(x)) // tokens
         is_new = (np.arange(len(x)) >= len(x) - num_new)[:, None]
 
         def needed(members: Bools) -> npt.NDArray[np.float32]:
-            """The scale that the members of each token's quarter need; 0 if there is none."""
+            """Return the scale that the members of each token's quarter need; 0 for no members."""
             largest = np.abs(x).max(axis=-1, initial=0) / LARGEST_CODE
             found = np.zeros((len(x), x.shape[1]), dtype=np.float32)
             scale = np.where(members, np.maximum(largest, SMALLEST_SCALE), np.float32(0))
@@ -612,7 +612,7 @@ class _Vectors:
 
         old = needed(held & ~is_new)
         new = np.maximum(old, needed(held & is_new))
-        new = np.where(new > 0, new, SMALLEST_SCALE)  # of what nobody reads
+        new = np.where(new > 0, new, SMALLEST_SCALE)  # of quarters that nobody reads
         was_held = held & ~is_new
         before = _encode(x, np.where(old > 0, old, new))
         kept = _number_formats.decode(before, "fp8e4nv") * old[..., None]
@@ -634,7 +634,7 @@ class _Vectors:
 
 
 def _encode(x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Return the codes of vectors by the scale of each."""
+    """Return the codes of vectors, each with its scale."""
     return _number_formats.encode(x / scale[..., None], "fp8e4nv")
 
 
@@ -656,7 +656,7 @@ class _Caches:
     def empty_fp8(
         cls, layout: LayoutCase, granularity: ScaleGranularity, static: _Pair | None
     ) -> _Caches:
-        """Codes and, unless given per head, scales that are all NaN."""
+        """Return NaN codes and NaN scales, or the scales given per head."""
         k, v = (torch.full((layout.num_elements,), 0x7F, dtype=torch.uint8) for _ in range(2))
         if static is not None:
             return cls(
@@ -719,12 +719,12 @@ def build_paged_cache(
         layout: where pages lie and what each head sees.
         batch: lengths within the layout's limits.
         dtype: dtype of keys, values and caches.
-        seed: of the keys and values (standard normal) and of the holes.
-        block_seed: of the order in which blocks are handed out; it changes ``block_table``, the
-            caches and ``slot_mapping``, and nothing of the dense problem.
+        seed: seed of the keys and values (standard normal) and of the holes.
+        block_seed: seed of the order in which blocks are allocated; it changes ``block_table``,
+            the caches and ``slot_mapping``, but not the dense problem.
         hole_rate: share of visible blocks left out of the table (-1), hence not visible.
-        granularity: scales of an fp8 cache, whose vectors differ in size by up to 2^4; None = a
-            cache of ``dtype``.
+        granularity: granularity of the scales of an fp8 cache, whose vectors differ in size by
+            up to 2^4; None = a cache of ``dtype``.
 
     Returns:
         The case, on the CPU.
@@ -741,7 +741,7 @@ def build_paged_cache(
 
     k_scales: _Scales = None if granularity is None else "token"
     v_scales, static = k_scales, None
-    if granularity == "head":  # small ones saturate
+    if granularity == "head":  # values with small scales saturate
         drawn = generator.uniform(0.002, 0.02, (2, layout.num_kv_heads)).astype(np.float32)
         static = k_scales, v_scales = torch.from_numpy(drawn[0]), torch.from_numpy(drawn[1])
     if granularity is None:
@@ -818,8 +818,8 @@ def paged_caches(
         dtypes: dtypes to draw from.
         uniform_query_len: rows of q of every request (a decode step); None = ragged.
         min_reqs: fewest requests.
-        granularities: scales of an fp8 cache to draw from (None: not fp8). Its layouts need
-            ``gap_elements=16``.
+        granularities: granularities of the scales to draw from (None: not an fp8 cache). Layouts
+            of fp8 caches need ``gap_elements=16``.
 
     Returns:
         A strategy of :class:`PagedCase`.

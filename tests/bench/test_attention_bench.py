@@ -404,7 +404,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
             {"mode": "prefill", "deterministic": True},
             "deterministic: expected mode decode, got prefill",
         ),
-        ({"cells": (Cell(1, 2),) * 2}, r"cells: expected different ones, got \['1x2', '1x2'\]"),
+        ({"cells": (Cell(1, 2),) * 2}, r"cells: expected different cells, got \['1x2', '1x2'\]"),
         ({"query_len": 2}, "query_len: expected mode prefill, got decode"),
         (
             {"mode": "prefill", "query_len": 18},
@@ -413,8 +413,8 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
         ({"repeats": 0}, "repeats: expected >= 1, got 0"),
         ({"window": 0}, "window: expected >= 1, got 0"),
         ({"num_q_heads": 3}, "num_q_heads: expected a multiple of 2, got 3"),
-        ({"full_heads": 0.3}, "full_heads: expected a share of 2 heads in whole heads, got 0.3"),
-        ({"full_heads": 1.5}, "full_heads: expected a share of 2 heads in whole heads, got 1.5"),
+        ({"full_heads": 0.3}, "full_heads: expected 0 to 1, a whole number of 2 heads, got 0.3"),
+        ({"full_heads": 1.5}, "full_heads: expected 0 to 1, a whole number of 2 heads, got 1.5"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, object], message: str):

@@ -198,7 +198,7 @@ def test_a_request_id_used_twice_is_refused(mrv1: Mrv1, checkpoint: str, tmp_pat
     exit_code, records, _ = _run(mrv1, tmp_path, checkpoint, [line, line])
     assert exit_code == 1
     assert "error" not in records[0]
-    assert "got 'a', which is line 1" in records[1]["error"]
+    assert "got 'a', which is line 1's too" in records[1]["error"]
     assert [record["request_id"] for record in records] == ["a", "a"]
 
 

@@ -36,7 +36,7 @@ def test_the_summary_names_speed_cache_and_path(mrv1: Mrv1):
     summary = result.stderr.splitlines()[-1]
     found = re.search(
         r"24 tokens in ([\d.]+) s \(([\d.]+) tokens/s\) \| time to first token \d+ ms \| "
-        r"KV cache ([\d.]+) MiB used at most of ([\d.]+) MiB allocated \| "
+        r"KV cache: at most ([\d.]+) MiB in use of ([\d.]+) MiB allocated \| "
         r"CPU reference \(torch\)$",
         summary,
     )

@@ -1,7 +1,7 @@
-"""Other implementations, to measure beside ours: adapters, their packages imported on first use.
+"""Adapters of other implementations, measured against ours; packages are imported on first use.
 
-A peer's preparations (a plan, a cache in its own layout, indices in its own form) are made before
-its launches, and not timed. Its packages are no dependencies of mrv1, hence without types.
+A peer's preparations (a plan, a cache in its own layout, indices in its own form) run before its
+launches and are not timed. mrv1 does not depend on the packages of peers: they have no types here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Adapter = TypeVar("Adapter")
 
 NOT_INSTALLED = "not installed"
 PACKAGES = {"flashinfer": "flashinfer-python"}
-"""Distribution of a module, where it is not the module's name."""
+"""Module -> its distribution, where the two have different names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +27,14 @@ class Peer(Generic[Adapter]):
     """Somebody else's kernel."""
 
     module: str
-    """What must be importable."""
+    """Module that must be importable."""
     adapter: Adapter
-    """Makes its launches on a case's data."""
+    """Makes the peer's launches on a case's data."""
     kv_dtypes: tuple[KVDtype, ...] = ("auto",)
-    """Caches that it reads or writes."""
+    """Dtypes of the caches that the peer reads or writes."""
     static_scale_error: float | None = None
-    """Its fp8 cache has one static scale, and this relative error to ours is still rounding; None
-    = it reads our codes and scales."""
+    """Of a peer whose fp8 cache has one static scale: relative error against the exact result that
+    is still rounding. None = the peer reads our codes and scales."""
 
 
 def peer_versions(names: tuple[str, ...], peers: Mapping[str, Peer[Any]]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Other attention kernels.
 
-An adapter takes the data of a cell, in which all heads see everything, and returns what makes a
-layer's launch, which writes the layer's ``out``. A peer whose fp8 cache has one static scale gets
-our values quantised again, so its error against them is its cache's rounding too.
+An adapter takes the data of a cell, in which all heads see everything, and returns a function that
+makes a layer's launch; the launch writes the layer's ``out``. A peer whose fp8 cache has one
+static scale gets our values quantised again, so its error includes the rounding of its cache.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Adapter = Callable[[AttentionData], LayerLaunch]
 
 FLASHINFER_WORKSPACE_BYTES = 512 << 20
 VLLM_SEGMENTS = 16
-"""Splits of a request's keys in vLLM's Triton decode; its backend has this number and the next."""
+"""Splits of a request's keys in vLLM's Triton decode, as in vLLM's backend."""
 VLLM_SPLIT_PROGRAMS = 128
-"""It splits while requests times KV heads are no more than this."""
+"""vLLM's backend splits while requests times KV heads are at most this number."""
 
 
 def flash_attention_3(data: AttentionData) -> LayerLaunch:
     """Run vLLM's FlashAttention-3, paged, on caches in its own [blocks, tokens, heads] layout.
 
-    Beside an fp8 cache the queries are fp8 too, and each of the three has a static scale.
+    With an fp8 cache the queries are fp8 too; q, K and V have one static scale each.
     """
     attend, shape = _flash_attention_3(data), (data.case.cell.batch, data.case.num_kv_heads)
 
@@ -59,7 +59,7 @@ def flash_attention_3(data: AttentionData) -> LayerLaunch:
 
 
 def _flash_attention_3(data: AttentionData) -> Callable[..., Any]:
-    """Return it with all that layers share, its schedule made once as in vLLM."""
+    """Return FlashAttention-3 with its shared arguments; its schedule is made once, as in vLLM."""
     from vllm.vllm_flash_attn import (  # type: ignore[import-not-found]
         flash_attn_varlen_func,
         get_scheduler_metadata,
@@ -95,7 +95,7 @@ def _flash_attention_3(data: AttentionData) -> Callable[..., Any]:
 def flashinfer(data: AttentionData) -> LayerLaunch:
     """Run FlashInfer's paged wrappers on our own pages (its HND), planned once for all layers.
 
-    In an fp8 cache K has a static scale, and V has 1, as another costs it a launch more.
+    In an fp8 cache K has a static scale, and V the scale 1: any other costs one more launch.
     """
     run = _flashinfer_plan(data)
 
@@ -142,7 +142,7 @@ def _flashinfer_plan(data: AttentionData) -> Callable[..., Any]:
 def vllm_triton(data: AttentionData) -> LayerLaunch:
     """Run vLLM's Triton kernel on its own cache: [blocks, tokens, heads, K then V].
 
-    In an fp8 cache our codes and scales are packed as it stores them: K, its scale, V, its scale.
+    In an fp8 cache our codes and scales are packed as vLLM does: K, K's scale, V, V's scale.
     """
     dim = data.case.head_dim
 
@@ -165,7 +165,7 @@ def vllm_triton(data: AttentionData) -> LayerLaunch:
 
 
 def vllm_triton_side(data: AttentionData) -> LayerLaunch:
-    """Run it on our codes in [blocks, tokens, heads] pages, their scales in tensors beside."""
+    """Run that kernel on [blocks, tokens, heads] pages of codes, scales in separate tensors."""
 
     def launch(layer: Layer) -> Launch:
         k, v = (_pages(data, x).transpose(1, 2).contiguous() for x in (layer.k, layer.v))
@@ -178,7 +178,7 @@ def vllm_triton_side(data: AttentionData) -> LayerLaunch:
 def _vllm_triton(
     data: AttentionData, layer: Layer, k: torch.Tensor, v: torch.Tensor, *scales: torch.Tensor
 ) -> Launch:
-    """Return its launch on ``k, v [blocks, tokens, heads, dim]``, any strides."""
+    """Return the kernel's launch on ``k, v [blocks, tokens, heads, dim]``, of any strides."""
     from vllm.v1.attention.ops.triton_unified_attention import (  # type: ignore[import-not-found]
         unified_attention,
     )
@@ -223,9 +223,9 @@ def _vllm_triton(
 
 
 def torch_sdpa(data: AttentionData) -> LayerLaunch:
-    """Run scaled_dot_product_attention on dense K and V; on a GPU its flash kernel or none.
+    """Run scaled_dot_product_attention on dense K and V; on a GPU only its flash kernel.
 
-    It allocates its result: the copy of that to ``out`` is timed with it.
+    It allocates its result; the copy of the result to ``out`` is timed too.
     """
     case = data.case
     if case.query_len not in (1, case.cell.context):
@@ -257,19 +257,19 @@ PEERS: Mapping[str, Peer[Adapter]] = {
         module="vllm",
         adapter=flash_attention_3,
         kv_dtypes=BOTH,
-        static_scale_error=0.25,  # q, K, V and the probabilities rounded to e4m3: H200 0.14
+        static_scale_error=0.25,  # q, K, V and the probabilities rounded to e4m3: 0.14 on an H200
     ),
     "flashinfer": Peer(
         module="flashinfer",
         adapter=flashinfer,
         kv_dtypes=BOTH,
-        static_scale_error=0.2,  # K and V rounded to e4m3 once more: H200 0.11
+        static_scale_error=0.2,  # K and V rounded to e4m3 once more: 0.11 on an H200
     ),
     "vllm-triton": Peer(module="vllm", adapter=vllm_triton, kv_dtypes=BOTH),
     "vllm-triton-side": Peer(module="vllm", adapter=vllm_triton_side, kv_dtypes=("fp8_e4m3",)),
     "torch-sdpa": Peer(module="torch", adapter=torch_sdpa),
 }
-"""By name. A head's vector that misses a 16th of its keys is wrong by 0.25."""
+"""Name -> peer. An output vector that misses a 16th of its keys has a relative error of 0.25."""
 
 
 def _pages(data: AttentionData, buffer: torch.Tensor) -> torch.Tensor:
@@ -288,7 +288,7 @@ def _scale_pages(data: AttentionData, scales: KVScales) -> tuple[torch.Tensor, t
 def _static_codes(
     codes: torch.Tensor, scales: torch.Tensor, static_scale: torch.Tensor
 ) -> torch.Tensor:
-    """Return flat codes for what ``codes`` with a scale each stand for, all with one scale."""
+    """Return flat codes, all with one scale, of the values of ``codes`` with a scale each."""
     flat_scales = scales.view(-1)
     vectors = codes.view(len(flat_scales), -1)
     parts = zip(vectors.split(QUANTIZED_ROWS), flat_scales.split(QUANTIZED_ROWS), strict=True)

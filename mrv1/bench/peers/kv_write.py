@@ -1,7 +1,7 @@
 """Other KV cache writes.
 
-An adapter takes the data of a size and returns what makes a buffer set's launch, all of which
-write into one cache in the peer's own layout, and what counts the wrong elements of that cache.
+An adapter takes the data of a size and returns two functions: one makes the launch on a buffer
+set, the other counts wrong elements. All launches write one cache in the peer's own layout.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mrv1.bench.timing import Launch
 from mrv1.kernels.cache.kv_scales import LARGEST_E4M3
 
 SetLaunch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Launch]
-"""Of keys, values and slots."""
+"""Makes a launch on keys, values and slots."""
 CountWrong = Callable[[], int]
 Adapter = Callable[[WriteData], tuple[SetLaunch, CountWrong]]
 
 LARGEST_ERROR = 16.5 / LARGEST_E4M3
-"""Of an element over its vector's largest: half of e4m3's last step, 32, and rounding before."""
+"""Of an element over its vector's largest: half of e4m3's last step, 32, plus earlier rounding."""
 
 
 def flashinfer(data: WriteData) -> tuple[SetLaunch, CountWrong]:
@@ -82,7 +82,7 @@ def vllm_triton(data: WriteData) -> tuple[SetLaunch, CountWrong]:
 
 
 def _vllm_triton_inline(data: WriteData) -> tuple[SetLaunch, CountWrong]:
-    """Run its quantising write on its own cache: K, its scale, V, its scale, packed."""
+    """Run vLLM's quantising write on its own cache: K, K's scale, V, V's scale, packed."""
     blocks, heads, size, dim = data.k_cache.shape
     shape = (blocks, size, heads, 2 * (dim + 4))  # bytes
     packed = torch.zeros(shape, dtype=torch.uint8, device=data.k_cache.device)
@@ -92,7 +92,7 @@ def _vllm_triton_inline(data: WriteData) -> tuple[SetLaunch, CountWrong]:
 
 
 def vllm_triton_side(data: WriteData) -> tuple[SetLaunch, CountWrong]:
-    """Run the same kernel on [blocks, tokens, heads] pages, the scales in tensors beside."""
+    """Run the same kernel on [blocks, tokens, heads] pages, with scales in separate tensors."""
     blocks, heads, size, dim = data.k_cache.shape
     device = data.k_cache.device
     codes = torch.zeros((2, blocks, size, heads, dim), dtype=torch.uint8, device=device)
@@ -106,9 +106,9 @@ def _vllm_quantized(
     caches: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[SetLaunch, CountWrong]:
-    """Return its launches, and how many elements are not within e4m3's rounding.
+    """Return a maker of vLLM's launches, and a counter of elements off by more than rounding.
 
-    It multiplies by an inverse and bounds scales by 1e-6: its codes are not ours bit for bit.
+    vLLM multiplies by an inverse and bounds scales by 1e-6: its codes are not ours bit for bit.
     """
     from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
         triton_reshape_and_cache_flash_per_token_head_quant as write,
@@ -127,7 +127,7 @@ def _vllm_quantized(
                 at = slots[0] // data.case.block_size, slots[0] % data.case.block_size
                 stored = codes[at].float() * scale[at][..., None]
                 bound = rows.float().abs().amax(-1, keepdim=True) * LARGEST_ERROR
-                within = (stored - rows.float()).abs() <= bound  # so that NaN is wrong
+                within = (stored - rows.float()).abs() <= bound  # false for NaN
                 wrong += int((~within).sum())
         return wrong
 
@@ -139,4 +139,4 @@ WRITE_PEERS: Mapping[str, Peer[Adapter]] = {
     "vllm-triton": Peer(module="vllm", adapter=vllm_triton, kv_dtypes=("auto", "fp8_e4m3")),
     "vllm-triton-side": Peer(module="vllm", adapter=vllm_triton_side, kv_dtypes=("fp8_e4m3",)),
 }
-"""By name."""
+"""Name -> peer."""

@@ -1,7 +1,7 @@
 """Other samplers.
 
-They draw with their own generators: what they return is not compared. FlashInfer and vLLM take
-the draws only; plain torch takes every case.
+They draw with their own random generators, so their tokens are not checked. FlashInfer and vLLM
+run the draws only; plain torch runs every case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mrv1.bench.sampler_cases import BAD_WORD_LEN, NUM_TOP, PROMPT_TOKENS, Work
 from mrv1.bench.timing import Launch
 
 Adapter = Callable[[Work], Launch | None]
-"""Of one buffer set; None = it has nothing for the case."""
+"""Makes the launch on a buffer set; None = the peer has nothing for the case."""
 
 
 def _asks(work: Work) -> tuple[bool, bool, bool, bool]:
@@ -50,7 +50,7 @@ def flashinfer(work: Work) -> Launch | None:
 
 
 def vllm_mask(work: Work) -> Launch | None:
-    """Run vLLM's Triton mask of top-k and top-p on scaled logits, as its sampler does: no draw."""
+    """Run vLLM's Triton mask of top-k and top-p on scaled logits, as in vLLM; no draw."""
     _, has_top_k, has_top_p, has_min_p = _asks(work)
     if work.case.stage != "draw" or has_min_p or not (has_top_k or has_top_p):
         return None
@@ -107,7 +107,7 @@ def _ban(work: Work) -> Launch:
 
 
 def _mask(work: Work) -> Launch:
-    """Fill by a mask of booleans, which is there."""
+    """Fill by a mask of booleans, which is made before and not timed."""
     bits = work.slots["allowed_mask"][:, :, None] >> torch.arange(32, device=work.logits.device)
     is_banned = (bits & 1 == 0).flatten(1)[:, : work.logits.shape[1]].contiguous()
     return partial(work.logits.masked_fill_, is_banned, -torch.inf)
@@ -169,7 +169,7 @@ def _draw(work: Work) -> Launch:
 
 
 def _logprobs(work: Work) -> Launch:
-    """Take the whole log-softmax, its best, and count what is greater than the token drawn."""
+    """Take the whole log-softmax, its top values, and the rank of the token drawn."""
 
     def launch() -> tuple[torch.Tensor, ...]:
         logits = work.logits.clone() if work.case.stage == "raw logprobs" else work.logits
@@ -185,4 +185,4 @@ SAMPLER_PEERS: Mapping[str, Peer[Adapter]] = {
     "vllm-mask": Peer(module="vllm", adapter=vllm_mask),
     "torch": Peer(module="torch", adapter=plain_torch),
 }
-"""By name."""
+"""Name -> peer."""
