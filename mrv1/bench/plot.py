@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ def plot_attention(result: dict[str, Any], path: Path) -> None:
     for (name, values), marker in zip(series.items(), itertools.cycle("os^Dvxp*")):
         # Columns are cells, not a scale: a line joins our marks alone, to find them at once.
         line = "-" if name == "mrv1" else "none"
-        axes.plot(labels, values, marker=marker, linestyle=line, label=name)
+        heights = [math.nan if value is None else value for value in values]
+        axes.plot(labels, heights, marker=marker, linestyle=line, label=name)
     if has_shares:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
         axes.set_ylim(bottom=0)
