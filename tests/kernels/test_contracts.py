@@ -234,7 +234,7 @@ def test_one_head_is_both_hnd_and_nhd():
         (
             {"block_table": ints(NUM_REQS, MAX_BLOCKS - 1), "layout": PER_HEAD},
             ValueError,
-            r"block_table: expected rows of at least 4 columns, .* got \[3, 3\]",
+            r"block_table: expected rows of at least 4 columns for .* got \[3, 3\]",
         ),
     ],
 )
