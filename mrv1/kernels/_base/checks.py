@@ -92,7 +92,7 @@ def check_drafts(
     Args:
         logits: [rows, vocab].
         ahead: [rows] int32 or int64, contiguous: how many drafts precede each row's logits.
-        draft_token_ids: [requests, most drafts] int32, unit last stride; every request has
+        draft_token_ids: [requests, max_drafts] int32, unit last stride; every request has
             rows / requests rows of ``logits``.
     """
     if ahead is None and draft_token_ids is None:

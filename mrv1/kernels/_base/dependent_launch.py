@@ -30,7 +30,7 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 
 @triton.jit
 def let_next_start(OVERLAP: tl.constexpr):
-    """Let the next kernel's programs start; a dependent launch then waits for this kernel."""
+    """Let the next kernel start if it is a dependent launch; its programs wait for this kernel."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 

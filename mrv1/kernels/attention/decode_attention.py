@@ -7,7 +7,8 @@ makes the plan, see ``decode_plan``, unless the caller passes a plan)::
 
     items   one program per item of the plan, a range of the keys one KV head of one request sees;
             a segment's last program to finish merges its partial results by log-sum-exp
-    merge   merges them instead where pieces may be many: one program per row of such a segment
+    merge   merges the partial results instead where a segment may have many pieces: one program
+            per row of a segment with several pieces
 
 A short context costs a chain of loads, from the plan to the block table to K and V. The first two,
 plan and table, may be loaded while the previous kernel still runs (``read_early`` of
@@ -116,7 +117,7 @@ class Tiles(NamedTuple):
     TILE_DIM: int
     PRECISION: str
     MERGE_ROWS: int  # power of two >= QUERY_LEN * GROUP
-    LOADED_STATES: int  # states that a merging program loads at a time
+    LOADED_STATES: int  # partial results that a merging program loads at a time
     EARLY: bool  # whether plan and table may be read before the previous kernel has ended
 
 
@@ -138,11 +139,11 @@ class BlockTable(NamedTuple):
 
 
 class HeadPages(NamedTuple):
-    """Keys and values of one head, or their scales."""
+    """Where the pages of one KV head lie: its keys and values, or their scales."""
 
     k_ptr: tl.tensor  # for an fp8 cache, two codes in each int16
     v_ptr: tl.tensor
-    block_stride: tl.tensor  # int32, elements
+    block_stride: tl.tensor  # int32, in elements
     token_stride: tl.tensor
 
 
@@ -302,7 +303,7 @@ def _attend_item(
 
 @triton.jit
 def _merge_if_last(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl.constexpr):
-    """Merge the states of a segment, in order, if this program is its last to finish."""
+    """Merge a segment's partial results, in order, if this program is its last to finish."""
     ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
     req = item.req.to(tl.int64)
     first_item = index - item.piece
@@ -365,7 +366,7 @@ def _write_item(
     index, items, out, lse, q, cache, scales, table, softmax_scale,
     HEADS: tl.constexpr, CACHE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one item; write its rows of the output, or their states if a merge follows.
+    """Attend for one item; write its output rows, or its partial result if a merge follows.
 
     With EARLY this function waits for the previous kernel, which must not write the data that is
     loaded before the wait.
@@ -450,14 +451,14 @@ def _paged_decode_attention_kernel(
     v_cache_ptr,  # one layer's values, likewise
     k_scale_ptr,  # float32, flat, or None
     v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
     block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
     stride_table_row,
     row_width,
-    head_base_ptr,  # [NUM_KV_HEADS] int64, elements of the cache
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements of the cache
-    token_stride,  # elements of the cache
+    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements of the cache
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements of the cache
+    token_stride,  # in elements of the cache
     softmax_scale,
     NUM_KV_HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
@@ -474,7 +475,7 @@ def _paged_decode_attention_kernel(
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
     SCALES_PER_BLOCK: tl.constexpr,
     MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
-    LOADED_STATES: tl.constexpr,  # states that a merging program loads at a time
+    LOADED_STATES: tl.constexpr,  # partial results that a merging program loads at a time
     EARLY: tl.constexpr,  # whether plan and table may be read before the previous kernel has ended
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
@@ -571,7 +572,7 @@ def _merge_items_kernel(
 
 
 def merge_tile(rows: int, tile_dim: int) -> dict[str, int]:
-    """Return the rows and states that a program merges at a time, so that they fit registers."""
+    """Return the padded rows of a merge, and how many partial results registers hold at a time."""
     merge_rows = triton.next_power_of_2(rows)
     states = min(4, max(1, 8192 // (merge_rows * tile_dim)))
     return {"MERGE_ROWS": merge_rows, "LOADED_STATES": states}
@@ -621,8 +622,8 @@ def paged_decode_attention(
     """Attend from the last ``query_len`` tokens of each request to its paged cache.
 
     Query ``j`` of request ``r`` is row ``r * query_len + j`` of ``q`` and sits at position
-    ``seq_lens[r] - query_len + j``; ``kv_layout`` says which keys it sees. Full and streaming
-    heads, with tables of their own or shared ones, run in the same launch.
+    ``seq_lens[r] - query_len + j``; ``kv_layout`` says which keys the query sees. One launch
+    serves full and streaming heads, whether heads share a table or have their own tables.
 
     Args:
         q: ``[num_reqs * query_len, q_heads, head_dim]`` fp16, bf16 or fp32; any row and head
@@ -637,14 +638,17 @@ def paged_decode_attention(
         layout: where the pages lie and what each head may see.
         softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
         query_len: queries per request, 1 to 8.
-        num_kv_splits: pieces that the longest visible range is cut into, 1 to 256, each a program;
-            None = as many as give every program of the device an equal share. Changes the result
-            by rounding only.
-        deterministic: cut by each request's own length instead (every 512 visible keys, fewer cuts
-            beyond 32,768): a row is bitwise the same in any batch and with any width of the table.
+        num_kv_splits: pieces that the longest segment is cut into, 1 to 256, each a program's
+            work; None = pieces that give every program of the device an equal share. Changes the
+            result by rounding only.
+        deterministic: cut each segment by its own length instead (every 512 visible keys; beyond
+            32,768, in 33 to 64 longer pieces): a row is bitwise the same in any batch and with any
+            width of the table.
         plan: the plan that ``plan_decode_attention`` wrote for these ``seq_lens``, which saves a
-            launch in every layer; None = made here. A plan has its own values of the two options
-            above, and may let this launch read early (``read_early`` of ``DecodePlan.allocate``).
+            launch in every layer; None = made here. The plan decides the cuts: ``num_kv_splits``
+            must then be None, and ``deterministic=True`` accepts only a deterministic plan. With
+            ``read_early`` (``DecodePlan.allocate``), this launch may read plan, block table and
+            layout before the previous launch has ended.
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
             of the scaled scores.

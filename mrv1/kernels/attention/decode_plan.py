@@ -78,10 +78,11 @@ def _is_short(tiles, size):
 
 @triton.jit
 def _equal_size(tiles, is_segment, max_items, most_items, MIN_TILES: tl.constexpr):
-    """Return the smallest size >= MIN_TILES that fits both bounds on items, by bisection.
+    """Return the smallest piece size, in tiles, that keeps two bounds on items, by bisection.
 
-    There are at most ``max_items`` items, and at most ``most_items`` if short segments count as
-    their tiles / size. The largest size leaves every segment whole.
+    There are at most ``max_items`` items, and at most ``most_items`` if all short segments
+    together count as only (their tiles / size) items. The size is at least MIN_TILES, but at most
+    the tiles of the longest segment: this size leaves every segment whole.
     """
     too_small = MIN_TILES - 1
     size = tl.max(tl.max(tiles, axis=1), axis=0)  # every segment whole
@@ -136,8 +137,8 @@ def _plan_decode_kernel(
 ):
     """Grid (cdiv(max_items, TILE_ITEMS),): one program lists TILE_ITEMS items.
 
-    Every program computes the same size first; program 0 also lists the merges. Items are ordered
-    by request, head and piece; the items of short segments follow all others.
+    Every program first computes the piece sizes for itself; program 0 also lists the merges.
+    Items are ordered by request, head and piece; the items of short segments come last.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)

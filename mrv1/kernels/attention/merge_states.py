@@ -33,7 +33,7 @@ class MergeStatesConfig:
 
     @classmethod
     def default_for(cls, head_dim: int, dtype: torch.dtype) -> MergeStatesConfig:
-        """Return the choice for a head dimension and dtype."""
+        """Return the configuration for a head dimension and dtype."""
         if INTERPRET:  # interpreting costs time per program and operation, hardly per element
             return cls(tile_rows=1024, num_warps=1)
         # 4 KiB of each part per program: every thread of 4 warps loads two times 16 bytes.

@@ -40,7 +40,7 @@ class States(NamedTuple):
 
     ptr: tl.tensor | None  # float32, contiguous, HEAD_DIM per state; None = no keys are divided
     lse_ptr: tl.tensor | None  # float32, one per state; -inf = no key seen
-    arrivals_ptr: tl.tensor | None  # int32, programs that have stored states; 0 between launches
+    arrivals_ptr: tl.tensor | None  # int32, partial results stored so far; 0 between launches
 
 
 def dot_precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
@@ -86,8 +86,8 @@ def store_out(out, row, head, dims, value, mask):
 def arrives_last(arrivals_ptr, programs):
     """Count this program in; the last of ``programs`` resets the count and gets True.
 
-    The atomic add releases this program's state, which all its threads have stored before the
-    barrier, and acquires the states of the programs that arrived before it.
+    The atomic add releases this program's partial result, which all its threads have stored before
+    the barrier, and acquires the partial results of the programs that arrived earlier.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
@@ -99,7 +99,7 @@ def arrives_last(arrivals_ptr, programs):
 
 @triton.jit
 def add_states(acc, top, total, part, lse):
-    """Return (acc, top, total) after adding a state to each row, weighed by its base-2 lse."""
+    """Return (acc, top, total) with a partial result added to each row by its base-2 lse."""
     new_top = tl.maximum(top, lse)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
     weight = tl.exp2(lse - shift)

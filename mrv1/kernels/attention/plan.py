@@ -33,7 +33,7 @@ there are at most MAX_PIECES pieces: the cuts follow from the segment's own leng
 LONG_PIECE = 1 << 20
 """Bytes of K and V from which on a piece is long. Where there are many segments, long equal shares
 are halved, which evens out the programs' run times. 1 MiB is 2,048 keys of 128 dimensions in 16
-bits; on an H200, halving from there on is 0 to 6% faster, from half of it on 3 to 6% slower."""
+bits; on an H200, halving from 1 MiB on is 0 to 6% faster, from 512 KiB on 3 to 6% slower."""
 
 MERGED_PIECES = 16
 """Most pieces per segment, as if all segments were equally long, that the last program to finish
@@ -120,7 +120,7 @@ class DecodeAttentionConfig:
         has_window: bool,
         device: DeviceInfo,
     ) -> DecodeAttentionConfig:
-        """Return the choice for these shapes.
+        """Return the configuration for these shapes.
 
         Args:
             head_dim: of the cache.
@@ -154,7 +154,7 @@ class DecodeAttentionConfig:
         # H200, heads of 128, contexts of 190. Few segments: pieces of one tile, two warps each
         # (1 x 8 heads: 4.1 us, whole segments 5.6). With more than one segment per two
         # multiprocessors, segments of up to 256 keys stay whole, which four warps compute faster
-        # (32 x 8: 11.4 us, in steps of 128 keys 12.9; 64 x 8: 17.2, in such steps 21.5).
+        # (32 x 8: 11.4 us, in steps of 128 keys 12.9; 64 x 8: 17.2 us, in steps of 128 keys 21.5).
         many = 2 * num_segments > device.num_sms
         # With 128 registers per thread, four programs of four warps run at the same time, and
         # nothing spills from sm_90 on. With a few more registers only three programs do, in two
@@ -298,8 +298,8 @@ class DecodePlan:
             longest = cdiv(max_tiles, config.min_tiles)
             # One segment may get nearly all items: short segments hardly count.
             max_pieces = min(fine_items, longest)
-            # Spare items are for short segments. With few segments there are none: short ones
-            # cost long ones an eighth of the items at most, and spare items start programs.
+            # Spare items are for short segments. With few segments there are none: short segments
+            # cost long segments at most an eighth of the items, and spare items start programs.
             spare = min(segments - 1, programs) if is_many else 0
             max_items = min(fine_items + spare, segments * max_pieces)
         # Every segment of several pieces adds at least one item to the number of segments.
@@ -335,11 +335,12 @@ class DecodePlan:
 def check_plan_options(
     plan: DecodePlan | None, num_kv_splits: int | None, deterministic: bool
 ) -> None:
-    """Raise if the caller asks for two ways of cutting the keys.
+    """Raise unless the options that decide how keys are cut agree.
 
     Raises:
         TypeError: ``plan`` is neither a ``DecodePlan`` nor None.
-        ValueError: two ways of cutting the keys.
+        ValueError: ``num_kv_splits`` with a plan or with ``deterministic``, or ``deterministic``
+            with a plan that is not deterministic.
     """
     if plan is not None and not isinstance(plan, DecodePlan):
         raise TypeError(f"plan: expected a DecodePlan or None, got {type(plan).__name__}")

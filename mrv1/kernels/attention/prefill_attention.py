@@ -19,10 +19,10 @@ Keys that every row sees are not masked: their step is two products, a softmax, 
 the next step, whose blocks are known by then.
 
 A short chunk after a long context has few tiles with many keys each. With ``PrefillSplits``
-several programs divide the keys of a tile, and the last one to finish merges the partial results.
+several programs divide a tile's keys, and the last program to finish merges the partial results.
 
-Source: FlashAttention (arXiv:2205.14135) for the online softmax; the tile map is the one vLLM's
-Triton kernels use for ragged batches; Flash-Decoding (Dao et al., 2023,
+Source: FlashAttention (arXiv:2205.14135) for the online softmax; vLLM's Triton kernels for the
+tile map of ragged batches; Flash-Decoding (Dao et al., 2023,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys.
 """
 
@@ -146,7 +146,7 @@ def _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: tl.constexpr):
 
 @triton.jit
 def _load_tile(query_start_loc_ptr, req, tile, TILE_QUERIES: tl.constexpr):
-    """Return the ``QueryTile`` of a request at index ``tile`` of the batch."""
+    """Return the ``QueryTile`` with index ``tile`` in the batch, a tile of request ``req``."""
     query_start = tl.load(query_start_loc_ptr + req)
     query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
     first_query = (tile - (query_start // TILE_QUERIES + req)) * TILE_QUERIES
@@ -213,7 +213,7 @@ def _merge_tile(
     out, lse, states, num_tokens, num_q_heads, splits, tile, head,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of a tile by their log-sum-exp, in order, and write its rows."""
+    """Merge a tile's partial results by their log-sum-exp, in order, and write its rows."""
     dims = tl.arange(0, TILE_DIM)
     for first_row in range(0, TILE_ROWS, MERGED_ROWS):
         row = _tile_row(tile, head, first_row + tl.arange(0, MERGED_ROWS), GROUP)
@@ -256,8 +256,8 @@ def _paged_prefill_attention_kernel(
     v_cache_ptr,  # one layer's values, flat
     k_scale_ptr,  # float32, flat, or None
     v_scale_ptr,
-    scale_base_ptr,  # [kv_heads] int64, elements, or None
-    scale_block_stride_ptr,  # [kv_heads] int64, elements, or None
+    scale_base_ptr,  # [kv_heads] int64, in elements, or None
+    scale_block_stride_ptr,  # [kv_heads] int64, in elements, or None
     block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
     stride_table_row,
     row_width,
@@ -266,13 +266,13 @@ def _paged_prefill_attention_kernel(
     mask_offsets_ptr,  # [num_tokens, 2] int32, contiguous, or None
     num_reqs,
     num_kv_heads,
-    head_base_ptr,  # [kv_heads] int64, elements
-    block_stride_ptr,  # [kv_heads] int64, elements
+    head_base_ptr,  # [kv_heads] int64, in elements
+    block_stride_ptr,  # [kv_heads] int64, in elements
     table_offset_ptr,  # [kv_heads] int32
     window_ptr,  # [kv_heads] int32
     sink_ptr,  # [kv_heads] int32
     ring_blocks_ptr,  # [kv_heads] int32
-    token_stride,  # elements
+    token_stride,  # in elements
     softmax_scale,
     GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
@@ -514,8 +514,8 @@ def paged_prefill_attention(
     """Attend from a ragged batch of chunks, decodes among them, to their paged caches.
 
     The queries of request ``r`` are rows ``query_start_loc[r]`` to ``query_start_loc[r + 1]`` of
-    ``q``; the last one sits at position ``seq_lens[r] - 1``. ``kv_layout`` says which keys a query
-    sees: the chunk's own keys are among them, and must be in the cache already.
+    ``q``; the last query sits at position ``seq_lens[r] - 1``. ``kv_layout`` says which keys a
+    query sees. The chunk's own keys must be in the cache already: its queries see them too.
 
     Args:
         q: ``[num_tokens, q_heads, head_dim]`` fp16, bf16 or fp32; any token and head stride, unit
@@ -531,16 +531,16 @@ def paged_prefill_attention(
         seq_lens: ``[num_reqs]`` int32, tokens including the queries (also ``context_lens``).
         layout: where the pages lie and what each head may see.
         softmax_scale: factor of the scores, positive, usually ``head_dim ** -0.5``.
-        max_query_len: upper bound on a request's queries; bounds the tile, not the result. 0 = no
-            queries (``q`` may still have rows of padding).
+        max_query_len: upper bound on a request's queries. It limits the size of a tile and does
+            not change the result. 0 = no queries (``q`` may still have rows of padding).
         attn_mask_offsets: ``[num_tokens, 2]`` int32, contiguous: the range ``[lo, hi)`` of key
             positions in its request that each query sees instead of ``[0, its own]``. ``hi`` may
             lie after the query, as inside an image. Keys from ``seq_lens`` on are never seen; with
             ``lo >= hi`` a query sees no key. A window still hides the keys before its start,
             except the sink. None = causal.
-        splits: buffers for a batch of these shapes, with which several programs divide the keys of
-            a tile, for few short chunks with long contexts: changes the result by rounding only.
-            None = one program per tile.
+        splits: buffers allocated for these shapes, through which several programs divide the keys
+            of a tile: faster for few short chunks with long contexts. Changes the result by
+            rounding only. None = one program per tile.
         out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched in later rows.
             None = a new tensor, whose later rows are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural

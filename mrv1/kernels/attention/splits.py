@@ -46,7 +46,7 @@ class PrefillAttentionConfig:
         has_window: bool = False,
         has_offsets: bool = False,
     ) -> PrefillAttentionConfig:
-        """Return the choice for a head dimension, cache dtype, compute capability and mask."""
+        """Return the configuration for a head, cache dtype, compute capability and mask."""
         if INTERPRET:  # interpreting costs time per program and operation, hardly per element
             return cls(tile_rows=256, tile_tokens=128, num_warps=1, num_stages=1)
         if dtype == torch.float32:
@@ -89,7 +89,7 @@ class PrefillAttentionConfig:
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
     def fit_rows(self, group: int, max_query_len: int) -> PrefillAttentionConfig:
-        """Return this choice with rows for at least one query and at most ``max_query_len``."""
+        """Return this configuration with rows for 1 to ``max_query_len`` queries."""
         one = max(MIN_DOT_ROWS, next_power_of_2(group))
         needed = max(one, next_power_of_2(group * max_query_len))
         if needed < self.tile_rows:
@@ -107,7 +107,7 @@ class PrefillSplits:
     """
 
     num_splits: int
-    """Most programs per tile; a tile gets only as many as have ``MIN_SPLIT_STEPS`` steps each."""
+    """Most programs per tile; fewer where a program would have under ``MIN_SPLIT_STEPS`` steps."""
     num_programs: int
     """Programs of all tiles together: the more tiles a batch has, the fewer programs each gets."""
     states: torch.Tensor
@@ -140,8 +140,8 @@ class PrefillSplits:
             num_q_heads: query heads, a multiple of the layout's KV heads.
             dtype: of the queries.
             is_fp8: whether the cache has scales.
-            num_splits: programs per tile, 1 to 16; None = as many as fill the device with the
-                tiles that the batch turns out to have.
+            num_splits: programs per tile, 1 to 16; None = up to 16, so that the programs of
+                all tiles of the batch together fill the device.
 
         Returns:
             The buffers; None where every tile has one program.
@@ -183,7 +183,7 @@ def choose_config(
     max_query_len: int,
     has_offsets: bool = False,
 ) -> PrefillAttentionConfig:
-    """Return the choice for a launch of prefill attention, its tiles no larger than its chunks."""
+    """Return the configuration for a prefill launch: tiles no larger than its chunks need."""
     config = PrefillAttentionConfig.default_for(
         layout.head_dim,
         product_dtype(dtype, is_fp8),

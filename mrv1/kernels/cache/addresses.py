@@ -22,16 +22,16 @@ class PagedKV(NamedTuple):
 
     k_ptr: tl.tensor | None
     v_ptr: tl.tensor | None
-    base_ptr: tl.tensor | None  # [kv_heads] int64, elements
-    block_stride_ptr: tl.tensor | None  # [kv_heads] int64, elements
-    token_stride: tl.tensor  # elements
+    base_ptr: tl.tensor | None  # [kv_heads] int64, in elements
+    block_stride_ptr: tl.tensor | None  # [kv_heads] int64, in elements
+    token_stride: tl.tensor  # in elements
 
 
 class TableRow(NamedTuple):
     """A request's row of the block table as one KV head reads it."""
 
     ptr: tl.tensor  # int32
-    offset: tl.tensor  # int32, first column of the head's segment
+    offset: tl.tensor  # int32, first column of the head
     sink: tl.tensor | None  # int32, tokens; None = no head has a window
     ring_blocks: tl.tensor | None  # int32, 0 = no ring; None = no head has a ring
 

@@ -46,7 +46,7 @@ def find_bad_block_ids(
             ``[num_reqs * kv_heads, max_blocks]``.
         seq_lens: ``[num_reqs]`` int32, tokens including the queries; 0 = padding row.
         query_lens: ``[num_reqs]`` int32, queries of each row.
-        layout: the window and sink of each head, and the first column of its segment.
+        layout: the window, the sink and the block-table columns of each head.
         num_blocks: blocks in each head group's pool: ids are ``0 .. num_blocks[group] - 1``.
 
     Stream:

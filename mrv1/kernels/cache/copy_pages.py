@@ -37,7 +37,7 @@ class CopyPagesConfig:
 
     @classmethod
     def default_for(cls, head_dim: int, itemsize: int) -> CopyPagesConfig:
-        """Return the choice for a head dimension and the bytes of a cache element."""
+        """Return the configuration for a head dimension and the bytes of a cache element."""
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
             return cls(tile_rows=1024, num_warps=1)
         # 4 KiB each of K and V per program: four 16-byte loads in flight per thread of 4 warps.
@@ -51,14 +51,14 @@ def _copy_pages_kernel(
     v_cache_ptr,  # one layer's values, flat
     k_scale_ptr,  # one layer's scales as int32, flat, or None
     v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
     src_block_ids_ptr,  # [num_copies] int32 | int64, negative = skip
     dst_block_ids_ptr,  # [num_copies] int32 | int64, negative = skip
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, elements
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
-    token_stride,  # elements
+    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    token_stride,  # in elements
     group,  # head group to copy, -1 = all heads
     num_vectors,  # num_copies * NUM_KV_HEADS * BLOCK_SIZE
     NUM_KV_HEADS: tl.constexpr,
@@ -129,8 +129,8 @@ def copy_pages(
         src_block_ids: ``[num_copies]`` int32 or int64, contiguous: the blocks to copy, in the id
             space of ``group``; -1 = skip the pair. An id may occur more than once.
         dst_block_ids: ``[num_copies]`` int32 or int64, contiguous: the block that each source is
-            copied to; -1 = skip the pair. Ids are distinct and none is in ``src_block_ids``,
-            because copies run in any order. Values on the device are not checked.
+            copied to; -1 = skip the pair. Ids must be distinct, and none may be in
+            ``src_block_ids``: copies run in any order. Values on the device are not checked.
         layout: where the pages lie.
         group: the head group whose heads are copied: a block id is valid in its group only.
             None = all heads, which must then be one group.

@@ -45,7 +45,7 @@ def decode_e4m3(code, PATH: tl.constexpr):
     else:
         bits = code.to(tl.uint16)
         magnitude = bits & 0x7F
-        # Read as fp16 bits, the code's exponent and mantissa are value / 2^8, subnormals too.
+        # As fp16 bits, a code's exponent and mantissa mean value / 2^8, also for subnormals.
         small = ((bits & 0x80) << 8) | (magnitude << 7)
         value = small.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
         value = value.to(tl.float16).to(tl.uint16, bitcast=True)

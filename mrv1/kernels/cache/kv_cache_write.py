@@ -43,7 +43,7 @@ class KVCacheWriteConfig:
     def default_for(
         cls, head_dim: int, dtype: torch.dtype, *, fp8: bool = False
     ) -> KVCacheWriteConfig:
-        """Return the choice for a head dimension, an input dtype and an fp8 cache or not.
+        """Return the configuration for a head dimension, an input dtype and the kind of cache.
 
         Without fp8 a thread moves 16 bytes of K and 16 of V, which on an H200 beats 32 of each at
         every size. For fp8 it takes 32 of each, so that it stores 16 codes at once: more elements
@@ -75,8 +75,8 @@ def _kv_cache_write_kernel(
     v_cache_ptr,  # one layer's values, flat
     k_scale_ptr,  # float32, flat, or None
     v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
     key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
     stride_key_token,
     stride_key_head,
@@ -87,9 +87,9 @@ def _kv_cache_write_kernel(
     stride_slot_group,
     stride_slot_token,
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, elements
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
-    token_stride,  # elements
+    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    token_stride,  # in elements
     num_rows,  # num_tokens * NUM_KV_HEADS
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,

@@ -60,9 +60,9 @@ class KVLayout:
     token_stride: int
     """Elements from one token to the next inside a page."""
     head_base: torch.Tensor
-    """[kv_heads] int64, elements."""
+    """[kv_heads] int64, in elements."""
     block_stride: torch.Tensor
-    """[kv_heads] int64, elements."""
+    """[kv_heads] int64, in elements."""
     table_offset: torch.Tensor
     """[kv_heads] int32, columns."""
     window: torch.Tensor

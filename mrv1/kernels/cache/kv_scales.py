@@ -53,9 +53,9 @@ class KVScales:
     v_scale: torch.Tensor
     """The same for values, in the same shape."""
     base: torch.Tensor
-    """[kv_heads] int64, elements."""
+    """[kv_heads] int64, in elements."""
     block_stride: torch.Tensor
-    """[kv_heads] int64, elements; 0 if per head."""
+    """[kv_heads] int64, in elements; 0 if per head."""
     last_base: int
     """The largest of ``base`` (host fact)."""
 

@@ -64,10 +64,11 @@ class QKVCacheWriteConfig:
     @classmethod
     @lru_cache(maxsize=256)
     def default_for(cls, head_dim: int, dtype: torch.dtype) -> QKVCacheWriteConfig:
-        """Return the GPU's choice: one token and few heads, so that small decodes are parallel.
+        """Return the configuration for a GPU: one token and few heads, for parallel small decodes.
 
-        A thread holds 16 bytes of each half of a head, one load each. On an H200 half as much is
-        no faster, and 6% slower from 2,048 tokens on; twice as much is 7 to 15% slower up to 256.
+        A thread holds 16 bytes of each half of a head, one load each. On an H200, 8 bytes are no
+        faster at any size and 6% slower from 2,048 tokens on; 32 bytes are 7 to 15% slower up to
+        256 tokens.
         """
         row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
         return cls(tile_tokens=1, tile_heads=max(1, 2048 // row_bytes), num_warps=2)
@@ -160,8 +161,8 @@ def _qkv_cache_write_kernel(
     v_cache_ptr,  # one layer's values, flat
     k_scale_ptr,  # float32, flat, or None
     v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements, or None
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements, or None
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
     q_out_ptr,  # [num_tokens, NUM_Q_HEADS, HEAD_DIM], unit last stride; may be q in qkv
     stride_q_out_token,
     stride_q_out_head,
@@ -181,9 +182,9 @@ def _qkv_cache_write_kernel(
     stride_slot_group,
     stride_slot_token,
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, elements
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
-    token_stride,  # elements
+    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    token_stride,  # in elements
     num_tokens,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,

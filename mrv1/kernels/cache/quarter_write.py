@@ -49,7 +49,7 @@ class QuarterWriteConfig:
 
     @classmethod
     def default_for(cls) -> QuarterWriteConfig:
-        """Return the only choice. Not tuned; with 8 warps the largest kernel spills on sm_90."""
+        """Return the configuration, not tuned; with 8 warps the largest kernel spills on sm_90."""
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
             return cls(tile_rows=128, tile_slots=64, num_warps=1)
         return cls(tile_rows=1, tile_slots=128, num_warps=4)
@@ -64,10 +64,10 @@ class Slots(NamedTuple):
 
 
 class Quarters(NamedTuple):
-    """Which tokens of each row's quarter are new, and what the program does with the quarter."""
+    """New tokens of each row's quarter, and whether this program owns or begins the quarter."""
 
     is_new: tl.tensor  # [TILE_ROWS, TOKENS, 1]
-    is_owned: tl.tensor  # [TILE_ROWS, 1, 1]
+    is_owned: tl.tensor  # [TILE_ROWS, 1, 1], whether this program writes the quarter
     is_begun: tl.tensor  # [TILE_ROWS, 1, 1], whether the quarter's first token is new
 
 
@@ -115,8 +115,8 @@ def _quarter_write_kernel(
     v_cache_ptr,  # one layer's values, flat
     k_scale_ptr,  # float32, flat
     v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, elements
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
     key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
     stride_key_token,
     stride_key_head,
@@ -127,9 +127,9 @@ def _quarter_write_kernel(
     stride_slot_group,
     stride_slot_token,
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, elements
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, elements
-    token_stride,  # elements
+    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    token_stride,  # in elements
     num_tokens,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,

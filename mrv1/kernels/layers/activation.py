@@ -58,7 +58,7 @@ class SiluAndMulConfig:
 
     @classmethod
     def default_for(cls) -> SiluAndMulConfig:
-        """Return the GPU's choice: eight elements per thread, one 16-byte load in 16 bits."""
+        """Return a GPU's configuration: eight elements per thread, in 16 bits one 16-byte load."""
         return cls(tile_tokens=1, tile_cols=1024, num_warps=4)
 
     @classmethod

@@ -146,7 +146,7 @@ def _vector_config(call: LinearCall) -> VectorConfig:
 
 
 def _register_config(call: LinearCall) -> RegisterConfig | None:
-    """Return the choice; None if registers do not hold the weights, or for cases not measured."""
+    """Return the configuration; None for float32, AMD, too many weights or too many tokens."""
     if call.x.dtype.itemsize != 2 or torch.version.hip is not None:
         return None
     num_rows = call.weight.shape[0]

@@ -54,7 +54,7 @@ class RegisterConfig:
     def default_for(
         cls, num_tokens: int, num_in: int, num_rows: int, *, is_gated: bool, is_normed: bool
     ) -> RegisterConfig | None:
-        """Return the GPU's choice, or None if the weights are too many for registers.
+        """Return the configuration for a GPU; None for too many weights or too many tokens.
 
         Measured on an H200 in bfloat16 with the layers of Qwen3-0.6B in a graph, with attention,
         because launches slow each other down.

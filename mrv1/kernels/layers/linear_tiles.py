@@ -60,7 +60,7 @@ class TileConfig:
         deterministic: bool,
         from_shared_memory: bool,
     ) -> TileConfig:
-        """Return the GPU's choice; the splits do not depend on the number of tokens.
+        """Return the configuration for a GPU; the splits do not depend on the number of tokens.
 
         Measured on an H200 in bfloat16, mostly with the four products of a Qwen3-0.6B layer in a
         chain. The time of the chain counts, because launches slow each other down.
@@ -68,13 +68,14 @@ class TileConfig:
         - Splits make about 256 programs of 64 rows: at most eight splits, of at least 256 inputs.
           At 16 tokens, 2048 -> 1024 takes 2.9 us in eight splits and 3.6 us in two. Deterministic
           calls, which may have many tokens, give a split at least 384 inputs: 8.8 us at 256
-          tokens, not 13. Gates and ups have enough rows unsplit. Other weights with many rows are
-          split if the result is normed: the kernel that adds up replaces the norm's kernel.
-        - From 17 tokens on the next kernel should start late (24.3 us at 32 tokens, not 25.2);
-          up to 16 tokens, at once (18.7 us, not 19.1).
+          tokens instead of 13. Gates and ups have enough rows unsplit. Other weights with many
+          rows are split if the result is normed: the kernel that adds up replaces the norm's
+          kernel.
+        - From 17 tokens on the next kernel should start late (24.3 us at 32 tokens instead of
+          25.2); up to 16 tokens, at once (18.7 us instead of 19.1).
         - Long rows, and weights for more than two programs per multiprocessor, go through a deep
           pipeline of short steps.
-        - With more than 64 tokens gates and ups need larger tiles: 14.8 us at 256, not 18.3.
+        - With more than 64 tokens gates and ups need larger tiles: 14.8 us at 256 instead of 18.3.
         """
         widest = max(16, triton.next_power_of_2(num_in))
         row_tiles = triton.cdiv(num_rows, 64)
@@ -90,9 +91,10 @@ class TileConfig:
             "next_starts_at_once": num_tokens <= 16,
         }
         if dtype.itemsize == 4 or not from_shared_memory:
-            # In float32 a chain of sums is as long as a step (``_add_product``). On an H200 steps
-            # of 32 in three stages are no slower than steps of 64 in two (51 us, not 61, for
-            # 1024 -> 4096), and the error is a sixth smaller: at most 1.4 times torch's.
+            # In float32 the inputs of one step are added in one chain (``_add_product``). On an
+            # H200, steps of 32 inputs in three stages are no slower than steps of 64 in two
+            # (1024 -> 4096: 51 us instead of 61), and the error is a sixth smaller: at most 1.4
+            # times torch's.
             is_float32 = dtype.itemsize == 4
             return cls(
                 tile_tokens=16 if is_float32 else min(tile_tokens, 32),
@@ -204,7 +206,10 @@ def _linear_tile_kernel(
     NEXT_AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
+    """Grid (token tiles * splits * row tiles,).
+
+    Token tiles vary fastest, so that consecutive programs read the same weights.
+    """
     NUM_STEPS: tl.constexpr = (IN + SPLITS * TILE_IN - 1) // (SPLITS * TILE_IN)
     END: tl.constexpr = None if IN % (SPLITS * TILE_IN) == 0 else IN
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS

@@ -78,7 +78,7 @@ class RmsNormConfig:
     @classmethod
     @lru_cache(maxsize=256)
     def default_for(cls, dim: int) -> RmsNormConfig:
-        """Return the GPU's choice, the same for any number of rows: bits follow from it.
+        """Return the configuration for a GPU, one for any number of rows: the bits follow from it.
 
         A thread should hold eight elements, one 16-byte load of a 16-bit dtype: short rows (the
         q/k norm of one head) share a program of 1024 elements, long rows get more warps.

@@ -1,6 +1,7 @@
 """Rotary position embedding, in place on queries and keys.
 
-Pair ``i`` of a head at position ``p`` turns by the angle in row ``p``, column ``i`` of a table::
+Pair ``i`` of a head at position ``p`` turns by an angle that depends on ``p`` and ``i``. Row ``p``
+of a table holds the cosines of all pairs, then their sines::
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
@@ -123,7 +124,7 @@ class RopeConfig:
     @classmethod
     @lru_cache(maxsize=256)
     def default_for(cls, num_q_heads: int, rotary_dim: int) -> RopeConfig:
-        """Return the GPU's choice: one token per program, so that small decodes are parallel too.
+        """Return the configuration for a GPU: one token per program, for parallel small decodes.
 
         A thread should turn eight pairs: in a 16-bit dtype one 16-byte load of each half.
         """

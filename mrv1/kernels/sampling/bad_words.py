@@ -5,16 +5,16 @@ the prefix, the logit of the last id becomes -inf::
 
     history[end - (length - 1) : end] == word[: length - 1]   =>   logits[word[length - 1]] = -inf
 
-so a word of one token is always masked. A prefix lies in the output; a slot may let it begin in
-the prompt. The history is the device's, with the tokens of earlier steps that the host does not
-know yet; the row of a draft token sees the drafts before it, which are not in the history yet::
+so a word of one token is always masked. A prefix must lie in the output, unless the slot lets the
+prefix begin in the prompt. The history on the device includes tokens that the host does not know
+yet, but no drafts: the drafts that precede a row's logits are compared after the history::
 
     token_ids[slot, : num_tokens]  draft_token_ids[request, : ahead]  <- the row's logits
     [   prompt   |     output    ][              drafts             ]
 
-One program compares a tile of a row's words at once. It ends after two round trips to memory if
-the slot has no word in the tile, so the launch is the same for all slots' words, and only the
-words that a slot has cost time.
+One program compares a tile of a row's words at once, and ends after two round trips to memory if
+the slot has no word in the tile. So the grid does not depend on how many words the slots have, and
+only the words that a slot has cost time.
 
 Source: vLLM's ``bad_words`` for the meaning of a word (``vllm/v1/sample/ops/bad_words.py``).
 """
@@ -50,7 +50,7 @@ def _apply_bad_words_kernel(
     bad_word_lens_ptr,  # [max_num_reqs, max_words] int32
     stride_bad_word_lens_slot,
     num_bad_words_ptr,  # [max_num_reqs] int32
-    draft_token_ids_ptr,  # [num_reqs, most drafts] int32, or None
+    draft_token_ids_ptr,  # [num_reqs, max_drafts] int32, or None
     stride_draft_token_ids_req,
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding row
     ahead_ptr,  # [num_rows] int32 or int64, with draft_token_ids_ptr
@@ -123,8 +123,8 @@ class BadWordsConfig:
     def default_for(cls, max_words: int, max_len: int) -> BadWordsConfig:
         """Return the configuration for a GPU: one warp per program, eight tokens per thread.
 
-        The time goes into dependent loads. Within one warp no barrier separates them, and the
-        programs of 256 rows of 128 words of 8 tokens all run at once.
+        The time goes into dependent loads. Within one warp no barrier separates the loads, and all
+        programs for 256 rows with 128 words of 8 tokens each run at once.
         """
         tile_len = triton.next_power_of_2(max_len)
         tile_words = min(triton.next_power_of_2(max_words), max(256 // tile_len, 1))
@@ -153,12 +153,12 @@ def apply_bad_words(
             masked tokens and nowhere else.
         idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
             unchanged. Slots may repeat.
-        history: of every slot. A whole prefix lies after the prompt, unless
-            ``bad_words_match_prompt`` lets it begin in the prompt.
+        history: of every slot. A prefix must begin after the prompt, unless
+            ``bad_words_match_prompt`` lets the slot's prefixes begin in the prompt.
         bad_words: of every slot.
         ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
-            row's logits, 0 to most drafts; not checked. Goes with ``draft_token_ids``.
-        draft_token_ids: [num_reqs, most drafts] int32, unit last stride: each request has
+            row's logits, 0 to max_drafts; not checked. Goes with ``draft_token_ids``.
+        draft_token_ids: [num_reqs, max_drafts] int32, unit last stride: each request has
             rows / num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output.
 
     Raises:
@@ -166,8 +166,8 @@ def apply_bad_words(
         UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
 
     Numerics: exact (tier A); all other logits, NaN included, keep their bits.
-    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe whatever the
-        slots' words; no launch if there is no row or no room for a word.
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe for any
+        words of the slots; no launch if there are no rows, or if ``bad_words`` is empty.
     """
     check_bad_words(logits, idx_mapping, history, bad_words, ahead, draft_token_ids, FLOAT_DTYPES)
     check_launchable("logits", logits)

@@ -162,7 +162,7 @@ def _edit_logits_kernel(
     stride_logits_row,
     counts_ptr,  # [max_num_reqs, vocab_size] int32
     stride_counts_slot,
-    counted_ptr,  # [max_num_reqs, MAX_PARTS] int32, contiguous, equal within a slot
+    counted_ptr,  # [max_num_reqs, MAX_PARTS] int32, contiguous, a slot's columns are equal
     token_ids_ptr,  # [max_num_reqs, max_model_len] int32
     stride_token_ids_slot,
     num_tokens_ptr,  # [max_num_reqs] int32
@@ -181,7 +181,7 @@ def _edit_logits_kernel(
     repetition_penalty_ptr,  # [max_num_reqs] float32
     frequency_penalty_ptr,  # [max_num_reqs] float32
     presence_penalty_ptr,  # [max_num_reqs] float32
-    draft_token_ids_ptr,  # [num_reqs, most drafts] int32, or None
+    draft_token_ids_ptr,  # [num_reqs, max_drafts] int32, or None
     stride_draft_token_ids_req,
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding row
     ahead_ptr,  # [num_rows] int32 or int64, with draft_token_ids_ptr
@@ -370,8 +370,8 @@ def edit_logits(
         edits: of every slot; ``counts`` and ``counted`` are *written*. The fields of an edit are
             not read for a slot whose ``edits`` lack the edit's bit.
         ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
-            row's logits, 0 to most drafts; not checked. Goes with ``draft_token_ids``.
-        draft_token_ids: [num_reqs, most drafts] int32, unit last stride: each request has
+            row's logits, 0 to max_drafts; not checked. Goes with ``draft_token_ids``.
+        draft_token_ids: [num_reqs, max_drafts] int32, unit last stride: each request has
             rows / num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output.
             None = every row is a request.
 

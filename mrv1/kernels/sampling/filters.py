@@ -32,7 +32,7 @@ def kept_tokens(
         kth = ranked.gather(1, last.long()[:, None] - 1)
         ranked = ranked.masked_fill(ranked < kth, -torch.inf)
     if top_p is not None:
-        # At the first of a run of equal values ``before`` is the mass of strictly likelier tokens.
+        # ``before`` is the mass of strictly likelier tokens at the first of several equal values.
         probs = ranked.softmax(1)
         before = probs.cumsum(1) - probs
         is_first = torch.ones_like(ranked, dtype=torch.bool)

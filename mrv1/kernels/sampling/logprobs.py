@@ -49,13 +49,13 @@ def _keys(x, index):
 
 @triton.jit
 def _index_of(key):
-    """Return the index that is part of a key, int64."""
+    """Return the index that ``_keys`` put into a key, int64."""
     return (key & _LOW_BITS) ^ _LOW_BITS
 
 
 @triton.jit
 def _logit_of(key):
-    """Return the logit that is part of a key."""
+    """Return the logit that ``_keys`` put into a key."""
     ordered = (key >> 32).to(tl.int32)
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 

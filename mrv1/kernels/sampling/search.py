@@ -174,10 +174,10 @@ def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr
 
 @triton.jit
 def search_groups(group_max, low, high, fewest, most):
-    """Return a value that ``fewest`` to ``most`` groups exceed, and the number of these groups.
+    """Return a value v with fewest <= num(v) <= most, and num(v), the group maxima above v.
 
-    If equal maxima leave no such value, more than ``most`` groups exceed the value returned. More
-    than ``most`` groups exceed ``low``, and no group exceeds ``high``.
+    The caller ensures num(low) > most and num(high) = 0. If equal maxima leave no such v, num(v)
+    of the value returned is above ``most``.
     """
     least = tl.min(tl.where(group_max > low, group_max, float("inf")))
     num_low = tl.sum((group_max > low).to(tl.int32))
@@ -204,12 +204,12 @@ def _pick(values, index, at):
 
 @triton.jit
 def search_row(
-    row,  # whose scratch is [DEPTH, LANES] float32
+    row,  # its scratch is [DEPTH, LANES] float32
     filters,
     low,
     by_mass,  # whether top-k is done or off, so that mass decides
     collect,  # whether few tokens are likely to be above low
-    least,  # a finite value not far from most tokens
+    least,  # finite and near the logits of most tokens: the smallest finite group maximum
     scale,
     tiles,
 ):

@@ -1,4 +1,4 @@
-"""Stop codes, limits, bundles and argument checks of the ops around a model's forward pass."""
+"""Stop codes, limits, argument dataclasses and checks of the ops around a model's forward pass."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class AppendedTokens:
     """
 
     output: torch.Tensor
-    """[num_reqs, 1 + most drafts] int64, unit last stride, *written* in every element: the tokens
+    """[num_reqs, 1 + max_drafts] int64, unit last stride, *written* in every element: the tokens
     appended, then -1."""
     num_output: torch.Tensor
     """[num_reqs] int32, unit last stride, *written*: tokens appended; 0 for padding, stopped and
@@ -126,7 +126,7 @@ class AppendedTokens:
 
 
 def check_slots(slots: RequestSlots, device: torch.device, *vectors: str) -> None:
-    """Raise unless the histories and the named fields, of one element per slot, fit.
+    """Raise unless ``token_ids`` and the fields ``vectors``, one element per slot, are valid.
 
     Raises:
         TypeError, ValueError: a field is not as described.

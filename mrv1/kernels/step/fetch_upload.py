@@ -23,13 +23,13 @@ the number of words that count is known: one trip to the host instead of two."""
 @triton.jit
 def _fetch_upload_kernel(
     staged_ptr,  # [at least row_words] int32
-    uploads_ptr,  # [slots, row_words] int32, may be host memory
-    slot_ptr,  # [1] int32
+    uploads_ptr,  # [num_uploads, row_words] int32, may be host memory
+    slot_ptr,  # [1] int32, index in the ring of uploads
     row_words,
     TILE_WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (any,): program i of n takes tiles i, i + n, i + 2 n, ... of the row."""
+    """Grid (any,): program i of n takes tiles i, i + n, i + 2 n, ... of the upload."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     row_ptr = uploads_ptr + tl.load(slot_ptr).to(tl.int64) * row_words
@@ -50,12 +50,13 @@ def fetch_upload(uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor
     """Copy the words of ``uploads[slot]`` that count to the front of ``staged``.
 
     Args:
-        uploads: [slots, words] int32, contiguous, on ``staged``'s device or in pinned host
-            memory. The first word of a row is the number of words that count, itself included, at
-            most the whole row. The host must not write a row while a launch reads the row.
-        slot: [1] int32: the row to copy. The device reads it, so that a captured graph copies
-            another row each time; not checked.
-        staged: [at least words] int32, contiguous, *written* in as many words as count.
+        uploads: [num_uploads, words] int32, contiguous, on ``staged``'s device or in pinned host
+            memory: the ring of uploads. The first word of an upload is the number of words that
+            count, the first included, at most ``words``. The host must not write an upload that a
+            launch is reading.
+        slot: [1] int32: index of the upload to copy, not a request's slot. The device reads the
+            index, so that a captured graph copies another upload each time; not checked.
+        staged: [at least words] int32, contiguous, *written* in its first words, as many as count.
 
     Raises:
         TypeError, ValueError: an argument is not as described.

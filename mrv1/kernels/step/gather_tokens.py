@@ -270,7 +270,7 @@ def _gather_tokens_kernel(
     num_tokens_ptr,  # [max_num_reqs] int32
     num_computed_ptr,  # [max_num_reqs] int32
     stopped_ptr,  # [max_num_reqs] int32, not 0 = the request has stopped
-    draft_token_ids_ptr,  # [num_rows, most drafts] int32, or None
+    draft_token_ids_ptr,  # [num_rows, max_drafts] int32, or None
     stride_draft_token_ids_row,
     num_draft_tokens_ptr,  # [num_rows] int32, or None
     mrope_positions_ptr,  # [max_num_reqs, 3, max_prompt] int32, or None
@@ -293,7 +293,7 @@ def _gather_tokens_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Grid (tiles of tokens, of rows and of the block table; num_groups), see the module."""
+    """Grid (token tiles + row tiles + block-table tiles, num_groups): see the module docstring."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     tile = tl.program_id(0)
@@ -403,7 +403,7 @@ def gather_tokens(
         tables: the block table of every slot.
         out: *written*.
         query_len: tokens of every row, if they all have the same number.
-        draft_token_ids: [num_reqs, most drafts] int32, unit last stride, at most 7 columns, batch
+        draft_token_ids: [num_reqs, max_drafts] int32, unit last stride, at most 7 columns, batch
             order: the tokens at positions ``num_tokens``, ``num_tokens + 1``, ... of each row.
         num_draft_tokens: [num_reqs] int32, batch order: number of drafts of each row, at the end
             of the row's query. Goes with ``draft_token_ids``.

@@ -74,7 +74,7 @@ class _Rows(NamedTuple):
 def _ends_with_sequence(
     sequences, rows, column, is_output, MAX_SEQUENCES: tl.constexpr, MAX_LEN: tl.constexpr
 ):
-    """Return whether the output up to each sampled token ends with a sequence of its slot.
+    """Return whether the output up to each sampled token ends with a stop sequence of the slot.
 
     The comparison goes back from the sampled token: over sampled tokens, then over the history.
     """
@@ -143,7 +143,7 @@ def _post_update_kernel(
     min_total_ptr,  # [max_num_reqs] int32
     num_rows,
     query_len,
-    num_columns,  # 1 + most drafts
+    num_columns,  # 1 + max_drafts
     MAX_STOP_TOKENS: tl.constexpr,
     MAX_SEQUENCES: tl.constexpr,
     MAX_LEN: tl.constexpr,
@@ -262,7 +262,7 @@ def post_update(
             if ``query_len`` is given.
         logits_rows: [num_reqs] int64, as :func:`gather_tokens` wrote it; -1 = the row does not
             sample.
-        tokens: [num_reqs, 1 + most drafts] int64, unit last stride, at most 8 columns: the tokens
+        tokens: [num_reqs, 1 + max_drafts] int64, unit last stride, at most 8 columns: the tokens
             that each row sampled, in order; < 0 = no token could be sampled, and the number is the
             sampler's reason.
         slots: the request of every slot; ``token_ids``, ``num_tokens``, ``num_computed_tokens``
