@@ -43,7 +43,7 @@ class Staged:
     query_start_loc: torch.Tensor
     """[rows + 1]; valid where query lengths were sent."""
     draft_token_ids: torch.Tensor | None
-    """[rows, most drafts]; None = no row has any."""
+    """[rows, max_drafts]; None = no row has any."""
     num_draft_tokens: torch.Tensor | None
     """[rows]; None = no row has any."""
 

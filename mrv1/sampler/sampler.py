@@ -206,7 +206,7 @@ class Sampler:
             history: of every slot.
             ahead: ``[rows]`` int64, drafts between the request's newest known token and the row's
                 logits; None = 0.
-            draft_token_ids: ``[requests, most drafts]`` int32, the drafts of each request.
+            draft_token_ids: ``[requests, max_drafts]`` int32, the drafts of each request.
         """
         self._ops.apply_bad_words(
             logits,
