@@ -14,7 +14,7 @@ class ConfigError(Mrv1Error, ValueError):
 
 
 class UnsupportedDeviceError(Mrv1Error, RuntimeError):
-    """The device is missing or lacks a feature; the message names it and an alternative."""
+    """The device is missing or lacks a feature; the message gives the cause and an alternative."""
 
 
 class CapacityError(Mrv1Error, RuntimeError):
@@ -22,7 +22,10 @@ class CapacityError(Mrv1Error, RuntimeError):
 
 
 class RequestError(Mrv1Error, ValueError):
-    """One request is wrong and fails alone; the message names the field, expected and got."""
+    """One request is wrong and fails alone.
+
+    The message names the field, the expected value and the value that was given.
+    """
 
     @classmethod
     def caused_by(cls, error: Exception, hook: str) -> Self:

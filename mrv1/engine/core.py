@@ -267,7 +267,7 @@ class EngineCore:
 
     @recovers
     def stop(self, request: Request, reason: str) -> None:
-        """End a request at its newest token, as a stop token would; ``reason`` is the caller's."""
+        """End a request at its newest token, as a stop token would; ``reason``: a stop string."""
         self.scheduler.stop(request, reason)
         self._drain()
 
@@ -314,7 +314,7 @@ class EngineCore:
             masks[row] = np.zeros(num_words, dtype=np.int32)
             try:
                 request.matcher.fill_bitmask(masks[row])
-            except Exception as error:  # any error of a matcher fails only its request
+            except Exception as error:  # of any type: only this request fails
                 failure = RequestError.caused_by(error, "structured_output")
                 self.scheduler.fail(request, failure)
                 self._changed.append(request)
@@ -338,7 +338,7 @@ class EngineCore:
             self._changed += self.scheduler.update(outcome)
             return
         self._changed += self.scheduler.fail_step(plan, outcome)
-        if outcome.device_lost:  # else its launch failed; earlier steps go on
+        if outcome.device_lost:  # if not, only a launch failed: earlier steps go on
             self._lost = outcome
             self._recover(outcome)
             waiting = self.scheduler.unfinished

@@ -27,7 +27,7 @@ class HeadPools:
     Index or iterate it for the pools of the groups.
 
     Attributes:
-        keeps: what the heads of each group see; groups of full heads first.
+        keeps: the window and sink of each group's blocks; groups without a window first.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class HeadPools:
         self.streaming = tuple(
             [(index, seen) for index, seen in enumerate(keeps) if not seen.is_full]
         )
-        """Groups with a window, and what their heads see: they free blocks as the window moves."""
+        """(group, window and sink) of each group that frees blocks as its window moves."""
 
     def __getitem__(self, group: int) -> BlockPool:
         """Return the pool of a group."""
@@ -128,7 +128,7 @@ class HeadPools:
     # --- prefix cache ---------------------------------------------------------------------
 
     def cache(self, blocks: GroupBlocks, digests: Sequence[bytes], start: int, end: int) -> None:
-        """Let ``find`` return the logical blocks ``[start, end)`` for their digests."""
+        """Register the logical blocks ``[start, end)`` for ``find``, each under its digest."""
         for pool, own in zip(self._pools, blocks, strict=True):
             for block, digest in zip(own[start:end], digests[start:end], strict=True):
                 if block != GIVEN_UP:

@@ -347,7 +347,7 @@ class LLM:
         first = request if request.leader is None else request.leader
         group = self._groups.get(request.name)
         if group is None or group.requests[0] is not first:
-            return  # aborted: an error ended its ``generate`` or ``stream``
+            return  # aborted: an error ended the request's ``generate`` or ``stream``
         found = group.find_stop(request)
         if found is not None:
             self._engine.stop(request, found)
@@ -384,7 +384,7 @@ class LLM:
 
     def _abort_given_up(self) -> None:
         """Abort the requests in ``_given_up``, one by one: an interrupt leaves the rest there."""
-        while self._given_up and self._core is not None:  # else closed: nothing is left to abort
+        while self._given_up and self._core is not None:  # without a core nothing is left to abort
             req_id = self._given_up[0]
             group = self._groups.get(req_id)
             for request in () if group is None else group.requests:
@@ -394,8 +394,8 @@ class LLM:
             self._given_up.popleft()
 
     def _recover(self, error: BaseException) -> None:
-        """Have requests that ended delivered; abort a request that was only partly added."""
-        del error  # the engine has set it on the requests
+        """Record requests that ended as changed; abort a request that was only partly added."""
+        del error  # the engine itself sets an error on the requests that it ends
         if self._core is None:
             return
         for group in tuple(self._groups.values()):

@@ -39,8 +39,8 @@ class CompletionOutput:
     """Index among the request's ``n`` sequences."""
     text: str
     """Output without special tokens, the stop token and, unless ``include_stop_str_in_output``,
-    the stop string or sequence. While the request runs, without an end that may become a stop
-    string or sequence. Empty without a tokenizer."""
+    the stop string or sequence. While the request runs, an end that may become a stop string or
+    sequence is left out. Empty without a tokenizer."""
     token_ids: tuple[int, ...]
     """All generated tokens, a stop token or sequence included."""
     logprobs: tuple[dict[int, Logprob], ...] | None

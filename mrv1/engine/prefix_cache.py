@@ -74,7 +74,7 @@ class PrefixCache:
         return self._pools.find(request.block_digests[:num_blocks], cut)
 
     def add(self, request: Request) -> None:
-        """Let ``find`` return the blocks of a running request that successful steps filled."""
+        """Register for ``find`` the blocks that successful steps filled for a running request."""
         if not self.is_enabled:
             return
         start = int(self._slots.num_cached_blocks[request.slot])

@@ -92,12 +92,12 @@ class Request:
     def __post_init__(self) -> None:
         """Make the prompt's array and the grammar's matcher."""
         self._prompt = np.array(self.prompt_token_ids, dtype=np.int32)
-        self._prompt.flags.writeable = False  # plans share it
+        self._prompt.flags.writeable = False  # plans share the array
         self.asks_logprobs = self.params.wants_logprobs or self.params.prompt_logprobs is not None
         grammar = self.params.structured_output
         try:
             self.matcher = None if grammar is None else grammar.matcher()
-        except Exception as error:  # any error of a grammar fails only its request
+        except Exception as error:  # of any type: only this request fails
             raise RequestError(f"structured_output: {error!r}") from error
 
     def add_followers(self) -> None:
@@ -106,7 +106,7 @@ class Request:
         Only the first request computes the prompt's log-probabilities.
         """
         if self.params.n == 1:
-            return  # a copy of the parameters is checked again: half the time of an admission
+            return  # no copy of the parameters: its check takes half the time of an admission
         params = replace(self.params, prompt_logprobs=None)
         self.followers = tuple(
             Request(

@@ -42,7 +42,8 @@ class RequestGroup:
     def find_stop(self, request: Request) -> str | None:
         """Return the stop string that appeared in the output of ``request``, or None.
 
-        Also None if the request has failed, or has ended for another reason of the caller's.
+        Also None if the request has failed, or if a stop token, sequence or string of the caller
+        has ended it before.
         """
         return self._completions[request.child].find_stop()
 

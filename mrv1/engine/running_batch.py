@@ -331,7 +331,7 @@ class RunningBatch:
         if succeeded is not None:
             index, ends = index[succeeded], ends[succeeded]
         self._slots.num_landed[index] = ends
-        for group, seen in self._pools.streaming:  # no later token sees older blocks
+        for group, seen in self._pools.streaming:  # free blocks that no later token sees
             requests = step.rows.where(succeeded)
             first_live = self._slots.first_live[group]
             starts, firsts = first_live[index], seen.first_live(ends, self._pools.block_size)

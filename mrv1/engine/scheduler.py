@@ -71,7 +71,7 @@ class Scheduler:
             block_size: tokens per block.
             max_num_seqs: most requests that run at the same time.
             max_num_batched_tokens: most tokens of a step.
-            keeps: what the heads of each group see; groups of full heads first.
+            keeps: the window and sink of each group's blocks; groups without a window first.
             eos_token_ids: end-of-sequence tokens.
             max_steps_in_flight: most plans that await their output.
             enable_prefix_caching: keep blocks for requests that begin with the same tokens.
@@ -184,7 +184,7 @@ class Scheduler:
         return request
 
     def stop(self, request: Request, reason: str) -> None:
-        """End a request's output with its newest token, for a reason of the caller's.
+        """End a request's output with its newest token, for a reason such as a stop string.
 
         A request that has already ended gets this reason in place of its own.
         """
@@ -253,9 +253,9 @@ class Scheduler:
     def _ends_one_by_one(self) -> tuple[Int64Array, bool]:
         """Return how far each running request is computed, and whether blocks ran out.
 
-        For a step whose tokens or blocks do not suffice for all running requests. May preempt: the
-        ends, ``[running]``, are of the requests that still run. A request without room in this
-        step, or with nothing to compute, ends where it began.
+        For a step whose tokens or blocks do not suffice for all running requests. May preempt
+        requests: the ends, ``[running]``, are of the requests that still run. The end of a request
+        that computes nothing in this step is the number of its tokens that are computed already.
         """
         budget, claimed, starved = self.max_num_batched_tokens, 0, False
         batch, slots = self._batch, self._slots
@@ -361,7 +361,7 @@ class Scheduler:
             The requests that got a token or ended.
 
         Raises:
-            RuntimeError: the output is of another step, or has another number of rows.
+            RuntimeError: the output is of a different step, or has not as many rows as its plan.
         """
         step = self._in_flight[0] if self._in_flight else None
         if step is None or step.step_id != output.step_id:
@@ -379,7 +379,7 @@ class Scheduler:
         self.num_generated_tokens += len(result.sampled)
         self.num_nan_rows += result.num_nan_rows
         for request in reversed(self._batch.note_first_tokens(result.sampled)):
-            self.waiting.admit_followers(request)  # in reverse: each goes to the front
+            self.waiting.admit_followers(request)  # in reverse: each call puts its followers first
         self._batch.land(step, result.succeeded)
         for request, reason in result.ended.items():
             self._finish(request, reason)

@@ -100,7 +100,7 @@ def _end_finished_grammars(
         try:
             if request.matcher is not None and request.matcher.is_finished():
                 ended.setdefault(request, "stop")
-        except Exception as error:  # any error of a matcher fails only its request
+        except Exception as error:  # of any type: only this request fails
             ended[request] = "error"
             request.error = RequestError.caused_by(error, "structured_output")
 
@@ -134,7 +134,7 @@ def _failure(
 
 
 def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int) -> None:
-    """Keep a row's log-probabilities; of a prompt that is computed again, only unknown ones."""
+    """Append a row's log-probabilities, without prompt positions that are known already."""
     request = step.rows.requests[row]
     if request.params.wants_logprobs and step.samples[row]:
         request.output_logprobs.append(output.logprobs[row])
@@ -150,7 +150,7 @@ def _refusal(request: Request, matcher: GrammarMatcher, token: int) -> str | Req
     try:
         if matcher.accept(token) or token in request.stop_token_ids:
             return None
-    except Exception as error:  # any error of a matcher fails only its request
+    except Exception as error:  # of any type: only this request fails
         return RequestError.caused_by(error, "structured_output")
     return f"structured_output: token {token}, which its bitmask allowed, was not accepted"
 

@@ -183,7 +183,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._seen = _Decoded()  # replaced as a whole: an interrupt leaves the old or the new one
+        self._seen = _Decoded()  # replaced as a whole, so that no interrupt leaves a mixture
 
     def text(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """Return the text of ``token_ids``, which extend the tokens of the last call.
@@ -220,7 +220,7 @@ class OutputText:
 
     Args:
         tokenizer: the checkpoint's tokenizer.
-        stop: strings that end the output; if several begin at one place, the first here counts.
+        stop: strings that end the output; if several begin at one place, the first in ``stop``.
         include_stop: whether the text includes the stop string at its end.
         min_tokens: least tokens of an output that a stop string may end.
         stop_token_sequences: token sequences that may end the output too, and then are not text.
@@ -278,7 +278,9 @@ class OutputText:
         return stop
 
     def text(self, token_ids: Sequence[int], *, is_last: bool) -> str:
-        """Return the text that may be shown, without an end that may become a stop string.
+        """Return the text that may be shown.
+
+        Unless ``is_last``, an end that may become a stop string or sequence is held back.
 
         Args:
             token_ids: tokens of the output, the same as for ``find_stop``.
@@ -294,7 +296,7 @@ class OutputText:
         return text[: len(text) - self._num_held_back(text)]
 
     def _num_tokens_held_back(self, token_ids: Sequence[int]) -> int:
-        """Return the length of the longest end of the tokens that begins a stop sequence."""
+        """Return the largest number of last tokens that are the beginning of a stop sequence."""
         return max(
             (
                 length
@@ -306,7 +308,7 @@ class OutputText:
         )
 
     def _num_held_back(self, text: str) -> int:
-        """Return the length of the longest end of the text that begins a stop string."""
+        """Return the largest number of last characters that are the beginning of a stop string."""
         return max(
             (
                 length

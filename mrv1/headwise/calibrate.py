@@ -63,7 +63,7 @@ class HeadRanking:
         Args:
             budget: share of the ranked heads that stay full, in [0, 1], rounded to a number of
                 heads (half to even); at least one head, unless the budget is 0.
-            streaming: what the other ranked heads see.
+            streaming: window and sink of the other ranked heads.
 
         Raises:
             ConfigError: the budget is not in [0, 1].
@@ -158,7 +158,7 @@ def rank_heads(
         num_layers: layers of the model.
         num_kv_heads: KV heads of each layer.
         heads: heads to rank; of heads with equal losses the first streams first.
-        streaming: what a streaming head sees.
+        streaming: window and sink of a streaming head.
         loss: returns the loss of a policy in nats; called ``num_losses`` times, and more if rounds
             are halved.
         method: several rounds, or one.

@@ -14,7 +14,7 @@ class HeadGroup:
     """KV heads, across layers, that share block ids."""
 
     keeps: Visible
-    """The part of a context that its blocks keep; its heads see that part, or less."""
+    """The part of a context that the group's blocks keep; its heads see this part, or less."""
     num_heads: tuple[int, ...]
     """[layers] heads of the group in each layer."""
     offset: int
@@ -34,7 +34,7 @@ class HeadGroups:
     """The head groups of a policy.
 
     Attributes:
-        policy: what each head sees.
+        policy: which tokens each head sees.
         groups: groups of full heads come first.
         group_of_head: ``[layers][kv_heads]`` index of the head's group.
     """
@@ -53,7 +53,7 @@ class HeadGroups:
         request has blocks.
 
         Args:
-            policy: what each head sees.
+            policy: which tokens each head sees.
             block_size: tokens per block.
             max_model_len: tokens of the longest request.
             max_query_len: most tokens of one request in one step.

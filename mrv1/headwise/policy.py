@@ -1,4 +1,4 @@
-"""Head policies: what each KV head of each layer sees, and the forms a policy comes in.
+"""Head policies: which tokens each KV head of each layer sees, and the forms a policy comes in.
 
 Sources: the ratio and its rounding are FastDeploy's (pull request 7718); pattern files are those
 that DuoAttention (arXiv:2410.10819) publishes.
@@ -27,7 +27,7 @@ KEYS = ("version", "heads")
 
 
 class Visible(NamedTuple):
-    """What a KV head sees of a context."""
+    """The part of a context that a KV head sees: a window and a sink."""
 
     window: int = -1
     """Tokens up to and including the current one, 1 to 2^31 - 1; -1 = all."""
@@ -44,11 +44,11 @@ class Visible(NamedTuple):
         return -(-self.sink // block_size)
 
     def num_blocks(self, block_size: int, query_len: int = 1) -> int:
-        """Return the most blocks of a streaming head that a request of any length needs.
+        """Return the most blocks that a request of any length needs in a streaming head.
 
         Args:
             block_size: tokens per block.
-            query_len: most tokens of a step; the first of them sees a window of its own.
+            query_len: most tokens of a step; the blocks hold them and the window of the first.
 
         Raises:
             ValueError: the head is full: its blocks have no bound.
@@ -76,7 +76,7 @@ class Visible(NamedTuple):
 
 
 FULL = Visible()
-"""What a full head sees."""
+"""A full head sees all tokens."""
 
 
 def _expect(is_right: bool, name: str, expected: str, got: object) -> None:
@@ -106,7 +106,7 @@ def _check_share(name: str, value: object) -> None:
 
 
 def _is_visible(seen: object) -> bool:
-    """Return whether ``seen`` is something that a KV head may see."""
+    """Return whether ``seen`` is a ``Visible`` with a valid window and sink."""
     if not isinstance(seen, Visible):
         return False
     return _is_int(seen.window, -1) and _is_int(seen.sink, 0) and (seen.window > 0 or seen == FULL)
@@ -132,7 +132,9 @@ def _check_heads(name: str, heads: Any) -> None:  # noqa: ANN401 - it may be any
 
 @dataclass(frozen=True, slots=True)
 class HeadPolicy:
-    """What each KV head sees; kernels, tables, memory and reports follow from it alone.
+    """Which tokens each KV head sees.
+
+    Kernels, tables, memory and reports learn this from the policy alone.
 
     Attributes:
         heads: ``[layers][kv_heads]``.
@@ -334,7 +336,7 @@ class HeadPolicy:
             )
             for row in rows
         )
-        _check_heads(name, heads)  # to name the file
+        _check_heads(name, heads)  # here, so that an error names the file
         return cls(heads)
 
     def save(self, path: str | Path) -> None:
@@ -347,10 +349,11 @@ class HeadPolicy:
     def within(self, layer_windows: Sequence[int]) -> HeadPolicy:
         """Return the policy for a model whose layers have windows of their own, -1 = none.
 
-        Full heads see what their layer sees.
+        Full heads get the window of their layer.
 
         Raises:
-            ConfigError: another number of layers, or a layer with a window has streaming heads.
+            ConfigError: ``layer_windows`` and the policy differ in their number of layers, or a
+                layer with a window has streaming heads.
         """
         if len(layer_windows) != self.num_layers:
             raise ConfigError(
@@ -367,7 +370,7 @@ class HeadPolicy:
             layers.append(tuple(Visible(window) if seen.is_full else seen for seen in layer))
         return HeadPolicy(tuple(layers))
 
-    # --- what it says ---------------------------------------------------------------------
+    # --- contents -------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
@@ -381,7 +384,7 @@ class HeadPolicy:
 
     @property
     def groups(self) -> tuple[Visible, ...]:
-        """What heads see, each view once: full heads first, then in order of appearance."""
+        """Each pair of window and sink once: full heads first, then in order of appearance."""
         seen = dict.fromkeys(each for layer in self.heads for each in layer)
         return tuple(sorted(seen, key=lambda each: not each.is_full))
 
@@ -392,12 +395,13 @@ class HeadPolicy:
         return full / (self.num_layers * self.num_kv_heads)
 
     def slice(self, rank: int, size: int) -> HeadPolicy:
-        """Return the policy of one of ``size`` tensor-parallel ranks, by global head index.
+        """Return the part of this policy that one of ``size`` tensor-parallel ranks needs.
 
         Heads are divided in order; with fewer heads than ranks, several ranks have the same head.
 
         Raises:
-            ConfigError: neither heads nor ranks are a multiple of the other, or no such rank.
+            ConfigError: there is no such rank, or neither the number of heads nor the number of
+                ranks is a multiple of the other.
         """
         heads = self.num_kv_heads
         if not 0 <= rank < size:
@@ -418,8 +422,8 @@ class HeadPolicy:
     def num_tokens_held(self, num_tokens: int) -> int:
         """Return how many (token, head) pairs of a context are visible to its next token.
 
-        The sum over layers and heads. Times the bytes of one token in one head, it is the least
-        memory that the request's keys and values take.
+        All layers and heads are counted. The least memory that the request's keys and values take
+        is this number times the bytes of one token in one head.
         """
         total = 0
         for layer in self.heads:

@@ -4,8 +4,8 @@ A fact is the line ``REMEMBER: key value.``; a question is ``RECALL: key`` and i
 fact's value, is the next token. Keys and values are drawn at random, so that only the
 context holds the answer.
 
-Source: passkeys in filler, to find the heads that need the whole context, are DuoAttention's
-(arXiv:2410.10819); the embedded model is trained on lines of this form (training/recall.py).
+Source: DuoAttention (arXiv:2410.10819) hides passkeys in filler to find the heads that need the
+whole context. The embedded model is trained on lines of this form (training/recall.py).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def recall_prompt(
     if len(words) < 2 * num_facts:
         raise ConfigError(f"num_facts: expected at most {len(words) // 2}, got {num_facts}")
     keys, values = np.split(words, 2)
-    skew = len(lines.remember) - len(lines.recall)  # of the values, within their lines
+    skew = len(lines.remember) - len(lines.recall)  # value's index in a fact minus in a question
     length = 2 + len(lines.end) + max(len(lines.remember), len(lines.recall))
     left = num_tokens - first - distance
     room = min(distance, left) if exact else left // 2

@@ -116,7 +116,7 @@ class KernelBackend:
                     query_len=batch.query_len or 1,
                     is_fp8=cache.scales is not None,
                     deterministic=self._deterministic,
-                    read_early=True,  # the launch before a layer's attention is its KV write
+                    read_early=True,  # the previous launch is the layer's qkv_cache_write
                 )
                 self._ops.plan_decode_attention(batch.seq_lens[:num_decodes], cache.layout, plan)
         self._planned = _Planned(

@@ -33,7 +33,7 @@ class AttentionBatch:
     max_query_len: int
     """Longest row of this batch in tokens (an upper bound will do)."""
     query_len: int | None
-    """Tokens of every row if the decode kernel takes all: the same 1 to 8; None = it does not."""
+    """Tokens of every row, 1 to 8, if the decode kernel takes all rows; None = it does not."""
     num_decodes: int = 0
     """Leading rows of one token each, which the decode kernel takes; other rows may have one."""
     num_tokens: int

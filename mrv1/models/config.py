@@ -134,7 +134,7 @@ class ModelConfig:
             extra = token_ids(generation.get("eos_token_id"))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-        except (AttributeError, TypeError) as error:  # model_type of a family with other fields
+        except (AttributeError, TypeError) as error:  # fields of a family other than model_type's
             raise ConfigError(f"{where}: config.json contradicts itself: {error}") from error
         return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
 

@@ -34,7 +34,7 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _NON_WEIGHT_SUFFIXES = (
     "rotary_emb.inv_freq",  # a buffer that old checkpoints carry along
-    ".k_scale",  # of an fp8 KV cache, read by kv_scales if the configuration needs them
+    ".k_scale",  # scale of an fp8 KV cache: load_kv_scales reads it for kv_scale="head"
     ".v_scale",
 )
 

@@ -93,8 +93,8 @@ class RopeConfig:
                 ``factor``, the factor is the ratio of this context to the original one.
 
         Raises:
-            ConfigError: an unsupported type, or settings missing or of the wrong kind; one message
-                lists these settings.
+            ConfigError: the type is not supported, or settings are missing or wrong; one message
+                lists all settings that are missing or not numbers > 0.
         """
         rope_type = parameters.get("rope_type", "default")
         if rope_type not in get_args(RopeType):
@@ -208,11 +208,13 @@ def _yarn(powers: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of cos and sin: 1 except for yarn.
+    """Return the factor of cos and sin: 1 for every type but yarn.
 
-    yarn: ``0.1 ln(factor) + 1`` (arXiv 2309.00071, 3.4: ``sqrt(1 / t)`` for the temperature t, so
-    that a product of two rotated vectors is scaled by ``1 / t``); with both ``mscale`` settings,
-    the ratio of ``0.1 mscale ln(factor) + 1`` to the same with ``mscale_all_dim``.
+    For yarn it is ``rope.attention_factor``, if that is set. Else, if ``mscale`` and
+    ``mscale_all_dim`` are both set, it is the ratio of ``0.1 mscale ln(factor) + 1`` to
+    ``0.1 mscale_all_dim ln(factor) + 1``. Else it is ``0.1 ln(factor) + 1``, which arXiv
+    2309.00071, 3.4, calls ``sqrt(1 / t)``, with the temperature t: the product of two rotated
+    vectors is scaled by ``1 / t``. In these formulas a ``factor`` below 1 counts as 1.
     """
     if rope.rope_type != "yarn":
         return 1.0

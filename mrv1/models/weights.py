@@ -57,7 +57,7 @@ class ModelWeights:
 def empty_weights(
     config: ModelConfig, device: torch.device | str, dtype: torch.dtype
 ) -> ModelWeights:
-    """Return uninitialised weights (device ``meta``: shapes only)."""
+    """Return uninitialised weights on ``device``; on device ``meta`` they have only shapes."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -147,7 +147,7 @@ def random_weights(
     """Return random weights made on ``device``, for benchmarks that need no checkpoint.
 
     Matrices are normal with standard deviation ``fan_in^-0.5``, so that activations and logits
-    keep the size of a trained model's; norms are 1, biases 0.
+    are about as large as a trained model's; norms are 1, biases 0.
 
     Args:
         config: the model's shape.

@@ -121,7 +121,7 @@ class OutputRing:
         return self._host_counts[slot, :num_rows], tokens.reshape(num_rows, num_columns), done
 
     def deliver(self, output: AsyncOutput) -> None:
-        """Note ``output`` as the reader of the step's slot; move on to the following slot."""
+        """Record ``output`` as the reader of the step's slot; move on to the following slot."""
         self._readers[self._next] = output
         self._next = (self._next + 1) % self.num_slots
 

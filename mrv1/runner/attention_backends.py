@@ -70,7 +70,8 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
     )
     page = (spec.num_kv_heads, spec.block_size, spec.head_dim)
     for layout in layouts:
-        role = HeadRole(window=layout.roles[0].window)  # its plan takes a window, no sink or ring
+        # FlashInfer's own plan takes a window, but no sink and no ring.
+        role = HeadRole(window=layout.roles[0].window)
         require(
             set(layout.roles) == {role}, "heads with one window, no sink, one table", layout.roles
         )
@@ -148,7 +149,7 @@ class FlashInferBackend:
         if query_lens is None or seq_lens is None:
             raise ValueError("query_lens, seq_lens: expected arrays for FlashInfer, got None")
         if self._planned is not None:
-            self._planned.synchronize()  # the last plan's pinned buffers must have been copied
+            self._planned.synchronize()  # wait until the last plan's pinned buffers are copied
         num_pages = -(-seq_lens // self._block_size)
         pages = (
             _starts(num_pages),

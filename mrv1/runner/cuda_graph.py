@@ -71,7 +71,7 @@ class StepGraphs:
 
     @property
     def largest(self) -> list[StepShape]:
-        """The two shapes one of which takes the most memory; all graphs share that memory."""
+        """The two largest shapes: the memory of one of their graphs is enough for all graphs."""
         return [
             self._with_prompts(self._decodes_beside[-1], self._prompt_sizes[-1]),
             StepShape.decode(self._decode_sizes[-1]),
@@ -101,8 +101,9 @@ class StepGraphs:
                 return; called twice per shape, first to compile, then to capture.
             progress: show a progress bar.
         """
-        # cuBLAS keeps a workspace for each stream, and all captures run on one stream: these
-        # graphs must not use a workspace of another pool. Only a private call of torch frees it.
+        # cuBLAS keeps a workspace for each stream, and all captures run on one stream. These
+        # graphs must not use a workspace in the memory pool of other graphs: free it first.
+        # Torch has only a private call to free a workspace.
         torch._C._cuda_clearCublasWorkspaces()
         pool = torch.cuda.graph_pool_handle()
         shapes = list(shapes)

@@ -135,7 +135,7 @@ class DeviceStep:
             num_slots, limits, {name: self.slots[name] for name in sampling}, ops
         )
         self._history = self.state.history()
-        num_rows = 2 * num_slots  # a graph may have room for all as decodes and all as prompts
+        num_rows = 2 * num_slots  # a graph may have a decode row and a prompt row for each slot
         self.outputs = OutputRing(num_rows, MAX_SAMPLED_TOKENS, config.steps_in_flight, device)
         self.staging = Staging(
             num_rows, num_slots * SEGMENTS_PER_REQUEST, self.outputs.num_slots, device
@@ -264,7 +264,7 @@ class DeviceStep:
         ahead: torch.Tensor | None = None,
         draft_token_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[LogprobReport]]:
-        """Return a token for each row of logits, ``[rows]``, and the requested log-probabilities.
+        """Return tokens ``[rows]``, one per row of logits, and the requested log-probabilities.
 
         The logits, ``[rows, vocab]``, are edited in place. ``wanted`` and ``masks`` are as in
         ``sample``, other arguments as in ``Sampler.edit``.
@@ -306,9 +306,9 @@ class DeviceStep:
     ) -> tuple[torch.Tensor, torch.Tensor, list[LogprobReport]]:
         """Return the tokens drawn after each row's last known token and after each draft.
 
-        Also returns how many of them count, and the reports. A draft is accepted if the token
-        drawn in its place is the same. Noise belongs to a position, so the tokens are the same
-        as in a run without drafts.
+        Also returns how many of these tokens are valid, and the reports. A draft is accepted if
+        the token drawn in its place is the same. Noise belongs to a position, so the tokens are
+        the same as in a run without drafts.
         """
         idx_mapping, logits_rows = batch.staged.idx_mapping, batch.logits_rows
         drafts, num_drafts = batch.staged.draft_token_ids, batch.staged.num_draft_tokens

@@ -27,7 +27,10 @@ class GpuClock:
         """Time of the steps before ``_begin``."""
 
     def start(self, slot: int) -> None:
-        """Note that the step of ``slot`` is launched now, on the current stream."""
+        """Begin to measure, on the current stream, if the GPU is idle.
+
+        Called before the step in ``slot`` of the ring is launched.
+        """
         last = self._ends[slot - 1]
         if self._num_steps and not last.query():
             return
@@ -37,14 +40,14 @@ class GpuClock:
         self._begin.record()
 
     def end(self, slot: int) -> None:
-        """Record the end of the step of ``slot`` on the current stream."""
+        """Record, on the current stream, the end of the step in ``slot`` of the ring."""
         self._ends[slot].record()
         self._num_steps += 1
 
     def seconds(self, next_slot: int) -> float:
         """Return the time of the finished steps; ``next_slot`` is the slot of the next step.
 
-        A lost GPU no longer reports when its last steps ended: those steps do not count.
+        A lost GPU no longer reports when its last steps ended: their time is left out.
         """
         try:
             for age in range(1, min(self._num_steps, len(self._ends)) + 1):

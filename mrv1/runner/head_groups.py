@@ -18,7 +18,7 @@ def resolve_head_groups(
     is_checkpoint: bool,
     per_head_ids: bool,
 ) -> HeadGroups:
-    """Return the head groups: what each KV head sees, and which heads share blocks.
+    """Return the head groups: which tokens each KV head sees, and which heads share blocks.
 
     Args:
         config: the runner's configuration.

@@ -242,7 +242,7 @@ class StreamingDemand:
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to ``most`` for which, and up to which, ``holds`` is true."""
+    """Return the largest n up to ``most`` so that ``holds`` is true for each of 1 to n."""
     return bisect_left(range(1, most + 1), True, key=lambda count: not holds(count))
 
 

@@ -79,7 +79,7 @@ class LogprobRequests:
         """Per slot, the leading tokens that are followed by a prompt token to report."""
 
     def enter(self, request: SlotRequest) -> None:
-        """Note what the request that enters a slot asks for."""
+        """Record which log-probabilities the request that enters a slot asks for."""
         slot, params = request.slot, request.sampling_params
         self._params[slot] = params
         self._asks_np[slot] = params.wants_logprobs
@@ -92,7 +92,7 @@ class LogprobRequests:
         return bool(asks.any())
 
     def of_outputs(self, plan: StepPlan, rows: DeviceRows) -> list[Wanted]:
-        """Return what to report of the tokens that a step draws, in the order of device rows."""
+        """Return the log-probabilities to report for the tokens of a step, in device order."""
         found = []
         for row in self._asks_np[plan.slots].nonzero()[0].tolist():
             params = self._params[plan.slots[row]]

@@ -82,8 +82,9 @@ class ModelRunner:
         Args:
             config: the runner's configuration.
             model: a model that is on the device already; None loads ``config.model``.
-            head_policy: what each KV head sees; None = the policy of ``config.head_policy``, else
-                the checkpoint's, else each head sees everything that its layer sees.
+            head_policy: which tokens each KV head sees; None = the policy of
+                ``config.head_policy``, else the checkpoint's, else each head sees everything that
+                its layer sees.
             per_head_ids: make every KV head index a head group of its own, with a block table of
                 full width. The caller of ``execute`` manages its blocks; none are recycled.
             logits_processors: custom processors, applied in this order in every step.
@@ -141,7 +142,7 @@ class ModelRunner:
         )
         """Which KV heads share blocks."""
         self.head_policy = self.head_groups.policy
-        """What each KV head sees."""
+        """Which tokens each KV head sees."""
         head_scales = (
             load_kv_scales(checkpoint_dir(config.model), model_config)
             if is_fp8 and config.kv_scale == "head"

@@ -64,7 +64,7 @@ def _graph_bytes(step: DeviceStep) -> int:
     """Return the bytes that the graphs take: all share the memory of the largest."""
     config, step.kv_cache = step.config, step.new_kv_cache()
     graphs = StepGraphs(config.max_num_seqs, config.max_num_batched_tokens, step.max_model_len)
-    torch.cuda.empty_cache()  # a capture does so too, which would hide the memory it takes
+    torch.cuda.empty_cache()  # a capture would do this too, and hide the memory that it takes
     before, _ = memory_bytes(step.device)
     with torch.inference_mode():
         graphs.capture(graphs.largest, step.run_padding, progress=False)

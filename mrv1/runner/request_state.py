@@ -58,7 +58,7 @@ class RequestState:
             "late_token_ids": Field(width=MAX_STOP_TOKENS),  # not drawn before min_total_tokens
             "stop_sequences": Field(width=max_stop_seqs_num * stop_seqs_max_len),
             "stop_sequence_lens": Field(width=max_stop_seqs_num),
-            "num_stop_sequences": Field(),  # sequences that count, from row 0
+            "num_stop_sequences": Field(),  # stop sequences of the request: the first rows
             "min_total_tokens": Field(),  # length before which no stop sequence ends the request
             "stopped": Field(),  # a stop code of mrv1.kernels.post_update
         }
@@ -217,7 +217,8 @@ class RequestState:
                 f"stop_token_sequences {name}: expected at most {max_num} of 1 to {max_len} "
                 f"tokens, got {len(lens)} of {lens}"
             )
-        if self._epochs_np[request.slot] >= request.epoch:  # newer: the former request has ended
+        # A newer epoch means that the former request of the slot has ended.
+        if self._epochs_np[request.slot] >= request.epoch:
             raise ValueError(
                 f"plan: expected slot {request.slot} free for {request.req_id!r}, got it in use"
             )
@@ -279,7 +280,7 @@ class RequestState:
     def advance_on_host(self, plan: StepPlan) -> None:
         """Bring the mirrors to the end of the step: rows that reach their newest token sample."""
         last = self._sampled
-        if last is not None:  # the plan continues it
+        if last is not None:  # the plan continues the last step
             computed = self.num_tokens_np[last.index]  # every token counted so far
             self.num_computed_tokens_np[last.index] = computed
             self.num_tokens_np[last.index] = computed + 1

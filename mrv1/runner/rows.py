@@ -68,7 +68,7 @@ class StepShape:
     def rows_of(self, shape: StepShape) -> Int32Array:
         """Return the place of each row of ``shape``, padded to this shape.
 
-        Padding follows the rows of one token, and follows the other rows.
+        Padding rows follow the rows of one token; more padding rows follow the other rows.
         """
         rows = np.arange(shape.num_rows, dtype=np.int32)
         rows[shape.num_decodes :] += self.num_decodes - shape.num_decodes
@@ -77,7 +77,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
-    """The rows of a step in the order of the device: rows of one token first."""
+    """The rows of a step in device order: first the rows of one token, then the other rows."""
 
     shape: StepShape
     """The step's shape, padding included."""
@@ -96,7 +96,7 @@ class DeviceRows:
     def of(
         cls, plan: StepPlan, slots: Int32Array, shape: StepShape, captured: StepShape | None
     ) -> Self:
-        """Return the rows of a plan in the order of the device.
+        """Return the rows of a plan in device order.
 
         Args:
             plan: the step's plan.

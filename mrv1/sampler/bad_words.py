@@ -21,19 +21,20 @@ def banned_token_sequences(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences that a request bans, without duplicates.
 
-    A word of text is banned at the beginning of a text and after another word: it becomes up to
-    ``TOKENIZATIONS`` sequences, which may differ in length. A word of whitespace alone is
+    A word given as text is banned at the beginning of a text and after another word: it becomes
+    up to ``TOKENIZATIONS`` sequences, which may differ in length. A word of whitespace alone is
     tokenized as given.
 
     Args:
-        params: the request's.
+        params: the parameters of the request.
         encode: returns a text's tokens, without special tokens; None = there is no tokenizer.
-        max_words: most words of a request; a word counts once, whatever its tokenizations.
+        max_words: most words of a request; a word counts once, with all its tokenizations.
         max_len: most tokens of a tokenization.
 
     Raises:
         RequestError: there are too many words, a word has too many tokens or none, or a word is
-            text and there is no tokenizer; the message names the field, and how to raise a limit.
+            given as text but there is no tokenizer. The message names the field and, if a limit
+            is exceeded, the option that raises the limit.
     """
     num_words = len(params.bad_words) + len(params.bad_words_token_ids)
     if num_words > max_words:

@@ -33,14 +33,14 @@ class LogitsProcessor(Protocol):
     must not change the rows of requests that it is not meant for.
 
     A request fails alone if ``add_request`` raises for it, or if ``apply`` leaves NaN in its row
-    or no token to draw. If ``apply`` raises, or returns a tensor of another shape, dtype or
-    device, every request of the step fails: nothing tells which request was the cause.
+    or no token to draw. If ``apply`` raises, or returns a tensor that differs in shape, dtype
+    or device, every request of the step fails: nothing tells which request was the cause.
     """
 
     def add_request(
         self, slot: int, params: SamplingParams, token_ids: npt.NDArray[np.int32]
     ) -> None:
-        """Note that a request takes a slot, which its former request has left.
+        """Prepare for the request that takes ``slot``; the former request of the slot is gone.
 
         ``token_ids`` are the request's prompt and, after a preemption, its output so far. An
         exception refuses the request: its rows have slot -1 in ``apply``, and the processors
@@ -88,7 +88,7 @@ class LogitsProcessors:
                 processor.add_request(slot, params, token_ids)
             except torch.AcceleratorError:
                 raise  # a kernel failed, perhaps in an earlier step: not the request's fault
-            except Exception as error:  # whatever a processor raises fails its request alone
+            except Exception as error:  # of any type: only this request fails
                 hook = f"logits_processors: {type(processor).__name__}.add_request"
                 self._refused[slot] = RequestError.caused_by(error, hook)
                 return
