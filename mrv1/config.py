@@ -128,7 +128,7 @@ class EngineConfig:
     GPU, in float16 or bfloat16, without fp8."""
     enable_prefix_caching: bool = True
     """Keep the blocks of prompts and outputs for later requests that begin with the same tokens;
-    not with the ``quarter`` scales."""
+    not possible with the ``quarter`` scales of ``kv_scale``."""
     overlap: bool = True
     """Launch a step before the result of the previous step is known; never with FlashInfer. This
     may change which requests share a step, and so the rounding of products, but nothing else."""
@@ -136,7 +136,8 @@ class EngineConfig:
     """On a GPU, capture steps of a few sizes as CUDA graphs at start-up."""
     deterministic: bool = False
     """Compute each request independently of the others in its step, so that the bits of its logits
-    do not depend on the batch; slower, and not with the ``quarter`` scales."""
+    do not depend on the batch. It is slower, and not possible with the ``quarter`` scales of
+    ``kv_scale``."""
     max_bad_words_num: int = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
     """Most bad words per request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
     else 16."""

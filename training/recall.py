@@ -18,10 +18,10 @@ from mrv1.headwise.recall import scattered_starts
 from training.corpus import TokenIds
 
 LINE_TOKENS = 6  # line end, REMEMBER or RECALL, ":", key, value, ".\n"
-VALUE_OFFSET = 4  # of the value within the line
+VALUE_OFFSET = 4  # index of the value in its line
 NUM_DISTRACTORS = 8  # facts between a measured fact and its question
 MIN_DISTANCE = 8  # tokens; shortest distance drawn in training
-NUM_COMMON_WORDS = 97  # most frequent words, left out: they fill the running text itself
+NUM_COMMON_WORDS = 97  # most frequent words: left out, as the running text is full of them
 
 # How the loss treats a target token.
 IGNORED, TEXT, RECALLED, STRUCTURE, REPEATED = range(5)
@@ -98,8 +98,8 @@ def recall_row(
         vocabulary: the tokens of the lines.
         filler: [num_tokens] running text; the lines push it back, and its surplus is cut.
         num_lines: facts and questions together, at most ``num_tokens // LINE_TOKENS``.
-        max_distance: longest distance drawn for a question. It asks for the nearest fact that is
-            at least as far back as drawn, or for any fact if none is.
+        max_distance: longest distance drawn for a question. The question asks for the nearest fact
+            at that distance or farther back, or for any fact if none is so far back.
         text_loss: whether the running text is trained on in this row.
 
     Returns:
@@ -107,14 +107,14 @@ def recall_row(
     """
     num_tokens = len(filler)
     starts = scattered_starts(rng, num_lines, LINE_TOKENS, num_tokens)
-    # Facts grow rarer along the row, so that most questions have far facts to ask for.
+    # Facts become rarer towards the row's end, so that most questions can ask for a far fact.
     is_fact = rng.random(num_lines) < rng.uniform(0.6, 1.2) * (1.0 - starts / num_tokens)
     is_fact[0] = True
     fact_starts = starts[is_fact]
     wanted = starts - draw_distances(rng, num_lines, max_distance)
     asked = np.searchsorted(fact_starts, wanted, side="right") - 1
     facts_so_far = np.cumsum(is_fact)
-    anyone = rng.integers(0, facts_so_far)  # where no fact is as far back as wanted
+    anyone = rng.integers(0, facts_so_far)  # used if no fact is as far back as drawn
     fact_of_line = np.where(is_fact, facts_so_far - 1, np.where(asked < 0, anyone, asked))
     keys = rng.choice(vocabulary.words, len(fact_starts), replace=False)
     values = rng.choice(vocabulary.words, len(fact_starts))
@@ -138,10 +138,10 @@ def recall_row(
 def repeat_row(
     rng: np.random.Generator, vocab_size: int, num_tokens: int, *, max_period: int
 ) -> tuple[TokenIds, Targets]:
-    """Repeat runs of random tokens: every later token can be copied, none can be guessed.
+    """Fill a row with repeated runs of random tokens, which only copying can predict.
 
-    The row is a sequence of blocks, each one run of ``MIN_DISTANCE`` to ``max_period`` tokens
-    (log-uniform) two to eight times over.
+    A run has ``MIN_DISTANCE`` to ``max_period`` tokens (log-uniform) and stands two to eight times
+    in a row; then a new run follows. The tokens of a run's first pass cannot be guessed.
     """
     tokens = np.empty(num_tokens, dtype=np.int64)
     targets = np.full(num_tokens, IGNORED, dtype=np.uint8)
@@ -150,7 +150,7 @@ def repeat_row(
         period = int(np.exp(rng.uniform(np.log(MIN_DISTANCE), np.log(max_period))))
         end = min(start + period * int(rng.integers(2, 9)), num_tokens)
         tokens[start:end] = np.resize(rng.integers(1, vocab_size, period), end - start)
-        targets[start + period + 1 : end] = REPEATED  # the first repeated token cannot be foreseen
+        targets[start + period + 1 : end] = REPEATED  # nothing announces the first repeated token
         start = end
     return tokens, targets
 
@@ -172,7 +172,7 @@ def recall_trial(
     filler: TokenIds,
     distance: int,
 ) -> RecallTrial:
-    """Build one trial: a fact, eight others, and the question exactly ``distance`` tokens later.
+    """Build one trial: a fact, eight other facts, and the question about the first fact.
 
     Args:
         rng: source of every draw.
@@ -189,7 +189,7 @@ def recall_trial(
     words = rng.choice(vocabulary.words, 2 * (NUM_DISTRACTORS + 1), replace=False)
     keys, values = np.split(words, 2)
     starts = np.concatenate(([fact_start], distractor_starts, [fact_start + distance]))
-    order = np.append(np.arange(NUM_DISTRACTORS + 1), 0)  # the question asks for fact 0
+    order = np.append(np.arange(NUM_DISTRACTORS + 1), 0)  # the last line asks for fact 0
     lines = vocabulary.lines(np.arange(len(order)) < len(keys), keys[order], values[order])
     tokens = filler.copy()
     where = starts[:, None] + np.arange(LINE_TOKENS)

@@ -34,7 +34,7 @@ from training.recall import NUM_DISTRACTORS, RECALLED, REPEATED, TEXT, RecallVoc
 
 _LOG = logging.getLogger("train_tiny")
 LOSS_NAMES = {TEXT: "text_loss", RECALLED: "recall_loss", REPEATED: "repeat_loss"}
-RECALL_TARGET = 0.99  # below it, a checkpoint is chosen for recall before text loss
+RECALL_TARGET = 0.99  # below it, recall decides between checkpoints more than text loss
 EVAL_SEED_OFFSET = 1_000_003  # the trials that pick a checkpoint differ from the reported trials
 
 

@@ -90,7 +90,7 @@ class AttentionCase(CacheCase):
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales among ``kv_bytes``."""
+        """Bytes of the scales; ``kv_bytes`` includes them."""
         return self.kv_bytes // self.vector_bytes * SCALE_BYTES * self.is_fp8
 
     @property

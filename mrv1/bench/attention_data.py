@@ -31,7 +31,7 @@ class Layer:
     out: torch.Tensor
     """Like ``q``."""
     scales: KVScales | None
-    """In an fp8 case: a scale for each vector of ``k`` and ``v``, in their order."""
+    """A scale for each vector of ``k`` and ``v``, in their order; None without fp8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

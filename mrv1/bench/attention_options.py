@@ -1,4 +1,4 @@
-"""What ``mrv1 bench attention`` measures: the options and the grids."""
+"""The options and the grids of ``mrv1 bench attention``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PREFILL_CELLS = (Cell(1, 8192), Cell(8, 2048))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBench(CacheBench):
-    """What to measure: one attention kernel over a paged cache of random keys and values.
+    """Options: one attention kernel is measured over a paged cache of random keys and values.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
@@ -31,7 +31,7 @@ class AttentionBench(CacheBench):
     mode: Literal["decode", "prefill"] = "decode"
     """``decode``: one query per request; ``prefill``: ``query_len`` queries, causal."""
     query_len: int | None = None
-    """Last tokens of each request, which a prefill computes; None = all."""
+    """Tokens that a prefill computes, the last of each request; None = all."""
     cells: tuple[Cell, ...] = ()
     """Empty = ``DECODE_CELLS`` or ``PREFILL_CELLS``."""
     full_heads: float = 1.0
@@ -41,7 +41,7 @@ class AttentionBench(CacheBench):
     sink: int = 64
     """First tokens, which a streaming head always sees."""
     deterministic: bool = False
-    """Also measure a decode whose rows do not depend on their batch."""
+    """Also measure decode attention that computes each row independently of its batch."""
     peers: tuple[str, ...] = tuple(PEERS)
 
     def __post_init__(self) -> None:

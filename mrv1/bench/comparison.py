@@ -63,11 +63,11 @@ Contenders = dict[str, Callable[[], Contender]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Where and against which peers a benchmark measures."""
+    """The device of a benchmark, and the peers that it measures."""
 
     device: torch.device
     ops: Ops
-    """Of the device's kernel path."""
+    """The ops of the device's kernel path."""
     bandwidth: float | None
     """Measured bytes per second of a copy; None on a CPU."""
     repeats: int

@@ -51,7 +51,7 @@ class EngineBench(BenchOptions):
     overlap: bool = True
     cuda_graphs: bool = True
     enable_prefix_caching: bool = False
-    """Off: random prompts have nothing in common."""
+    """Off by default: random prompts have no prefix in common."""
 
     def __post_init__(self) -> None:
         """Check the fields that the engine does not check."""

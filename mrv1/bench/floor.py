@@ -71,5 +71,5 @@ def copy_bandwidth(device: torch.device) -> float | None:
             events[i].elapsed_time(events[i + 1]) for i in range(COPY_REPEATS)
         )
         del source, target
-        torch.cuda.empty_cache()  # the engine that follows takes all free memory
+        torch.cuda.empty_cache()  # for the engine, which takes all free memory
     return 2 * COPY_BYTES / (copy_ms * 1e-3)

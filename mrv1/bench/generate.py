@@ -22,7 +22,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateBench(EngineBench):
-    """What to measure: whole generations; all requests of a batch are added at once.
+    """Options: whole generations are measured; all requests of a batch are added at once.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
@@ -55,7 +55,7 @@ def run_generate(
         StepError: a step failed.
     """
     device = resolve_device(bench.device)
-    bandwidth = copy_bandwidth(device)  # before the engine takes the memory
+    bandwidth = copy_bandwidth(device)  # first: the engine takes all free memory
     max_model_len = bench.prompt_tokens + bench.output_tokens
     core, start = start_engine(bench, device, max_model_len=max_model_len)
     try:

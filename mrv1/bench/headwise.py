@@ -30,7 +30,7 @@ CHECKED_TOKENS = 64
 agree on them. At most half of the context."""
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 2, 32
-"""Of the uncounted run before the counted runs: requests, and tokens of each at most."""
+"""Requests of the uncounted run before the counted runs, and the most tokens of each."""
 
 FILL_ELEMENTS = 1 << 24
 """Random values drawn; copies of them fill the cache where contexts are planted."""
@@ -38,7 +38,7 @@ FILL_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadwiseBench(HeadwiseOptions):
-    """What to serve.
+    """The requests to serve, and the caches and head policy to serve them with.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
@@ -234,7 +234,7 @@ def _summary(
     }
 
 
-# --- planted contexts, which no step computed ----------------------------------------------------
+# --- planted contexts: cached blocks that no step computed ---------------------------------------
 
 
 def plant_prefix(core: EngineCore, prompt: Sequence[int]) -> None:
@@ -262,7 +262,7 @@ def fill_randomly(core: EngineCore, seed: int) -> None:
     """Write random keys, values and scales to every page: no NaN may be read."""
     device = core.runner.device
     generator = torch.Generator(device).manual_seed(seed)
-    # Above 4.48, which times 100 is e4m3's largest value, a code would be NaN.
+    # Times 100, a value above 4.48 would exceed e4m3's largest, 448, and its code would be NaN.
     values = torch.randn(FILL_ELEMENTS, device=device, generator=generator).clamp_(-4, 4)
     for layer in core.runner.kv_cache.layers:
         for cache in (layer.k, layer.v):

@@ -1,4 +1,4 @@
-"""What the head-wise benchmarks run: a shape, a head policy, and the caches to compare."""
+"""Options of both head-wise benchmarks: a shape, a head policy, and the caches to compare."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class HostTimes:
     """Host time of a step in microseconds, without waits for the device: medians over steps."""
 
     total_us: float
-    """Of everything the engine does in a step."""
+    """Time of everything the engine does in a step."""
     mean_total_us: float
     """The mean, in which rare pauses show."""
     quietest_us: float
@@ -105,14 +105,14 @@ def _clock(core: EngineCore) -> Iterator[dict[str, float]]:
         read = timed("read", output.take)
 
         def take(timeout: float | None = None) -> StepOutput | Exception:
-            del output.take  # a second call has nothing to wait for
+            del output.take  # a second call runs untimed: it has no wait
             wait(output)
             return read(timeout)
 
-        output.take = take  # type: ignore[method-assign, assignment]  # of this output only
+        output.take = take  # type: ignore[method-assign, assignment]  # on this output only
         return output
 
-    # Replaced on these two objects only, until the block ends.
+    # These methods are replaced on two objects only, until the ``with`` block ends.
     scheduler.schedule = timed("schedule", scheduler.schedule)  # type: ignore[method-assign]
     scheduler.update = timed("update", scheduler.update)  # type: ignore[method-assign]
     runner.execute = execute_and_watch  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ FUSED = f"{OURS}-fused"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVWriteBench(CacheBench):
-    """What to measure: one layer's cache write, from strided views of a fused qkv.
+    """Options: one layer's cache write is measured, from strided views of a fused qkv.
 
     Only the fused variant computes on query heads; otherwise they only set how far apart the rows
     of K and V lie in the qkv.

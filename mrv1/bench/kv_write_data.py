@@ -61,7 +61,7 @@ class WriteData:
     """[blocks, kv_heads, block_size, head_dim], NaN where nothing was written; or e4m3 codes."""
     v_cache: torch.Tensor
     scales: KVScales | None
-    """Of an fp8 cache, NaN where nothing was written."""
+    """Scales of an fp8 cache, NaN where nothing was written; else None."""
     layout: KVLayout
 
     @property
@@ -134,7 +134,7 @@ def make_write_data(
 
 
 def wrong_elements(data: WriteData, keys: list[torch.Tensor] | None = None) -> int:
-    """Return how many elements of caches and scales differ from the right ones, bit for bit.
+    """Return how many elements of caches and scales differ from the exact result, bit for bit.
 
     Args:
         data: buffers and cache after the writes.

@@ -43,7 +43,7 @@ def plot_attention(result: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for (name, values), marker in zip(series.items(), itertools.cycle("os^Dvxp*")):
-        # Columns are cells, not a scale: a line joins our marks alone, to find them at once.
+        # The columns are no scale: a line means nothing, mrv1's only makes its marks stand out.
         line = "-" if name == "mrv1" else "none"
         heights = [math.nan if value is None else value for value in values]
         axes.plot(labels, heights, marker=marker, linestyle=line, label=name)

@@ -1,4 +1,4 @@
-"""Where and from which source a result was measured."""
+"""Provenance of a result: the machine, the versions and the source it was measured with."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerBench(EngineBench):
-    """What to measure: decode steps of a batch that no request joins or leaves.
+    """Options: decode steps are measured, of a batch that no request joins or leaves.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
@@ -193,7 +193,7 @@ def step_times(core: EngineCore, num_steps: int) -> list[float]:
 
 @contextmanager
 def steady(core: EngineCore, bench: RunnerBench, batch: int) -> Iterator[None]:
-    """Have ``batch`` requests, and no others, decode, warmed up; abort them at the end.
+    """Run ``batch`` requests, and no others, up to warm decode steps; abort them at the end.
 
     Raises:
         CapacityError: a request was preempted, or finished before the end.
@@ -229,7 +229,7 @@ def steady(core: EngineCore, bench: RunnerBench, batch: int) -> Iterator[None]:
 
 @contextmanager
 def queued(core: EngineCore, bench: RunnerBench, number: int) -> Iterator[None]:
-    """Have ``number`` requests wait for slots that other requests occupy."""
+    """Queue ``number`` requests, which wait for slots that others occupy; then abort them."""
     params = SamplingParams(temperature=0, max_tokens=bench.output_tokens, ignore_eos=True)
     (prompt,) = bench.prompts(1, core.runner.model_config.vocab_size)
     ids = [f"waiting-{i}" for i in range(number)]

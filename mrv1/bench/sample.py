@@ -23,9 +23,9 @@ class Sample:
     """Steps that ran as one CUDA graph."""
     num_preemptions: int
     wall_s: float
-    """From before the first request was added to after the last token arrived."""
+    """Time from before the first request was added to after the last token arrived."""
     prefill_ms: float
-    """Until every request had its first token."""
+    """Time until every request had its first token."""
     decode_step_ms: float
     """Median over decode steps, from the end of the step before to the end of this one."""
     decode_step_p20_ms: float

@@ -42,7 +42,7 @@ DRAW = f"{OURS}-draw"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerBench(KernelBench):
-    """What to measure.
+    """The cases to measure, and the sizes of their logits.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
@@ -89,7 +89,7 @@ def run_sampler(bench: SamplerBench, say: Say = lambda _: None) -> dict[str, Any
         for num_rows in bench.rows
         for std in bench.stds
         for name in bench.cases
-        # The time of an edit does not depend on the values.
+        # The time of an edit does not depend on the logits' values: one deviation is enough.
         if std == bench.stds[0] or CASES[name].stage not in ("edit", "bitmask")
     ]
     return compare(
@@ -118,7 +118,8 @@ def _measure_case(
     bytes_moved = case.bytes_moved(num_rows, vocab_size)
     read_bytes = num_rows * vocab_size * torch.float32.itemsize
     read_us = read_bytes / comparison.bandwidth * 1e6 if comparison.bandwidth else None
-    # A case that moves little needs many sets to be out of L2; its logits must not fill the GPU.
+    # A case that moves few bytes needs many buffer sets, so that L2 does not hold them; but the
+    # logits of all sets must not fill the GPU.
     num_sets = min(rotation(bytes_moved, device), 4 * rotation(read_bytes, device))
     generator = torch.Generator(device).manual_seed(bench.seed)
     buffers = [

@@ -1,4 +1,4 @@
-"""What ``mrv1 bench sampler`` measures: the cases, their data, the check of their results."""
+"""The cases of ``mrv1 bench sampler``, their data and the check of their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_LOGPROB_ERROR = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What happens to a step's logits, in all rows alike."""
+    """The work on a step's logits, the same in all rows."""
 
     stage: Stage = "draw"
     params: Mapping[str, Any] = field(default_factory=dict)

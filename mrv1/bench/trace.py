@@ -38,7 +38,7 @@ class StepTrace:
     busy_us: float
     idle_share: float
     idle_between_launches_share: float
-    """Its part in gaps between the work of two launches by the host, not inside a graph."""
+    """Part of ``idle_share`` in gaps between two launches by the host, not inside a graph."""
     graph_launches: float
     kernel_launches: float
     """Kernels that the host launched one by one, outside graphs."""
@@ -51,7 +51,7 @@ class StepTrace:
 
 
 def trace_steps(run_step: Callable[[], object], num_steps: int, num_warm_steps: int) -> StepTrace:
-    """Run steps under the profiler, the first ones uncounted, and return the trace's figures.
+    """Run steps under the profiler, the first steps uncounted; return the trace's figures.
 
     Launches of graphs stay slow in this process afterwards, so time everything else before.
 

@@ -1,4 +1,4 @@
-"""Calibration of head policies: a model, prompts, and the loss when heads stream."""
+"""Calibration of head policies: how much a model's loss on prompts rises when heads stream."""
 
 from mrv1.calibration.forward import PolicyModel
 from mrv1.calibration.losses import Losses, measure

@@ -1,4 +1,4 @@
-"""A model that computes whole prompts, in which a policy says what each head sees."""
+"""A model that computes whole prompts under a head policy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BLOCK_SIZE = 16
 
 
 class PolicyModel:
-    """A decoder and the paged cache of one prompt; the next prompt may have another policy.
+    """A decoder and a paged cache for one prompt at a time, each under a policy of its own.
 
-    The kernels are those of serving, but a streaming head keeps all its pages. One thread owns the
-    model.
+    The kernels are the same as in serving, but a streaming head keeps all its pages. One thread
+    owns the model.
 
     Args:
         model: the decoder.
@@ -29,7 +29,7 @@ class PolicyModel:
         kv_cache_dtype: as in ``EngineConfig``; an fp8 cache has scales per token.
 
     Raises:
-        ConfigError: more tokens than the model has positions for.
+        ConfigError: ``num_tokens`` is more than the model's positions.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PolicyModel:
 
         Args:
             tokens: ``[num_tokens]``.
-            policy: what the heads see; full heads see all that the model's layers allow.
+            policy: the tokens that each head sees; a full head sees all that its layer allows.
 
         Returns:
             ``[num_tokens, hidden]`` in the model's dtype.
@@ -79,7 +79,7 @@ class PolicyModel:
             ConfigError: ``tokens`` has another length, or the policy is for another shape.
 
         Stream:
-            Current stream; one copy to the device.
+            Current stream; the tokens are copied to the device.
         """
         if tokens.shape != (self.num_tokens,):
             raise ConfigError(f"tokens: expected [{self.num_tokens}], got {list(tokens.shape)}")

@@ -1,4 +1,4 @@
-"""The loss of a model under a policy: at the answers of recall prompts, and over their text."""
+"""The loss of a model under a policy: of a prompt's answers, and of the text around its lines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def measure(
     Args:
         model: the model.
         prompts: at least one.
-        policy: what the heads see.
+        policy: the tokens that each head sees.
         with_text: whether the fillers are text to be predicted.
         on_forward: is called after every prompt.
 

@@ -15,7 +15,7 @@ from mrv1.headwise.calibrate import Method, num_full_heads, round_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    """What to calibrate, and on which prompts.
+    """The model to calibrate, and the prompts.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -24,19 +24,19 @@ class CalibrateOptions:
     model: str
     """Checkpoint directory with a tokenizer, or ``"tiny"``."""
     data: str | Path = SYNTHETIC
-    """UTF-8 text file, over which facts are scattered and whose own tokens are predicted too; or
-    ``"synthetic"``: random words, in which only the facts are asked for."""
+    """UTF-8 text file, or ``"synthetic"``: random words. Facts are scattered over the text or the
+    words. The loss counts the answers to questions about the facts and, with a file, its text."""
     budget: float = 0.25
-    """Share of the heads that stay full, among layers without a window of their own."""
+    """Share of the heads that stay full. Layers that have a window in the model do not count."""
     window: int = 256
     """Last tokens that a streaming head sees, the current one included."""
     sink: int = 64
     """First tokens, which a streaming head always sees."""
     method: Method = "greedy"
-    """``greedy``: heads start to stream in rounds, each tried with the heads of earlier rounds;
-    ``single``: each is tried alone: faster, but blind to heads that stand in for each other."""
+    """``greedy``: several rounds; a head is tried while all heads of earlier rounds stream.
+    ``single``: each head is tried alone; faster, but misses heads that can replace each other."""
     num_prompts: int = 2
-    """Prompts on which a loss is measured."""
+    """Number of prompts for each loss."""
     num_tokens: int = 2048
     """Tokens of a prompt."""
     num_facts: int = 32
@@ -46,8 +46,8 @@ class CalibrateOptions:
     dtype: DtypeName = "auto"
     device: str = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
-    """Dtype of the cache that the policy is made for; ``auto`` is ``dtype``, and ``fp8_e4m3`` has
-    scales per token."""
+    """Dtype of the KV cache: take the dtype that the policy will be used with. ``auto`` is
+    ``dtype``; ``fp8_e4m3`` has a scale per token and head."""
 
     def __post_init__(self) -> None:
         """Check."""
@@ -70,5 +70,5 @@ class CalibrateOptions:
 
     @property
     def streaming(self) -> Visible:
-        """What a streaming head sees."""
+        """The tokens that a streaming head sees."""
         return Visible(self.window, self.sink)

@@ -1,4 +1,4 @@
-"""A ranking as a picture: layers by heads, the rise of the loss when a head streams."""
+"""A picture of a ranking: how much the loss rises when a head streams, in layers by heads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from mrv1.headwise import HeadPolicy, HeadRanking
 
 SMALLEST_LOSS = 1e-4
-"""In nats: the lightest colour of the logarithmic scale is this loss or less."""
+"""Nats: this loss and all smaller losses have the lightest colour of the logarithmic scale."""
 
 INCHES_PER_HEAD = 0.32
 
 
 def plot_ranking(ranking: HeadRanking, policy: HeadPolicy, path: Path, title: str) -> None:
-    """Write a PNG: colour = a head's loss, a frame = it stays full, grey = it was not ranked.
+    """Write a PNG: a head's colour is its loss. Framed heads stay full, grey ones are not ranked.
 
     matplotlib must be installed (``mrv1.bench.require_matplotlib``).
     """

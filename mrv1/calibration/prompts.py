@@ -1,4 +1,4 @@
-"""Where prompts come from: a checkpoint's tokenizer, and a text or random words."""
+"""The source of prompts: a checkpoint's tokenizer, and a text or random words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrv1.headwise import RecallLines, RecallPrompt, recall_prompt
 from mrv1.headwise.recall import TokenIds
 
 SYNTHETIC = "synthetic"
-"""``data`` that is random words."""
+"""Value of ``data`` for random words instead of a text."""
 
 MAX_CHARS = 4 << 20
 """Characters of a file that are read, from its beginning on."""
@@ -33,7 +33,7 @@ _WORD = re.compile("[\u0120\u2581][a-z]{4,}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """The parts that prompts are made of."""
+    """The parts of prompts: lines with facts and questions, and the text around the lines."""
 
     lines: RecallLines
     prefix: tuple[int, ...]
@@ -90,7 +90,7 @@ class Texts:
 
 
 def load_texts(directory: Path, data: str | Path, num_tokens: int) -> Texts:
-    """Return the parts that the prompts of a checkpoint are made of.
+    """Return the parts of prompts, in tokens of a checkpoint's tokenizer.
 
     Args:
         directory: the checkpoint, which has a tokenizer.
@@ -103,7 +103,7 @@ def load_texts(directory: Path, data: str | Path, num_tokens: int) -> Texts:
     """
     tokenizer = _tokenizer(directory)
     lines = recall_lines(tokenizer)
-    if not len(lines.words):  # transformers makes up an empty tokenizer where there is none
+    if not len(lines.words):  # without a tokenizer, transformers returns an empty one
         raise ConfigError(
             f"calibration: expected a tokenizer in {str(directory)!r} in which words of four "
             "letters are tokens, found none"
@@ -126,9 +126,9 @@ def load_texts(directory: Path, data: str | Path, num_tokens: int) -> Texts:
 
 
 def recall_lines(tokenizer: Any) -> RecallLines:  # noqa: ANN401
-    """Return the parts of facts and questions, in tokens of a transformers tokenizer.
+    """Return the parts of the lines with facts and questions, in tokens of a tokenizer.
 
-    Every word is a single token: words have equal length, and none is a part of another.
+    Every word is a single token. So all words have equal length, and no word is part of another.
     """
     vocab: dict[str, int] = tokenizer.get_vocab()
     words = sorted(vocab[token] for token in vocab if _WORD.fullmatch(token))
@@ -141,11 +141,11 @@ def recall_lines(tokenizer: Any) -> RecallLines:  # noqa: ANN401
 
 
 def _tokenizer(directory: Path) -> Any:  # noqa: ANN401
-    from transformers import AutoTokenizer  # takes a second: only when it is needed
+    from transformers import AutoTokenizer  # the import takes about a second
 
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except Exception as error:  # tokenizers raises its own kinds for a damaged file
+    except Exception as error:  # a damaged file: exceptions of tokenizers' own types
         raise ConfigError(
             f"calibration: expected a tokenizer in {str(directory)!r}: {error}"
         ) from error

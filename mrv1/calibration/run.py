@@ -49,7 +49,7 @@ def calibrate(
     config = ModelConfig.from_pretrained(directory)
     heads = rankable_heads(config.layer_windows, config.num_kv_heads)
     texts = load_texts(directory, options.data, options.num_tokens)
-    # Ranking and judging have prompts of their own: at most the same text, other places and facts.
+    # Ranking and judging draw separate prompts: text may repeat, places and facts are drawn anew.
     ranked_on, judged_on = (
         texts.prompts(
             np.random.default_rng([options.seed, part]),
@@ -57,7 +57,7 @@ def calibrate(
             num_tokens=options.num_tokens,
             num_facts=options.num_facts,
             sink=options.sink,
-            distance=options.window + 1,  # a fact one window back is visible to the question
+            distance=options.window + 1,  # at ``window``, the question still sees the fact
         )
         for part in range(2)
     )

@@ -1,4 +1,4 @@
-"""JSONL in, JSONL out: a bad line fails alone."""
+"""Requests from JSONL, results to JSONL. An invalid line fails; the other lines still run."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def run_batch(
 ) -> dict[int, Mrv1Error]:
     """Generate for all lines at once and write their results in the order of the input.
 
-    A result is written once all results before it are: finished results survive an interruption.
+    A result is written as soon as all results before it are written. So an interruption loses a
+    finished result only if an earlier line is unfinished.
 
     Args:
         llm: the engine that generates.

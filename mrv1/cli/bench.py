@@ -35,9 +35,9 @@ Shape = Annotated[
 ]
 NAMES = {"batches": "batch"}
 HELP = {
-    "model": "Checkpoint directory to run instead of a shape, or 'tiny'.",
+    "model": "Checkpoint directory, or 'tiny' (embedded), to run instead of --shape.",
     "prompt_tokens": "Tokens of each prompt.",
-    "enable_prefix_caching": "Reuse cached blocks where prompts begin alike (random ones do not).",
+    "enable_prefix_caching": "Reuse cached blocks of equal prefixes; random prompts have none.",
     "commit": "Commit to record in the result. Default: from git.",
 }
 

@@ -52,7 +52,7 @@ def capacity(
     ],
     output: Output = None,
 ) -> None:
-    """Count the requests that fit the KV cache: uniform heads or a head policy, fp8 or not."""
+    """Count the requests that fit the KV cache, without and with a head policy, fp8 or not."""
     bench = HeadwiseOptions(**options)
     check_target("--output", output)
     result: dict[str, Any] = run_capacity(bench, say)
@@ -96,7 +96,7 @@ def headwise(
     ],
     output: Output = None,
 ) -> None:
-    """Serve the same requests with uniform heads and a head policy, recycling off and on."""
+    """Serve the same requests without a head policy, and with one, recycling off and on."""
     bench = HeadwiseBench(**options)
     check_target("--output", output)
     result: dict[str, Any] = run_headwise(bench, say)

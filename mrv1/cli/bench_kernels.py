@@ -53,14 +53,14 @@ def attention(
             help=HELP
             | {
                 "cells": "BATCHxCONTEXT pairs, such as 1x8192,8x4096. Default: a grid.",
-                "query_len": "Last tokens of each request that a prefill computes. Default: all.",
+                "query_len": "Tokens a prefill computes, the last of each request. Default: all.",
             },
             parsers={"cells": _cells, "peers": words},
         ),
     ],
     output: Output = None,
     plot: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="PNG file: every cell's bandwidth share.")
+        Path | None, typer.Option(dir_okay=False, help="PNG file: copy-bandwidth share per cell.")
     ] = None,
 ) -> None:
     """Measure paged attention over a grid of batches and contexts, against the copy bandwidth.

@@ -31,7 +31,7 @@ def sampler(
     ],
     output: Output = None,
 ) -> None:
-    """Measure the sampler (edits, draws, log-probabilities) against one read of its logits."""
+    """Measure the sampler (edits, draws, log-probabilities) against reading its logits once."""
     bench = SamplerBench(**options)
     check_target("--output", output)
     result: dict[str, Any] = run_sampler(bench, say)

@@ -40,8 +40,8 @@ def calibrate_command(
     """Find the KV heads that need the whole context; the others may stream.
 
     A streaming head sees the first --sink tokens and the last --window tokens. Heads are ranked by
-    how much the model's loss rises when they stream: at answers to facts that lie outside the
-    window and, if --data is a text, over the text too.
+    how much the model's loss rises when they stream. The loss counts answers to questions about
+    facts outside the window and, if --data is a text file, the text too.
     """
     options = CalibrateOptions(**settings)
     picture = output.with_suffix(".png")

@@ -79,7 +79,7 @@ def _fail_to_write(name: str, reason: object) -> Never:
 
 @contextmanager
 def _writing_stdout() -> Iterator[None]:
-    if sys.stdout is None:  # closed by the shell; typer would drop the text
+    if sys.stdout is None:  # the shell closed stdout; typer would drop the text
         _fail_to_write("stdout", os.strerror(errno.EBADF))
     with writing(sys.stdout, "stdout"):
         yield

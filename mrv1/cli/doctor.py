@@ -1,4 +1,4 @@
-"""``mrv1 doctor``: one screen on versions, GPUs and what implements each part of a step."""
+"""``mrv1 doctor``: one screen on versions, GPUs and the implementation of each part of a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from mrv1.cli.report import mib
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
-    """Show versions, GPUs and what implements each part of a step; warn of unsupported versions.
+    """Show versions, GPUs and the implementation of each part of a step; warn of problems.
 
-    Warn also of GPUs that cannot run the kernels and of wrong MRV1_* variables. Exit code: 0.
+    The warnings name unsupported versions, GPUs that cannot run the kernels and wrong MRV1_*
+    variables. The exit code is 0, also with warnings.
     """
     facts = collect()
     if as_json:

@@ -1,4 +1,4 @@
-"""What ``mrv1 doctor`` reports, as plain data."""
+"""The facts that ``mrv1 doctor`` reports, as plain data."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Facts(TypedDict):
 
     versions: dict[str, str | None]
     flashinfer: str
-    """Its version, or why it cannot be used, in words."""
+    """FlashInfer's version, or the reason why it cannot be used, in words."""
     gpus: list[Gpu]
     driver: str | None
     cuda: str | None
     """CUDA (or, as ``hip ...``, ROCm) version torch was built for; None for a CPU build."""
     device: str | None
-    """What ``device="auto"`` resolves to; None if it is refused."""
+    """The device that ``device="auto"`` selects; None if mrv1 refuses it."""
     path: str
     """Kernel path on that device, in words."""
     used_for: dict[str, str]

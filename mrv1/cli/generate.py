@@ -24,7 +24,8 @@ Sampling = Annotated[
         defaults={"max_tokens": 128},
         help={"max_tokens": "Generate at most this many tokens."},
         without=(
-            # Only in --input lines: printed text does not show these, or no option can give them.
+            # Fields of --input lines only: printed text would not show their effect, or no option
+            # can hold their values.
             "n", "logprobs", "logprob_token_ids", "prompt_logprobs",
             "logit_bias", "stop_token_sequences", "bad_words_token_ids", "structured_output",
         ),
@@ -102,12 +103,12 @@ def _generate_batch(
     engine: dict[str, Any],
 ) -> None:
     """Write the result of every line, and list the lines that failed."""
-    SamplingParams(**sampling)  # a wrong option is one error, not one per line
+    SamplingParams(**sampling)  # reports a wrong option once, not per line
     lines = read_lines(input_file, sampling)
     with LLM(model, **engine) as llm:
         say(llm.describe())
         usage = Usage(llm)
-        try:  # only now: a model that cannot be loaded must not erase the results of a former run
+        try:  # not earlier: a failed load of the model must not erase a former run's results
             target = output_file.open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError(

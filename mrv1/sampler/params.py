@@ -97,11 +97,12 @@ class SamplingParams:
     top_k: int = 0
     """Keep the k most likely tokens, and tokens tied with the k-th; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the most likely tokens until their probabilities add up to this, above 0 and at most 1,
-    and tokens tied with the last; applied after temperature, min_p and top_k; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this likely, from 0 to 1, relative to the likeliest token; 0 keeps
+    """Above 0 and at most 1: keep the most likely tokens until their probabilities add up to this,
+    and tokens tied with the last of them. Applied after temperature, min_p and top_k; 1 keeps
     all."""
+    min_p: float = 0.0
+    """From 0 to 1: the least probability of a token that is kept, as a share of the likeliest
+    token's; 0 keeps all."""
     repetition_penalty: float = 1.0
     """From 1e-5 to 2; the logit of a token that is in the prompt or the output is divided by this
     if positive, and multiplied by this if negative; 1 changes nothing."""
@@ -132,7 +133,7 @@ class SamplingParams:
     """Token sequences. The request ends as soon as its output ends with one of the sequences; the
     output text is cut before the sequence. Not in vLLM."""
     stop: Sequence[str] = ()
-    """A text, or several. The request ends as soon as its output contains one of the texts; the
+    """One stop text, or several. The request ends as soon as its output contains one of them; the
     output text is cut before the stop text."""
     include_stop_str_in_output: bool = False
     """Keep the stop text, or stop sequence, at the end of the output's text."""

@@ -149,7 +149,7 @@ class AotReport:
                 f"{self.programs_per_sm} programs of {self.shared_bytes} bytes of shared memory "
                 f"do not fit a multiprocessor"
             )
-        registers = -(-self.registers // 8) * 8  # of a thread, as they are handed out
+        registers = -(-self.registers // 8) * 8  # per thread, allocated in eights
         if self.programs_per_sm * self.threads * registers > _REGISTERS:
             reasons.append(
                 f"{self.programs_per_sm} programs of {self.threads} threads with {self.registers} "
@@ -219,7 +219,7 @@ class _StandInDriver:
         return self._gpu_target
 
     def get_current_device(self) -> str:
-        return repr(self._gpu_target)  # the key under which a JITFunction keeps what it compiled
+        return repr(self._gpu_target)  # the key of a JITFunction's compiled kernels
 
     def get_current_stream(self, device: object) -> int:
         return 0

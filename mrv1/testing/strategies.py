@@ -247,7 +247,7 @@ class PagedCase:
 
     @property
     def layout(self) -> KVLayout:
-        """The layout, on the case's device."""
+        """The case's ``KVLayout``, its tensors on the case's device."""
         return self.layout_case.layout(self.key.device)
 
     def to(self, device: torch.device | str) -> PagedCase:
@@ -288,7 +288,7 @@ class PagedCase:
             scores = torch.einsum("qhd,khd->hqk", request, k) * softmax_scale
             mask = visible.repeat_interleave(group, dim=0)
             scores = scores.masked_fill(~mask, -math.inf)
-            weights = scores.softmax(-1).nan_to_num(0.0)  # NaN in a row of -inf only
+            weights = scores.softmax(-1).nan_to_num(0.0)  # softmax of a row of -inf is NaN
             out.append(torch.einsum("hqk,khd->qhd", weights, v))
             lse.append(scores.logsumexp(-1).T)
         empty = q.new_empty((0, *q.shape[1:]), dtype=torch.float64)
@@ -534,7 +534,7 @@ class _Pager:
     ) -> None:
         self.layout = layout
         self.hole_rate = hole_rate
-        # Where pages lie must not change which pages are missing: two generators.
+        # Two generators: the choice of missing pages must not depend on where pages lie.
         self.holes = np.random.default_rng(seed)
         self.free = [
             np.random.default_rng(block_seed).permutation(n).tolist() for n in layout.num_blocks
@@ -603,7 +603,7 @@ class _Vectors:
         is_new = (np.arange(len(x)) >= len(x) - num_new)[:, None]
 
         def needed(members: Bools) -> npt.NDArray[np.float32]:
-            """Return the scale that the members of each token's quarter need; 0 for no members."""
+            """Return per token the scale that ``members`` in its quarter need; 0 without any."""
             largest = np.abs(x).max(axis=-1, initial=0) / LARGEST_CODE
             found = np.zeros((len(x), x.shape[1]), dtype=np.float32)
             scale = np.where(members, np.maximum(largest, SMALLEST_SCALE), np.float32(0))
@@ -612,7 +612,7 @@ class _Vectors:
 
         old = needed(held & ~is_new)
         new = np.maximum(old, needed(held & is_new))
-        new = np.where(new > 0, new, SMALLEST_SCALE)  # of quarters that nobody reads
+        new = np.where(new > 0, new, SMALLEST_SCALE)  # in quarters that nobody reads
         was_held = held & ~is_new
         before = _encode(x, np.where(old > 0, old, new))
         kept = _number_formats.decode(before, "fp8e4nv") * old[..., None]
@@ -640,7 +640,7 @@ def _encode(x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32]) -> npt.N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Caches:
-    """K and V buffers under construction; NaN until filled."""
+    """K and V buffers under construction; every element is NaN until it is written."""
 
     layout: LayoutCase
     k: torch.Tensor

@@ -68,7 +68,7 @@ def test_bytes_of_a_uniform_decode_by_hand():
 
 
 def test_bytes_of_mixed_heads_by_hand():
-    """Two full heads, six that see 64 + 256 tokens: 4 pages of sink and 16 of window."""
+    """Two heads are full; six see a sink of 64 tokens (4 blocks) and a window of 256 (16)."""
     assert MIXED.kv_bytes == 8 * (2 * 131072 + 6 * 320) * 128 * 2 * 2
     table_bytes = 8 * (131072 // 16 + 4 + 16) * 4
     assert MIXED.bytes_moved == MIXED.kv_bytes + table_bytes + 2 * 8 * 32 * 128 * 2
@@ -145,7 +145,7 @@ def test_check_accepts_the_oracle_and_finds_one_wrong_head(
 
 
 def test_check_finds_a_head_that_ignores_its_window():
-    case = replace(CHECKED, num_full_heads=2, query_len=200)  # no ring: every page is there
+    case = replace(CHECKED, num_full_heads=2, query_len=200)  # a prefill recycles no page
     data = make_data(case, 1, torch.device("cpu"), seed=1)
     blind = replace(
         data, layout=replace(data.layout, window=torch.full_like(data.layout.window, -1))
@@ -232,7 +232,7 @@ def test_result_has_the_schema_and_survives_json(mode: str, kv_dtype: KVDtype):
 def test_a_prefill_of_the_last_tokens_is_timed_with_and_without_splits(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """With splits, as on a GPU; a peer that counts queries from the first key is refused."""
+    """The splits are those of a GPU; a peer that counts queries from the first key is refused."""
     monkeypatch.setattr(PrefillSplits, "allocate", partial(PrefillSplits.allocate, num_splits=2))
     seen = []
     plain = reference.paged_prefill_attention
@@ -290,8 +290,8 @@ def test_mixed_heads_over_fp8_are_compared_with_our_other_caches():
     assert result["kv_dtype"] == "fp8_e4m3"
     (entry,) = result["results"]
     moved = {name: v["bytes_moved"] for name, v in entry["variants"].items()}
-    visible = 2 * (200 + 60) * 2  # requests, tokens of both heads, K and V
-    rest = 2 * 2 * 4 * 16 * 2 + 2 * (13 + 5) * 4  # q and out, 13 and 2 + 3 pages
+    visible = 2 * (200 + 60) * 2  # 2 requests; a full and a streaming head; K and V
+    rest = 2 * 2 * 4 * 16 * 2 + 2 * (13 + 5) * 4  # q and out; table columns: 13, and 2 + 3
     assert moved == {
         "mrv1": visible * (16 + 4) + rest,
         "mrv1-auto": visible * 16 * 2 + rest,
@@ -340,7 +340,7 @@ def test_on_a_gpu_launches_rotate_in_a_graph_and_have_a_share_of_bandwidth(kv_dt
         if kv_dtype == "auto":
             assert entry["failed_peers"].get("torch-sdpa") is None
         for name, variant in entry["variants"].items():
-            if name != "mrv1-auto":  # its caches are larger, its sets fewer
+            if name != "mrv1-auto":  # its caches are larger, so it has fewer sets
                 assert variant["launches_per_sample"] % entry["buffer_sets"] == 0
             assert 0 < variant["share_of_copy_bandwidth"] < 1.2
 

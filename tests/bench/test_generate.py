@@ -218,7 +218,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     [
         ([[1, 2, 3, 4]], 5, 1),
         ([[1, 2], [3, 4]], 5, 1),
-        ([[1, 2, 3, 4], [5, 6, 7, 8]], 7, 3),  # the second prompt: 3 tokens with a decode, then 1
+        ([[1, 2, 3, 4], [5, 6, 7, 8]], 7, 3),  # second prompt: 3 tokens beside a decode, then 1
     ],
 )
 def test_times_of_a_run_follow_the_clock_and_the_counters(
@@ -228,7 +228,7 @@ def test_times_of_a_run_follow_the_clock_and_the_counters(
     num_steps: int,
     num_prefill_steps: int,
 ):
-    """The clock moves one second per step, the engine's counters grow as steps squared."""
+    """The clock moves one second per step; host and GPU seconds grow as steps squared."""
     clock = itertools.count()
     monkeypatch.setattr(sample, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     metrics = core.metrics

@@ -169,7 +169,7 @@ def test_a_planted_prompt_is_a_prefix_hit_except_for_its_last_block(name):
 
 
 def test_no_code_of_a_planted_fp8_cache_is_nan():
-    """Of two million normal values with a deviation of 100, some are beyond FP8's 448."""
+    """Without a limit, some of two million normal values times 100 would exceed e4m3's 448."""
     options = SMALL | {"max_num_seqs": 64, "kv_cache_memory_bytes": 40_000_000}
     bench = HeadwiseBench(**options, prompt_tokens=200, output_tokens=5)
     with bench.engine("uniform-fp8", bench.new_model(torch.device("cpu"))) as core:
@@ -221,7 +221,7 @@ def test_throughput_while_requests_wait_is_reported_apart(monkeypatch):
     for entry in result["results"]:
         (run,) = entry["runs"]
         assert entry["crowded_tokens_per_s"] == run["crowded_tokens_per_s"]
-        # Of the last two requests that wait, one is alone at the end.
+        # At most two requests run. The time after the last wait, with one alone, does not count.
         assert 1.5 < run["crowded_tokens_per_s"] <= 2
         assert run["tokens_per_s"] == 50 / run["seconds"] < run["crowded_tokens_per_s"]
         assert entry["crowded_ratio"] == 1

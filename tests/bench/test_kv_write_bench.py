@@ -97,7 +97,7 @@ def test_check_finds_one_bit_in_any_buffer_and_outside_of_the_slots(kv_dtype: KV
     assert wrong_elements(data) == 0
     scales = [data.scales.k_scale, data.scales.v_scale] if data.scales else []
     for buffer in (data.k_cache, data.v_cache, *scales):
-        for element in (0, -1):  # 66 of 80 slots are written, perhaps these two
+        for element in (0, -1):  # the launches write 66 of 80 slots, perhaps not these two
             bits = buffer.view(torch.uint8).view(-1)
             bits[element] ^= 1
             assert wrong_elements(data) == 1

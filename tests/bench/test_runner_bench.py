@@ -90,12 +90,12 @@ TRACE = [
     _work("kernel", 1004, 10, 3),
     _work("kernel", 1010, 6, 3),
     _work("kernel", 1018, 2, 3),
-    # its output is copied on the other stream, while no kernel runs
+    # the first step's output is copied on the other stream, while no kernel runs
     _call("cudaMemcpyAsync", 110, 4),
     _copy("DtoH (Device -> Pinned)", 1020, 9, 4, COPY),
     _call("cudaEventSynchronize", 120, 5),
     _call("cudaEventQuery", 121, 6),
-    # the second step: kernel by kernel, after a fill, and it waits for the device
+    # the second step: a fill, then single kernels without a graph, then two waits for the device
     _call("cudaMemsetAsync", 130, 7),
     _call("cuLaunchKernelEx", 131, 8),
     _call("cudaLaunchKernel", 132, 9),
@@ -111,11 +111,11 @@ TRACE = [
 
 def test_a_trace_is_counted_step_by_step():
     trace = summarize(TRACE, 2)
-    # 1000 to 1050; busy: 3, then 1004 to 1016, 2, then 1030 to 1035, 10
+    # From 1000 to 1050 the GPU works for 3, 12 (1004 to 1016), 2, 5 (1030 to 1035) and 10.
     assert trace.step_us == 50 / 2
     assert trace.busy_us == (3 + 12 + 2 + 5 + 10) / 2
     assert trace.idle_share == pytest.approx(18 / 50)
-    # 1003 to 1004, 1020 to 1030, 1035 to 1040; the gap of 2 is inside the graph
+    # Idle: 1003 to 1004, 1020 to 1030, 1035 to 1040. The gap of 2 (1016) is inside the graph.
     assert trace.idle_between_launches_share == pytest.approx(16 / 50)
     assert (trace.graph_launches, trace.kernel_launches) == (0.5, 1)
     assert (trace.host_to_device_copies, trace.device_to_host_copies) == (0.5, 0.5)
@@ -176,7 +176,7 @@ def test_a_steady_batch_decodes_and_leaves_no_request(core: EngineCore, bench: R
 
 
 def test_a_long_prefill_leaves_tokens_for_the_steps():
-    """A budget of 6 tokens: the first request decodes while the other prompts are computed."""
+    """With 6 tokens a step, the first request decodes while the other prompts are computed."""
     bench = RunnerBench(**SMALL | {"batches": (4,), "waiting": ()}, max_num_batched_tokens=6)
     assert len(run_runner(bench)["results"][0]["samples_ms"]) == 3
 
@@ -256,7 +256,7 @@ def test_host_time_is_split_and_waits_are_left_out(
     take, taken = AsyncOutput.take, set()
 
     def ready(output: AsyncOutput) -> bool:
-        """Return True from the third call of a step on."""
+        """Return True from the third call on, counted per step."""
         clock.us += 500_000
         polls[output.step_id] = polls.get(output.step_id, 0) + 1
         return polls[output.step_id] >= 3
@@ -353,7 +353,7 @@ def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch
     assert built == [True, False]
     assert (
         len(said) == 2 + 1 + 2 + 2
-    )  # the deterministic engine, the start line, the batches, the queues
+    )  # messages: deterministic batches, the start line, batches, queues
 
 
 @pytest.mark.parametrize("options", [{"compare_deterministic": False}, {"deterministic": True}])
@@ -375,7 +375,7 @@ def test_the_engine_is_closed_when_a_step_fails(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_profiler_runs_after_all_timing(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU, which is faked here: the profiler would slow all steps after it."""
+    """The profiler slows all later steps. The GPU is faked here."""
     done = []
     trace = StepTrace(**dict.fromkeys((field.name for field in fields(StepTrace)), 0))
 

@@ -150,7 +150,7 @@ def test_losses_are_means_over_all_answers_and_all_text(model, oracle, policy, p
 
 @pytest.mark.gpu
 def test_an_fp8_cache_has_scales_per_token(checkpoint, device):
-    """Against the test driver, which pages, scatters and pads its prompts differently."""
+    """Logits equal those of the test driver, which pages, scatters and pads differently."""
     decoder = load(checkpoint, device, torch.float32)
     tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, NUM_TOKENS)
     driver = PagedDriver(decoder, block_size=32, num_blocks=4, granularity="token")

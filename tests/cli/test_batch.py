@@ -1,4 +1,4 @@
-"""``mrv1 generate --input``: every line gives one record, a bad line fails alone."""
+"""``mrv1 generate --input``: every line gives a record; an invalid line fails no other."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class FakeRunner:
     block_size: int
     max_tokens: int
     keeps: Sequence[Visible] = (FULL,)
-    """What the heads of each group see."""
+    """The tokens that the heads of each group see."""
     cache_keys: dict[RequestId, bytes] = field(default_factory=dict)
     stops_on_device: bool = True
     """Whether a stopped row does no further work; if not, it runs until the host knows."""
@@ -158,7 +158,7 @@ class FakeRunner:
     # --- device side ----------------------------------------------------------------------
 
     def _apply(self, plan: StepPlan) -> None:
-        """Free the slots that requests left, assign those of new requests, add new blocks."""
+        """Free the slots that requests left, assign slots to new requests, add new blocks."""
         for slot in (*plan.preempted, *plan.finished):
             del self.slots[slot]
         for request in plan.entering:
@@ -210,7 +210,7 @@ class FakeRunner:
         )
 
     def _run_row(self, state: Slot, count: int, broken: bool) -> tuple[int, ...]:
-        """Write K and V of ``count`` tokens, read all visible ones, sample after the last."""
+        """Write K and V of ``count`` tokens, read all visible tokens, sample after the last."""
         start, end = state.num_computed_tokens, state.num_computed_tokens + count
         assert end <= state.num_tokens, "only known tokens are computed"
         for cells, seen, blocks in zip(self.cells, self.keeps, state.blocks, strict=True):

@@ -206,7 +206,7 @@ def _flat(parts: Iterable[list[int]]) -> list[int]:
 def test_streamed_text_only_grows_and_ends_as_the_full_text(
     tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
 ):
-    """For any number of tokens at once. Only U+FFFD that may become a character is withheld."""
+    """Any number of tokens may come at once. Only a U+FFFD that may change is withheld."""
     tokenizer, ids = tokenizers[kind], data.draw(_tokens(kind))
     output, shown, end = OutputText(tokenizer), "", 0
     final = _expected(kind, ids)

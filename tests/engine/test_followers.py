@@ -1,4 +1,4 @@
-"""Several outputs of one prompt: which request computes it, which ones wait, which ones fail."""
+"""Several outputs of one prompt: which request computes the prompt, which wait, which fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def family_of(scheduler: Scheduler, num_prompt_tokens: int, **params: object) ->
 def test_all_followers_share_one_checked_copy_of_the_parameters(
     monkeypatch, num_outputs, num_copies
 ):
-    """Each copy is checked again, which takes longer than the rest of an admission."""
+    """To check a copy takes longer than the rest of an admission: followers share one copy."""
     checks = []
     check = SamplingParams.__post_init__
     monkeypatch.setattr(

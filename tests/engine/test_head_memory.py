@@ -86,7 +86,7 @@ def held_of(core: EngineCore, request: Request) -> list[int]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_steady_decode_uses_exactly_the_blocks_that_the_report_predicts(checkpoint, overlap):
-    """At every length: blocks of sink and window, and of full heads one block per 16 tokens.
+    """Streaming heads hold the blocks of sink and window, full heads a block per 16 tokens.
 
     A step in flight keeps the blocks that it reads: with two steps the window is a token longer.
     """
@@ -123,7 +123,7 @@ def test_a_steady_decode_uses_exactly_the_blocks_that_the_report_predicts(checkp
     report = core.kv_report()
     assert report["allocated_bytes"] == report["total_bytes"]
     assert report["total_bytes"] == sum(group["total_bytes"] for group in report["groups"])
-    page = 2 * 16 * 32 * 8  # K and V, 16 tokens of 32 float64
+    page = 2 * 16 * 32 * 8  # K and V of 16 tokens, each 32 float64 values
     assert [group["block_bytes"] for group in report["groups"]] == [page, 3 * page]
     assert report["free_share"] == 1.0
 
@@ -232,7 +232,7 @@ seen = st.one_of(
     caching=st.booleans(),
 )
 def test_recycling_changes_no_token(checkpoint, heads, lengths, num_blocks, budget, caching):
-    """With chunks, prefix hits, preemption and any roles: as with one table and no recycling."""
+    """One table without recycling gives the same, with chunks, hits, preemption and any roles."""
     policy, outputs = HeadPolicy(heads), []
     for options in ({"window_recycling": False, "overlap": False}, {}):
         core = make_core(

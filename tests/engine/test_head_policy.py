@@ -121,7 +121,7 @@ def test_tokens_equal_a_model_that_masks_by_head(checkpoint, model, data):
 def test_float32_logprobs_equal_a_model_that_masks_by_head(
     checkpoint, model, data, chunk, num_blocks, lengths
 ):
-    """In chunks, as prefix hits, and computed again where 7 blocks force preemption."""
+    """Prompts come in chunks, as prefix hits, and again where 7 blocks force preemption."""
     policy = data.draw(policies(model))
     shared = [random.Random(0).randrange(3, 150) for _ in range(40)]
     prompts = [[*shared, *range(3, 3 + length)][:length] for length in lengths]

@@ -77,7 +77,7 @@ def use(llm: LLM) -> None:
 
 
 def check(llm: LLM, num_blocks: int) -> None:
-    """Step until all requests end; then every slot and block is free, no output is awaited."""
+    """Step until all requests end; then each slot and block is free, and no output is awaited."""
     outputs: dict[str, RequestOutput] = {}
     for _ in range(200):
         if not llm.has_unfinished_requests():

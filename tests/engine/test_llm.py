@@ -1,4 +1,4 @@
-"""LLM: greedy tokens against transformers, any schedule, errors, streams, closing."""
+"""``LLM``: its greedy tokens are transformers', in any schedule; its errors, streams, closing."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_an_interrupt_fails_its_step_and_leaves_the_engine_usable(llm, monkeypat
 
 
 def test_an_abandoned_stream_leaves_no_output_to_deliver(llm):
-    """Also where another stream stepped in between and kept an output for this stream."""
+    """This also holds if another stream ran a step and kept an output for the abandoned stream."""
     first, second = llm.stream(PROMPT, GREEDY), llm.stream(PROMPT, GREEDY)
     next(first)
     next(second)
@@ -621,7 +621,7 @@ def test_close_gives_the_memory_back(checkpoint):
 
 
 def test_close_frees_every_tensor(checkpoint):
-    """On a CPU: no tensor of an engine is left alive, for five engines in a row."""
+    """No tensor of an engine on a CPU is left alive, for five engines in a row."""
 
     def live_tensors() -> int:
         gc.collect()

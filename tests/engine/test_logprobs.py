@@ -116,7 +116,7 @@ def test_prompt_logprobs_come_in_chunks_and_skip_the_prefix_cache(num_prompt_tok
     )
     prompt = prompt_of(num_prompt_tokens)
     runner = make_runner(scheduler)
-    for req_id in "ab":  # the second request could find the prompt in the cache
+    for req_id in "ab":  # b could find a's prompt in the cache, but must not
         request = make_request(req_id, prompt, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
         scheduler.add(request)
         group = RequestGroup(request, NO_TOKENIZER)

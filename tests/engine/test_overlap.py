@@ -96,7 +96,7 @@ def drained(core: EngineCore) -> None:
 
 @given(schedule=schedules(), caching=st.booleans(), blocks=st.sampled_from([9, 12, 30]))
 def test_overlap_changes_no_token(model, schedule, caching, blocks):
-    """Against the same engine with one step in flight; 9 blocks force preemption."""
+    """Tokens equal those of the engine with one step in flight; 9 blocks force preemption."""
     options = {"num_kv_blocks": blocks, "enable_prefix_caching": caching}
     outputs = {}
     for overlap in (False, True):
@@ -112,7 +112,7 @@ def test_overlap_changes_no_token(model, schedule, caching, blocks):
             assert other.output_token_ids == request.output_token_ids
             assert other.finish_reason == request.finish_reason
             assert other.stop_reason == request.stop_reason
-        else:  # the abort falls on another token, but the tokens before it are the same
+        else:  # the abort comes some tokens earlier or later; until then tokens are equal
             shorter = min(len(request.output_token_ids), len(other.output_token_ids))
             assert other.output_token_ids[:shorter] == request.output_token_ids[:shorter]
 

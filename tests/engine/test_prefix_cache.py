@@ -1,4 +1,4 @@
-"""The prefix cache: the digests of blocks, the blocks that are shared and those that never are."""
+"""The prefix cache: digests of blocks, blocks that are shared and blocks that never are."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_generated_blocks_are_shared_too():
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_generated_blocks_of_a_running_request_are_shared(depth):
-    """All of them but the blocks of steps in flight."""
+    """Another request can use every generated block whose step is no longer in flight."""
     scheduler = caching_scheduler(max_steps_in_flight=depth)
     runner = make_runner(scheduler)
     a = make_request("a", prompt_of(30), max_tokens=90, ignore_eos=True)
@@ -179,7 +179,7 @@ def test_blocks_computed_before_a_request_ended_are_shared(how):
 
 
 def test_digests_are_computed_only_when_a_request_is_looked_up_or_leaves(monkeypatch):
-    """A steady step computes no digest; an abort or a lookup computes the outstanding ones."""
+    """A steady step computes no digest; an abort or a lookup computes the missing digests."""
     blocks: list[int] = []
 
     def counted(chain, token_ids, block_size, extra_key):
@@ -260,8 +260,8 @@ def test_only_full_blocks_of_equal_prefix_and_key_are_shared():
 @pytest.mark.parametrize(
     ("spans", "num_hit"),
     [
-        (((5, 20), (40, 66)), 32),  # 64 would cut the second span, which starts at 40
-        (((5, 40), (40, 66)), 0),  # 32, the last block end before 40, would cut the first span
+        (((5, 20), (40, 66)), 32),  # a hit of 64 would cut the span from 40 to 66
+        (((5, 40), (40, 66)), 0),  # 48 and 64 as above; 16 and 32 would cut the span from 5 to 40
         (((16, 64), (64, 66)), 64),
     ],
 )
@@ -321,7 +321,7 @@ def test_a_reset_forgets_all_blocks_computed_before_the_reset():
     assert scheduled(scheduler.schedule()) == {"again": 40}
 
 
-# --- each guard is needed: without the guard the device reads another prefix's pages -------------
+# --- without any one of the guards, the device reads the pages of another prefix -----------------
 
 
 def run_after(scheduler: Scheduler, first: tuple[int, ...], second: tuple[int, ...]) -> None:
@@ -372,9 +372,9 @@ def test_a_block_shared_before_its_step_has_succeeded_has_wrong_content(when, mo
 def test_a_blocked_request_is_looked_up_again_only_when_it_could_be_admitted(
     max_steps_in_flight, monkeypatch
 ):
-    """Two requests decode 60 tokens, which fill and cache blocks, while a third one waits.
+    """Two requests decode 60 tokens each, which fill and cache blocks, while a third one waits.
 
-    The waiting request is admitted in the same step as with a lookup in every step.
+    A lookup in every step would not admit the waiting request earlier.
     """
     admitted = []
     for forgets in (False, True):
@@ -405,7 +405,7 @@ def test_a_blocked_request_is_looked_up_again_only_when_it_could_be_admitted(
                 scheduler.update(runner.result())
             steps += 1
         assert waiting.output_token_ids == expected_output(waiting)[0]
-        num_lookups = len(lookups) - 2  # without those of the two running requests
+        num_lookups = len(lookups) - 2  # the two running requests had one each
         assert num_lookups > 40 if forgets else num_lookups <= 3
     assert admitted[0] == admitted[1] > 50
 

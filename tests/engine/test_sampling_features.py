@@ -223,7 +223,7 @@ def test_logprobs_equal_a_log_softmax(checkpoint, model, mode, overlap):
 
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_prompt_logprobs_equal_a_log_softmax(checkpoint, model, chunk):
-    """In chunks, batched with another request, and with the prefix cached."""
+    """The prompt is computed in chunks, beside another request, and with its prefix cached."""
     prompt = [*range(3, 40)]
     params = asked(prompt_logprobs=2, max_tokens=3)
     with LLM(

@@ -344,9 +344,9 @@ TestScheduler = SchedulerMachine.TestCase
 
 @given(seed=st.integers(0, 2**32))
 def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(seed):
-    """In pools that are nearly always too small; running and waiting requests share prefixes.
+    """Pools are nearly always too small; running and waiting requests share prefixes.
 
-    Against the scheduler that looks up the first waiting request in every step.
+    The other scheduler looks up the first waiting request in every step.
     """
     source = random.Random(seed)
     for _ in range(4):
@@ -424,7 +424,7 @@ def stop_in_output(count: int) -> tuple[tuple[int, ...], list[int]]:
 
 
 def test_a_plan_names_the_step_it_continues():
-    """Every row of the step before samples, and no request enters, leaves or is left out."""
+    """A plan continues a step whose rows all sample if no request enters, leaves or sits out."""
     scheduler = make_scheduler(max_num_batched_tokens=8, max_steps_in_flight=1)
 
     def claims(count: int) -> list[int | None]:
@@ -594,7 +594,7 @@ def test_output_of_a_slots_former_request_is_dropped():
     scheduler.add(make_request("r", (1,), max_tokens=5))
     late = scheduler.schedule()
     scheduler.abort("r")
-    again = make_request("r", (2,), max_tokens=5)  # the same id in the same slot, another epoch
+    again = make_request("r", (2,), max_tokens=5)  # same request id and slot, another epoch
     scheduler.add(again)
     plan = scheduler.schedule()
     assert plan.finished == (0,)
@@ -763,7 +763,7 @@ def test_a_preempted_request_is_admitted_before_new_requests():
 
 @pytest.mark.parametrize("num_in_flight", [1, 2])
 def test_abandoning_the_steps_in_flight_frees_all_their_blocks(num_in_flight):
-    """Also the quarantined blocks: no result will report the end of their steps."""
+    """Quarantined blocks are freed too: no result will report the end of their steps."""
     scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=True)
     gone, running, waiting = (
         make_request(name, prompt_of(7, first), max_tokens=5, ignore_eos=True)

@@ -84,7 +84,7 @@ def test_generate_in_several_threads_gives_each_thread_its_own_outputs(monkeypat
 
 
 def test_threads_give_the_tokens_of_a_serial_run(tmp_path):
-    """With a real runner, in float64 so that no near tie can flip with the batch."""
+    """The runner is a real one, in float64, so that no near tie can flip with the batch."""
     tiny_checkpoint(tmp_path, "llama")
     prompts = [list(prompt_of(10 + 9 * n)) for n in range(NUM_THREADS)]
     params = SamplingParams(max_tokens=12, ignore_eos=True, seed=1)

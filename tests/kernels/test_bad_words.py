@@ -47,7 +47,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of logits: a slot (-1 = padding) and the drafts between its history and the row."""
+    """A row of logits: its slot (-1 = padding) and the drafts that follow the slot's history."""
 
     slot: int
     drafts: Word = ()

@@ -135,7 +135,7 @@ def test_kernel_equals_the_oracle(device, drawn):
 @pytest.mark.usefixtures("_long_from_96")
 @given(plans())
 def test_items_cover_every_visible_key_once(device, drawn):
-    """Against the definition of visible keys, without the kernels' arithmetic."""
+    """Items equal the definition of visible keys, computed without the kernels' arithmetic."""
     lens, roles, _, query_len, _ = drawn
     if not lens:
         return
@@ -195,7 +195,7 @@ def test_long_pieces_are_halved(device, monkeypatch):
         (2, [9600], [2400] * 4),
         (2, [4800], [1216, 1216, 1184, 1184]),
         (2, [4000], [2016, 1984]),  # pieces shorter than LONG_PIECE
-        (8, [32000], [4000] * 8),  # one segment for eight programs is not many
+        (8, [32000], [4000] * 8),  # not halved: one segment is not many for eight programs
         (4, [6400, 9600], [2144, 2144, 2112, *[1920] * 5]),
     ):
         plan = _allocate(len(lens), layout, programs=programs, max_keys=32000)
@@ -206,7 +206,7 @@ def test_long_pieces_are_halved(device, monkeypatch):
 
 
 def test_a_piece_is_long_by_its_bytes(device):
-    """2,048 keys of 128 dimensions in 16 bits, and 4,096 keys in 8 bits."""
+    """With 128 dimensions a piece is long from 2,048 keys of 16 bits, or 4,096 keys of 8 bits."""
     layout = KVLayout.hnd(2, 16, 128, device=device)
     for is_fp8, keys in ((False, 2048), (True, 4096)):
         plan = DecodePlan.allocate(
@@ -233,7 +233,11 @@ def test_short_segments_leave_the_programs_to_long_segments(device):
 
 
 def test_a_plan_makes_no_more_items_than_its_buffers_have(device):
-    """125 tiles and forty short segments on eight programs: 53 items, not 72 that count as 42."""
+    """A segment of 125 tiles and forty of one tile on eight programs make 53 items.
+
+    Pieces of four tiles would be 72 items. Short segments count as a quarter of an item then, and
+    the sum of 42 would be allowed, but the buffers have 53 items.
+    """
     layout = _layout([HeadRole()], device)
     lens = torch.tensor([32] * 20 + [4000] + [32] * 20, dtype=torch.int32, device=device)
     for ops in (kernels, reference):
@@ -290,7 +294,7 @@ def test_no_merge_where_no_segment_can_be_split(device):
     assert _allocate(3, layout, num_kv_splits=1).max_merges == 0
     assert _allocate(3, layout, num_kv_splits=1).states.numel() == 0
     assert _allocate(3, layout, tile_tokens=512).max_merges == 0
-    assert _allocate(3, layout, programs=3).max_merges > 0  # two of the three may be short
+    assert _allocate(3, layout, programs=3).max_merges > 0  # if two are short, the third is cut
     assert _allocate(3, layout, programs=4).max_merges > 0
 
 

@@ -185,7 +185,7 @@ def test_write_equals_assignments_by_index():
     assert torch.equal(v_cache, -want)
 
 
-# --- launchers without a device ----------------------------------------------------------------
+# --- the kernels refuse CPU tensors ------------------------------------------------------------
 
 
 def test_launchers_refuse_the_cpu_without_the_interpreter():

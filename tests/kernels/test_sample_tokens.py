@@ -32,7 +32,7 @@ SOME = 3 if INTERPRET else 60
 """Examples for tests that take the interpreter long."""
 
 int64s = st.integers(-(2**63), 2**63 - 1)
-VOCABS = (1, 2, 96, 128, 129, 1000, 4096, 9001)  # a group has 128 ids, a GPU's tile 2048
+VOCABS = (1, 2, 96, 128, 129, 1000, 4096, 9001)  # a group has 128 ids, a tile on a GPU 2,048
 FILTERS = {
     "top_k": [0, 1, 2, 40, 300, 5000],
     "top_p": [1.0, 0.999, 0.9, 0.3, 1e-6],
@@ -62,7 +62,7 @@ def _is_in_rounds(vocab, top_k=None, top_p=None, min_p=None):
 
 
 def _near_in_rounds(scaled, probs, top_p, noise, purpose):
-    """Return the same for top-p alone: kept tokens near the best, and winners of later rounds."""
+    """Return near winners under top-p alone: kept tokens near the best, and of later rounds."""
     found = torch.zeros_like(scaled, dtype=torch.bool)
     for token in _near_draw(scaled, noise, purpose).nonzero().flatten().tolist():
         mass = probs.where(scaled > scaled[token], 0).sum().item()
@@ -269,7 +269,7 @@ def test_tokens_equal_the_oracle_tokens(device, rows, vocab, dtype, as_on_gpu, s
 @given(
     vocab=st.sampled_from(VOCABS),
     dtype=st.sampled_from(DTYPES),
-    offset=st.sampled_from([0, -100]),  # all below 0: padding must not win
+    offset=st.sampled_from([0, -100]),  # -100: all logits are below 0; padding must not win
     seed=small_seeds,
 )
 def test_greedy_is_the_first_argmax(device, vocab, dtype, offset, seed):

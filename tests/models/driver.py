@@ -129,7 +129,8 @@ class PagedDriver:
             seq_lens.append(seq_len)
             starts.append(len(input_ids))
         uniform = len(set(query_lens)) == 1 and query_lens[0] <= MAX_DECODE_QUERY_LEN
-        # A decode batch has query_len tokens in every row; otherwise padding follows the last row.
+        # In a decode batch each padding row has query_len tokens, as the other rows have. In other
+        # batches padding rows are empty, and one padding token for each follows the last row.
         num_padding = self.num_padding_rows * (query_lens[0] if uniform else 1)
         starts += [starts[-1]] * self.num_padding_rows
         tables = [r.blocks for r in requests] + [[]] * self.num_padding_rows

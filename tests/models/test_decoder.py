@@ -23,7 +23,7 @@ PROMPTS = [list(range(3, 40)), [7], list(range(90, 70, -1))]
 def decoder(
     config: PretrainedConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0
 ) -> DecoderModel:
-    """Return the decoder with ``random_model``'s weights, without a checkpoint in between."""
+    """Return the decoder with ``random_model``'s weights; no checkpoint is written."""
     oracle = random_model(config, seed=seed).state_dict()
     model_config = ModelConfig.from_hf(config)
     weights = empty_weights(model_config, device, dtype)
@@ -122,7 +122,7 @@ def test_forward_never_waits_for_the_gpu(query_lens: list[int], device: torch.de
     with no_waiting():
         model.compute_logits(model.forward(batch, driver.caches))
     with no_waiting(), pytest.raises(RuntimeError, match="synchronizing"):
-        batch.seq_lens.sum().item()  # the check does find a wait
+        batch.seq_lens.sum().item()  # the check itself detects a wait
 
 
 @pytest.mark.gpu

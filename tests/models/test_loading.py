@@ -117,7 +117,7 @@ def test_loading_never_needs_twice_the_memory_of_the_model(
     peak = torch.cuda.max_memory_allocated(device) - before
     after = torch.cuda.memory_allocated(device) - before
     largest = max(t.numel() for t in checkpoint_tensors(config, weights).values())
-    assert peak <= after + 4 * largest + 2**16  # stored in float32; allocations are rounded up
+    assert peak <= after + 4 * largest + 2**16  # a float32 tensor in transfer, and rounding
 
 
 def test_load_model_sets_device_and_dtype(single: Path) -> None:
@@ -163,7 +163,7 @@ def test_progress_is_shown_only_if_stderr_is_a_terminal(
     assert ("Loading weights" in captured.err) == (progress and is_terminal)
 
 
-# --- tied embeddings and tensors that are no weights ------------------------------------------
+# --- tied embeddings, and tensors that are not weights ----------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rope tables equal those of transformers' own rotary embedding modules."""
+"""Rope tables equal the tables of transformers' own rotary embedding modules."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_table_of_each_type_equals_transformers(rope: str) -> None:
         {"factor": 1.0},  # nothing to extend: attention factor 1
         {"mscale": 0.7, "mscale_all_dim": 1.2},
         {"mscale": 0.0, "mscale_all_dim": 1.0},  # 0 = not set
-        {"mscale": 0.7},  # without mscale_all_dim it has no effect
+        {"mscale": 0.7},  # mscale has no effect without mscale_all_dim
         {"beta_fast": 0, "beta_slow": 0},  # 0 = not set
         {"attention_factor": 1.3},
         {"truncate": False},
@@ -112,7 +112,7 @@ def test_rope_types_have_different_frequencies() -> None:
 
 
 def test_llama3_rope_stretches_only_long_wavelengths() -> None:
-    """Llama 3.1: wavelengths under 2,048 stay, over 8,192 stretch by 8, others lie between."""
+    """Llama 3.1: wavelengths under 2,048 stay, over 8,192 stretch by 8, between them by less."""
     rope = RopeConfig(
         rope_type="llama3",
         theta=500000.0,

@@ -35,7 +35,7 @@ def launch(
     on: str = "cpu",
     **options: object,
 ) -> AsyncOutput:
-    """Do the work of a step: take a slot, have kernels write it, deliver the result."""
+    """Do the work of a step: take a slot of the ring, write output to it, deliver the result."""
     slot = ring.acquire()
     ring.start()
     num_output, output = ring.views(len(tokens), 1)
@@ -63,7 +63,7 @@ def test_rows_that_sampled_have_a_token_and_other_rows_have_none(device):
 
 def test_rows_come_back_in_the_plans_order_without_padding():
     ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cpu"))
-    rows = np.array([1, 3, 0])  # the plan's three rows, among the device's four
+    rows = np.array([1, 3, 0])  # where the plan's three rows are among the device's four
     result = launch(ring, [12, 10, 99, 11], [-1, 1, 0, 1], num_planned=3, rows=rows).result()
     assert result.token_ids == ((10,), (11,), ())
     assert list(result.errors) == [2]

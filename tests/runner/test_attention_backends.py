@@ -230,7 +230,7 @@ def test_flashinfers_plans_give_the_tokens_of_the_triton_backend(
         name = f"Batch{kind}WithPagedKVCacheWrapper"
         plans, runs = stand_in[f"{name}.plan"], stand_in[f"{name}.run"]
         assert plans > 0
-        assert runs == 2 * plans / num_windows  # each of the two layers once a step
+        assert runs == 2 * plans / num_windows  # two runs a step, one per layer; a plan per window
 
 
 # --- refusals ------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_idle_times_are_not_counted(steps):
         clock = GpuClock([gpu.event() for _ in range(NUM_SLOTS)])
     for number, (pause, duration) in enumerate(steps):
         gpu.now += pause
-        if number >= NUM_SLOTS - 1:  # two steps in flight: the result before them was read
+        if number >= NUM_SLOTS - 1:  # two in flight: this one and the one before
             gpu.now = max(gpu.now, gpu.runs[number - NUM_SLOTS + 1][1])
         assert clock.seconds(number % NUM_SLOTS) == pytest.approx(gpu.busy_ms() * 1e-3)
         clock.start(number % NUM_SLOTS)

@@ -225,7 +225,8 @@ def test_memory_that_full_heads_cannot_use_goes_to_streaming_heads():
         20,
         17,
     )
-    # A fair division is 20, 10 and 17; it leaves 28 of 205 pages, and a wide block takes 6.
+    # A fair division gives 20, 10 and 17 blocks and leaves 28 of 205 pages. A block of the wide
+    # group takes 6 pages: the group gets 4 blocks more.
     scarce = spec.nbytes(GROUPS, [20, 15, 15])
     assert demand().divide_bytes(spec, GROUPS, scarce, 20) == (20, 14, 17)
     keeping = demand(enable_prefix_caching=True, streaming_cache_blocks=4)
@@ -244,7 +245,10 @@ def test_a_window_wider_than_the_context_needs_no_more_blocks_than_the_context()
 
 
 def test_a_chunk_of_a_prompt_fits_however_short_memory_is():
-    """A chunk of 100 tokens, 39 before it and the sink take 7 blocks; 5 in the narrow group."""
+    """A chunk of 100 tokens needs 7 blocks in the wide group, and 5 in the narrow group.
+
+    The wide group also sees the sink and 39 tokens before the chunk.
+    """
     spec = make_spec(torch.float32)
     num_bytes = spec.nbytes(GROUPS, [7, 7, 7])
     full, wide, narrow = demand().divide_bytes(spec, GROUPS, num_bytes, 99)
@@ -296,7 +300,7 @@ def test_report_and_start_line_count_the_scales(checkpoint: Path, kv_scale: KVSc
     runner = make_runner(checkpoint, **FP8, kv_scale=kv_scale, enable_prefix_caching=False)
     report, line = runner.kv_report(), runner.describe()
     runner.close()
-    per_token = {"token": 4, "quarter": 1, "head": 0}[kv_scale]  # bytes; 16 tokens in a block
+    per_token = {"token": 4, "quarter": 1, "head": 0}[kv_scale]  # scale bytes; quarter: 4 tokens
     assert report["dtype"] == "float8_e4m3fn"
     assert report["kv_scale"] == kv_scale
     assert report["token_bytes"] == 2 * 2 * 2 * (32 + per_token)

@@ -21,7 +21,7 @@ from tests.models.test_decoder import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 
-DELAY_CYCLES = 2_000_000  # about a millisecond, many times a step of the tiny model
+DELAY_CYCLES = 2_000_000  # about a millisecond: far longer than a step of the tiny model
 SOAK_STEPS = int(os.environ.get("SOAK_STEPS", "2000"))
 
 
@@ -108,7 +108,7 @@ def tokens(requests: list[Request]) -> list[list[int]]:
 
 
 def test_graphs_and_overlap_change_no_token(checkpoint):
-    """Steps are eager or captured, with one step in flight or two."""
+    """Tokens are equal whether steps are eager or captured, with one step in flight or two."""
     outputs = {}
     for overlap in (False, True):
         for cuda_graphs in (False, True):
@@ -210,10 +210,10 @@ class UnguardedPool(BlockPool):
 def test_a_block_is_free_only_when_every_step_that_used_it_is_over(
     checkpoint, guarded, monkeypatch
 ):
-    """Another stream may overwrite a free block at once: no step on the GPU may still use it.
+    """No step on the GPU may still use a free block: another stream may overwrite it at once.
 
     The compute stream is held up before each step. Without the quarantine some block is free too
-    early: so the guard is needed, and this test can fail.
+    early, so the quarantine is needed and this test can fail.
     """
     core = make_core(checkpoint, enable_prefix_caching=False)
     pool_type = BlockPool if guarded else UnguardedPool

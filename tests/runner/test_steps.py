@@ -220,7 +220,7 @@ def test_a_kv_listener_is_called_for_every_layer_of_a_prefill(checkpoint):
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_kv_listener_is_called_for_every_step_and_finds_its_keys_written(checkpoint, graphs):
-    """Chunked prompts with decodes, decodes, and forward and sample apart: graphs or not."""
+    """The steps: chunked prompts with decodes, decodes alone, forward and sample called apart."""
     runner = make_runner(checkpoint, cuda_graphs=graphs)
     on_cpu = runner.device.type == "cpu"
     if graphs and on_cpu:  # launch the ops that a graph would have captured

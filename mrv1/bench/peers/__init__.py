@@ -33,8 +33,8 @@ class Peer(Generic[Adapter]):
     kv_dtypes: tuple[KVDtype, ...] = ("auto",)
     """Dtypes of the caches that the peer reads or writes."""
     static_scale_error: float | None = None
-    """Of a peer whose fp8 cache has one static scale: relative error against the exact result that
-    is still rounding. None = the peer reads our codes and scales."""
+    """For a peer whose fp8 cache has one static scale: the largest relative error that rounding
+    explains, against the exact result. None = the peer reads our codes and scales."""
 
 
 def peer_versions(names: tuple[str, ...], peers: Mapping[str, Peer[Any]]) -> dict[str, str]:

@@ -22,7 +22,8 @@ CountWrong = Callable[[], int]
 Adapter = Callable[[WriteData], tuple[SetLaunch, CountWrong]]
 
 LARGEST_ERROR = 16.5 / LARGEST_E4M3
-"""Of an element over its vector's largest: half of e4m3's last step, 32, plus earlier rounding."""
+"""Largest error of an element, relative to its vector's largest element: half of e4m3's last
+step, 32, plus earlier rounding."""
 
 
 def flashinfer(data: WriteData) -> tuple[SetLaunch, CountWrong]:
