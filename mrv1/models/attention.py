@@ -15,7 +15,7 @@ from mrv1.kernels import DecodePlan, PrefillSplits
 from mrv1.kernels.registry import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
 
-LONG_QUERY = 256
+LONG_QUERY = 4096
 """More queries than any prefill tile has: from here on ``max_query_len`` changes no tiles."""
 
 

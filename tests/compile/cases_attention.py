@@ -55,6 +55,7 @@ def cases(target: Target) -> list[AotCase]:
             for max_query_len in (9, 4096)
         ),
         *_fp8_cases(target),
+        *(_warp_group_cases() if target.capability == (9, 0) else ()),
     ]
 
 
@@ -218,3 +219,33 @@ def _prefill(
         # With splits, the tile's index is parked over the loop.
         parked_bytes=64 if streaming and config.max_registers else 16 * splits,
     )
+
+
+def _warp_group_cases() -> list[AotCase]:
+    """Prefill by warp groups, which only sm_90 has: every block size, and shared tiles."""
+    from mrv1.kernels.attention import prefill_hopper
+
+    def case(dtype: torch.dtype, block_size: int, *, splits: bool = False) -> AotCase:
+        rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
+        cache = torch.empty(4 * block_size, prefill_hopper.DIM.value, dtype=dtype)
+        pages = prefill_hopper.describe(cache, block_size)
+        shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
+        return AotCase(
+            name=f"prefill-hopper-{str(dtype).removeprefix('torch.')}-{block_size}"
+            + "-splits" * splits,
+            kernel=prefill_hopper._prefill_hopper_kernel,
+            args=(
+                rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
+                rows, 4096, 128, pages, pages, lengths, 512, lengths, lengths, 8, NUM_KV_HEADS,
+                pointer(torch.int64), pointer(torch.int64), lengths, 0.1,
+            ),
+            constexprs={
+                "GROUP": 4, "BLOCK_SIZE": block_size,
+                "TILE_TOKENS": prefill_hopper.TILE_TOKENS,
+                "MIN_TILES": prefill_hopper.MIN_SHARED_TILES,
+            },
+        )  # fmt: skip
+
+    sizes = [case(torch.bfloat16, block_size) for block_size in (16, 32, 64, 128)]
+    shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]
+    return [*sizes, *shared]

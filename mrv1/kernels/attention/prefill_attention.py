@@ -53,7 +53,12 @@ from mrv1.kernels.attention.online_softmax import (
     normalized,
     store_out,
 )
-from mrv1.kernels.attention.splits import PrefillSplits, check_splits, choose_config
+from mrv1.kernels.attention.splits import (
+    PrefillSplits,
+    check_splits,
+    choose_config,
+    fits_warp_groups,
+)
 from mrv1.kernels.cache.addresses import (
     ALIGNED_CODES,
     ALIGNED_ELEMENTS,
@@ -602,6 +607,16 @@ def paged_prefill_attention(
                 f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
                 f"queries, got room for fewer tiles"
             )
+    is_plain = attn_mask_offsets is None and visited is None and scales is None
+    if is_plain and fits_warp_groups(q, k_cache, v_cache, layout, max_query_len, splits):
+        # Imported here: Gluon needs a compiler, which the interpreter's process has not.
+        from mrv1.kernels.attention import prefill_hopper
+
+        prefill_hopper.launch(
+            q, k_cache, v_cache, table, query_start_loc, seq_lens, layout,
+            softmax_scale=softmax_scale, splits=splits, out=out, lse=lse,
+        )  # fmt: skip
+        return out
     _paged_prefill_attention_kernel[(num_programs,)](
         *with_strides(out),
         *with_strides(lse),

@@ -20,6 +20,13 @@ MAX_SPLITS = 16
 PROGRAMS_PER_SM = 2
 """Programs that run at the same time on a multiprocessor, where programs share tiles."""
 
+WARP_GROUP_DIM = 128
+WARP_GROUP_ROWS = 128
+"""Dimensions of a head and rows of a tile of the kernel of warp groups."""
+MIN_WARP_GROUP_QUERIES = 4096
+MIN_SHARED_ROWS = 64
+"""Where the kernel of warp groups is faster: see ``fits_warp_groups``."""
+
 _BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
 
@@ -192,6 +199,41 @@ def choose_config(
         has_offsets,
     )
     return config.fit_rows(num_q_heads // layout.num_kv_heads, max(max_query_len, 1))
+
+
+def fits_warp_groups(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    layout: KVLayout,
+    max_query_len: int,
+    splits: PrefillSplits | None,
+) -> bool:
+    """Return whether ``prefill_hopper`` can run a causal launch and is the faster kernel for it.
+
+    The kernel copies whole pages in bulk, so a page must be contiguous and start at a multiple of
+    128 elements. Its programs take longer to start: on an H200 it is 1.2 to 2.5 times as fast
+    where programs share tiles of 64 rows or more (0.6 times with 16 rows), and 1.1 to 1.2 times
+    from 4,096 queries on, but 0.8 times as fast for requests of 512 tokens.
+    """
+    group = q.shape[1] // layout.num_kv_heads
+    if splits is None:
+        is_faster = max_query_len >= MIN_WARP_GROUP_QUERIES
+    else:
+        is_faster = group * max_query_len >= MIN_SHARED_ROWS
+    return (
+        is_faster
+        and not INTERPRET
+        and device_info(q.device).capability == (9, 0)
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and not layout.has_window
+        and layout.head_dim == layout.token_stride == layout.address_unit == WARP_GROUP_DIM
+        and WARP_GROUP_ROWS % group == 0
+        and all(
+            cache.numel() % WARP_GROUP_DIM == 0 and cache.data_ptr() % 16 == 0
+            for cache in (k_cache, v_cache)
+        )
+    )
 
 
 def check_splits(splits: PrefillSplits | None, q: torch.Tensor) -> None:

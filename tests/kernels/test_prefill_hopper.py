@@ -1,0 +1,223 @@
+"""Prefill attention by warp groups (sm_90): the Gluon kernel against the oracle.
+
+Triton's interpreter does not run Gluon, so these tests need the GPU; elsewhere, and wherever the
+kernel does not fit, the Triton kernel runs, which the other tests of prefill attention cover.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import kernels
+from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
+from mrv1.kernels.attention import splits as prefill_splits
+from mrv1.kernels.attention.splits import fits_warp_groups
+from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
+from tests.kernels.paged_attention import (
+    SENTINEL,
+    Result,
+    assert_equal,
+    assert_in_budget,
+    empty_outputs,
+    exact,
+    make_queries,
+    make_splits,
+    permuted,
+    query_rows,
+    run_prefill,
+    softmax_scale,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _always():
+    """Take the kernel for the short chunks of a test too; skip where the GPU is no Hopper."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not run: no GPU of sm_90")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_splits, "MIN_WARP_GROUP_QUERIES", 1)
+        patch.setattr(prefill_splits, "MIN_SHARED_ROWS", 1)
+        yield
+
+
+@pytest.fixture
+def _any_share(monkeypatch):
+    """Let a program that shares a tile take as little as one step."""
+    from mrv1.kernels.attention import prefill_hopper
+
+    monkeypatch.setattr(prefill_hopper, "MIN_SHARED_TILES", 1)
+
+
+def _fits(case, q, splits=None):
+    return fits_warp_groups(q, case.k_cache, case.v_cache, case.layout, 1, splits)
+
+
+def _check(case, group, **options) -> Result:
+    q = make_queries(case, group, spare_rows=1)
+    assert _fits(case, q, options.get("splits"))
+    got, oracle = run_prefill(kernels, case, q, **options), run_prefill(reference, case, q)
+    assert_in_budget(got.rows(slice(-1)), oracle.rows(slice(-1)), exact(case, q), case)
+    assert (got.out[-1] == SENTINEL).all()
+    assert (got.lse[-1] == SENTINEL).all()
+    return got
+
+
+@st.composite
+def _cases(draw, max_seq_len: int = 700, max_reqs: int = 4):
+    """Ragged chunks over several tiles of 128 keys, in HND pages or as several head groups."""
+    block_size = draw(st.sampled_from([16, 32, 64, 128]))
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    sizes = {
+        "head_dim": 128, "block_size": block_size, "max_seq_len": max_seq_len,
+        "max_reqs": max_reqs,
+    }  # fmt: skip
+    if draw(st.booleans()):
+        layout = LayoutCase.hnd(num_kv_heads=num_kv_heads, **sizes)
+    else:
+        layout = LayoutCase.head_groups(
+            roles=[HeadRole(group=head % 2) for head in range(num_kv_heads)],
+            max_query_len=max_seq_len,
+            **sizes,
+        )
+    lens = st.integers(0, max_seq_len)
+    seq_lens = draw(st.lists(lens, min_size=1, max_size=max_reqs))
+    query_lens = [draw(st.integers(0, seq_len)) for seq_len in seq_lens]
+    batch = RaggedBatch(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens))
+    return build_paged_cache(layout, batch, dtype=draw(st.sampled_from(DTYPES)))
+
+
+@given(case=_cases(), group=st.sampled_from([1, 2, 4, 8, 16]))
+def test_warp_groups_agree_with_the_oracle(device, case, group):
+    """Pages that no query sees hold NaN, and so do the values after the last token."""
+    _check(case.to(device), group)
+
+
+@pytest.mark.usefixtures("_any_share")
+@given(
+    case=_cases(), group=st.sampled_from([1, 4, 8]),
+    num_splits=st.sampled_from([2, 3, 16]), fewer=st.sampled_from([0, 3, 30]),
+)  # fmt: skip
+def test_programs_that_share_a_tile_agree_with_the_oracle(device, case, group, num_splits, fewer):
+    """Launched twice: the second launch starts with the buffers as the first launch left them."""
+    case = case.to(device)
+    splits = make_splits(case, make_queries(case, group, spare_rows=1), num_splits)
+    num_programs = max(splits.num_programs - fewer, case.layout.num_kv_heads)
+    splits = replace(splits, num_programs=num_programs)
+    first = _check(case, group, splits=splits)
+    assert not splits.arrivals.any()
+    splits.states.fill_(torch.nan)
+    assert_equal(_check(case, group, splits=splits), first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [
+        ((1,), (1,)), ((128,), (128,)), ((129,), (129,)), ((33, 1, 20), (33, 4096, 900)),
+        ((0, 0, 5), (0, 3, 5)), ((1, 3, 1), (0, 20, 0)), ((1500,), (4000,)),
+    ],
+)  # fmt: skip
+def test_edges_of_tiles_and_padding_rows(device, query_lens, seq_lens, dtype):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=4096)
+    batch = RaggedBatch(query_lens=query_lens, seq_lens=seq_lens)
+    _check(build_paged_cache(layout, batch, dtype=dtype).to(device), 4)
+
+
+@pytest.mark.parametrize("hole", [0, 5, 20, 43])
+def test_a_missing_page_is_skipped(device, hole):
+    """-1 in the block table: the keys of the page are no keys of the request."""
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
+    batch = RaggedBatch(query_lens=(300,), seq_lens=(700,))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    case.block_table[0, hole] = -1
+    keys = torch.arange(700, device=device) // 16 != hole
+    _check(replace(case, visible=tuple(mask & keys for mask in case.visible)), 4)
+
+
+def test_lists_of_blocks_per_head(device):
+    layout = LayoutCase.per_head_ids(num_kv_heads=3, head_dim=128, max_seq_len=300)
+    batch = RaggedBatch(query_lens=(200, 7), seq_lens=(300, 290))
+    _check(build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device), 2)
+
+
+@given(case=_cases(max_seq_len=300), data=st.data())
+def test_a_row_has_the_same_bits_in_any_batch(device, case, data):
+    case = case.to(device)
+    q = make_queries(case, 4)
+    order = data.draw(st.permutations(range(len(case.batch.seq_lens))))
+    rows = query_rows(case, order)
+    got = run_prefill(kernels, permuted(case, order), q[rows])
+    assert_equal(got, run_prefill(kernels, case, q).rows(rows))
+
+
+def test_a_launch_can_be_captured_and_replayed(device):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
+    batch = RaggedBatch(query_lens=(300, 1), seq_lens=(700, 40))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q = make_queries(case, 4).clone()
+    out, lse = empty_outputs(q)
+    arguments = {
+        "block_table": case.block_table, "query_start_loc": case.query_start_loc,
+        "seq_lens": case.seq_lens, "layout": case.layout, "softmax_scale": softmax_scale(case),
+        "max_query_len": 300, "out": out, "lse": lse,
+    }  # fmt: skip
+    kernels.paged_prefill_attention(q, case.k_cache, case.v_cache, **arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.paged_prefill_attention(q, case.k_cache, case.v_cache, **arguments)
+    q.copy_(make_queries(case, 4, seed=1))
+    graph.replay()
+    assert_equal(Result(out, lse), run_prefill(kernels, case, q))
+
+
+def test_where_the_triton_kernel_is_faster_it_runs():
+    layout = KVLayout.hnd(2, 16, 128, device="cuda")
+    q = torch.empty(64, 8, 128, dtype=torch.bfloat16, device="cuda")
+    cache = torch.empty(4 * 16 * 2 * 128, dtype=torch.bfloat16, device="cuda")
+    splits = PrefillSplits.allocate(
+        num_tokens=64, num_reqs=1, max_query_len=64, layout=layout, num_q_heads=8,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_splits, "MIN_WARP_GROUP_QUERIES", 4096)
+        patch.setattr(prefill_splits, "MIN_SHARED_ROWS", 64)
+        for num_queries, shared, expected in (
+            (4095, None, False), (4096, None, True), (15, splits, False), (16, splits, True)
+        ):  # fmt: skip
+            assert fits_warp_groups(q, cache, cache, layout, num_queries, shared) is expected
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        KVLayout.nhd(2, 16, 128),
+        KVLayout.hnd(2, 16, 64),
+        KVLayout.hnd(2, 16, 128, window=40),
+    ],
+    ids=["nhd", "head_dim 64", "window"],
+)
+def test_other_layouts_take_the_triton_kernel(layout):
+    q = torch.empty(1, 8, layout.head_dim, dtype=torch.bfloat16, device="cuda")
+    cache = torch.empty(4 * 16 * 2 * layout.head_dim, dtype=torch.bfloat16, device="cuda")
+    assert not fits_warp_groups(q, cache, cache, layout, 8192, None)
+
+
+def test_float32_odd_groups_and_unaligned_caches_take_the_triton_kernel():
+    layout = KVLayout.hnd(2, 16, 128)
+    q = torch.empty(1, 8, 128, dtype=torch.bfloat16, device="cuda")
+    cache = torch.empty(4 * 16 * 2 * 128 + 8, dtype=torch.bfloat16, device="cuda")
+    whole = cache[:-8]
+    assert fits_warp_groups(q, whole, whole, layout, 1, None)
+    assert not fits_warp_groups(q.float(), whole, whole, layout, 1, None)
+    assert not fits_warp_groups(q[:, :6], whole, whole, layout, 1, None)
+    assert not fits_warp_groups(q, cache, cache, layout, 1, None)
+    assert not fits_warp_groups(q, cache[1:-7], whole, layout, 1, None)
