@@ -35,6 +35,7 @@ from mrv1.kernels import (
     reference,
 )
 from mrv1.kernels.attention import prefill_attention
+from mrv1.kernels.attention import splits as prefill_splits
 from mrv1.kernels.attention.plan import Item
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
@@ -120,7 +121,11 @@ def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
 
 def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
     prefill_attention.MIN_SPLIT_STEPS = 1  # so that short contexts too are split
-    for case in _paged((40, 33, 1), device):
+    prefill_splits.MIN_WARP_GROUP_QUERIES = 1  # so that Hopper's kernel runs, without splits too
+    plain = LayoutCase.hnd(num_kv_heads=4, head_dim=128, max_seq_len=1100)
+    batch = RaggedBatch(query_lens=(40, 33, 1), seq_lens=(1100, 49, 300))
+    full_heads = build_paged_cache(plain, batch, dtype=torch.bfloat16).to(device)
+    for case in (*_paged((40, 33, 1), device), full_heads):
         q = _normal(74, 16, 128, device=device)
         for num_splits in (1, 3):
             splits = PrefillSplits.allocate(
