@@ -110,7 +110,7 @@ def _produce(
             block = gl.load(table_row_ptr + gl.minimum(first_column + page, last_column))
             # No page: a row before the first one, for which the copy writes zeros.
             row = gl.where(block < 0, -BLOCK_SIZE, head_row + block * block_rows)
-            rows = rows + (row,)  # noqa: RUF005 - Triton has no starred expressions
+            rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
         pages = as_boxes(k_smem.index(stage), k_desc, 2 * PAGES)
         mbarrier.wait(k_free.index(stage), phase)
         mbarrier.expect(k_ready.index(stage), TILE_TOKENS * DIM * 2)
