@@ -16,7 +16,7 @@ from mrv1.kernels.registry import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
 
 LONG_QUERY = 4096
-"""More queries than any prefill tile has: from here on ``max_query_len`` changes no tiles."""
+"""From here on ``max_query_len`` changes neither the tiles nor the kernel of a prefill."""
 
 
 class AttentionBackend(Protocol):

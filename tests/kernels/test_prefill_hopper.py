@@ -132,6 +132,15 @@ def test_edges_of_tiles_and_padding_rows(device, query_lens, seq_lens, dtype):
     _check(build_paged_cache(layout, batch, dtype=dtype).to(device), 4)
 
 
+@pytest.mark.parametrize("num_reqs", [127, 128, 129, 300])
+def test_many_requests(device, num_reqs):
+    """A program looks for its tile's request among 128 at a time."""
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=128, max_seq_len=48, max_reqs=num_reqs)
+    lens = [1 + number % 48 for number in range(num_reqs)]
+    batch = RaggedBatch(query_lens=tuple(1 + n // 2 for n in lens), seq_lens=tuple(lens))
+    _check(build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device), 4)
+
+
 @pytest.mark.parametrize("hole", [0, 5, 20, 43])
 def test_a_missing_page_is_skipped(device, hole):
     """-1 in the block table: the keys of the page are no keys of the request."""

@@ -536,8 +536,9 @@ def paged_prefill_attention(
         seq_lens: ``[num_reqs]`` int32, tokens including the queries (also ``context_lens``).
         layout: where the pages lie and what each head may see.
         softmax_scale: factor of the scores, positive, usually ``head_dim ** -0.5``.
-        max_query_len: upper bound on a request's queries. It limits the size of a tile and does
-            not change the result. 0 = no queries (``q`` may still have rows of padding).
+        max_query_len: upper bound on a request's queries. It limits the size of a tile, and on
+            sm_90 it may choose the kernel (``fits_warp_groups``), so it changes the result by
+            rounding only. 0 = no queries (``q`` may still have rows of padding).
         attn_mask_offsets: ``[num_tokens, 2]`` int32, contiguous: the range ``[lo, hi)`` of key
             positions in its request that each query sees instead of ``[0, its own]``. ``hi`` may
             lie after the query, as inside an image. Keys from ``seq_lens`` on are never seen; with
