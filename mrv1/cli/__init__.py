@@ -1,4 +1,4 @@
-"""The ``mrv1`` command: generate, calibrate, doctor, bench."""
+"""The ``mrv1`` command: generate, chat, calibrate, doctor, bench."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mrv1 import __version__
-from mrv1.cli import bench, calibrate, doctor, generate
+from mrv1.cli import bench, calibrate, chat, doctor, generate
 from mrv1.cli.console import show
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app = typer.Typer(
     help="A Triton-first GPU model runner for LLM inference.",
 )
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("calibrate")(calibrate.calibrate_command)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

@@ -46,8 +46,9 @@ def generate(
             "--input",
             exists=True,
             dir_okay=False,
-            help='File of prompts, one JSON object per line: "prompt" or "prompt_token_ids", and '
-            'optionally "sampling_params" and "request_id". Blank lines are skipped.',
+            help='File of prompts, one JSON object per line: "prompt", "prompt_token_ids" or '
+            '"messages", and optionally "sampling_params" and "request_id". Blank lines are '
+            "skipped.",
         ),
     ] = None,
     output_file: Annotated[
