@@ -15,6 +15,7 @@ from mrv1.errors import (
     UnsupportedDeviceError,
 )
 from mrv1.headwise import HeadPolicy
+from mrv1.integrations.xgrammar import StructuredOutputsParams
 from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
 from mrv1.sampler import LogitsContext, LogitsProcessor, SamplingParams
 
@@ -39,6 +40,7 @@ __all__ = [
     "StepError",
     "StepOutput",
     "StepPlan",
+    "StructuredOutputsParams",
     "UnsupportedDeviceError",
     "__version__",
 ]
