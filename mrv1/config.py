@@ -21,6 +21,7 @@ from mrv1.environment import (
     name_errors,
 )
 from mrv1.errors import ConfigError
+from mrv1.hub import is_hub_id, snapshot_dir
 
 DtypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
@@ -44,25 +45,35 @@ LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0}
 
 
 def checkpoint_dir(model: str | Path) -> Path:
-    """Return the checkpoint directory for a path, or for ``"tiny"``, the embedded model.
+    """Return the checkpoint directory of a model; a Hugging Face model is downloaded if need be.
+
+    Args:
+        model: a directory, which may begin with ``~``; ``org/name`` or ``org/name@revision``, a
+            model of the Hugging Face Hub; or ``"tiny"``, the embedded model. A directory that
+            exists has precedence over an id.
 
     Raises:
-        ConfigError: there is no such directory, it cannot be read, or it has no ``config.json``.
+        ConfigError: there is no such directory or model, it cannot be read or downloaded, or it
+            has no ``config.json``.
     """
     if model == EMBEDDED_MODEL:
         return Path(str(resources.files("mrv1.models") / EMBEDDED_MODEL))
     if not str(model):
-        raise ConfigError("model: expected a checkpoint directory, got an empty name")
-    path = Path(model)
+        raise ConfigError("model: expected a checkpoint directory or an id, got an empty name")
     try:
+        path = Path(model).expanduser()
         is_directory, has_config = path.is_dir(), (path / "config.json").is_file()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user after the ~
         raise ConfigError(
-            f"model: expected a readable directory, got {str(path)!r}: {error}"
+            f"model: expected a readable directory, got {str(model)!r}: {error}"
         ) from error
+    if not is_directory and is_hub_id(str(model)):
+        path = snapshot_dir(str(model))
+        is_directory, has_config = True, (path / "config.json").is_file()
     if not is_directory:
         raise ConfigError(
-            f"model: expected a checkpoint directory or {EMBEDDED_MODEL!r}, got {str(model)!r}"
+            f"model: expected a checkpoint directory, a Hugging Face id or "
+            f"{EMBEDDED_MODEL!r}, got {str(model)!r}"
         )
     if not has_config:
         raise ConfigError(f"model: expected a config.json in {str(path)!r}, found none")
@@ -81,7 +92,8 @@ class EngineConfig:
     """
 
     model: str
-    """Checkpoint directory, or ``tiny``, the embedded model."""
+    """Checkpoint directory; ``org/name`` or ``org/name@revision``, a model of the Hugging Face
+    Hub, downloaded if it is not in the cache; or ``tiny``, the embedded model."""
     dtype: DtypeName = "auto"
     """Type of weights and activations; ``auto`` is the checkpoint's own on a GPU and float32 on a
     CPU. float64 runs on a CPU only."""

@@ -16,6 +16,11 @@ from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError
 from mrv1.options import field_docs, parameters
 
+MODEL_HELP = (
+    "Checkpoint directory, Hugging Face id (org/name or org/name@revision), or 'tiny' (embedded)."
+)
+"""Help of every option that names a model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldsOf:
