@@ -45,16 +45,16 @@ LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0}
 
 
 def checkpoint_dir(model: str | Path) -> Path:
-    """Return the checkpoint directory of a model; a Hugging Face model is downloaded if need be.
+    """Return a model's directory or GGUF file; a Hugging Face model is downloaded if need be.
 
     Args:
-        model: a directory, which may begin with ``~``; ``org/name`` or ``org/name@revision``, a
-            model of the Hugging Face Hub; or ``"tiny"``, the embedded model. A directory that
-            exists has precedence over an id.
+        model: a directory or a GGUF file, which may begin with ``~``; ``org/name`` or
+            ``org/name@revision``, a model of the Hugging Face Hub; or ``"tiny"``, the embedded
+            model. A directory that exists has precedence over an id.
 
     Raises:
-        ConfigError: there is no such directory or model, it cannot be read or downloaded, or it
-            has no ``config.json``.
+        ConfigError: there is no such directory, file or model, it cannot be read or downloaded,
+            or the directory has no ``config.json``.
     """
     if model == EMBEDDED_MODEL:
         return Path(str(resources.files("mrv1.models") / EMBEDDED_MODEL))
@@ -63,16 +63,21 @@ def checkpoint_dir(model: str | Path) -> Path:
     try:
         path = Path(model).expanduser()
         is_directory, has_config = path.is_dir(), (path / "config.json").is_file()
+        is_file = path.is_file()
     except (OSError, RuntimeError) as error:  # RuntimeError: no such user after the ~
         raise ConfigError(
             f"model: expected a readable directory, got {str(model)!r}: {error}"
         ) from error
+    if path.suffix == ".gguf" and not is_directory:
+        if not is_file:
+            raise ConfigError(f"model: expected a GGUF file, got {str(model)!r}, no such file")
+        return path
     if not is_directory and is_hub_id(str(model)):
         path = snapshot_dir(str(model))
         is_directory, has_config = True, (path / "config.json").is_file()
     if not is_directory:
         raise ConfigError(
-            f"model: expected a checkpoint directory, a Hugging Face id or "
+            f"model: expected a checkpoint directory, GGUF file, Hugging Face id or "
             f"{EMBEDDED_MODEL!r}, got {str(model)!r}"
         )
     if not has_config:
@@ -92,8 +97,8 @@ class EngineConfig:
     """
 
     model: str
-    """Checkpoint directory; ``org/name`` or ``org/name@revision``, a model of the Hugging Face
-    Hub, downloaded if it is not in the cache; or ``tiny``, the embedded model."""
+    """Checkpoint directory or GGUF file; ``org/name`` or ``org/name@revision``, a model of the
+    Hugging Face Hub, downloaded if it is not in the cache; or ``tiny``, the embedded model."""
     dtype: DtypeName = "auto"
     """Type of weights and activations; ``auto`` is the checkpoint's own on a GPU and float32 on a
     CPU. float64 runs on a CPU only."""

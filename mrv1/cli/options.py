@@ -17,7 +17,8 @@ from mrv1.errors import ConfigError
 from mrv1.options import field_docs, parameters
 
 MODEL_HELP = (
-    "Checkpoint directory, Hugging Face id (org/name or org/name@revision), or 'tiny' (embedded)."
+    "Checkpoint directory, GGUF file, Hugging Face id (org/name or org/name@revision), or 'tiny' "
+    "(embedded)."
 )
 """Help of every option that names a model."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
+from mrv1.models.gguf_file import GGUFFile, is_gguf, tokenizer_source
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these files serves token ids only."""
@@ -46,12 +47,14 @@ class Tokenizer:
         self._byte_of_token: dict[int, int] = {}
         self._gives_text: dict[int, bool] = {}
         """Token -> whether it gives text, as ``_text_tokens`` has found out."""
-        if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if path is None or not _has_tokenizer(path):
             return
         from transformers import AutoTokenizer  # takes a second: only if there is a tokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                **tokenizer_source(path), local_files_only=True
+            )
         except Exception as error:  # the tokenizers package raises its own types
             raise ConfigError(
                 f"tokenizer: cannot load the one in {str(path)!r}: {error}"
@@ -149,6 +152,12 @@ class Tokenizer:
             return None
         text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
+
+
+def _has_tokenizer(path: Path) -> bool:
+    if is_gguf(path):
+        return GGUFFile(path).has_tokenizer
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _check_unicode(name: str, text: str) -> None:

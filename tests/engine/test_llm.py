@@ -542,7 +542,8 @@ def test_a_closed_engine_refuses_requests(checkpoint):
     [
         (
             {"model": "/nowhere"},
-            "model: expected a checkpoint directory, a Hugging Face id or 'tiny', got '/nowhere'",
+            "model: expected a checkpoint directory, GGUF file, Hugging Face id or 'tiny', "
+            "got '/nowhere'",
         ),
         ({"block_size": 20}, r"block_size: expected one of \(16, 32, 64, 128\), got 20"),
         ({"dtype": "int8"}, "dtype: expected one of"),
