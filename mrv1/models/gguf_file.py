@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,25 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and not path.is_dir()
 
 
+def open_gguf(path: Path) -> GGUFFile:
+    """Return a GGUF file; the last one stays open, as reading a vocabulary takes seconds.
+
+    Raises:
+        ConfigError: the file cannot be read, or its architecture is not supported.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path.name}: not a readable GGUF file: {error}") from error
+    return _open(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=1)
+def _open(path: Path, mtime_ns: int, size: int) -> GGUFFile:
+    """Return a GGUF file; time and size make a file that has changed another key."""
+    return GGUFFile(path)
+
+
 class GGUFFile:
     """An open GGUF file, memory-mapped: a tensor is read and dequantized when it is asked for.
 
@@ -80,6 +99,11 @@ class GGUFFile:
                 f"general.architecture: expected one of {', '.join(FAMILIES)}, "
                 f"got {self.architecture!r}"
             )
+        self.has_tokenizer = "tokenizer.ggml.tokens" in self._reader.fields
+        """Whether the file contains a vocabulary."""
+        for key in [key for key in self._reader.fields if key.startswith("tokenizer.ggml.")]:
+            if not key.endswith("_token_id"):
+                del self._reader.fields[key]  # tens of MB; transformers reads them itself
         self._tensors = {
             _hugging_face_name(tensor.name): tensor
             for tensor in self._reader.tensors
@@ -90,11 +114,6 @@ class GGUFFile:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor, by its name in a Hugging Face checkpoint."""
         return {name: _shape(tensor) for name, tensor in self._tensors.items()}
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the file contains a vocabulary."""
-        return "tokenizer.ggml.tokens" in self._reader.fields
 
     def unsupported_quantizations(self) -> list[str]:
         """Return the names of the file's quantizations that cannot be dequantized."""
@@ -195,7 +214,7 @@ class GGUFFile:
         self, theta: float, head_dim: int, factors: np.ndarray[Any, np.dtype[np.float32]]
     ) -> dict[str, Any]:
         """Return the ``llama3`` settings that give ``factors``, which divide the frequencies."""
-        settings = {"factor": float(factors.max()), **_LLAMA3}
+        settings: dict[str, Any] = {"factor": float(factors.max()), **_LLAMA3}
         rope = partial(RopeConfig, theta=theta, rotary_dim=head_dim)
         plain = inverse_frequencies(rope())
         scaled = inverse_frequencies(rope(rope_type="llama3", **settings))

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from mrv1.errors import ConfigError
 from mrv1.models.files import read_json
-from mrv1.models.gguf_file import GGUFFile, is_gguf
+from mrv1.models.gguf_file import is_gguf, open_gguf
 
 SINGLE_FILE = "model.safetensors"
 """The whole model in one file; looked for first, as transformers does."""
@@ -53,7 +53,7 @@ def open_shard(file: Path) -> Iterator[Any]:
         ConfigError: the file is missing, truncated or of another format.
     """
     if is_gguf(file):
-        yield GGUFFile(file)
+        yield open_gguf(file)
         return
     try:
         with safe_open(file, framework="pt", device="cpu") as shard:
@@ -100,7 +100,7 @@ def _read_header(scan: Scan, file: Path) -> None:
 
 def _read_gguf(scan: Scan, file: Path) -> None:
     try:
-        content = GGUFFile(file)
+        content = open_gguf(file)
     except ConfigError as error:
         scan.problems.append(str(error))
         return
