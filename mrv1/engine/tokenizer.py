@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
+from mrv1.models.gguf_file import is_gguf, open_gguf, tokenizer_source
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these files serves token ids only."""
@@ -61,12 +62,14 @@ class Tokenizer:
         self._joined: frozenset[int] = frozenset()
         """Added tokens: no space is written between two of them."""
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
-        if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if path is None or not _has_tokenizer(path):
             return
         from transformers import AutoTokenizer  # takes a second: only if there is a tokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                **tokenizer_source(path), local_files_only=True
+            )
         except Exception as error:  # the tokenizers package raises its own types
             raise ConfigError(
                 f"tokenizer: cannot load the one in {str(path)!r}: {error}"
@@ -272,6 +275,12 @@ class Tokenizer:
 
 NO_TOKENIZER = Tokenizer(None)
 """Gives no text."""
+
+
+def _has_tokenizer(path: Path) -> bool:
+    if is_gguf(path):
+        return open_gguf(path).has_tokenizer
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _check_unicode(name: str, text: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
 from mrv1.models.files import raise_problems, read_json
+from mrv1.models.gguf_file import is_gguf, open_gguf
 from mrv1.models.hf_config import model_fields, support_problems, token_ids
 from mrv1.models.rope import RopeConfig
 
@@ -108,18 +109,23 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
-        """Read the configuration of a Hugging Face checkpoint directory (or ``"tiny"``).
+        """Read the configuration of a model: whatever ``EngineConfig.model`` may be.
 
-        Only files in the directory are read, and no code of the checkpoint runs.
+        Only files of the checkpoint are read, and no code of the checkpoint runs.
 
         Raises:
-            ConfigError: the directory or one of its JSON files cannot be read, or the model is
-                not supported; the message lists every reason.
+            ConfigError: the checkpoint or one of its files cannot be read, or the model is not
+                supported; the message lists every reason.
         """
         from transformers import AutoConfig  # takes seconds to import: only loading pays for it
 
         directory = checkpoint_dir(path)
         where = f"checkpoint {str(directory)!r}"
+        if is_gguf(directory):
+            try:
+                return cls.from_hf(open_gguf(directory).config())
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from error
         raise_problems(where, support_problems(read_json(directory / "config.json")))
         try:
             hf_config = AutoConfig.from_pretrained(

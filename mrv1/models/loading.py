@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint straight into the decoder's tensors on the device."""
+"""Load a checkpoint straight into the decoder's tensors on the device."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ def load_model(
     parallel: ParallelContext | None = None,
     deterministic: bool = False,
 ) -> DecoderModel:
-    """Return the decoder of a checkpoint directory, its weights on ``device`` in ``dtype``.
+    """Return the decoder of a checkpoint, its weights on ``device`` in ``dtype``.
 
     Every tensor is copied once, from the memory-mapped file into its place in the fused weights:
-    the model is never in memory twice.
+    the model is never in memory twice. Tensors of a GGUF file are dequantized one by one.
 
     Args:
-        path: a Hugging Face checkpoint with safetensors weights, in one file or in shards.
+        path: whatever ``EngineConfig.model`` may be: a Hugging Face checkpoint with safetensors
+            weights, in one file or in shards, or a GGUF file.
         device: where the weights go.
         dtype: float32, float16, bfloat16 or (reference ops only) float64.
         ops: the ops that ``select_ops`` returned for the device.

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's safetensors files, from the headers, and the files' problems."""
+"""The tensors of a checkpoint's files, from the headers, and the files' problems."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from mrv1.errors import ConfigError
 from mrv1.models.files import read_json
+from mrv1.models.gguf_file import is_gguf, open_gguf
 
 SINGLE_FILE = "model.safetensors"
 """The whole model in one file; looked for first, as transformers does."""
@@ -25,11 +26,11 @@ class TensorEntry:
     """One tensor of a checkpoint."""
 
     file: Path
-    """The safetensors file that contains the tensor."""
+    """The safetensors or GGUF file that contains the tensor."""
     shape: tuple[int, ...]
     """Its shape."""
     dtype: str
-    """Its dtype as safetensors names it, for example ``BF16``."""
+    """Its dtype as safetensors names it, for example ``BF16``; ``F32`` once dequantized."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,11 +47,14 @@ class Scan:
 
 @contextmanager
 def open_shard(file: Path) -> Iterator[Any]:
-    """Open a safetensors file (memory-mapped: a tensor is read when it is asked for).
+    """Open a safetensors or GGUF file (memory-mapped: a tensor is read when it is asked for).
 
     Raises:
-        ConfigError: the file is missing, truncated or not a safetensors file.
+        ConfigError: the file is missing, truncated or of another format.
     """
+    if is_gguf(file):
+        yield open_gguf(file)
+        return
     try:
         with safe_open(file, framework="pt", device="cpu") as shard:
             yield shard
@@ -59,8 +63,11 @@ def open_shard(file: Path) -> Iterator[Any]:
 
 
 def scan_checkpoint(directory: Path) -> Scan:
-    """Return the tensors of the safetensors files in ``directory``, and every problem found."""
+    """Return the tensors of a checkpoint directory or GGUF file, and every problem found."""
     scan = Scan()
+    if is_gguf(directory):
+        _read_gguf(scan, directory)
+        return scan
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
         _read_header(scan, single)
@@ -89,6 +96,26 @@ def _read_header(scan: Scan, file: Path) -> None:
                 )
     except ConfigError as error:
         scan.problems.append(str(error))
+
+
+def _read_gguf(scan: Scan, file: Path) -> None:
+    try:
+        content = open_gguf(file)
+    except ConfigError as error:
+        scan.problems.append(str(error))
+        return
+    unsupported = content.unsupported_quantizations()
+    if unsupported:
+        scan.problems.append(
+            "weights: expected quantizations that the gguf package can dequantize, got "
+            + ", ".join(unsupported)
+        )
+        return
+    scan.entries = {
+        name: TensorEntry(file=file, shape=shape, dtype="F32")
+        for name, shape in content.shapes.items()
+    }
+    scan.named = set(scan.entries)
 
 
 def _read_index(scan: Scan, index: Path) -> None:

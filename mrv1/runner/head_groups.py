@@ -7,6 +7,7 @@ from mrv1.errors import ConfigError
 from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.models import ModelConfig
 from mrv1.models.files import read_json
+from mrv1.models.gguf_file import is_gguf
 
 
 def resolve_head_groups(
@@ -37,8 +38,10 @@ def resolve_head_groups(
     if policy is None and config.head_policy is not None:
         policy = HeadPolicy.load(config.head_policy)
     if policy is None and is_checkpoint:
-        raw = read_json(checkpoint_dir(config.model) / "config.json")
-        policy = HeadPolicy.of_config(raw, len(windows), num_kv_heads)
+        path = checkpoint_dir(config.model)
+        if not is_gguf(path):
+            raw = read_json(path / "config.json")
+            policy = HeadPolicy.of_config(raw, len(windows), num_kv_heads)
     if policy is None:
         policy = HeadPolicy.of_layer_windows(windows, num_kv_heads)
     elif policy.num_kv_heads != num_kv_heads:

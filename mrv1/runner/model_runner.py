@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
@@ -118,6 +119,8 @@ class ModelRunner:
     ) -> None:
         """Build everything, with the runner's GPU as the current device."""
         config, device = self.config, self.device
+        if model is None:  # once: the directory of a Hugging Face id may change between two calls
+            config = self.config = replace(config, model=str(checkpoint_dir(config.model)))
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._fp8 = fp8_path(device) if is_fp8 else None  # fails before anything loads
         ops = select_ops(self.path)
@@ -125,9 +128,7 @@ class ModelRunner:
             ops = synced(ops, device)
         # Small files come before the weights: an error in one fails at once, not minutes later.
         self.model_config = model_config = (
-            ModelConfig.from_pretrained(checkpoint_dir(config.model))
-            if model is None
-            else model.config
+            ModelConfig.from_pretrained(config.model) if model is None else model.config
         )
         self.max_model_len = resolve_max_model_len(
             config.max_model_len, model_config.max_model_len
@@ -149,7 +150,7 @@ class ModelRunner:
             else None
         )
         self.model = model or load_model(
-            checkpoint_dir(config.model),
+            config.model,
             device=device,
             dtype=resolve_dtype(config.dtype, model_config.torch_dtype, device),
             ops=ops,

@@ -134,7 +134,8 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
     [
         (
             ["--model", "/nowhere"],
-            "model: expected a checkpoint directory or 'tiny', got '/nowhere'",
+            "model: expected a checkpoint directory, GGUF file, Hugging Face id or 'tiny', "
+            "got '/nowhere'",
         ),
         (["--max-tokens", "0"], "max_tokens: expected an integer >= 1 or None, got 0"),
         (

@@ -542,7 +542,8 @@ def test_a_closed_engine_refuses_requests(checkpoint):
     [
         (
             {"model": "/nowhere"},
-            "model: expected a checkpoint directory or 'tiny', got '/nowhere'",
+            "model: expected a checkpoint directory, GGUF file, Hugging Face id or 'tiny', "
+            "got '/nowhere'",
         ),
         ({"block_size": 20}, r"block_size: expected one of \(16, 32, 64, 128\), got 20"),
         ({"dtype": "int8"}, "dtype: expected one of"),
@@ -551,7 +552,10 @@ def test_a_closed_engine_refuses_requests(checkpoint):
             {"max_model_len": 1000},
             r"max_model_len: expected <= 512 \(the model's context\), got 1000",
         ),
-        ({"model": ""}, "model: expected a checkpoint directory, got an empty name"),
+        (
+            {"model": ""},
+            "model: expected a checkpoint directory or an id, got an empty name",
+        ),
         ({"block_size": 16.0}, r"block_size: expected one of \(16, 32, 64, 128\), got 16.0"),
         ({"max_model_len": 1}, "max_model_len: expected an integer >= 2"),
         ({"max_num_seqs": 0}, "max_num_seqs: expected an integer >= 1 that fits int32, got 0"),

@@ -1,0 +1,280 @@
+"""GGUF files equal transformers: each family, rope and quantization; the tokenizer; each refusal.
+
+The files are written by the gguf package, with the names and the order of rows of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from mrv1 import LLM, ConfigError, SamplingParams
+from mrv1.config import checkpoint_dir
+from mrv1.kernels.registry import select_ops
+from mrv1.models import ModelConfig, load_model
+from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.families import ROPES, expected_logits, random_model, tiny_config
+
+gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
+
+ARCHITECTURE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+QUANTIZATIONS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""The quantizations that gguf writes for rows of 64 and 96 values, too."""
+PROMPT = [(7 * i) % 160 for i in range(90)]
+TINY = checkpoint_dir("tiny")
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    quantization: str = "F32",
+    tokenizer: Path | None = None,
+    edit: Callable[[Any], None] = lambda writer: None,
+) -> None:
+    """Write ``model`` as llama.cpp does; the model gets the values that the file has."""
+    config = model.config
+    name = ARCHITECTURE[config.model_type]
+    kind = gguf.GGMLQuantizationType[quantization]
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_name("a test")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    _write_rope(writer, config)
+    if tokenizer is not None:
+        _write_tokenizer(writer, tokenizer)
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if key == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            data = _stored(tensor, kind) if tensor.dim() == 2 else tensor.numpy()
+            if tensor.dim() == 2:
+                shape = tuple(tensor.shape)
+                tensor.copy_(torch.from_numpy(gguf.dequantize(data, kind).reshape(shape).copy()))
+            if name == "llama" and (".q_proj." in key or ".k_proj." in key):
+                heads = config.num_attention_heads if ".q_" in key else config.num_key_value_heads
+                data = _permuted(data, heads)
+            writer.add_tensor(
+                names.get_name(key, try_suffixes=(".weight", ".bias")),
+                np.ascontiguousarray(data),
+                raw_dtype=kind if tensor.dim() == 2 else None,
+            )
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _stored(tensor: torch.Tensor, kind: Any) -> np.ndarray:
+    return gguf.quantize(tensor.numpy(), kind)
+
+
+def _permuted(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """``LlamaModel.permute`` of llama.cpp's conversion script."""
+    halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _write_rope(writer: Any, config: Any) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _write_tokenizer(writer: Any, directory: Path) -> None:
+    content = json.loads((directory / "tokenizer.json").read_text("utf-8"))
+    special = {token["content"] for token in content["added_tokens"] if token["special"]}
+    vocab = content["model"]["vocab"] | {t["content"]: t["id"] for t in content["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+
+
+def logits_of(path: Path, prompt: list[int] = PROMPT) -> torch.Tensor:
+    model = load_model(
+        path, device="cpu", dtype=torch.float32, ops=select_ops("reference"), progress=False
+    )
+    driver = PagedDriver(model, block_size=16, num_blocks=blocks_needed([prompt], 16), seed=0)
+    return driver.logits([prompt], 32)[0]
+
+
+def check_equal(path: Path, oracle: PreTrainedModel) -> None:
+    torch.testing.assert_close(logits_of(path), expected_logits(oracle, PROMPT), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURE)
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn"])
+def test_every_family_equals_transformers(tmp_path, family, rope):
+    oracle = random_model(tiny_config(family, rope))
+    write_gguf(tmp_path / "model.gguf", oracle)
+    check_equal(tmp_path / "model.gguf", oracle)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("llama", {"head_dim": 16}),
+        ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+        ("qwen3", {"head_dim": 48}),
+    ],
+)
+def test_optional_settings_equal_transformers(tmp_path, family, settings):
+    oracle = random_model(tiny_config(family, **settings))
+    write_gguf(tmp_path / "model.gguf", oracle)
+    check_equal(tmp_path / "model.gguf", oracle)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_every_quantization_equals_transformers_own_load(tmp_path, quantization):
+    """Once with the dequantized values in the model, once as transformers reads the file."""
+    path = tmp_path / "model.gguf"
+    oracle = random_model(tiny_config("llama"))
+    write_gguf(path, oracle, quantization=quantization)
+    check_equal(path, oracle)
+    theirs = random_model(tiny_config("llama"), seed=1)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)["tensors"]
+    theirs.load_state_dict(tensors)
+    check_equal(path, theirs)
+
+
+def test_the_factors_of_llama3_rope_become_its_settings(tmp_path):
+    settings = ROPES["llama3"] | {"original_max_position_embeddings": 8192}
+    config = tiny_config("llama", head_dim=64, rope_parameters=dict(settings))
+    oracle = random_model(config)
+    plain = settings["rope_theta"] ** -(np.arange(0, 64, 2) / 64)
+    factors = (plain / oracle.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert len(set(factors.tolist())) > 3
+
+    write_gguf(
+        tmp_path / "model.gguf",
+        oracle,
+        edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors),
+    )
+    assert ModelConfig.from_pretrained(tmp_path / "model.gguf").rope.factor == 8
+    check_equal(tmp_path / "model.gguf", oracle)
+    write_gguf(
+        tmp_path / "other.gguf",
+        oracle,
+        edit=lambda writer: writer.add_tensor("rope_freqs.weight", factors + 0.1),
+    )
+    with pytest.raises(ConfigError, match=r"rope_freqs.weight: expected the factors of llama3"):
+        ModelConfig.from_pretrained(tmp_path / "other.gguf")
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """The embedded model as a file with 8-bit weights and a tokenizer, and transformers' model."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny-q8.gguf"
+    oracle = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    write_gguf(path, oracle, quantization="Q8_0", tokenizer=TINY)
+    return path, oracle.eval()
+
+
+def test_greedy_tokens_and_text_equal_transformers(tiny_gguf):
+    path, oracle = tiny_gguf
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    prompts = ["ROMEO:", "What is the matter?", "\nKING HENRY:\nI"]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    with LLM(str(path), device="cpu", max_num_seqs=4, num_kv_blocks=32) as llm:
+        outputs = llm.generate(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = oracle.generate(
+            ids, max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None
+        )[0, ids.shape[1] :]
+        assert list(output.outputs[0].token_ids) == expected.tolist()
+        assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_a_file_names_its_end_tokens_and_dtype(tiny_gguf, tmp_path):
+    config = ModelConfig.from_pretrained(tiny_gguf[0])
+    assert config.eos_token_ids == (0,)
+    assert config.torch_dtype == torch.bfloat16
+    write_gguf(tmp_path / "f16.gguf", random_model(tiny_config("llama")), quantization="F16")
+    assert ModelConfig.from_pretrained(tmp_path / "f16.gguf").torch_dtype == torch.float16
+
+
+def test_a_file_without_a_tokenizer_takes_token_ids(tmp_path):
+    write_gguf(tmp_path / "model.gguf", random_model(tiny_config("llama")))
+    with LLM(str(tmp_path / "model.gguf"), device="cpu", num_kv_blocks=16) as llm:
+        output = llm.generate([1, 2, 3], SamplingParams(max_tokens=2))[0]
+        assert len(output.outputs[0].token_ids) == 2
+        with pytest.raises(ValueError, match=r"model.gguf' has no tokenizer, got text"):
+            llm.generate("text")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda w: w.add_expert_count(8), "llama.expert_count: expected 0 or none, got 8"),
+        (lambda w: w.add_sliding_window(64), "attention.sliding_window: expected 512 or none"),
+        (
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+            "llama.rope.scaling.type: expected none, linear or yarn, got 'longrope'",
+        ),
+        (
+            lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32)),
+            "blk.0.attn_sinks.weight: surplus",
+        ),
+        (
+            lambda w: w.add_tensor("blk.0.x.weight", np.zeros(4, np.int8)),
+            "quantizations that the gguf package can dequantize, got I8",
+        ),
+    ],
+)
+def test_a_file_that_cannot_run_is_refused(tmp_path, edit, message):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_model(tiny_config("llama")), edit=edit)
+    check_refused(path, message)
+
+
+def test_another_family_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    message = "general.architecture: expected one of llama, qwen2, qwen3, got 'gemma2'"
+    check_refused(tmp_path / "model.gguf", message)
+
+
+def test_a_damaged_file_is_refused(tmp_path, tiny_gguf):
+    content = tiny_gguf[0].read_bytes()
+    path = tmp_path / "model.gguf"
+    for damaged in (b"", b"no such format", content[:1000], content[: len(content) // 2]):
+        path.write_bytes(damaged)
+        check_refused(path, "model.gguf: not a readable GGUF file")
+    check_refused(tmp_path / "none.gguf", "model: expected a GGUF file, got .*none.gguf")
+
+
+def check_refused(path: Path, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(str(path), device="cpu", num_kv_blocks=16)
+    assert "\n" not in str(caught.value)
