@@ -53,7 +53,7 @@ def test_every_make_target_exists():
 
 def test_every_command_and_option_exists():
     lines = re.findall(r"^ {4}(mrv1 .*?)(?: +#.*)?$", README, re.M)
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         words = [word for word in re.sub(r'"[^"]*"', "", line).split()[1:] if word.islower()]
         command = [word for word in words if not word.startswith("-") and "." not in word]

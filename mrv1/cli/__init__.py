@@ -1,4 +1,4 @@
-"""The ``mrv1`` command: generate, calibrate, doctor, bench.
+"""The ``mrv1`` command: generate, chat, calibrate, doctor, bench.
 
 Modules of commands import torch, so each is imported when its command runs.
 """
@@ -17,6 +17,10 @@ from mrv1.cli.help import Command, Group
 
 COMMANDS = {
     "generate": ("generate.generate", "Continue a prompt, or every prompt of a JSONL file."),
+    "chat": (
+        "chat.chat",
+        "Talk with a model. /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends.",
+    ),
     "calibrate": (
         "calibrate.calibrate_command",
         "Find the KV heads that need the whole context; the others may stream.",

@@ -21,7 +21,10 @@ from mrv1.errors import ConfigError, Mrv1Error, RequestError
 from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import short
 
-KEYS = (*PROMPT_KEYS, "request_id", "sampling_params")
+INPUT_KEYS = (*PROMPT_KEYS, "messages")
+"""Keys of which a line has one: what the model continues or answers."""
+
+KEYS = (*INPUT_KEYS, "request_id", "sampling_params")
 """Keys that a line may have."""
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
@@ -38,7 +41,7 @@ class Line:
     request_id: str | None = None
     """The user's name for the request; only copied into the result."""
     prompt: Mapping[str, Any] | None = None
-    """``prompt`` or ``prompt_token_ids``; the engine checks them."""
+    """``prompt``, ``prompt_token_ids`` or ``messages``; the engine checks them."""
     params: SamplingParams | None = None
     error: Mrv1Error | None = None
 
@@ -92,7 +95,7 @@ def _parse(number: int, raw: bytes, sampling: Mapping[str, Any]) -> Line:
         unknown = sorted(record.keys() - set(KEYS))
         if unknown:
             raise RequestError(f"expected keys among {', '.join(KEYS)}; got {short(unknown)}")
-        prompt = {key: record[key] for key in PROMPT_KEYS if key in record}
+        prompt = {key: record[key] for key in INPUT_KEYS if key in record}
         params = _params(record.get("sampling_params", {}), sampling)
     except RequestError as error:
         return Line(number=number, request_id=request_id, error=error)
@@ -194,9 +197,14 @@ def run_batch(
 
 def _add(llm: LLM, line: Line) -> RequestError | None:
     """Queue a line with its number as request id; return the error if ``llm`` refuses it."""
+    prompt = line.prompt or {}
     try:
+        if "messages" in prompt and len(prompt) > 1:
+            raise RequestError(f"expected one of {', '.join(INPUT_KEYS)}; got {list(prompt)}")
         llm.add_request(
-            line.prompt or {}, line.params or SamplingParams(), request_id=str(line.number)
+            llm.chat_prompt(prompt["messages"]) if "messages" in prompt else prompt,
+            line.params or SamplingParams(),
+            request_id=str(line.number),
         )
     except RequestError as error:
         return error

@@ -55,9 +55,9 @@ def generate(
         Path | None,
         typer.Option(
             "--input",
-            help='File of prompts, or - for stdin, one JSON object per line: "prompt" or '
-            '"prompt_token_ids", and optionally "sampling_params" and "request_id". A field that '
-            "is null counts as absent; blank lines are skipped.",
+            help='File of prompts, or - for stdin, one JSON object per line: "prompt", '
+            '"prompt_token_ids" or "messages", and optionally "sampling_params" and "request_id". '
+            "A field that is null counts as absent; blank lines are skipped.",
         ),
     ] = None,
     output_file: Annotated[

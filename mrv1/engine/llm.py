@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 from mrv1.config import EngineConfig, checkpoint_dir
+from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
 from mrv1.engine.core import EngineCore, Metrics
 from mrv1.engine.guards import Turns, in_turn, recovers
 from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
-from mrv1.engine.tokenizer import Tokenizer
+from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
 from mrv1.errors import RequestError
 from mrv1.headwise import HeadPolicy
 from mrv1.options import env_fields, takes
@@ -155,7 +156,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yield the output of one prompt as it grows; the last output is finished.
 
         The request is queued at the first ``next``; a consumer that stops early aborts it.
@@ -178,6 +179,105 @@ class LLM:
                     yield output
         finally:
             self._give_up(rows)
+
+    # --- conversations --------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any] | Callable[..., object]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the model's answers to conversations, in their order.
+
+        Args:
+            messages: one conversation, a list of dicts with ``role`` and ``content``, or a list
+                of conversations. A content is text or a list of text parts, joined by newlines.
+                A message with ``tool_calls`` needs no content.
+            sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
+            use_tqdm: show a progress bar for a list of conversations, as in ``generate``.
+            chat_template: the template's text; None = the checkpoint's own.
+            add_generation_prompt: end each prompt with the beginning of a new answer.
+            continue_final_message: continue the last message instead; needs
+                ``add_generation_prompt=False``.
+            tools: tools that the template describes to the model, as JSON schemas or functions.
+            chat_template_kwargs: more variables for the template.
+
+        Raises:
+            RequestError: there is no tokenizer or no template, the template cannot be parsed, or a
+                single conversation was refused. In a list a failed conversation is returned
+                finished with ``error`` set; the others continue.
+            StepError: the step of a single conversation failed, or the GPU has failed before.
+        """
+        batch, single = split_conversations(messages)
+        template = ChatTemplate(
+            tokenizer=self._tokenizer,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        if single:
+            return self.generate(template.prompt(messages), sampling_params, use_tqdm=use_tqdm)
+        params = _params_per_prompt(sampling_params, len(batch))
+        prompts: dict[int, ChatPrompt] = {}
+        errors: dict[int, RequestError] = {}
+        for row, conversation in enumerate(batch):
+            try:
+                prompts[row] = template.prompt(conversation)
+            except ChatTemplateError:
+                raise
+            except RequestError as error:
+                errors[row] = error
+        outputs = iter(
+            self.generate(
+                list(prompts.values()), [params[row] for row in prompts], use_tqdm=use_tqdm
+            )
+        )
+        return [
+            _refused(self._new_id(), errors[row]) if row in errors else next(outputs)
+            for row in range(len(batch))
+        ]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield the answer to one conversation as it grows, as ``stream`` does.
+
+        Args:
+            messages: the conversation.
+            sampling_params: None = ``SamplingParams()``.
+            **options: how the conversation becomes a prompt, as in ``chat``.
+
+        Raises:
+            RequestError: as in ``chat``; at once if the conversation has no prompt.
+            StepError: a step of the request failed, or the GPU has failed before.
+        """
+        return self.stream(self.chat_prompt(messages, **options), sampling_params)
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
+        """Return one conversation as the prompt that the chat template writes.
+
+        ``generate``, ``stream`` and ``add_request`` add no special tokens to this prompt.
+
+        Args:
+            messages: the conversation.
+            **options: as in ``chat``.
+
+        Raises:
+            RequestError: as in ``chat``.
+        """
+        return ChatTemplate(tokenizer=self._tokenizer, **options).prompt(messages)
 
     # --- step by step ---------------------------------------------------------------------
 

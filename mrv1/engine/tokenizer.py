@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,16 @@ before them may be the rest of an earlier character: 12 tokens, if each token is
 
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
 """A byte that is not part of a character, after a decoding with ``surrogateescape``."""
+
+
+class ChatPrompt(str):
+    """A prompt that a chat template has written: its special tokens are part of the text."""
+
+    __slots__ = ()
+
+
+class ChatTemplateError(RequestError):
+    """A chat template that cannot be parsed, so that no conversation has a prompt."""
 
 
 class Tokenizer:
@@ -74,6 +84,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the special tokens that the checkpoint adds.
 
+        To a ``ChatPrompt`` none are added: its template has written them.
+
         Raises:
             RequestError: the checkpoint has no tokenizer, or the text is not valid Unicode.
         """
@@ -83,8 +95,64 @@ class Tokenizer:
                 "got text"
             )
         _check_unicode("prompt", text)
-        ids: list[int] = self._tokenizer.encode(text)
+        ids: list[int] = self._tokenizer.encode(
+            str(text), add_special_tokens=not isinstance(text, ChatPrompt)
+        )
         return ids
+
+    def check_chat_template(self, chat_template: str | None) -> None:
+        """Raise unless there is a tokenizer, and a template: ``chat_template`` or its own.
+
+        Raises:
+            RequestError: the tokenizer or the template is missing.
+        """
+        if self._tokenizer is None:
+            raise RequestError(
+                f"messages: expected a checkpoint with a tokenizer, got {str(self._path)!r}, "
+                "which has none"
+            )
+        if chat_template is None and not self._tokenizer.chat_template:
+            raise RequestError(
+                f"chat_template: expected one, because {str(self._path)!r} has none of its own, "
+                "got None; pass a template (mrv1 chat: --chat-template FILE), or take a model "
+                "that was trained for chat"
+            )
+
+    def chat_prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: list[Any] | None,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> ChatPrompt:
+        """Return a conversation as the chat template writes it.
+
+        Raises:
+            RequestError: the template refuses the conversation or fails.
+            ChatTemplateError: the template cannot be parsed.
+        """
+        from jinja2 import TemplateError, TemplateSyntaxError  # transformers imports it as late
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **variables,
+            )
+        except Exception as error:  # a template is a program: it may fail in any way
+            reason = " ".join(str(error).split())
+            if not isinstance(error, TemplateError):
+                reason = f"{type(error).__name__}: {reason}"
+            kind = ChatTemplateError if isinstance(error, TemplateSyntaxError) else RequestError
+            raise kind(f"chat_template: {reason}") from error
+        return ChatPrompt(text)
 
     def encode_word(self, text: str) -> list[int]:
         """Return the token ids of a part of a text, without special tokens.

@@ -1,0 +1,304 @@
+"""``mrv1 chat``: a conversation with a model in the terminal."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from mrv1.cli.console import FAILURE, say, show
+from mrv1.cli.generate import Engine
+from mrv1.cli.options import FieldsOf, command
+from mrv1.engine import LLM, RequestOutput
+from mrv1.errors import ConfigError, Mrv1Error, RequestError
+from mrv1.sampler import SamplingParams
+
+HELP = """\
+/reset        forget the conversation, but not the system message
+/system TEXT  set the system message; without TEXT: remove it
+/stats        tokens, tokens/s and time to first token of the last answer
+/exit         end, as Ctrl-D does
+A line that ends with a backslash continues on the next line. A space before / makes it a message.
+Ctrl-C stops an answer."""
+
+PROMPT, CONTINUED = "> ", ". "
+
+Sampling = Annotated[
+    dict[str, Any],
+    FieldsOf(
+        cls=SamplingParams,
+        panel="Sampling",
+        defaults={"max_tokens": 1024},
+        help={"max_tokens": "Generate at most this many tokens in an answer."},
+        without=(
+            # No option can hold their values, or an answer does not show their effect.
+            "n", "logprobs", "logprob_token_ids", "prompt_logprobs",
+            "logit_bias", "stop_token_sequences", "bad_words_token_ids", "structured_output",
+        ),
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What ``/stats`` tells of one answer."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    seconds: float
+    first_token_s: float | None
+
+    def line(self) -> str:
+        """Return the figures as one line."""
+        rate = self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+        line = (
+            f"{self.num_tokens} tokens in {self.seconds:.2f} s ({rate:.1f} tokens/s) after a "
+            f"prompt of {self.num_prompt_tokens} tokens"
+        )
+        if self.first_token_s is not None:
+            line += f" | time to first token {self.first_token_s * 1e3:.0f} ms"
+        return line
+
+
+@dataclass(slots=True)
+class Session:
+    """One conversation and its options."""
+
+    llm: LLM
+    params: SamplingParams
+    chat_template: str | None = None
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+    """The messages after the system message."""
+    last: Answer | None = None
+
+    def set_system(self, text: str | None) -> None:
+        """Set the system message; the conversation goes on.
+
+        Raises:
+            RequestError: the template has no place for it; the former message stays.
+        """
+        former, self.system = self.system, text
+        try:
+            self.llm.chat_prompt(
+                [*self._messages(), {"role": "user", "content": "Hello"}],
+                chat_template=self.chat_template,
+            )
+        except RequestError:
+            self.system = former
+            raise
+
+    def answer(self, text: str) -> None:
+        """Write the answer to a message to stdout as it comes.
+
+        Ctrl-C ends it, and the conversation then has what was written. A message that failed, or
+        was stopped before a text came, is not part of the conversation.
+
+        Raises:
+            Mrv1Error: the message was refused, or the request failed.
+        """
+        self.turns.append({"role": "user", "content": text})
+        written = ""
+        output: RequestOutput | None = None
+        try:
+            with (
+                _interruptible() as interrupts,
+                closing(
+                    self.llm.stream_chat(
+                        self._messages(), self.params, chat_template=self.chat_template
+                    )
+                ) as stream,
+            ):
+                for output in stream:
+                    new = output.outputs[0].text[len(written) :]
+                    written += new
+                    show(new, newline=False)
+                    if interrupts:
+                        break
+        except KeyboardInterrupt:  # a second Ctrl-C, before the next token came
+            pass
+        finally:
+            if written or (output is not None and output.finished):
+                show("")
+                self.turns.append({"role": "assistant", "content": written})
+            else:
+                self.turns.pop()
+            if output is not None:
+                self.last = _answer(output)
+        if output is None or not output.finished:
+            say("[stopped]")
+        elif output.outputs[0].finish_reason == "length":
+            say(f"[cut after {len(output.outputs[0].token_ids)} tokens]")
+
+    def _messages(self) -> list[dict[str, str]]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.turns]
+
+
+def _answer(output: RequestOutput) -> Answer | None:
+    metrics = output.metrics
+    if metrics is None:
+        return None
+    started, first = metrics.arrival_time, metrics.first_token_time
+    ended = time.perf_counter() if metrics.finish_time is None else metrics.finish_time
+    return Answer(
+        num_prompt_tokens=len(output.prompt_token_ids),
+        num_tokens=len(output.outputs[0].token_ids),
+        seconds=ended - started,
+        first_token_s=None if first is None else first - started,
+    )
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Collect Ctrl-C in a list inside; a second one raises ``KeyboardInterrupt``.
+
+    An answer that ends between two steps leaves the prefix cache as it is; an interrupt within a
+    step would empty it.
+    """
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        signals.append(number)
+        if len(signals) > 1:
+            raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGINT, note)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def _entered(stdin_is_terminal: bool) -> Iterator[str]:
+    """Yield what the user enters; lines that end with a backslash continue on the next line.
+
+    On a terminal, Ctrl-C drops a message that is being written; two in a row end the input.
+    """
+    parts: list[str] = []
+    interrupted = False
+    while True:
+        try:
+            line = _read_line(CONTINUED if parts else PROMPT, stdin_is_terminal)
+        except KeyboardInterrupt:
+            if not stdin_is_terminal or interrupted:
+                raise
+            interrupted = True
+            parts.clear()
+            say("\nCtrl-C again or Ctrl-D ends")
+            continue
+        interrupted = False
+        if line is not None and line.endswith("\\"):
+            parts.append(line[:-1])
+            continue
+        if line is not None:
+            parts.append(line)
+        message = "\n".join(parts)
+        parts.clear()
+        if message.strip():
+            yield message
+        if line is None:
+            return
+
+
+def _read_line(prompt: str, stdin_is_terminal: bool) -> str | None:
+    """Return the next line of stdin; None = there is none."""
+    if stdin_is_terminal:
+        try:
+            return input(prompt)
+        except EOFError:
+            say("")
+            return None
+    line = sys.stdin.readline()
+    return line.rstrip("\r\n") if line else None
+
+
+@command
+def chat(
+    model: Annotated[
+        str, typer.Option(help="Checkpoint directory of a model that was trained for chat.")
+    ],
+    sampling: Sampling,
+    engine: Engine,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="File with a chat template to use instead of the checkpoint's own.",
+        ),
+    ] = None,
+) -> None:
+    """Talk with a model. /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends.
+
+    If stdin is not a terminal, each of its lines is a message. Only the answers go to stdout. Exit
+    code 1: a message of stdin failed; 2: an argument, the model or the device cannot be used.
+    """
+    params = SamplingParams(**sampling)
+    template = None if chat_template is None else _read_template(chat_template)
+    if sys.stdin is None:  # the shell closed it
+        raise ConfigError("stdin: expected an open file, got a closed one")
+    on_terminal = sys.stdin.isatty()
+    if on_terminal:
+        with suppress(ImportError):  # a Python without readline: no history
+            import readline  # noqa: F401
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # fails one message, not the program
+    with LLM(model, **engine) as llm:
+        session = Session(llm, params, template)
+        session.set_system(system)
+        say(llm.describe())
+        if on_terminal:
+            say("/help lists the commands")
+        num_failed = 0
+        for message in _entered(on_terminal):
+            try:
+                if not message.startswith("/"):
+                    session.answer(message)
+                elif not _obey(session, *message[1:].partition(" ")[::2]):
+                    break
+            except Mrv1Error as error:
+                say(f"error: {error}")
+                num_failed += 1
+    if num_failed and not on_terminal:
+        raise typer.Exit(FAILURE)
+
+
+def _obey(session: Session, name: str, rest: str) -> bool:
+    """Run a command; return whether the conversation goes on.
+
+    Raises:
+        RequestError: there is no such command, or the template refuses the system message.
+    """
+    match name.strip():
+        case "exit":
+            return False
+        case "reset":
+            session.turns.clear()
+        case "system":
+            session.set_system(rest.strip() or None)
+        case "stats":
+            say("no answer yet" if session.last is None else session.last.line())
+        case "help":
+            say(HELP)
+        case _:
+            raise RequestError(f"expected a command that /help lists, got /{name}")
+    return True
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template: cannot read {str(path)!r}: {error}") from error
