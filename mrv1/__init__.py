@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UnsupportedDeviceError,
     )
     from mrv1.headwise import HeadPolicy
+    from mrv1.integrations.xgrammar import StructuredOutputsParams
     from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
     from mrv1.sampler import LogitsContext, LogitsProcessor, SamplingParams
 else:
@@ -39,6 +40,7 @@ else:
                 "UnsupportedDeviceError",
             ],
             "headwise": ["HeadPolicy"],
+            "integrations.xgrammar": ["StructuredOutputsParams"],
             "runner": ["AsyncOutput", "ModelRunner", "StepOutput", "StepPlan"],
             "sampler": ["LogitsContext", "LogitsProcessor", "SamplingParams"],
         },
@@ -65,6 +67,7 @@ __all__ = [
     "StepError",
     "StepOutput",
     "StepPlan",
+    "StructuredOutputsParams",
     "UnsupportedDeviceError",
     "__version__",
 ]

@@ -24,7 +24,7 @@ ENGINE, SAMPLING = fields(EngineConfig), fields(SamplingParams)
 
 IN_FILES_ALONE = {
     "n", "logprobs", "logprob_token_ids", "prompt_logprobs", "logit_bias", "stop_token_sequences",
-    "bad_words_token_ids", "structured_output",
+    "bad_words_token_ids", "structured_output", "structured_outputs", "detokenize",
 }  # fmt: skip
 """Sampling parameters that ``mrv1 generate`` has no options for."""
 

@@ -8,11 +8,12 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from mrv1 import LLM, RequestError, SamplingParams
+from mrv1 import LLM, RequestError, SamplingParams, StructuredOutputsParams
 from mrv1.config import checkpoint_dir
 
 pytest.importorskip("xgrammar", reason="not run: needs the extra 'structured'")
 
+from mrv1.cli.batch import read_lines
 from mrv1.integrations.xgrammar import XGrammar
 
 SCHEMA = json.dumps(
@@ -89,3 +90,91 @@ def test_a_grammar_that_does_not_compile_is_a_request_error(grammars):
         grammars.ebnf("nothing")
     with pytest.raises(RequestError, match="structured_output: expected a Grammar"):
         SamplingParams(structured_output="{}")
+
+
+# --- by vLLM's names -----------------------------------------------------------------------------
+
+CHOICES = ["Positive", "Negative", 'a "quoted" word', "two\nlines \\ \u4f60"]
+EBNF = 'root ::= "SELECT " column " FROM t"\ncolumn ::= "a" | "b"\n'
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("tiny", device="cpu", num_kv_blocks=64) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("form", "is_valid"),
+    [
+        ({"json": {"enum": ["yes", "no", 3]}}, lambda text: json.loads(text) in ("yes", "no", 3)),
+        ({"json": '{"type": "integer", "minimum": 10}'}, lambda text: json.loads(text) >= 10),
+        ({"regex": PATTERN}, lambda text: re.fullmatch(PATTERN, text) is not None),
+        ({"choice": CHOICES}, CHOICES.__contains__),
+        ({"choice": CHOICES[2:3]}, CHOICES[2:3].__contains__),
+        ({"choice": CHOICES[3:]}, CHOICES[3:].__contains__),
+        ({"grammar": EBNF}, lambda text: text in ("SELECT a FROM t", "SELECT b FROM t")),
+    ],
+)
+def test_structured_outputs_follow_their_form(llm, form, is_valid):
+    params = SamplingParams(
+        temperature=0.7, seed=1, max_tokens=120, n=2,
+        structured_outputs=StructuredOutputsParams(**form),
+    )  # fmt: skip
+    (output,) = llm.generate(["ROMEO:"], params, use_tqdm=False)
+    assert output.error is None
+    for completion in output.outputs:
+        assert completion.finish_reason == "stop"
+        assert is_valid(completion.text), completion.text
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "is_valid"),
+    [
+        ({"json_object": True}, '{"a": [1, null], "b": {}}', True),
+        ({"json_object": True}, "[1]", False),
+        ({"json": SCHEMA}, '{"name": "a", "age": 7}', True),
+        ({"json": json.loads(SCHEMA)}, '{"name": "a", "age": 7}', True),
+        ({"json": json.loads(SCHEMA)}, '{"name": "a", "age": 700}', False),
+    ],
+)
+def test_structured_outputs_accept_the_texts_of_their_form(form, text, is_valid):
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint_dir("tiny")))
+    matcher = StructuredOutputsParams(**form).compiled(tokenizer, len(tokenizer), None).matcher()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert all(map(matcher.accept, ids)) == is_valid
+
+
+@pytest.mark.parametrize(
+    "form", [{"json": "{"}, {"json": {"a": {1, 2}}}, {"regex": "("}, {"grammar": "no rules"}]
+)
+def test_text_that_is_no_grammar_fails_its_request_alone(llm, form):
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+    refused, other = llm.generate(
+        ["ROMEO:"] * 2, [bad, SamplingParams(max_tokens=3)], use_tqdm=False
+    )
+    assert isinstance(refused.error, RequestError)
+    assert str(refused.error).startswith("structured_outputs: ")
+    assert other.error is None
+    assert len(other.outputs[0].token_ids) == 3
+
+
+def test_a_line_of_jsonl_has_structured_outputs_as_an_object(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    form = {"choice": ["Positive", "Negative"]}
+    file.write_text(json.dumps({"prompt": "a", "sampling_params": {"structured_outputs": form}}))
+    (line,) = read_lines(file, {})
+    assert line.params == SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+
+
+def test_a_grammar_is_given_by_one_name(grammars):
+    form = StructuredOutputsParams(regex="a")
+    with pytest.raises(RequestError, match="structured_outputs: expected None with structured_o"):
+        SamplingParams(structured_outputs=form, structured_output=grammars.regex("a"))
+
+
+def test_the_engines_core_takes_compiled_grammars_only(llm):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(RequestError, match="structured_outputs: expected None, because only LLM"):
+        llm._engine.add_request("a", [1, 2], params)

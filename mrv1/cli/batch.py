@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mrv1.cli.report import Usage
 from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
 from mrv1.engine.llm import PROMPT_KEYS
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
+from mrv1.integrations.xgrammar import StructuredOutputsParams
 from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import short
 
@@ -134,6 +135,15 @@ def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
     bias = given.get("logit_bias")
     if isinstance(bias, dict):  # JSON keys are strings
         given = given | {"logit_bias": {_token_id(key): bias[key] for key in bias}}
+    form = given.get("structured_outputs")
+    if isinstance(form, dict):
+        try:
+            given = given | {"structured_outputs": StructuredOutputsParams(**form)}
+        except TypeError as error:  # an unknown name
+            names = ", ".join(each.name for each in fields(StructuredOutputsParams))
+            raise RequestError(
+                f"structured_outputs: expected one of {names}; got {short(sorted(form))}"
+            ) from error
     return SamplingParams(**{**sampling, **given})
 
 

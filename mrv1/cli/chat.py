@@ -41,8 +41,9 @@ Sampling = Annotated[
         help={"max_tokens": "Generate at most this many tokens in an answer."},
         without=(
             # No option can hold their values, or an answer does not show their effect.
-            "n", "logprobs", "logprob_token_ids", "prompt_logprobs",
+            "n", "logprobs", "logprob_token_ids", "prompt_logprobs", "detokenize",
             "logit_bias", "stop_token_sequences", "bad_words_token_ids", "structured_output",
+            "structured_outputs",
         ),
     ),
 ]  # fmt: skip

@@ -36,8 +36,9 @@ Sampling = Annotated[
         without=(
             # Fields of --input lines only: printed text would not show their effect, or no option
             # can hold their values.
-            "n", "logprobs", "logprob_token_ids", "prompt_logprobs",
+            "n", "logprobs", "logprob_token_ids", "prompt_logprobs", "detokenize",
             "logit_bias", "stop_token_sequences", "bad_words_token_ids", "structured_output",
+            "structured_outputs",
         ),
     ),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import operator
 import time
@@ -155,6 +156,7 @@ class EngineCore:
                 step_id=self._lost.step_id,
             ) from self._lost
         prompt = self._checked_prompt(prompt_token_ids)
+        params = copy.copy(params)  # the caller may change its own
         check_params(params, self.config, self.runner.model_config.vocab_size)
         banned = self._banned_token_sequences(params, encode)
         longest = self.max_model_len
@@ -270,6 +272,14 @@ class EngineCore:
         """End a request at its newest token, as a stop token would; ``reason``: a stop string."""
         self.scheduler.stop(request, reason)
         self._drain()
+
+    @recovers
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; return False, and forget nothing, if blocks are in use."""
+        if any(pool.num_free < pool.num_blocks for pool in self.scheduler.pools):
+            return False
+        self.scheduler.reset_prefix_cache()
+        return True
 
     def _drain(self) -> None:
         """Take in all steps in flight if no request is unfinished, so that blocks become free."""

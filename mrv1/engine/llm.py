@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -242,7 +242,7 @@ class LLM:
             )
         )
         return [
-            _refused(self._new_id(), errors[row]) if row in errors else next(outputs)
+            _refused(self._new_id(), None, errors[row]) if row in errors else next(outputs)
             for row in range(len(batch))
         ]
 
@@ -340,6 +340,24 @@ class LLM:
         """Return counters of steps, tokens, requests and blocks as a plain dict."""
         return self._engine.metrics()
 
+    def get_tokenizer(self) -> Any:  # noqa: ANN401 - one of many classes of transformers
+        """Return the checkpoint's tokenizer, an object of transformers that is not a copy.
+
+        Raises:
+            ConfigError: the checkpoint has no tokenizer.
+        """
+        return self._tokenizer.library
+
+    @in_turn
+    @recovers
+    def reset_prefix_cache(self) -> bool:
+        """Drop every cached block, so that no later prompt has a prefix hit with earlier ones.
+
+        Returns:
+            True; False, with nothing dropped, while a request runs.
+        """
+        return self._engine.reset_prefix_cache()
+
     @in_turn
     def close(self) -> None:
         """End all requests and give the device memory back; closing twice is harmless."""
@@ -387,7 +405,7 @@ class LLM:
             self._add(prompt, params, req_id, is_awaited=True)
         except RequestError as error:
             del rows[req_id]
-            return _refused(req_id, error)
+            return _refused(req_id, prompt, error)
         return None
 
     def _add(
@@ -412,10 +430,31 @@ class LLM:
         request = self._engine.add_request(
             req_id,
             self._token_ids(prompt),
-            params,
+            self._with_grammar(params),
             encode=self._tokenizer.encode_word if self._tokenizer.is_loaded else None,
         )
-        self._groups[req_id] = RequestGroup(request, self._tokenizer, is_awaited=is_awaited)
+        self._groups[req_id] = RequestGroup(
+            request, self._tokenizer, prompt=_text_of(prompt), is_awaited=is_awaited
+        )
+
+    def _with_grammar(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with their ``structured_outputs`` compiled, if they have any."""
+        source, config = params.structured_outputs, self._engine.runner.model_config
+        if source is None:
+            return params
+        if not self._tokenizer.is_loaded:
+            raise RequestError(
+                "structured_outputs: expected None, because the checkpoint has no tokenizer"
+            )
+        try:
+            grammar = source.compiled(
+                self._tokenizer.library, config.vocab_size, list(config.eos_token_ids) or None
+            )
+        except RequestError:
+            raise
+        except Exception as error:  # of any type, from the caller's class: only this request fails
+            raise RequestError.caused_by(error, "structured_outputs") from error
+        return replace(params, structured_outputs=None, structured_output=grammar)
 
     def _token_ids(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, Mapping):
@@ -543,11 +582,18 @@ def _params_per_prompt(
     return list(params)
 
 
-def _refused(req_id: str, error: RequestError) -> RequestOutput:
+def _text_of(prompt: object) -> str | None:
+    """Return the text of a prompt; None if it is not text."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def _refused(req_id: str, prompt: object, error: RequestError) -> RequestOutput:
     completion = CompletionOutput(
         index=0,
         text="",
         token_ids=(),
+        cumulative_logprob=None,
         logprobs=None,
         finish_reason="error",
         stop_reason=None,
@@ -555,6 +601,7 @@ def _refused(req_id: str, error: RequestError) -> RequestOutput:
     )
     return RequestOutput(
         request_id=req_id,
+        prompt=_text_of(prompt),
         prompt_token_ids=(),
         prompt_logprobs=None,
         outputs=(completion,),

@@ -28,7 +28,7 @@ class Logprob:
     rank: int
     """1 + the number of tokens that are more likely."""
     decoded_token: str | None
-    """The token by itself as text; None without a tokenizer."""
+    """The token by itself as text; None without a tokenizer or with ``detokenize=False``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,14 @@ class CompletionOutput:
     index: int
     """Index among the request's ``n`` sequences."""
     text: str
-    """Output without special tokens, the stop token and, unless ``include_stop_str_in_output``,
-    the stop string or sequence. While the request runs, an end that may become a stop string or
-    sequence is left out. Empty without a tokenizer."""
+    """Output without special tokens (if ``skip_special_tokens``), the stop token and, unless
+    ``include_stop_str_in_output``, the stop string or sequence. While the request runs, an end
+    that may become a stop string or sequence is left out. Empty without a tokenizer or with
+    ``detokenize=False``."""
     token_ids: tuple[int, ...]
     """All generated tokens, a stop token or sequence included."""
+    cumulative_logprob: float | None
+    """Sum of the log-probabilities of ``token_ids``; None if not requested with ``logprobs``."""
     logprobs: tuple[dict[int, Logprob], ...] | None
     """For each of ``token_ids``, by id: the token itself, the likeliest tokens and the tokens of
     ``logprob_token_ids``; None if not requested."""
@@ -60,6 +63,8 @@ class RequestOutput:
     """One request up to now: cumulative, not only the changes since the output before."""
 
     request_id: str
+    prompt: str | None
+    """The prompt as it was given, if it was text; None for a prompt of token ids."""
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None
     """For each of ``prompt_token_ids``, as in ``CompletionOutput.logprobs``; None for the first

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 
 from mrv1.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from mrv1.engine.request import Request
-from mrv1.engine.tokenizer import OutputText, Tokenizer
+from mrv1.engine.tokenizer import NO_TOKENIZER, OutputText, Tokenizer
 from mrv1.runner.step import TokenLogprobs
 
 
@@ -16,16 +16,29 @@ class RequestGroup:
     Args:
         request: the request of the first output.
         tokenizer: the checkpoint's tokenizer.
+        prompt: the prompt as text; None if it was given as token ids.
         is_awaited: whether ``LLM.generate`` or ``stream`` delivers the outputs; else ``step``.
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, *, is_awaited: bool = False
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        prompt: str | None = None,
+        is_awaited: bool = False,
     ) -> None:
         self.is_awaited = is_awaited
         self.requests = (request, *request.followers)
-        self._tokenizer = tokenizer
-        self._completions = [_Completion(member, tokenizer) for member in self.requests]
+        self._prompt_text = prompt
+        params = request.params
+        if params.detokenize:
+            self._tokenizer = tokenizer.with_special_tokens(
+                skip=params.skip_special_tokens, spaces=params.spaces_between_special_tokens
+            )
+        else:
+            self._tokenizer = NO_TOKENIZER
+        self._completions = [_Completion(member, self._tokenizer) for member in self.requests]
         self._prompt: tuple[dict[int, Logprob] | None, ...] | None = None
         """Log-probabilities of the prompt, once they are known."""
 
@@ -59,6 +72,7 @@ class RequestGroup:
         finish_times = [request.finish_time or 0.0 for request in requests]
         return RequestOutput(
             request_id=self.req_id,
+            prompt=self._prompt_text,
             prompt_token_ids=first.prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs(),
             outputs=tuple(completion.output() for completion in self._completions),
@@ -96,6 +110,8 @@ class _Completion:
             stop_token_sequences=params.stop_token_sequences,
         )
         self._logprobs: list[dict[int, Logprob]] = []
+        self._totals = [0.0]
+        """[len(_logprobs) + 1] sums of the log-probabilities of the first output tokens."""
         self._last: CompletionOutput | None = None
         """The output of a request that has ended."""
 
@@ -111,11 +127,15 @@ class _Completion:
         request = self._request
         for logprobs in request.output_logprobs[len(self._logprobs) :]:
             self._logprobs += _dicts(logprobs, self._tokenizer)
+        wants_logprobs = request.params.wants_logprobs
+        if wants_logprobs:
+            self._add_up()
         output = CompletionOutput(
             index=request.child,
             text=self._text.text(self._before_stop_token(), is_last=request.finished),
             token_ids=tuple(request.output_token_ids),
-            logprobs=tuple(self._logprobs) if request.params.wants_logprobs else None,
+            cumulative_logprob=self._totals[-1] if wants_logprobs else None,
+            logprobs=tuple(self._logprobs) if wants_logprobs else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=request.error,
@@ -123,6 +143,13 @@ class _Completion:
         if request.finished:
             self._last = output
         return output
+
+    def _add_up(self) -> None:
+        """Extend ``_totals`` one by one: an interrupt between two lines leaves no sum out."""
+        start = len(self._totals) - 1
+        token_ids = islice(self._request.output_token_ids, start, None)
+        for token, position in zip(token_ids, self._logprobs[start:], strict=False):
+            self._totals.append(self._totals[-1] + position[token].logprob)
 
     def _before_stop_token(self) -> list[int]:
         """Return the output tokens without the stop token or excluded stop sequence at the end."""

@@ -25,6 +25,11 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
         RequestError: a token is not in the vocabulary, or a field exceeds a limit of the
             configuration; the message names the field, and the option that raises the limit.
     """
+    if params.structured_outputs is not None:
+        raise RequestError(
+            "structured_outputs: expected None, because only LLM compiles it: give the compiled "
+            f"grammar as structured_output; got {short(params.structured_outputs)}"
+        )
     for name, token_ids in _token_ids(params):
         if token_ids and max(token_ids) >= vocab_size:
             outside = [token for token in token_ids if token >= vocab_size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
@@ -56,6 +57,10 @@ class Tokenizer:
         self._byte_of_token: dict[int, int] = {}
         self._gives_text: dict[int, bool] = {}
         """Token -> whether it gives text, as ``_text_tokens`` has found out."""
+        self._skips_special = True
+        self._joined: frozenset[int] = frozenset()
+        """Added tokens: no space is written between two of them."""
+        self._variants: dict[tuple[bool, bool], Tokenizer] = {}
         if path is None or not any((path / name).is_file() for name in TOKENIZER_FILES):
             return
         from transformers import AutoTokenizer  # takes a second: only if there is a tokenizer
@@ -80,6 +85,38 @@ class Tokenizer:
     def is_loaded(self) -> bool:
         """Whether the checkpoint has a tokenizer."""
         return self._tokenizer is not None
+
+    @property
+    def library(self) -> Any:  # noqa: ANN401 - one of many classes of transformers
+        """The tokenizer of transformers.
+
+        Raises:
+            ConfigError: the checkpoint has no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"tokenizer: expected one of {', '.join(TOKENIZER_FILES)} in {str(self._path)!r}, "
+                "found none"
+            )
+        return self._tokenizer
+
+    def with_special_tokens(self, *, skip: bool, spaces: bool) -> Tokenizer:
+        """Return a tokenizer that differs in what it does with special tokens.
+
+        Args:
+            skip: leave special tokens out of texts, as this tokenizer does.
+            spaces: if not, write no space between two added tokens that follow one another.
+        """
+        if skip or self._tokenizer is None:
+            return self
+        variant = self._variants.get((skip, spaces))
+        if variant is None:
+            variant = copy.copy(self)
+            variant._skips_special, variant._gives_text = False, {}
+            if not spaces:
+                variant._joined = frozenset(self._tokenizer.added_tokens_decoder)
+            self._variants[skip, spaces] = variant
+        return variant
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the special tokens that the checkpoint adds.
@@ -165,7 +202,9 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids`` without special tokens; empty without a tokenizer.
+        """Return the text of ``token_ids``; empty without a tokenizer.
+
+        It has no special tokens, unless ``with_special_tokens`` made this tokenizer.
 
         It is the text of transformers' tokenizer, without two rules by which later tokens would
         change the text of earlier tokens. Spaces are not cleaned up. And where a run of
@@ -181,14 +220,14 @@ class Tokenizer:
         return text
 
     def last_text_tokens(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """Return the last ``count`` tokens that give text; special tokens do not."""
+        """Return the last ``count`` tokens that give text; skipped special tokens do not."""
         return list(islice(self._text_tokens(reversed(token_ids)), count))[::-1]
 
     def _text_tokens(self, token_ids: Iterable[int]) -> Iterator[int]:
         for token in token_ids:
             gives_text = self._gives_text.get(token)
             if gives_text is None:  # twice: a space that begins a text may be dropped
-                gives_text = self._gives_text[token] = self._decode((token, token)) != ""
+                gives_text = self._gives_text[token] = self._decode_part([token, token]) != ""
             if gives_text:
                 yield token
 
@@ -206,8 +245,20 @@ class Tokenizer:
         return valid
 
     def _decode(self, token_ids: Sequence[int]) -> str:
+        if not self._joined:
+            return self._decode_part(list(token_ids))
+        parts: list[list[int]] = [[]]
+        for token in self._text_tokens(token_ids):
+            if token in self._joined and parts[-1] and parts[-1][-1] in self._joined:
+                parts.append([])
+            parts[-1].append(token)
+        return "".join(map(self._decode_part, parts))
+
+    def _decode_part(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            token_ids,
+            skip_special_tokens=self._skips_special,
+            clean_up_tokenization_spaces=False,
         )
         return text
 
@@ -217,6 +268,10 @@ class Tokenizer:
             return None
         text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
+
+
+NO_TOKENIZER = Tokenizer(None)
+"""Gives no text."""
 
 
 def _check_unicode(name: str, text: str) -> None:

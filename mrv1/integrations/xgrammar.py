@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json as json_module
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from mrv1.errors import ConfigError, RequestError
+from mrv1.sampler.params import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,3 +111,102 @@ class XGrammarMatcher:
     def is_finished(self) -> bool:
         """Whether a stop token has ended the output."""
         return bool(self._matcher.is_terminated())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form of an output, by one of the fields below; names and meaning are vLLM's.
+
+    It is the value of ``SamplingParams.structured_outputs``, needs the package xgrammar
+    (``pip install 'mrv1[structured]'``), and is compiled once for a tokenizer.
+
+    Raises:
+        RequestError: not exactly one field is given, or it has a value of another type.
+    """
+
+    json: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    """A JSON schema, as text or as a dict."""
+    regex: str | None = None
+    """A regular expression that matches the output as a whole."""
+    choice: Sequence[str] | None = None
+    """Texts, one of which is the output."""
+    grammar: str | None = None
+    """Rules in xgrammar's EBNF, which start at the rule ``root``."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+
+    def __post_init__(self) -> None:
+        """Check the fields, and store the choices as a tuple."""
+        given = [each.name for each in fields(self) if getattr(self, each.name) is not None]
+        if len(given) != 1:
+            names = ", ".join(each.name for each in fields(self))
+            raise RequestError(
+                f"structured_outputs: expected exactly one of {names}; got "
+                f"{', '.join(given) or 'none'}"
+            )
+        (name,) = given
+        value: object = getattr(self, name)
+        if name == "choice":
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            value = tuple(value) if is_list else value  # type: ignore[arg-type]
+            object.__setattr__(self, "choice", value)
+        expected, is_valid = {
+            "json": ("a JSON schema as text or dict", isinstance(value, str | Mapping)),
+            "regex": ("text", isinstance(value, str)),
+            "choice": (
+                "texts that are not empty",
+                isinstance(value, tuple)
+                and bool(value)
+                and all(isinstance(text, str) and text for text in value),
+            ),
+            "grammar": ("text", isinstance(value, str)),
+            "json_object": ("True", value is True),
+        }[name]
+        if not is_valid:
+            raise RequestError(
+                f"structured_outputs.{name}: expected {expected}, got {short(value)}"
+            )
+
+    def compiled(
+        self,
+        tokenizer: Any,  # noqa: ANN401 - one of many classes of transformers
+        vocab_size: int,
+        stop_token_ids: list[int] | None,
+    ) -> XGrammarGrammar:
+        """Return the grammar for a model; see ``mrv1.sampler.GrammarSource``.
+
+        Raises:
+            RequestError: xgrammar is not installed, or cannot compile the text.
+        """
+        try:
+            compiler = _compiler(tokenizer, vocab_size, stop_token_ids)
+            if self.regex is not None:
+                return compiler.regex(self.regex)
+            if self.choice is not None:
+                # EBNF writes a text as JSON does: in quotes, with the same escapes.
+                texts = [json_module.dumps(text, ensure_ascii=False) for text in self.choice]
+                return compiler.ebnf(f"root ::= {' | '.join(texts)}")
+            if self.grammar is not None:
+                return compiler.ebnf(self.grammar)
+            if self.json is not None:
+                text = self.json
+                return compiler.json_schema(
+                    text if isinstance(text, str) else json_module.dumps(text)
+                )
+            return compiler.json_schema('{"type": "object"}')
+        except (ConfigError, RequestError, TypeError, ValueError) as error:
+            raise RequestError(f"structured_outputs: {error}") from error
+
+
+_COMPILERS: WeakKeyDictionary[Any, dict[tuple[int, ...], XGrammar]] = WeakKeyDictionary()
+"""Tokenizer -> vocabulary size and stop tokens -> their compiler."""
+
+
+def _compiler(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_token_ids: list[int] | None
+) -> XGrammar:
+    key = (vocab_size, *(stop_token_ids or ()))
+    compilers = _COMPILERS.setdefault(tokenizer, {})
+    if key not in compilers:
+        compilers[key] = XGrammar(tokenizer, vocab_size, stop_token_ids=stop_token_ids)
+    return compilers[key]

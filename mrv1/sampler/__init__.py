@@ -9,7 +9,7 @@ from mrv1.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mrv1.kernels.sampling.contracts import History
-    from mrv1.sampler.grammar import Grammar, GrammarMatcher
+    from mrv1.sampler.grammar import Grammar, GrammarMatcher, GrammarSource
     from mrv1.sampler.params import SamplingParams
     from mrv1.sampler.processors import LogitsContext, LogitsProcessor, LogitsProcessors
     from mrv1.sampler.sampler import Sampler, SamplerLimits
@@ -17,7 +17,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "grammar": ["Grammar", "GrammarMatcher"],
+            "grammar": ["Grammar", "GrammarMatcher", "GrammarSource"],
             "params": ["SamplingParams"],
             "processors": ["LogitsContext", "LogitsProcessor", "LogitsProcessors"],
             "sampler": ["History", "Sampler", "SamplerLimits"],
@@ -27,6 +27,7 @@ else:
 __all__ = [
     "Grammar",
     "GrammarMatcher",
+    "GrammarSource",
     "History",
     "LogitsContext",
     "LogitsProcessor",

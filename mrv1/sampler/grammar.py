@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,29 @@ class Grammar(Protocol):
 
     def matcher(self) -> GrammarMatcher:
         """Return a matcher at the start of a new output."""
+        ...
+
+
+@runtime_checkable
+class GrammarSource(Protocol):
+    """A grammar as text, for any tokenizer: ``SamplingParams.structured_outputs``."""
+
+    def compiled(
+        self,
+        tokenizer: Any,  # noqa: ANN401 - one of many classes of transformers
+        vocab_size: int,
+        stop_token_ids: list[int] | None,
+    ) -> Grammar:
+        """Return the grammar for a model.
+
+        Args:
+            tokenizer: the model's tokenizer, of transformers.
+            vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.
+            stop_token_ids: tokens that may end a complete output; None = the tokenizer's.
+
+        Raises:
+            RequestError: the text is no grammar, or a package that compiles it is missing.
+        """
         ...
 
 

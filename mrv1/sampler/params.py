@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from mrv1.errors import RequestError
 from mrv1.options import documented
-from mrv1.sampler.grammar import Grammar
+from mrv1.sampler.grammar import Grammar, GrammarSource
 
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 """A seed is a signed 64-bit integer, the key of the request's noise."""
@@ -79,13 +79,16 @@ def _plain(value: object, depth: int = 0) -> object:
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class SamplingParams:
     """How one request is sampled and when it ends. The names are vLLM's.
 
     A number may be numpy's, and a list any sequence or a numpy array of ids: they are stored as
     Python numbers and tuples. None stands for an empty list or dict, except that None as
     ``allowed_token_ids`` allows all tokens.
+
+    A value that is assigned later (``params.seed = 7``) is checked in the same way, and a refused
+    value changes nothing. A request keeps the values that it was added with.
 
     Raises:
         RequestError: an unknown name, or a value out of range; the message names the field.
@@ -137,6 +140,14 @@ class SamplingParams:
     output text is cut before the stop text."""
     include_stop_str_in_output: bool = False
     """Keep the stop text, or stop sequence, at the end of the output's text."""
+    detokenize: bool = True
+    """Turn output tokens into text. Without, the text of outputs is empty, ``stop`` is refused,
+    and reported log-probabilities lack ``decoded_token``."""
+    skip_special_tokens: bool = True
+    """Leave special tokens, such as an end-of-turn token, out of the output's text."""
+    spaces_between_special_tokens: bool = True
+    """Where the output's text has special tokens one after the other, keep the space that some
+    tokenizers write between them."""
     bad_words: Sequence[str] = ()
     """Texts that the output must not contain. Each text is tokenized without and with a space
     before it, after its leading whitespace is removed (a text of whitespace alone: as given). The
@@ -155,6 +166,9 @@ class SamplingParams:
     structured_output: Grammar | None = None
     """``Grammar`` that the output must follow; ``mrv1.integrations.xgrammar`` makes one from a
     JSON schema, a regular expression or EBNF."""
+    structured_outputs: GrammarSource | None = None
+    """``StructuredOutputsParams``: a JSON schema, regular expression, list of choices or EBNF that
+    the output must follow. ``LLM`` compiles it for its tokenizer when the request is added."""
 
     def __new__(cls, /, *args: object, **params: object) -> Self:
         """Refuse unknown names, for which ``__init__`` would raise a ``TypeError``."""
@@ -179,6 +193,27 @@ class SamplingParams:
         self._validate_numbers()
         self._validate_tokens()
         self._validate_texts_and_flags()
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - of any field
+        """Set a field to a value that is converted and checked like an argument."""
+        if hasattr(self, _LAST_FIELD):  # else in ``__init__``, which checks all fields at its end
+            value = getattr(replace(self, **{name: value}), name)
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse: every field has a value."""
+        raise RequestError(f"{name}: expected a value, got its deletion")
+
+    def __copy__(self) -> Self:
+        """Return a copy without checking the values again."""
+        copied = object.__new__(type(self))
+        for name in self.__slots__:
+            object.__setattr__(copied, name, getattr(self, name))
+        return copied
+
+    def clone(self) -> Self:
+        """Return a copy; a change of one of the two does not change the other."""
+        return replace(self)
 
     def _validate_numbers(self) -> None:
         temperature = self.temperature
@@ -279,9 +314,32 @@ class SamplingParams:
                 "structured_output: expected a Grammar (mrv1.integrations.xgrammar) or None, got "
                 f"{short(self.structured_output)}"
             )
-        for name in ("ignore_eos", "include_stop_str_in_output", "bad_words_match_prompt"):
+        if self.structured_outputs is not None and not isinstance(
+            self.structured_outputs, GrammarSource
+        ):
+            raise RequestError(
+                "structured_outputs: expected StructuredOutputsParams or None, got "
+                f"{short(self.structured_outputs)}"
+            )
+        if self.structured_output is not None and self.structured_outputs is not None:
+            raise RequestError(
+                "structured_outputs: expected None with structured_output, got "
+                f"{short(self.structured_outputs)}"
+            )
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "bad_words_match_prompt",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}: expected a bool, got {short(getattr(self, name))}")
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                f"stop: expected none with detokenize=False, got {short(self.stop)}"
+            )
 
     @property
     def bans_words(self) -> bool:
@@ -331,6 +389,10 @@ class SamplingParams:
         if num_output_tokens < self.min_tokens:
             masks.append("min_tokens")
         return tuple(masks)
+
+
+_LAST_FIELD = fields(SamplingParams)[-1].name
+"""The field that ``__init__`` sets last."""
 
 
 def short(value: object) -> str:

@@ -143,6 +143,18 @@ BAD_LINES = [
     ),
     ('{"prompt_token_ids": [1], "sampling_params": {"max_tokens": 0}}', "max_tokens: expected"),
     ('{"prompt_token_ids": [1], "sampling_params": {"self": 0}}', "sampling_params: "),
+    (
+        '{"prompt_token_ids": [1], "sampling_params": {"structured_outputs": {"rex": "a"}}}',
+        "structured_outputs: expected one of json, regex, choice, grammar, json_object; got ['rex",
+    ),
+    (
+        '{"prompt_token_ids": [1], "sampling_params": {"structured_outputs": {"regex": 3}}}',
+        "structured_outputs.regex: expected text, got 3",
+    ),
+    (
+        '{"prompt_token_ids": [1], "sampling_params": {"structured_outputs": "a"}}',
+        "structured_outputs: expected StructuredOutputsParams or None, got 'a'",
+    ),
     ('{"prompt_token_ids": [1], "sampling_params": {"logit_bias": {"x": 1}}}', "keys, got 'x'"),
     (
         '{"prompt_token_ids": [1], "sampling_params": {"logit_bias": {"%s": 1}}}' % ("9" * 5000),

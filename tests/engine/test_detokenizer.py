@@ -135,14 +135,17 @@ SIZES = {kind: backend.get_vocab_size() for kind, backend in BACKENDS.items()}
 
 def _expected(kind: str, ids: Sequence[int]) -> str:
     """Return the text of the tokenizers library; byte fallback has its own oracle."""
-    if kind == "llama":
-        return _llama_text(ids)
-    return BACKENDS[kind].decode([token for token in ids if token not in SPECIAL])
+    return _whole(kind, [token for token in ids if token not in SPECIAL])
+
+
+def _whole(kind: str, ids: Sequence[int]) -> str:
+    """Return the text with the special tokens that are in ``ids``."""
+    return _llama_text(ids) if kind == "llama" else BACKENDS[kind].decode(ids)
 
 
 def _llama_text(ids: Sequence[int]) -> str:
     """Decode token by token, and each run of byte tokens with ``_utf8``."""
-    tokens = [BACKENDS["llama"].id_to_token(token) for token in ids if token not in SPECIAL]
+    tokens = [BACKENDS["llama"].id_to_token(token) for token in ids]
     pieces = []
     for is_byte, run in groupby(filter(None, tokens), key=BYTES.__contains__):
         if is_byte:
@@ -221,6 +224,70 @@ def test_streamed_text_only_grows_and_ends_as_the_full_text(
     assert output.text(ids, is_last=True) == final
     assert OutputText(tokenizer).text(ids, is_last=True) == final  # not streamed
     assert tokenizer.decode(ids) == final
+
+
+def _joined(ids: Sequence[int]) -> str:
+    """Return the text of WordPiece tokens, with no space between two special tokens."""
+    vocab = {token: name for name, token in BACKENDS["word_piece"].get_vocab().items()}
+    text, was_special = "", False
+    for token in ids:
+        name, is_special = vocab.get(token, ""), token in SPECIAL
+        if name.startswith("##") or not text:
+            text += name.removeprefix("##") if text else name
+        elif name:
+            text += name if is_special and was_special else f" {name}"
+        was_special = is_special if name else was_special
+    return text
+
+
+@pytest.mark.parametrize("spaces", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_text_with_special_tokens_only_grows_and_ends_as_the_full_text(
+    tokenizers: dict[str, Tokenizer], kind: str, spaces: bool, data: st.DataObject
+):
+    """Only WordPiece writes spaces between special tokens."""
+    tokenizer = tokenizers[kind].with_special_tokens(skip=False, spaces=spaces)
+    ids = data.draw(_tokens(kind))
+    if kind == "word_piece" and not spaces:  # without the decoder's clean-up, such as " n't"
+        plain = [BACKENDS[kind].token_to_id(name) for name in (END, PAD, "do", "##n", "a", "##b")]
+        ids = data.draw(st.lists(st.sampled_from([*plain, SIZES[kind] + 1]), max_size=80))
+        final = _joined(ids)
+    else:
+        final = _whole_with_special(kind, ids)
+    output, shown, end = OutputText(tokenizer), "", 0
+    while end < len(ids):
+        end += data.draw(st.sampled_from([1, 1, 1, 2, 5, 30]))
+        before, shown = shown, output.text(ids[:end], is_last=False)
+        assert shown.startswith(before)
+        assert final.startswith(shown)
+    assert output.text(ids, is_last=True) == final
+    assert tokenizer.decode(ids) == final
+
+
+def _whole_with_special(kind: str, ids: Sequence[int]) -> str:
+    if kind == "llama":
+        return _llama_text(ids)
+    return BACKENDS[kind].decode(ids, skip_special_tokens=False)
+
+
+def test_rules_for_special_tokens_do_not_change_the_tokenizer_itself(
+    tokenizers: dict[str, Tokenizer],
+):
+    tokenizer, ids = tokenizers["word_piece"], [6, 0, 1, 6]
+    variants = {
+        (skip, spaces): tokenizer.with_special_tokens(skip=skip, spaces=spaces)
+        for skip in (True, False)
+        for spaces in (True, False)
+    }
+    assert {key: variant.decode(ids) for key, variant in variants.items()} == {
+        (True, True): "a a",
+        (True, False): "a a",
+        (False, True): f"a {END} {PAD} a",
+        (False, False): f"a {END}{PAD} a",
+    }
+    assert tokenizer.decode(ids) == "a a"
+    assert tokenizer.with_special_tokens(skip=False, spaces=False) is variants[False, False]
 
 
 @given(ids=_tokens("llama"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import pickle
@@ -10,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from mrv1 import RequestError, SamplingParams
+from mrv1 import RequestError, SamplingParams, StructuredOutputsParams
 
 
 def test_defaults_equal_the_defaults_of_vllm():
@@ -252,13 +253,99 @@ def test_params_report_their_penalties_logprobs_and_masks():
     assert masks.masks(2) == ("allowed_token_ids", "bad_words_token_ids")
 
 
-def test_params_are_immutable_values():
+def test_params_are_values():
     params = SamplingParams(temperature=0.5, stop_token_ids=[3, 4])
     assert params.stop_token_ids == (3, 4)
     assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)
     assert dataclasses.replace(params, temperature=0.0).greedy
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.temperature = 2.0  # type: ignore[misc]
+
+
+def test_an_assigned_value_is_converted_and_checked_like_an_argument():
+    params = SamplingParams(min_tokens=2, max_tokens=4)
+    params.top_k = -1
+    params.stop_token_ids = np.array([3, 4])
+    params.stop = "a"
+    assert params == SamplingParams(min_tokens=2, max_tokens=4, stop_token_ids=[3, 4], stop=["a"])
+    assert hash(params) == hash(params.clone())
+    for name, value, message in (
+        ("temperature", -1, "temperature: expected 0 or a number"),
+        ("max_tokens", 1, "min_tokens: expected at most max_tokens, 1, got 2"),
+        ("detokenize", False, r"stop: expected none with detokenize=False, got \('a',\)"),
+        ("max_token", 1, "did you mean 'max_tokens'"),
+    ):
+        before = params.clone()
+        with pytest.raises(RequestError, match=message):
+            setattr(params, name, value)
+        assert params == before
+    with pytest.raises(RequestError, match="seed: expected a value, got its deletion"):
+        del params.seed
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [SamplingParams.clone, copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
+)
+def test_a_copy_is_equal_checked_and_independent(copied):
+    params = SamplingParams(temperature=0.5, seed=3, stop=["a"], logit_bias={3: 1.0})
+    other = copied(params)
+    assert other == params
+    assert other is not params
+    other.seed = 4
+    assert (params.seed, other.seed) == (3, 4)
+    with pytest.raises(RequestError, match="top_p: expected a number in"):
+        other.top_p = 2
+
+
+def test_a_clone_has_a_dict_of_its_own():
+    params = SamplingParams(logit_bias={3: 1.0})
+    params.clone().logit_bias[3] = 2.0
+    assert params.logit_bias == {3: 1.0}
+
+
+@pytest.mark.parametrize(
+    "name", ["detokenize", "skip_special_tokens", "spaces_between_special_tokens"]
+)
+def test_the_text_flags_default_to_true_and_take_bools_only(name):
+    assert getattr(SamplingParams(), name) is True
+    assert getattr(SamplingParams(**{name: np.bool_(False)}), name) is False
+    with pytest.raises(RequestError, match=f"{name}: expected a bool, got 0"):
+        SamplingParams(**{name: 0})
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(RequestError, match="stop: expected none with detokenize=False"):
+        SamplingParams(stop="a", detokenize=False)
+    assert SamplingParams(stop_token_ids=[3], detokenize=False).stop_token_ids == (3,)
+
+
+def test_structured_outputs_take_their_class_alone():
+    with pytest.raises(RequestError, match="structured_outputs: expected StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})
+    form = StructuredOutputsParams(choice=["a", "b"])
+    params = SamplingParams(structured_outputs=form)
+    assert params.structured_outputs is form
+    assert params == SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a", "b")))
+    hash(params)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar, json_object; got none"),
+        ({"json": "{}", "regex": "a"}, "exactly one of .*; got json, regex"),
+        ({"json": 3}, "json: expected a JSON schema as text or dict, got 3"),
+        ({"regex": ["a"]}, r"regex: expected text, got \['a'\]"),
+        ({"choice": "yes"}, "choice: expected texts that are not empty, got 'yes'"),
+        ({"choice": []}, r"choice: expected texts that are not empty, got \(\)"),
+        ({"choice": ["a", ""]}, "choice: expected texts that are not empty"),
+        ({"choice": 7}, "choice: expected texts that are not empty, got 7"),
+        ({"grammar": b"root"}, "grammar: expected text, got b'root'"),
+        ({"json_object": False}, "json_object: expected True, got False"),
+    ],
+)
+def test_structured_outputs_are_checked_and_named(given, message):
+    with pytest.raises(RequestError, match=rf"^structured_outputs[.:] ?(expected )?{message}"):
+        StructuredOutputsParams(**given)
 
 
 @pytest.mark.parametrize(
