@@ -1,23 +1,50 @@
 """mrv1: a Triton-first GPU model runner for LLM inference.
 
 The names below are the public API; ``mrv1.kernels`` holds the ops, and ``mrv1.testing`` the
-hypothesis strategies that test them.
+hypothesis strategies that test them. A name is imported on first use, and torch with the first
+name that needs it.
 """
 
-from mrv1.config import EngineConfig
-from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
-from mrv1.errors import (
-    CapacityError,
-    ConfigError,
-    Mrv1Error,
-    RequestError,
-    StepError,
-    UnsupportedDeviceError,
-)
-from mrv1.headwise import HeadPolicy
-from mrv1.integrations.xgrammar import StructuredOutputsParams
-from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
-from mrv1.sampler import LogitsContext, LogitsProcessor, SamplingParams
+from typing import TYPE_CHECKING
+
+from mrv1 import environment as environment  # reads TRITON_INTERPRET now, once for the process
+from mrv1.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mrv1.config import EngineConfig
+    from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
+    from mrv1.errors import (
+        CapacityError,
+        ConfigError,
+        Mrv1Error,
+        RequestError,
+        StepError,
+        UnsupportedDeviceError,
+    )
+    from mrv1.headwise import HeadPolicy
+    from mrv1.integrations.xgrammar import StructuredOutputsParams
+    from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
+    from mrv1.sampler import LogitsContext, LogitsProcessor, SamplingParams
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "config": ["EngineConfig"],
+            "engine": ["LLM", "CompletionOutput", "Logprob", "RequestOutput"],
+            "errors": [
+                "CapacityError",
+                "ConfigError",
+                "Mrv1Error",
+                "RequestError",
+                "StepError",
+                "UnsupportedDeviceError",
+            ],
+            "headwise": ["HeadPolicy"],
+            "integrations.xgrammar": ["StructuredOutputsParams"],
+            "runner": ["AsyncOutput", "ModelRunner", "StepOutput", "StepPlan"],
+            "sampler": ["LogitsContext", "LogitsProcessor", "SamplingParams"],
+        },
+    )
 
 __version__ = "0.2.0"
 

@@ -11,20 +11,14 @@ from typing import Literal
 
 import torch
 
-from mrv1.environment import env_flag
+from mrv1.environment import FP_FUSION as FP_FUSION
+from mrv1.environment import INTERPRET as INTERPRET
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 
 KernelPath = Literal["triton", "interpreter", "reference"]
 
 MIN_CAPABILITY = (8, 0)
 """Oldest NVIDIA compute capability the Triton kernels are compiled and checked for."""
-
-
-INTERPRET = env_flag("TRITON_INTERPRET")
-"""Whether this process interprets Triton kernels on the CPU (Triton's own variable, read once)."""
-
-FP_FUSION = env_flag("TRITON_DEFAULT_FP_FUSION", default="1")
-"""Whether compiled kernels fuse a product into a sum (Triton's own variable, read once)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

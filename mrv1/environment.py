@@ -37,6 +37,13 @@ def env_flag(name: str, default: str = "0") -> bool:
     raise ConfigError(f"{name}: expected 0 or 1, got {value!r}")
 
 
+INTERPRET = env_flag("TRITON_INTERPRET")
+"""Whether this process interprets Triton kernels on the CPU (Triton's own variable, read once)."""
+
+FP_FUSION = env_flag("TRITON_DEFAULT_FP_FUSION", default="1")
+"""Whether compiled kernels fuse a product into a sum (Triton's own variable, read once)."""
+
+
 def env_count(name: str, default: int) -> int:
     """Return an environment variable as an integer; an unset variable has the value ``default``.
 

@@ -52,7 +52,7 @@ def options_of(path: tuple[str, ...]) -> Mapping[str, Any]:
     """Return the options of a command by the name of their field."""
     found = typer.main.get_command(app)
     for name in path:
-        found = found.commands[name]
+        _, found, _ = found.resolve_command(typer.Context(found), [name])
     return {option.name: option for option in found.params}
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mrv1.cli.console import counting_bar
+from mrv1.cli.console import STANDARD, counting_bar
 from mrv1.cli.report import Usage
 from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
 from mrv1.engine.llm import PROMPT_KEYS
@@ -48,12 +51,13 @@ def read_lines(path: Path, sampling: Mapping[str, Any]) -> list[Line]:
     """Return the lines of a file; ``sampling`` fills the parameters that a line leaves open.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file, or stdin, cannot be read.
     """
     try:
-        content = path.read_bytes()
+        content = _read_stdin() if path == STANDARD else path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"--input: cannot read {str(path)!r}: {error.strerror}") from error
+        name = "stdin" if path == STANDARD else repr(str(path))
+        raise ConfigError(f"--input: cannot read {name}: {error.strerror}") from error
     lines: list[Line] = []
     number_of_id: dict[str, int] = {}
     for number, raw in enumerate(content.splitlines(), start=1):
@@ -75,10 +79,16 @@ def read_lines(path: Path, sampling: Mapping[str, Any]) -> list[Line]:
     return lines
 
 
+def _read_stdin() -> bytes:
+    if sys.stdin is None:  # the shell closed it
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return sys.stdin.buffer.read()
+
+
 def _parse(number: int, raw: bytes, sampling: Mapping[str, Any]) -> Line:
     request_id = None
     try:
-        record = _load_object(raw)
+        record = _without_nulls(_load_object(raw))
         given_id = record.get("request_id")
         if given_id is not None and not isinstance(given_id, str):
             raise RequestError(f"request_id: expected a string, got {short(given_id)}")
@@ -113,9 +123,15 @@ def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
+def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null: programs that write tables write null for no value."""
+    return {key: value for key, value in record.items() if value is not None}
+
+
 def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
     if not isinstance(given, dict):
         raise RequestError(f"sampling_params: expected a JSON object, got {short(given)}")
+    given = _without_nulls(given)
     bias = given.get("logit_bias")
     if isinstance(bias, dict):  # JSON keys are strings
         given = given | {"logit_bias": {_token_id(key): bias[key] for key in bias}}

@@ -10,17 +10,23 @@ from rich.table import Table
 from mrv1.bench import SHAPES, GenerateBench, RunnerBench, run_generate, run_runner
 from mrv1.cli import bench_headwise, bench_kernels, bench_sampler
 from mrv1.cli.bench_kernels import Output, check_target, write_result
-from mrv1.cli.console import say, show_table
+from mrv1.cli.console import say, second_interrupt_ends, show_table
+from mrv1.cli.help import Command, Group
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command
 from mrv1.device import resolve_device
 
-app = typer.Typer(no_args_is_help=True, help="Measure kernels, steps and engines on this machine.")
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Measure kernels, steps and engines on this machine.",
+)
 
-app.command("attention")(bench_kernels.attention)
-app.command("kv-write")(bench_kernels.kv_write)
-app.command("sampler")(bench_sampler.sampler)
-app.command("capacity")(bench_headwise.capacity)
-app.command("headwise")(bench_headwise.headwise)
+app.command("attention", cls=Command)(bench_kernels.attention)
+app.command("kv-write", cls=Command)(bench_kernels.kv_write)
+app.command("sampler", cls=Command)(bench_sampler.sampler)
+app.command("capacity", cls=Command)(bench_headwise.capacity)
+app.command("headwise", cls=Command)(bench_headwise.headwise)
 
 DEFAULT_SHAPE = "qwen3-0.6b"
 CPU_SHAPE = "tiny-random"
@@ -42,7 +48,13 @@ HELP = {
 }
 
 
-@app.command("generate")
+@app.callback()
+def main(context: typer.Context) -> None:
+    """Let a second Ctrl-C end every benchmark at once."""
+    context.with_resource(second_interrupt_ends())
+
+
+@app.command("generate", cls=Command)
 @command
 def generate(
     options: Annotated[dict[str, Any], FieldsOf(cls=GenerateBench, names=NAMES, help=HELP)],
@@ -59,7 +71,7 @@ def generate(
     show_table(_generate_table(result))
 
 
-@app.command("runner")
+@app.command("runner", cls=Command)
 @command
 def runner(
     options: Annotated[dict[str, Any], FieldsOf(cls=RunnerBench, names=NAMES, help=HELP)],

@@ -13,7 +13,7 @@ from mrv1.bench import require_matplotlib
 from mrv1.bench.provenance import provenance
 from mrv1.calibration import CalibrateOptions, Calibration, calibrate, plot_ranking
 from mrv1.cli.bench_kernels import check_target, write_result
-from mrv1.cli.console import counting_bar, say, show_table
+from mrv1.cli.console import counting_bar, say, second_interrupt_ends, show_table
 from mrv1.cli.options import FieldsOf, command
 from mrv1.device import resolve_device
 from mrv1.errors import ConfigError
@@ -23,6 +23,7 @@ LOW_RECALL = 0.5
 
 
 @command
+@second_interrupt_ends()
 def calibrate_command(
     settings: Annotated[dict[str, Any], FieldsOf(cls=CalibrateOptions)],
     output: Annotated[

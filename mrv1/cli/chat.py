@@ -226,11 +226,15 @@ def _read_line(prompt: str, stdin_is_terminal: bool) -> str | None:
 
 @command
 def chat(
-    model: Annotated[
-        str, typer.Option(help="Checkpoint directory of a model that was trained for chat.")
-    ],
     sampling: Sampling,
     engine: Engine,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Model that was trained for chat: checkpoint directory, GGUF file, Hugging Face "
+            "id, or 'smollm2' (make chat-model installs it)."
+        ),
+    ] = "smollm2",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     chat_template: Annotated[
         Path | None,

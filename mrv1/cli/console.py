@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
 from typing import Never, TextIO
 
 import typer
@@ -18,6 +23,15 @@ from mrv1.progress import progress_bar
 
 FAILURE = 1
 """Exit code of a command that could not do its whole work."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C; typer and shells use it too."""
+
+STANDARD = Path("-")
+"""The name that stands for stdin or stdout where a command takes a file."""
+
+SHOW_CURSOR = b"\x1b[?25h\n"
+"""Shows the cursor of a terminal again, which a progress bar hides until it ends."""
 
 USER_ERROR = 2
 """Exit code of a mistake in arguments or input; typer uses it for an unknown option too."""
@@ -41,13 +55,13 @@ def counting_bar(*, transient: bool) -> Progress:
 
 def show(text: str, *, newline: bool = True) -> None:
     """Write text to stdout as it is."""
-    with _writing_stdout():
+    with writing_stdout():
         typer.echo(text, nl=newline)
 
 
 def show_table(table: RenderableType) -> None:
     """Write a table, or text with styles, to stdout."""
-    with _writing_stdout():
+    with writing_stdout():
         Console(highlight=False).print(table)
 
 
@@ -78,7 +92,8 @@ def _fail_to_write(name: str, reason: object) -> Never:
 
 
 @contextmanager
-def _writing_stdout() -> Iterator[None]:
+def writing_stdout() -> Iterator[None]:
+    """End the command with a one-line error if a write to stdout fails inside."""
     if sys.stdout is None:  # the shell closed stdout; typer would drop the text
         _fail_to_write("stdout", os.strerror(errno.EBADF))
     with writing(sys.stdout, "stdout"):
@@ -93,3 +108,50 @@ def one_line_errors() -> Iterator[None]:
     except Mrv1Error as error:
         say(f"error: {error}")
         raise typer.Exit(USER_ERROR) from None
+
+
+@contextmanager
+def second_interrupt_ends() -> Iterator[None]:
+    """End the process at the second Ctrl-C inside, with exit code 130 and no traceback.
+
+    The first Ctrl-C raises ``KeyboardInterrupt``, as always. A thread waits for the second, so
+    that it ends the process even while the main thread waits for a device.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # Ctrl-C is ignored, or somebody else handles it
+        return
+    counted, signalled = socket.socketpair()
+    signalled.setblocking(False)
+    former_fd = signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_end_at_second_interrupt, args=(counted,), daemon=True).start()
+    signal.signal(signal.SIGINT, _handle_first_interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is _handle_first_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.set_wakeup_fd(former_fd)
+            signalled.close()
+        else:
+            signalled.detach()  # interrupted: the second may come while the interpreter exits
+
+
+def _handle_first_interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, _leave_to_thread)
+    signal.default_int_handler(number, frame)
+
+
+def _leave_to_thread(number: int, frame: FrameType | None) -> None:
+    """Raise nothing: the process ends before an exception could be shown."""
+
+
+def _end_at_second_interrupt(counted: socket.socket) -> None:
+    num_interrupts = 0
+    with counted:
+        while received := counted.recv(64):  # one byte for each signal: its number
+            num_interrupts += received.count(signal.SIGINT)
+            if num_interrupts > 1:
+                if os.isatty(2):
+                    os.write(2, SHOW_CURSOR)
+                os._exit(INTERRUPTED)

@@ -1,18 +1,28 @@
-"""``mrv1 generate``: one prompt, or a JSONL file of prompts."""
+"""``mrv1 generate``: one prompt, or a JSONL file of prompts.
+
+The engine is imported when it generates, so that the help needs no torch.
+"""
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
-from mrv1.cli.batch import read_lines, run_batch
-from mrv1.cli.console import FAILURE, say, show, writing
+from mrv1.cli.console import (
+    FAILURE,
+    STANDARD,
+    say,
+    second_interrupt_ends,
+    show,
+    writing,
+    writing_stdout,
+)
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command
-from mrv1.cli.report import Usage, path_name
 from mrv1.config import EngineConfig
-from mrv1.engine import LLM
 from mrv1.errors import ConfigError
 from mrv1.sampler import SamplingParams
 
@@ -36,6 +46,7 @@ Engine = Annotated[dict[str, Any], FieldsOf(cls=EngineConfig, panel="Engine", wi
 
 
 @command
+@second_interrupt_ends()
 def generate(
     model: Annotated[str, typer.Option(help=MODEL_HELP)],
     sampling: Sampling,
@@ -45,23 +56,25 @@ def generate(
         Path | None,
         typer.Option(
             "--input",
-            exists=True,
-            dir_okay=False,
-            help='File of prompts, one JSON object per line: "prompt", "prompt_token_ids" or '
-            '"messages", and optionally "sampling_params" and "request_id". Blank lines are '
-            "skipped.",
+            help='File of prompts, or - for stdin, one JSON object per line: "prompt", '
+            '"prompt_token_ids" or "messages", and optionally "sampling_params" and "request_id". '
+            "A field that is null counts as absent; blank lines are skipped.",
         ),
     ] = None,
     output_file: Annotated[
         Path | None,
-        typer.Option("--output", help="File for the results of --input, a JSON object per line."),
+        typer.Option(
+            "--output",
+            help="File for the results of --input, or - for stdout, one JSON object per line.",
+        ),
     ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it is generated.")] = True,
 ) -> None:
     """Continue a prompt, or every prompt of a JSONL file.
 
-    Only the generated text goes to stdout. Exit code 1: a line of --input failed, or the output
-    cannot be written; 2: an argument, the model or the device cannot be used.
+    Only the generated text, or the results with --output -, goes to stdout. Exit code 1: a line of
+    --input failed, or the output cannot be written; 2: an argument, the model or the device cannot
+    be used; 130: Ctrl-C. A second Ctrl-C ends the program at once.
     """
     _check_mode(prompt, input_file, output_file)
     if prompt is not None:
@@ -75,7 +88,9 @@ def _check_mode(prompt: str | None, input_file: Path | None, output_file: Path |
         raise ConfigError("expected one of --prompt TEXT and --input FILE")
     if (input_file is None) != (output_file is None):
         raise ConfigError("expected --input FILE and --output FILE together")
-    if input_file and output_file and output_file.exists() and output_file.samefile(input_file):
+    if input_file is None or output_file is None or STANDARD in (input_file, output_file):
+        return
+    if output_file.exists() and output_file.samefile(input_file):
         raise ConfigError(f"--output: expected another file than --input, got {output_file}")
 
 
@@ -83,6 +98,9 @@ def _generate_one(
     model: str, prompt: str, params: SamplingParams, engine: dict[str, Any], *, stream: bool
 ) -> None:
     """Print the continuation of one prompt to stdout, as it comes or at the end."""
+    from mrv1.cli.report import Usage, path_name
+    from mrv1.engine import LLM
+
     with LLM(model, **engine) as llm:
         say(llm.describe())
         typer.echo(prompt, err=True, nl=False)
@@ -105,28 +123,46 @@ def _generate_batch(
     engine: dict[str, Any],
 ) -> None:
     """Write the result of every line, and list the lines that failed."""
+    from mrv1.cli.batch import read_lines, run_batch
+    from mrv1.cli.report import Usage, path_name
+    from mrv1.engine import LLM
+
     SamplingParams(**sampling)  # reports a wrong option once, not per line
     lines = read_lines(input_file, sampling)
     with LLM(model, **engine) as llm:
         say(llm.describe())
         usage = Usage(llm)
-        try:  # not earlier: a failed load of the model must not erase a former run's results
-            target = output_file.open("w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--output: cannot write {str(output_file)!r}: {error.strerror}"
-            ) from error
+        # Not earlier: a failed load of the model must not erase a former run's results.
+        with _opened(output_file) as target:
+            name = "stdout" if output_file == STANDARD else f"--output {str(output_file)!r}"
 
-        def write(line: str) -> None:
-            with writing(target, f"--output {str(output_file)!r}"):
-                target.write(line)
-                target.flush()
+            def write(line: str) -> None:
+                with writing(target, name):
+                    target.write(line)
+                    target.flush()
 
-        with target:
             errors = run_batch(llm, lines, write, usage)
         say(usage.line(path_name(engine["device"])))
     for number, message in errors.items():
         say(f"error: line {number}: {message}")
-    say(f"{len(lines) - len(errors)} of {len(lines)} requests done, results in {output_file}")
+    where = "on stdout" if output_file == STANDARD else f"in {output_file}"
+    say(f"{len(lines) - len(errors)} of {len(lines)} requests done, results {where}")
     if errors:
         raise typer.Exit(FAILURE)
+
+
+def _opened(output_file: Path) -> AbstractContextManager[TextIO]:
+    """Return --output, open for writing; stdout stays open at the end.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if output_file == STANDARD:
+        with writing_stdout():  # a closed one fails here
+            return nullcontext(sys.stdout)
+    try:
+        return output_file.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output: cannot write {str(output_file)!r}: {error.strerror}"
+        ) from error

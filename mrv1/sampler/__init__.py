@@ -1,10 +1,28 @@
-"""Sampling: parameters, per-slot state on the device, and the draw."""
+"""Sampling: parameters, per-slot state on the device, and the draw.
 
-from mrv1.kernels.sampling.contracts import History
-from mrv1.sampler.grammar import Grammar, GrammarMatcher, GrammarSource
-from mrv1.sampler.params import SamplingParams
-from mrv1.sampler.processors import LogitsContext, LogitsProcessor, LogitsProcessors
-from mrv1.sampler.sampler import Sampler, SamplerLimits
+A name is imported on first use: ``SamplingParams`` needs no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from mrv1.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from mrv1.kernels.sampling.contracts import History
+    from mrv1.sampler.grammar import Grammar, GrammarMatcher, GrammarSource
+    from mrv1.sampler.params import SamplingParams
+    from mrv1.sampler.processors import LogitsContext, LogitsProcessor, LogitsProcessors
+    from mrv1.sampler.sampler import Sampler, SamplerLimits
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "grammar": ["Grammar", "GrammarMatcher", "GrammarSource"],
+            "params": ["SamplingParams"],
+            "processors": ["LogitsContext", "LogitsProcessor", "LogitsProcessors"],
+            "sampler": ["History", "Sampler", "SamplerLimits"],
+        },
+    )
 
 __all__ = [
     "Grammar",

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from mrv1 import LLM, RequestError, SamplingParams
+from mrv1 import LLM, ConfigError, RequestError, SamplingParams
+from mrv1.cli import app
 from mrv1.cli.batch import read_lines, run_batch
 from mrv1.cli.report import Usage
 from tests.cli.conftest import Mrv1
@@ -185,6 +187,54 @@ def test_a_bad_line_fails_alone_with_its_number(
     assert records[0]["token_ids"] == records[2]["token_ids"]
     assert f"error: line 3: {records[1]['error']}" in stderr
     assert stderr.splitlines()[-1].startswith("2 of 3 requests done")
+
+
+def test_a_null_field_counts_as_absent(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+    """The command line's options then hold, as for a field that is not there."""
+    plain = {"prompt_token_ids": [5, 6]}
+    nulls = {"prompt": None, "request_id": None, "sampling_params": None}
+    params = {"max_tokens": None, "temperature": None, "stop": None, "logit_bias": None}
+    lines = [
+        json.dumps(line) for line in (plain, plain | nulls, plain | {"sampling_params": params})
+    ]
+    exit_code, records, _ = _run(mrv1, tmp_path, checkpoint, lines)
+    assert exit_code == 0
+    assert len(records[0]["token_ids"]) == 8
+    assert [record["token_ids"] for record in records] == [records[0]["token_ids"]] * 3
+
+
+def test_a_dash_is_stdin_and_stdout(checkpoint: str, tmp_path: Path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt_token_ids": [5]}\n\nnot json\n{"prompt_token_ids": [6]}\n')
+
+    def run(source_name: str | Path, target_name: str | Path) -> Result:
+        names = ("--input", str(source_name), "--output", str(target_name))
+        result = CliRunner().invoke(
+            app,
+            ["generate", "--model", checkpoint, "--device", "cpu", *OPTIONS, *names],
+            input=source.read_bytes(),
+        )
+        assert result.exit_code == 1
+        assert "error: line 3: expected a JSON object" in result.stderr
+        return result
+
+    from_files = run(source, target)
+    expected = target.read_text()
+    assert len(expected.splitlines()) == 3
+    assert from_files.stdout == ""
+    assert from_files.stderr.endswith(f"2 of 3 requests done, results in {target}\n")
+    assert run("-", target).stdout == ""
+    assert target.read_text() == expected
+    for name in (source, "-"):
+        result = run(name, "-")
+        assert result.stdout == expected
+        assert result.stderr.endswith("2 of 3 requests done, results on stdout\n")
+
+
+def test_stdin_that_cannot_be_read_is_a_mistake(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ConfigError, match="--input: cannot read stdin: Bad file descriptor"):
+        read_lines(Path("-"), GREEDY)
 
 
 def test_text_that_is_no_unicode_fails_alone(mrv1: Mrv1, tmp_path: Path):

@@ -202,9 +202,12 @@ def test_neither_prompt_nor_input_is_a_mistake(mrv1: Mrv1):
 
 
 def test_input_must_exist(mrv1: Mrv1, tmp_path: Path):
-    result = mrv1(*TINY, "--input", tmp_path / "none.jsonl", "--output", tmp_path / "out.jsonl")
+    source = tmp_path / "none.jsonl"
+    result = mrv1(*TINY, "--input", source, "--output", tmp_path / "out.jsonl")
     assert result.exit_code == 2
-    assert "does not exist" in result.stderr
+    assert result.stderr == (
+        f"error: --input: cannot read {str(source)!r}: No such file or directory\n"
+    )
 
 
 # --- the command itself --------------------------------------------------------------------------

@@ -58,7 +58,15 @@ def run_onto(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(
     "arguments",
-    [[*TINY, "--prompt", "ROMEO:", "--max-tokens", "4"], ["--version"], ["doctor", "--json"]],
+    [
+        [*TINY, "--prompt", "ROMEO:", "--max-tokens", "4"],
+        ["--version"],
+        ["doctor", "--json"],
+        ["--help"],
+        ["generate", "--help"],
+        ["bench", "sampler", "--help"],
+        ["bench"],
+    ],
 )
 def test_a_full_stdout_gives_one_error_line(run_onto: Run, arguments: list[str]):
     stdout = _full()
@@ -107,11 +115,12 @@ def test_an_output_file_on_a_full_disk_gives_one_error_line(
     assert errors == [f"error: cannot write --output '/dev/full': {NO_SPACE}"]
 
 
-def test_a_process_with_a_full_stdout_ends_with_one_line():
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_a_process_with_a_full_stdout_ends_with_one_line(argument: str):
     """The interpreter prints no error of its own when it exits."""
     with FULL.open("w") as stdout:
         run = subprocess.run(
-            [sys.executable, "-m", "mrv1", "--version"],
+            [sys.executable, "-m", "mrv1", argument],
             cwd=Path(__file__).resolve().parents[2],
             stdout=stdout,
             stderr=subprocess.PIPE,
