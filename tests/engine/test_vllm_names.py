@@ -79,7 +79,7 @@ def test_a_checkpoint_without_a_tokenizer_says_so(bare):
     with pytest.raises(ConfigError, match=r"expected one of tokenizer.json, .* found none"):
         bare.get_tokenizer()
     form = StructuredOutputsParams(regex="a")
-    with pytest.raises(RequestError, match="structured_outputs: expected None, because the chec"):
+    with pytest.raises(RequestError, match="structured_outputs: expected None, because the"):
         bare.generate([1, 2], SamplingParams(structured_outputs=form))
 
 
