@@ -119,10 +119,10 @@ class ModelRunner:
     ) -> None:
         """Build everything, with the runner's GPU as the current device."""
         config, device = self.config, self.device
-        if model is None:  # once: the directory of a Hugging Face id may change between two calls
-            config = self.config = replace(config, model=str(checkpoint_dir(config.model)))
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._fp8 = fp8_path(device) if is_fp8 else None  # fails before anything loads
+        if model is None:  # once: the directory of a Hugging Face id may change between two calls
+            config = self.config = replace(config, model=str(checkpoint_dir(config.model)))
         ops = select_ops(self.path)
         if config.debug_sync:
             ops = synced(ops, device)
