@@ -15,9 +15,6 @@ from mrv1.kernels import DecodePlan, PrefillSplits
 from mrv1.kernels.registry import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
 
-LONG_QUERY = 4096
-"""From here on ``max_query_len`` changes neither the tiles nor the kernel of a prefill."""
-
 
 class AttentionBackend(Protocol):
     """Attention over the paged cache: planned once per step, run once per layer."""
@@ -75,7 +72,7 @@ class KernelBackend:
         num_q_heads: query heads of every layer.
         dtype: dtype of the queries.
         softmax_scale: factor of the scores.
-        deterministic: whether a row's result must depend on that row alone.
+        deterministic: whether a token's result must depend on its prefix alone.
     """
 
     def __init__(
@@ -207,10 +204,9 @@ class KernelBackend:
             batch.seq_lens[first_row:],
             cache.layout,
             softmax_scale=self._softmax_scale,
-            max_query_len=max(batch.max_query_len, LONG_QUERY)
-            if self._deterministic
-            else batch.max_query_len,
+            max_query_len=batch.max_query_len,
             splits=splits,
+            deterministic=self._deterministic,
             out=out,
             scales=cache.scales,
         )

@@ -48,6 +48,7 @@ def cases(target: Target) -> list[AotCase]:
             for ring in (False, True)
         ),
         _prefill(target, torch.bfloat16, 128, True, 4096, ring=False),
+        *(_prefill(target, torch.bfloat16, dim, False, 4096, folds=True) for dim in (128, 256)),
         *(
             _prefill(target, dtype, 128, ring, max_query_len, splits=True)
             for dtype in (torch.bfloat16, torch.float32)
@@ -166,12 +167,15 @@ def _prefill(
     offsets: bool = False,
     ring: bool = True,
     splits: bool = False,
+    folds: bool = False,
 ) -> AotCase:
     group = 2
     config = PrefillAttentionConfig.default_for(
         head_dim, _config_dtype(dtype, fp8), target.capability, streaming, offsets
     )
     config = config.fit_rows(group, max_query_len)
+    if folds:
+        config = config.with_folds(group)
     row = group * NUM_KV_HEADS * head_dim
     int32, float32 = pointer(torch.int32), pointer(torch.float32)
     return AotCase(
@@ -183,6 +187,7 @@ def _prefill(
             *(["ring" if ring else "window"] if streaming else []),
             *(["offsets"] if offsets else []),
             *(["splits"] if splits else []),
+            *(["deterministic"] if folds else []),
             *_fp8_name(fp8),
         ),
         kernel=_paged_prefill_attention_kernel,
@@ -210,14 +215,15 @@ def _prefill(
             "TILE_DIM": triton.next_power_of_2(head_dim),
             "PRECISION": dot_precision(dtype),
             "MIN_STEPS": MIN_SPLIT_STEPS,
+            "FOLDS": folds,
             **fp8,
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # A window's scalars are parked so that two programs fit an SM: an eighth faster.
-        # With splits, the tile's index is parked over the loop.
-        parked_bytes=64 if streaming and config.max_registers else 16 * splits,
+        # With splits or folds, the tile's index is parked over the loop.
+        parked_bytes=64 if streaming and config.max_registers else 16 * (splits or folds),
     )
 
 

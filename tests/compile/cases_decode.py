@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mrv1.kernels._base.triton import triton
@@ -18,6 +20,7 @@ from mrv1.kernels.attention.decode_plan import (
 )
 from mrv1.kernels.attention.online_softmax import dot_precision
 from mrv1.kernels.attention.plan import DecodeAttentionConfig, padded_rows
+from mrv1.kernels.attention.splits import PrefillAttentionConfig
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import (
     BLOCK_SIZE,
@@ -50,6 +53,8 @@ def cases(target: Target) -> list[AotCase]:
             target, torch.bfloat16, 128, False, group=4, query_len=4, in_rounds=True, early=False
         ),
         _decode(target, torch.bfloat16, 256, True, group=8, query_len=4),
+        _decode(target, torch.bfloat16, 128, False, deterministic=True),
+        _decode(target, torch.bfloat16, 256, True, deterministic=True),
         *_fp8_cases(target),
         *(_merge(target, dim, pieces) for dim in (64, 256) for pieces in (16, 64)),
         *(_plan(target, *shape) for shape in ((16, 8, False), (256, 8, True), (1024, 8, True))),
@@ -82,6 +87,7 @@ def _decode(
     in_rounds: bool = False,
     merges: bool = True,
     early: bool = True,
+    deterministic: bool = False,
     fp8: dict[str, object] = NO_FP8,
 ) -> AotCase:
     row = group * NUM_KV_HEADS * head_dim
@@ -95,6 +101,9 @@ def _decode(
         streaming,
         _device(target),
     )
+    if deterministic:
+        steps = PrefillAttentionConfig.default_for(head_dim, dtype, target.capability, streaming)
+        config = replace(config, tile_tokens=steps.tile_tokens)
     caches = _caches(dtype, fp8)
     tile_dim = triton.next_power_of_2(head_dim)
     if fp8 is not NO_FP8:
@@ -110,6 +119,7 @@ def _decode(
             *(["ring"] if streaming else []),
             *(["rounds"] if in_rounds else []),
             *([] if merges else ["merge_launch"]),
+            *(["deterministic"] if deterministic else []),
             *_fp8_name(fp8),
         ),
         kernel=_paged_decode_attention_kernel,
@@ -141,6 +151,7 @@ def _decode(
             **merge_tile(rows, tile_dim),
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
             "EARLY": early and target.has_dependent_launch,
+            "DETERMINISTIC": deterministic,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -184,7 +195,7 @@ def _plan(target: Target, num_reqs: int, num_kv_heads: int, streaming: bool) -> 
             "TILE_TOKENS": 64,
             "HAS_WINDOW": streaming,
             "NUM_SPLITS": 0,
-            "SPLIT_TILES": 0,
+            "PIECE_TILES": 0,
             "MIN_TILES": 1,
             "LONG_TILES": 32,
             "TILE_REQS": num_reqs,

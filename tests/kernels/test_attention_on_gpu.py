@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from mrv1 import kernels
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, KVScales, reference
+from mrv1.kernels.attention import plan as plan_buffers
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
     SENTINEL,
@@ -175,13 +176,14 @@ def _oracle(case: PagedCase, op: str, q: torch.Tensor) -> Result:
     return (run_decode if op == "decode" else run_prefill)(reference, case, q)
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["merge in items", "merge launch"])
+@pytest.mark.parametrize("merged_pieces", [16, 0], ids=["merge in items", "merge launch"])
 @pytest.mark.parametrize("num_reqs", [1, 40])
-def test_a_plan_read_early_belongs_to_the_same_step(device, num_reqs, deterministic):
+def test_a_plan_read_early_belongs_to_the_same_step(device, monkeypatch, num_reqs, merged_pieces):
     """Each step of a graph has its own lengths and table and never reads the previous step's.
 
     Before every attention runs a launch that overlaps with it and writes its keys.
     """
+    monkeypatch.setattr(plan_buffers, "MERGED_PIECES", merged_pieces)
     heads, dim, blocks, steps = 8, 128, 40, 6
     generator = torch.Generator(device).manual_seed(3)
 
@@ -205,9 +207,9 @@ def test_a_plan_read_early_belongs_to_the_same_step(device, num_reqs, determinis
         k, v, outs = k_cache.clone(), v_cache.clone(), []
         plan = DecodePlan.allocate(
             max_reqs=num_reqs, max_keys=blocks * 16, layout=layout, num_q_heads=2 * heads,
-            dtype=torch.bfloat16, deterministic=deterministic, read_early=read_early,
+            dtype=torch.bfloat16, read_early=read_early,
         )  # fmt: skip
-        assert plan.merge_in_items is not deterministic
+        assert plan.merge_in_items == (merged_pieces > 0)
         for step in range(steps):
             last = (lens[step] - 1).long()
             page = tables[step].gather(1, last[:, None] // 16)[:, 0].long()
@@ -288,7 +290,7 @@ def test_a_batch_of_256_rows_with_permuted_blocks(device, granularity):
 
 @FORMATS
 def test_deterministic_rows_have_the_same_bits_alone_and_among_256(device, granularity):
-    """Deterministic plans cut every 512 keys: the lengths lie around the cuts."""
+    """Deterministic plans cut every 128 keys: some lengths lie around the cuts."""
     roles = [HeadRole(group=0), HeadRole(window=700, sink=20, ring_blocks=45, group=1)]
     layout = LayoutCase.head_groups(roles=roles, head_dim=64, max_seq_len=2100, max_reqs=256)
     lens = tuple([511, 512, 513, 2100, 0, 1] + [1 + 37 * row % 300 for row in range(250)])
@@ -305,6 +307,31 @@ def test_deterministic_rows_have_the_same_bits_alone_and_among_256(device, granu
         assert_equal(got, whole.rows(rows))
     pair = run_decode(kernels, permuted(case, [3, 255]), q[[3, 255]], deterministic=True)
     assert_equal(pair, whole.rows([3, 255]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 4), (128, 2), (128, 8), (256, 8)])
+def test_deterministic_tokens_have_the_same_bits_prefilled_in_any_chunk_and_decoded(
+    device, dtype, head_dim, group
+):
+    """Pieces begin every 128 keys up to 2,048, and every 256 keys up to 4,096."""
+    length = 2400
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=head_dim, max_seq_len=length)
+    batch = RaggedBatch(query_lens=(length,), seq_lens=(length,))
+    case = build_paged_cache(layout, batch, dtype=dtype).to(device)
+    q = make_queries(case, group)
+    whole = run_prefill(kernels, case, q, deterministic=True)
+    oracle = run_prefill(reference, case, q)
+    assert_in_budget(whole, oracle, exact(case, q), case)
+    for end, count in ((1, 1), (64, 64), (129, 1), (700, 9), (2048, 300), (2049, 1), (2400, 2)):
+        rows = slice(end - count, end)
+        part = replace(case, batch=RaggedBatch(query_lens=(count,), seq_lens=(end,)))
+        assert_equal(run_prefill(kernels, part, q[rows], deterministic=True), whole.rows(rows))
+    for end, query_len in ((1, 1), (128, 1), (129, 1), (700, 4), (2048, 1), (2049, 3), (2400, 1)):
+        rows = slice(end - query_len, end)
+        part = replace(case, batch=RaggedBatch(query_lens=(query_len,), seq_lens=(end,)))
+        got = run_decode(kernels, part, q[rows], query_len=query_len, deterministic=True)
+        assert_equal(got, whole.rows(rows))
 
 
 @pytest.mark.big

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, reference
-from mrv1.kernels.attention import decode_plan
 from mrv1.kernels.attention import plan as plan_buffers
 from mrv1.testing.strategies import (
     LayoutCase,
@@ -291,18 +291,28 @@ def test_the_last_program_to_finish_merges(device, data, splits):
         assert_equal(run_decode(kernels, case, q, plan=plan), got)
 
 
-@given(case=paged_caches(layouts=SMALL, uniform_query_len=1, min_reqs=1), data=st.data())
-def test_deterministic_rows_do_not_depend_on_the_batch(device, case, data):
-    """Pieces of 32 keys; the row runs alone and with other rows, some of them longer."""
-    case = case.to(device)
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("has_window", [False, True])
+def test_deterministic_rows_do_not_depend_on_the_batch(device, has_window, query_len):
+    """The first request has 3 pieces: one program folds them, or each piece has a program."""
+    roles = [HeadRole(), HeadRole(window=150, sink=4, ring_blocks=12, group=1)][: 1 + has_window]
+    layout = LayoutCase.head_groups(roles=roles, head_dim=16, max_seq_len=300)
+    batch = RaggedBatch(query_lens=(query_len,) * 3, seq_lens=(300, 128, 150))
+    case = build_paged_cache(layout, batch).to(device)
     q = make_queries(case, 2)
-    row = data.draw(st.integers(0, len(case.batch.seq_lens) - 1))
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (plan_buffers, decode_plan):
-            patch.setattr(module, "SPLIT_TOKENS", 32)
-        whole = run_decode(kernels, case, q, deterministic=True)
-        alone = run_decode(kernels, permuted(case, [row]), q[row : row + 1], deterministic=True)
-    assert_equal(alone, whole.rows(slice(row, row + 1)))
+    results = []
+    for num_sms, rows in ((1, [0, 1, 2]), (20, [0, 1, 2]), (20, [0])):
+        gpu = SimpleNamespace(num_sms=num_sms, capability=None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan_buffers, "device_info", lambda _, gpu=gpu: gpu)
+            part = permuted(case, rows)
+            results.append(
+                run_decode(kernels, part, q[: len(rows) * query_len], deterministic=True)
+            )
+    whole, cut, alone = results
+    assert_in_budget(whole, run_decode(reference, case, q), exact(case, q), case)
+    assert_equal(cut, whole)
+    assert_equal(alone, whole.rows(slice(query_len)))
 
 
 @given(data=st.data())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,10 +11,9 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, reference
-from mrv1.kernels.attention import decode_plan
 from mrv1.kernels.attention import plan as plan_buffers
-from mrv1.kernels.attention import reference as oracles
 from mrv1.kernels.attention.plan import DecodeAttentionConfig, Item
+from mrv1.kernels.attention.splits import PrefillAttentionConfig
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -54,11 +55,13 @@ def _allocate(
             tile_tokens=tile_tokens,
             num_warps=1,
             num_stages=1,
-            programs_per_sm=programs,
+            programs_per_sm=1,
             min_tiles=min_tiles,
         )
+        gpu = SimpleNamespace(num_sms=programs, capability=None)
         patch.setattr(DecodeAttentionConfig, "default_for", lambda *_: config)
-        patch.setattr(plan_buffers, "device_info", lambda _: type("Info", (), {"num_sms": 1})())
+        patch.setattr(PrefillAttentionConfig, "default_for", lambda *_: config)
+        patch.setattr(plan_buffers, "device_info", lambda _: gpu)
         return DecodePlan.allocate(
             max_reqs=num_reqs,
             max_keys=max_keys,
@@ -93,14 +96,11 @@ def plans(draw):
 
 def _made(ops, device, lens, roles, programs, query_len, options):
     layout = _layout(roles, device)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (plan_buffers, decode_plan, oracles):
-            patch.setattr(module, "SPLIT_TOKENS", 64)
-        plan = _allocate(len(lens), layout, programs=programs, query_len=query_len, **options)
-        seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-        for buffer in (plan.items, plan.merges, plan.counts, plan.arrivals):
-            buffer.fill_(-7)
-        ops.plan_decode_attention(seq_lens, layout, plan)
+    plan = _allocate(len(lens), layout, programs=programs, query_len=query_len, **options)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    for buffer in (plan.items, plan.merges, plan.counts, plan.arrivals):
+        buffer.fill_(-7)
+    ops.plan_decode_attention(seq_lens, layout, plan)
     assert not plan.arrivals.any()
     return plan
 
@@ -260,20 +260,34 @@ def test_segments_are_divided_by_at_least_min_tiles(device):
     assert merges == []
 
 
-def test_deterministic_pieces_follow_from_the_length_alone(device):
-    """At most 64 pieces: 2,048 keys are 64 pieces of one tile; with one key more, of two tiles."""
+def test_deterministic_cuts_are_at_the_same_keys_for_every_length(device):
+    """Sixteen pieces of 128 keys; from there on each eight pieces are twice as long."""
     layout = _layout([HeadRole()], device)
-    lens = torch.tensor([2048, 2049, 70, 9000], dtype=torch.int32, device=device)
-    found = []
+    lens = [2048, 2049, 70, 9000, 128, 129]
+    cuts = [*range(0, 2048, 128), *range(2048, 4096, 256), *range(4096, 8192, 512), 8192]
     for ops in (kernels, reference):
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (plan_buffers, decode_plan, oracles):
-                patch.setattr(module, "SPLIT_TOKENS", 32)
-            plan = _allocate(4, layout, deterministic=True, max_keys=9000)
-            ops.plan_decode_attention(lens, layout, plan)
-        found.append(_lists(plan))
-    assert found[0] == found[1]
-    assert [pieces for *_, pieces in found[0][1]] == [64, 33, 3, 36]
+        options = {"deterministic": True, "max_keys": 9000}
+        plan = _allocate(len(lens), layout, programs=1000, **options)
+        ops.plan_decode_attention(
+            torch.tensor(lens, dtype=torch.int32, device=device), layout, plan
+        )
+        items, merges = _lists(plan)
+        for req, length in enumerate(lens):
+            ranges = [(each.first_work, each.end_work) for each in items if each.req == req]
+            starts = [cut for cut in cuts if cut < length]
+            assert ranges == list(zip(starts, [*starts[1:], length], strict=True))
+        assert [pieces for *_, pieces in merges] == [16, 17, 33, 2]
+
+
+def test_a_deterministic_plan_leaves_segments_of_an_equal_share_whole(device):
+    """Four programs have seven equal shares: of 1,000 keys 7 x 4 tiles, so 160 keys are cut."""
+    layout = _layout([HeadRole()], device)
+    lens = torch.tensor([128] * 5 + [160, 200], dtype=torch.int32, device=device)
+    for ops in (kernels, reference):
+        plan = _allocate(len(lens), layout, programs=4, deterministic=True)
+        ops.plan_decode_attention(lens, layout, plan)
+        assert [segment[0] for segment in _lists(plan)[1]] == [5, 6]
+        assert plan.max_items >= len(_lists(plan)[0])
 
 
 def test_a_plan_of_forty_heads_and_eighty_requests_equals_the_oracle(device):
@@ -298,14 +312,14 @@ def test_no_merge_where_no_segment_can_be_split(device):
     assert _allocate(3, layout, programs=4).max_merges > 0
 
 
-def test_many_pieces_and_deterministic_pieces_are_merged_by_their_own_launch(device):
+def test_many_pieces_are_merged_by_their_own_launch_unless_deterministic(device):
     """Items merge up to 16 pieces per segment, if all segments of full heads are equally long."""
     layout = _layout([HeadRole()], device)
     many = {"max_keys": 100 * 32, "programs": 40}
     assert _allocate(1, layout, programs=40).merge_in_items  # 13 tiles
     assert not _allocate(1, layout, **many).merge_in_items
     assert _allocate(3, layout, **many).merge_in_items
-    assert not _allocate(3, layout, deterministic=True, **many).merge_in_items
+    assert _allocate(1, layout, deterministic=True, **many).merge_in_items
     assert not _allocate(3, layout, num_kv_splits=17, **many).merge_in_items
     streaming = _layout([HeadRole(), HeadRole(window=40)] * 2, device)
     assert not _allocate(1, streaming, **many).merge_in_items

@@ -410,6 +410,18 @@ def test_two_chunks_agree_with_one(device, data):
     assert_in_budget(got, run_prefill(reference, case, q), exact(case, q), case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_chunks_agree_with_the_oracle(device, dtype):
+    """Three pieces of 128 keys are folded; the second request's last piece has one key."""
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=300)
+    batch = RaggedBatch(query_lens=(20, 4, 0), seq_lens=(300, 129, 40))
+    case = build_paged_cache(layout, batch, dtype=dtype).to(device)
+    _check(case, 2, deterministic=True)
+    q = make_queries(case, 2)
+    with pytest.raises(ValueError, match="splits: expected None with deterministic=True, got Pre"):
+        run_prefill(kernels, case, q, splits=make_splits(case, q, 2), deterministic=True)
+
+
 # --- configuration -----------------------------------------------------------------------------
 
 

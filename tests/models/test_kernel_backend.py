@@ -11,7 +11,7 @@ from mrv1 import kernels
 from mrv1.kernels import reference
 from mrv1.kernels.attention import prefill_attention
 from mrv1.kernels.attention import splits as prefill_splits
-from mrv1.models.attention import LONG_QUERY, KernelBackend
+from mrv1.models.attention import KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
@@ -71,10 +71,10 @@ def test_a_short_chunk_after_a_long_context_is_split_unless_deterministic(
     assert_in_budget(Result(got, oracle.lse), oracle, exact(case, q), case)
 
 
-def test_a_deterministic_prefill_takes_one_kernel_and_one_tile_for_every_batch():
-    """``max_query_len`` of a deterministic engine is at least LONG_QUERY."""
-    assert LONG_QUERY >= prefill_splits.MIN_WARP_GROUP_QUERIES
+def test_a_deterministic_prefill_takes_one_tile_for_every_batch():
     for head_dim in (64, 128, 256):
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
             config = prefill_splits.PrefillAttentionConfig.default_for(head_dim, dtype, (9, 0))
-            assert config.fit_rows(1, LONG_QUERY) == config.fit_rows(1, 1 << 20)
+            for group in (1, 8, 64):
+                chosen = config.fit_rows(group, prefill_splits.ANY_QUERY_LEN)
+                assert chosen == config.fit_rows(group, 1 << 30)

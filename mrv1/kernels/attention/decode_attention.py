@@ -50,15 +50,21 @@ from mrv1.kernels.attention.online_softmax import (
     States,
     add_states,
     arrives_last,
+    base_2_lse,
     dot_precision,
+    fold_piece,
+    fold_state,
+    halves,
     head_offset,
     natural_lse,
+    next_piece,
     normalized,
     store_out,
     work_position,
 )
 from mrv1.kernels.attention.plan import (
     ITEM_FIELDS,
+    PIECE_TOKENS,
     DecodePlan,
     Item,
     Merge,
@@ -82,6 +88,9 @@ from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _NUM_FIELDS = tl.constexpr(len(Item._fields))
 _MERGE_FIELDS = tl.constexpr(len(Merge._fields))
+_PIECE_TOKENS = tl.constexpr(PIECE_TOKENS)
+_SUM_ROWS = tl.constexpr(16)
+"""Rows of ones that are multiplied with weights to add them up: all rows of sums are the same."""
 
 MIN_PAIRED_DIM = 32
 """Smallest padded head dimension of an fp8 cache: each half fills the 16 of a tensor core."""
@@ -119,6 +128,7 @@ class Tiles(NamedTuple):
     MERGE_ROWS: int  # power of two >= QUERY_LEN * GROUP
     LOADED_STATES: int  # partial results that a merging program loads at a time
     EARLY: bool  # whether plan and table may be read before the previous kernel has ended
+    DETERMINISTIC: bool  # whether the result is the fold of fixed pieces, see fold_state
 
 
 class Items(NamedTuple):
@@ -191,10 +201,15 @@ def _attend_item(
     underflow. An fp8 cache is read two codes at a time: even and odd dimensions have products and
     sums of their own.
 
+    If DETERMINISTIC and not fp8, the result is the fold of the item's pieces. The tensor cores
+    then add up the weights, in the order of the keys: the order of a sum over registers would
+    depend on the shape of the tile.
+
     Returns:
         (acc, top, total): ``[TILE_DIM, TILE_ROWS]`` sum of weights * v, and per row the largest
         scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
     """
+    FOLDS: tl.constexpr = TILES.DETERMINISTIC and CACHE.FP8_PATH is None
     IS_FP8: tl.constexpr = CACHE.FP8_PATH is not None
     HEAD_DIM: tl.constexpr = HEADS.HEAD_DIM
     BLOCK_SIZE: tl.constexpr = CACHE.BLOCK_SIZE
@@ -222,8 +237,20 @@ def _attend_item(
     acc = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
     top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    if FOLDS:
+        folded, folded_top, folded_total = acc, top, total
+        sums = tl.zeros([_SUM_ROWS, TILE_ROWS], dtype=tl.float32)
+        piece_size = tl.full([], _PIECE_TOKENS, tl.int32)
+        cut = tl.where(item.pieces == 1, piece_size, -1)  # an item that is one piece has no cut
     lane = tl.arange(0, TILE_TOKENS)
     for tile_start in range(item.first_work, item.end_work, TILE_TOKENS):
+        if FOLDS and tile_start == cut:
+            folded, folded_top, folded_total = fold_piece(
+                folded, folded_top, folded_total, acc, top, tl.max(sums, axis=0), 0
+            )
+            acc, sums = tl.zeros_like(acc), tl.zeros_like(sums)
+            top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
+            cut, piece_size = next_piece(cut, piece_size)
         position = work_position(tile_start + lane, item.sink_end, item.start, CACHE.HAS_WINDOW)
         present = block >= 0
         if visited_ptr is not None:
@@ -260,7 +287,8 @@ def _attend_item(
             scores = tl.dot(k_odd.to(q.dtype), q_odd, scores, input_precision=PRECISION)
         else:
             scores = tl.dot(k, q, input_precision=PRECISION)
-        scores *= score_scale
+        if not FOLDS:
+            scores *= score_scale
         if SCALES_PER_BLOCK > 0:
             scores *= k_scale[:, None]
         visible = present[:, None]
@@ -274,17 +302,29 @@ def _attend_item(
                 )
         scores = tl.where(visible, scores, float("-inf"))
 
-        new_top = tl.maximum(top, tl.max(scores, axis=0))
+        highest = tl.max(scores, axis=0)
+        if FOLDS:
+            highest *= score_scale
+        new_top = tl.maximum(top, highest)
         # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         rescale = tl.exp2(top - shift)
-        weights = tl.exp2(scores - shift[None, :])
-        total = total * rescale + tl.sum(weights, axis=0)
+        if FOLDS:
+            weights = tl.exp2(tl.fma(scores, score_scale, -shift[None, :]))
+        else:
+            weights = tl.exp2(scores - shift[None, :])
+            total = total * rescale + tl.sum(weights, axis=0)
         if SCALES_PER_BLOCK > 0:
             new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
             weights *= (v_scale / new_unit)[:, None]
             rescale *= v_unit / new_unit
             v_unit = new_unit
+        if FOLDS:
+            ones = tl.full([_SUM_ROWS, TILE_TOKENS], 1.0, q.dtype)
+            rounded, rest = halves(weights, q.dtype)
+            sums = tl.dot(ones, rounded, sums * rescale[None, :], input_precision=PRECISION)
+            if q.dtype != tl.float32:
+                sums = tl.dot(ones, rest, sums)
         weights = weights.to(q.dtype)
         acc *= rescale[None, :]
         if IS_FP8:
@@ -295,6 +335,10 @@ def _attend_item(
         else:
             acc = tl.dot(v, weights, acc, input_precision=PRECISION)
         top = new_top
+    if FOLDS:
+        acc, top, total = fold_piece(
+            folded, folded_top, folded_total, acc, top, tl.max(sums, axis=0), 0
+        )
     if IS_FP8:
         both = tl.permute(tl.join(acc, acc_odd), (0, 2, 1))  # [pair, its two dims, row]
         acc = tl.reshape(both, [TILE_DIM, TILE_ROWS]) * v_unit
@@ -333,10 +377,13 @@ def _merge_if_last(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl
                     mask=mask & (piece < item.pieces),
                     other=0.0,
                 )
-                parts += ((part_lse * LOG2_E, part),)  # type: ignore[assignment]
+                parts += ((part_lse, part),)  # type: ignore[assignment]
             for offset in tl.static_range(TILES.LOADED_STATES):
                 part_lse, part = parts[offset]
-                acc, top, total = add_states(acc, top, total, part, part_lse)
+                if TILES.DETERMINISTIC:
+                    acc, top, total = fold_state(acc, top, total, part, part_lse, 1)
+                else:
+                    acc, top, total = add_states(acc, top, total, part, part_lse * LOG2_E)
         value = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
         out_row = req * HEADS.QUERY_LEN + row // HEADS.GROUP
         q_head = (item.head * HEADS.GROUP + row % HEADS.GROUP).to(tl.int64)
@@ -425,7 +472,8 @@ def _write_item(
             state = index.to(tl.int64) * ROWS + row
             state_ptr = items.states.ptr + state[:, None] * HEADS.HEAD_DIM
             tl.store(state_ptr + dims[None, :], value, mask=mask)
-            tl.store(items.states.lse_ptr + state, row_lse, mask=in_tile)
+            state_lse = base_2_lse(top, total) if TILES.DETERMINISTIC else row_lse
+            tl.store(items.states.lse_ptr + state, state_lse, mask=in_tile)
             if items.states.arrivals_ptr is not None:
                 _merge_if_last(out, lse, items.states, index, item, HEADS, TILES)
 
@@ -477,6 +525,7 @@ def _paged_decode_attention_kernel(
     MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
     LOADED_STATES: tl.constexpr,  # partial results that a merging program loads at a time
     EARLY: tl.constexpr,  # whether plan and table may be read before the previous kernel has ended
+    DETERMINISTIC: tl.constexpr,  # whether the plan is deterministic
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (min(max_items, MAX_PROGRAMS),): one item, or IN_ROUNDS every MAX_PROGRAMS-th item."""
@@ -487,8 +536,9 @@ def _paged_decode_attention_kernel(
     HEADS: tl.constexpr = Heads(NUM_KV_HEADS, QUERY_LEN, GROUP, HEAD_DIM)
     CACHE: tl.constexpr = Cache(BLOCK_SIZE, HAS_WINDOW, HAS_RING, FP8_PATH, SCALES_PER_BLOCK)
     TILES: tl.constexpr = Tiles(
-        TILE_ROWS, TILE_TOKENS, TILE_DIM, PRECISION, MERGE_ROWS, LOADED_STATES, EARLY
-    )
+        TILE_ROWS, TILE_TOKENS, TILE_DIM, PRECISION, MERGE_ROWS, LOADED_STATES, EARLY,
+        DETERMINISTIC,
+    )  # fmt: skip
     items = Items(items_ptr, num_items, States(states_ptr, states_lse_ptr, arrivals_ptr))
     out = HeadRows(out_ptr, stride_out_row, stride_out_head)
     lse = HeadRows(lse_ptr, stride_lse_row, stride_lse_head)
@@ -582,8 +632,7 @@ def _launch_merge(
     plan: DecodePlan, layout: KVLayout, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
     # Up to 16 pieces take a tile of two warps: the lanes of more warps would only start and stop.
-    # A deterministic plan has one tile size, whatever the width of the table.
-    few = plan.max_pieces <= 16 and not plan.deterministic
+    few = plan.max_pieces <= 16
     _merge_items_kernel[(plan.max_merges, plan.states.shape[1])](
         *with_strides(out),
         *with_strides(lse),
@@ -641,9 +690,11 @@ def paged_decode_attention(
         num_kv_splits: pieces that the longest segment is cut into, 1 to 256, each a program's
             work; None = pieces that give every program of the device an equal share. Changes the
             result by rounding only.
-        deterministic: cut each segment by its own length instead (every 512 visible keys; beyond
-            32,768, in 33 to 64 longer pieces): a row is bitwise the same in any batch and with any
-            width of the table.
+        deterministic: give each query a result that is bitwise the same in any batch, with any
+            width of the table, and with any later tokens beside it (``query_len``). It is folded
+            from pieces that begin at fixed keys (``plan.PIECE_TOKENS``), by one program or by
+            several. With a 16 or 32-bit cache and without windows, ``paged_prefill_attention``
+            computes the same bits.
         plan: the plan that ``plan_decode_attention`` wrote for these ``seq_lens``, which saves a
             launch in every layer; None = made here. The plan decides the cuts: ``num_kv_splits``
             must then be None, and ``deterministic=True`` accepts only a deterministic plan. With
@@ -746,6 +797,7 @@ def paged_decode_attention(
         **fp8_constexprs(scales, layout, q.device),
         **merge_tile(plan.query_len * group, tile_dim),
         EARLY=early,
+        DETERMINISTIC=plan.deterministic,
         **config.launch_options(),
         **overlap,
     )

@@ -17,8 +17,9 @@ are much longer than an equal share, and short segments are not cut at all (``mi
 The items of segments of at most half a ``size`` (heads with a window, short requests among long
 ones) come last and count by their tiles: several run one after the other in the time of one item
 of ``size``, so the long segments get the programs. Lengths are read on the device and bounds
-follow from shapes alone: a captured graph serves any lengths. A deterministic plan cuts each
-segment by its own length alone, whatever the batch. One plan serves all layers of the same roles.
+follow from shapes alone: a captured graph serves any lengths. A deterministic plan cuts long
+segments at fixed keys, the same in any batch, and leaves the others whole: their one program folds
+the same pieces. One plan serves all layers of the same roles.
 
 Source: FlashInfer (arXiv:2501.01005) for a plan apart from the run, which FlashInfer makes on the
 host; Stream-K (arXiv:2301.03598) for equal shares over the device.
@@ -34,8 +35,7 @@ from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.attention.online_softmax import visible_range
 from mrv1.kernels.attention.plan import (
     ITEM_FIELDS,
-    MAX_PIECES,
-    SPLIT_TOKENS,
+    PIECE_TOKENS,
     DecodePlan,
     Item,
     Merge,
@@ -45,7 +45,6 @@ from mrv1.kernels.attention.plan import (
 from mrv1.kernels.cache.kv_layout import KVLayout
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_MAX_PIECES = tl.constexpr(MAX_PIECES)
 
 
 @triton.jit
@@ -99,12 +98,23 @@ def _equal_size(tiles, is_segment, max_items, most_items, MIN_TILES: tl.constexp
 
 
 @triton.jit
-def _own_size(tiles, SPLIT_TILES: tl.constexpr):
-    """Return the size of each segment's pieces, which follows from its own tiles alone."""
-    size = tl.full(tiles.shape, SPLIT_TILES, tl.int32)
-    for _ in tl.static_range(16):  # enough for any int32 length
-        size = tl.where(tiles > size * _MAX_PIECES, 2 * size, size)
-    return size
+def _fixed_pieces(tiles, PIECE_TILES: tl.constexpr):
+    """Return the deterministic pieces of segments: one more than the piece of their last tile."""
+    unit = (tiles - 1) // PIECE_TILES
+    size = tl.full(tiles.shape, 1, tl.int32)  # of that piece, in PIECE_TILES
+    octave = tl.full(tiles.shape, 0, tl.int32)
+    for _ in tl.static_range(24):  # enough for any int32 length
+        is_after = unit >= 16 * size
+        octave += is_after.to(tl.int32)
+        size = tl.where(is_after, 2 * size, size)
+    return 8 * octave + unit // size + 1
+
+
+@triton.jit
+def _fixed_first_tile(piece, PIECE_TILES: tl.constexpr):
+    """Return the first tile of deterministic pieces; see ``plan.first_key``."""
+    octave = tl.maximum(piece // 8 - 1, 0)
+    return PIECE_TILES * ((piece - 8 * octave) << octave)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "max_items", "most_items", "fine_items"])
@@ -120,14 +130,14 @@ def _plan_decode_kernel(
     sink_ptr,  # [NUM_KV_HEADS] int32
     ring_blocks_ptr,  # [NUM_KV_HEADS] int32
     max_items,  # rows of items_ptr
-    most_items,  # bound on items of equal shares, short segments counted by their tiles
+    most_items,  # of equal shares, short segments counted by their tiles; see DecodePlan
     fine_items,  # the same bound where pieces would have LONG_TILES or more
     NUM_KV_HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # pieces of the longest segment; 0 = equal shares
-    SPLIT_TILES: tl.constexpr,  # tiles per piece, doubled for long segments; 0 = see NUM_SPLITS
+    PIECE_TILES: tl.constexpr,  # tiles of the first fixed pieces; 0 = see NUM_SPLITS
     MIN_TILES: tl.constexpr,  # fewest of a piece, with equal shares
     LONG_TILES: tl.constexpr,  # fewest of a long piece
     TILE_REQS: tl.constexpr,  # power of two >= num_reqs
@@ -142,7 +152,7 @@ def _plan_decode_kernel(
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
-    EQUAL: tl.constexpr = (SPLIT_TILES == 0) and (NUM_SPLITS == 0)
+    EQUAL: tl.constexpr = (PIECE_TILES == 0) and (NUM_SPLITS == 0)
     first_item = tl.program_id(0) * TILE_ITEMS
     req = tl.arange(0, TILE_REQS)
     head = tl.arange(0, TILE_HEADS)
@@ -155,8 +165,8 @@ def _plan_decode_kernel(
         seq_len[:, None], window[None, :], sink[None, :], QUERY_LEN, TILE_TOKENS, HAS_WINDOW
     )
     tiles = tl.where(is_segment, tiles, 0)
-    if SPLIT_TILES:
-        size = _own_size(tiles, SPLIT_TILES)
+    if PIECE_TILES:
+        size = tl.maximum(_sum(tiles) // most_items, MIN_TILES)  # longer segments are cut
     elif NUM_SPLITS:
         size = (tl.max(tl.max(tiles, axis=1), axis=0) + NUM_SPLITS - 1) // NUM_SPLITS
     else:
@@ -164,6 +174,8 @@ def _plan_decode_kernel(
         if size >= LONG_TILES:
             size = _equal_size(tiles, is_segment, max_items, fine_items, MIN_TILES)
     pieces = (tiles + size - 1) // size
+    if PIECE_TILES:
+        pieces = tl.where(tiles > size, _fixed_pieces(tiles, PIECE_TILES), pieces)
     is_short = is_segment & _is_short(tiles, size) & EQUAL
     long_pieces = tl.where(is_short, 0, pieces)
     req_long, req_short = tl.sum(long_pieces, axis=1), tl.sum(is_short.to(tl.int32), axis=1)
@@ -202,20 +214,21 @@ def _plan_decode_kernel(
         seq_len[:, None], window[None, :], sink[None, :], QUERY_LEN, TILE_TOKENS, HAS_WINDOW
     )
     tiles = tl.where(is_head[None, :], tiles, 0)
-    if SPLIT_TILES:
-        size = _own_size(tiles, SPLIT_TILES)
     is_alike = (_is_short(tiles, size) & EQUAL) == of_short[:, None]
-    pieces = tl.where(is_alike, (tiles + size - 1) // size, 0)
+    pieces = (tiles + size - 1) // size
+    if PIECE_TILES:
+        pieces = tl.where(tiles > size, _fixed_pieces(tiles, PIECE_TILES), pieces)
+    pieces = tl.where(is_alike, pieces, 0)
     end_of_head = tl.cumsum(pieces, axis=1)
     item_head = tl.sum((end_of_head <= index[:, None]).to(tl.int32), axis=1)
     is_mine = head[None, :] == item_head[:, None]
     piece = index - tl.sum(tl.where(is_mine, end_of_head - pieces, 0), axis=1)
     tiles = tl.sum(tl.where(is_mine, tiles, 0), axis=1)
     pieces = tl.maximum(tl.sum(tl.where(is_mine, pieces, 0), axis=1), 1)
-    if SPLIT_TILES:
-        size = tl.sum(tl.where(is_mine, size, 0), axis=1)
-        first_tile = piece * size
-        end_tile = tl.minimum(first_tile + size, tiles)
+    if PIECE_TILES:
+        first_tile = _fixed_first_tile(piece, PIECE_TILES)
+        end_tile = tl.minimum(_fixed_first_tile(piece + 1, PIECE_TILES), tiles)
+        end_tile = tl.where(pieces == 1, tiles, end_tile)
     else:
         share = tiles // pieces
         longer = tiles % pieces  # the first ``longer`` pieces have one tile more
@@ -296,7 +309,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         TILE_TOKENS=plan.config.tile_tokens,
         HAS_WINDOW=layout.has_window,
         NUM_SPLITS=plan.num_kv_splits or 0,
-        SPLIT_TILES=SPLIT_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
+        PIECE_TILES=PIECE_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
         MIN_TILES=plan.config.min_tiles,
         LONG_TILES=plan.long_tiles,
         TILE_REQS=tile_reqs,

@@ -109,6 +109,52 @@ def add_states(acc, top, total, part, lse):
 
 
 @triton.jit
+def halves(weights, DTYPE: tl.constexpr):
+    """Return float32 weights as a sum of two: rounded to the dtype, and the rounded rest."""
+    rounded = weights.to(DTYPE)
+    return rounded, (weights - rounded.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def base_2_lse(top, total):
+    """Return the base-2 log-sum-exp of a base-2 (top, total); -inf where nothing was visible."""
+    seen = total != 0.0  # true for NaN, which must stay NaN
+    return tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def fold_state(folded, folded_top, folded_total, part, lse, AXIS: tl.constexpr):
+    """Return (folded, top, total) with a partial result added by its base-2 lse.
+
+    A deterministic result is the fold of its pieces from the first to the last, whichever programs
+    compute them. Each rounding is spelled out, as the compiler may fuse a sum of products in two
+    ways. The fold of one piece is the piece. AXIS is the axis that ``lse`` lacks.
+    """
+    new_top = tl.maximum(folded_top, lse)
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
+    weight = tl.exp2(lse - shift)
+    rescale = tl.exp2(folded_top - shift)
+    folded *= tl.expand_dims(rescale, AXIS)
+    folded = tl.fma(part, tl.expand_dims(weight, AXIS), folded)
+    return folded, new_top, tl.fma(folded_total, rescale, weight)
+
+
+@triton.jit
+def fold_piece(folded, folded_top, folded_total, acc, top, total, AXIS: tl.constexpr):
+    """Return (folded, top, total) with a piece (acc, top, total) of an online softmax added."""
+    part = acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), AXIS)
+    lse = base_2_lse(top, total)
+    return fold_state(folded, folded_top, folded_total, part, lse, AXIS)
+
+
+@triton.jit
+def next_piece(cut, size):
+    """Return where the piece after the one from ``cut`` on begins, and its size; see ``plan``."""
+    cut += size
+    return cut, tl.where(cut >= 16 * size, 2 * size, size)
+
+
+@triton.jit
 def natural_lse(top, total):
     """Return the natural log-sum-exp of a base-2 (top, total); -inf where nothing was visible."""
     seen = total != 0.0  # true for NaN, which must stay NaN

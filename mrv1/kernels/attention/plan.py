@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from mrv1.device import INTERPRET, DeviceInfo, device_info
 from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
 from mrv1.kernels._base.checks import check_tensor
 from mrv1.kernels.attention.contracts import check_num_kv_splits
+from mrv1.kernels.attention.splits import PrefillAttentionConfig
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.scale_arguments import product_dtype
 
@@ -25,10 +26,15 @@ MAX_SEGMENTS = 1 << 16
 MIN_TILE_ROWS = 8
 """Columns of the smallest tensor core product."""
 
-SPLIT_TOKENS = 512
-MAX_PIECES = 64
-"""A deterministic plan cuts a segment every SPLIT_TOKENS keys, and doubles that distance until
-there are at most MAX_PIECES pieces: the cuts follow from the segment's own length alone."""
+PIECE_TOKENS = 128
+"""Keys of the first eight pieces of a deterministic result. The next eight are as long, and from
+then on every eight pieces are twice as long as the eight before them: ``first_key`` says where.
+The cuts are at the same keys for every query, however long its context is, and few enough for one
+program to merge: 16 pieces of 2,048 keys, 64 of 131,072."""
+
+SHARES_PER_SM = 1.75
+"""A deterministic plan cuts a segment of more than one share of all keys. There are so many shares
+per multiprocessor; where there are more segments, a half, as few segments are then that long."""
 
 LONG_PIECE = 1 << 20
 """Bytes of K and V from which on a piece is long. Where there are many segments, long equal shares
@@ -38,8 +44,7 @@ bits; on an H200, halving from 1 MiB on is 0 to 6% faster, from 512 KiB on 3 to 
 MERGED_PIECES = 16
 """Most pieces per segment, as if all segments were equally long, that the last program to finish
 merges. On an H200 that saves 1.2 us of a launch with three pieces or none, but takes 0.9 us more
-for 24 and 4 us more for 64. A deterministic plan keeps the launch: the batch does not decide how
-many pieces it has."""
+for 24 and 4 us more for 64. Deterministic pieces are always merged that way, in order."""
 
 
 class Item(NamedTuple):
@@ -74,6 +79,17 @@ class Merge(NamedTuple):
     head: Any
     first_item: Any
     pieces: Any
+
+
+def first_key(piece: int) -> int:
+    """Return the first work index of a deterministic piece, see PIECE_TOKENS."""
+    octave, eighth = divmod(piece, 8)
+    return PIECE_TOKENS * (eighth if octave == 0 else (8 + eighth) << (octave - 1))
+
+
+def num_pieces(num_keys: int) -> int:
+    """Return the deterministic pieces of ``num_keys`` keys, at least one."""
+    return max(1, next(piece for piece in range(1 << 10) if first_key(piece) >= num_keys))
 
 
 def padded_rows(rows: int) -> int:
@@ -195,10 +211,11 @@ class DecodePlan:
     num_kv_splits: int | None
     """Pieces of the longest segment; None = equal shares, or the cuts of a deterministic plan."""
     deterministic: bool
-    """Whether the pieces of a segment follow from its own length alone, in any batch."""
+    """Whether a row has the same bits in any batch: cuts are at fixed keys (PIECE_TOKENS)."""
     max_items: int
     most_items: int
-    """Bound on the items of equal shares; short segments count in proportion to their tiles."""
+    """Bound on the items of equal shares; short segments count in proportion to their tiles. If
+    deterministic, the number of shares: a segment of at most one share stays whole."""
     fine_items: int
     """The same bound where pieces are long: more items even out the programs' run times."""
     long_tiles: int
@@ -250,8 +267,7 @@ class DecodePlan:
             query_len: queries per request, 1 to 8.
             is_fp8: whether the cache has scales.
             num_kv_splits: as in ``paged_decode_attention``.
-            deterministic: as in ``paged_decode_attention``. The scratch then grows with
-                ``max_keys``: up to 64 partial results for every request and query head.
+            deterministic: as in ``paged_decode_attention``.
             read_early: whether attention may read plan, block table and layout while the previous
                 launch still runs. The caller promises two things of the previous launch, wherever
                 the plan is used: it writes none of the three, and it lets the next launch start
@@ -278,15 +294,21 @@ class DecodePlan:
             layout.head_dim,
             product_dtype(dtype, is_fp8),
             padded_rows(rows),
-            0 if deterministic else segments,  # one choice, whatever the batch
+            segments,
             layout.has_window,
             info,
         )
+        if deterministic:
+            config = _deterministic(config, layout, product_dtype(dtype, is_fp8), info)
         max_tiles = max(1, cdiv(max_keys, config.tile_tokens))
         key_bytes = 2 * layout.head_dim * (1 if is_fp8 else dtype.itemsize)
         if deterministic:
-            max_pieces = max(1, min(cdiv(max_keys, SPLIT_TOKENS), MAX_PIECES))
-            max_items = most_items = fine_items = segments * max_pieces
+            max_pieces = num_pieces(max_keys)
+            shares = int(SHARES_PER_SM * info.num_sms)
+            shares = max(1, shares if segments <= shares else info.num_sms // 2)
+            most_items = fine_items = 1 << 30 if is_fp8 else shares  # codes are not folded
+            num_cut = segments if is_fp8 else min(segments, shares)
+            max_items = segments + num_cut * (max_pieces - 1)
         elif num_kv_splits is not None:
             max_pieces = min(num_kv_splits, max_tiles)
             max_items = most_items = fine_items = segments * max_pieces
@@ -327,9 +349,24 @@ class DecodePlan:
             states=torch.empty(num_states, rows, layout.head_dim, device=device),
             states_lse=torch.empty(num_states, rows, device=device),
             arrivals=torch.empty(segments, dtype=torch.int32, device=device),
-            merge_in_items=not deterministic and max_merges > 0 and usual_pieces <= MERGED_PIECES,
+            merge_in_items=max_merges > 0 and (deterministic or usual_pieces <= MERGED_PIECES),
             read_early=read_early,
         )
+
+
+def _deterministic(
+    config: DecodeAttentionConfig, layout: KVLayout, dtype: torch.dtype, device: DeviceInfo
+) -> DecodeAttentionConfig:
+    """Return the configuration with the steps of prefill attention, whose bits follow from them.
+
+    An fp8 cache has other steps; its segments are whole up to one piece.
+    """
+    if dtype == torch.float8_e4m3fn:
+        return replace(config, min_tiles=1)
+    steps = PrefillAttentionConfig.default_for(
+        layout.head_dim, dtype, device.capability, layout.has_window
+    )
+    return replace(config, tile_tokens=steps.tile_tokens)
 
 
 def check_plan_options(

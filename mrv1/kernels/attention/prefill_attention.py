@@ -48,12 +48,17 @@ from mrv1.kernels.attention.online_softmax import (
     add_states,
     arrives_last,
     dot_precision,
+    fold_piece,
+    halves,
     head_offset,
     natural_lse,
+    next_piece,
     normalized,
     store_out,
 )
+from mrv1.kernels.attention.plan import PIECE_TOKENS
 from mrv1.kernels.attention.splits import (
+    ANY_QUERY_LEN,
     PrefillSplits,
     check_splits,
     choose_config,
@@ -83,6 +88,10 @@ SCAN_BLOCKS = tl.constexpr(1024)
 
 MIN_SPLIT_STEPS = 8
 """Fewest steps of a program where several programs divide a tile's keys."""
+
+_PIECE_TOKENS = tl.constexpr(PIECE_TOKENS)
+_SUM_COLUMNS = tl.constexpr(16)
+"""Columns of ones that weights are multiplied with to add them up: all columns are the same."""
 
 MERGED_ROWS = tl.constexpr(16)
 """Rows of a tile that a program merges at a time, so that they fit its registers."""
@@ -292,6 +301,7 @@ def _paged_prefill_attention_kernel(
     FP8_PATH: tl.constexpr,  # None = not an fp8 cache
     SCALES_PER_BLOCK: tl.constexpr,  # per head; 0 = one scale for all blocks
     MIN_STEPS: tl.constexpr,  # fewest of a program that shares a tile
+    FOLDS: tl.constexpr,  # whether the result is the fold of fixed pieces, see fold_state
 ):
     """Grid (tiles * kv_heads,), plus num_programs - kv_heads where programs share tiles.
 
@@ -302,6 +312,8 @@ def _paged_prefill_attention_kernel(
     A step takes TILE_TOKENS keys from a position that is a multiple of TILE_TOKENS. A token's K
     scale multiplies its score, its V scale its weight. Weights are rounded to 16 bits in units of
     the largest V scale so far, or small scales would underflow.
+
+    With FOLDS the arithmetic is that of decode attention's deterministic items, tile by tile.
     """
     pairs = tl.num_programs(0)
     if states_ptr is not None:
@@ -417,11 +429,23 @@ def _paged_prefill_attention_kernel(
     acc = tl.zeros([TILE_ROWS, TILE_DIM], dtype=tl.float32)
     top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    if FOLDS:
+        folded, folded_top, folded_total = acc, top, total
+        sums = tl.zeros([TILE_ROWS, _SUM_COLUMNS], dtype=tl.float32)
+        piece_size = tl.full([], _PIECE_TOKENS, tl.int32)
+        cut = piece_size
     lane = tl.arange(0, TILE_TOKENS)
     # Blocks are looked up a step ahead, so that no load of pages waits for a load of the table.
     next_tile = first_tile
     next_block = _load_blocks(table_row, visited_row_ptr, keys, next_tile, BLOCK_SIZE, TILE_TOKENS)
     for step in range(first_step, end_step):
+        if FOLDS and step * TILE_TOKENS == cut:
+            folded, folded_top, folded_total = fold_piece(
+                folded, folded_top, folded_total, acc, top, tl.max(sums, axis=1), 1
+            )
+            acc, sums = tl.zeros_like(acc), tl.zeros_like(sums)
+            top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
+            cut, piece_size = next_piece(cut, piece_size)
         tile = tl.where(step < sink_tiles, step, step + gap)
         block = next_block.to(tl.int64)
         next_tile = tl.where(step + 1 < sink_tiles, step + 1, step + 1 + gap)
@@ -456,8 +480,16 @@ def _paged_prefill_attention_kernel(
         # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         rescale = tl.exp2(top - shift)
-        weights = tl.exp2(scores * score_scale[:, None] - shift[:, None])
-        total = total * rescale + tl.sum(weights, axis=1)
+        if FOLDS:
+            weights = tl.exp2(tl.fma(scores, score_scale[:, None], -shift[:, None]))
+            ones = tl.full([TILE_TOKENS, _SUM_COLUMNS], 1.0, q.dtype)
+            rounded, rest = halves(weights, q.dtype)
+            sums = tl.dot(rounded, ones, sums * rescale[:, None], input_precision=PRECISION)
+            if q.dtype != tl.float32:
+                sums = tl.dot(rest, ones, sums)
+        else:
+            weights = tl.exp2(scores * score_scale[:, None] - shift[:, None])
+            total = total * rescale + tl.sum(weights, axis=1)
         if SCALES_PER_BLOCK > 0:
             v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
             new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
@@ -468,6 +500,10 @@ def _paged_prefill_attention_kernel(
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
+    if FOLDS:
+        acc, top, total = fold_piece(
+            folded, folded_top, folded_total, acc, top, tl.max(sums, axis=1), 1
+        )
     if FP8_PATH is not None:
         acc *= v_unit
 
@@ -511,6 +547,7 @@ def paged_prefill_attention(
     max_query_len: int,
     attn_mask_offsets: torch.Tensor | None = None,
     splits: PrefillSplits | None = None,
+    deterministic: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scales: KVScales | None = None,
@@ -547,6 +584,10 @@ def paged_prefill_attention(
         splits: buffers allocated for these shapes, through which several programs divide the keys
             of a tile: faster for few short chunks with long contexts. Changes the result by
             rounding only. None = one program per tile.
+        deterministic: give each query a result that is bitwise the same in any batch and chunk:
+            one kernel (not ``prefill_hopper``) with one tile, without ``splits``. With a 16 or
+            32-bit cache, without windows and ``attn_mask_offsets``, it is also the result of
+            ``paged_decode_attention`` with ``deterministic=True``.
         out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched in later rows.
             None = a new tensor, whose later rows are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
@@ -583,7 +624,7 @@ def paged_prefill_attention(
     num_reqs = seq_lens.shape[0]
     check_query_start_loc(query_start_loc, num_reqs, max_query_len, q.device)
     check_attn_mask_offsets(attn_mask_offsets, q)
-    check_splits(splits, q)
+    check_splits(splits, q, deterministic)
     group = num_q_heads // layout.num_kv_heads
     check_head_dim(layout)
     check_launchable("q", q)
@@ -595,9 +636,13 @@ def paged_prefill_attention(
         q.dtype,
         scales is not None,
         num_q_heads,
-        max_query_len,
+        ANY_QUERY_LEN if deterministic else max_query_len,
         attn_mask_offsets is not None,
     )
+    is_plain = attn_mask_offsets is None and scales is None
+    folds = deterministic and is_plain and not layout.has_window
+    if folds:
+        config = config.with_folds(group)
     tile_queries = config.tile_rows // group
     num_tiles = num_tokens // tile_queries + num_reqs
     num_programs = num_tiles * layout.num_kv_heads
@@ -608,7 +653,7 @@ def paged_prefill_attention(
                 f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
                 f"queries, got room for fewer tiles"
             )
-    is_plain = attn_mask_offsets is None and visited is None and scales is None
+    is_plain = is_plain and visited is None and not deterministic
     if is_plain and fits_warp_groups(q, k_cache, v_cache, layout, max_query_len, splits):
         # Imported here: Gluon needs a compiler, which the interpreter's process has not.
         from mrv1.kernels.attention import prefill_hopper
@@ -657,6 +702,7 @@ def paged_prefill_attention(
         TILE_DIM=triton.next_power_of_2(layout.head_dim),
         PRECISION=dot_precision(q.dtype),
         MIN_STEPS=MIN_SPLIT_STEPS,
+        FOLDS=folds,
         **fp8_constexprs(scales, layout, q.device),
         **config.launch_options(),
     )

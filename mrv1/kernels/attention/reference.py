@@ -17,13 +17,13 @@ from mrv1.kernels.attention.contracts import (
     check_query_start_loc,
 )
 from mrv1.kernels.attention.plan import (
-    MAX_PIECES,
-    SPLIT_TOKENS,
     DecodePlan,
     Item,
     Merge,
     check_plan,
     check_plan_options,
+    first_key,
+    num_pieces,
 )
 from mrv1.kernels.attention.splits import PrefillSplits, check_splits
 from mrv1.kernels.cache.contracts import table_columns
@@ -183,7 +183,9 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     longest = max(tiles, default=1)
     if plan.num_kv_splits is not None:
         size = -(-longest // plan.num_kv_splits)
-    elif not plan.deterministic:
+    elif plan.deterministic:
+        size = max(sum(tiles) // plan.most_items, plan.config.min_tiles)
+    else:
         size = _equal_size(tiles, plan, plan.most_items)
         if size >= plan.long_tiles:
             size = _equal_size(tiles, plan, plan.fine_items)
@@ -192,16 +194,15 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     items: list[Item] = []
     merges: list[Merge] = []
     for whole, num_tiles in zip(segments, tiles, strict=True):
-        if plan.deterministic:
-            size = SPLIT_TOKENS // tile
-            while num_tiles > size * MAX_PIECES:
-                size *= 2
         pieces = -(-num_tiles // size)
+        if plan.deterministic:
+            pieces = num_pieces(num_tiles * tile) if num_tiles > size else 1
         if pieces > 1:
             merges.append(Merge(whole.req, whole.head, len(items), pieces))
         for piece in range(pieces):
-            if plan.deterministic:
-                begin, end = piece * size, min((piece + 1) * size, num_tiles)
+            if plan.deterministic and pieces > 1:
+                begin, end = first_key(piece) // tile, first_key(piece + 1) // tile
+                end = min(end, num_tiles)
             else:  # the first pieces have one tile more
                 share, longer = divmod(num_tiles, pieces)
                 begin = piece * share + min(piece, longer)
@@ -274,6 +275,7 @@ def paged_prefill_attention(
     max_query_len: int,
     attn_mask_offsets: torch.Tensor | None = None,
     splits: PrefillSplits | None = None,
+    deterministic: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     scales: KVScales | None = None,
@@ -293,7 +295,7 @@ def paged_prefill_attention(
     )  # fmt: skip
     check_query_start_loc(query_start_loc, seq_lens.shape[0], max_query_len, q.device)
     check_attn_mask_offsets(attn_mask_offsets, q)
-    check_splits(splits, q)
+    check_splits(splits, q, deterministic)
     starts = query_start_loc.tolist()
     lengths = [end - begin for begin, end in pairwise(starts)]
     if starts[0] != 0 or starts[-1] > q.shape[0] or min(lengths, default=0) < 0:

@@ -20,6 +20,11 @@ MAX_SPLITS = 16
 PROGRAMS_PER_SM = 2
 """Programs that run at the same time on a multiprocessor, where programs share tiles."""
 
+ANY_QUERY_LEN = 1 << 24
+"""Longer than every query: for one choice, whatever the batch."""
+FOLDED_ROWS = 64
+"""Rows of a deterministic tile, whose registers hold its piece and the pieces before it."""
+
 WARP_GROUP_DIM = 128
 WARP_GROUP_ROWS = 128
 """Dimensions of a head and rows of a tile of the kernel of warp groups."""
@@ -104,6 +109,12 @@ class PrefillAttentionConfig:
                 self, tile_rows=needed, num_warps=min(self.num_warps, 4), max_registers=None
             )
         return replace(self, tile_rows=max(one, self.tile_rows))
+
+    def with_folds(self, group: int) -> PrefillAttentionConfig:
+        """Return this configuration with room in registers for the fold of pieces."""
+        rows = min(self.tile_rows, max(FOLDED_ROWS, next_power_of_2(group)))
+        num_warps = self.num_warps if rows == self.tile_rows else 4
+        return replace(self, tile_rows=rows, num_warps=num_warps, max_registers=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,15 +247,18 @@ def fits_warp_groups(
     )
 
 
-def check_splits(splits: PrefillSplits | None, q: torch.Tensor) -> None:
+def check_splits(splits: PrefillSplits | None, q: torch.Tensor, deterministic: bool) -> None:
     """Raise unless ``splits`` is None or was allocated for the rows and heads of ``q``.
 
     Raises:
         TypeError: ``splits`` is neither ``PrefillSplits`` nor None.
-        ValueError: ``splits`` was allocated for other shapes or on another device.
+        ValueError: ``splits`` was allocated for other shapes or on another device, or is given
+            with ``deterministic``.
     """
     if splits is None:
         return
+    if deterministic:
+        raise ValueError("splits: expected None with deterministic=True, got PrefillSplits")
     if not isinstance(splits, PrefillSplits):
         raise TypeError(f"splits: expected PrefillSplits or None, got {type(splits).__name__}")
     expected, states = (splits.num_splits, *q.shape), splits.states
