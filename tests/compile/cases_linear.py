@@ -7,8 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from mrv1.kernels._base.triton import triton
-from mrv1.kernels.layers.linear import MOST_TOKENS, PRODUCTS_FROM_SHARED_MEMORY
-from mrv1.kernels.layers.linear_registers import RegisterConfig, _linear_registers_kernel
+from mrv1.kernels.layers.linear import (
+    MOST_TOKENS,
+    ONE_ROUNDING,
+    PRODUCTS_FROM_SHARED_MEMORY,
+)
+from mrv1.kernels.layers.linear_registers import (
+    CHAIN_IN,
+    Chains,
+    RegisterConfig,
+    _linear_registers_kernel,
+)
 from mrv1.kernels.layers.linear_splits import TILE_OUT, _add_splits_kernel, sum_warps
 from mrv1.kernels.layers.linear_tiles import TileConfig, _linear_tile_kernel
 from mrv1.kernels.layers.linear_vector import VectorConfig, _linear_vector_kernel
@@ -46,6 +55,7 @@ QKV = Layer(1024, 4096, ("norm",))
 O_PROJ = Layer(2048, 1024, ("residual",))
 GATE_UP = Layer(1024, 3072, ("norm", "gated"))
 DOWN = Layer(3072, 1024, ("residual",))
+VOCABULARY = Layer(1024, 151_936)
 LARGE = (
     Layer(4096, 6144, ("norm",)),
     Layer(4096, 14336, ("norm", "gated")),
@@ -59,11 +69,18 @@ def cases(target: Target) -> list[AotCase]:
     return [
         *(_vector(target, layer) for layer in layers),
         *(_tile(target, layer, tokens) for layer in layers for tokens in (16, 32, 64, 256)),
+        _tile(target, VOCABULARY, 256),
         *(
             case
             for layer in layers
             for tokens in (16, 32, 64)
             for case in _registers(target, layer, tokens)
+        ),
+        *(
+            case
+            for layer in (QKV, O_PROJ, GATE_UP, DOWN)
+            for tokens in (16, 32, 256)
+            for case in _chained(target, layer, tokens)
         ),
         *(_add_splits(target, num_out) for num_out in (None, 1024, 4096, 8192)),
     ]
@@ -94,8 +111,24 @@ def _vector(target: Target, layer: Layer) -> AotCase:
     )
 
 
-def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
-    config = TileConfig.default_for(
+def _chained(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
+    """Return the deterministic case where all kernels round alike."""
+    is_gated = "gated" in layer.fused
+    chains = Chains.of(layer.num_in, layer.num_rows, is_gated=is_gated)
+    if chains is None or target.capability not in ONE_ROUNDING:
+        return []
+    if num_tokens > 64:
+        return [
+            _tile(target, layer, num_tokens, TileConfig.chained_for(chains, is_gated=is_gated))
+        ]
+    config = RegisterConfig.in_order_for(num_tokens, chains, is_gated=is_gated)
+    return _registers(target, layer, num_tokens, config)
+
+
+def _tile(
+    target: Target, layer: Layer, num_tokens: int, config: TileConfig | None = None
+) -> AotCase:
+    config = config or TileConfig.default_for(
         num_tokens,
         layer.num_in,
         layer.num_rows,
@@ -109,7 +142,7 @@ def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
     sums = pointer(torch.float32) if config.splits > 1 else None
     num_steps = triton.cdiv(layer.num_in, config.tile_in * config.splits)
     return AotCase(
-        name=layer.name("linear_tile", num_tokens),
+        name=layer.name("linear_chained" if config.chain_steps else "linear_tile", num_tokens),
         kernel=_linear_tile_kernel,
         args=(
             *(data, layer.num_out, sums, layer.if_fused("residual"), layer.num_out),
@@ -125,6 +158,7 @@ def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
             "EARLY_STEPS": min(config.early_steps, num_steps),
             "NUM_STAGES": config.num_stages,
             "NEXT_AT_ONCE": config.next_starts_at_once,
+            "CHAIN_STEPS": config.chain_steps,
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,
@@ -132,9 +166,11 @@ def _tile(target: Target, layer: Layer, num_tokens: int) -> AotCase:
     )
 
 
-def _registers(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
+def _registers(
+    target: Target, layer: Layer, num_tokens: int, config: RegisterConfig | None = None
+) -> list[AotCase]:
     """Return the case, or no case where the weights do not fit registers."""
-    config = RegisterConfig.default_for(
+    config = config or RegisterConfig.default_for(
         num_tokens,
         layer.num_in,
         layer.num_rows,
@@ -146,7 +182,7 @@ def _registers(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
     data = pointer(layer.dtype)
     prefetches = target.has_dependent_launch and config.splits == 1
     case = AotCase(
-        name=layer.name("linear_registers", num_tokens),
+        name=layer.name("linear_in_order" if config.in_order else "linear_registers", num_tokens),
         kernel=_linear_registers_kernel,
         args=(
             *(data, layer.num_out, pointer(torch.float32) if config.splits > 1 else None),
@@ -170,6 +206,7 @@ def _registers(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
             "SPLITS": config.splits,
             "WARPS": config.num_warps,
             "NEXT_START": config.next_start,
+            "CHAIN_IN": CHAIN_IN if config.in_order else 0,
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.layers.linear_registers import RegisterConfig
+from mrv1.kernels.layers.linear_registers import CHAIN_IN, Chains, RegisterConfig
 from mrv1.kernels.layers.linear_tiles import TileConfig
 from mrv1.kernels.layers.linear_vector import VectorConfig
 from tests.kernels.elementwise import (
@@ -47,6 +47,7 @@ def _as_on(gpu: str | None):
         if gpu == "sm_90":  # on a CPU, whose compute capability is None
             also = (*module.PRODUCTS_FROM_SHARED_MEMORY, None)
             patch.setattr(module, "PRODUCTS_FROM_SHARED_MEMORY", also)
+            patch.setattr(module, "ONE_ROUNDING", (*module.ONE_ROUNDING, None))
         yield
 
 
@@ -258,6 +259,17 @@ def test_registers_hold_all_weights_of_a_small_model(name, num_tokens):
     assert config.splits == 1 or name in ("o", "down")
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_deterministic_products_of_a_small_model_have_the_chains_of_its_registers(name):
+    num_in, num_rows = LAYERS[name]
+    chains = Chains.of(num_in, num_rows, is_gated=name == "gate_up")
+    assert num_in == chains.splits * chains.num_warps * CHAIN_IN
+    num_programs = num_rows // (chains.tile_rows * chains.row_tiles) * chains.splits
+    assert 96 <= num_programs <= 128
+    assert chains.splits == 1 or name in ("o", "down")
+    assert Chains.of(4 * num_in, 4 * num_rows, is_gated=name == "gate_up") is None
+
+
 @pytest.mark.parametrize("num_in", [1, 100, 1000, 14336])
 @pytest.mark.parametrize("num_rows", [2, 66, 1026, 6000, 151_936])
 @pytest.mark.parametrize("name", LAYERS)
@@ -268,6 +280,12 @@ def test_odd_sizes_fit_the_registers_of_their_programs(name, num_in, num_rows):
         assert rows * -(-num_in // config.splits) <= 48 * 1024
         assert -(-num_rows // rows) * config.splits <= 132
         assert config.splits == 1 or name != "gate_up"
+    chains = Chains.of(num_in, num_rows, is_gated=name == "gate_up")
+    if chains is not None:
+        rows = chains.tile_rows * chains.row_tiles
+        assert rows * chains.num_warps * CHAIN_IN <= 48 * 1024
+        assert num_in <= chains.splits * chains.num_warps * CHAIN_IN
+        assert -(-num_rows // rows) * chains.splits <= 132
 
 
 # --- errors ------------------------------------------------------------------------------------

@@ -13,9 +13,13 @@ program starts to load weights before it waits for the previous kernel.
 There are four ways. ``linear_vector`` computes one token. ``linear_registers`` computes up to 64
 tokens if a GPU's registers hold the weights. The GPU vendor's library computes most other calls
 with more than MOST_TOKENS tokens, with norms and activation in kernels of their own.
-``linear_tiles`` computes the rest, among them all deterministic calls. Where several programs
-share the inputs of a result (splits), the kernel that adds up their sums (``linear_splits``) also
-norms the result.
+``linear_tiles`` computes the rest. Where several programs share the inputs of a result (splits),
+the kernel that adds up their sums (``linear_splits``) also norms the result.
+
+A deterministic call has one order of additions for any number of tokens (``Chains``): up to 64
+tokens ``linear_registers`` computes it, and more tokens ``linear_tiles``, which otherwise computes
+all deterministic calls. The two kernels use different instructions of the tensor cores (mma.sync
+and wgmma), which a GPU must round alike.
 """
 
 from __future__ import annotations
@@ -30,7 +34,11 @@ from mrv1.kernels._base.triton import INTERPRET
 from mrv1.kernels.layers.activation import silu_and_mul
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.layers.linear_call import LinearCall
-from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
+from mrv1.kernels.layers.linear_registers import (
+    Chains,
+    RegisterConfig,
+    multiply_in_registers,
+)
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
 from mrv1.kernels.layers.rms_norm import rms_norm
@@ -42,6 +50,11 @@ at 32 tokens (27.6 by the library) and 31 us at 64 tokens (28.5 by the library).
 PRODUCTS_FROM_SHARED_MEMORY: tuple[tuple[int, int] | None, ...] = ((9, 0), (10, 0))
 """Compute capabilities whose tensor cores read both operands from shared memory, 227 KiB per
 program: large tiles do not pass through registers."""
+
+
+ONE_ROUNDING: tuple[tuple[int, int] | None, ...] = ((9, 0),)
+"""Compute capabilities on which all products of the tensor cores round alike, as tests show: 16
+inputs at a time, in any order, are added to the sum."""
 
 
 def linear(
@@ -84,7 +97,7 @@ def linear(
             the GPU's L2 cache during this call, where that is known to be worth it; the call uses
             no value of theirs and writes none.
         deterministic: whether a row's bits must depend on that row alone, not on the number of
-            tokens. There is then one kind of product and one order of the inputs.
+            tokens. There is then one order of additions for any number of tokens.
 
     Returns:
         ``out``.
@@ -126,7 +139,7 @@ def linear(
     is_normed = False
     if is_vector:
         multiply_vector(call, _vector_config(call))
-    elif not deterministic and (config := _register_config(call)) is not None:
+    elif (config := _register_config(call, deterministic)) is not None:
         is_normed = multiply_in_registers(call, config)
     elif not deterministic and call.num_tokens > MOST_TOKENS and _library_can(call):
         _multiply_by_library(call)
@@ -145,11 +158,25 @@ def _vector_config(call: LinearCall) -> VectorConfig:
     )
 
 
-def _register_config(call: LinearCall) -> RegisterConfig | None:
+def _chains(call: LinearCall) -> Chains | None:
+    """Return the order of a deterministic sum; None where ``linear_tiles`` computes all calls."""
+    if INTERPRET or call.x.dtype.itemsize != 2:
+        return None
+    if device_info(call.x.device).capability not in ONE_ROUNDING:
+        return None
+    return Chains.of(call.num_in, call.weight.shape[0], is_gated=call.is_gated)
+
+
+def _register_config(call: LinearCall, deterministic: bool) -> RegisterConfig | None:
     """Return the configuration; None for float32, AMD, too many weights or too many tokens."""
     if call.x.dtype.itemsize != 2 or torch.version.hip is not None:
         return None
-    num_rows = call.weight.shape[0]
+    num_rows, is_normed = call.weight.shape[0], call.normed_out is not None
+    if deterministic:
+        chains = _chains(call)
+        if chains is None or call.num_tokens > (64 if call.is_gated or is_normed else 32):
+            return None
+        return RegisterConfig.in_order_for(call.num_tokens, chains, is_gated=call.is_gated)
     if INTERPRET:
         return RegisterConfig.for_interpreter(call.num_tokens, num_rows)
     return RegisterConfig.default_for(
@@ -157,7 +184,7 @@ def _register_config(call: LinearCall) -> RegisterConfig | None:
         call.num_in,
         num_rows,
         is_gated=call.is_gated,
-        is_normed=call.normed_out is not None,
+        is_normed=is_normed,
     )
 
 
@@ -167,6 +194,8 @@ def _tile_config(call: LinearCall, deterministic: bool) -> TileConfig:
         return TileConfig.for_interpreter(
             call.num_tokens, call.num_in, num_rows, deterministic=deterministic
         )
+    if deterministic and (chains := _chains(call)) is not None:
+        return TileConfig.chained_for(chains, is_gated=call.is_gated)
     return TileConfig.default_for(
         call.num_tokens,
         call.num_in,
