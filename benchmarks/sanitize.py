@@ -109,9 +109,9 @@ def _paged_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
 
 def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
     for case in _paged((1, 1, 1), device):
-        plan = DecodePlan.allocate(  # deterministic: the same on every device
+        plan = DecodePlan.allocate(  # deterministic and fp8: the same on every device
             max_reqs=3, max_keys=512, layout=case.layout, num_q_heads=16, dtype=torch.bfloat16,
-            deterministic=True,
+            is_fp8=True, deterministic=True,
         )  # fmt: skip
         ops.plan_decode_attention(case.seq_lens, case.layout, plan)
         num_items, num_merges = plan.counts.tolist()
@@ -127,15 +127,15 @@ def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
     full_heads = build_paged_cache(plain, batch, dtype=torch.bfloat16).to(device)
     for case in (*_paged((40, 33, 1), device), full_heads):
         q = _normal(74, 16, 128, device=device)
-        for num_splits in (1, 3):
-            splits = PrefillSplits.allocate(
+        for num_splits in (1, 3, None):
+            splits = num_splits and PrefillSplits.allocate(
                 num_tokens=74, num_reqs=3, max_query_len=40, layout=case.layout, num_q_heads=16,
                 dtype=q.dtype, is_fp8=case.scales is not None, num_splits=num_splits,
             )  # fmt: skip
             yield ops.paged_prefill_attention(
                 q, case.k_cache, case.v_cache, case.block_table, case.query_start_loc,
                 case.seq_lens, case.layout, softmax_scale=0.1, max_query_len=40, splits=splits,
-                scales=case.scales,
+                deterministic=num_splits is None, scales=case.scales,
             )  # fmt: skip
 
 

@@ -173,9 +173,8 @@ class EngineConfig:
     cuda_graphs: bool = True
     """On a GPU, capture steps of a few sizes as CUDA graphs at start-up."""
     deterministic: bool = False
-    """Compute each request independently of the others in its step, so that the bits of its logits
-    do not depend on the batch. It is slower, and not possible with the ``quarter`` scales of
-    ``kv_scale``."""
+    """Compute logits whose bits depend on a request's tokens alone, not on other requests or on
+    chunks. It is slower, and not possible with the ``quarter`` scales of ``kv_scale``."""
     max_bad_words_num: int = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
     """Most bad words per request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
     else 16."""

@@ -1,4 +1,4 @@
-"""deterministic=True: a request's logits are the same bits alone and in a batch."""
+"""deterministic=True: a token's logits are the same bits in any batch, chunk, step or cache."""
 
 from __future__ import annotations
 
@@ -78,6 +78,54 @@ def test_logits_are_the_same_bits_in_any_batch(checkpoint, device, dtype):
         fewer, alone = logits_of(checkpoint, device, prompts[:count], dtype=dtype)
         assert fewer == tokens[:count]
         assert torch.equal(alone, logits)
+
+
+def logprobs_of(
+    checkpoint: Path, prompts: list[list[int]], **options: object
+) -> tuple[list[object], EngineCore]:
+    """Return the log-probabilities of every output, each a float of all of a token's logits."""
+    config = EngineConfig(
+        **(
+            {
+                "model": str(checkpoint), "device": "cuda", "num_kv_blocks": 256,
+                "max_num_seqs": 16, "max_model_len": 300, "cuda_graphs": False,
+                "enable_prefix_caching": False, "deterministic": True,
+            }
+            | options
+        )
+    )  # fmt: skip
+    core = EngineCore(config, progress=False)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2)
+    for _ in range(1 + config.enable_prefix_caching):  # the second time every prompt is cached
+        requests = [core.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        while core.scheduler.has_unfinished_requests:
+            core.step()
+    core.runner.close()
+    return [
+        [(each.token_ids.tolist(), each.logprobs.tolist()) for each in request.output_logprobs]
+        for request in requests
+    ], core
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_logits_are_the_same_bits_in_any_chunks_with_hits_and_preemption(checkpoint):
+    """Tokens are prefilled in one run and decoded in another; contexts have up to three pieces."""
+    dtype = "bfloat16"
+    prompts = random_prompts((150, 37, 230, 3, 90))
+    want, _ = logprobs_of(checkpoint, prompts, dtype=dtype)
+    assert [len(each) for each in want] == [60] * 5
+    for size in (16, 50):
+        got, _ = logprobs_of(checkpoint, prompts, dtype=dtype, max_num_batched_tokens=size)
+        assert got == want
+    got, core = logprobs_of(checkpoint, prompts, dtype=dtype, enable_prefix_caching=True)
+    assert got == want
+    assert core.scheduler.prefix_hit_tokens >= 128
+    got, core = logprobs_of(checkpoint, prompts, dtype=dtype, num_kv_blocks=24)
+    assert got == want
+    assert core.scheduler.num_preemptions > 0
+    got, _ = logprobs_of(checkpoint, prompts[2:3], dtype=dtype)
+    assert got == want[2:3]
 
 
 def test_a_model_loaded_without_deterministic_is_refused(checkpoint):

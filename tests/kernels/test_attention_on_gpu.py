@@ -309,8 +309,16 @@ def test_deterministic_rows_have_the_same_bits_alone_and_among_256(device, granu
     assert_equal(pair, whole.rows([3, 255]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 4), (128, 2), (128, 8), (256, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group"),
+    [
+        (torch.bfloat16, 128, 2),
+        (torch.float16, 64, 4),
+        (torch.float32, 128, 1),
+        (torch.bfloat16, 256, 8),
+    ],
+    ids=str,
+)
 def test_deterministic_tokens_have_the_same_bits_prefilled_in_any_chunk_and_decoded(
     device, dtype, head_dim, group
 ):
@@ -327,7 +335,7 @@ def test_deterministic_tokens_have_the_same_bits_prefilled_in_any_chunk_and_deco
         rows = slice(end - count, end)
         part = replace(case, batch=RaggedBatch(query_lens=(count,), seq_lens=(end,)))
         assert_equal(run_prefill(kernels, part, q[rows], deterministic=True), whole.rows(rows))
-    for end, query_len in ((1, 1), (128, 1), (129, 1), (700, 4), (2048, 1), (2049, 3), (2400, 1)):
+    for end, query_len in ((1, 1), (128, 1), (129, 1), (700, 3), (2048, 1), (2049, 3), (2400, 1)):
         rows = slice(end - query_len, end)
         part = replace(case, batch=RaggedBatch(query_lens=(query_len,), seq_lens=(end,)))
         got = run_decode(kernels, part, q[rows], query_len=query_len, deterministic=True)

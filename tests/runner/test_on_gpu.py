@@ -266,9 +266,7 @@ def test_window_recycling_changes_no_token_on_a_gpu(checkpoint):
 def test_overlap_equals_no_overlap_over_a_long_run(checkpoint):
     """Requests join and stop over thousands of steps.
 
-    In deterministic mode, as otherwise the rounding of a matrix product depends on its batch;
-    preemption and prefix hits would turn a decoded token into a prefilled one, which may round
-    differently, so neither occurs here.
+    In deterministic mode, as otherwise the rounding of a matrix product depends on its batch.
     """
     outputs, steps = {}, 0
     for overlap in (False, True):
