@@ -175,7 +175,7 @@ def _prefill(
     )
     config = config.fit_rows(group, max_query_len)
     if folds:
-        config = config.with_folds(group)
+        config = config.with_folds(group, target.capability)
     row = group * NUM_KV_HEADS * head_dim
     int32, float32 = pointer(torch.int32), pointer(torch.float32)
     return AotCase(

@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch
 
+from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.triton import tl, triton
@@ -642,7 +643,7 @@ def paged_prefill_attention(
     is_plain = attn_mask_offsets is None and scales is None
     folds = deterministic and is_plain and not layout.has_window
     if folds:
-        config = config.with_folds(group)
+        config = config.with_folds(group, device_info(q.device).capability)
     tile_queries = config.tile_rows // group
     num_tiles = num_tokens // tile_queries + num_reqs
     num_programs = num_tiles * layout.num_kv_heads

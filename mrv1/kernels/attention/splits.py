@@ -22,8 +22,9 @@ PROGRAMS_PER_SM = 2
 
 ANY_QUERY_LEN = 1 << 24
 """Longer than every query: for one choice, whatever the batch."""
-FOLDED_ROWS = 64
-"""Rows of a deterministic tile, whose registers hold its piece and the pieces before it."""
+FOLDED_ROWS = 32
+"""Rows of a deterministic tile, whose registers hold its piece and the pieces before it; Hopper
+holds twice as many, as its scores need no registers for operands."""
 
 WARP_GROUP_DIM = 128
 WARP_GROUP_ROWS = 128
@@ -110,10 +111,12 @@ class PrefillAttentionConfig:
             )
         return replace(self, tile_rows=max(one, self.tile_rows))
 
-    def with_folds(self, group: int) -> PrefillAttentionConfig:
+    def with_folds(self, group: int, capability: tuple[int, int] | None) -> PrefillAttentionConfig:
         """Return this configuration with room in registers for the fold of pieces."""
-        rows = min(self.tile_rows, max(FOLDED_ROWS, next_power_of_2(group)))
-        num_warps = self.num_warps if rows == self.tile_rows else 4
+        is_hopper = capability == (9, 0)
+        rows = max(2 * FOLDED_ROWS if is_hopper else FOLDED_ROWS, next_power_of_2(group))
+        rows = min(self.tile_rows, rows)
+        num_warps = 4 if is_hopper and rows < self.tile_rows else self.num_warps
         return replace(self, tile_rows=rows, num_warps=num_warps, max_registers=None)
 
 
