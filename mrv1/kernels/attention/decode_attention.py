@@ -377,13 +377,15 @@ def _merge_if_last(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl
                     mask=mask & (piece < item.pieces),
                     other=0.0,
                 )
+                if not TILES.DETERMINISTIC:  # whose log-sum-exps are to base 2
+                    part_lse *= LOG2_E
                 parts += ((part_lse, part),)  # type: ignore[assignment]
             for offset in tl.static_range(TILES.LOADED_STATES):
                 part_lse, part = parts[offset]
                 if TILES.DETERMINISTIC:
                     acc, top, total = fold_state(acc, top, total, part, part_lse, 1)
                 else:
-                    acc, top, total = add_states(acc, top, total, part, part_lse * LOG2_E)
+                    acc, top, total = add_states(acc, top, total, part, part_lse)
         value = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
         out_row = req * HEADS.QUERY_LEN + row // HEADS.GROUP
         q_head = (item.head * HEADS.GROUP + row % HEADS.GROUP).to(tl.int64)
