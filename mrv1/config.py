@@ -215,6 +215,11 @@ class EngineConfig:
     logprobs_mode: LogprobsModeName = "raw_logprobs"
     """``raw_logprobs``: log-probabilities of the model's logits. ``processed_logprobs``: of the
     logits from which the token is drawn, after edits, temperature and filters."""
+    generation_config: str | Path | None = "auto"
+    """Where sampling defaults come from, for callers that give no ``SamplingParams``: ``auto`` is
+    the checkpoint's ``generation_config.json`` (a GGUF file has none); a directory, that
+    directory's file; ``vllm`` or None, no file. End-of-sequence tokens are read from the file in
+    any case."""
     seed: int = 0
     """Seed of the engine; requests without a seed of their own get one derived from it."""
     debug: bool = field(default_factory=VARIABLES[DEBUG_VARIABLE])
@@ -247,6 +252,11 @@ class EngineConfig:
         policy: object = self.head_policy
         if policy is not None and not isinstance(policy, str):
             raise ConfigError(f"head_policy: expected the name of a JSON file, got {policy!r}")
+        source: object = self.generation_config
+        if source is not None and (not isinstance(source, str | Path) or source == ""):
+            raise ConfigError(
+                f"generation_config: expected 'auto', 'vllm', a directory or None, got {source!r}"
+            )
 
     def _check_type(self, name: str, kind: object) -> None:
         """Check a flag, a choice or an integer by the type of its field."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from mrv1.engine.guards import Turns, in_turn, recovers
 from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
+from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
 from mrv1.errors import ConfigError, RequestError
 from mrv1.headwise import HeadPolicy
@@ -31,6 +33,8 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LLMOptions(EngineConfig):
@@ -43,6 +47,10 @@ class LLMOptions(EngineConfig):
     configuration, else each head sees all tokens that its layer sees."""
     logits_processors: Sequence[LogitsProcessor] = ()
     """The caller's own processors, which edit the logits of every step."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Sampling defaults that replace those of ``generation_config``, by the names of
+    ``generation_config.json``: temperature, top_k, top_p, min_p, repetition_penalty,
+    max_new_tokens."""
     use_tqdm_on_load: bool = True
     """Show progress bars while the model is downloaded and loaded and CUDA graphs are captured;
     only if stderr is a terminal."""
@@ -78,6 +86,7 @@ class LLM:
         *,
         head_policy: HeadPolicy | str | Path | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
+        override_generation_config: Mapping[str, Any] | None = None,
         use_tqdm_on_load: bool = True,
         **options: object,
     ) -> None:
@@ -101,14 +110,19 @@ class LLM:
             )
         directory = checkpoint_dir(config.model, progress=use_tqdm_on_load)
         config = replace(config, model=str(directory))
-        # First: a damaged tokenizer fails before weights load, not minutes later.
+        # First: a damaged small file fails before weights load, not minutes later.
         self._tokenizer = Tokenizer(directory)
+        self._defaults = SamplingDefaults.of(
+            directory, config.generation_config, override_generation_config
+        )
         self._core: EngineCore | None = EngineCore(
             config,
             head_policy=head_policy,
             logits_processors=logits_processors,
             progress=use_tqdm_on_load,
         )
+        if self._defaults.description:
+            logger.info("%s", self._defaults.description)
         self._turns = Turns()
         self._is_changing = False
         self._groups: dict[str, RequestGroup] = {}
@@ -123,6 +137,19 @@ class LLM:
 
     # --- whole requests -------------------------------------------------------------------
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests whose caller gives none.
+
+        They are ``SamplingParams()`` with the values of the model's ``generation_config.json``;
+        see ``default_sampling_params`` and the option ``generation_config``.
+        """
+        return SamplingParams(**self.default_sampling_params)
+
+    @property
+    def default_sampling_params(self) -> dict[str, Any]:
+        """The values that ``generation_config`` sets, by field of ``SamplingParams``; a copy."""
+        return dict(self._defaults.values)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -134,7 +161,8 @@ class LLM:
 
         Args:
             prompts: one prompt, or a list of prompts.
-            sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
+            sampling_params: for all, or a list of the same length; None =
+                ``get_default_sampling_params()``. Parameters that are given are taken as they are.
             use_tqdm: show a progress bar for a list of prompts; only in the main thread, because a
                 terminal has room for one bar, and only if stderr is a terminal. A class such as
                 ``tqdm.tqdm``, or another function of ``total`` and ``desc``, makes the bar
@@ -151,7 +179,8 @@ class LLM:
             )
         single = _is_prompt(prompts)
         batch = cast("list[Prompt]", [prompts] if single else list(prompts))
-        params = _params_per_prompt(sampling_params, len(batch))
+        default = self.get_default_sampling_params()
+        params = _params_per_prompt(sampling_params, len(batch), default)
         outputs: list[RequestOutput | None] = [None] * len(batch)
         rows: dict[str, int] = {}
         try:
@@ -183,7 +212,9 @@ class LLM:
         """
         rows: dict[str, int] = {}
         try:
-            refused = self._add_awaited(prompt, sampling_params or SamplingParams(), rows, 0)
+            if sampling_params is None:
+                sampling_params = self.get_default_sampling_params()
+            refused = self._add_awaited(prompt, sampling_params, rows, 0)
             if refused is not None and refused.error is not None:
                 raise refused.error
             while rows:
@@ -216,7 +247,7 @@ class LLM:
             messages: one conversation, a list of dicts with ``role`` and ``content``, or a list
                 of conversations. A content is text or a list of text parts, joined by newlines.
                 A message with ``tool_calls`` needs no content.
-            sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
+            sampling_params: for all, or a list of the same length; None as in ``generate``.
             use_tqdm: show a progress bar for a list of conversations, as in ``generate``.
             chat_template: the template's text; None = the checkpoint's own.
             add_generation_prompt: end each prompt with the beginning of a new answer.
@@ -242,7 +273,8 @@ class LLM:
         )
         if single:
             return self.generate(template.prompt(messages), sampling_params, use_tqdm=use_tqdm)
-        params = _params_per_prompt(sampling_params, len(batch))
+        default = self.get_default_sampling_params()
+        params = _params_per_prompt(sampling_params, len(batch), default)
         prompts: dict[int, ChatPrompt] = {}
         errors: dict[int, RequestError] = {}
         for row, conversation in enumerate(batch):
@@ -272,7 +304,7 @@ class LLM:
 
         Args:
             messages: the conversation.
-            sampling_params: None = ``SamplingParams()``.
+            sampling_params: None as in ``generate``.
             **options: how the conversation becomes a prompt, as in ``chat``.
 
         Raises:
@@ -345,8 +377,9 @@ class LLM:
     # --- reports and end ------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return the start-up line: model, device, path, dtypes, blocks."""
-        return self._engine.runner.describe()
+        """Return the start-up line: model, device, path, dtypes, blocks, sampling defaults."""
+        parts = (self._engine.runner.describe(), self._defaults.description)
+        return ", ".join(filter(None, parts))
 
     def kv_report(self) -> KVUsage:
         """Return the KV cache's sizes in bytes by head group, and how much of it is in use."""
@@ -582,10 +615,14 @@ def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    num_prompts: int,
+    default: SamplingParams,
 ) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+    if params is None:
+        params = default
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
     if not isinstance(params, Sequence):
         raise RequestError(
             f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}"

@@ -130,7 +130,9 @@ class ModelRunner:
             ops = synced(ops, device)
         # Small files come before the weights: an error in one fails at once, not minutes later.
         self.model_config = model_config = (
-            ModelConfig.from_pretrained(config.model) if model is None else model.config
+            ModelConfig.from_pretrained(config.model, generation_config=config.generation_config)
+            if model is None
+            else model.config
         )
         self.max_model_len = resolve_max_model_len(
             config.max_model_len, model_config.max_model_len

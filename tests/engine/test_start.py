@@ -20,7 +20,8 @@ DAMAGED_FILES = [
     ("tokenizer.json", "{broken", "tokenizer: cannot load the one in"),
     ("tokenizer_config.json", "{broken", "tokenizer: cannot load the one in"),
     ("generation_config.json", "{broken", "generation_config.json: expected a readable JSON file"),
-    ("generation_config.json", '{"eos_token_id": "end"}', "eos_token_id: expected "),
+    ("generation_config.json", '{"eos_token_id": "end"}', "config.json: eos_token_id: expected "),
+    ("generation_config.json", '{"top_p": 2}', "generation_config.json: top_p: expected a num"),
     ("config.json", "{broken", "config.json: expected a readable JSON file"),
 ]
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
