@@ -51,6 +51,9 @@ SMOLLM2 = "smollm2"
 BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
 
+UNLIMITED = -1
+"""The value of ``max_logprobs`` that sets no limit."""
+
 LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0}
 """Least values of counts, if not 1; the shortest prompt and output have two tokens."""
 
@@ -211,7 +214,9 @@ class EngineConfig:
     max_logit_bias: int = 300
     """Most tokens per request that may have a logit bias."""
     max_logprobs: int = 20
-    """Most log-probabilities per position, of the likeliest tokens or of tokens chosen by id."""
+    """Most log-probabilities per position, of the likeliest tokens or of tokens chosen by id; -1
+    sets no limit. GPU memory is kept free for them: up to 1,024 for every running request, more
+    for 16 positions at a time. The default, vLLM's, keeps this memory small."""
     logprobs_mode: LogprobsModeName = "raw_logprobs"
     """``raw_logprobs``: log-probabilities of the model's logits. ``processed_logprobs``: of the
     logits from which the token is drawn, after edits, temperature and filters."""
@@ -272,6 +277,8 @@ class EngineConfig:
         if name == "seed":
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"seed: expected an integer, got {value!r}")
+        elif name == "max_logprobs" and type(value) is int and value == UNLIMITED:
+            return
         elif name == "block_size":
             if type(value) is not int or value not in BLOCK_SIZES:
                 raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {value}")
@@ -279,7 +286,12 @@ class EngineConfig:
             least, most = LEAST.get(name, 1), math.inf if name.endswith("_bytes") else INT32_MAX
             if type(value) is not int or not least <= value <= most:
                 limit = " that fits int32" if most == INT32_MAX else ""
+                limit += f" or {UNLIMITED}" if name == "max_logprobs" else ""
                 raise ConfigError(f"{name}: expected an integer >= {least}{limit}, got {value!r}")
+
+    def logprobs_limit(self, vocab_size: int) -> int:
+        """Return the most log-probabilities per position of a model with this vocabulary."""
+        return vocab_size if self.max_logprobs == UNLIMITED else self.max_logprobs
 
     @property
     def steps_in_flight(self) -> int:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mrv1.config import EngineConfig
 from mrv1.engine.guards import recovers
 from mrv1.engine.request import Request, Status
-from mrv1.engine.request_limits import check_params
+from mrv1.engine.request_limits import check_logprob_memory, check_params
 from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import RequestError, StepError
 from mrv1.headwise import HeadPolicy
@@ -178,6 +178,9 @@ class EngineCore:
             banned_token_sequences=banned,
         )
         request.add_followers()
+        if request.asks_logprobs:
+            vocab_size = self.runner.model_config.vocab_size
+            check_logprob_memory(request, self.scheduler.unfinished, self.config, vocab_size)
         self._queue(request)
         return request
 

@@ -58,6 +58,8 @@ class Tokenizer:
         self._byte_of_token: dict[int, int] = {}
         self._gives_text: dict[int, bool] = {}
         """Token -> whether it gives text, as ``_text_tokens`` has found out."""
+        self._token_texts: dict[int, str] = {}
+        """Token -> its text, as ``decode_token`` has found out."""
         self._skips_special = True
         self._joined: frozenset[int] = frozenset()
         """Added tokens: no space is written between two of them."""
@@ -269,7 +271,10 @@ class Tokenizer:
         """Return one token as text, special or not; None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+            self._token_texts[token_id] = text
         return text
 
 

@@ -180,7 +180,7 @@ class ModelRunner:
         self.attention, self.sampler = step.attention, step.sampler
         self.state, self.block_tables = step.state, step.block_tables
         self._slots, self._staging, self._outputs = step.slots, step.staging, step.outputs
-        self._logprobs = LogprobRequests(config.max_num_seqs)
+        self._logprobs = LogprobRequests(config.max_num_seqs, model_config.vocab_size)
         self._next_upload_word = self._slots.first_word(NEXT_UPLOAD, 0)
         self._steady_rows: DeviceRows | None = None
         """Rows of the last step, if it was a captured decode: a steady step reuses them."""
