@@ -190,7 +190,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program: it may fail in any way
             reason = " ".join(str(error).split())
-            if not isinstance(error, TemplateError):
+            if not isinstance(error, TemplateError) or not reason:
                 reason = f"{type(error).__name__}: {reason}"
             kind = ChatTemplateError if isinstance(error, TemplateSyntaxError) else RequestError
             raise kind(f"chat_template: {reason}") from error
