@@ -94,6 +94,12 @@ class OutputRing:
             reader.take()
         return self._next
 
+    def drain(self) -> None:
+        """Read the result of every launched step that nobody has read yet."""
+        for reader in self._readers:
+            if reader is not None:
+                reader.take()
+
     def start(self) -> None:
         """Mark the start of the step's work on the current stream."""
         if self._clock is not None:
