@@ -330,7 +330,9 @@ class EngineCore:
             )
 
     @recovers
-    def _change_memory(self, change: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _change_memory(
+        self, change: Callable[P, None], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         change(*args, **kwargs)
         self.scheduler.reset_prefix_cache()
 

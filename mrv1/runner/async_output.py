@@ -95,8 +95,8 @@ class OutputRing:
         return self._next
 
     def drain(self) -> None:
-        """Read the result of every launched step that nobody has read yet."""
-        for reader in self._readers:
+        """Read the result of every launched step that nobody has read yet, the oldest first."""
+        for reader in (*self._readers[self._next :], *self._readers[: self._next]):
             if reader is not None:
                 reader.take()
 

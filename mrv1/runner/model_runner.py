@@ -292,7 +292,8 @@ class ModelRunner:
         """Return ``launch(plan, *args)``; an exception becomes this step's ``StepError``."""
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
-        self._refuse_pending()
+        if self._pending is not None:
+            raise self._awaits_sample(self._pending)
         try:
             with self._on_device():
                 return launch(plan, *args)
@@ -304,12 +305,12 @@ class ModelRunner:
                 device_lost=_is_of_device(error),
             ) from error
 
-    def _refuse_pending(self) -> None:
-        if self._pending is not None:
-            raise RuntimeError(
-                f"ModelRunner: expected sample for step {self._pending.plan.step_id}, which "
-                "forward has launched, before the next step"
-            )
+    @staticmethod
+    def _awaits_sample(pending: _Launched) -> RuntimeError:
+        return RuntimeError(
+            f"ModelRunner: expected sample for step {pending.plan.step_id}, which forward has "
+            "launched, before the next step"
+        )
 
     def _execute(self, plan: StepPlan) -> AsyncOutput:
         rows, staged = self._prepare(plan)
@@ -494,7 +495,8 @@ class ModelRunner:
         """Free the memory of weights, KV cache and CUDA graphs until ``wake_up``.
 
         The caller has ended or preempted every request: all keys and values are lost. Results of
-        launched steps remain. What sleeps already stays asleep.
+        launched steps remain. What sleeps already stays asleep. A model that the caller passed
+        loses its weights too.
 
         Args:
             level: 1 = keep a copy of the weights in pinned host memory (on a CPU they stay where
@@ -502,7 +504,7 @@ class ModelRunner:
                 before the next step.
 
         Raises:
-            ConfigError: there is no such level.
+            ConfigError: there is no such level, or torch cannot free the model's weights.
             CapacityError: the host has no room for the weights; nothing has changed.
             RuntimeError: the runner was closed, or a step of ``forward`` awaits ``sample``.
         """
@@ -551,6 +553,7 @@ class ModelRunner:
             self._sleep.update_weights(named_tensors, partial=partial)
 
     def _capture_again(self) -> None:
+        self._graphs.clear()
         try:
             self._capture(progress=False)
         except BaseException as error:
@@ -567,7 +570,8 @@ class ModelRunner:
         """Wait for launched steps and for the work inside; then note whether steps may run."""
         if self._closed:
             raise RuntimeError(_CLOSED)
-        self._refuse_pending()
+        if self._pending is not None:
+            raise self._awaits_sample(self._pending)
         with self._on_device():
             self._outputs.drain()
             self._synchronize()

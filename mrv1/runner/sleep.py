@@ -34,18 +34,23 @@ class _Memory:
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.numel())
         unique = {storage.data_ptr(): storage for storage in storages}
         self._storages = [(storage, storage.nbytes()) for storage in unique.values()]
-        self._copies: list[torch.Tensor] = []
+        self.copies: list[torch.Tensor] = []
+        """Copies on the host, one of each storage, which ``allocate`` restores; [] = none."""
 
     @property
     def is_resident(self) -> bool:
         return all(storage.nbytes() == nbytes for storage, nbytes in self._storages)
 
     @property
-    def has_copies(self) -> bool:
-        return bool(self._copies)
+    def is_resizable(self) -> bool:
+        return all(storage.resizable() for storage, _ in self._storages)
 
     def copy_to_host(self) -> None:
-        """Keep a copy in pinned memory, which ``allocate`` restores until ``forget_copies``."""
+        """Make ``copies`` in pinned memory.
+
+        Raises:
+            CapacityError: the host has no room.
+        """
         try:
             copies = [
                 torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -59,10 +64,7 @@ class _Memory:
             ) from error
         for copy, (storage, _) in zip(copies, self._storages, strict=True):
             copy.copy_(_bytes_of(storage))
-        self._copies = copies
-
-    def forget_copies(self) -> None:
-        self._copies = []
+        self.copies = copies
 
     def free(self) -> None:
         for storage, _ in self._storages:
@@ -83,8 +85,8 @@ class _Memory:
                         f"wake_up: expected room for {nbytes} bytes on {storage.device}, got "
                         "less; free memory there and call it again"
                     ) from error
-        if self._copies:
-            for copy, (storage, _) in zip(self._copies, self._storages, strict=True):
+        if self.copies:
+            for copy, (storage, _) in zip(self.copies, self._storages, strict=True):
                 _bytes_of(storage).copy_(copy)
 
 
@@ -139,14 +141,16 @@ class SleepMode:
         """Free the memory of the weights and of the KV cache; see ``ModelRunner.sleep``."""
         if type(level) is not int or level not in (1, 2):
             raise ConfigError(f"level: expected 1 or 2, got {level!r}")
+        if not self._weights.is_resizable:  # those of a caller's model
+            raise ConfigError("model: expected weights in memory of torch's own, got another's")
         if level == 1 and "weights" not in self._asleep and not self._is_on_host:
             self._weights.copy_to_host()
         self._asleep = set(TAGS)
         self._parts["kv_cache"].free()
         if level == 2:
             self._unwritten = dict.fromkeys(self._targets)
-            self._weights.forget_copies()
-        if level == 2 or self._weights.has_copies:
+            self._weights.copies = []
+        if level == 2 or self._weights.copies:
             self._weights.free()
 
     def wake_up(self, tags: Collection[str] | None, make_ready: Callable[[], None]) -> None:
@@ -171,7 +175,7 @@ class SleepMode:
             raise
         self._asleep -= woken
         if "weights" in woken:
-            self._weights.forget_copies()
+            self._weights.copies = []
 
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool) -> None:
         """Overwrite weights; see ``ModelRunner.update_weights``."""
@@ -186,10 +190,13 @@ class SleepMode:
         self._unwritten = {name: None for name in self._unwritten if name not in tensors}
 
 
-def _checked(tags: Collection[str] | None) -> set[SleepTag]:
+def _checked(tags: object) -> set[SleepTag]:
     if tags is None:
         return set(TAGS)
-    is_list = isinstance(tags, Collection) and not isinstance(tags, str)
-    if not is_list or not all(tag in TAGS for tag in tags):
+    if (
+        not isinstance(tags, Collection)
+        or isinstance(tags, str)
+        or not all(tag in TAGS for tag in tags)
+    ):
         raise ConfigError(f"tags: expected None or a list of {TAGS}, got {tags!r}")
     return {tag for tag in TAGS if tag in tags}

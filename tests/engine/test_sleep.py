@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from mrv1 import LLM, CapacityError, ConfigError, SamplingParams
+from mrv1 import LLM, CapacityError, ConfigError, ModelRunner, SamplingParams
 from mrv1.device import memory_bytes
-from mrv1.models.weights import checkpoint_tensors
+from mrv1.kernels.registry import select_ops
+from mrv1.models import DecoderModel, checkpoint_tensors
 from tests.engine.test_interrupts import Interrupt
 from tests.models.families import random_model, tiny_checkpoint, tiny_config
 from tests.runner.test_model_runner import enter, make_plan, make_runner
@@ -260,6 +261,23 @@ def test_a_step_that_awaits_its_sampling_refuses_sleep(checkpoint):
     runner.close()
 
 
+def test_weights_that_torch_cannot_free_refuse_sleep(checkpoint):
+    """Memory that numpy has allocated, for example."""
+    runner = make_runner(checkpoint, device="cpu")
+    norm = torch.from_numpy(runner.model.weights.final_norm.numpy().copy())
+    model = DecoderModel(
+        runner.model_config,
+        replace(runner.model.weights, final_norm=norm),
+        select_ops("reference"),
+    )
+    lent = ModelRunner(runner.config, model=model, progress=False)
+    with pytest.raises(ConfigError, match="model: expected weights in memory of torch's own, got"):
+        lent.sleep()
+    assert not lent.is_sleeping
+    lent.close()
+    runner.close()
+
+
 def test_a_wake_up_without_room_leaves_everything_asleep(llm, weights, before, monkeypatch):
     resize = torch.UntypedStorage.resize_
 
@@ -325,7 +343,7 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_can_be_woken(llm, weight
 @pytest.mark.gpu_only
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_gpu_gets_its_memory_back_and_runs_new_graphs(tmp_path, level):
-    """An engine of 90 MiB of weights and 512 MiB of cache; torch keeps a few MiB of its own."""
+    """60 MiB of weights and 512 MiB of cache; small tensors that stay hold a few segments."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 32}
     tiny_checkpoint(tmp_path, "qwen3", **sizes)
     with make_llm(tmp_path, dtype="bfloat16", num_kv_blocks=65536, max_num_seqs=8) as llm:
@@ -342,7 +360,7 @@ def test_a_gpu_gets_its_memory_back_and_runs_new_graphs(tmp_path, level):
             awake, _ = memory_bytes(runner.device)
             llm.sleep(level)
             asleep, _ = memory_bytes(runner.device)
-            assert asleep - awake >= freed
+            assert asleep - awake >= freed - (32 << 20)
             llm.wake_up()
             if level == 2:
                 llm.update_weights(weights)
@@ -351,4 +369,4 @@ def test_a_gpu_gets_its_memory_back_and_runs_new_graphs(tmp_path, level):
             assert llm.metrics()["num_graph_steps"] > steps
             assert llm.metrics()["num_compilations"] == compiled
             again, _ = memory_bytes(runner.device)
-            assert abs(again - awake) < 64 << 20
+            assert abs(again - awake) < 256 << 20

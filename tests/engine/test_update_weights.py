@@ -49,7 +49,7 @@ def assert_equals(llm: LLM, model: PreTrainedModel) -> None:
         assert drawn == tuple(logits[len(prompt) - 1 :].argmax(-1).tolist())
         expected = logits.log_softmax(-1).gather(1, ids[1:, None])[: len(prompt) - 1, 0].tolist()
         told = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-        assert [each[token].logprob for token, each in told] == pytest.approx(expected, abs=1e-4)
+        assert [each[token].logprob for token, each in told] == pytest.approx(expected, abs=5e-4)
 
 
 @pytest.mark.gpu
