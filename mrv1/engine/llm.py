@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
 from mrv1.errors import ConfigError, RequestError
 from mrv1.headwise import HeadPolicy
+from mrv1.models import NamedTensors
 from mrv1.options import env_fields, takes
 from mrv1.progress import UseTqdm, counting_items
 from mrv1.runner import KVUsage
@@ -374,6 +375,71 @@ class LLM:
         if any(request is not None for request in aborted):
             self._note_changed(group)
 
+    # --- memory and weights ---------------------------------------------------------------
+
+    @in_turn
+    def sleep(self, level: int = 1) -> None:
+        """Give most device memory back until ``wake_up``, without ending the process.
+
+        The KV cache and the CUDA graphs are freed, the prefix cache is emptied, and the weights
+        leave the device. State of requests, rope tables and the CUDA context stay. A sleeping
+        engine may be told to sleep again, on another level too. An error changes nothing.
+
+        Args:
+            level: 1 = the weights are copied to pinned host memory (on a CPU they stay where they
+                are), and ``wake_up`` restores them; 2 = they are dropped: after ``wake_up``,
+                ``update_weights`` must give every tensor before the next request.
+
+        Raises:
+            ConfigError: there is no such level.
+            CapacityError: the host has no room for the weights.
+            RuntimeError: a request is unfinished.
+        """
+        self._abort_forgotten()
+        self._engine.sleep(level)
+
+    @in_turn
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the device memory back; when nothing sleeps any more, capture CUDA graphs again.
+
+        Args:
+            tags: ``["weights"]`` or ``["kv_cache"]``, to wake up one before the other; None = what
+                sleeps. Waking what is awake is harmless.
+
+        Raises:
+            ConfigError: there is no such tag.
+            CapacityError: the device has no room; what slept sleeps on, so call it again.
+        """
+        self._engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are asleep; requests are then refused."""
+        return self._engine.is_sleeping
+
+    @in_turn
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
+        """Overwrite the model's weights in place, and empty the prefix cache.
+
+        All names, shapes and types are checked before the first byte is written. For that an
+        iterator is read to its end: to save memory, give a few tensors at a time, with
+        ``partial``. Values, NaN among them, are not checked. An error changes nothing; after an
+        interrupt, requests are refused until the same tensors have been given again.
+
+        Args:
+            named_tensors: a dict, or pairs of name and tensor, on any device and of any floating
+                dtype. Names and shapes are those of the checkpoint's own tensors, so that parts
+                of a fused projection come one by one (``q_proj``). As in a checkpoint, a tied
+                ``lm_head.weight`` must equal the embedding, and the scales of an fp8 cache are
+                ignored.
+            partial: accept some of the tensors; the others keep their values.
+
+        Raises:
+            ConfigError: a tensor is missing, unknown, given twice or of another shape or type.
+            RuntimeError: a request is unfinished, or the weights are asleep.
+        """
+        self._abort_forgotten()
+        self._engine.update_weights(named_tensors, partial=partial)
+
     # --- reports and end ------------------------------------------------------------------
 
     def describe(self) -> str:
@@ -566,8 +632,11 @@ class LLM:
             self._abort_given_up_now()
 
     @in_turn
-    @recovers
     def _abort_given_up_now(self) -> None:
+        self._abort_forgotten()
+
+    @recovers
+    def _abort_forgotten(self) -> None:
         self._abort_given_up()
 
     def _abort_given_up(self) -> None:
