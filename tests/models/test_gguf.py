@@ -216,8 +216,7 @@ def test_greedy_tokens_and_text_equal_transformers(tiny_gguf):
         assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("pre", [None, "qwen2"])
+@pytest.mark.parametrize(("family", "pre"), [("llama", None), ("qwen2", "qwen2"), ("qwen3", None)])
 def test_the_tokenizer_is_that_of_transformers(tmp_path, family, pre):
     """Equal when written out as JSON: normalizer, splits, vocabulary, merges, decoder."""
     path = tmp_path / "model.gguf"
