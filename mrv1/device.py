@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,10 @@ from mrv1.environment import INTERPRET as INTERPRET
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 
 KernelPath = Literal["triton", "interpreter", "reference"]
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+"""The files in which Linux reports memory, of the machine and of this process' container."""
 
 MIN_CAPABILITY = (8, 0)
 """Oldest NVIDIA compute capability the Triton kernels are compiled and checked for."""
@@ -184,6 +189,36 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     """Return (free, total) bytes of a CUDA device, as the driver sees them."""
     free, total = torch.cuda.mem_get_info(device)
     return int(free), int(total)
+
+
+def host_memory_bytes() -> int:
+    """Return the bytes of host memory that this process can still allocate.
+
+    On Linux they are the kernel's own estimate, or what a container's limit leaves if that is
+    less; elsewhere, the machine's whole memory.
+    """
+    try:
+        lines = MEMINFO.read_text("ascii").splitlines()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    left = _container_bytes()
+    return available * 1024 if left is None else min(available * 1024, left)
+
+
+def _container_bytes() -> int | None:
+    """Return the bytes that the limit of a container (cgroup v2) leaves; None = no limit."""
+    try:
+        limit = (CGROUP / "memory.max").read_text("ascii").strip()
+        used = int((CGROUP / "memory.current").read_text("ascii"))
+        stat = (CGROUP / "memory.stat").read_text("ascii").splitlines()
+    except OSError:  # the process is in no container, or in one of version 1
+        return None
+    if limit == "max":
+        return None
+    counts = dict(line.split() for line in stat)
+    cached = int(counts["active_file"]) + int(counts["inactive_file"])  # freed when needed
+    return max(int(limit) - used + cached, 0)
 
 
 def visible_gpus() -> tuple[DeviceInfo, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from mrv1.errors import ConfigError
 
@@ -33,20 +34,21 @@ def is_hub_id(model: str) -> bool:
     return _ID.fullmatch(model) is not None
 
 
-def snapshot_dir(model: str) -> Path:
+def snapshot_dir(model: str, *, progress: bool = True) -> Path:
     """Return the directory of a Hub model in the local cache; download what the cache lacks.
 
     Without a network, or with ``HF_HUB_OFFLINE=1``, a model in the cache is used as it is.
-    Progress is shown on stderr if that is a terminal.
 
     Args:
         model: ``org/name`` or ``org/name@revision``; a revision is a branch, a tag or a commit.
+        progress: whether progress is shown on stderr if that is a terminal.
 
     Raises:
         ConfigError: the id has another form, there is no such model or revision, the model is
             gated or private, or it is not in the cache and cannot be downloaded.
     """
     from huggingface_hub import constants, errors, snapshot_download  # takes 0.2 s to import
+    from huggingface_hub.utils import tqdm
 
     match = _ID.fullmatch(model)
     if match is None:
@@ -54,7 +56,14 @@ def snapshot_dir(model: str) -> Path:
     repo, revision = match["id"], match["revision"]
     command = f"`hf download {repo}{f' --revision {revision}' if revision else ''}`"
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(FILES)))
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=list(FILES),
+                tqdm_class=tqdm if progress else _hidden(tqdm),
+            )
+        )
     except errors.GatedRepoError as error:
         raise ConfigError(
             f"model: expected access to the gated model {model!r}, got none; accept its terms at "
@@ -85,6 +94,16 @@ def snapshot_dir(model: str) -> Path:
         raise ConfigError(
             f"model: expected {model!r} to be downloaded, got {_first_line(error)}"
         ) from error
+
+
+def _hidden(bar: type[Any]) -> type[Any]:
+    """Return a class of progress bars that are not shown."""
+
+    class Hidden(bar):  # type: ignore[misc]
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options | {"disable": True})
+
+    return Hidden
 
 
 def _first_line(error: BaseException) -> str:

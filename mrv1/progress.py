@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
+
+
+class Bar(Protocol):
+    """The part of ``tqdm.tqdm`` that mrv1 calls."""
+
+    def update(self, n: int, /) -> object:
+        """Count ``n`` more items as done."""
+
+    def close(self) -> object:
+        """End the bar."""
+
+
+UseTqdm = bool | Callable[..., Bar]
+"""Whether a bar is shown, or the class (any function of ``total`` and ``desc``) that makes it."""
 
 
 def progress_bar(
@@ -23,3 +43,28 @@ def progress_bar(
         disable=not (visible and console.is_terminal),
         transient=transient,
     )
+
+
+@contextmanager
+def counting_items(
+    use_tqdm: UseTqdm, description: str, total: int, *, visible: bool = True
+) -> Iterator[Callable[[int], object]]:
+    """Show how many items are done inside; yield the function that counts more of them.
+
+    Args:
+        use_tqdm: True = a bar of ``progress_bar``, but only in the main thread, because a terminal
+            has room for one bar; a class = its bar, in every thread and wherever stderr goes.
+        description: text before the bar.
+        total: number of items.
+        visible: False = show no bar of ``progress_bar``.
+    """
+    if callable(use_tqdm):
+        bar = use_tqdm(total=total, desc=description)
+        try:
+            yield bar.update
+        finally:
+            bar.close()
+        return
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    with progress_bar(visible=use_tqdm and visible and in_main_thread) as progress:
+        yield partial(progress.advance, progress.add_task(description, total=total))

@@ -8,6 +8,7 @@ the suite is run once per mode. A test whose mode this process does not have is 
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -54,6 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, with its reason, every test that this process cannot run."""
+    for path in {item.path for item in items if item.get_closest_marker("interp")}:
+        if not re.search(r"\binterp\b", path.read_text()):
+            raise pytest.UsageError(f"{path}: `make` finds interpreted tests by the word interp")
     gpu_lane_in_vain = config.option.markexpr.startswith("gpu") and not HAS_GPU
     for item in items:
         reason = _not_run_reason({mark.name for mark in item.iter_markers()})

@@ -326,7 +326,7 @@ WAITING_FUNCTIONS = {
     "runner.logprobs:LogprobReport.read": "page-locked memory, after the step's event",
     "runner.logprobs:LogprobRequests.of_outputs": "a numpy array on the host",
     "runner.logprobs:LogprobRequests.of_prompts": "a numpy array on the host",
-    "runner.model_runner:ModelRunner.close": "after the last step",
+    "runner.model_runner:ModelRunner._synchronize": "between steps, in no step",
     "runner.profile:run_profile_step": "start-up, before the first step",
     "runner.profile:warm_up": "start-up, before the first step",
     "runner.request_state:RequestState.stage": "a numpy array of the plan",

@@ -7,11 +7,13 @@ import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mrv1 import ConfigError, EngineConfig, RequestError, StepError, UnsupportedDeviceError
-from mrv1.config import checkpoint_dir, resolve_max_model_len
+from mrv1.calibration import CalibrateOptions
+from mrv1.config import checkpoint_dir, dtype_name, resolve_max_model_len
 from mrv1.device import (
     INTERPRET,
     DeviceInfo,
@@ -60,6 +62,46 @@ def test_a_config_is_frozen_and_keyword_only():
 )
 def test_auto_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(name, device, expected):
     assert resolve_dtype(name, torch.bfloat16, device) is expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.double, torch.float64),
+        ("half", torch.float16),
+        ("float", torch.float32),
+        ("bfloat16", torch.bfloat16),
+    ],
+)
+def test_a_dtype_is_a_name_or_torchs(dtype, expected):
+    name = dtype_name(EngineConfig(model="tiny", dtype=dtype).dtype)
+    assert resolve_dtype(name, torch.int8, CPU) is expected
+    assert CalibrateOptions(model="tiny", dtype=dtype).dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "got"),
+    [
+        (torch.int8, "torch.int8"),
+        ("torch.float16", "'torch.float16'"),
+        ("fp16", "'fp16'"),
+        (np.float16, "<class 'numpy.float16'>"),
+        (np.zeros(2), "array([0., 0.])"),
+        (16, "16"),
+        (None, "None"),
+    ],
+)
+def test_another_dtype_is_refused(dtype, got):
+    expected = (
+        "dtype: expected one of ('auto', 'float32', 'float', 'float16', 'half', 'bfloat16', "
+        f"'float64'), got {got}"
+    )
+    for options in (EngineConfig, CalibrateOptions):
+        with pytest.raises(ConfigError) as error:
+            options(model="tiny", dtype=dtype)
+        assert str(error.value) == expected
 
 
 def test_head_policy_must_be_a_file_name():

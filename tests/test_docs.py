@@ -55,10 +55,11 @@ def test_every_source_file_that_a_page_names_exists(page):
     assert [name for name in names if not (REPO / name).exists()] == []
 
 
-def test_the_examples_for_integrators_run():
-    text = (REPO / "docs" / "integrators.md").read_text("utf-8")
+@pytest.mark.parametrize(("page", "num_blocks"), [("integrators.md", 5), ("sleep.md", 2)])
+def test_the_examples_of_a_page_run(page, num_blocks):
+    text = (REPO / "docs" / page).read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == num_blocks
     names: dict[str, object] = {}
     for block in blocks:  # each block continues the block before it
         exec(block, names)

@@ -210,6 +210,16 @@ def test_a_model_is_downloaded_once(hub, cache, monkeypatch):
     assert checkpoint_dir("org/tiny") == directory
 
 
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_download_shows_its_progress_unless_it_is_off(hub, capfd, monkeypatch, progress):
+    monkeypatch.setenv("TQDM_POSITION", "-1")  # as on a terminal
+    checkpoint_dir("org/tiny", progress=progress)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert ("%" in captured.err) == progress
+    assert progress or not captured.err
+
+
 def test_an_interrupted_download_is_incomplete(hub, cache, monkeypatch):
     (checkpoint_dir("org/tiny") / "model.safetensors").unlink()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -20,6 +20,9 @@ from mrv1.cli import app
 from mrv1.cli.options import FieldsOf, command
 from mrv1.options import env_fields, field_docs, parameters, takes
 
+OF_MODEL = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"}
+"""Sampling parameters that generation_config.json may set."""
+
 ENGINE, SAMPLING = fields(EngineConfig), fields(SamplingParams)
 
 IN_FILES_ALONE = {
@@ -84,8 +87,8 @@ def test_llm_has_every_field_of_an_engine(field):
 
 def test_llm_takes_objects_that_a_configuration_cannot_hold():
     assert inspect.signature(LLM).parameters.keys() - {field.name for field in ENGINE} == {
-        "logits_processors"
-    }
+        "logits_processors", "override_generation_config", "use_tqdm_on_load"
+    }  # fmt: skip
     assert "\n    logits_processors: " in inspect.getdoc(LLM.__init__)
     assert "HeadPolicy" in str(inspect.signature(LLM).parameters["head_policy"].annotation)
 
@@ -109,10 +112,14 @@ def test_generate_has_every_sampling_parameter_that_text_can_give(field):
         assert option is None
         return
     assert option.rich_help_panel == "Sampling"
-    if field.name == "max_tokens":  # vLLM's 16 is short for a reader
-        assert option.default == 128
-        return
-    assert option.default == (None if field.default == () else field.default)
+    if field.name in OF_MODEL:  # max_tokens: vLLM's 16 is short for a reader
+        least = 128 if field.name == "max_tokens" else field.default
+        assert option.default is None
+        assert option.show_default == f"the model's, else {least}"
+        if field.name == "max_tokens":
+            return
+    else:
+        assert option.default == (None if field.default == () else field.default)
     assert text_of(option) == field_docs(SamplingParams)[field.name].replace("``", "")
 
 

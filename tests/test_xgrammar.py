@@ -13,7 +13,7 @@ from mrv1.config import checkpoint_dir
 
 pytest.importorskip("xgrammar", reason="not run: needs the extra 'structured'")
 
-from mrv1.cli.batch import read_lines
+from mrv1.cli.batch import parse_lines, read_input
 from mrv1.integrations.xgrammar import XGrammar
 
 SCHEMA = json.dumps(
@@ -164,7 +164,7 @@ def test_a_line_of_jsonl_has_structured_outputs_as_an_object(tmp_path):
     file = tmp_path / "prompts.jsonl"
     form = {"choice": ["Positive", "Negative"]}
     file.write_text(json.dumps({"prompt": "a", "sampling_params": {"structured_outputs": form}}))
-    (line,) = read_lines(file, {})
+    (line,) = parse_lines(read_input(file), {})
     assert line.params == SamplingParams(structured_outputs=StructuredOutputsParams(**form))
 
 

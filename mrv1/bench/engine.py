@@ -14,10 +14,11 @@ from mrv1.bench.options import BenchOptions
 from mrv1.bench.shapes import shape_config
 from mrv1.config import (
     AttentionBackendName,
-    DtypeName,
+    Dtype,
     EngineConfig,
     KVCacheDtypeName,
     KVScaleName,
+    dtype_name,
 )
 from mrv1.device import kernel_path, resolve_dtype
 from mrv1.engine import EngineCore
@@ -41,7 +42,7 @@ class EngineBench(BenchOptions):
     batches: tuple[int, ...] = (1, 32, 256)
     """Concurrent requests; several sizes are measured one after the other in one engine."""
     prompt_tokens: int = 128
-    dtype: DtypeName = "auto"
+    dtype: Dtype = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
     kv_scale: KVScaleName = "token"
     block_size: int = 16
@@ -155,7 +156,7 @@ def _new_core(bench: EngineBench, device: torch.device, max_model_len: int) -> E
 
 def random_model(
     config: ModelConfig,
-    dtype: DtypeName,
+    dtype: Dtype,
     device: torch.device,
     *,
     seed: int,
@@ -166,7 +167,7 @@ def random_model(
     Raises:
         ConfigError: the device has no such dtype.
     """
-    resolved = resolve_dtype(dtype, config.torch_dtype, device)
+    resolved = resolve_dtype(dtype_name(dtype), config.torch_dtype, device)
     weights = random_weights(config, device=device, dtype=resolved, seed=seed)
     ops = select_ops(kernel_path(device))
     return DecoderModel(config, weights, ops, deterministic=deterministic)

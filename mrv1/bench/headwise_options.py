@@ -12,7 +12,7 @@ import torch
 from mrv1.bench.engine import random_model
 from mrv1.bench.options import BenchOptions
 from mrv1.bench.shapes import shape_config
-from mrv1.config import DtypeName, EngineConfig, KVCacheDtypeName
+from mrv1.config import Dtype, EngineConfig, KVCacheDtypeName
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadPolicy
@@ -63,7 +63,7 @@ class HeadwiseOptions(BenchOptions):
     kv_cache_memory_bytes: int | None = None
     """Bytes of each variant's cache; None = the memory that this GPU has left."""
     block_size: int = 16
-    dtype: DtypeName = "auto"
+    dtype: Dtype = "auto"
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from mrv1.calibration.prompts import SYNTHETIC
-from mrv1.config import DtypeName, KVCacheDtypeName
+from mrv1.config import Dtype, KVCacheDtypeName, dtype_name
 from mrv1.errors import ConfigError
 from mrv1.headwise import Visible
 from mrv1.headwise.calibrate import Method, num_full_heads, round_size
@@ -43,7 +43,7 @@ class CalibrateOptions:
     """Facts of a prompt, and questions about them."""
     seed: int = 0
     """Seed of the prompts."""
-    dtype: DtypeName = "auto"
+    dtype: Dtype = "auto"
     device: str = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
     """Dtype of the KV cache: take the dtype that the policy will be used with. ``auto`` is
@@ -53,14 +53,12 @@ class CalibrateOptions:
         """Check."""
         num_full_heads(1, self.budget)
         round_size(1, self.method)
-        for name, choices in (
-            ("dtype", get_args(DtypeName)),
-            ("kv_cache_dtype", get_args(KVCacheDtypeName)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"{name}: expected one of {choices}, got {getattr(self, name)!r}"
-                )
+        dtype_name(self.dtype)
+        choices = get_args(KVCacheDtypeName)
+        if self.kv_cache_dtype not in choices:
+            raise ConfigError(
+                f"kv_cache_dtype: expected one of {choices}, got {self.kv_cache_dtype!r}"
+            )
         for name, least in (
             ("window", 1), ("sink", 0), ("num_prompts", 1), ("num_tokens", 1), ("num_facts", 1),
             ("seed", 0),

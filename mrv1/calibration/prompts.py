@@ -12,7 +12,7 @@ import numpy as np
 from mrv1.errors import ConfigError
 from mrv1.headwise import RecallLines, RecallPrompt, recall_prompt
 from mrv1.headwise.recall import TokenIds
-from mrv1.models.gguf_file import tokenizer_source
+from mrv1.models.gguf_file import load_tokenizer
 
 SYNTHETIC = "synthetic"
 """Value of ``data`` for random words instead of a text."""
@@ -142,10 +142,8 @@ def recall_lines(tokenizer: Any) -> RecallLines:  # noqa: ANN401
 
 
 def _tokenizer(directory: Path) -> Any:  # noqa: ANN401
-    from transformers import AutoTokenizer  # the import takes about a second
-
     try:
-        return AutoTokenizer.from_pretrained(**tokenizer_source(directory), local_files_only=True)
+        return load_tokenizer(directory)
     except Exception as error:  # a damaged file: exceptions of tokenizers' own types
         raise ConfigError(
             f"calibration: expected a tokenizer in {str(directory)!r}: {error}"

@@ -11,7 +11,7 @@ from mrv1.calibration.forward import PolicyModel
 from mrv1.calibration.losses import Losses, measure
 from mrv1.calibration.options import CalibrateOptions
 from mrv1.calibration.prompts import load_texts
-from mrv1.config import checkpoint_dir
+from mrv1.config import checkpoint_dir, dtype_name
 from mrv1.device import kernel_path, resolve_device, resolve_dtype
 from mrv1.headwise import HeadPolicy, HeadRanking, RecallPrompt, rank_heads, rankable_heads
 from mrv1.headwise.calibrate import num_losses
@@ -64,7 +64,7 @@ def calibrate(
     decoder = load_model(
         directory,
         device=device,
-        dtype=resolve_dtype(options.dtype, config.torch_dtype, device),
+        dtype=resolve_dtype(dtype_name(options.dtype), config.torch_dtype, device),
         ops=select_ops(kernel_path(device)),
     )
     model = PolicyModel(decoder, options.num_tokens, kv_cache_dtype=options.kv_cache_dtype)

@@ -47,17 +47,21 @@ class Line:
     error: Mrv1Error | None = None
 
 
-def read_lines(path: Path, sampling: Mapping[str, Any]) -> list[Line]:
-    """Return the lines of a file; ``sampling`` fills the parameters that a line leaves open.
+def read_input(path: Path) -> bytes:
+    """Return the content of a file, or of stdin.
 
     Raises:
         ConfigError: the file, or stdin, cannot be read.
     """
     try:
-        content = _read_stdin() if path == STANDARD else path.read_bytes()
+        return _read_stdin() if path == STANDARD else path.read_bytes()
     except OSError as error:
         name = "stdin" if path == STANDARD else repr(str(path))
         raise ConfigError(f"--input: cannot read {name}: {error.strerror}") from error
+
+
+def parse_lines(content: bytes, sampling: Mapping[str, Any]) -> list[Line]:
+    """Return the lines of a file; ``sampling`` fills the parameters that a line leaves open."""
     lines: list[Line] = []
     number_of_id: dict[str, int] = {}
     for number, raw in enumerate(content.splitlines(), start=1):

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from mrv1.cli.console import FAILURE, say, show
-from mrv1.cli.generate import Engine
+from mrv1.cli.generate import OF_MODEL, Engine, check_sampling, with_defaults
 from mrv1.cli.options import FieldsOf, command
 from mrv1.engine import LLM, RequestOutput
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
@@ -32,12 +32,16 @@ Ctrl-C stops an answer."""
 
 PROMPT, CONTINUED = "> ", ". "
 
+MAX_TOKENS = 1024
+"""``max_tokens`` of an answer if neither an option nor the model says otherwise."""
+
 Sampling = Annotated[
     dict[str, Any],
     FieldsOf(
         cls=SamplingParams,
         panel="Sampling",
-        defaults={"max_tokens": 1024},
+        defaults={"max_tokens": MAX_TOKENS},
+        of_model=OF_MODEL,
         help={"max_tokens": "Generate at most this many tokens in an answer."},
         without=(
             # No option can hold their values, or an answer does not show their effect.
@@ -250,7 +254,7 @@ def chat(
     If stdin is not a terminal, each of its lines is a message. Only the answers go to stdout. Exit
     code 1: a message of stdin failed; 2: an argument, the model or the device cannot be used.
     """
-    params = SamplingParams(**sampling)
+    check_sampling(sampling)
     template = None if chat_template is None else _read_template(chat_template)
     if sys.stdin is None:  # the shell closed it
         raise ConfigError("stdin: expected an open file, got a closed one")
@@ -261,6 +265,7 @@ def chat(
     elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # fails one message, not the program
     with LLM(model, **engine) as llm:
+        params = SamplingParams(**with_defaults(llm, sampling, max_tokens=MAX_TOKENS))
         session = Session(llm, params, template)
         session.set_system(system)
         say(llm.describe())

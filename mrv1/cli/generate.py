@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -26,12 +26,22 @@ from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError
 from mrv1.sampler import SamplingParams
 
+if TYPE_CHECKING:
+    from mrv1.engine import LLM
+
+OF_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+"""Sampling parameters that a model's generation_config.json may set."""
+
+MAX_TOKENS = 128
+"""``max_tokens`` if neither an option nor the model says otherwise; vLLM's 16 is short to read."""
+
 Sampling = Annotated[
     dict[str, Any],
     FieldsOf(
         cls=SamplingParams,
         panel="Sampling",
-        defaults={"max_tokens": 128},
+        defaults={"max_tokens": MAX_TOKENS},
+        of_model=OF_MODEL,
         help={"max_tokens": "Generate at most this many tokens."},
         without=(
             # Fields of --input lines only: printed text would not show their effect, or no option
@@ -77,10 +87,21 @@ def generate(
     be used; 130: Ctrl-C. A second Ctrl-C ends the program at once.
     """
     _check_mode(prompt, input_file, output_file)
+    check_sampling(sampling)
     if prompt is not None:
-        _generate_one(model, prompt, SamplingParams(**sampling), engine, stream=stream)
+        _generate_one(model, prompt, sampling, engine, stream=stream)
     elif input_file is not None and output_file is not None:
         _generate_batch(model, input_file, output_file, sampling, engine)
+
+
+def check_sampling(sampling: dict[str, Any]) -> None:
+    """Raise a ``RequestError`` for a wrong option, before a model is loaded."""
+    SamplingParams(**{"max_tokens": None} | sampling)
+
+
+def with_defaults(llm: LLM, sampling: dict[str, Any], *, max_tokens: int) -> dict[str, Any]:
+    """Return sampling options, with the model's values for options that were not given."""
+    return {"max_tokens": max_tokens} | llm.default_sampling_params | sampling
 
 
 def _check_mode(prompt: str | None, input_file: Path | None, output_file: Path | None) -> None:
@@ -95,7 +116,7 @@ def _check_mode(prompt: str | None, input_file: Path | None, output_file: Path |
 
 
 def _generate_one(
-    model: str, prompt: str, params: SamplingParams, engine: dict[str, Any], *, stream: bool
+    model: str, prompt: str, sampling: dict[str, Any], engine: dict[str, Any], *, stream: bool
 ) -> None:
     """Print the continuation of one prompt to stdout, as it comes or at the end."""
     from mrv1.cli.report import Usage, path_name
@@ -103,6 +124,7 @@ def _generate_one(
 
     with LLM(model, **engine) as llm:
         say(llm.describe())
+        params = SamplingParams(**with_defaults(llm, sampling, max_tokens=MAX_TOKENS))
         typer.echo(prompt, err=True, nl=False)
         usage = Usage(llm)
         text = ""
@@ -123,14 +145,16 @@ def _generate_batch(
     engine: dict[str, Any],
 ) -> None:
     """Write the result of every line, and list the lines that failed."""
-    from mrv1.cli.batch import read_lines, run_batch
+    from mrv1.cli.batch import parse_lines, read_input, run_batch
     from mrv1.cli.report import Usage, path_name
     from mrv1.engine import LLM
 
-    SamplingParams(**sampling)  # reports a wrong option once, not per line
-    lines = read_lines(input_file, sampling)
+    content = read_input(input_file)
     with LLM(model, **engine) as llm:
         say(llm.describe())
+        sampling = with_defaults(llm, sampling, max_tokens=MAX_TOKENS)
+        SamplingParams(**sampling)  # reports a wrong combination once, not per line
+        lines = parse_lines(content, sampling)
         usage = Usage(llm)
         # Not earlier: a failed load of the model must not erase a former run's results.
         with _opened(output_file) as target:

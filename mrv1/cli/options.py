@@ -41,6 +41,8 @@ class FieldsOf:
     """Field -> name of the option, where the two differ."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Field -> default of the option, where the two differ."""
+    of_model: tuple[str, ...] = ()
+    """Fields whose default may come from the model: without the option they have no value."""
     help: Mapping[str, str] = field(default_factory=dict)
     """Field -> help that replaces the docstring."""
     parsers: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
@@ -81,6 +83,8 @@ class FieldsOf:
         elif kind not in (str, int, float, bool):
             raise TypeError(f"{self.cls.__name__}.{name}: expected a type of options, got {kind}")
         default = self.defaults.get(name, default)
+        if name in self.of_model:
+            shown, default = f"the model's, else {default}", None
         on_and_off = f"--{option}/--no-{option}" if kind is bool and default is not False else None
         return parameter.replace(
             kind=inspect.Parameter.KEYWORD_ONLY,

@@ -7,8 +7,8 @@ import hashlib
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import ParamSpec, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +16,17 @@ import numpy.typing as npt
 from mrv1.config import EngineConfig
 from mrv1.engine.guards import recovers
 from mrv1.engine.request import Request, Status
-from mrv1.engine.request_limits import check_params
+from mrv1.engine.request_limits import check_logprob_memory, check_params
 from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import RequestError, StepError
 from mrv1.headwise import HeadPolicy
-from mrv1.models import DecoderModel
+from mrv1.models import DecoderModel, NamedTensors
 from mrv1.runner import AsyncOutput, KVUsage, ModelRunner, RequestId, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
 from mrv1.sampler.params import short
+
+P = ParamSpec("P")
 
 
 class Metrics(TypedDict):
@@ -148,13 +150,10 @@ class EngineCore:
             RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is
                 over a limit, the id is in use, or the request can never fit; nothing is queued.
             StepError: a kernel failed in an earlier step: this process can no longer use the GPU.
+            RuntimeError: the engine sleeps or lacks weights.
         """
-        if self._lost is not None:
-            raise StepError(
-                f"the GPU failed and serves this process no more ({self._lost}): make a new "
-                "engine in a new process",
-                step_id=self._lost.step_id,
-            ) from self._lost
+        self._check_device()
+        self.runner.check_usable()
         prompt = self._checked_prompt(prompt_token_ids)
         params = copy.copy(params)  # the caller may change its own
         check_params(params, self.config, self.runner.model_config.vocab_size)
@@ -178,8 +177,19 @@ class EngineCore:
             banned_token_sequences=banned,
         )
         request.add_followers()
+        if request.asks_logprobs:
+            vocab_size = self.runner.model_config.vocab_size
+            check_logprob_memory(request, self.scheduler.unfinished, self.config, vocab_size)
         self._queue(request)
         return request
+
+    def _check_device(self) -> None:
+        if self._lost is not None:
+            raise StepError(
+                f"the GPU failed and serves this process no more ({self._lost}): make a new "
+                "engine in a new process",
+                step_id=self._lost.step_id,
+            ) from self._lost
 
     @recovers
     def _queue(self, request: Request) -> None:
@@ -280,6 +290,54 @@ class EngineCore:
             return False
         self.scheduler.reset_prefix_cache()
         return True
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are asleep."""
+        return self.runner.is_sleeping
+
+    def sleep(self, level: int = 1) -> None:
+        """Free device memory until ``wake_up``, and empty the prefix cache.
+
+        Raises:
+            ConfigError, CapacityError: as ``ModelRunner.sleep``; nothing has changed.
+            RuntimeError: a request is unfinished; nothing has changed.
+            StepError: as ``add_request``.
+        """
+        self._check_idle("sleep")
+        self._change_memory(self.runner.sleep, level)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Bring memory back; for arguments and errors see ``ModelRunner.wake_up``."""
+        self._check_device()
+        self.runner.wake_up(tags)
+
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
+        """Overwrite weights in place, and empty the prefix cache, whose keys are stale.
+
+        Raises:
+            ConfigError: as ``ModelRunner.update_weights``; nothing has changed.
+            RuntimeError: a request is unfinished, or the weights are asleep; nothing has changed.
+            StepError: as ``add_request``.
+        """
+        self._check_idle("update_weights")
+        self._change_memory(self.runner.update_weights, named_tensors, partial=partial)
+
+    def _check_idle(self, call: str) -> None:
+        self._check_device()
+        unfinished = len(self.scheduler.unfinished)
+        if unfinished:
+            raise RuntimeError(
+                f"{call}: expected no unfinished requests, got {unfinished}; let them end or "
+                "abort them first"
+            )
+
+    @recovers
+    def _change_memory(
+        self, change: Callable[P, None], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        change(*args, **kwargs)
+        self.scheduler.reset_prefix_cache()
 
     def _drain(self) -> None:
         """Take in all steps in flight if no request is unfinished, so that blocks become free."""

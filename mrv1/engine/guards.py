@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from mrv1.errors import RequestError
+from mrv1.errors import ConfigError, RequestError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,8 +35,8 @@ def recovers(
 ) -> Callable[Concatenate[Object, P], R]:
     """Make a method leave its object consistent: changed completely, or recovered.
 
-    A ``RequestError`` means that nothing was changed. After any other exception the object
-    recovers at once; if the recovery is interrupted, the next call recovers first.
+    A ``RequestError`` or ``ConfigError`` means that nothing was changed. After any other exception
+    the object recovers at once; if the recovery is interrupted, the next call recovers first.
     """
 
     @wraps(method)
@@ -46,7 +46,7 @@ def recovers(
         self._is_changing = True
         try:
             result = method(self, *args, **kwargs)
-        except RequestError:
+        except (RequestError, ConfigError):
             self._is_changing = False
             raise
         except BaseException as error:

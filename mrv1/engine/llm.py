@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import threading
+import logging
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,18 +18,23 @@ from mrv1.engine.guards import Turns, in_turn, recovers
 from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
+from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
-from mrv1.errors import RequestError
+from mrv1.errors import ConfigError, RequestError
 from mrv1.headwise import HeadPolicy
+from mrv1.models import NamedTensors
 from mrv1.options import env_fields, takes
-from mrv1.progress import progress_bar
+from mrv1.progress import UseTqdm, counting_items
 from mrv1.runner import KVUsage
 from mrv1.sampler import LogitsProcessor, SamplingParams
+from mrv1.sampler.params import short
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """A text, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids``."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,13 @@ class LLMOptions(EngineConfig):
     configuration, else each head sees all tokens that its layer sees."""
     logits_processors: Sequence[LogitsProcessor] = ()
     """The caller's own processors, which edit the logits of every step."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Sampling defaults that replace those of ``generation_config``, by the names of
+    ``generation_config.json``: temperature, top_k, top_p, min_p, repetition_penalty,
+    max_new_tokens."""
+    use_tqdm_on_load: bool = True
+    """Show progress bars while the model is downloaded and loaded and CUDA graphs are captured;
+    only if stderr is a terminal."""
 
 
 class LLM:
@@ -75,6 +87,8 @@ class LLM:
         *,
         head_policy: HeadPolicy | str | Path | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
+        override_generation_config: Mapping[str, Any] | None = None,
+        use_tqdm_on_load: bool = True,
         **options: object,
     ) -> None:
         """Load ``model`` and allocate its KV cache.
@@ -91,13 +105,25 @@ class LLM:
         config = EngineConfig(model=str(model), **given)
         if head_policy is not None and not isinstance(head_policy, HeadPolicy):
             head_policy = HeadPolicy.load(head_policy)
-        directory = checkpoint_dir(config.model)
+        if not isinstance(use_tqdm_on_load, bool):
+            raise ConfigError(
+                f"use_tqdm_on_load: expected True or False, got {short(use_tqdm_on_load)}"
+            )
+        directory = checkpoint_dir(config.model, progress=use_tqdm_on_load)
         config = replace(config, model=str(directory))
-        # First: a damaged tokenizer fails before weights load, not minutes later.
+        # First: a damaged small file fails before weights load, not minutes later.
         self._tokenizer = Tokenizer(directory)
-        self._core: EngineCore | None = EngineCore(
-            config, head_policy=head_policy, logits_processors=logits_processors
+        self._defaults = SamplingDefaults.of(
+            directory, config.generation_config, override_generation_config
         )
+        self._core: EngineCore | None = EngineCore(
+            config,
+            head_policy=head_policy,
+            logits_processors=logits_processors,
+            progress=use_tqdm_on_load,
+        )
+        if self._defaults.description:
+            logger.info("%s", self._defaults.description)
         self._turns = Turns()
         self._is_changing = False
         self._groups: dict[str, RequestGroup] = {}
@@ -112,43 +138,61 @@ class LLM:
 
     # --- whole requests -------------------------------------------------------------------
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests whose caller gives none.
+
+        They are ``SamplingParams()`` with the values of the model's ``generation_config.json``;
+        see ``default_sampling_params`` and the option ``generation_config``.
+        """
+        return SamplingParams(**self.default_sampling_params)
+
+    @property
+    def default_sampling_params(self) -> dict[str, Any]:
+        """The values that ``generation_config`` sets, by field of ``SamplingParams``; a copy."""
+        return dict(self._defaults.values)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[RequestOutput]:
         """Return the finished outputs of ``prompts``, in their order.
 
         Args:
             prompts: one prompt, or a list of prompts.
-            sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
+            sampling_params: for all, or a list of the same length; None =
+                ``get_default_sampling_params()``. Parameters that are given are taken as they are.
             use_tqdm: show a progress bar for a list of prompts; only in the main thread, because a
-                terminal has room for one bar, and only if stderr is a terminal.
+                terminal has room for one bar, and only if stderr is a terminal. A class such as
+                ``tqdm.tqdm``, or another function of ``total`` and ``desc``, makes the bar
+                instead, wherever stderr goes; its ``update(n)`` and ``close()`` are called.
 
         Raises:
             RequestError: the arguments contradict each other, or a single prompt was refused. In a
                 list a failed request is returned finished with ``error`` set; the others continue.
             StepError: the step of a single prompt failed, or the GPU has failed before.
         """
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise RequestError(
+                f"use_tqdm: expected True, False or a class such as tqdm, got {short(use_tqdm)}"
+            )
         single = _is_prompt(prompts)
         batch = cast("list[Prompt]", [prompts] if single else list(prompts))
-        params = _params_per_prompt(sampling_params, len(batch))
+        default = self.get_default_sampling_params()
+        params = _params_per_prompt(sampling_params, len(batch), default)
         outputs: list[RequestOutput | None] = [None] * len(batch)
         rows: dict[str, int] = {}
         try:
             for row, (prompt, prompt_params) in enumerate(zip(batch, params, strict=True)):
                 outputs[row] = self._add_awaited(prompt, prompt_params, rows, row)
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            with progress_bar(visible=use_tqdm and not single and in_main_thread) as progress:
-                task = progress.add_task(
-                    "generate", total=len(batch), completed=len(batch) - len(rows)
-                )
+            with counting_items(use_tqdm, "generate", len(batch), visible=not single) as advance:
+                advance(len(batch) - len(rows))
                 while rows:
                     for output in self._step_for(rows, finished_only=True):
                         outputs[rows.pop(output.request_id)] = output
-                        progress.advance(task)
+                        advance(1)
         finally:
             self._give_up(rows)
         finished = [output for output in outputs if output is not None]
@@ -169,7 +213,9 @@ class LLM:
         """
         rows: dict[str, int] = {}
         try:
-            refused = self._add_awaited(prompt, sampling_params or SamplingParams(), rows, 0)
+            if sampling_params is None:
+                sampling_params = self.get_default_sampling_params()
+            refused = self._add_awaited(prompt, sampling_params, rows, 0)
             if refused is not None and refused.error is not None:
                 raise refused.error
             while rows:
@@ -189,7 +235,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -202,7 +248,7 @@ class LLM:
             messages: one conversation, a list of dicts with ``role`` and ``content``, or a list
                 of conversations. A content is text or a list of text parts, joined by newlines.
                 A message with ``tool_calls`` needs no content.
-            sampling_params: for all, or a list of the same length; None = ``SamplingParams()``.
+            sampling_params: for all, or a list of the same length; None as in ``generate``.
             use_tqdm: show a progress bar for a list of conversations, as in ``generate``.
             chat_template: the template's text; None = the checkpoint's own.
             add_generation_prompt: end each prompt with the beginning of a new answer.
@@ -228,7 +274,8 @@ class LLM:
         )
         if single:
             return self.generate(template.prompt(messages), sampling_params, use_tqdm=use_tqdm)
-        params = _params_per_prompt(sampling_params, len(batch))
+        default = self.get_default_sampling_params()
+        params = _params_per_prompt(sampling_params, len(batch), default)
         prompts: dict[int, ChatPrompt] = {}
         errors: dict[int, RequestError] = {}
         for row, conversation in enumerate(batch):
@@ -258,7 +305,7 @@ class LLM:
 
         Args:
             messages: the conversation.
-            sampling_params: None = ``SamplingParams()``.
+            sampling_params: None as in ``generate``.
             **options: how the conversation becomes a prompt, as in ``chat``.
 
         Raises:
@@ -328,11 +375,77 @@ class LLM:
         if any(request is not None for request in aborted):
             self._note_changed(group)
 
+    # --- memory and weights ---------------------------------------------------------------
+
+    @in_turn
+    def sleep(self, level: int = 1) -> None:
+        """Give most device memory back until ``wake_up``, without ending the process.
+
+        The KV cache and the CUDA graphs are freed, the prefix cache is emptied, and the weights
+        leave the device. State of requests, rope tables and the CUDA context stay. A sleeping
+        engine may be told to sleep again, on another level too. An error changes nothing.
+
+        Args:
+            level: 1 = the weights are copied to pinned host memory (on a CPU they stay where they
+                are), and ``wake_up`` restores them; 2 = they are dropped: after ``wake_up``,
+                ``update_weights`` must give every tensor before the next request.
+
+        Raises:
+            ConfigError: there is no such level.
+            CapacityError: the host has no room for the weights.
+            RuntimeError: a request is unfinished.
+        """
+        self._abort_forgotten()
+        self._engine.sleep(level)
+
+    @in_turn
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the device memory back; when nothing sleeps any more, capture CUDA graphs again.
+
+        Args:
+            tags: ``["weights"]`` or ``["kv_cache"]``, to wake up one before the other; None = what
+                sleeps. Waking what is awake is harmless.
+
+        Raises:
+            ConfigError: there is no such tag.
+            CapacityError: the device has no room; what slept sleeps on, so call it again.
+        """
+        self._engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are asleep; requests are then refused."""
+        return self._engine.is_sleeping
+
+    @in_turn
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
+        """Overwrite the model's weights in place, and empty the prefix cache.
+
+        All names, shapes and types are checked before the first byte is written. For that an
+        iterator is read to its end: to save memory, give a few tensors at a time, with
+        ``partial``. Values, NaN among them, are not checked. An error changes nothing; after an
+        interrupt, requests are refused until the same tensors have been given again.
+
+        Args:
+            named_tensors: a dict, or pairs of name and tensor, on any device and of any floating
+                dtype. Names and shapes are those of the checkpoint's own tensors, so that parts
+                of a fused projection come one by one (``q_proj``). As in a checkpoint, a tied
+                ``lm_head.weight`` must equal the embedding, and the scales of an fp8 cache are
+                ignored.
+            partial: accept some of the tensors; the others keep their values.
+
+        Raises:
+            ConfigError: a tensor is missing, unknown, given twice or of another shape or type.
+            RuntimeError: a request is unfinished, or the weights are asleep.
+        """
+        self._abort_forgotten()
+        self._engine.update_weights(named_tensors, partial=partial)
+
     # --- reports and end ------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return the start-up line: model, device, path, dtypes, blocks."""
-        return self._engine.runner.describe()
+        """Return the start-up line: model, device, path, dtypes, blocks, sampling defaults."""
+        parts = (self._engine.runner.describe(), self._defaults.description)
+        return ", ".join(filter(None, parts))
 
     def kv_report(self) -> KVUsage:
         """Return the KV cache's sizes in bytes by head group, and how much of it is in use."""
@@ -519,8 +632,11 @@ class LLM:
             self._abort_given_up_now()
 
     @in_turn
-    @recovers
     def _abort_given_up_now(self) -> None:
+        self._abort_forgotten()
+
+    @recovers
+    def _abort_forgotten(self) -> None:
         self._abort_given_up()
 
     def _abort_given_up(self) -> None:
@@ -568,10 +684,14 @@ def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    num_prompts: int,
+    default: SamplingParams,
 ) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+    if params is None:
+        params = default
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
     if not isinstance(params, Sequence):
         raise RequestError(
             f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}"

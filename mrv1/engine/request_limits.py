@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 from mrv1.config import EngineConfig
+from mrv1.device import host_memory_bytes
 from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.request import Request
 from mrv1.environment import MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE
 from mrv1.errors import RequestError
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.sampler import SamplingParams
-from mrv1.sampler.params import short
+from mrv1.sampler.params import num_likeliest, short
 
 NUM_SHOWN = 8
 """Most wrong token ids that a message lists."""
+
+LOGPROB_BYTES, STEP_LOGPROB_BYTES = 256, 128
+"""Host memory of one log-probability in a result, and while its step is taken in."""
+
+FEW_LOGPROBS = 1024
+"""Most log-probabilities per position whose memory is not checked: outputs are mostly shorter than
+they may be, so that the check would refuse requests that fit."""
 
 
 def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) -> None:
@@ -39,6 +47,7 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
                 f"[{', '.join(map(short, outside[:NUM_SHOWN]))}{more}]"
             )
     longest = max(map(len, params.stop_token_sequences), default=0)
+    most_logprobs = config.logprobs_limit(vocab_size)
     for name, unit, got, limit, how in (
         ("logit_bias", "tokens", len(params.logit_bias), config.max_logit_bias, "max_logit_bias"),
         (
@@ -56,7 +65,7 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
             f"stop_seqs_max_len or {STOP_SEQS_LEN_VARIABLE}",
         ),
         *(
-            (name, "tokens", count, config.max_logprobs, "max_logprobs")
+            (name, "tokens", count, most_logprobs, "max_logprobs")
             for name, count in (
                 ("logprobs", params.logprobs or 0),
                 ("prompt_logprobs", params.prompt_logprobs or 0),
@@ -69,11 +78,66 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
                 f"{name}: expected at most {limit} {unit}, got {short(got)}; raise {how}"
             )
     for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) == -1 and most_logprobs < vocab_size:
+            raise RequestError(
+                f"{name}: expected at most {most_logprobs} tokens, got -1, the {vocab_size} of "
+                "the vocabulary; raise max_logprobs (-1: no limit)"
+            )
         if (getattr(params, name) or 0) > vocab_size:
             raise RequestError(
                 f"{name}: expected at most {vocab_size}, the vocabulary size, "
                 f"got {getattr(params, name)}"
             )
+
+
+def check_logprob_memory(
+    request: Request, others: Iterable[Request], config: EngineConfig, vocab_size: int
+) -> None:
+    """Raise unless the host has memory for the log-probabilities that a request may report.
+
+    Only fields that ask for more than ``FEW_LOGPROBS`` at each position count.
+
+    Args:
+        request: a new request, with its followers.
+        others: unfinished requests. Their memory counts as if none of it were allocated yet.
+        config: the engine's configuration.
+        vocab_size: the model's vocabulary.
+
+    Raises:
+        RequestError: there is too little memory; the message has the figures.
+    """
+    family = (request, *request.followers)
+    of_outputs, of_prompt, in_step = _logprob_bytes(family, config, vocab_size)
+    needed = of_outputs + of_prompt + in_step
+    if needed == 0:
+        return
+    available = max(host_memory_bytes() - sum(_logprob_bytes(others, config, vocab_size)), 0)
+    if needed > available:
+        name = "logprobs" if of_outputs >= of_prompt else "prompt_logprobs"
+        raise RequestError(
+            f"{name}: expected at most {available / 2**30:.1f} GiB of log-probabilities, the "
+            f"host memory that is left, got up to {needed / 2**30:.1f} GiB, of which "
+            f"{in_step / 2**30:.1f} GiB in one step; ask for fewer of them or lower max_tokens"
+        )
+
+
+def _logprob_bytes(
+    requests: Iterable[Request], config: EngineConfig, vocab_size: int
+) -> tuple[int, int, int]:
+    """Return the bytes that log-probabilities need: of outputs, of prompts, and in a step."""
+    of_outputs = of_prompts = in_step = 0
+    for request in requests:
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        per_output = num_likeliest(params.logprobs, vocab_size) + len(params.logprob_token_ids)
+        per_token = num_likeliest(params.prompt_logprobs, vocab_size)
+        if per_output > FEW_LOGPROBS:
+            of_outputs += (request.max_total_tokens - num_prompt) * per_output * LOGPROB_BYTES
+            in_step += per_output * STEP_LOGPROB_BYTES
+        if per_token > FEW_LOGPROBS:
+            of_prompts += (num_prompt - 1) * per_token * LOGPROB_BYTES
+            num_tokens = min(num_prompt - 1, config.max_num_batched_tokens)
+            in_step += num_tokens * per_token * STEP_LOGPROB_BYTES
+    return of_outputs, of_prompts, in_step
 
 
 def check_fits(request: Request, pools: HeadPools, max_num_batched_tokens: int) -> None:

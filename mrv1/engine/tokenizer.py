@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
-from mrv1.models.gguf_file import is_gguf, open_gguf, tokenizer_source
+from mrv1.models.gguf_file import is_gguf, load_tokenizer, open_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these files serves token ids only."""
@@ -58,18 +58,16 @@ class Tokenizer:
         self._byte_of_token: dict[int, int] = {}
         self._gives_text: dict[int, bool] = {}
         """Token -> whether it gives text, as ``_text_tokens`` has found out."""
+        self._token_texts: dict[int, str] = {}
+        """Token -> its text, as ``decode_token`` has found out."""
         self._skips_special = True
         self._joined: frozenset[int] = frozenset()
         """Added tokens: no space is written between two of them."""
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
         if path is None or not _has_tokenizer(path):
             return
-        from transformers import AutoTokenizer  # takes a second: only if there is a tokenizer
-
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                **tokenizer_source(path), local_files_only=True
-            )
+            self._tokenizer = load_tokenizer(path)
         except Exception as error:  # the tokenizers package raises its own types
             raise ConfigError(
                 f"tokenizer: cannot load the one in {str(path)!r}: {error}"
@@ -188,7 +186,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program: it may fail in any way
             reason = " ".join(str(error).split())
-            if not isinstance(error, TemplateError):
+            if not isinstance(error, TemplateError) or not reason:
                 reason = f"{type(error).__name__}: {reason}"
             kind = ChatTemplateError if isinstance(error, TemplateSyntaxError) else RequestError
             raise kind(f"chat_template: {reason}") from error
@@ -269,7 +267,10 @@ class Tokenizer:
         """Return one token as text, special or not; None without a tokenizer."""
         if self._tokenizer is None:
             return None
-        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+            self._token_texts[token_id] = text
         return text
 
 

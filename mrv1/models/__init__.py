@@ -7,7 +7,8 @@ from mrv1.models.kv_scales import load_kv_scales
 from mrv1.models.loading import load_model
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import RopeConfig
-from mrv1.models.weights import ModelWeights, random_weights
+from mrv1.models.updating import NamedTensors, checked_update, copy_weights
+from mrv1.models.weights import ModelWeights, checkpoint_tensors, random_weights
 
 __all__ = [
     "AttentionBatch",
@@ -15,8 +16,12 @@ __all__ = [
     "LayerCache",
     "ModelConfig",
     "ModelWeights",
+    "NamedTensors",
     "ParallelContext",
     "RopeConfig",
+    "checked_update",
+    "checkpoint_tensors",
+    "copy_weights",
     "load_kv_scales",
     "load_model",
     "random_weights",

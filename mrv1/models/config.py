@@ -10,7 +10,7 @@ import torch
 
 from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
-from mrv1.models.files import raise_problems, read_json
+from mrv1.models.files import raise_problems, read_generation_config, read_json
 from mrv1.models.gguf_file import is_gguf, open_gguf
 from mrv1.models.hf_config import model_fields, support_problems, token_ids
 from mrv1.models.rope import RopeConfig
@@ -108,10 +108,17 @@ class ModelConfig:
         raise_problems("model config", problems)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> ModelConfig:
+    def from_pretrained(
+        cls, path: str | Path, *, generation_config: str | Path | None = "auto"
+    ) -> ModelConfig:
         """Read the configuration of a model: whatever ``EngineConfig.model`` may be.
 
         Only files of the checkpoint are read, and no code of the checkpoint runs.
+
+        Args:
+            path: the model.
+            generation_config: where to read end-of-sequence tokens from in addition to
+                config.json, as in ``EngineConfig``.
 
         Raises:
             ConfigError: the checkpoint or one of its files cannot be read, or the model is not
@@ -121,11 +128,17 @@ class ModelConfig:
 
         directory = checkpoint_dir(path)
         where = f"checkpoint {str(directory)!r}"
+        generation_file, generation = read_generation_config(directory, generation_config)
+        try:
+            extra = token_ids(generation.get("eos_token_id"))
+        except ConfigError as error:
+            raise ConfigError(f"{generation_file}: {error}") from error
         if is_gguf(directory):
             try:
-                return cls.from_hf(open_gguf(directory).config())
+                config = cls.from_hf(open_gguf(directory).config())
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from error
+            return config._with_eos(extra)
         raise_problems(where, support_problems(read_json(directory / "config.json")))
         try:
             hf_config = AutoConfig.from_pretrained(
@@ -133,16 +146,16 @@ class ModelConfig:
             )
         except Exception as error:  # KeyError, ValueError and transformers' validation errors
             raise ConfigError(f"{where}: config.json is not valid: {error}") from error
-        generation_file = directory / "generation_config.json"
-        generation = read_json(generation_file) if generation_file.is_file() else {}
         try:
             config = cls.from_hf(hf_config)
-            extra = token_ids(generation.get("eos_token_id"))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         except (AttributeError, TypeError) as error:  # fields of a family other than model_type's
             raise ConfigError(f"{where}: config.json contradicts itself: {error}") from error
-        return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
+        return config._with_eos(extra)
+
+    def _with_eos(self, more: tuple[int, ...]) -> ModelConfig:
+        return replace(self, eos_token_ids=tuple(dict.fromkeys(self.eos_token_ids + more)))
 
     @classmethod
     def from_hf(cls, hf_config: PretrainedConfig) -> ModelConfig:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mrv1.errors import ConfigError
 from mrv1.models.rope import RopeConfig, inverse_frequencies
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SUFFIX = ".gguf"
 
@@ -86,10 +87,13 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader  # only GGUF files need the package
-
         try:
-            self._reader = GGUFReader(path)
+            self._reader = _reader_class()(path)
+        except ImportError as error:
+            raise ConfigError(
+                f"model: expected the package gguf to read {path.name}, got {error}; run "
+                "`pip install gguf`"
+            ) from error
         except Exception as error:  # a damaged file fails anywhere in the reader
             raise ConfigError(f"{path.name}: not a readable GGUF file: {error}") from error
         self.architecture = self._field("general.architecture")
@@ -260,11 +264,35 @@ class GGUFFile:
         return value
 
 
-def tokenizer_source(path: Path) -> dict[str, str]:
-    """Return the arguments that make transformers load the tokenizer of a checkpoint."""
+def _reader_class() -> Any:  # noqa: ANN401 - gguf's types are Any
+    """Return gguf's reader, made faster; only GGUF files need the package."""
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):  # type: ignore[misc]
+        """Slices plain arrays: each slice of a ``memmap`` is made in Python, for every token."""
+
+        @property
+        def data(self) -> npt.NDArray[np.uint8]:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: npt.NDArray[np.uint8]) -> None:
+            self._data = mapped.view(np.ndarray)
+
+    return Reader
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Return transformers' tokenizer of a checkpoint; raise whatever transformers raises."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second
+
     if is_gguf(path):
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": str(path)}
+        # AutoTokenizer's differs at most in the name of its class, and takes 7 seconds more: it
+        # reads the whole file to find that name.
+        return PreTrainedTokenizerFast.from_pretrained(
+            str(path.parent), gguf_file=path.name, local_files_only=True
+        )
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
 
 
 def _hugging_face_name(name: str) -> str:

@@ -31,8 +31,8 @@ from mrv1.progress import progress_bar
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 """Dtypes in which a weight may be stored, as safetensors names them."""
 
-_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
-_NON_WEIGHT_SUFFIXES = (
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+NON_WEIGHT_SUFFIXES = (
     "rotary_emb.inv_freq",  # a buffer that old checkpoints carry along
     ".k_scale",  # scale of an fp8 KV cache: load_kv_scales reads it for kv_scale="head"
     ".v_scale",
@@ -99,9 +99,9 @@ def _differences(scan: Scan, wanted: Mapping[str, torch.Tensor], *, tied: bool) 
     if scan.named is None:
         return []
     problems = [f"{name}: missing" for name in wanted if name not in scan.named]
-    surplus = {n for n in scan.named - wanted.keys() if not n.endswith(_NON_WEIGHT_SUFFIXES)}
-    if tied and _HEAD in surplus:
-        surplus.remove(_HEAD)
+    surplus = {n for n in scan.named - wanted.keys() if not n.endswith(NON_WEIGHT_SUFFIXES)}
+    if tied and HEAD in surplus:
+        surplus.remove(HEAD)
         problems += _untied_head(scan)
     problems += [f"{name}: surplus, the model has no such tensor" for name in sorted(surplus)]
     for name, entry in scan.entries.items():
@@ -117,14 +117,14 @@ def _differences(scan: Scan, wanted: Mapping[str, torch.Tensor], *, tied: bool) 
 
 def _untied_head(scan: Scan) -> list[str]:
     """Return a problem if a stored head differs from the embedding it should be tied to."""
-    head, embed = scan.entries.get(_HEAD), scan.entries.get(_EMBED)
+    head, embed = scan.entries.get(HEAD), scan.entries.get(EMBED)
     if head is None or embed is None:
         return []  # already reported as unreadable or missing
     with open_shard(head.file) as head_shard, open_shard(embed.file) as embed_shard:
-        embed_tensor = embed_shard.get_tensor(_EMBED)
-        if torch.equal(head_shard.get_tensor(_HEAD).to(embed_tensor.dtype), embed_tensor):
+        embed_tensor = embed_shard.get_tensor(EMBED)
+        if torch.equal(head_shard.get_tensor(HEAD).to(embed_tensor.dtype), embed_tensor):
             return []
-    return [f"{_HEAD}: tie_word_embeddings is true, but it differs from {_EMBED}"]
+    return [f"{HEAD}: tie_word_embeddings is true, but it differs from {EMBED}"]
 
 
 def _copy(

@@ -94,6 +94,12 @@ class OutputRing:
             reader.take()
         return self._next
 
+    def drain(self) -> None:
+        """Read the result of every launched step that nobody has read yet, the oldest first."""
+        for reader in (*self._readers[self._next :], *self._readers[: self._next]):
+            if reader is not None:
+                reader.take()
+
     def start(self) -> None:
         """Mark the start of the step's work on the current stream."""
         if self._clock is not None:

@@ -117,6 +117,10 @@ class StepGraphs:
                 self._graphs[shape] = graph, forwarded
                 bar.advance(task)
 
+    def clear(self) -> None:
+        """Drop every graph."""
+        self._graphs.clear()
+
     def fit(self, shape: StepShape) -> StepShape | None:
         """Return the captured shape that a step is padded to; None if no graph fits."""
         if shape.has_drafts or not self._graphs:

@@ -34,6 +34,7 @@ from mrv1.runner.logprobs import (
     LogprobReport,
     PromptPart,
     Wanted,
+    reports_of,
     rows_of,
 )
 from mrv1.runner.request_state import RequestState
@@ -289,17 +290,16 @@ class DeviceStep:
             return tokens, []
         reported, slots = logits[rows] if raw is None else raw, idx_mapping[rows]
 
-        def filtered(part: slice) -> torch.Tensor:
+        def filtered(part: slice | torch.Tensor) -> torch.Tensor:
             return self.sampler.filtered(reported[part], slots[part])
 
-        report = LogprobReport.of(
+        return tokens, reports_of(
             wanted,
             tokens[rows],
             reported.__getitem__ if is_raw else filtered,
             self.ops,
             chunk_rows=len(reported) if is_raw else FILTER_CHUNK,
         )
-        return tokens, [report]
 
     def _draw_behind_drafts(
         self, batch: InputBatch, hidden: torch.Tensor, wanted: Sequence[Wanted]
@@ -342,10 +342,11 @@ class DeviceStep:
     def report_prompt(self, part: PromptPart, hidden: torch.Tensor) -> LogprobReport:
         """Return the log-probabilities of a part of a prompt, computed in chunks."""
         hidden = hidden[part.tokens]
-        return LogprobReport.of(
+        (report,) = reports_of(
             [part.wanted],
             self.state.slots.token_ids[part.slot, part.following].long(),
             lambda chunk: self.model.compute_logits(hidden[chunk]),
             self.ops,
             chunk_rows=LOGITS_CHUNK,
         )
+        return report

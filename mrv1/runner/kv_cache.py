@@ -304,6 +304,8 @@ class KVCache:
                 f"KV cache: {' + '.join(map(str, num_blocks))} blocks of {spec.block_bytes} "
                 f"bytes do not fit on {device}; lower num_kv_blocks or gpu_memory_utilization"
             ) from error
+        self.buffers = pages, scales
+        """The memory behind every page, and behind every scale that is not static."""
         layouts = layer_layouts(spec, groups, num_blocks, device)
         pages_of, scales_of = pages.split(layer_pages), scales.split(layer_pages)
         self.layers: list[LayerCache] = []
@@ -352,10 +354,6 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the tensors that store all pages and scales."""
-        tensors = []
-        for layer in self.layers:
-            tensors += [layer.k, layer.v]
-            if layer.scales is not None:
-                tensors += [layer.scales.k_scale, layer.scales.v_scale]
-        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        """Bytes of memory behind all pages and scales; few while the cache sleeps."""
+        static = 0 if self._head_scales is None else self._head_scales.nbytes
+        return static + sum(buffer.untyped_storage().nbytes() for buffer in self.buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, Self
 
@@ -14,6 +15,7 @@ from mrv1.kernels.registry import Ops
 from mrv1.runner.rows import DeviceRows
 from mrv1.runner.step import Int32Array, SlotRequest, StepPlan, TokenLogprobs
 from mrv1.sampler import SamplingParams
+from mrv1.sampler.params import num_likeliest
 
 _Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -21,10 +23,15 @@ LOGITS_CHUNK = 256
 """Rows of logits that may exist at the same time, even if fewer requests run."""
 
 FILTER_CHUNK = 16
-"""Rows that are filtered at the same time: filtering takes up to ``FILTER_BYTES`` per logit."""
+"""Rows that are filtered or sorted at the same time: either takes up to ``FILTER_BYTES`` per
+logit."""
 
 FILTER_BYTES = 128
 """Bytes of device memory, including the scratch memory that a sort may need."""
+
+MAX_SEARCHED = 1024
+"""Most likeliest tokens, or tokens by id, that a row gets from ``top_logprobs``, whose time grows
+with their number; for more, such as the whole vocabulary, the row is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,11 @@ class Wanted:
     """Whether the row's logits are edited before a token is drawn."""
     device_row: int = 0
     """The row on the device."""
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the row is sorted."""
+        return max(self.num_top, len(self.token_ids)) > MAX_SEARCHED
 
 
 class PromptPart(NamedTuple):
@@ -72,7 +84,8 @@ def rows_of(
 class LogprobRequests:
     """The log-probabilities that the request in each slot asks for, on the host."""
 
-    def __init__(self, max_num_reqs: int) -> None:
+    def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._params: list[SamplingParams | None] = [None] * max_num_reqs
         self._asks_np = np.zeros(max_num_reqs, dtype=np.bool_)
         self._prompt_end_np = np.zeros(max_num_reqs, dtype=np.int64)
@@ -97,8 +110,9 @@ class LogprobRequests:
         for row in self._asks_np[plan.slots].nonzero()[0].tolist():
             params = self._params[plan.slots[row]]
             if params is not None:
+                num_top = num_likeliest(params.logprobs, self._vocab_size)
                 ids, edits = params.logprob_token_ids, params.edits_logits
-                found.append(Wanted(row, params.logprobs or 0, ids, edits, rows.place(row)))
+                found.append(Wanted(row, num_top, ids, edits, rows.place(row)))
         return sorted(found, key=attrgetter("device_row"))
 
     def of_prompts(
@@ -121,13 +135,64 @@ class LogprobRequests:
             if params is not None:
                 found.append(
                     PromptPart(
-                        Wanted(row, params.prompt_logprobs or 0),
+                        Wanted(row, num_likeliest(params.prompt_logprobs, self._vocab_size)),
                         slice(first, first + count),
                         slot,
                         slice(following, following + count),
                     )
                 )
         return found
+
+
+def reports_of(
+    wanted: Sequence[Wanted],
+    drawn: torch.Tensor,
+    logits_of: Callable[[slice | torch.Tensor], torch.Tensor],
+    ops: Ops,
+    *,
+    chunk_rows: int,
+) -> list[LogprobReport]:
+    """Return the log-probabilities of rows that are searched, and of rows that are sorted.
+
+    Sorted rows are in the report of the others too, with few values, which the later reports
+    replace: to leave them out would copy the logits of the others.
+
+    Args:
+        wanted: the rows that ask.
+        drawn: ``[rows that ask * positions]`` int64, the token there; negative = none.
+        logits_of: returns the logits of some of these positions, ``[any, vocab]``.
+        ops: the ops for the device of the tokens and logits.
+        chunk_rows: most positions to search at a time; ``FILTER_CHUNK`` are sorted at a time.
+    """
+    to_sort = [index for index, each in enumerate(wanted) if each.is_sorted]
+    if not to_sort:
+        return [LogprobReport.of(wanted, drawn, logits_of, ops, chunk_rows=chunk_rows)]
+    reports = []
+    if len(to_sort) < len(wanted):
+        few = [Wanted(each.row, 0) if each.is_sorted else each for each in wanted]
+        reports.append(LogprobReport.of(few, drawn, logits_of, ops, chunk_rows=chunk_rows))
+    num_positions = len(drawn) // len(wanted)
+    places = torch.tensor(to_sort)[:, None] * num_positions + torch.arange(num_positions)
+    places = places.to(drawn.device, non_blocking=True)
+    size = max(FILTER_CHUNK // num_positions, 1)
+    for start in range(0, len(to_sort), size):
+        part = places[start : start + size].flatten()
+        reports.append(
+            LogprobReport.of(
+                [wanted[index] for index in to_sort[start : start + size]],
+                drawn[part],
+                partial(_logits_at, logits_of, part),
+                ops,
+                chunk_rows=FILTER_CHUNK,
+            )
+        )
+    return reports
+
+
+def _logits_at(
+    logits_of: Callable[[slice | torch.Tensor], torch.Tensor], places: torch.Tensor, part: slice
+) -> torch.Tensor:
+    return logits_of(places[part])
 
 
 class LogprobReport:
@@ -159,7 +224,7 @@ class LogprobReport:
         """Return the log-probabilities, computed with one chunk at a time on the device.
 
         Args:
-            wanted: the rows that ask.
+            wanted: the rows that ask; all of them are sorted, or none.
             drawn: ``[rows that ask * positions]`` int64, the token there; negative = none.
             logits_of: returns the logits of a range of these positions, ``[any, vocab]``.
             ops: the ops for the device of the tokens and logits.
@@ -169,8 +234,9 @@ class LogprobReport:
         asked = asked.repeat_interleave(len(drawn) // len(wanted), dim=0)
         by_id = torch.cat([drawn[:, None], asked], dim=1)
         most = max(each.num_top for each in wanted)
+        of_chunk = _of_sorted_chunk if wanted[0].is_sorted else partial(_of_chunk, ops)
         parts = [slice(start, start + chunk_rows) for start in range(0, len(drawn), chunk_rows)]
-        chunks = [_of_chunk(logits_of(part), by_id[part], most, ops) for part in parts]
+        chunks = [of_chunk(logits_of(part), by_id[part], most) for part in parts]
         return cls(wanted, chunks[0][0].shape[1] - by_id.shape[1], chunks)
 
     def read(self, num_positions: Sequence[int] | None = None) -> dict[int, TokenLogprobs]:
@@ -203,7 +269,7 @@ class LogprobReport:
         return found
 
 
-def _of_chunk(logits: torch.Tensor, by_id: torch.Tensor, num_top: int, ops: Ops) -> _Chunk:
+def _of_chunk(ops: Ops, logits: torch.Tensor, by_id: torch.Tensor, num_top: int) -> _Chunk:
     """Return token ids, log-probabilities and ranks, ``[rows, ids + num_top]`` each."""
     num_top = min(num_top, logits.shape[1])
     logprobs, ranks, top, top_logprobs = ops.top_logprobs(logits, by_id, num_top)
@@ -213,6 +279,24 @@ def _of_chunk(logits: torch.Tensor, by_id: torch.Tensor, num_top: int, ops: Ops)
         _to_host(torch.cat([by_id, top], dim=1)),
         _to_host(torch.cat([logprobs, top_logprobs], dim=1)),
         _to_host(torch.cat([ranks, 1 + num_greater], dim=1)),
+    )
+
+
+def _of_sorted_chunk(logits: torch.Tensor, by_id: torch.Tensor, num_top: int) -> _Chunk:
+    """Return what ``_of_chunk`` returns, from a sort of each row."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    falling, order = logits.sort(dim=1, descending=True, stable=True)
+    rising, top = falling.neg_(), order[:, :num_top]
+    num_greater = torch.searchsorted(rising, rising[:, :num_top].contiguous())
+    logprobs = logits.log_softmax(dim=1, dtype=dtype)
+    is_none = by_id < 0
+    asked = by_id.clamp(min=0)
+    ranks = 1 + torch.searchsorted(rising, -logits.gather(1, asked))
+    of_asked = logprobs.gather(1, asked).masked_fill(is_none, -torch.inf)
+    return (
+        _to_host(torch.cat([by_id, top], dim=1)),
+        _to_host(torch.cat([of_asked, logprobs.gather(1, top)], dim=1)),
+        _to_host(torch.cat([ranks.masked_fill(is_none, 0), 1 + num_greater], dim=1)),
     )
 
 

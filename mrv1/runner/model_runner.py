@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar, TypeVarTuple
@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.config import EngineConfig, checkpoint_dir, resolve_max_model_len
+from mrv1.config import EngineConfig, checkpoint_dir, dtype_name, resolve_max_model_len
 from mrv1.device import fp8_path, kernel_path, resolve_device, resolve_dtype
-from mrv1.errors import ConfigError, StepError
+from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
 from mrv1.kernels.registry import select_ops
-from mrv1.models import DecoderModel, ModelConfig, load_kv_scales, load_model
+from mrv1.models import DecoderModel, ModelConfig, NamedTensors, load_kv_scales, load_model
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.debug import check_block_ids, synced
@@ -33,6 +33,7 @@ from mrv1.runner.logprobs import LogprobReport, LogprobRequests
 from mrv1.runner.profile import num_kv_blocks, warm_up
 from mrv1.runner.report import KVReport, describe_runner, report_of
 from mrv1.runner.rows import DeviceRows, StepShape
+from mrv1.runner.sleep import SleepMode
 from mrv1.runner.staging import Staged, StepUpload
 from mrv1.runner.step import Int32Array, StepPlan
 from mrv1.sampler import LogitsProcessor, LogitsProcessors
@@ -43,6 +44,8 @@ Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
 
 _NOTHING_TO_DO = nullcontext()
+
+_CLOSED = "ModelRunner: expected an open runner, got one that was closed"
 
 
 class _Launched(NamedTuple):
@@ -89,7 +92,8 @@ class ModelRunner:
             per_head_ids: make every KV head index a head group of its own, with a block table of
                 full width. The caller of ``execute`` manages its blocks; none are recycled.
             logits_processors: custom processors, applied in this order in every step.
-            progress: show progress bars while weights load and CUDA graphs are captured.
+            progress: show progress bars while a model is downloaded, weights load and CUDA graphs
+                are captured.
 
         Raises:
             ConfigError: the checkpoint or an option is wrong.
@@ -98,6 +102,8 @@ class ModelRunner:
         """
         self.config = config
         self._closed = False
+        self._unusable: str | None = None
+        """Why no step may run now: closed, or weights or cache are not there; None = it may."""
         self._processors = LogitsProcessors(logits_processors)
         self._pending: _Launched | None = None
         """The step that ``forward`` has launched and ``sample`` has to complete."""
@@ -122,13 +128,16 @@ class ModelRunner:
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._fp8 = fp8_path(device) if is_fp8 else None  # fails before anything loads
         if model is None:  # once: the directory of a Hugging Face id may change between two calls
-            config = self.config = replace(config, model=str(checkpoint_dir(config.model)))
+            directory = checkpoint_dir(config.model, progress=progress)
+            config = self.config = replace(config, model=str(directory))
         ops = select_ops(self.path)
         if config.debug_sync:
             ops = synced(ops, device)
         # Small files come before the weights: an error in one fails at once, not minutes later.
         self.model_config = model_config = (
-            ModelConfig.from_pretrained(config.model) if model is None else model.config
+            ModelConfig.from_pretrained(config.model, generation_config=config.generation_config)
+            if model is None
+            else model.config
         )
         self.max_model_len = resolve_max_model_len(
             config.max_model_len, model_config.max_model_len
@@ -152,7 +161,7 @@ class ModelRunner:
         self.model = model or load_model(
             config.model,
             device=device,
-            dtype=resolve_dtype(config.dtype, model_config.torch_dtype, device),
+            dtype=resolve_dtype(dtype_name(config.dtype), model_config.torch_dtype, device),
             ops=ops,
             progress=progress,
             deterministic=config.deterministic,
@@ -176,7 +185,7 @@ class ModelRunner:
         self.attention, self.sampler = step.attention, step.sampler
         self.state, self.block_tables = step.state, step.block_tables
         self._slots, self._staging, self._outputs = step.slots, step.staging, step.outputs
-        self._logprobs = LogprobRequests(config.max_num_seqs)
+        self._logprobs = LogprobRequests(config.max_num_seqs, model_config.vocab_size)
         self._next_upload_word = self._slots.first_word(NEXT_UPLOAD, 0)
         self._steady_rows: DeviceRows | None = None
         """Rows of the last step, if it was a captured decode: a steady step reuses them."""
@@ -187,14 +196,22 @@ class ModelRunner:
         )
         num_blocks = num_kv_blocks(step, self._streaming_demand)
         self.kv_cache = step.kv_cache = step.new_kv_cache(num_blocks)
-        if step.is_capturable:
-            with torch.inference_mode():
-                self._graphs.capture(self._graphs.shapes, step.run_padding, progress=progress)
+        self._sleep = SleepMode(self.model, self.kv_cache)
+        self._capture(progress=progress)
         if device.type == "cuda" and config.attention_backend == "triton":
             warm_up(step)
         launches = self.path != "reference"  # without triton nothing is compiled
         self._compilations = watch_compilations() if launches else Counter()
         self._num_warm_up_compilations = self._compilations.total()
+
+    def _capture(self, *, progress: bool) -> None:
+        """Capture a graph of every shape, unless steps cannot run as graphs."""
+        if self._step.is_capturable:
+            self._staging.clear()
+            with torch.inference_mode():
+                self._graphs.capture(
+                    self._graphs.shapes, self._step.run_padding, progress=progress
+                )
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Return a context in which the runner's GPU is current, for its streams and events."""
@@ -217,7 +234,8 @@ class ModelRunner:
             StepError: the plan contradicts the runner's state, a block id that the step needs is
                 outside the pool (only with ``config.debug``), or the launch failed; errors on the
                 device are raised by ``AsyncOutput.result``.
-            RuntimeError: the runner was closed, or a step of ``forward`` awaits ``sample``.
+            RuntimeError: the runner was closed, sleeps or lacks weights, or a step of ``forward``
+                awaits ``sample``.
         """
         return self._guarded(plan, self._execute)
 
@@ -276,13 +294,10 @@ class ModelRunner:
         self, plan: StepPlan, launch: Callable[[StepPlan, *Args], Result], *args: *Args
     ) -> Result:
         """Return ``launch(plan, *args)``; an exception becomes this step's ``StepError``."""
-        if self._closed:
-            raise RuntimeError("ModelRunner: expected an open runner, got one that was closed")
+        if self._unusable is not None:
+            raise RuntimeError(self._unusable)
         if self._pending is not None:
-            raise RuntimeError(
-                f"ModelRunner: expected sample for step {self._pending.plan.step_id}, which "
-                "forward has launched, before the next step"
-            )
+            raise self._awaits_sample(self._pending)
         try:
             with self._on_device():
                 return launch(plan, *args)
@@ -293,6 +308,13 @@ class ModelRunner:
                 req_ids=plan.req_ids,
                 device_lost=_is_of_device(error),
             ) from error
+
+    @staticmethod
+    def _awaits_sample(pending: _Launched) -> RuntimeError:
+        return RuntimeError(
+            f"ModelRunner: expected sample for step {pending.plan.step_id}, which forward has "
+            "launched, before the next step"
+        )
 
     def _execute(self, plan: StepPlan) -> AsyncOutput:
         rows, staged = self._prepare(plan)
@@ -457,6 +479,124 @@ class ModelRunner:
         """
         self._kv_listener = listener
 
+    # --- memory and weights ---------------------------------------------------------------
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are asleep."""
+        return self._sleep.is_sleeping
+
+    def check_usable(self) -> None:
+        """Raise unless steps may run.
+
+        Raises:
+            RuntimeError: the runner was closed, sleeps or lacks weights.
+        """
+        if self._unusable is not None:
+            raise RuntimeError(self._unusable)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights, KV cache and CUDA graphs until ``wake_up``.
+
+        The caller has ended or preempted every request: all keys and values are lost. Results of
+        launched steps remain. What sleeps already stays asleep. A model that the caller passed
+        loses its weights too.
+
+        Args:
+            level: 1 = keep a copy of the weights in pinned host memory (on a CPU they stay where
+                they are); 2 = drop the weights: ``update_weights`` has to write every tensor
+                before the next step.
+
+        Raises:
+            ConfigError: there is no such level, or torch cannot free the model's weights.
+            CapacityError: the host has no room for the weights; nothing has changed.
+            RuntimeError: the runner was closed, or a step of ``forward`` awaits ``sample``.
+        """
+        with self._between_steps():
+            self._sleep.sleep(level)
+            self._graphs.clear()
+            self._steady_rows = None
+            self._release_cached_memory()
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Allocate the memory again, restore the weights, and capture CUDA graphs again.
+
+        Graphs are captured once nothing sleeps any more. What is awake stays as it is.
+
+        Args:
+            tags: what shall wake up, "weights" or "kv_cache"; None = both.
+
+        Raises:
+            ConfigError: there is no such tag.
+            CapacityError: the device has no room; what slept sleeps on.
+            RuntimeError: as ``sleep``.
+        """
+        with self._between_steps():
+            try:
+                self._sleep.wake_up(tags, self._capture_again)
+            except BaseException:
+                self._release_cached_memory()
+                raise
+
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
+        """Overwrite weights in place, so that CUDA graphs stay valid; wait until it is done.
+
+        Steps launched before use the old weights. Keys and values in the cache are those of the
+        old weights, too.
+
+        Args:
+            named_tensors: as in ``LLM.update_weights``.
+            partial: as in ``LLM.update_weights``.
+
+        Raises:
+            ConfigError: a tensor is missing, unknown, given twice or of another shape or type;
+                no weight was changed.
+            RuntimeError: as ``sleep``, or the weights are asleep.
+        """
+        with self._between_steps():
+            self._sleep.update_weights(named_tensors, partial=partial)
+
+    def _capture_again(self) -> None:
+        self._graphs.clear()
+        try:
+            self._capture(progress=False)
+        except BaseException as error:
+            self._graphs.clear()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise CapacityError(
+                    f"wake_up: expected room for CUDA graphs on {self.device}, got less; free "
+                    "memory there and call it again"
+                ) from error
+            raise
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Wait for launched steps and for the work inside; then note whether steps may run."""
+        if self._closed:
+            raise RuntimeError(_CLOSED)
+        if self._pending is not None:
+            raise self._awaits_sample(self._pending)
+        with self._on_device():
+            self._outputs.drain()
+            self._synchronize()
+            self._unusable = "wake_up: expected a call after an interrupt, got none"
+            try:
+                yield
+                self._synchronize()
+            finally:
+                self._unusable = self._sleep.refusal
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _release_cached_memory(self) -> None:
+        """Give the memory that torch has cached back to the device."""
+        if self.device.type == "cuda":
+            # cuBLAS never frees its workspace by itself; torch has only a private call to do so.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
     # --- reports --------------------------------------------------------------------------
 
     @property
@@ -487,18 +627,14 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the device memory; the runner cannot be used afterwards."""
-        self._closed = True
-        if self.device.type == "cuda":
-            # Steps in flight write to pinned memory, which torch reuses as soon as it is freed.
-            with suppress(torch.AcceleratorError):  # a GPU that has failed runs nothing any more
-                torch.cuda.synchronize(self.device)
+        self._closed, self._unusable = True, _CLOSED
+        # Steps in flight write to pinned memory, which torch reuses as soon as it is freed.
+        with suppress(torch.AcceleratorError):  # a GPU that has failed runs nothing any more
+            self._synchronize()
         for name in (
             "model", "attention", "kv_cache", "state", "block_tables", "sampler",
-            "_step", "_slots", "_staging", "_outputs", "_graphs",
+            "_step", "_slots", "_staging", "_outputs", "_graphs", "_sleep",
         ):  # fmt: skip
             self.__dict__.pop(name, None)
         gc.collect()
-        if self.device.type == "cuda":
-            # cuBLAS never frees its workspace by itself; torch has only a private call to do so.
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
+        self._release_cached_memory()

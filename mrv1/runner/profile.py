@@ -5,9 +5,10 @@ After the layers a step needs at most
     2 * R * V * b + R * V / 8 + FILTER_CHUNK * V * FILTER_BYTES + 64 * R * (1 + 2 * K)    bytes
 
 and the kernels' own allocations, with R = max(max_num_seqs, LOGITS_CHUNK) rows of logits, b bytes
-per logit, V tokens in the vocabulary and K = max_logprobs. The terms are the logits and a copy of
-them from before the edits, the masks of grammars, the logits being filtered (only with
-``processed_logprobs``), and the results with the parts they are joined from. More rows, of drafts
+per logit, V tokens in the vocabulary and K = max_logprobs, but at most MAX_SEARCHED. The terms are
+the logits and a copy of them from before the edits, the masks of grammars, the logits being
+filtered or sorted (only with ``processed_logprobs``, or if max_logprobs is more than
+MAX_SEARCHED), and the results with the parts they are joined from. More rows, of drafts
 (up to 8 a request) or of prompts with log-probabilities (up to max_num_batched_tokens), are
 computed R or fewer at a time, and results are copied to the host each time. The profile step runs
 all of this, custom processors too, on rows of padding.
@@ -24,7 +25,7 @@ from mrv1.runner.block_table import NO_PAGE
 from mrv1.runner.cuda_graph import StepGraphs
 from mrv1.runner.device_step import DeviceStep, TokenMasks
 from mrv1.runner.kv_cache import CPU_KV_BYTES, StreamingDemand
-from mrv1.runner.logprobs import LOGITS_CHUNK, PromptPart, Wanted
+from mrv1.runner.logprobs import FILTER_CHUNK, LOGITS_CHUNK, MAX_SEARCHED, PromptPart, Wanted
 from mrv1.runner.rows import StepShape
 from mrv1.runner.staging import StepUpload
 
@@ -116,7 +117,9 @@ def _empty_batch(
 def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
     """Launch, on rows of padding, everything that may follow the layers of a step."""
     num_rows, limits, device = step.max_logits_rows, step.sampler.limits, step.device
-    most = min(step.config.max_logprobs, limits.vocab_size)
+    most = min(step.config.logprobs_limit(limits.vocab_size), limits.vocab_size)
+    searched = min(most, MAX_SEARCHED)
+    most_ids, searched_ids = tuple(range(most)), tuple(range(searched))
     masks = TokenMasks(
         bitmask=torch.full((num_rows, limits.mask_words), -1, dtype=torch.int32, device=device),
         rows=torch.arange(num_rows, dtype=torch.int32, device=device),
@@ -125,11 +128,16 @@ def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
     step.draw(
         step.model.compute_logits(hidden.index_select(0, rows)),
         torch.full((num_rows,), -1, dtype=torch.int32, device=device),
-        [Wanted(row, most, tuple(range(most)), True, row) for row in range(num_rows)],
+        [
+            Wanted(row, most, most_ids, True, row)
+            if row < FILTER_CHUNK  # more rows are not sorted at a time
+            else Wanted(row, searched, searched_ids, True, row)
+            for row in range(num_rows)
+        ],
         masks,
     )
     tokens = slice(min(LOGITS_CHUNK, len(hidden), step.max_model_len))
-    step.report_prompt(PromptPart(Wanted(0, most), tokens, 0, tokens), hidden)
+    step.report_prompt(PromptPart(Wanted(0, searched), tokens, 0, tokens), hidden)
 
 
 def warm_up(step: DeviceStep) -> None:

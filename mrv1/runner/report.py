@@ -57,7 +57,7 @@ class KVReport(TypedDict):
     total_bytes: int
     """Bytes of all groups, calculated from the sizes."""
     allocated_bytes: int
-    """Bytes of the allocated tensors: the same number."""
+    """Bytes of allocated memory: the same number, but only static scales while it sleeps."""
     groups: list[KVGroupReport]
 
 

@@ -142,13 +142,18 @@ class Staging:
         """[words]: the upload of the step that runs."""
         self.uploads, self._uploads = self._pinned(num_slots, words)
         """[slots, words] in pinned memory."""
-        self._uploads[:, NUM_WORDS] = self._segments_start
-        self._uploads[:, self._rows_start : self._query_start] = -1  # until a step comes: padding
         self._long_uploads: list[tuple[torch.Tensor, Int32Array] | None] = [None] * num_slots
+        self.clear()
 
     def _pinned(self, *shape: int) -> tuple[torch.Tensor, Int32Array]:
         buffer = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         return buffer, buffer.numpy()
+
+    def clear(self) -> None:
+        """Make each upload one of padding, for steps of a graph's capture; none may be in use."""
+        self._uploads.fill(0)
+        self._uploads[:, NUM_WORDS] = self._segments_start
+        self._uploads[:, self._rows_start : self._query_start] = -1
 
     def fits(self, upload: StepUpload) -> bool:
         """Whether an upload fits into the buffer that graphs read."""

@@ -158,7 +158,7 @@ class SamplingParams:
     """Let a bad word begin in the prompt, not only in the output."""
     logprobs: int | None = None
     """Report the log-probabilities of the token drawn and of this many most likely tokens, at each
-    output position. Default: no report."""
+    output position; -1 reports the whole vocabulary. Default: no report."""
     logprob_token_ids: Sequence[int] = ()
     """Report the log-probabilities of the token drawn and of these tokens, at each position."""
     prompt_logprobs: int | None = None
@@ -251,18 +251,16 @@ class SamplingParams:
             )
         if not _is_int(self.n) or not 1 <= self.n <= N_MAX:
             raise RequestError(f"n: expected an integer from 1 to {N_MAX}, got {short(self.n)}")
-        for name, least, is_optional in (
-            ("max_tokens", 1, True),
-            ("min_tokens", 0, False),
-            ("logprobs", 0, True),
-            ("prompt_logprobs", 0, True),
+        for name, least, expected in (
+            ("max_tokens", 1, "an integer >= 1 or None"),
+            ("min_tokens", 0, "an integer >= 0"),
+            ("logprobs", -1, "an integer >= 0, -1 for the whole vocabulary, or None"),
+            ("prompt_logprobs", -1, "an integer >= 0, -1 for the whole vocabulary, or None"),
         ):
             value = getattr(self, name)
-            if not (value is None and is_optional) and not (_is_int(value) and value >= least):
-                raise RequestError(
-                    f"{name}: expected an integer >= {least}{' or None' if is_optional else ''}, "
-                    f"got {short(value)}"
-                )
+            is_absent = value is None and name != "min_tokens"
+            if not is_absent and not (_is_int(value) and value >= least):
+                raise RequestError(f"{name}: expected {expected}, got {short(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens: expected at most max_tokens, {short(self.max_tokens)}, "
@@ -389,6 +387,11 @@ class SamplingParams:
         if num_output_tokens < self.min_tokens:
             masks.append("min_tokens")
         return tuple(masks)
+
+
+def num_likeliest(logprobs: int | None, vocab_size: int) -> int:
+    """Return how many of the likeliest tokens ``logprobs`` or ``prompt_logprobs`` asks for."""
+    return vocab_size if logprobs == -1 else logprobs or 0
 
 
 _LAST_FIELD = fields(SamplingParams)[-1].name

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from mrv1 import LLM, ConfigError, RequestError, SamplingParams
 from mrv1.cli import app
-from mrv1.cli.batch import read_lines, run_batch
+from mrv1.cli.batch import parse_lines, read_input, run_batch
 from mrv1.cli.report import Usage
 from tests.cli.conftest import Mrv1
 
@@ -234,7 +234,7 @@ def test_a_dash_is_stdin_and_stdout(checkpoint: str, tmp_path: Path):
 def test_stdin_that_cannot_be_read_is_a_mistake(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(ConfigError, match="--input: cannot read stdin: Bad file descriptor"):
-        read_lines(Path("-"), GREEDY)
+        parse_lines(read_input(Path("-")), GREEDY)
 
 
 def test_text_that_is_no_unicode_fails_alone(mrv1: Mrv1, tmp_path: Path):
@@ -248,7 +248,7 @@ def test_text_that_is_no_unicode_fails_alone(mrv1: Mrv1, tmp_path: Path):
 def test_bytes_that_are_no_utf8_fail_alone(tmp_path: Path):
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"prompt": "\xff"}\r\n{"prompt": "x"}\r\n')
-    bad, good = read_lines(source, GREEDY)
+    bad, good = parse_lines(read_input(source), GREEDY)
     with pytest.raises(RequestError, match="invalid JSON: 'utf-8' codec"):
         raise bad.error
     assert good.error is None
@@ -280,7 +280,7 @@ def test_a_request_that_fails_while_it_runs_keeps_its_tokens(
 
         monkeypatch.setattr(model, "forward", broken_later)
         target = io.StringIO()
-        errors = run_batch(llm, read_lines(source, GREEDY), target.write, Usage(llm))
+        errors = run_batch(llm, parse_lines(read_input(source), GREEDY), target.write, Usage(llm))
     record = json.loads(target.getvalue())
     assert list(errors) == [1]
     assert record["finish_reason"] == "error"
@@ -307,7 +307,7 @@ def test_finished_results_survive_an_interruption(
 
         monkeypatch.setattr(llm, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run_batch(llm, read_lines(source, GREEDY), target.write, Usage(llm))
+            run_batch(llm, parse_lines(read_input(source), GREEDY), target.write, Usage(llm))
     (record,) = map(json.loads, target.getvalue().splitlines())
     assert record["line"] == 1
     assert len(record["token_ids"]) == 2

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mrv1 import LLM, RequestError, SamplingParams
-from mrv1.cli.batch import KEYS, read_lines, run_batch
+from mrv1.cli.batch import KEYS, parse_lines, read_input, run_batch
 from mrv1.cli.report import Usage
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
@@ -78,7 +78,7 @@ def _check(llm: LLM, good_tokens: list[int], folder: Path, odd: list[bytes]) -> 
     """Run odd lines between two good lines; return each nonblank odd line's error or None."""
     source, target = folder / "in.jsonl", io.StringIO()
     source.write_bytes(b"\n".join([GOOD, *odd, GOOD]))
-    errors = run_batch(llm, read_lines(source, DEFAULTS), target.write, Usage(llm))
+    errors = run_batch(llm, parse_lines(read_input(source), DEFAULTS), target.write, Usage(llm))
     records = [json.loads(line) for line in target.getvalue().splitlines()]
     asked = [number for number, line in enumerate(odd, start=2) if line.strip()]
     assert [record["line"] for record in records] == [1, *asked, len(odd) + 2]

@@ -29,6 +29,9 @@ class FakeModelRunner:
         self.num_staging_waits = self.num_compilations = self.num_graph_steps = 0
         self.gpu_seconds = 0.0
 
+    def check_usable(self) -> None:
+        pass
+
     def execute(self, plan: StepPlan) -> SimpleNamespace:
         self.device.execute(plan)
         return SimpleNamespace(take=self._take)

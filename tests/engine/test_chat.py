@@ -164,6 +164,10 @@ BAD_MESSAGES = [
     ([{"role": "user", "content": None}], "messages[0]: expected a dict with role and content"),
     ([{"role": 3, "content": "x"}], "messages[0]: expected a role such as 'user', got 3"),
     ([{"role": "", "content": "x"}], "messages[0]: expected a role such as 'user', got ''"),
+    (iter([USER]), "messages: expected a list of dicts with role and content, or a list of such"),
+    ({"messages": [USER]}, "messages: expected a list of dicts with role and content, or a list"),
+    ([{"role": "user", "content": b"x"}], "messages[0]: expected content that is text or a list"),
+    ([{"role": "user", "content": [None]}], "messages[0]: expected content parts {"),
     ([{"role": "user", "content": 3}], "messages[0]: expected content that is text or a list of "),
     (
         [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
@@ -197,6 +201,14 @@ def test_a_conversation_of_the_wrong_shape_is_one_line(llm: LLM, messages, messa
         ({"chat_template": "{% if %}"}, "chat_template: Expected an expression, got 'end of st"),
         ({"chat_template": "{{ 1 + 'x' }}"}, "chat_template: TypeError: unsupported operand type"),
         ({"chat_template": "{{ messages.x.y }}"}, "chat_template: 'list object' has no attribute"),
+        ({"chat_template": "{{ persona.name }}"}, "chat_template: 'persona' is undefined"),
+        ({"chat_template": "{{ x | nothing }}"}, "chat_template: No filter named 'nothing'."),
+        ({"chat_template": "{{ raise_exception('no,\nthanks') }}"}, "chat_template: no, thanks"),
+        ({"chat_template": "{{ raise_exception('') }}"}, "chat_template: TemplateError"),
+        (
+            {"chat_template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"},
+            "chat_template: RecursionError: maximum recursion depth exceeded",
+        ),
         ({"chat_template": ""}, "prompt: expected at least one token, got none"),
         ({"continue_final_message": True}, "continue_final_message: expected add_generation_p"),
         ({"tools": "look"}, "tools: expected a list or None, got 'look'"),
@@ -211,6 +223,18 @@ def test_a_wrong_option_is_one_line(llm: LLM, options, message: str):
             list(call([USER], **options))
         assert str(error.value).startswith(message)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ a.b }}", "{{ raise_exception('no') }}"])
+def test_a_checkpoint_with_a_broken_template_still_generates(llm: LLM, monkeypatch, template: str):
+    expected = llm.generate([5, 6, 7], GREEDY)[0].outputs
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
+    for call in (llm.chat, llm.stream_chat, llm.chat_prompt):
+        with pytest.raises(RequestError, match=r"^chat_template: ") as error:
+            call([USER])
+        assert "\n" not in str(error.value)
+    assert not llm.has_unfinished_requests()
+    assert llm.generate([5, 6, 7], GREEDY)[0].outputs == expected
 
 
 def test_a_bad_conversation_among_many_fails_alone(llm: LLM):

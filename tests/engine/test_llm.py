@@ -58,41 +58,67 @@ CASES = [
 ]
 
 
+SCHEDULES = (1, 16, 2), (7, 32, None), (64, 64, None)
+"""Chunk, block size, prompts: fewer for chunk 1, whose steps take as long as those of 64."""
+
+
 def assert_greedy_equals_transformers(
-    path: Path, model: PreTrainedModel, prompts: list[list[int]]
+    path: Path,
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    chunk: int,
+    block_size: int,
+    count: int | None,
 ) -> None:
-    expected = [greedy_by_transformers(model, prompt, 64) for prompt in prompts]
-    for chunk, block_size, count in ((1, 16, 2), (7, 32, None), (64, 64, None)):
-        with LLM(
-            str(path),
-            dtype="float32",
-            block_size=block_size,
-            max_num_batched_tokens=chunk,
-            max_num_seqs=8,
-            num_kv_blocks=64,
-        ) as llm:
-            reference.calls.clear()
-            # a step of one token takes as long as a step of 64: fewer prompts for chunk 1
-            outputs = llm.generate(prompts[:count], GREEDY)
-            assert bool(reference.calls) == (llm._engine.runner.path == "reference")
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        assert tokens == expected[:count], (chunk, block_size)
+    """Assert that each token is the one that transformers finds most likely after those before."""
+    with LLM(
+        str(path),
+        dtype="float32",
+        block_size=block_size,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=8,
+        num_kv_blocks=64,
+    ) as llm:
+        reference.calls.clear()
+        outputs = llm.generate(prompts[:count], GREEDY)
+        assert bool(reference.calls) == (llm._engine.runner.path == "reference")
+    for prompt, output in zip(prompts[:count], outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        assert len(tokens) == 64
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens], device=model.device)).logits[0]
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "rope", "overrides"), CASES)
-def test_64_greedy_tokens_equal_transformers(tmp_path, device, family, rope, overrides):
+@pytest.mark.parametrize(
+    ("family", "rope", "overrides", "schedule"),
+    # Each case in one of the schedules by default, in all of them in the long run.
+    [
+        pytest.param(
+            *case.values,
+            schedule,
+            id=f"{case.id}-{schedule[0]}",
+            marks=[] if index % len(SCHEDULES) == at else [pytest.mark.full],
+        )
+        for index, case in enumerate(CASES)
+        for at, schedule in enumerate(SCHEDULES)
+    ],
+)
+def test_64_greedy_tokens_equal_transformers(tmp_path, device, family, rope, overrides, schedule):
     model = tiny_checkpoint(tmp_path, family, rope, **overrides).to(device)
-    assert_greedy_equals_transformers(tmp_path, model, random_prompts(PROMPT_LENGTHS))
+    assert_greedy_equals_transformers(tmp_path, model, random_prompts(PROMPT_LENGTHS), *schedule)
 
 
 @pytest.mark.gpu
-def test_greedy_tokens_of_the_embedded_model_equal_transformers(device):
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: str(schedule[0]))
+def test_greedy_tokens_of_the_embedded_model_equal_transformers(device, schedule):
     path = checkpoint_dir("tiny")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     tokenizer = Tokenizer(path)
     texts = ("ROMEO:", "What is the city but the people?\n", "KING RICHARD III:\nA horse! " * 8)
-    assert_greedy_equals_transformers(path, model, [tokenizer.encode(text) for text in texts])
+    prompts = [tokenizer.encode(text) for text in texts]
+    assert_greedy_equals_transformers(path, model, prompts, *schedule)
 
 
 # --- independence of the schedule -------------------------------------------------------------

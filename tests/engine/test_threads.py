@@ -105,7 +105,7 @@ def test_the_main_thread_alone_shows_a_progress_bar(roomy, monkeypatch):
         visible.append(options["visible"])
         return Progress(disable=True)
 
-    monkeypatch.setattr("mrv1.engine.llm.progress_bar", shown)
+    monkeypatch.setattr("mrv1.progress.progress_bar", shown)
     params = SamplingParams(max_tokens=2)
     roomy.generate([[1]], params)
     in_threads([lambda: roomy.generate([[1]], params)])

@@ -109,13 +109,27 @@ def check_model(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(
+    ("family", "rope", "block_size"),
+    # Each pair with one block size by default, with all of them in the long run.
+    [
+        pytest.param(
+            family,
+            rope,
+            block_size,
+            id=f"{rope}-{family}-{block_size}",
+            marks=[] if index % len(BLOCK_SIZES) == at else [pytest.mark.full],
+        )
+        for index, (rope, family) in enumerate(itertools.product(ROPES, FAMILIES))
+        for at, block_size in enumerate(BLOCK_SIZES)
+    ],
+)
 def test_every_family_with_every_rope_type_equals_transformers(
-    family: str, rope: str, device: torch.device
+    family: str, rope: str, block_size: int, device: torch.device
 ) -> None:
     config = tiny_config(family, rope, **SLIDING.get(family, {}))
-    check_equal(config, device=device, lens=[90, 1, 33])
+    schedules = [(block_size, chunk) for chunk in CHUNKS]
+    check_equal(config, device=device, lens=[90, 1, 33], schedules=schedules)
 
 
 @pytest.mark.gpu

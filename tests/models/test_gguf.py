@@ -6,6 +6,7 @@ The files are written by the gguf package, with the names and the order of rows 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mrv1 import LLM, ConfigError, SamplingParams
 from mrv1.config import checkpoint_dir
 from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, load_model
+from mrv1.models.gguf_file import load_tokenizer
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import ROPES, expected_logits, random_model, tiny_config
 
@@ -214,6 +216,27 @@ def test_greedy_tokens_and_text_equal_transformers(tiny_gguf):
         assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize(("family", "pre"), [("llama", None), ("qwen2", "qwen2"), ("qwen3", None)])
+def test_the_tokenizer_is_that_of_transformers(tmp_path, family, pre):
+    """Equal when written out as JSON: normalizer, splits, vocabulary, merges, decoder."""
+    path = tmp_path / "model.gguf"
+    write_gguf(
+        path,
+        random_model(tiny_config(family)),
+        tokenizer=TINY,
+        edit=lambda writer: None if pre is None else writer.add_tokenizer_pre(pre),
+    )
+    ours = load_tokenizer(path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map == {"eos_token": "<|endoftext|>"}
+    assert ours.chat_template == theirs.chat_template
+    assert ours.chat_template is not None
+    for text in ("ROMEO:", " two  spaces\n\n12,345.6 \u00e9\u4f60\U0001f600", "<|endoftext|>a"):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text))
+
+
 def test_a_file_names_its_end_tokens_and_dtype(tiny_gguf, tmp_path):
     config = ModelConfig.from_pretrained(tiny_gguf[0])
     assert config.eos_token_ids == (0,)
@@ -272,6 +295,15 @@ def test_a_damaged_file_is_refused(tmp_path, tiny_gguf):
         path.write_bytes(damaged)
         check_refused(path, "model.gguf: not a readable GGUF file")
     check_refused(tmp_path / "none.gguf", "model: expected a GGUF file, got .*none.gguf")
+
+
+def test_a_missing_gguf_package_is_named(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "model.gguf", random_model(tiny_config("llama")))
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
+    check_refused(
+        tmp_path / "model.gguf",
+        r"^model: expected the package gguf to read model.gguf, got .*; run `pip install gguf`$",
+    )
 
 
 def check_refused(path: Path, message: str) -> None:

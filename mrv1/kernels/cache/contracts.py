@@ -261,6 +261,8 @@ def check_copy_pages(
 def table_columns(layout: KVLayout, num_blocks: int) -> torch.Tensor:
     """Return the block-table column of each logical block, ``[kv_heads, num_blocks]``."""
     logical = torch.arange(num_blocks, device=layout.sink.device)
+    if not layout.has_ring:
+        return layout.table_offset[:, None] + logical
     sink_blocks = ((layout.sink + layout.block_size - 1) // layout.block_size)[:, None]
     ring = layout.ring_blocks[:, None]
     in_ring = sink_blocks + (logical - sink_blocks) % ring.clamp_min(1)

@@ -40,6 +40,8 @@ def apply_bad_words(
     column = torch.arange(max_len, device=logits.device)
     for row in ((idx_mapping >= 0) & (max_len > 0)).nonzero().flatten().tolist():
         slot = int(idx_mapping[row])
+        if bad_words.num_bad_words[slot] <= 0:
+            continue
         start = 0 if match_prompt is not None and match_prompt[slot] else history.prompt_len[slot]
         tokens = history.token_ids[slot, start : history.num_tokens[slot]]
         tokens = tokens[-max_len:]
@@ -325,7 +327,8 @@ def sample_tokens(
     empty = (logits == -torch.inf).all(1)
     tokens = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(1)
     rows = (drawn & ~failed & ~empty).nonzero().flatten()
-    of_row = {name: value[rows] for name, value in of_row.items()}
-    tokens[rows] = _draw_filtered(logits[rows], child=of_row.pop("child", None), **of_row)
+    if rows.numel():
+        of_row = {name: value[rows] for name, value in of_row.items()}
+        tokens[rows] = _draw_filtered(logits[rows], child=of_row.pop("child", None), **of_row)
     tokens = tokens.masked_fill(empty, -1).masked_fill(failed, -2)
     return tokens if out is None else out.copy_(tokens)

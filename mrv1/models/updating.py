@@ -1,0 +1,110 @@
+"""New values for the weights of a model on the device, by the names of its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from mrv1.errors import ConfigError
+from mrv1.models.hf_config import WEIGHT_DTYPES
+from mrv1.models.loading import EMBED, HEAD, NON_WEIGHT_SUFFIXES
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""Tensors under the names of a Hugging Face checkpoint: a dict, or pairs."""
+
+
+def checked_update(
+    targets: Mapping[str, torch.Tensor], named_tensors: NamedTensors, *, partial: bool
+) -> dict[str, torch.Tensor]:
+    """Return the new tensors by name, without those that are no weights or a tied head.
+
+    Args:
+        targets: a model's ``checkpoint_tensors``; nothing is written.
+        named_tensors: as in ``LLM.update_weights``.
+        partial: whether tensors of the model may be missing.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown, given twice or of another shape or type.
+    """
+    given = _by_name(named_tensors)
+    tied = given.pop(HEAD, None) if HEAD not in targets else None
+    tensors = {
+        name: tensor
+        for name, tensor in given.items()
+        if name in targets or not name.endswith(NON_WEIGHT_SUFFIXES)
+    }
+    problems = list(_problems(tensors, targets, partial=partial))
+    if tied is not None and not problems:
+        problems += _tied_problems(tied, tensors.get(EMBED, targets[EMBED]))
+    if problems:
+        more = f" (and {len(problems) - 1} more problems)" if problems[1:] else ""
+        raise ConfigError(f"update_weights: {problems[0]}{more}; no weight was changed")
+    return tensors
+
+
+def _by_name(named_tensors: object) -> dict[str, torch.Tensor]:
+    if isinstance(named_tensors, Mapping):
+        named_tensors = named_tensors.items()
+    if not isinstance(named_tensors, Iterable):
+        raise ConfigError(
+            "named_tensors: expected a dict or an iterable of (name, tensor) pairs, got "
+            f"{type(named_tensors).__name__}"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for item in named_tensors:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+            raise ConfigError(
+                f"named_tensors: expected (name, tensor) pairs, got {_type_of(item)} at index "
+                f"{len(tensors)}"
+            )
+        name, tensor = item
+        if name in tensors:
+            raise ConfigError(f"named_tensors: expected each name once, got {name!r} twice")
+        tensors[name] = tensor
+    if not tensors:
+        raise ConfigError("named_tensors: expected at least one tensor, got none")
+    return tensors
+
+
+def _type_of(item: object) -> str:
+    if isinstance(item, tuple):
+        return f"a tuple of ({', '.join(type(part).__name__ for part in item)})"
+    return type(item).__name__
+
+
+def _problems(
+    tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], *, partial: bool
+) -> Iterator[str]:
+    """Yield what is wrong with tensors that are to fill ``targets``."""
+    for name, tensor in tensors.items():
+        if name not in targets:
+            yield f"{name}: expected the name of a tensor of the model, got an unknown one"
+        elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            yield f"{name}: expected a plain torch.Tensor, got {type(tensor).__name__}"
+        elif tensor.dtype not in WEIGHT_DTYPES:
+            yield f"{name}: expected a dtype of {WEIGHT_DTYPES}, got {tensor.dtype}"
+        elif tensor.is_meta or tensor.layout is not torch.strided:
+            kind = "one without data" if tensor.is_meta else str(tensor.layout)
+            yield f"{name}: expected a dense tensor, got {kind}"
+        elif tensor.shape != targets[name].shape:
+            expected = list(targets[name].shape)
+            yield f"{name}: expected shape {expected}, got {list(tensor.shape)}"
+    if not partial:
+        for name in [name for name in targets if name not in tensors]:
+            yield f"{name}: expected a tensor for it, got none (partial=True allows this)"
+
+
+def _tied_problems(head: torch.Tensor, embed: torch.Tensor) -> Iterator[str]:
+    """Yield a problem if a given head is not the embedding that it is tied to."""
+    problems = list(_problems({HEAD: head}, {HEAD: embed}, partial=True))
+    yield from problems
+    if not problems and not torch.equal(head.to(embed.device, embed.dtype), embed):
+        yield f"{HEAD}: expected {EMBED}, to which it is tied, got other values"
+
+
+@torch.no_grad()  # a parameter that a trainer gives would make a weight require gradients
+def copy_weights(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors of ``checked_update`` into the model's own, on the current stream."""
+    for name, tensor in tensors.items():
+        targets[name].copy_(tensor)

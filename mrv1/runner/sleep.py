@@ -1,0 +1,202 @@
+"""Sleep mode: the weights and the KV cache leave the device, and come back when they are needed.
+
+Tensors keep their objects and views; only the storage behind them is freed and allocated again, at
+other addresses. A CUDA graph holds addresses, so the runner captures its graphs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Literal, get_args
+
+import torch
+
+from mrv1.errors import CapacityError, ConfigError
+from mrv1.models import (
+    DecoderModel,
+    NamedTensors,
+    checked_update,
+    checkpoint_tensors,
+    copy_weights,
+)
+from mrv1.runner.kv_cache import KVCache
+
+SleepTag = Literal["weights", "kv_cache"]
+"""A part of the memory that wakes up by itself."""
+
+TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
+
+
+class _Memory:
+    """The storages behind some tensors. Views that share a storage are freed with it."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = (tensor.untyped_storage() for tensor in tensors if tensor.numel())
+        unique = {storage.data_ptr(): storage for storage in storages}
+        self._storages = [(storage, storage.nbytes()) for storage in unique.values()]
+        self.copies: list[torch.Tensor] = []
+        """Copies on the host, one of each storage, which ``allocate`` restores; [] = none."""
+
+    @property
+    def is_resident(self) -> bool:
+        return all(storage.nbytes() == nbytes for storage, nbytes in self._storages)
+
+    @property
+    def is_resizable(self) -> bool:
+        return all(storage.resizable() for storage, _ in self._storages)
+
+    def copy_to_host(self) -> None:
+        """Make ``copies`` in pinned memory.
+
+        Raises:
+            CapacityError: the host has no room.
+        """
+        try:
+            copies = [
+                torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                for _, nbytes in self._storages
+            ]
+        except RuntimeError as error:
+            total = sum(nbytes for _, nbytes in self._storages)
+            raise CapacityError(
+                f"sleep: expected pinned host memory for {total} bytes of weights, got less; "
+                "level=2 needs none"
+            ) from error
+        for copy, (storage, _) in zip(copies, self._storages, strict=True):
+            copy.copy_(_bytes_of(storage))
+        self.copies = copies
+
+    def free(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Allocate what is missing, with the copy's content or without content.
+
+        Raises:
+            CapacityError: the device has no room.
+        """
+        for storage, nbytes in self._storages:
+            if storage.nbytes() != nbytes:
+                try:
+                    storage.resize_(nbytes)
+                except RuntimeError as error:  # a CPU has no OutOfMemoryError of its own
+                    raise CapacityError(
+                        f"wake_up: expected room for {nbytes} bytes on {storage.device}, got "
+                        "less; free memory there and call it again"
+                    ) from error
+        if self.copies:
+            for copy, (storage, _) in zip(self.copies, self._storages, strict=True):
+                _bytes_of(storage).copy_(copy)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a storage as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class SleepMode:
+    """Which parts of a runner's memory are on the device, and which weights have a value.
+
+    No step may be in flight when a method is called. An interrupted method may be called again,
+    and so may the opposite one.
+
+    Args:
+        model: the runner's model.
+        kv_cache: the runner's cache.
+    """
+
+    def __init__(self, model: DecoderModel, kv_cache: KVCache) -> None:
+        self._is_on_host = model.device.type == "cpu"
+        self._targets = checkpoint_tensors(model.config, model.weights)
+        self._weights = _Memory(self._targets.values())
+        self._parts: Mapping[SleepTag, _Memory] = {
+            "weights": self._weights,
+            "kv_cache": _Memory(kv_cache.buffers),
+        }
+        self._asleep: set[SleepTag] = set()
+        self._unwritten: dict[str, None] = {}
+        """Names of weights without a value, in order: dropped, or half written."""
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether a part of the memory is asleep."""
+        return bool(self._asleep)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no step may run now; None = steps may run."""
+        if self._asleep:
+            asleep = " and ".join(tag for tag in TAGS if tag in self._asleep)
+            return f"{asleep}: expected to be awake, got asleep; call wake_up() first"
+        if self._unwritten:
+            return (
+                "weights: expected a value for every tensor, got none for "
+                f"{len(self._unwritten)} ({next(iter(self._unwritten))} ...) since sleep(level=2) "
+                "or an interrupted update; call update_weights() first"
+            )
+        return None
+
+    def sleep(self, level: int) -> None:
+        """Free the memory of the weights and of the KV cache; see ``ModelRunner.sleep``."""
+        if type(level) is not int or level not in (1, 2):
+            raise ConfigError(f"level: expected 1 or 2, got {level!r}")
+        if not self._weights.is_resizable:  # those of a caller's model
+            raise ConfigError("model: expected weights in memory of torch's own, got another's")
+        if level == 1 and "weights" not in self._asleep and not self._is_on_host:
+            self._weights.copy_to_host()
+        self._asleep = set(TAGS)
+        self._parts["kv_cache"].free()
+        if level == 2:
+            self._unwritten = dict.fromkeys(self._targets)
+            self._weights.copies = []
+        if level == 2 or self._weights.copies:
+            self._weights.free()
+
+    def wake_up(self, tags: Collection[str] | None, make_ready: Callable[[], None]) -> None:
+        """Bring parts of the memory back; if it fails, they are asleep as before.
+
+        Args:
+            tags: as in ``ModelRunner.wake_up``.
+            make_ready: called once every part is on the device.
+        """
+        woken = self._asleep & _checked(tags)
+        if not woken:
+            return
+        absent = [self._parts[tag] for tag in woken if not self._parts[tag].is_resident]
+        try:
+            for tag in woken:
+                self._parts[tag].allocate()
+            if woken == self._asleep:
+                make_ready()
+        except BaseException:
+            for part in absent:
+                part.free()
+            raise
+        self._asleep -= woken
+        if "weights" in woken:
+            self._weights.copies = []
+
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool) -> None:
+        """Overwrite weights; see ``ModelRunner.update_weights``."""
+        if "weights" in self._asleep:
+            raise RuntimeError(
+                "update_weights: expected weights that are awake, got asleep; call "
+                'wake_up(["weights"]) first'
+            )
+        tensors = checked_update(self._targets, named_tensors, partial=partial)
+        self._unwritten |= dict.fromkeys(tensors)  # an interrupt may leave one half written
+        copy_weights(self._targets, tensors)
+        self._unwritten = {name: None for name in self._unwritten if name not in tensors}
+
+
+def _checked(tags: object) -> set[SleepTag]:
+    if tags is None:
+        return set(TAGS)
+    if (
+        not isinstance(tags, Collection)
+        or isinstance(tags, str)
+        or not all(tag in TAGS for tag in tags)
+    ):
+        raise ConfigError(f"tags: expected None or a list of {TAGS}, got {tags!r}")
+    return {tag for tag in TAGS if tag in tags}
