@@ -12,8 +12,9 @@ from mrv1.kernels.attention.decode_attention import (
     merge_tile,
 )
 from mrv1.kernels.attention.decode_plan import (
+    REQS_PER_PROGRAM,
     _plan_decode_kernel,
-    items_per_program,
+    pieces_per_program,
     plan_warps,
 )
 from mrv1.kernels.attention.online_softmax import dot_precision
@@ -52,7 +53,7 @@ def cases(target: Target) -> list[AotCase]:
         _decode(target, torch.bfloat16, 256, True, group=8, query_len=4),
         *_fp8_cases(target),
         *(_merge(target, dim, pieces) for dim in (64, 256) for pieces in (16, 64)),
-        *(_plan(target, *shape) for shape in ((16, 8, False), (256, 8, True), (1024, 8, True))),
+        *(_plan(target, *shape) for shape in ((16, 8, 1), (256, 8, 2), (1024, 64, 8))),
     ]
 
 
@@ -172,26 +173,28 @@ def _merge(target: Target, head_dim: int, tile_pieces: int) -> AotCase:
     )
 
 
-def _plan(target: Target, num_reqs: int, num_kv_heads: int, streaming: bool) -> AotCase:
+def _plan(target: Target, num_reqs: int, num_kv_heads: int, num_kinds: int) -> AotCase:
     int32 = pointer(torch.int32)
     return AotCase(
-        name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, streaming),
+        name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, num_kinds),
         kernel=_plan_decode_kernel,
-        args=(*(int32,) * 5, num_reqs, *(int32,) * 4, 1568, 528, 1056),
+        args=(*(int32,) * 5, num_reqs, int32, num_kinds, *(int32,) * 4, 1568, 528, 1056),
         constexprs={
             "NUM_KV_HEADS": num_kv_heads,
             "QUERY_LEN": 1,
             "TILE_TOKENS": 64,
-            "HAS_WINDOW": streaming,
+            "HAS_WINDOW": num_kinds > 1,
             "NUM_SPLITS": 0,
             "SPLIT_TILES": 0,
             "MIN_TILES": 1,
             "LONG_TILES": 32,
-            "TILE_REQS": num_reqs,
+            "ALL_REQS": num_reqs,
+            "ALL_KINDS": num_kinds,
+            "TILE_REQS": REQS_PER_PROGRAM,
             "TILE_HEADS": num_kv_heads,
-            "TILE_ITEMS": items_per_program(num_reqs),
+            "TILE_PIECES": pieces_per_program(num_kv_heads),
             "OVERLAP": target.has_dependent_launch,
         },
-        num_warps=plan_warps(num_reqs * num_kv_heads),
+        num_warps=plan_warps(num_reqs * num_kinds),
         parked_bytes=32,  # one launch a step
     )

@@ -20,7 +20,7 @@ from mrv1.kernels.cache.scale_arguments import product_dtype
 ITEM_FIELDS = 16
 """int32 values per item: an ``Item`` and padding, half a cache line."""
 MAX_SEGMENTS = 1 << 16
-"""Most requests (rounded up to a power of four) times KV heads (to a power of two) of a plan."""
+"""Most requests times KV heads of a plan, both rounded up."""
 
 MIN_TILE_ROWS = 8
 """Columns of the smallest tensor core product."""
@@ -85,7 +85,7 @@ def padded_reqs(num_reqs: int) -> int:
     """Return the requests that a planning program reads at once: few sizes, few compilations."""
     size = 16
     while size < num_reqs:
-        size *= 4
+        size *= 4 if size < 256 else 2
     return size
 
 
