@@ -35,8 +35,8 @@ from tests.compile.cases_attention import (
     _name,
 )
 
-FEW, SOME = 8, 32 * NUM_KV_HEADS
-"""Segments: of one request, and of 32 requests, which have their own launch choice."""
+FEW, SOME, MANY = 8, 32 * NUM_KV_HEADS, 512 * NUM_KV_HEADS
+"""Segments of 1, 32 and 512 requests, which have their own launch choices."""
 
 
 def cases(target: Target) -> list[AotCase]:
@@ -54,6 +54,9 @@ def cases(target: Target) -> list[AotCase]:
         *_fp8_cases(target),
         *(_merge(target, dim, pieces) for dim in (64, 256) for pieces in (16, 64)),
         *(_plan(target, *shape) for shape in ((16, 8, 1), (256, 8, 2), (1024, 64, 8))),
+        _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "token")),
+        _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "head")),
+        _decode(target, torch.bfloat16, 256, True, fp8=_fp8(target, "token")),
     ]
 
 
