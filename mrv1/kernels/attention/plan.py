@@ -143,9 +143,9 @@ class DecodeAttentionConfig:
         is_fp8 = dtype == torch.float8_e4m3fn
         is_narrow = tile_rows == MIN_TILE_ROWS and device.capability == (9, 0)
         if is_fp8 and is_narrow and head_dim > 128:
-            # H200, heads of 256: 256 x 512 in 145 us, in tiles of 32 keys 192 us.
+            # H200, heads of 256: 256 x 512 in 146 us, in tiles of 32 keys 192 us.
             return cls(
-                tile_tokens=64, num_warps=4, num_stages=2, programs_per_sm=4, max_registers=128
+                tile_tokens=64, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168
             )
         if tile_rows > MIN_TILE_ROWS or head_dim > 128 or is_amd:
             # Tiles too small for wgmma, which Triton would use from 64 keys and 16 rows on. One
@@ -168,15 +168,15 @@ class DecodeAttentionConfig:
         # waves (8 x 131072, full and streaming heads: 396 us instead of 262).
         share = 128 if (device.capability or (0, 0)) >= (9, 0) else None
         if is_fp8 and is_narrow and not has_window and num_segments > 16 * device.num_sms:
-            # Most segments stay whole: with eight programs of two warps, each has twice the time
-            # for its chain of loads (512 x 300: 105 us with four programs).
+            # Most segments stay whole, and each starts with a chain of loads: more programs of
+            # fewer warps hide more of it. Eight programs, of 128 registers a thread, would spill.
             return cls(
                 tile_tokens=64,
                 num_warps=2,
                 num_stages=2,
-                programs_per_sm=8,
+                programs_per_sm=7,
                 min_tiles=4,
-                max_registers=128,
+                max_registers=144,
             )
         if is_fp8:
             return cls(
