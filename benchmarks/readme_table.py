@@ -206,20 +206,21 @@ def _kernel_table(name: str, result: dict[str, Any]) -> str:
     head = ["tokens" if "tokens" in rows[0] else "batch x context", "us", "of copy bandwidth"]
     if rows[0].get("query_len", 1) > 1:
         head[-1] = "TFLOP/s"
+    has_plan = "plan_us" in rows[0]
     body = []
     for row in rows:
         ours = row["variants"][OURS]
         share = _optional(ours["share_of_copy_bandwidth"], "{:.0%}")
         if head[-1] == "TFLOP/s":
             share = _optional(ours["flops_per_s"] and ours["flops_per_s"] / 1e12, "{:.0f}")
-        cell = f"{row['tokens']:,}" if "tokens" in row else f"{row['batch']} x {row['context']}"
-        if 1 < row.get("query_len", 1) < row["context"]:
-            cell = f"{row['batch']} x {row['query_len']} of {row['context']}"
+        cell = f"{row['tokens']:,}" if "tokens" in row else _cell(row)
+        plan = [f"{row['plan_us']:.1f}"] if has_plan else []
         ratios = [_optional(row["peer_time_over_ours"].get(o), "{:.2f}x") for o in others]
         median = f"{ours['median_us']:,.1f}"
-        body.append([cell, median, share, *ratios])
+        body.append([cell, median, share, *plan, *ratios])
     means = [_optional(result["geometric_mean_over_ours"].get(o), "{:.2f}x") for o in others]
-    body.append(["geometric mean", "", "", *means])
+    body.append(["geometric mean", "", "", *[""] * has_plan, *means])
+    head += ["plan, us"] * has_plan
     versions = result["versions"] | {n: v for n, v in result["peers"].items() if v[0].isdigit()}
     order = result.get("conditions", {}).get("slot_order", "tokens")
     conditions = [
@@ -231,6 +232,17 @@ def _kernel_table(name: str, result: dict[str, Any]) -> str:
         f"commit {result['commit'][:12]}, {result['date']}",
     ]
     return "\n".join([*_markdown([*head, *others], body), "", "; ".join(conditions) + "."])
+
+
+def _cell(row: dict[str, Any]) -> str:
+    """Return a cell of attention: batch x context, or batch x queries of context."""
+    context = f"{row['shortest']} to {row['context']}" if row.get("shortest") else row["context"]
+    is_end = 1 < row.get("query_len", 1) < row["context"]
+    return (
+        f"{row['batch']} x {row['query_len']} of {context}"
+        if is_end
+        else f"{row['batch']} x {context}"
+    )
 
 
 def sampler_tables(folder: Path = RESULTS) -> str:

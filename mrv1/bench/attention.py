@@ -24,7 +24,14 @@ from mrv1.bench.comparison import (
 )
 from mrv1.bench.peers import Peer
 from mrv1.bench.peers.attention import PEERS, Adapter
-from mrv1.bench.timing import Launch, WrongResultError, rotation
+from mrv1.bench.timing import (
+    MAX_LAUNCHES,
+    Launch,
+    WrongResultError,
+    capture,
+    measure,
+    rotation,
+)
 from mrv1.device import memory_bytes
 from mrv1.errors import CapacityError
 from mrv1.kernels import PrefillSplits
@@ -77,7 +84,7 @@ def run_attention(bench: AttentionBench, say: Say = lambda _: None) -> dict[str,
             **bench.conditions(),
             "head_roles": "uniform" if bench.full_heads == 1.0 else roles,
             "data": "normal, pages in random order",
-            "plan": "made before, once for all layers, as the peers' are; not timed",
+            "plan": "made before, once for all layers, as the peers' are; timed apart (plan_us)",
         },
     )
     return result | {"geometric_mean_over_ours": geometric_means(result["results"])}
@@ -97,7 +104,17 @@ def _measure_case(
         "buffer_sets": len(data.layers),
     }
     contenders |= comparison.installed(partial(_peer, data))
+    if case.query_len == 1:
+        entry["plan_us"] = _plan_us(comparison, data)
     return comparison.run(str(case.cell), entry, contenders)
+
+
+def _plan_us(comparison: Comparison, data: AttentionData) -> float:
+    """Return the median time of making the plan that all layers of a decode share."""
+    plan = data.new_plan(deterministic=False)
+    launch = partial(comparison.ops.plan_decode_attention, data.seq_lens, data.layout, plan)
+    replays = {"plan": capture([launch], MAX_LAUNCHES, comparison.device)}
+    return measure(replays, comparison.repeats, comparison.device)["plan"].median_us
 
 
 def _ours(
@@ -135,6 +152,8 @@ def _peer(data: AttentionData, peer: Peer[Adapter]) -> Contender:
     case = data.case
     if not case.is_uniform:
         raise NotComparedError("has no head roles")
+    if case.cell.shortest:
+        raise NotComparedError("is measured with requests of one length")
     if case.kv_dtype not in peer.kv_dtypes:
         raise NotComparedError(f"has no {case.kv_dtype} cache")
     launch = peer.adapter(data)

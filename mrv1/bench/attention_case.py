@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mrv1.bench.options import SCALE_BYTES, CacheCase
@@ -13,29 +14,44 @@ INT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """A batch of requests of one length."""
+    """A batch of requests of one length, or of lengths spaced evenly between two."""
 
     batch: int
     context: int
-    """Tokens of each request, the queries included."""
+    """Tokens of the longest request, the queries included."""
+    shortest: int = 0
+    """Tokens of the shortest request; 0 = all have ``context``."""
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """Return the cell that ``"8x4096"`` names: batch x context.
+        """Return the cell that ``"8x4096"`` or ``"8x100-4096"`` names: batch x contexts.
 
         Raises:
             ConfigError: the text names no cell.
         """
-        batch, cross, context = text.strip().partition("x")
-        if not (cross and batch.isdecimal() and context.isdecimal()):
-            raise ConfigError(f"cells: expected BATCHxCONTEXT such as 8x4096, got {text!r}")
-        cell = cls(int(batch), int(context))
+        found = re.fullmatch(r"([0-9]+)x(?:([0-9]+)-)?([0-9]+)", text.strip())
+        if found is None:
+            raise ConfigError(
+                f"cells: expected BATCHxCONTEXT such as 8x4096 or 8x100-4096, got {text!r}"
+            )
+        cell = cls(int(found[1]), int(found[3]), int(found[2] or 0))
         if cell.batch < 1 or cell.context < 1:
             raise ConfigError(f"cells: expected batch and context >= 1, got {text!r}")
+        if found[2] and not 1 <= cell.shortest < cell.context:
+            raise ConfigError(f"cells: expected a shorter context first, got {text!r}")
         return cell
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request, in rising order."""
+        if not self.shortest:
+            return [self.context] * self.batch
+        step = (self.context - self.shortest) / max(1, self.batch - 1)
+        return [self.context - round(index * step) for index in reversed(range(self.batch))]
+
     def __str__(self) -> str:
-        return f"{self.batch}x{self.context}"
+        first = f"{self.shortest}-" if self.shortest else ""
+        return f"{self.batch}x{first}{self.context}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,24 +85,28 @@ class AttentionCase(CacheCase):
         """Return what a KV head sees."""
         return FULL if self.is_full(head) else Visible(self.window, self.sink)
 
-    def read_tokens(self, head: int) -> int:
+    def read_tokens(self, head: int, context: int) -> int:
         """Return how many tokens of a request some query of a KV head sees."""
         if self.is_full(head):
-            return self.cell.context
-        first_query = self.cell.context - self.query_len
-        return self.cell.context - max(0, first_query - self.window + 1 - self.sink)
+            return context
+        first_query = context - self.query_len
+        return context - max(0, first_query - self.window + 1 - self.sink)
 
-    def read_blocks(self, head: int) -> int:
+    def read_blocks(self, head: int, context: int) -> int:
         """Return how many pages hold ``read_tokens``."""
-        num_before = self.cell.context - self.query_len
+        num_before = context - self.query_len
         unread = self.visible(head).freed_blocks(num_before, self.block_size)
-        return -(-self.cell.context // self.block_size) - len(unread)
+        return -(-context // self.block_size) - len(unread)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the visible K and V with their scales, each once."""
-        tokens = sum(self.read_tokens(head) for head in range(self.num_kv_heads))
-        return 2 * self.cell.batch * tokens * self.vector_bytes
+        tokens = sum(
+            self.read_tokens(head, context)
+            for head in range(self.num_kv_heads)
+            for context in self.cell.lengths
+        )
+        return 2 * tokens * self.vector_bytes
 
     @property
     def scale_bytes(self) -> int:
@@ -96,20 +116,29 @@ class AttentionCase(CacheCase):
     @property
     def bytes_moved(self) -> int:
         """Bytes of the visible K and V, their block-table columns, q and out, each once."""
-        blocks = {self.is_full(h): self.read_blocks(h) for h in range(self.num_kv_heads)}
-        table_bytes = self.cell.batch * sum(blocks.values()) * INT32_BYTES
+        kinds = {self.is_full(head): head for head in range(self.num_kv_heads)}
+        blocks = sum(
+            self.read_blocks(head, context)
+            for head in kinds.values()
+            for context in self.cell.lengths
+        )
+        table_bytes = blocks * INT32_BYTES
         q_bytes = self.num_tokens * self.num_q_heads * self.head_dim * self.dtype.itemsize
         return self.kv_bytes + table_bytes + 2 * q_bytes
 
     @property
     def flops(self) -> int:
         """Operations of both products over the visible (query, key) pairs: 2 per multiply-add."""
-        pairs = sum(self._visible_pairs(head) for head in range(self.num_kv_heads))
+        pairs = sum(
+            self._visible_pairs(head, context)
+            for head in range(self.num_kv_heads)
+            for context in self.cell.lengths
+        )
         group = self.num_q_heads // self.num_kv_heads
-        return 2 * 2 * self.cell.batch * group * pairs * self.head_dim
+        return 2 * 2 * group * pairs * self.head_dim
 
-    def _visible_pairs(self, head: int) -> int:
-        positions = range(self.cell.context - self.query_len, self.cell.context)
+    def _visible_pairs(self, head: int, context: int) -> int:
+        positions = range(context - self.query_len, context)
         if self.is_full(head):
             return sum(positions) + len(positions)
         return sum(

@@ -45,7 +45,7 @@ class AttentionData:
     block_table: torch.Tensor
     """[batch, columns] int32, ids in random order."""
     seq_lens: torch.Tensor
-    """[batch] int32."""
+    """[batch] int32, in random order."""
     query_start_loc: torch.Tensor
     """[batch + 1] int32."""
     layers: list[Layer]
@@ -127,6 +127,7 @@ def make_data(
         return torch.randperm(count, generator=generator, device=device).view(batch, -1)
 
     q_shape = (case.num_tokens, case.num_q_heads, case.head_dim)
+    order = torch.randperm(batch, generator=generator, device=device)
     layers = []
     for layer in cache.layers:
         k, v, scales = layer.k, layer.v, layer.scales
@@ -144,7 +145,7 @@ def make_data(
         cache=cache,
         layout=cache.layers[0].layout,
         block_table=torch.cat([*map(ids, cache.num_blocks)], dim=1).to(torch.int32),
-        seq_lens=torch.full((batch,), case.cell.context, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(case.cell.lengths, dtype=torch.int32, device=device)[order],
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * case.query_len,
         layers=layers,
     )
@@ -169,12 +170,12 @@ def relative_error(data: AttentionData, layer: Layer) -> float:
     are the first and last query and some between them, of the first and last request and some
     between them. A NaN in ``out`` makes the result NaN.
     """
-    case = data.case
+    case, lengths = data.case, data.seq_lens.tolist()
     errors = []
     queries = _spread(case.query_len, NUM_CHECKED_QUERIES)
     for req in _spread(case.cell.batch, NUM_CHECKED_REQUESTS):
         rows = torch.tensor(queries, device=layer.q.device) + req * case.query_len
-        positions = rows - req * case.query_len + case.cell.context - case.query_len
+        positions = rows - req * case.query_len + lengths[req] - case.query_len
         for head in range(case.num_kv_heads):
             exact = _exact_rows(data, layer, head, req, rows, positions)
             out = layer.out.view(len(layer.out), case.num_kv_heads, -1, case.head_dim)
@@ -202,7 +203,7 @@ def _exact_rows(
     case, groups, of_head = data.case, data.cache.groups.groups, data.cache.groups.group_of_head[0]
     group = groups[of_head[head]]
     window, sink = case.visible(head)
-    keys = torch.arange(case.cell.context, device=rows.device)
+    keys = torch.arange(int(positions.max()) + 1, device=rows.device)
     visible = keys <= positions[:, None]
     if window >= 0:
         visible &= (keys > positions[:, None] - window) | (keys < sink)

@@ -53,7 +53,7 @@ class AttentionBench(CacheBench):
         if self.query_len is not None:
             if self.mode != "prefill":
                 raise ConfigError(f"query_len: expected mode prefill, got {self.mode}")
-            shortest = min(cell.context for cell in self.chosen_cells)
+            shortest = min(cell.shortest or cell.context for cell in self.chosen_cells)
             if not 2 <= self.query_len <= shortest:
                 raise ConfigError(
                     f"query_len: expected 2 to {shortest}, the shortest context, "
@@ -61,6 +61,10 @@ class AttentionBench(CacheBench):
                 )
         if self.deterministic and self.mode != "decode":
             raise ConfigError(f"deterministic: expected mode decode, got {self.mode}")
+        if self.mode == "prefill" and self.query_len is None:
+            mixed = [str(cell) for cell in self.chosen_cells if cell.shortest]
+            if mixed:
+                raise ConfigError(f"cells: expected one length in whole prompts, got {mixed}")
         if len(set(self.cells)) < len(self.cells):
             raise ConfigError(f"cells: expected different cells, got {[*map(str, self.cells)]}")
         if self.num_q_heads % self.num_kv_heads:

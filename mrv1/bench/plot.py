@@ -84,6 +84,9 @@ def cells_by_bytes(
 
 def cell_label(entry: dict[str, Any]) -> str:
     """Return "batch x context", or "batch x queries of context" for the end of a prompt."""
+    context = f"{entry['context']}"
+    if entry.get("shortest"):
+        context = f"{entry['shortest']} to {context}"
     if 1 < entry["query_len"] < entry["context"]:
-        return f"{entry['batch']} x {entry['query_len']} of {entry['context']}"
-    return f"{entry['batch']} x {entry['context']}"
+        return f"{entry['batch']} x {entry['query_len']} of {context}"
+    return f"{entry['batch']} x {context}"

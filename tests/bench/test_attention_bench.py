@@ -43,8 +43,8 @@ KEYS = {
     "geometric_mean_over_ours",
 }  # fmt: skip
 ENTRY_KEYS = {
-    "batch", "context", "query_len", "bytes_moved", "kv_bytes", "flops", "buffer_sets",
-    "variants", "peer_time_over_ours", "failed_peers",
+    "batch", "context", "shortest", "query_len", "bytes_moved", "kv_bytes", "flops",
+    "buffer_sets", "variants", "peer_time_over_ours", "failed_peers",
 }  # fmt: skip
 VARIANT_KEYS = {
     "median_us", "p20_us", "p80_us", "launches_per_sample", "samples_us", "bytes_moved",
@@ -108,8 +108,8 @@ def test_a_streaming_head_reads_the_keys_that_its_mask_shows(
     queries = torch.arange(context - query_len, context)[:, None]
     mask = (keys <= queries) & ((keys > queries - window) | (keys < sink))
     seen = mask.any(dim=0)
-    assert case.read_tokens(0) == int(seen.sum())
-    assert case.read_blocks(0) == len(set((keys[seen] // 16).tolist()))
+    assert case.read_tokens(0, context) == int(seen.sum())
+    assert case.read_blocks(0, context) == len(set((keys[seen] // 16).tolist()))
     assert case.flops == 4 * 32 * 128 * int(mask.sum())
 
 
@@ -216,7 +216,7 @@ def test_result_has_the_schema_and_survives_json(mode: str, kv_dtype: KVDtype):
     assert result["peers"]["torch-sdpa"] != "not installed"
     assert len(said) == 2
     for cell, entry in zip(SMALL["cells"], result["results"], strict=True):
-        assert entry.keys() == ENTRY_KEYS
+        assert entry.keys() == ENTRY_KEYS | ({"plan_us"} if mode == "decode" else set())
         assert (entry["batch"], entry["context"]) == (cell.batch, cell.context)
         assert entry["query_len"] == (1 if mode == "decode" else cell.context)
         beside = "torch-sdpa" if kv_dtype == "auto" else "mrv1-auto"
@@ -410,6 +410,10 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
             {"mode": "prefill", "query_len": 18},
             "query_len: expected 2 to 17, the shortest context, got 18",
         ),
+        (
+            {"mode": "prefill", "cells": (Cell(2, 20, shortest=10),)},
+            r"cells: expected one length in whole prompts, got \['2x10-20'\]",
+        ),
         ({"repeats": 0}, "repeats: expected >= 1, got 0"),
         ({"window": 0}, "window: expected >= 1, got 0"),
         ({"num_q_heads": 3}, "num_q_heads: expected a multiple of 2, got 3"),
@@ -429,7 +433,9 @@ def test_unknown_peers_are_refused():
 
 @pytest.mark.parametrize("text", ["8", "x", "8x", "ax4", "-1x4", "8*4"])
 def test_a_cell_is_batch_x_context(text: str):
-    with pytest.raises(ConfigError, match="cells: expected BATCHxCONTEXT such as 8x4096, got"):
+    with pytest.raises(
+        ConfigError, match="cells: expected BATCHxCONTEXT such as 8x4096 or 8x100-4096, got"
+    ):
         Cell.parse(text)
 
 
@@ -437,3 +443,25 @@ def test_an_empty_cell_is_refused_and_a_valid_cell_is_parsed():
     with pytest.raises(ConfigError, match="cells: expected batch and context >= 1, got '0x4'"):
         Cell.parse("0x4")
     assert Cell.parse(" 8x4096 ") == Cell(8, 4096)
+
+
+def test_a_cell_of_several_lengths_spaces_them_evenly():
+    with pytest.raises(ConfigError, match="cells: expected a shorter context first, got '8x5-5'"):
+        Cell.parse("8x5-5")
+    cell = Cell.parse("4x10-40")
+    assert str(cell) == "4x10-40"
+    assert cell.lengths == [10, 20, 30, 40]
+    assert Cell(1, 40, shortest=10).lengths == [40]
+
+
+def test_several_lengths_count_and_check_the_tokens_of_each_request():
+    """Requests of 50, 125 and 200 tokens; a full head and one that sees 20 + 40."""
+    case = replace(CHECKED, cell=Cell(3, 200, shortest=50), num_q_heads=2, num_kv_heads=2)
+    assert replace(case, num_full_heads=2).kv_bytes == 2 * 375 * 2 * 16 * 4
+    mixed = replace(case, num_full_heads=1)
+    assert mixed.kv_bytes == (375 + 50 + 60 + 60) * 2 * 16 * 4
+    assert mixed.flops == 4 * (375 + 50 + 60 + 60) * 16
+    data = make_data(mixed, 1, torch.device("cpu"), seed=1)
+    assert sorted(data.seq_lens.tolist()) == [50, 125, 200]
+    bench_module.our_launches(reference, data)[0]()
+    assert relative_error(data, data.layers[0]) < 1e-6

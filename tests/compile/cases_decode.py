@@ -14,8 +14,9 @@ from mrv1.kernels.attention.decode_attention import (
     merge_tile,
 )
 from mrv1.kernels.attention.decode_plan import (
+    REQS_PER_PROGRAM,
     _plan_decode_kernel,
-    items_per_program,
+    pieces_per_program,
     plan_warps,
 )
 from mrv1.kernels.attention.online_softmax import dot_precision
@@ -37,8 +38,8 @@ from tests.compile.cases_attention import (
     _name,
 )
 
-FEW, SOME = 8, 32 * NUM_KV_HEADS
-"""Segments: of one request, and of 32 requests, which have their own launch choice."""
+FEW, SOME, MANY = 8, 32 * NUM_KV_HEADS, 512 * NUM_KV_HEADS
+"""Segments of 1, 32 and 512 requests, which have their own launch choices."""
 
 
 def cases(target: Target) -> list[AotCase]:
@@ -57,7 +58,10 @@ def cases(target: Target) -> list[AotCase]:
         _decode(target, torch.bfloat16, 256, True, deterministic=True),
         *_fp8_cases(target),
         *(_merge(target, dim, pieces) for dim in (64, 256) for pieces in (16, 64)),
-        *(_plan(target, *shape) for shape in ((16, 8, False), (256, 8, True), (1024, 8, True))),
+        *(_plan(target, *shape) for shape in ((16, 8, 1), (256, 8, 2), (1024, 64, 8))),
+        _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "token")),
+        _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "head")),
+        _decode(target, torch.bfloat16, 256, True, fp8=_fp8(target, "token")),
     ]
 
 
@@ -183,26 +187,28 @@ def _merge(target: Target, head_dim: int, tile_pieces: int) -> AotCase:
     )
 
 
-def _plan(target: Target, num_reqs: int, num_kv_heads: int, streaming: bool) -> AotCase:
+def _plan(target: Target, num_reqs: int, num_kv_heads: int, num_kinds: int) -> AotCase:
     int32 = pointer(torch.int32)
     return AotCase(
-        name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, streaming),
+        name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, num_kinds),
         kernel=_plan_decode_kernel,
-        args=(*(int32,) * 5, num_reqs, *(int32,) * 4, 1568, 528, 1056),
+        args=(*(int32,) * 5, num_reqs, int32, num_kinds, *(int32,) * 4, 1568, 528, 1056),
         constexprs={
             "NUM_KV_HEADS": num_kv_heads,
             "QUERY_LEN": 1,
             "TILE_TOKENS": 64,
-            "HAS_WINDOW": streaming,
+            "HAS_WINDOW": num_kinds > 1,
             "NUM_SPLITS": 0,
             "PIECE_TILES": 0,
             "MIN_TILES": 1,
             "LONG_TILES": 32,
-            "TILE_REQS": num_reqs,
+            "ALL_REQS": num_reqs,
+            "ALL_KINDS": num_kinds,
+            "TILE_REQS": REQS_PER_PROGRAM,
             "TILE_HEADS": num_kv_heads,
-            "TILE_ITEMS": items_per_program(num_reqs),
+            "TILE_PIECES": pieces_per_program(num_kv_heads),
             "OVERLAP": target.has_dependent_launch,
         },
-        num_warps=plan_warps(num_reqs * num_kv_heads),
+        num_warps=plan_warps(num_reqs * num_kinds),
         parked_bytes=32,  # one launch a step
     )

@@ -303,6 +303,23 @@ def test_a_plan_of_forty_heads_and_eighty_requests_equals_the_oracle(device):
     assert len(found[0][1]) > 40
 
 
+@pytest.mark.parametrize(("num_reqs", "longest"), [(7, 1 << 20), (60, 1 << 17), (600, 3000)])
+def test_long_and_many_requests_equal_the_oracle(device, num_reqs, longest):
+    """Sizes from one tile to thousands, whether half of the heads have a window or none."""
+    generator = torch.Generator().manual_seed(num_reqs)
+    lens = longest * torch.rand(num_reqs, generator=generator) ** 4
+    lens = lens.to(torch.int32).to(device)
+    for roles in ([HeadRole()] * 2, [HeadRole(), HeadRole(window=5000, sink=70)]):
+        layout = _layout(roles, device)
+        found = []
+        for ops in (kernels, reference):
+            plan = _allocate(num_reqs, layout, programs=200, max_keys=longest)
+            ops.plan_decode_attention(lens, layout, plan)
+            found.append(_lists(plan))
+        assert found[0] == found[1]
+        assert found[0][1]
+
+
 def test_no_merge_where_no_segment_can_be_split(device):
     layout = _layout([HeadRole()], device)
     assert _allocate(3, layout, num_kv_splits=1).max_merges == 0

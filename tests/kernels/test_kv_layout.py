@@ -56,6 +56,7 @@ def test_nhd_addresses_equal_a_dense_tensor():
 def test_one_window_and_sink_apply_to_all_heads(make):
     layout = make(3, 16, 16, window=100, sink=4)
     assert layout.window.tolist() == [100] * 3
+    assert layout.kinds.tolist() == [[100, 4, 3]]
     assert layout.sink.tolist() == [4] * 3
     assert layout.table_offset.tolist() == [0] * 3
     assert layout.group_of_head.tolist() == [0] * 3
@@ -90,6 +91,7 @@ def test_per_head_ids():
     assert layout.table_offset.tolist() == [0, 7, 14]
     assert layout.group_of_head.tolist() == [0, 1, 2]
     assert layout.window.tolist() == [-1, 5, 9]
+    assert layout.kinds.tolist() == [[-1, 0, 1], [5, 1, 1], [9, 2, 1]]
     assert layout.sink.tolist() == [0, 1, 2]
     assert not KVLayout.per_head_ids(3, 16, 16, 7).has_window
 

@@ -96,7 +96,7 @@ MIN_PAIRED_DIM = 32
 """Smallest padded head dimension of an fp8 cache: each half fills the 16 of a tensor core."""
 
 MAX_PROGRAMS = 4096
-"""Most programs of a grid, which computes more items than this in rounds."""
+"""Most programs of a grid for plans that may have many more items than segments."""
 
 
 class Heads(NamedTuple):
@@ -252,7 +252,8 @@ def _attend_item(
             top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
             cut, piece_size = next_piece(cut, piece_size)
         position = work_position(tile_start + lane, item.sink_end, item.start, CACHE.HAS_WINDOW)
-        present = block >= 0
+        # Wider, so that the compiler moves blocks between threads, as addresses do, not this too.
+        present = block.to(tl.int64) >= 0
         if visited_ptr is not None:
             column = table_column(position // BLOCK_SIZE, row, BLOCK_SIZE)
             tl.store(visited_ptr + column, 1, mask=present)
@@ -530,7 +531,7 @@ def _paged_decode_attention_kernel(
     DETERMINISTIC: tl.constexpr,  # whether the plan is deterministic
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (min(max_items, MAX_PROGRAMS),): one item, or IN_ROUNDS every MAX_PROGRAMS-th item."""
+    """Grid (num_programs,): one item each, or IN_ROUNDS every num_programs-th item."""
     if not EARLY:
         wait_for_previous(OVERLAP)
         let_next_start(OVERLAP)
@@ -763,10 +764,13 @@ def paged_decode_attention(
     if scales is not None:
         tile_dim = max(tile_dim, MIN_PAIRED_DIM)
     config = plan.config
-    in_rounds = plan.max_items > MAX_PROGRAMS
+    # Each segment has an item. Programs in rounds need more registers, and so run more slowly;
+    # yet a program for every item that a plan may have, and mostly has not, takes longer.
+    num_programs = min(plan.max_items, max(MAX_PROGRAMS, 2 * num_reqs * layout.num_kv_heads))
+    in_rounds = plan.max_items > num_programs
     overlap = overlap_options(q.device)
     early = plan.read_early and overlap["OVERLAP"] and not in_rounds
-    _paged_decode_attention_kernel[(min(plan.max_items, MAX_PROGRAMS),)](
+    _paged_decode_attention_kernel[(num_programs,)](
         *with_strides(out),
         *with_strides(lse),
         plan.states if plan.max_merges else None,

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import torch
 
+from mrv1.device import device_info
 from mrv1.kernels._base.checks import check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
@@ -44,6 +45,10 @@ from mrv1.kernels.attention.plan import (
 )
 from mrv1.kernels.cache.kv_layout import KVLayout
 
+REQS_PER_PROGRAM = 4
+"""Requests whose items one program lists."""
+
+_INTERPRETED = tl.constexpr(INTERPRET)
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 
 
@@ -65,8 +70,22 @@ def _store_fields(ptr, fields, mask):
 
 
 @triton.jit
-def _sum(x):
-    return tl.sum(tl.sum(x, axis=1), axis=0)
+def _add(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def _sums(x, y, z):
+    """Return the sums of three tensors of one shape, which a GPU reduces together."""
+    if _INTERPRETED:  # the interpreter would add number by number
+        sums = (tl.sum(x), tl.sum(y), tl.sum(z))
+    else:
+        SIZE: tl.constexpr = x.numel
+        x = tl.reshape(x, [SIZE], can_reorder=True)
+        y = tl.reshape(y, [SIZE], can_reorder=True)
+        z = tl.reshape(z, [SIZE], can_reorder=True)
+        sums = tl.reduce((x, y, z), 0, _add)
+    return sums
 
 
 @triton.jit
@@ -76,22 +95,52 @@ def _is_short(tiles, size):
 
 
 @triton.jit
-def _equal_size(tiles, is_segment, max_items, most_items, MIN_TILES: tl.constexpr):
-    """Return the smallest piece size, in tiles, that keeps two bounds on items, by bisection.
+def _pieces(tiles, size):
+    """Return tiles / size, rounded up; unsigned division takes fewer instructions."""
+    return ((tiles + size - 1).to(tl.uint32) // size.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _fits(size, tiles, heads, max_items, most_items):
+    """Return whether pieces of ``size`` tiles keep two bounds on items.
 
     There are at most ``max_items`` items, and at most ``most_items`` if all short segments
-    together count as only (their tiles / size) items. The size is at least MIN_TILES, but at most
-    the tiles of the longest segment: this size leaves every segment whole.
+    together count as only (their tiles / size) items. ``heads`` segments have ``tiles`` each.
     """
-    too_small = MIN_TILES - 1
-    size = tl.max(tl.max(tiles, axis=1), axis=0)  # every segment whole
+    is_short = _is_short(tiles, size)
+    pieces = heads * _pieces(tiles, size)  # short segments: one each
+    items, long_pieces, short_tiles = _sums(
+        pieces, tl.where(is_short, 0, pieces), tl.where(is_short, heads * tiles, 0)
+    )
+    counted = long_pieces + _pieces(short_tiles, size)
+    return (counted <= most_items) & (items <= max_items)
+
+
+@triton.jit
+def _equal_size(
+    tiles, heads, max_items, most_items, fine_items,
+    MIN_TILES: tl.constexpr, LONG_TILES: tl.constexpr,
+):  # fmt: skip
+    """Return the smallest piece size, in tiles, that ``_fits``, by bisection.
+
+    It is at least MIN_TILES, but at most the tiles of the longest segment: this size leaves every
+    segment whole. Where it would be LONG_TILES or more, ``fine_items`` replaces ``most_items``.
+
+    Items of ``size`` tiles can have all tiles only if size >= tiles / items. Twice this bound
+    nearly always fits, because all items of segments that are not short are more than half full:
+    the search starts between the two.
+    """
+    size = tl.max(tiles)
+    if LONG_TILES > MIN_TILES:
+        shorter = tl.full([], LONG_TILES - 1, tl.int32)
+        is_long = not _fits(shorter, tiles, heads, max_items, most_items)
+    else:
+        is_long = size >= LONG_TILES
+    most_items = tl.where(is_long, fine_items, most_items)
+    too_small = tl.maximum(_pieces(tl.sum(heads * tiles), most_items), MIN_TILES) - 1
     while size - too_small > 1:
-        middle = (too_small + size) // 2
-        is_short = is_segment & _is_short(tiles, middle)
-        pieces = _sum(tl.where(is_short, 0, (tiles + middle - 1) // middle))
-        short_tiles = _sum(tl.where(is_short, tiles, 0))
-        fits = pieces + (short_tiles + middle - 1) // middle <= most_items
-        fits &= pieces + _sum(is_short.to(tl.int32)) <= max_items
+        middle = tl.minimum((too_small + size) // 2, 2 * too_small + 2)
+        fits = _fits(middle, tiles, heads, max_items, most_items)
         too_small = tl.where(fits, too_small, middle)
         size = tl.where(fits, middle, size)
     return size
@@ -117,7 +166,16 @@ def _fixed_first_tile(piece, PIECE_TILES: tl.constexpr):
     return PIECE_TILES * ((piece - 8 * octave) << octave)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "max_items", "most_items", "fine_items"])
+@triton.jit
+def _cut(tiles, size, PIECE_TILES: tl.constexpr):
+    """Return the pieces of segments: of ``size`` tiles, or the fixed ones of a longer segment."""
+    pieces = _pieces(tiles, size)
+    if PIECE_TILES:
+        pieces = tl.where(tiles > size, _fixed_pieces(tiles, PIECE_TILES), pieces)
+    return pieces
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_kinds", "max_items", "most_items", "fine_items"])
 def _plan_decode_kernel(
     items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
     merges_ptr,  # [max_merges, 4] int32, a Merge each
@@ -125,6 +183,8 @@ def _plan_decode_kernel(
     arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32
     seq_lens_ptr,  # [num_reqs] int32
     num_reqs,
+    kinds_ptr,  # [num_kinds, 3] int32: window, sink, heads
+    num_kinds,
     table_offset_ptr,  # [NUM_KV_HEADS] int32
     window_ptr,  # [NUM_KV_HEADS] int32
     sink_ptr,  # [NUM_KV_HEADS] int32
@@ -140,122 +200,122 @@ def _plan_decode_kernel(
     PIECE_TILES: tl.constexpr,  # tiles of the first fixed pieces; 0 = see NUM_SPLITS
     MIN_TILES: tl.constexpr,  # fewest of a piece, with equal shares
     LONG_TILES: tl.constexpr,  # fewest of a long piece
-    TILE_REQS: tl.constexpr,  # power of two >= num_reqs
+    ALL_REQS: tl.constexpr,  # power of two >= num_reqs
+    ALL_KINDS: tl.constexpr,  # power of two >= num_kinds
+    TILE_REQS: tl.constexpr,  # power of two
     TILE_HEADS: tl.constexpr,  # power of two >= NUM_KV_HEADS
-    TILE_ITEMS: tl.constexpr,
+    TILE_PIECES: tl.constexpr,  # power of two
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (cdiv(max_items, TILE_ITEMS),): one program lists TILE_ITEMS items.
+    """Grid (cdiv(num_reqs, TILE_REQS), any): a row of programs lists TILE_REQS requests' items.
 
-    Every program first computes the piece sizes for itself; program 0 also lists the merges.
-    Items are ordered by request, head and piece; the items of short segments come last.
+    First every program computes all piece sizes for itself, once for the heads of a kind, and
+    counts the items before its own: a few sums over the requests, in registers. Then the programs
+    of a row take turns at TILE_PIECES pieces of each segment. Items are ordered by request, head
+    and piece; the items of short segments come last.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     EQUAL: tl.constexpr = (PIECE_TILES == 0) and (NUM_SPLITS == 0)
-    first_item = tl.program_id(0) * TILE_ITEMS
-    req = tl.arange(0, TILE_REQS)
-    head = tl.arange(0, TILE_HEADS)
-    is_head = head < NUM_KV_HEADS
-    is_segment = (req < num_reqs)[:, None] & is_head[None, :]
-    seq_len = tl.load(seq_lens_ptr + req, mask=req < num_reqs, other=0)
-    window = tl.load(window_ptr + head, mask=is_head, other=-1)
-    sink = tl.load(sink_ptr + head, mask=is_head, other=0)
-    tiles = _segment_tiles(
-        seq_len[:, None], window[None, :], sink[None, :], QUERY_LEN, TILE_TOKENS, HAS_WINDOW
-    )
-    tiles = tl.where(is_segment, tiles, 0)
+    # All loads are issued before any result is used.
+    first_req = tl.program_id(0) * TILE_REQS
+    segment = tl.arange(0, TILE_REQS * TILE_HEADS)
+    req, head = first_req + segment // TILE_HEADS, segment % TILE_HEADS
+    is_segment = (req < num_reqs) & (head < NUM_KV_HEADS)
+    seq_len = tl.load(seq_lens_ptr + req, mask=is_segment, other=0)
+    window = tl.load(window_ptr + head, mask=is_segment, other=-1)
+    sink = tl.load(sink_ptr + head, mask=is_segment, other=0)
+    table_offset = tl.load(table_offset_ptr + head, mask=is_segment, other=0)
+    ring_blocks = tl.load(ring_blocks_ptr + head, mask=is_segment, other=0)
+    all_reqs = tl.arange(0, ALL_REQS)
+    kind = tl.arange(0, ALL_KINDS)
+    kind_ptr, is_kind = kinds_ptr + 3 * kind, kind < num_kinds
+    all_lens = tl.load(seq_lens_ptr + all_reqs, mask=all_reqs < num_reqs, other=0)
+    kind_window = tl.load(kind_ptr, mask=is_kind, other=-1)
+    kind_sink = tl.load(kind_ptr + 1, mask=is_kind, other=0)
+    heads = tl.load(kind_ptr + 2, mask=is_kind, other=0)
+
+    heads = tl.where((all_reqs < num_reqs)[None, :], heads[:, None], 0)
+    all_tiles = _segment_tiles(
+        all_lens[None, :], kind_window[:, None], kind_sink[:, None],
+        QUERY_LEN, TILE_TOKENS, HAS_WINDOW,
+    )  # fmt: skip
+    all_tiles = tl.where(heads > 0, all_tiles, 0)
     if PIECE_TILES:
-        size = tl.maximum(_sum(tiles) // most_items, MIN_TILES)  # longer segments are cut
+        size = tl.maximum(tl.sum(heads * all_tiles) // most_items, MIN_TILES)  # longer: cut
     elif NUM_SPLITS:
-        size = (tl.max(tl.max(tiles, axis=1), axis=0) + NUM_SPLITS - 1) // NUM_SPLITS
+        size = (tl.max(all_tiles) + NUM_SPLITS - 1) // NUM_SPLITS
     else:
-        size = _equal_size(tiles, is_segment, max_items, most_items, MIN_TILES)
-        if size >= LONG_TILES:
-            size = _equal_size(tiles, is_segment, max_items, fine_items, MIN_TILES)
-    pieces = (tiles + size - 1) // size
-    if PIECE_TILES:
-        pieces = tl.where(tiles > size, _fixed_pieces(tiles, PIECE_TILES), pieces)
-    is_short = is_segment & _is_short(tiles, size) & EQUAL
-    long_pieces = tl.where(is_short, 0, pieces)
-    req_long, req_short = tl.sum(long_pieces, axis=1), tl.sum(is_short.to(tl.int32), axis=1)
-    end_of_long, end_of_short = tl.cumsum(req_long, axis=0), tl.cumsum(req_short, axis=0)
-    num_long = tl.sum(req_long, axis=0)
-    # No write past the buffer.
-    num_items = tl.minimum(num_long + tl.sum(req_short, axis=0), max_items)
-
-    if first_item == 0:
-        segment = req[:, None] * NUM_KV_HEADS + head[None, :]
-        tl.store(arrivals_ptr + segment, 0, mask=is_segment)
-        is_split = pieces > 1
-        splits = tl.sum(is_split.to(tl.int32), axis=1)
-        tl.store(counts_ptr, num_items)
-        tl.store(counts_ptr + 1, tl.sum(splits, axis=0))
-        merge = (tl.cumsum(splits, axis=0) - splits)[:, None]
-        merge = merge + tl.cumsum(is_split.to(tl.int32), axis=1) - 1
-        first = (end_of_long - req_long)[:, None] + tl.cumsum(long_pieces, axis=1) - long_pieces
-        every_req = tl.broadcast_to(req[:, None], [TILE_REQS, TILE_HEADS])
-        every_head = tl.broadcast_to(head[None, :], [TILE_REQS, TILE_HEADS])
-        segments = Merge(every_req, every_head, first, pieces)
-        _store_fields(merges_ptr + merge * len(segments), segments, is_split)
-
-    if first_item >= num_items:
-        return
-    item = first_item + tl.arange(0, TILE_ITEMS)
-    is_item = item < num_items
-    of_short = item >= num_long
-    index = tl.where(of_short, item - num_long, item)
-    end_of_req = tl.where(of_short[:, None], end_of_short[None, :], end_of_long[None, :])
-    is_before = end_of_req <= index[:, None]
-    item_req = tl.sum(is_before.to(tl.int32), axis=1)
-    index -= tl.max(tl.where(is_before, end_of_req, 0), axis=1)
-    seq_len = tl.load(seq_lens_ptr + item_req, mask=is_item, other=0)
-    tiles = _segment_tiles(
-        seq_len[:, None], window[None, :], sink[None, :], QUERY_LEN, TILE_TOKENS, HAS_WINDOW
+        size = _equal_size(
+            all_tiles, heads, max_items, most_items, fine_items, MIN_TILES, LONG_TILES
+        )
+    all_pieces = _cut(all_tiles, size, PIECE_TILES)
+    all_short = tl.where(_is_short(all_tiles, size) & EQUAL, heads, 0)
+    all_long = heads * all_pieces - all_short
+    all_split = tl.where(all_pieces > 1, heads, 0)
+    num_long, num_short, num_split = _sums(all_long, all_short, all_split)
+    is_before = (all_reqs < first_req)[None, :]
+    long_before, short_before, split_before = _sums(
+        tl.where(is_before, all_long, 0),
+        tl.where(is_before, all_short, 0),
+        tl.where(is_before, all_split, 0),
     )
-    tiles = tl.where(is_head[None, :], tiles, 0)
-    is_alike = (_is_short(tiles, size) & EQUAL) == of_short[:, None]
-    pieces = (tiles + size - 1) // size
-    if PIECE_TILES:
-        pieces = tl.where(tiles > size, _fixed_pieces(tiles, PIECE_TILES), pieces)
-    pieces = tl.where(is_alike, pieces, 0)
-    end_of_head = tl.cumsum(pieces, axis=1)
-    item_head = tl.sum((end_of_head <= index[:, None]).to(tl.int32), axis=1)
-    is_mine = head[None, :] == item_head[:, None]
-    piece = index - tl.sum(tl.where(is_mine, end_of_head - pieces, 0), axis=1)
-    tiles = tl.sum(tl.where(is_mine, tiles, 0), axis=1)
-    pieces = tl.maximum(tl.sum(tl.where(is_mine, pieces, 0), axis=1), 1)
-    if PIECE_TILES:
-        first_tile = _fixed_first_tile(piece, PIECE_TILES)
-        end_tile = tl.minimum(_fixed_first_tile(piece + 1, PIECE_TILES), tiles)
-        end_tile = tl.where(pieces == 1, tiles, end_tile)
-    else:
-        share = tiles // pieces
-        longer = tiles % pieces  # the first ``longer`` pieces have one tile more
-        first_tile = piece * share + tl.minimum(piece, longer)
-        end_tile = first_tile + share + (piece < longer).to(tl.int32)
-    window = tl.load(window_ptr + item_head, mask=is_item, other=-1)
-    sink = tl.load(sink_ptr + item_head, mask=is_item, other=0)
+
+    tiles = _segment_tiles(seq_len, window, sink, QUERY_LEN, TILE_TOKENS, HAS_WINDOW)
+    tiles = tl.where(is_segment, tiles, 0)
+    pieces = _cut(tiles, size, PIECE_TILES)
+    is_short = _is_short(tiles, size) & is_segment & EQUAL
+    is_split = pieces > 1
+    long = tl.where(is_short, 0, pieces)
+    first_item = tl.where(
+        is_short,
+        num_long + short_before + tl.cumsum(is_short.to(tl.int32), axis=0) - 1,
+        long_before + tl.cumsum(long, axis=0) - long,
+    )
+    if tl.program_id(1) == 0:
+        merge = split_before + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
+        merges = Merge(req, head, first_item, pieces)
+        _store_fields(merges_ptr + merge * len(merges), merges, is_split)
+        tl.store(arrivals_ptr + req * NUM_KV_HEADS + head, 0, mask=is_segment)
+        if first_req == 0:
+            tl.store(counts_ptr, tl.minimum(num_long + num_short, max_items))
+            tl.store(counts_ptr + 1, num_split)
+
     sink_end, start, num_visible = visible_range(
         seq_len - QUERY_LEN, seq_len, window, sink, HAS_WINDOW
     )
-    none = tl.zeros([TILE_ITEMS], tl.int32)
-    items = Item(
-        req=item_req,
-        head=item_head,
-        first_work=first_tile * TILE_TOKENS,
-        end_work=tl.minimum(end_tile * TILE_TOKENS, num_visible),
-        pieces=pieces,
-        sink_end=sink_end + none,
-        start=start + none,
-        seq_len=seq_len,
-        table_offset=tl.load(table_offset_ptr + item_head, mask=is_item, other=0),
-        window=window,
-        sink=sink,
-        ring_blocks=tl.load(ring_blocks_ptr + item_head, mask=is_item, other=0),
-        piece=piece,
-    )
-    _store_fields(items_ptr + item * _ITEM_FIELDS, items, is_item)
+    share = tiles // tl.maximum(pieces, 1)
+    longer = tiles - share * pieces  # the first ``longer`` pieces have one tile more
+    none = tl.zeros([TILE_REQS * TILE_HEADS, TILE_PIECES], tl.int32)
+    for first_piece in range(
+        tl.program_id(1) * TILE_PIECES, tl.max(pieces), tl.num_programs(1) * TILE_PIECES
+    ):
+        piece = first_piece + tl.arange(0, TILE_PIECES)[None, :] + none
+        if PIECE_TILES:
+            first_tile = _fixed_first_tile(piece, PIECE_TILES)
+            end_tile = tl.minimum(_fixed_first_tile(piece + 1, PIECE_TILES), tiles[:, None])
+            end_tile = tl.where(pieces[:, None] == 1, tiles[:, None], end_tile)
+        else:
+            first_tile = piece * share[:, None] + tl.minimum(piece, longer[:, None])
+            end_tile = first_tile + share[:, None] + (piece < longer[:, None]).to(tl.int32)
+        items = Item(
+            req=req[:, None] + none,
+            head=head[:, None] + none,
+            first_work=first_tile * TILE_TOKENS,
+            end_work=tl.minimum(end_tile * TILE_TOKENS, num_visible[:, None]),
+            pieces=pieces[:, None] + none,
+            sink_end=sink_end[:, None] + none if HAS_WINDOW else none,
+            start=start[:, None] + none if HAS_WINDOW else none,
+            seq_len=seq_len[:, None] + none,
+            table_offset=table_offset[:, None] + none,
+            window=window[:, None] + none,
+            sink=sink[:, None] + none,
+            ring_blocks=ring_blocks[:, None] + none,
+            piece=piece,
+        )
+        item = first_item[:, None] + piece
+        is_item = (piece < pieces[:, None]) & (item < max_items)  # no write past the buffer
+        _store_fields(items_ptr + item * _ITEM_FIELDS, items, is_item)
 
 
 def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan) -> None:
@@ -284,19 +344,26 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     check_launchable("seq_lens", seq_lens)
     if plan.max_items == 0:
         return
-    tile_reqs = padded_reqs(plan.max_reqs)
-    tile_heads = max(2, triton.next_power_of_2(plan.num_kv_heads))  # triton 3.6 fails to compile 1
+    all_reqs = padded_reqs(plan.max_reqs)
+    num_kinds = layout.kinds.shape[0]
+    all_kinds = triton.next_power_of_2(num_kinds)
+    tile_heads = triton.next_power_of_2(plan.num_kv_heads)
     if INTERPRET:  # interpreting costs time per program
-        tile_items = min(triton.next_power_of_2(plan.max_items), 2**20 // tile_reqs)
+        tile_reqs, tile_pieces, num_sms = all_reqs, 64, 1
     else:
-        tile_items = items_per_program(tile_reqs)
-    _plan_decode_kernel[(triton.cdiv(plan.max_items, tile_items),)](
+        tile_reqs, tile_pieces = REQS_PER_PROGRAM, pieces_per_program(tile_heads)
+        num_sms = device_info(seq_lens.device).num_sms
+    rows = triton.cdiv(plan.max_reqs, tile_reqs)
+    columns = max(1, min(num_sms // rows, triton.cdiv(plan.max_pieces, tile_pieces)))
+    _plan_decode_kernel[(rows, columns)](
         plan.items,
         plan.merges,
         plan.counts,
         plan.arrivals,
         seq_lens,
         plan.max_reqs,
+        layout.kinds,
+        num_kinds,
         layout.table_offset,
         layout.window,
         layout.sink,
@@ -312,21 +379,23 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         PIECE_TILES=PIECE_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
         MIN_TILES=plan.config.min_tiles,
         LONG_TILES=plan.long_tiles,
+        ALL_REQS=all_reqs,
+        ALL_KINDS=all_kinds,
         TILE_REQS=tile_reqs,
         TILE_HEADS=tile_heads,
-        TILE_ITEMS=tile_items,
-        num_warps=plan_warps(tile_reqs * tile_heads),
+        TILE_PIECES=tile_pieces,
+        num_warps=plan_warps(all_reqs * all_kinds),
         **overlap_options(seq_lens.device),
     )
 
 
-def items_per_program(tile_reqs: int) -> int:
-    """Return how many items a program looks up: each item is compared with every request."""
-    return min(64, max(8, 8192 // tile_reqs))
+def pieces_per_program(tile_heads: int) -> int:
+    """Return how many pieces of each of its segments a program lists at a time."""
+    return max(1, 512 // (REQS_PER_PROGRAM * tile_heads))
 
 
-def plan_warps(num_segments: int) -> int:
-    """Return the warps whose registers hold ``num_segments`` segments."""
-    if num_segments <= 2048:
+def plan_warps(num_tiles: int) -> int:
+    """Return the warps whose registers hold the tiles of all requests and kinds of heads."""
+    if num_tiles <= 1024:
         return 4
-    return 8 if num_segments <= 4096 else 16
+    return 8 if num_tiles <= 4096 else 16

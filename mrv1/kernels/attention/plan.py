@@ -21,7 +21,7 @@ from mrv1.kernels.cache.scale_arguments import product_dtype
 ITEM_FIELDS = 16
 """int32 values per item: an ``Item`` and padding, half a cache line."""
 MAX_SEGMENTS = 1 << 16
-"""Most requests (rounded up to a power of four) times KV heads (to a power of two) of a plan."""
+"""Most requests times KV heads of a plan, both rounded up."""
 
 MIN_TILE_ROWS = 8
 """Columns of the smallest tensor core product."""
@@ -101,7 +101,7 @@ def padded_reqs(num_reqs: int) -> int:
     """Return the requests that a planning program reads at once: few sizes, few compilations."""
     size = 16
     while size < num_reqs:
-        size *= 4
+        size *= 4 if size < 256 else 2
     return size
 
 
@@ -156,6 +156,13 @@ class DecodeAttentionConfig:
             return cls(
                 tile_tokens=tile_tokens, num_warps=num_warps, num_stages=1, programs_per_sm=2
             )
+        is_fp8 = dtype == torch.float8_e4m3fn
+        is_narrow = tile_rows == MIN_TILE_ROWS and device.capability == (9, 0)
+        if is_fp8 and is_narrow and head_dim > 128:
+            # H200, heads of 256: 256 x 512 in 146 us, in tiles of 32 keys 192 us.
+            return cls(
+                tile_tokens=64, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168
+            )
         if tile_rows > MIN_TILE_ROWS or head_dim > 128 or is_amd:
             # Tiles too small for wgmma, which Triton would use from 64 keys and 16 rows on. One
             # stage where two exceed gfx942's 64 KiB of shared memory, or spill with over 32 rows.
@@ -176,7 +183,18 @@ class DecodeAttentionConfig:
         # nothing spills from sm_90 on. With a few more registers only three programs do, in two
         # waves (8 x 131072, full and streaming heads: 396 us instead of 262).
         share = 128 if (device.capability or (0, 0)) >= (9, 0) else None
-        if dtype == torch.float8_e4m3fn:
+        if is_fp8 and is_narrow and not has_window and num_segments > 16 * device.num_sms:
+            # Most segments stay whole, and each starts with a chain of loads: more programs of
+            # fewer warps hide more of it. Eight programs, of 128 registers a thread, would spill.
+            return cls(
+                tile_tokens=64,
+                num_warps=2,
+                num_stages=2,
+                programs_per_sm=7,
+                min_tiles=4,
+                max_registers=144,
+            )
+        if is_fp8:
             return cls(
                 tile_tokens=128,
                 num_warps=4,

@@ -18,6 +18,7 @@ A query at position ``p`` of head ``h`` sees key position ``k`` when ``k <= p`` 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,8 @@ class KVLayout:
     """[kv_heads] int32, blocks, 0 = no ring."""
     group_of_head: torch.Tensor
     """[kv_heads] int32, row of ``slot_mapping``."""
+    kinds: torch.Tensor
+    """[kinds, 3] int32: each pair of window and sink, and the number of heads that have it."""
     num_groups: int
     """Rows of ``slot_mapping``."""
     address_unit: int
@@ -170,6 +173,8 @@ class KVLayout:
                 f"got {num_groups}"
             )
 
+        kinds = Counter((role.window, role.sink) for role in roles)
+
         def column(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(list(values), dtype=dtype, device=device)
 
@@ -185,6 +190,9 @@ class KVLayout:
             sink=column([r.sink for r in roles], torch.int32),
             ring_blocks=column([r.ring_blocks for r in roles], torch.int32),
             group_of_head=column([r.group for r in roles], torch.int32),
+            kinds=torch.tensor(
+                [(*kind, count) for kind, count in kinds.items()], dtype=torch.int32, device=device
+            ),
             num_groups=num_groups,
             address_unit=math.gcd(head_dim, token_stride, *head_base, *block_stride),
             has_window=any(r.window >= 0 for r in roles),
