@@ -247,20 +247,20 @@ def _edit_logits_kernel(
     first_token = part_index * part_tiles * TILE_VOCAB
     end_token = tl.minimum(first_token + part_tiles * TILE_VOCAB, vocab_size)
     part = _Part(first_token, end_token, part_tiles)
-    # Few masks take the latency of their loads: these words are loaded beside the word of edits.
-    is_few = tl.num_programs(0) < _MANY_MASKS
     allowed_ptr = allowed_mask_ptr + slot * stride_allowed_mask_slot
-    eager_part = _Part(first_token, tl.where(is_few, end_token, 0), part_tiles)
-    bits, _ = _load_words(allowed_ptr, 0, eager_part, TILE_VOCAB // 32)
-    edits = tl.load(edits_ptr + slot)
+    if draft_token_ids_ptr is None:
+        # Few masks take the latency of their loads: a mask is loaded beside the word of edits.
+        is_few = tl.num_programs(0) < _MANY_MASKS
+        eager_part = _Part(first_token, tl.where(is_few, end_token, 0), part_tiles)
+        bits, _ = _load_words(allowed_ptr, 0, eager_part, TILE_VOCAB // 32)
+        edits = tl.load(edits_ptr + slot)
+        if (edits == _ALLOWED) & is_few:
+            logits_row_ptr = logits_ptr + req * stride_logits_row
+            _mask_words(logits_row_ptr, allowed_ptr, bits, part, TILE_VOCAB // 32, False)
+            return
+    else:
+        edits = tl.load(edits_ptr + slot)
     if edits == 0:
-        return
-    if (edits == _ALLOWED) & is_few:
-        for i in range(rows_per_req):
-            row = req * rows_per_req + i
-            if tl.load(idx_mapping_ptr + row) >= 0:
-                logits_row_ptr = logits_ptr + row * stride_logits_row
-                _mask_words(logits_row_ptr, allowed_ptr, bits, part, TILE_VOCAB // 32, False)
         return
 
     known = tl.load(num_tokens_ptr + slot)

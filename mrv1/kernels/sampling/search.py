@@ -222,7 +222,7 @@ def _collect(row, low, high, tiles):
     than DEPTH lacks logits. Each tile of tokens is loaded while the tile before it is written.
     """
     ROWS: tl.constexpr = tiles.COLUMNS // 32
-    UNROLL: tl.constexpr = 4
+    UNROLL: tl.constexpr = 4 if tiles.TILE_GROUPS >= 64 else 1
     STEP: tl.constexpr = UNROLL * ROWS
     RUNS: tl.constexpr = tiles.GROUP // 128  # runs of 128 tokens in a group
     columns_ptr = row.scratch_ptr + tiles.TILE_GROUPS
