@@ -258,7 +258,7 @@ class ModelRunner:
         Args:
             bitmask: ``[masks, ceil(vocab / 32)]``, bit i of word w set = token 32 w + i may be
                 drawn; None = no row has a mask.
-            rows: for each mask its row of the plan.
+            rows: for each mask its row of the plan, no row twice.
 
         Raises:
             StepError: the launch failed.
@@ -275,6 +275,8 @@ class ModelRunner:
                     f"bitmask: expected int32 {expected}, a mask for each of rows, got "
                     f"{bitmask.dtype} {list(bitmask.shape)}"
                 )
+            if len(set(rows)) < len(rows):
+                raise ValueError(f"rows: expected different rows, got {[*rows]}")
             if pending.rows.shape.has_drafts:
                 raise ValueError("bitmask: expected a step without drafts, got one with some")
         self._pending = None

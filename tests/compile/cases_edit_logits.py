@@ -50,6 +50,7 @@ def _edit_logits(
             "TILE_STOP_TOKENS": 16,
             "TILE_BIAS": triton.next_power_of_2(max_bias),
             "TILE_VOCAB": config.tile_vocab,
+            "IS_ALIGNED": vocab_size % 16 == 0,
             "enable_fp_fusion": False,
             **({"maxnreg": MAX_REGISTERS} if target.capability in LIMITED and not drafts else {}),
             "OVERLAP": target.has_dependent_launch,
@@ -70,6 +71,10 @@ def _apply_token_bitmask(target: Target, dtype: torch.dtype) -> AotCase:
             *(pointer(dtype), vocab_size, int32, vocab_size // 32, int32),
             *(vocab_size, config.part_tiles),
         ),
-        constexprs={"TILE_VOCAB": config.tile_vocab, "OVERLAP": target.has_dependent_launch},
+        constexprs={
+            "TILE_VOCAB": config.tile_vocab,
+            "IS_ALIGNED": True,
+            "OVERLAP": target.has_dependent_launch,
+        },
         num_warps=config.num_warps,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.kernels._base.triton import triton
 from mrv1.kernels.sampling.draw import draw_kernel
 from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
 from mrv1.kernels.sampling.sample_tokens import SampleTokensConfig
@@ -61,9 +60,10 @@ def _draw(target: Target, dtype: torch.dtype, vocab_size: int, *, filters: bool 
         ),
         constexprs={
             "GROUP": size,
-            "TILE_GROUPS": triton.next_power_of_2(num_groups),
+            "TILE_GROUPS": config.all_groups,
             "FEW_GROUPS": config.few_groups,
             "LANES": config.lanes,
+            "COLUMNS": config.columns,
             "DEPTH": config.depth,
             "PIVOTS": config.pivots,
             "LISTED": config.listed,

@@ -82,6 +82,8 @@ class Case:
     vocab: int = VOCAB
     dtype: torch.dtype = torch.float32
     ahead_dtype: torch.dtype = torch.int32
+    is_aligned: bool = False
+    """Whether every row of logits begins where a GPU can write whole sectors."""
     max_model_len: int = MAX_MODEL_LEN
 
 
@@ -124,7 +126,9 @@ def _arguments(case: Case, device="cpu") -> Arguments:
     stops = [(*slot.stop_tokens, -1, -1)[:MAX_STOP_TOKENS] for slot in slots]
     drafts = case.drafts
     return {
-        "logits": in_a_wider_row(_logits(case).to(device), 2, 3),
+        "logits": in_a_wider_row(
+            _logits(case).to(device), *((16, -case.vocab % 16) if case.is_aligned else (2, 3))
+        ),
         "idx_mapping": vector([row.slot for row in case.rows]),
         "token_ids": matrix([slot.prompt + slot.output for slot in slots], case.max_model_len),
         "num_tokens": vector([len(slot.prompt + slot.output) for slot in slots]),
@@ -246,6 +250,7 @@ def _cases(draw) -> Case:
     slots = tuple(draw(st.lists(_slots(), min_size=1, max_size=4)))
     per_req = draw(st.sampled_from([None, 1, 2, 4]))
     reqs = draw(st.lists(st.integers(-1, len(slots) - 1), max_size=5))
+    reqs += [-1] * draw(st.sampled_from([0, 0, 8]))  # many requests are masked in another way
     # each request has its own slot; a request's rows may be padding
     reqs = [slot if slot not in reqs[:i] else -1 for i, slot in enumerate(reqs)]
     rows = [
@@ -260,6 +265,7 @@ def _cases(draw) -> Case:
         drafts=drafts if per_req else None,
         dtype=draw(st.sampled_from(DTYPES)),
         ahead_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        is_aligned=draw(st.booleans()),
     )
 
 
@@ -475,7 +481,7 @@ def test_configurations():
     default_for = EditLogitsConfig.default_for
     assert default_for(151_936, 256) == EditLogitsConfig(1024, 38, 4)
     assert default_for(151_936, 256).num_parts(151_936) == 4
-    assert default_for(151_936, 1) == EditLogitsConfig(1024, 3, 4)
+    assert default_for(151_936, 1) == EditLogitsConfig(1024, 1, 4)
     assert default_for(20, 10_000) == EditLogitsConfig(32, 1, 1)
     for vocab in (1, 1000, 32_000, 128_256, 262_144, 1 << 24):
         for num_reqs in (1, 7, 256, 5000):
@@ -487,20 +493,29 @@ def test_configurations():
 
 
 @given(
+    data=st.data(),
     vocab=st.sampled_from([1, 32, VOCAB, 3000]),
-    rows=st.lists(st.integers(-1, 3), max_size=5),
+    num_masks=st.integers(0, 9),
     has_rows=st.booleans(),
+    is_aligned=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     as_on_gpu=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_apply_token_bitmask_masks_tokens_whose_bit_is_0(
-    device, vocab, rows, has_rows, dtype, as_on_gpu, seed
+    device, data, vocab, num_masks, has_rows, is_aligned, dtype, as_on_gpu, seed
 ):
     generator = torch.Generator().manual_seed(seed)
-    case = Case((), (Row(-1),) * 4, vocab=vocab, dtype=dtype)
-    rows = rows if has_rows else list(range(4))
-    allowed = [torch.randint(0, 2, (vocab,), generator=generator).tolist() for _ in rows]
+    case = Case((), (Row(-1),) * 9, vocab=vocab, dtype=dtype)
+    rows = list(range(9))
+    if has_rows:  # some masks are for no row
+        order = data.draw(st.permutations(rows))[:num_masks]
+        rows = [row if data.draw(st.integers(0, 4)) else -1 for row in order]
+    # 0 and 2: words that allow all of their tokens or none
+    allowed = [
+        (torch.randint(0, 2, (vocab,), generator=generator) + kind - 1).clamp(0, 1).tolist()
+        for kind in torch.randint(0, 3, (len(rows),), generator=generator).tolist()
+    ]
     words = [_mask_words(frozenset(i for i in range(vocab) if a[i]), vocab) for a in allowed]
     expected = _logits(case)
     for row, bits in zip(rows, allowed, strict=True):
@@ -512,8 +527,9 @@ def test_apply_token_bitmask_masks_tokens_whose_bit_is_0(
         len(rows), -(-vocab // 32)
     )
     chosen = torch.tensor(rows, dtype=torch.int32, device=device) if has_rows else None
+    gaps = (16, -vocab % 16) if is_aligned else (2, 3)
     for ops in (reference, kernels):
-        logits = in_a_wider_row(_logits(case).to(device), 2, 3)
+        logits = in_a_wider_row(_logits(case).to(device), *gaps)
         with tiles("edit_logits", as_on_gpu=as_on_gpu):
             ops.apply_token_bitmask(logits, in_a_wider_row(bitmask, 1, 2), rows=chosen)
         assert _bits(logits) == _bits(expected)
@@ -593,7 +609,7 @@ STATE = torch.zeros(2, VOCAB, dtype=torch.int32)
         ),
         ({"presence_penalty": INT32[:2]}, TypeError, r"presence_penalty: expected dtype torch\.f"),
         ({"counts": STATE[:, 1:]}, ValueError, r"counts: expected shape \[2, 41\], got \[2, 40\]"),
-        ({"counted": STATE}, ValueError, r"counted: expected shape \[2, 64\], got \[2, 41\]"),
+        ({"counted": STATE}, ValueError, r"counted: expected shape \[2, 256\], got \[2, 41\]"),
         ({"ahead": INT32[:3]}, ValueError, r"ahead, draft_token_ids: expected both or neither"),
         (
             {"ahead": INT32[:3].short(), "draft_token_ids": STATE[:1]},

@@ -339,32 +339,60 @@ def test_filtered_tokens_equal_the_oracle_tokens(
     _assert_near_best(tokens, logits, *others, **options)
 
 
-@settings(max_examples=SOME)
+@pytest.mark.parametrize("sampled_offset", [0.0, 4.0, -4.0])  # others: a sample misleads
+@settings(max_examples=2 if INTERPRET else 60)
 @given(
     data=st.data(),
-    sizes=st.sampled_from([(1, 2, 4), (2, 8, 2), (4, 16, 8)]),
+    sizes=st.sampled_from([(1, 32, 32, 2), (2, 128, 32, 4), (4, 256, 64, 8)]),
     pivots=st.sampled_from([2, 4]),
     spread=st.sampled_from([0.0, 1e-30, 1.0, 1e30]),
     seed=small_seeds,
 )
 def test_groups_and_tokens_beyond_the_lists_are_searched(
-    device, data, sizes, pivots, spread, seed
+    device, sampled_offset, data, sizes, pivots, spread, seed
 ):
     """With room for few groups and tokens, a small row takes the passes of a large row."""
-    few_groups, lanes, depth = sizes
+    few_groups, lanes, columns, depth = sizes
     logits, temperature, *others = _arguments(2, 1500, torch.float32, device, seed)
+    for sample in range(few_groups):
+        group = sample * 12 // few_groups
+        logits[:, group * 128 : (group + 1) * 128] += sampled_offset
     logits = logits.round(decimals=1) * spread
     temperature = (temperature + 0.5) * (spread or 1.0)
     options = {name: x.to(device) for name, x in data.draw(_row_filters(2)).items()}
     config = dataclasses.replace(
         SampleTokensConfig.default_for(1500),
-        few_groups=few_groups, lanes=lanes * 16, depth=depth, pivots=pivots, listed=16,
+        few_groups=few_groups, lanes=lanes, columns=columns, depth=depth, pivots=pivots,
+        listed=16,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SampleTokensConfig, "default_for", lambda *_: config)
         patch.setattr(SampleTokensConfig, "for_interpreter", lambda _: config)
         tokens = kernels.sample_tokens(logits, temperature, *others, **options)
     _assert_near_best(tokens, logits, temperature, *others, **options)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "kind"),
+    [
+        (100, "normal"),  # 100 of the 157 groups hold the best tokens
+        (300, "normal"),  # more tokens than groups: a sample tells where to begin
+        (300, "masked"),
+        (6000, "ties"),  # more tokens than a sample can tell
+    ],
+)
+@settings(max_examples=1 if INTERPRET else 20)
+@given(as_on_gpu=st.booleans(), seed=small_seeds)
+def test_a_large_top_k_equals_the_oracle(device, top_k, kind, as_on_gpu, seed):
+    logits, *others = _arguments(2, 20_000, torch.float32, device, seed, temperatures=(0.8, 1.5))
+    if kind == "masked":
+        logits[:, torch.arange(20_000, device=device) % 40 != 0] = -torch.inf
+    elif kind == "ties":
+        logits = logits.round()
+    options = _filters(2, device, top_k=top_k) | {"top_p": torch.tensor([0.9, 1.0], device=device)}
+    with tiles("sample_tokens", as_on_gpu=as_on_gpu):
+        tokens = kernels.sample_tokens(logits, *others, **options)
+    _assert_near_best(tokens, logits, *others, **options)
 
 
 @settings(max_examples=SOME)
@@ -604,10 +632,14 @@ def test_configurations_cover_the_vocabulary(vocab):
     assert -(-vocab // size) <= MAX_GROUPS
     configs = (SampleTokensConfig.default_for(vocab), SampleTokensConfig.for_interpreter(vocab))
     for config in configs:
-        for tile in (config.tile_groups, config.few_groups, config.lanes, config.depth):
+        for tile in (
+            config.all_groups, config.tile_groups, config.few_groups, config.lanes,
+            config.columns, config.depth,
+        ):  # fmt: skip
             assert tile & (tile - 1) == 0
-        assert config.scratch_size >= config.lanes * config.depth
-        assert config.scratch_size >= -(-vocab // size)
+        assert config.columns >= 32
+        assert config.all_groups >= -(-vocab // size)
+        assert config.scratch_size >= config.all_groups + config.columns * config.depth
 
 
 # --- errors ------------------------------------------------------------------------------------

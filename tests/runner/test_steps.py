@@ -283,6 +283,20 @@ def test_a_kv_listener_that_raises_fails_the_step(checkpoint):
     runner.close()
 
 
+def test_wrong_masks_are_named_and_sample_may_be_called_again(checkpoint):
+    runner = make_runner(checkpoint, device="cpu")
+    runner.forward(make_plan(0, {"a": (0, 5, (2,))}, new=(enter("a", 0, PROMPTS[0]),)))
+    masks = np.full((2, runner.sampler.limits.mask_words), -1, dtype=np.int32)
+    for rows, message in (
+        ([0], r"bitmask: expected int32 \[1, \d+\], a mask for each of rows, got int32"),
+        ([0, 0], r"rows: expected different rows, got \[0, 0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runner.sample(masks, rows)
+    runner.sample(masks[:1], [0]).result()
+    runner.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.gpu_only
 def test_after_a_layers_event_another_stream_reads_its_pages(checkpoint):

@@ -18,7 +18,7 @@ BIAS = 4
 """Bit of ``edits``: add ``bias_values`` to the logits of ``bias_ids``."""
 PENALTIES = 8
 """Bit of ``edits``: apply the repetition, frequency and presence penalties."""
-MAX_PARTS = 64
+MAX_PARTS = 256
 """Columns of ``counted``: most programs that share the vocabulary of a request."""
 
 MAX_LOGPROBS_VOCAB_SIZE = 1 << 20
@@ -62,7 +62,7 @@ class History:
 class LogitEdits:
     """The edits of its logits that each slot asks for; int32, unit last stride unless noted.
 
-    The fields of an edit are not read for a slot whose ``edits`` lack the edit's bit.
+    The content of an edit's fields does not matter for a slot whose ``edits`` lack the edit's bit.
     """
 
     edits: torch.Tensor

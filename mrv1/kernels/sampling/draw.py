@@ -13,7 +13,11 @@ from mrv1.kernels.sampling.search import (
     Row,
     Tiles,
     before,
-    search_groups,
+    guess_floor,
+    list_groups,
+    load_listed,
+    opaque_zero,
+    search_block,
     search_list,
     search_row,
 )
@@ -68,18 +72,49 @@ def _draw_token(row, noise, group, floor, purpose, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _load_groups(row, group, is_listed, tiles):
+    """Return the logits of the groups that are listed, -inf for other groups."""
+    token = group[:, None] * tiles.GROUP + tl.arange(0, tiles.GROUP)[None, :]
+    is_token = is_listed[:, None] & (token < row.vocab_size)
+    x = tl.load(row.logits_ptr + token, mask=is_token, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _sum_above(row, group, at, floor, scale, tiles):
+    """Return each group's mass of tokens above ``floor``, 0 where not ``at``; sums are *written*.
+
+    Each tile of groups is loaded while the tile before it is summed.
+    """
+    STEP: tl.constexpr = tiles.FEW_GROUPS
+    part = tl.arange(0, STEP)
+    num_listed = list_groups(row, group, at)
+    group_next = load_listed(row, part, num_listed)
+    x_next = _load_groups(row, group_next, part < num_listed, tiles)
+    group_later = load_listed(row, STEP + part, num_listed)
+    for first in range(0, num_listed, STEP):
+        listed, x = group_next, x_next
+        group_next = group_later
+        x_next = _load_groups(row, group_next, first + STEP + part < num_listed, tiles)
+        group_later = load_listed(row, first + 2 * STEP + part, num_listed)
+        weight = tl.where(x > floor, tl.exp2((x - row.top) * scale), 0.0)
+        tl.store(
+            row.group_sum_ptr + listed, tl.sum(weight, axis=1), mask=first + part < num_listed
+        )
+    tl.debug_barrier()
+    return tl.load(row.group_sum_ptr + (group | opaque_zero(floor)), mask=at, other=0.0)
+
+
+@triton.jit
 def _draw_nucleus(row, noise, filters, group_max, group_sum, tiles):
     """Return a token of a row that only top-p filters, drawn in rounds; the sums are *written*.
 
     The mass of the tokens above a drawn token decides whether the token is kept. Only groups that
     have tokens above the drawn token are read.
     """
-    STEP: tl.constexpr = (tiles.FEW_GROUPS + 1) // 2  # its buffers leave room for a second program
     top = row.top
     scale = scale_of(row.temperature)
     group = tl.arange(0, tiles.TILE_GROUPS)
-    member = tl.arange(0, tiles.GROUP)[None, :]
-    part = tl.arange(0, STEP)
     log_mass = (group_max - top) * (scale * _LN_2) + _log(group_sum)
     target = filters.top_p * tl.sum(group_sum * tl.exp2((group_max - top) * scale), axis=0)
     floor = float("-inf")
@@ -92,26 +127,7 @@ def _draw_nucleus(row, noise, filters, group_max, group_sum, tiles):
         is_open = (x < top).to(tl.int32)
         if is_open != 0:
             floor = x
-            at = group_max > floor
-            num_listed = tl.sum(at.to(tl.int32))
-            index = tl.cumsum(at.to(tl.int32), axis=0) - 1
-            tl.debug_barrier()  # no thread reads the list of an earlier round any more
-            tl.store(row.scratch_ptr + index, group.to(tl.float32), mask=at)
-            tl.debug_barrier()
-            for first in tl.range(0, num_listed, STEP, num_stages=tiles.NUM_STAGES):
-                is_listed = first + part < num_listed
-                listed = tl.load(row.scratch_ptr + first + part, mask=is_listed, other=0.0)
-                listed = listed.to(tl.int32)
-                of_group = listed[:, None] * tiles.GROUP + member
-                others = tl.load(
-                    row.logits_ptr + of_group,
-                    mask=is_listed[:, None] & (of_group < row.vocab_size),
-                    other=float("-inf"),
-                ).to(tl.float32)
-                weight = tl.where(others > floor, tl.exp2((others - top) * scale), 0.0)
-                tl.store(row.group_sum_ptr + listed, tl.sum(weight, axis=1), mask=is_listed)
-            tl.debug_barrier()
-            mass = tl.load(row.group_sum_ptr + group, mask=at, other=0.0)
+            mass = _sum_above(row, group, group_max > floor, floor, scale, tiles)
             log_mass = _log(mass)
             purpose += 2
             is_open = (tl.sum(mass, axis=0) >= target).to(tl.int32)
@@ -137,10 +153,10 @@ def _draw_filtered_group(row, noise, filters, group_max, tiles):
     least = tl.min(tl.where(group_max > float("-inf"), group_max, float("inf")), axis=0)
     num_few = tl.sum((group_max > base).to(tl.int32))
     most = tl.where(
-        k > tiles.FEW_GROUPS, tl.maximum(tl.minimum(k + k // 4, num_few - 1), k), tiles.FEW_GROUPS
+        k > tiles.FEW_GROUPS, tl.maximum(tl.minimum(k + k // 16, num_few - 1), k), tiles.FEW_GROUPS
     )
     if (num_few > most) & (k > 0):
-        floor, num_few = search_groups(group_max, base, top, k, most)
+        floor, num_few = search_block(group_max, base, top, k, most)
 
     chosen = 0
     is_done = False
@@ -173,25 +189,21 @@ def _draw_filtered_group(row, noise, filters, group_max, tiles):
 
     if not is_done:
         if (k > 0) | (top_p < 1.0):
+            # The number of tokens above the floor, if tokens were shuffled.
+            num_groups = row.num_groups.to(tl.float32)
+            others = num_groups - num_few.to(tl.float32)
+            num_above = num_groups * tl.log(num_groups / tl.maximum(others, 1.0))
+            num_above = tl.where(others > 0.0, num_above, row.vocab_size.to(tl.float32))
+            collect = num_above <= tiles.COLUMNS * tiles.DEPTH // 2
+            guess = tl.full([], float("-inf"), tl.float32)
+            if (k > 0) & (not collect):
+                guess = guess_floor(row, k, tiles)
+                collect = guess > float("-inf")
             by_mass = (k == 0).to(tl.int32)
-            few_left = (k > 0) & (k <= tiles.LANES * tiles.DEPTH // 4) & (floor > float("-inf"))
-            collect = few_left.to(tl.int32)
-            floor = search_row(row, filters, floor, by_mass, collect, least, scale, tiles)
-        for first in range(0, row.num_groups, tiles.FEW_GROUPS):
-            here = first + few
-            maximum = tl.load(
-                row.group_max_ptr + here, mask=here < row.num_groups, other=float("-inf")
+            floor = search_row(
+                row, filters, floor, guess, by_mass, collect.to(tl.int32), least, scale, tiles
             )
-            token = here[:, None] * tiles.GROUP + member
-            x = tl.load(
-                row.logits_ptr + token,
-                mask=(maximum > floor)[:, None] & (token < row.vocab_size),
-                other=float("-inf"),
-            ).to(tl.float32)
-            weight = tl.where(x > floor, tl.exp2((x - top) * scale), 0.0)
-            tl.store(row.group_sum_ptr + here, tl.sum(weight, axis=1), mask=here < row.num_groups)
-        tl.debug_barrier()
-        mass = tl.load(row.group_sum_ptr + group, mask=group < row.num_groups, other=0.0)
+        mass = _sum_above(row, group, group_max > floor, floor, scale, tiles)
         chosen = _draw_group(group, _log(mass), noise, _GROUP)
     return chosen, floor
 
@@ -220,6 +232,7 @@ def draw_kernel(
     TILE_GROUPS: tl.constexpr,  # power of two >= num_groups
     FEW_GROUPS: tl.constexpr,
     LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PIVOTS: tl.constexpr,
     LISTED: tl.constexpr,
@@ -284,7 +297,10 @@ def draw_kernel(
         if (temperature != 0.0) & (top_p < 1.0) & (k == 0) & (min_p <= 0.0):
             token = _draw_nucleus(
                 row, noise, filters, group_max, group_sum,
-                Tiles(GROUP, TILE_GROUPS, FEW_GROUPS, LANES, DEPTH, PIVOTS, LISTED, NUM_STAGES),
+                Tiles(
+                    GROUP, TILE_GROUPS, FEW_GROUPS, LANES, COLUMNS, DEPTH, PIVOTS, LISTED,
+                    NUM_STAGES,
+                ),
             )  # fmt: skip
             tl.store(out_ptr + row_index, token.to(tl.int64))
             return
@@ -299,7 +315,10 @@ def draw_kernel(
         elif (k > 0) | (top_p < 1.0) | (min_p > 0.0):
             chosen, floor = _draw_filtered_group(
                 row, noise, filters, group_max,
-                Tiles(GROUP, TILE_GROUPS, FEW_GROUPS, LANES, DEPTH, PIVOTS, LISTED, NUM_STAGES),
+                Tiles(
+                    GROUP, TILE_GROUPS, FEW_GROUPS, LANES, COLUMNS, DEPTH, PIVOTS, LISTED,
+                    NUM_STAGES,
+                ),
             )  # fmt: skip
         else:
             chosen = _draw_group(group, log_weight, noise, _GROUP)

@@ -7,8 +7,8 @@ whose slot uses none ends after it has read the word. In this order, on the row'
     repetition   x = x / r  if x > 0 else  x * r      tokens of the prompt and of the output
     frequency    x -= f * (number of times the token is in the output)
     presence     x -= p                               tokens of the output
-    allowed      x = -inf                             tokens whose bit is 0
     min tokens   x = -inf                             stop tokens, of an output that is too short
+    allowed      x = -inf                             tokens whose bit is 0
 
 The masks come last. Masks first would give the same result: -inf stays -inf under every finite
 bias and penalty.
@@ -61,6 +61,8 @@ _MIN_TOKENS = tl.constexpr(MIN_TOKENS)
 _BIAS = tl.constexpr(BIAS)
 _PENALTIES = tl.constexpr(PENALTIES)
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
+_MANY_MASKS = tl.constexpr(8)
+"""A launch of fewer masks takes the latency of its loads, not the time of its bytes."""
 _IN_PROMPT = tl.constexpr(1 << 30)  # bit of a count; the bits below it count the output
 
 
@@ -81,7 +83,7 @@ class _Penalties(NamedTuple):
 
 
 @triton.jit
-def _mask_part(logits_row_ptr, mask_row_ptr, part, TILE_VOCAB: tl.constexpr):
+def _mask_tokens(logits_row_ptr, mask_row_ptr, part, TILE_VOCAB: tl.constexpr):
     """Set the logits of a part's tokens with bit 0 to -inf; first_token is a multiple of 32."""
     for tile in range(part.num_tiles):
         token = part.first_token + tile * TILE_VOCAB + tl.arange(0, TILE_VOCAB)
@@ -90,6 +92,41 @@ def _mask_part(logits_row_ptr, mask_row_ptr, part, TILE_VOCAB: tl.constexpr):
         # One token per thread, one mask word per warp: 16 bytes per thread would be four stores,
         # each of a quarter of every sector.
         tl.store(tl.max_contiguous(logits_row_ptr + token, 1), float("-inf"), mask=is_banned)
+
+
+@triton.jit
+def _load_words(mask_row_ptr, tile, part, TILE_WORDS: tl.constexpr):
+    """Return the words of a part's tile, with all bits set beyond the part, and their indices."""
+    word = part.first_token // 32 + tile * TILE_WORDS + tl.arange(0, TILE_WORDS)
+    return tl.load(mask_row_ptr + word, mask=word * 32 < part.end_token, other=-1), word
+
+
+@triton.jit
+def _mask_words(
+    logits_row_ptr, mask_row_ptr, bits, part, TILE_WORDS: tl.constexpr, REWRITE: tl.constexpr
+):
+    """Set the logits of a part's tokens with bit 0 to -inf; ``bits`` are of the first tile.
+
+    With REWRITE, the logits of a word that allows some of its tokens are read and written back,
+    because a GPU takes longer to write a part of a sector. The logits of a word that allows no
+    token are not read, and those of a word that allows every token are not written.
+    """
+    member = tl.arange(0, 32)[None, :]
+    word = part.first_token // 32 + tl.arange(0, TILE_WORDS)
+    for tile in range(part.num_tiles):
+        token = word[:, None] * 32 + member
+        following, word = _load_words(mask_row_ptr, tile + 1, part, TILE_WORDS)
+        is_token = token < part.end_token
+        is_banned = ((bits[:, None] >> member) & 1) == 0
+        if REWRITE:
+            is_written = (bits != -1)[:, None] & is_token
+            is_read = (bits != 0)[:, None] & is_written
+            x = tl.load(logits_row_ptr + token, mask=is_read, other=float("-inf"))
+            x = tl.where(is_banned, float("-inf"), x)
+            tl.store(logits_row_ptr + token, x, mask=is_written)
+        else:
+            tl.store(logits_row_ptr + token, float("-inf"), mask=is_banned & is_token)
+        bits = following
 
 
 @triton.jit
@@ -194,6 +231,7 @@ def _edit_logits_kernel(
     TILE_STOP_TOKENS: tl.constexpr,  # power of two >= max_stop_tokens
     TILE_BIAS: tl.constexpr,  # power of two >= max_bias
     TILE_VOCAB: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,  # see _is_aligned
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (num_reqs, num_parts): one program edits part_tiles tiles of a request's rows."""
@@ -206,13 +244,25 @@ def _edit_logits_kernel(
     slot = tl.max(slots, axis=0).to(tl.int64)  # all rows but padding have the same slot
     if slot < 0:
         return
-    edits = tl.load(edits_ptr + slot)
-    if edits == 0:
-        return
-
     first_token = part_index * part_tiles * TILE_VOCAB
     end_token = tl.minimum(first_token + part_tiles * TILE_VOCAB, vocab_size)
     part = _Part(first_token, end_token, part_tiles)
+    allowed_ptr = allowed_mask_ptr + slot * stride_allowed_mask_slot
+    if draft_token_ids_ptr is None:
+        # Few masks take the latency of their loads: a mask is loaded beside the word of edits.
+        is_few = tl.num_programs(0) < _MANY_MASKS
+        eager_part = _Part(first_token, tl.where(is_few, end_token, 0), part_tiles)
+        bits, _ = _load_words(allowed_ptr, 0, eager_part, TILE_VOCAB // 32)
+        edits = tl.load(edits_ptr + slot)
+        if (edits == _ALLOWED) & is_few:
+            logits_row_ptr = logits_ptr + req * stride_logits_row
+            _mask_words(logits_row_ptr, allowed_ptr, bits, part, TILE_VOCAB // 32, False)
+            return
+    else:
+        edits = tl.load(edits_ptr + slot)
+    if edits == 0:
+        return
+
     known = tl.load(num_tokens_ptr + slot)
     counts_row_ptr = counts_ptr + slot * stride_counts_slot
     if edits & _PENALTIES:
@@ -263,9 +313,6 @@ def _edit_logits_kernel(
                     logits_row_ptr, counts_row_ptr, drafts_ptr, ahead, penalties, part, TILE_VOCAB
                 )
                 tl.debug_barrier()  # masks overwrite penalized logits
-            if edits & _ALLOWED:
-                allowed_ptr = allowed_mask_ptr + slot * stride_allowed_mask_slot
-                _mask_part(logits_row_ptr, allowed_ptr, part, TILE_VOCAB)
             if edits & _MIN_TOKENS:
                 index = tl.arange(0, TILE_STOP_TOKENS)
                 is_short = known + ahead < tl.load(min_total_tokens_ptr + slot)
@@ -273,6 +320,18 @@ def _edit_logits_kernel(
                 token = tl.load(stop_ptr, mask=is_short & (index < max_stop_tokens), other=-1)
                 in_part = (token >= first_token) & (token < end_token)
                 tl.store(logits_row_ptr + token, float("-inf"), mask=in_part)
+
+    if edits & _ALLOWED:
+        tl.debug_barrier()  # a mask may write back logits that the other edits have written
+        for i in range(rows_per_req):
+            row = req * rows_per_req + i
+            if tl.load(idx_mapping_ptr + row) >= 0:
+                logits_row_ptr = logits_ptr + row * stride_logits_row
+                if IS_ALIGNED:
+                    words, _ = _load_words(allowed_ptr, 0, part, TILE_VOCAB // 32)
+                    _mask_words(logits_row_ptr, allowed_ptr, words, part, TILE_VOCAB // 32, True)
+                else:
+                    _mask_tokens(logits_row_ptr, allowed_ptr, part, TILE_VOCAB)
 
 
 @triton.jit(do_not_specialize=["part_tiles"], do_not_specialize_on_alignment=["rows_ptr"])
@@ -285,6 +344,7 @@ def _apply_token_bitmask_kernel(
     vocab_size,
     part_tiles,
     TILE_VOCAB: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,  # see _is_aligned
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (num_masks, num_parts): one program masks part_tiles tiles of a row."""
@@ -298,12 +358,14 @@ def _apply_token_bitmask_kernel(
         return
     first_token = tl.program_id(1) * part_tiles * TILE_VOCAB
     end_token = tl.minimum(first_token + part_tiles * TILE_VOCAB, vocab_size)
-    _mask_part(
-        logits_ptr + row * stride_logits_row,
-        bitmask_ptr + index * stride_bitmask_row,
-        _Part(first_token, end_token, part_tiles),
-        TILE_VOCAB,
-    )
+    part = _Part(first_token, end_token, part_tiles)
+    logits_row_ptr = logits_ptr + row * stride_logits_row
+    mask_row_ptr = bitmask_ptr + index * stride_bitmask_row
+    if IS_ALIGNED and tl.num_programs(0) >= _MANY_MASKS:
+        bits, _ = _load_words(mask_row_ptr, 0, part, TILE_VOCAB // 32)
+        _mask_words(logits_row_ptr, mask_row_ptr, bits, part, TILE_VOCAB // 32, True)
+    else:
+        _mask_tokens(logits_row_ptr, mask_row_ptr, part, TILE_VOCAB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +411,11 @@ def _config(vocab_size: int, num_reqs: int) -> EditLogitsConfig:
     return EditLogitsConfig.default_for(vocab_size, num_reqs)
 
 
+def _is_aligned(logits: torch.Tensor) -> bool:
+    """Return whether Triton knows that four logits of a row can be written at once."""
+    return logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
+
+
 def edit_logits(
     logits: torch.Tensor,
     idx_mapping: torch.Tensor,
@@ -367,8 +434,8 @@ def edit_logits(
         idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
             unchanged. All rows of a request have one slot; different requests, different slots.
         history: of every slot. Ids outside the vocabulary are ignored.
-        edits: of every slot; ``counts`` and ``counted`` are *written*. The fields of an edit are
-            not read for a slot whose ``edits`` lack the edit's bit.
+        edits: of every slot; ``counts`` and ``counted`` are *written*. The content of an edit's
+            fields does not matter for a slot whose ``edits`` lack the edit's bit.
         ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
             row's logits, 0 to max_drafts; not checked. Goes with ``draft_token_ids``.
         draft_token_ids: [num_reqs, max_drafts] int32, unit last stride: each request has
@@ -433,6 +500,7 @@ def edit_logits(
         TILE_STOP_TOKENS=triton.next_power_of_2(max(max_stop_tokens, 1)),
         TILE_BIAS=triton.next_power_of_2(max(max_bias, 1)),
         TILE_VOCAB=config.tile_vocab,
+        IS_ALIGNED=_is_aligned(logits),
         num_warps=config.num_warps,
         enable_fp_fusion=False,  # a penalty's product is rounded, as torch's is
         **({"maxnreg": MAX_REGISTERS} if limited else {}),
@@ -451,8 +519,8 @@ def apply_token_bitmask(
         bitmask: [masks, ceil(vocab / 32)] int32, unit last stride: bit i of word w is 1 where
             token 32 w + i is allowed.
         rows: [masks] int32, contiguous: the row of logits that each mask is for, less than the
-            number of rows, not checked; -1 = none. A row may have several masks. None = mask i is
-            for row i, and masks = rows.
+            number of rows, no row twice, not checked; -1 = none. None = mask i is for row i, and
+            masks = rows.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -477,6 +545,7 @@ def apply_token_bitmask(
         vocab_size,
         config.part_tiles,
         TILE_VOCAB=config.tile_vocab,
+        IS_ALIGNED=_is_aligned(logits),
         num_warps=config.num_warps,
         **overlap_options(logits.device),
     )

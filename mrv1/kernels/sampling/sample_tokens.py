@@ -32,6 +32,8 @@ end in the first round, with the token that they would draw without a filter.
 There are two launches. The first reads the logits and writes each group's maximum and sum. The
 second, one program per row, works from the maxima and sums, and reads again only where it must:
 the 50 best tokens are in the 50 groups with the largest maxima. ``search`` finds the kept tokens.
+Where top-k keeps many tokens, one more read of the row writes the tokens that may be kept to a
+scratch of some kilobytes, and the search reads only those.
 
 Sources: Maddison et al., "A* Sampling" (2014), for the Gumbel-max draw; FlashInfer (2025) for
 top-p by rejection.
@@ -58,6 +60,8 @@ MAX_VOCAB_SIZE = 1 << 24
 class SampleTokensConfig:
     """How both launches divide a row, the same in all batches: it may change a sum's last bits."""
 
+    all_groups: int
+    """Groups of a row, rounded up to a power of two."""
     tile_groups: int
     """Groups of one program of the first launch."""
     num_warps: int = 4
@@ -65,8 +69,10 @@ class SampleTokensConfig:
     """Groups whose tokens a program of the second launch holds at once."""
     lanes: int = 1024
     """Tokens that a pass of the second launch over a row reads together."""
-    depth: int = 8
-    """Tokens of each lane that fit the scratch: ``lanes * depth`` in all."""
+    columns: int = 256
+    """Columns of the scratch for tokens: one per thread of the second launch."""
+    depth: int = 64
+    """Tokens that fit a column."""
     pivots: int = 4
     """Values for which a pass counts the tokens above."""
     listed: int = 128
@@ -96,6 +102,7 @@ class SampleTokensConfig:
         size = group_size(vocab_size)
         num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
         return cls(
+            all_groups=num_groups,
             tile_groups=min(max(2048 // size, 1), num_groups),
             few_groups=min(max(8192 // size, 1), num_groups),
             draw_registers=None if torch.version.hip else 128,
@@ -107,6 +114,7 @@ class SampleTokensConfig:
         size = group_size(vocab_size)
         num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
         return cls(
+            all_groups=num_groups,
             tile_groups=min(num_groups, 2**16 // size),
             few_groups=min(max(8192 // size, 1), num_groups),
             lanes=min(triton.next_power_of_2(vocab_size), 2**14),
@@ -114,11 +122,8 @@ class SampleTokensConfig:
 
     @property
     def scratch_size(self) -> int:
-        """Elements of a row's scratch: tokens of all lanes, or a list of groups, then of tokens.
-
-        There is also room for a list of all groups of a row, which top-p as the only filter needs.
-        """
-        return max(self.lanes * self.depth, self.few_groups + 2 * self.listed)
+        """Elements of a row's scratch: a list of groups, then tokens in columns or in a list."""
+        return self.all_groups + max(self.columns * self.depth, 2 * self.listed)
 
 
 def sample_tokens(
@@ -171,7 +176,7 @@ def sample_tokens(
         scores nearly tie, or where a sum is within rounding of ``top_p``. A row's token is
         the same, bit for bit, whatever the other rows, their number and the row's place.
     Stream: two launches on the current stream, no synchronisation, CUDA-graph safe. Allocates per
-        row 8 bytes per group and, unless all filters are None, 32 KiB.
+        row 8 bytes per group and, unless all filters are None, 64 KiB and up to 8 bytes per group.
     """
     num_rows, vocab_size = _check(
         logits, temperature, seeds, positions, top_k, top_p, min_p, child, idx_mapping, prompt_len,
@@ -227,9 +232,10 @@ def sample_tokens(
         vocab_size,
         num_groups,
         GROUP=size,
-        TILE_GROUPS=triton.next_power_of_2(num_groups),
+        TILE_GROUPS=config.all_groups,
         FEW_GROUPS=config.few_groups,
         LANES=config.lanes,
+        COLUMNS=config.columns,
         DEPTH=config.depth,
         PIVOTS=config.pivots,
         LISTED=config.listed,

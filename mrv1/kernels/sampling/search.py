@@ -47,6 +47,7 @@ class Tiles(NamedTuple):
     TILE_GROUPS: tl.constexpr
     FEW_GROUPS: tl.constexpr
     LANES: tl.constexpr
+    COLUMNS: tl.constexpr
     DEPTH: tl.constexpr
     PIVOTS: tl.constexpr
     LISTED: tl.constexpr
@@ -91,51 +92,6 @@ def middle(low, high, least, step):
 
 
 @triton.jit
-def total(tile):
-    """Return the sum of a two-dimensional block, without a reshape."""
-    return tl.sum(tl.sum(tile, axis=0), axis=0)
-
-
-@triton.jit
-def search_tile(x, weight, low, high, num_high, mass_high, k, target, BY_MASS: tl.constexpr):
-    """Return the floor within a bracket, all of whose tokens are in the tile ``x``.
-
-    ``weight`` is exp((x - row maximum) / temperature). ``num_high`` and ``mass_high`` are the
-    number and mass of the tokens above ``high``, which are not in the tile. ``k`` tokens are
-    enough, or a mass of ``target`` if BY_MASS.
-    """
-    num_high = tl.full([], 0, tl.int32) + num_high
-    mass_high = tl.full([], 0.0, tl.float32) + mass_high
-    inside = (x > low) & (x <= high)
-    least = tl.min(tl.min(tl.where(inside, x, float("inf")), axis=0), axis=0)
-    num_low = num_high + total(inside.to(tl.int32))
-    step = 0
-    is_open = num_low > num_high + 1
-    if not BY_MASS:
-        is_open = is_open & (num_low > k)
-    while is_open:
-        value = middle(low, high, least, step)
-        above = (x > value) & (x <= high)
-        num = num_high + total(above.to(tl.int32))
-        mass = mass_high
-        if BY_MASS:
-            mass = mass_high + total(tl.where(above, weight, 0.0))
-            enough = mass >= target
-        else:
-            enough = num >= k
-        low = tl.where(enough, value, low)
-        num_low = tl.where(enough, num, num_low)
-        high = tl.where(enough, high, value)
-        num_high = tl.where(enough, num_high, num)
-        mass_high = tl.where(enough, mass_high, mass)
-        step += 1
-        is_open = (num_low > num_high + 1) & (gap(low, high) > 1)
-        if not BY_MASS:
-            is_open = is_open & (num_low > k)
-    return low
-
-
-@triton.jit
 def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr):
     """Return the floor of top-k, then top-p, by comparing every pair of the tokens in a list.
 
@@ -173,19 +129,19 @@ def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr
 
 
 @triton.jit
-def search_groups(group_max, low, high, fewest, most):
-    """Return a value v with fewest <= num(v) <= most, and num(v), the group maxima above v.
+def search_block(x, low, high, fewest, most):
+    """Return a value v with fewest <= num(v) <= most, and num(v), the elements of ``x`` above v.
 
-    The caller ensures num(low) > most and num(high) = 0. If equal maxima leave no such v, num(v)
+    The caller ensures num(low) > most and num(high) = 0. If equal elements leave no such v, num(v)
     of the value returned is above ``most``.
     """
-    least = tl.min(tl.where(group_max > low, group_max, float("inf")))
-    num_low = tl.sum((group_max > low).to(tl.int32))
+    least = tl.min(tl.where(x > low, x, float("inf")))
+    num_low = tl.sum((x > low).to(tl.int32))
     num_high = tl.full([], 0, tl.int32)
     step = 0
     while (num_high < fewest) & (gap(low, high) > 1):
         value = middle(low, high, least, step)
-        num = tl.sum((group_max > value).to(tl.int32))
+        num = tl.sum((x > value).to(tl.int32))
         is_low = num > most
         low = tl.where(is_low, value, low)
         num_low = tl.where(is_low, num, num_low)
@@ -197,6 +153,168 @@ def search_groups(group_max, low, high, fewest, most):
 
 
 @triton.jit
+def opaque_zero(x):
+    """Return 0 for every number ``x``, in a way that the compiler does not see.
+
+    A second load at ``group | opaque_zero(x)`` computes its addresses anew. Otherwise the compiler
+    keeps the addresses of the first load, and even rows that load once spill them.
+    """
+    return (x != x).to(tl.int32)
+
+
+@triton.jit
+def list_groups(row, group, at):
+    """Write the groups where ``at`` to the front of the scratch, in order, and return how many."""
+    index = tl.cumsum(at.to(tl.int32), axis=0) - 1
+    tl.debug_barrier()  # no thread reads an earlier list any more
+    tl.store(row.scratch_ptr + index, group.to(tl.float32), mask=at)
+    tl.debug_barrier()
+    return tl.sum(at.to(tl.int32))
+
+
+@triton.jit
+def load_listed(row, index, num_listed):
+    """Return the groups at indices of the list, 0 beyond its end."""
+    return tl.load(row.scratch_ptr + index, mask=index < num_listed, other=0.0).to(tl.int32)
+
+
+@triton.jit
+def guess_floor(row, k, tiles):
+    """Return a value that probably has at least k tokens above it, and few more, or -inf.
+
+    The value is the logit of some rank in a sample, which is groups evenly spread over the row.
+    If tokens were shuffled, the k-th token would have an expected rank in the sample; four
+    standard deviations are added to it.
+    """
+    few = tl.arange(0, tiles.FEW_GROUPS)
+    sampled = few * row.num_groups // tiles.FEW_GROUPS
+    token = sampled[:, None] * tiles.GROUP + tl.arange(0, tiles.GROUP)[None, :]
+    x = tl.load(row.logits_ptr + token, mask=token < row.vocab_size, other=float("-inf"))
+    x = x.to(tl.float32)
+    num_finite = tl.sum((x > float("-inf")).to(tl.int32))
+    share = tiles.FEW_GROUPS * tiles.GROUP / row.vocab_size.to(tl.float32)
+    rank = k.to(tl.float32) * share
+    rank = (rank + 4.0 * tl.sqrt(rank) + 2.0).to(tl.int32)
+    most = rank + rank // 8
+    guess = tl.full([], float("-inf"), tl.float32)
+    if most < num_finite:
+        guess, _ = search_block(x, guess, tl.max(x), rank, most)
+    return guess
+
+
+@triton.jit
+def _load_runs(row, group, run, num_runs, member, tiles):
+    """Return the logits of runs of 128 tokens of the groups, -inf beyond the list of runs."""
+    RUNS: tl.constexpr = tiles.GROUP // 128
+    first = group * tiles.GROUP + run % RUNS * 128
+    token = first[:, :, None, None] + member[None, None, :, :]
+    is_token = (run < num_runs)[:, :, None, None] & (token < row.vocab_size)
+    x = tl.load(row.logits_ptr + token, mask=is_token, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _collect(row, low, high, tiles):
+    """Write the row's logits in (low, high] to columns, and return the heights of the columns.
+
+    The columns are [DEPTH, COLUMNS] float32 in the scratch, after the list of groups. Each thread
+    has a column of its own, so that no thread needs the counts of another. A column that is higher
+    than DEPTH lacks logits. Each tile of tokens is loaded while the tile before it is written.
+    """
+    ROWS: tl.constexpr = tiles.COLUMNS // 32
+    UNROLL: tl.constexpr = 4 if tiles.TILE_GROUPS >= 64 else 1
+    STEP: tl.constexpr = UNROLL * ROWS
+    RUNS: tl.constexpr = tiles.GROUP // 128  # runs of 128 tokens in a group
+    columns_ptr = row.scratch_ptr + tiles.TILE_GROUPS
+    group = tl.arange(0, tiles.TILE_GROUPS) | opaque_zero(high)
+    maximum = tl.load(row.group_max_ptr + group, mask=group < row.num_groups, other=float("-inf"))
+    num_listed = list_groups(row, group, maximum > low)
+    num_runs = num_listed * RUNS
+
+    lane_row, lane = tl.arange(0, ROWS), tl.arange(0, 32)
+    run = (tl.arange(0, UNROLL) * ROWS)[:, None] + lane_row[None, :]
+    member = (lane * 4)[:, None] + tl.arange(0, 4)[None, :]
+    column = lane_row[:, None] * 32 + lane[None, :]
+    height = tl.zeros([ROWS, 32], tl.int32)
+    group_next = load_listed(row, run // RUNS, num_listed)
+    x_next = _load_runs(row, group_next, run, num_runs, member, tiles)
+    run += STEP
+    group_next = load_listed(row, run // RUNS, num_listed)
+    for _ in range(0, num_runs, STEP):
+        x = x_next
+        x_next = _load_runs(row, group_next, run, num_runs, member, tiles)
+        run += STEP
+        group_next = load_listed(row, run // RUNS, num_listed)
+        inside = (x > low) & (x <= high)
+        count = inside.to(tl.int32)
+        of_vector = tl.broadcast_to(tl.sum(count, axis=3)[:, :, :, None], (UNROLL, ROWS, 32, 4))
+        above = tl.cumsum(of_vector, axis=0) - of_vector + tl.cumsum(count, axis=3) - 1
+        place = (height[None, :, :, None] + above) * tiles.COLUMNS + column[None, :, :, None]
+        tl.store(columns_ptr + place, x, mask=inside & (place < tiles.COLUMNS * tiles.DEPTH))
+        height += tl.sum(tl.sum(count, axis=3), axis=0)
+    tl.debug_barrier()
+    return tl.reshape(height, [tiles.COLUMNS])
+
+
+@triton.jit
+def _sum_columns(row, heights, highest, low, high, by_mass, scale, tiles):
+    """Return the number, the mass and the least of the columns' logits in (low, high].
+
+    ``heights`` are the columns' and ``highest`` is their maximum. Mass is 0 if not ``by_mass``.
+    """
+    STEP: tl.constexpr = 8
+    depth, column = tl.arange(0, STEP)[:, None], tl.arange(0, tiles.COLUMNS)[None, :]
+    columns_ptr = row.scratch_ptr + tiles.TILE_GROUPS
+    num = tl.zeros([STEP, tiles.COLUMNS], tl.int32)
+    mass = tl.zeros([STEP, tiles.COLUMNS], tl.float32)
+    least = tl.full([STEP, tiles.COLUMNS], float("inf"), tl.float32)
+    for first in range(0, highest, STEP):
+        x = tl.load(
+            columns_ptr + (first + depth) * tiles.COLUMNS + column,
+            mask=first + depth < heights[None, :],
+            other=float("-inf"),
+        )
+        inside = (x > low) & (x <= high)
+        num += inside.to(tl.int32)
+        least = tl.minimum(least, tl.where(inside, x, float("inf")))
+        if by_mass != 0:
+            mass += tl.where(inside, tl.exp2((x - row.top) * scale), 0.0)
+    return tl.sum(num), tl.sum(mass), tl.min(least)
+
+
+@triton.jit
+def _search_columns(
+    row, heights, low, high, num_high, mass_high, filters, by_mass, target, scale, tiles
+):
+    """Return the floor within a bracket; all of its logits are in the columns.
+
+    ``num_high`` and ``mass_high`` are the number and mass of the tokens above ``high``. A negative
+    ``target`` is not known yet: the bracket then has all tokens that top-k keeps.
+    """
+    highest = tl.max(heights)
+    num_low, mass_low, least = _sum_columns(
+        row, heights, highest, low, high, by_mass, scale, tiles
+    )
+    num_low += num_high
+    target = tl.where(target < 0.0, filters.top_p * mass_low, target)
+    step = 0
+    while (
+        (num_low > num_high + 1) & (gap(low, high) > 1) & ((by_mass != 0) | (num_low > filters.k))
+    ):
+        value = middle(low, high, least, step)
+        num, mass, _ = _sum_columns(row, heights, highest, value, high, by_mass, scale, tiles)
+        num, mass = num_high + num, mass_high + mass
+        enough = tl.where(by_mass != 0, mass >= target, num >= filters.k)
+        low = tl.where(enough, value, low)
+        num_low = tl.where(enough, num, num_low)
+        high = tl.where(enough, high, value)
+        num_high = tl.where(enough, num_high, num)
+        mass_high = tl.where(enough, mass_high, mass)
+        step += 1
+    return low
+
+
+@triton.jit
 def _pick(values, index, at):
     """Return the element of a block at a run-time index."""
     return tl.sum(tl.where(index == at, values, tl.zeros_like(values)), axis=0)
@@ -204,28 +322,30 @@ def _pick(values, index, at):
 
 @triton.jit
 def search_row(
-    row,  # its scratch is [DEPTH, LANES] float32
+    row,
     filters,
     low,
+    guess,  # may be above the k-th token: not lower than low, or -inf for none
     by_mass,  # whether top-k is done or off, so that mass decides
-    collect,  # whether few tokens are likely to be above low
+    collect,  # whether few tokens are likely to be above low, or above the guess
     least,  # finite and near the logits of most tokens: the smallest finite group maximum
     scale,
     tiles,
 ):
     """Return the floor of top-k, then top-p, for any number of tokens.
 
-    Passes over the row divide the bracket at PIVOTS values, until its tokens fit the scratch. A
-    lane is every LANES-th token of the row, and has its own column of the scratch.
+    The tokens of a bracket are written to columns and searched there. If they do not fit, passes
+    over the row divide the bracket at PIVOTS values until they do.
     """
     lane = tl.arange(0, tiles.LANES)
-    depth = tl.arange(0, tiles.DEPTH)[:, None]
     pivot_index = tl.arange(0, tiles.PIVOTS)
     k, top_p, top = filters.k, filters.top_p, row.top
     high = top
     num_high = 0
     mass_high = 0.0
     target = -1.0  # mass that is enough for top-p; < 0: not known yet
+    heights = tl.zeros([tiles.COLUMNS], tl.int32)
+    has_columns = 0  # whether the columns have all tokens in (low, high]
     num_passes = 0
     is_open = 1
     while is_open != 0:
@@ -235,43 +355,26 @@ def search_row(
             else:
                 by_mass, high, num_high, mass_high, num_passes = 1, top, 0, 0.0, 0
         elif collect != 0:
-            tl.debug_barrier()  # no thread reads the scratch of an earlier round any more
-            height = tl.zeros([tiles.LANES], tl.int32)
-            for first in tl.range(0, row.vocab_size, tiles.LANES, num_stages=tiles.NUM_STAGES):
-                token = first + lane
-                x = tl.load(
-                    row.logits_ptr + token, mask=token < row.vocab_size, other=float("-inf")
-                ).to(tl.float32)
-                inside = (x > low) & (x <= high)
-                place = row.scratch_ptr + height * tiles.LANES + lane
-                tl.store(place, x, mask=inside & (height < tiles.DEPTH))
-                height += inside.to(tl.int32)
-            tl.debug_barrier()
-            if tl.max(height) > tiles.DEPTH:
-                collect = 0
-            else:
-                x = tl.load(
-                    row.scratch_ptr + depth * tiles.LANES + lane[None, :],
-                    mask=depth < height[None, :],
-                    other=float("-inf"),
-                )
-                weight = tl.exp2((x - top) * scale)
-                is_whole = high == top  # the tile has all tokens above low
-                is_last = (by_mass != 0) | is_whole
-                if by_mass == 0:
-                    low = search_tile(x, weight, low, high, num_high, 0.0, k, 0.0, BY_MASS=False)
-                    by_mass = 1
-                if top_p >= 1.0:
-                    is_open = 0
-                elif is_last:
-                    if target < 0.0:
-                        target = top_p * total(tl.where(x > low, weight, 0.0))
-                    low = search_tile(
-                        x, weight, low, high, num_high, mass_high, 0, target, BY_MASS=True
-                    )
+            if has_columns == 0:
+                start = tl.maximum(low, guess)
+                guess = tl.full([], float("-inf"), tl.float32)
+                heights = _collect(row, start, high, tiles)
+                num_found = tl.sum(heights)
+                if (start > low) & (num_found < k):  # the guess is too high
+                    high, num_high, collect = start, num_found, 0
+                else:
+                    low = start
+                    collect = (tl.max(heights) <= tiles.DEPTH).to(tl.int32)
+            if collect != 0:
+                low = _search_columns(
+                    row, heights, low, high, num_high, mass_high, filters, by_mass, target, scale,
+                    tiles,
+                )  # fmt: skip
+                if (by_mass != 0) | (top_p >= 1.0):
                     is_open = 0
                 else:
-                    high, num_high, mass_high, num_passes = top, 0, 0.0, 0
+                    has_columns = (high == top).to(tl.int32)  # they have all that top-k keeps
+                    by_mass, high, num_high, mass_high, num_passes = 1, top, 0, 0.0, 0
         else:
             start = tl.where(low > float("-inf"), low, high - 2.0 * (top - least) - 1.0)
             by_value = start + (high - start) * (pivot_index.to(tl.float32) / tiles.PIVOTS)
@@ -298,14 +401,11 @@ def search_row(
             if num_enough == 0:  # all tokens above low are kept
                 high = low
             else:
-                at_low = (pivot_index == num_enough - 1)[:, None]
-                in_bracket = tl.sum(tl.where(at_low, num, 0), axis=0)
                 low = _pick(pivot, pivot_index, num_enough - 1)
                 if num_enough < tiles.PIVOTS:
-                    at_high = (pivot_index == num_enough)[:, None]
-                    in_bracket -= tl.sum(tl.where(at_high, num, 0), axis=0)
                     high = _pick(pivot, pivot_index, num_enough)
                     num_high = _pick(nums, pivot_index, num_enough)
                     mass_high = _pick(masses, pivot_index, num_enough)
-                collect = (tl.max(in_bracket, axis=0) <= tiles.DEPTH).to(tl.int32)
+                in_bracket = _pick(nums, pivot_index, num_enough - 1) - num_high
+                collect = (in_bracket <= tiles.COLUMNS * tiles.DEPTH // 2).to(tl.int32)
     return low
