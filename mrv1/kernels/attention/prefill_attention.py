@@ -619,12 +619,15 @@ def paged_prefill_attention(
         from mrv1.kernels.attention import prefill_hopper, prefill_queue
 
         arguments = (q, k_cache, v_cache, table, query_start_loc, seq_lens, layout)
-        outputs = {"softmax_scale": softmax_scale, "out": out, "lse": lse}
         if splits is not None and takes_turns(q, splits):
-            prefill_queue.launch(*arguments, splits=splits, **outputs)
+            prefill_queue.launch(
+                *arguments, softmax_scale=softmax_scale, splits=splits, out=out, lse=lse
+            )
         else:
             shared = splits if num_sharing else None
-            prefill_hopper.launch(*arguments, splits=shared, **outputs)
+            prefill_hopper.launch(
+                *arguments, softmax_scale=softmax_scale, splits=shared, out=out, lse=lse
+            )
         return out
     _paged_prefill_attention_kernel[(num_programs,)](
         *with_strides(out),

@@ -180,7 +180,6 @@ class PrefillSplits:
             device_info(device).capability == WARP_GROUP_CAPABILITY
             and layout.head_dim == WARP_GROUP_DIM
             and not layout.has_window
-            and not INTERPRET
         )
         if num_tokens == 0 or (num_splits < 2 and not has_queue):
             return None
