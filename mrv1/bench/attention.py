@@ -128,7 +128,7 @@ def _ours(
         return _contender(twin, our_launches(ops, twin, splits=twin.new_splits()))
 
     yield OURS, lambda: _contender(data, our_launches(ops, data, splits=splits))
-    if splits is not None:
+    if splits is not None and splits.num_splits > 1:
         yield ONE, lambda: _contender(data, our_launches(ops, data))
     if bench.deterministic:
         yield (

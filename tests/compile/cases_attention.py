@@ -228,8 +228,8 @@ def _prefill(
 
 
 def _warp_group_cases() -> list[AotCase]:
-    """Prefill by warp groups, which only sm_90 has: every block size, and shared tiles."""
-    from mrv1.kernels.attention import prefill_hopper
+    """Prefill by warp groups, which only sm_90 has: every block size, shared tiles, a queue."""
+    from mrv1.kernels.attention import prefill_hopper, prefill_queue
 
     def case(dtype: torch.dtype, block_size: int, *, splits: bool = False) -> AotCase:
         rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
@@ -252,6 +252,25 @@ def _warp_group_cases() -> list[AotCase]:
             },
         )  # fmt: skip
 
+    def queue_case(dtype: torch.dtype, block_size: int) -> AotCase:
+        cache = torch.empty(4 * block_size, prefill_hopper.DIM.value, dtype=dtype)
+        pages, lengths = prefill_hopper.describe(cache, block_size), pointer(torch.int32)
+        queries = torch.empty(64, 4 * NUM_KV_HEADS, prefill_hopper.DIM.value, dtype=dtype)
+        return AotCase(
+            name=f"prefill-queue-{str(dtype).removeprefix('torch.')}-{block_size}",
+            kernel=prefill_queue._prefill_queue_kernel,
+            args=(
+                pointer(dtype), 4096, 128, pointer(torch.float32), 32, 1, lengths,
+                prefill_queue.describe_queries(queries, 4), pages, pages,
+                lengths, 512, lengths, lengths, 8, NUM_KV_HEADS,
+                pointer(torch.int64), pointer(torch.int64), lengths, 0.1,
+            ),
+            constexprs={"GROUP": 4, "BLOCK_SIZE": block_size},
+            parked_bytes=32,  # by the scheduler, outside all loops over keys
+        )  # fmt: skip
+
+    queue = [queue_case(torch.bfloat16, 16), queue_case(torch.bfloat16, 128)]
+    queue.append(queue_case(torch.float16, 16))
     sizes = [case(torch.bfloat16, block_size) for block_size in (16, 32, 64, 128)]
     shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]
-    return [*sizes, *shared]
+    return [*sizes, *shared, *queue]

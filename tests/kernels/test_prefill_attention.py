@@ -242,10 +242,8 @@ def test_padding_takes_no_program_from_the_tiles(device, query_lens, num_tiles):
 
 def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
     """Two programs per multiprocessor, divided by the tiles of all heads; sixteen at most."""
-    monkeypatch.setattr(
-        prefill_splits, "device_info",
-        lambda _: type("Info", (), {"num_sms": 132, "capability": (9, 0)})(),
-    )  # fmt: skip
+    info = type("Info", (), {"num_sms": 132, "capability": (8, 9)})()
+    monkeypatch.setattr(prefill_splits, "device_info", lambda _: info)
     layout = KVLayout.hnd(8, 16, 128, device=device)
 
     def found(num_tokens, **options):
@@ -259,6 +257,9 @@ def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
     assert [found(n) for n in (0, 1, 16, 48, 256, 272)] == [None, 16, 16, 11, 2, None]
     assert found(4096, num_splits=2) == 2
     assert found(16, num_splits=1) is None
+    info.capability = (9, 0)  # whose programs take whole tiles in turn
+    assert [found(n) for n in (0, 256, 272)] == [None, 2, 1]
+    assert found(16, num_splits=1) == 1
 
 
 @pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracle"])

@@ -1,4 +1,4 @@
-"""Prefill attention by warp groups (sm_90): the Gluon kernel against the oracle.
+"""Prefill attention by warp groups (sm_90): the Gluon kernels against the oracle.
 
 Triton's interpreter does not run Gluon, so these tests need the GPU; elsewhere, and wherever the
 kernel does not fit, the Triton kernel runs, which the other tests of prefill attention cover.
@@ -6,7 +6,9 @@ kernel does not fit, the Triton kernel runs, which the other tests of prefill at
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
 from mrv1.kernels.attention import splits as prefill_splits
-from mrv1.kernels.attention.splits import fits_warp_groups
+from mrv1.kernels.attention.splits import fits_warp_groups, takes_turns
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
     SENTINEL,
@@ -45,6 +47,7 @@ def _always():
         pytest.skip("not run: no GPU of sm_90")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_splits, "MIN_WARP_GROUP_QUERIES", 1)
+        patch.setattr(prefill_splits, "MIN_QUEUED_QUERIES", 1)
         patch.setattr(prefill_splits, "MIN_SHARED_ROWS", 1)
         yield
 
@@ -72,9 +75,15 @@ def _check(case, group, **options) -> Result:
 
 
 @st.composite
-def _cases(draw, max_seq_len: int = 700, max_reqs: int = 4):
+def _cases(
+    draw,
+    max_seq_len: int = 700,
+    max_reqs: int = 4,
+    block_sizes: Sequence[int] = (16, 32, 64, 128),
+    dtypes: Sequence[torch.dtype] = DTYPES,
+):
     """Ragged chunks over several tiles of 128 keys, in HND pages or as several head groups."""
-    block_size = draw(st.sampled_from([16, 32, 64, 128]))
+    block_size = draw(st.sampled_from(block_sizes))
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
     sizes = {
         "head_dim": 128, "block_size": block_size, "max_seq_len": max_seq_len,
@@ -92,7 +101,7 @@ def _cases(draw, max_seq_len: int = 700, max_reqs: int = 4):
     seq_lens = draw(st.lists(lens, min_size=1, max_size=max_reqs))
     query_lens = [draw(st.integers(0, seq_len)) for seq_len in seq_lens]
     batch = RaggedBatch(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens))
-    return build_paged_cache(layout, batch, dtype=draw(st.sampled_from(DTYPES)))
+    return build_paged_cache(layout, batch, dtype=draw(st.sampled_from(dtypes)))
 
 
 @given(case=_cases(), group=st.sampled_from([1, 2, 4, 8, 16]))
@@ -118,6 +127,73 @@ def test_programs_that_share_a_tile_agree_with_the_oracle(device, case, group, n
     assert_equal(_check(case, group, splits=splits), first)
 
 
+@pytest.fixture(params=[1, 3, 132])
+def _programs(request, monkeypatch):
+    """Let this many programs take all tiles of a queue."""
+    _run_with_programs(monkeypatch, request.param)
+
+
+def _run_with_programs(patch, count):
+    from mrv1.kernels.attention import prefill_queue
+
+    patch.setattr(prefill_queue, "device_info", lambda _: SimpleNamespace(num_sms=count))
+
+
+@pytest.mark.usefixtures("_programs")
+@given(
+    case=_cases(max_reqs=6, block_sizes=(16,), dtypes=(torch.bfloat16,)),
+    other_count=st.sampled_from([2, 7]),
+)  # fmt: skip
+def test_tiles_from_a_queue_are_the_same_whoever_takes_them(device, case, other_count):
+    """Empty requests and padding among them; the second launch follows at once."""
+    case = case.to(device)
+    q = make_queries(case, 4, spare_rows=1)
+    splits = make_splits(case, q, 1)
+    first = _check(case, 4, splits=splits)
+    with pytest.MonkeyPatch.context() as patch:
+        _run_with_programs(patch, other_count)
+        second, third = (run_prefill(kernels, case, q, splits=splits) for _ in range(2))
+    assert_equal(second, first)
+    assert_equal(third, first)
+    assert not splits.ticket.any()
+
+
+@pytest.mark.parametrize(
+    ("group", "block_size", "dtype"), [(1, 128, torch.float16), (64, 32, torch.bfloat16)]
+)
+def test_tiles_from_a_queue_of_other_groups_and_pages(device, group, block_size, dtype):
+    layout = LayoutCase.hnd(
+        num_kv_heads=2, head_dim=128, max_seq_len=700, block_size=block_size
+    )  # fmt: skip
+    batch = RaggedBatch(query_lens=(300, 0, 5), seq_lens=(700, 9, 300))
+    case = build_paged_cache(layout, batch, dtype=dtype).to(device)
+    q = make_queries(case, group, spare_rows=1)
+    _check(case, group, splits=make_splits(case, q, 1))
+
+
+def test_a_queue_of_long_contexts(device):
+    """The keys of all heads do not fit L2 together; rows of padding take no work."""
+    layout = LayoutCase.hnd(num_kv_heads=4, head_dim=128, max_seq_len=33000, max_reqs=2)
+    batch = RaggedBatch(query_lens=(70, 40), seq_lens=(33000, 40))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q = make_queries(case, 4, spare_rows=500)
+    got = run_prefill(kernels, case, q, splits=make_splits(case, q, 1))
+    assert (got.out[110:] == SENTINEL).all()
+    oracle = run_prefill(reference, case, q).rows(slice(110))
+    assert_in_budget(got.rows(slice(110)), oracle, exact(case, q), case)
+
+
+@pytest.mark.parametrize("hole", [0, 5, 43])
+def test_a_queue_skips_a_missing_page(device, hole):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
+    batch = RaggedBatch(query_lens=(300,), seq_lens=(700,))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    case.block_table[0, hole] = -1
+    keys = torch.arange(700, device=device) // 16 != hole
+    case = replace(case, visible=tuple(mask & keys for mask in case.visible))
+    _check(case, 4, splits=make_splits(case, make_queries(case, 4, spare_rows=1), 1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens"),
@@ -138,7 +214,9 @@ def test_many_requests(device, num_reqs):
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=128, max_seq_len=48, max_reqs=num_reqs)
     lens = [1 + number % 48 for number in range(num_reqs)]
     batch = RaggedBatch(query_lens=tuple(1 + n // 2 for n in lens), seq_lens=tuple(lens))
-    _check(build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device), 4)
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    _check(case, 4)
+    _check(case, 4, splits=make_splits(case, make_queries(case, 4, spare_rows=1), 1))
 
 
 @pytest.mark.parametrize("hole", [0, 5, 20, 43])
@@ -168,24 +246,35 @@ def test_a_row_has_the_same_bits_in_any_batch(device, case, data):
     assert_equal(got, run_prefill(kernels, case, q).rows(rows))
 
 
-def test_a_launch_can_be_captured_and_replayed(device):
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+def test_a_launch_can_be_captured_and_replayed(device, num_splits):
+    """Two launches in a graph; the second replay has other queries and other lengths."""
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
     batch = RaggedBatch(query_lens=(300, 1), seq_lens=(700, 40))
     case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
     q = make_queries(case, 4).clone()
     out, lse = empty_outputs(q)
+    splits = None if num_splits is None else make_splits(case, q, num_splits)
     arguments = {
         "block_table": case.block_table, "query_start_loc": case.query_start_loc,
         "seq_lens": case.seq_lens, "layout": case.layout, "softmax_scale": softmax_scale(case),
-        "max_query_len": 300, "out": out, "lse": lse,
+        "max_query_len": 300, "out": out, "lse": lse, "splits": splits,
     }  # fmt: skip
     kernels.paged_prefill_attention(q, case.k_cache, case.v_cache, **arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.paged_prefill_attention(q, case.k_cache, case.v_cache, **arguments)
-    q.copy_(make_queries(case, 4, seed=1))
+        for _ in range(2):
+            kernels.paged_prefill_attention(q, case.k_cache, case.v_cache, **arguments)
+    first = run_prefill(kernels, case, q, splits=splits)
     graph.replay()
-    assert_equal(Result(out, lse), run_prefill(kernels, case, q))
+    assert_equal(Result(out, lse), first)
+    q.copy_(make_queries(case, 4, seed=1))
+    arguments["query_start_loc"].copy_(torch.tensor([0, 100, 301]))
+    arguments["seq_lens"].copy_(torch.tensor([650, 201]))
+    arguments["block_table"][1] = arguments["block_table"][0]
+    graph.replay()
+    fresh = {name: arguments[name] for name in ("block_table", "query_start_loc", "seq_lens")}
+    assert_equal(Result(out, lse), run_prefill(kernels, case, q, splits=splits, **fresh))
 
 
 def test_where_the_triton_kernel_is_faster_it_runs():
@@ -196,11 +285,14 @@ def test_where_the_triton_kernel_is_faster_it_runs():
         num_tokens=64, num_reqs=1, max_query_len=64, layout=layout, num_q_heads=8,
         dtype=torch.bfloat16,
     )  # fmt: skip
+    queue = replace(splits, num_splits=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_splits, "MIN_WARP_GROUP_QUERIES", 4096)
+        patch.setattr(prefill_splits, "MIN_QUEUED_QUERIES", 256)
         patch.setattr(prefill_splits, "MIN_SHARED_ROWS", 64)
         for num_queries, shared, expected in (
-            (4095, None, False), (4096, None, True), (15, splits, False), (16, splits, True)
+            (4095, None, False), (4096, None, True), (15, splits, False), (16, splits, True),
+            (255, queue, False), (256, queue, True),
         ):  # fmt: skip
             assert fits_warp_groups(q, cache, cache, layout, num_queries, shared) is expected
 
@@ -230,3 +322,16 @@ def test_float32_odd_groups_and_unaligned_caches_take_the_triton_kernel():
     assert not fits_warp_groups(q[:, :6], whole, whole, layout, 1, None)
     assert not fits_warp_groups(q, cache, cache, layout, 1, None)
     assert not fits_warp_groups(q, cache[1:-7], whole, layout, 1, None)
+
+
+def test_queries_that_no_bulk_copy_can_read_take_no_turns(device):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=300)
+    batch = RaggedBatch(query_lens=(70, 5), seq_lens=(300, 40))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q = make_queries(case, 4)
+    odd = torch.empty(*q.shape[:2], 132, dtype=q.dtype, device=device)[:, :, :128].copy_(q)
+    splits = make_splits(case, q, 1)
+    assert takes_turns(q, splits)
+    assert not takes_turns(odd, splits)
+    assert not takes_turns(q, None)
+    assert_equal(run_prefill(kernels, case, odd, splits=splits), run_prefill(kernels, case, q))

@@ -28,14 +28,14 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
     @gluon.jit
     def as_boxes(smem, desc, COUNT: gl.constexpr):
         """Return the memory of ``smem`` as ``COUNT`` boxes of a tensor descriptor."""
-        shape: gl.constexpr = [COUNT, desc.block_shape[0], desc.block_shape[1]]
+        shape: gl.constexpr = [COUNT] + desc.block_shape  # noqa: RUF005 - no stars in Triton
         return smem.reinterpret(desc.dtype, shape, desc.layout)
 else:
 
     @gluon.jit
     def as_boxes(smem, desc, COUNT: gl.constexpr):
         """Return the memory of ``smem`` as ``COUNT`` boxes of a tensor descriptor."""
-        shape: gl.constexpr = [COUNT, desc.block_shape[0], desc.block_shape[1]]
+        shape: gl.constexpr = [COUNT] + desc.block_shape  # noqa: RUF005 - no stars in Triton
         return smem._reinterpret(desc.dtype, shape, desc.layout)
 
 

@@ -64,6 +64,7 @@ from mrv1.kernels.attention.splits import (
     check_splits,
     choose_config,
     fits_warp_groups,
+    takes_turns,
 )
 from mrv1.kernels.cache.addresses import (
     ALIGNED_CODES,
@@ -584,7 +585,9 @@ def paged_prefill_attention(
             except the sink. None = causal.
         splits: buffers allocated for these shapes, through which several programs divide the keys
             of a tile: faster for few short chunks with long contexts. Changes the result by
-            rounding only. None = one program per tile.
+            rounding only. Buffers of one split, which only sm_90 has, are a queue: programs stay
+            and take whole tiles, and which one takes a tile changes no bit. None = one program
+            per tile.
         deterministic: give each query a result that is bitwise the same in any batch and chunk:
             one kernel (not ``prefill_hopper``) with one tile, without ``splits``. With a 16 or
             32-bit cache, without windows and ``attn_mask_offsets``, it is also the result of
@@ -647,8 +650,10 @@ def paged_prefill_attention(
     tile_queries = config.tile_rows // group
     num_tiles = num_tokens // tile_queries + num_reqs
     num_programs = num_tiles * layout.num_kv_heads
-    if splits is not None:
-        num_programs += splits.num_programs - layout.num_kv_heads
+    num_sharing = 0
+    if splits is not None and splits.arrivals is not None:
+        num_sharing = splits.num_programs
+        num_programs += num_sharing - layout.num_kv_heads
         if splits.arrivals.numel() < num_tiles * layout.num_kv_heads:
             raise ValueError(
                 f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
@@ -657,12 +662,18 @@ def paged_prefill_attention(
     is_plain = is_plain and visited is None and not deterministic
     if is_plain and fits_warp_groups(q, k_cache, v_cache, layout, max_query_len, splits):
         # Imported here: Gluon needs a compiler, which the interpreter's process has not.
-        from mrv1.kernels.attention import prefill_hopper
+        from mrv1.kernels.attention import prefill_hopper, prefill_queue
 
-        prefill_hopper.launch(
-            q, k_cache, v_cache, table, query_start_loc, seq_lens, layout,
-            softmax_scale=softmax_scale, splits=splits, out=out, lse=lse,
-        )  # fmt: skip
+        arguments = (q, k_cache, v_cache, table, query_start_loc, seq_lens, layout)
+        if splits is not None and takes_turns(q, splits):
+            prefill_queue.launch(
+                *arguments, softmax_scale=softmax_scale, splits=splits, out=out, lse=lse
+            )
+        else:
+            shared = splits if num_sharing else None
+            prefill_hopper.launch(
+                *arguments, softmax_scale=softmax_scale, splits=shared, out=out, lse=lse
+            )
         return out
     _paged_prefill_attention_kernel[(num_programs,)](
         *with_strides(out),
@@ -671,7 +682,7 @@ def paged_prefill_attention(
         None if splits is None else splits.states_lse,
         None if splits is None else splits.arrivals,
         0 if splits is None else splits.num_splits,
-        0 if splits is None else splits.num_programs,
+        num_sharing,
         num_tokens,
         visited,
         *with_strides(q),

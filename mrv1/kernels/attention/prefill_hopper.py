@@ -45,8 +45,8 @@ ROWS = gl.constexpr(128)
 DIM = gl.constexpr(128)
 HALF_DIM = gl.constexpr(64)
 """A row of 64 16-bit elements is 128 bytes, the widest that a bulk copy swizzles."""
-STAGES = gl.constexpr(2)
-"""Tiles of K and of V in shared memory: 2 * (32 + 32) KiB, and 32 KiB of queries."""
+STAGES = gl.constexpr(3)
+"""Tiles of K and of V in shared memory: 3 * (32 + 32) KiB, and 32 KiB of queries."""
 CONSUMER_REGISTERS = gl.constexpr(232)
 """Registers of a consumer's thread: accumulators of scores and output, and weights."""
 PRODUCER_REGISTERS = gl.constexpr(40)
@@ -64,11 +64,13 @@ OUT_LAYOUT = gl.constexpr(
 
 
 @gluon.jit
-def _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: gl.constexpr):
+def _find_request(
+    query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: gl.constexpr, LAYOUT: gl.constexpr = VECTOR
+):
     """Return the last request whose first tile does not come after ``tile``."""
     req = -1
     for first in range(0, num_reqs, SCAN_REQS):
-        other = first + gl.arange(0, SCAN_REQS, layout=VECTOR)
+        other = first + gl.arange(0, SCAN_REQS, layout=LAYOUT)
         in_batch = other < num_reqs
         query_start = gl.load(query_start_loc_ptr + other, mask=in_batch, other=0)
         begun = in_batch & (query_start // TILE_QUERIES + other <= tile)
@@ -174,13 +176,15 @@ def _step(
     GROUP_OF_ROWS: gl.constexpr, MASKED: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILE_TOKENS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply this tile's keys beside the previous tile's values; return the new weights."""
+    """Multiply this tile's keys beside the previous tile's values; return the new weights.
+
+    The previous tile's values have arrived; when it returns, this tile's have too.
+    """
     stage = step % STAGES
     mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
     scores = _scores(q_smem, k_smem, stage, GROUP_OF_ROWS, TILE_TOKENS, SCORES)
     previous = step - 1
     v_stage = previous % STAGES
-    mbarrier.wait(v_ready.index(v_stage), (previous // STAGES) & 1)
     acc = warpgroup_mma(weights, v_smem.index(v_stage), acc, is_async=True)
     visible_keys = query_position + 1 - tile * TILE_TOKENS
     # Operands of the wait, or ptxas moves their computation behind it.
@@ -197,6 +201,8 @@ def _step(
     exact, top, total, rescale = _softmax(
         scores, top, total, scale, visible_keys, MASKED, TILE_TOKENS, SCORES
     )
+    # Its loop keeps ptxas from moving the softmax behind the wait for the product.
+    mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)
     weights = gl.convert_layout(exact.to(q_smem.dtype), gl.DotOperandLayout(0, OUT_LAYOUT, 2))
     acc, weights, total = warpgroup_mma_wait(0, deps=(acc, weights, total))
     mbarrier.arrive(v_free.index(v_stage), count=1)
@@ -264,8 +270,8 @@ def _consume(
 
     # Values after the last query may be NaN, and 0 * NaN is NaN: each consumer clears its half.
     num_live = context_len + end_query - (end_tile - 1) * TILE_TOKENS
+    mbarrier.wait(v_ready.index(0), 0)
     if num_live < TILE_TOKENS:
-        mbarrier.wait(v_ready.index(0), 0)
         HALF: gl.constexpr = TILE_TOKENS // 2
         values = v_smem.index(0).slice(GROUP_OF_ROWS * HALF, HALF)
         key = GROUP_OF_ROWS * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, ROWS_LAYOUT))
@@ -289,7 +295,6 @@ def _consume(
         )  # fmt: skip
     last = num_tiles - 1
     v_stage = last % STAGES
-    mbarrier.wait(v_ready.index(v_stage), (last // STAGES) & 1)
     acc = warpgroup_mma(weights, v_smem.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 

@@ -26,12 +26,16 @@ FOLDED_ROWS = 32
 """Rows of a deterministic tile, whose registers hold its piece and the pieces before it; Hopper
 holds twice as many, as its scores need no registers for operands."""
 
+WARP_GROUP_CAPABILITY = (9, 0)
 WARP_GROUP_DIM = 128
 WARP_GROUP_ROWS = 128
-"""Dimensions of a head and rows of a tile of the kernel of warp groups."""
+"""GPUs, dimensions of a head and rows of a tile of the kernel of warp groups."""
+COPY_BYTES = 16
+"""Alignment of what a bulk copy reads."""
 MIN_WARP_GROUP_QUERIES = 4096
+MIN_QUEUED_QUERIES = 256
 MIN_SHARED_ROWS = 64
-"""Where the kernel of warp groups is faster: see ``fits_warp_groups``."""
+"""Where the kernels of warp groups are faster: see ``fits_warp_groups``."""
 
 _BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
@@ -122,21 +126,25 @@ class PrefillAttentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSplits:
-    """Buffers of the programs that divide a tile's keys; make them with :meth:`allocate`.
+    """Buffers of the programs that divide a launch's work; make them with :meth:`allocate`.
 
     Launches that use the same buffers must be on one stream.
     """
 
     num_splits: int
-    """Most programs per tile; fewer where a program would have under ``MIN_SPLIT_STEPS`` steps."""
+    """Most programs per tile; fewer where a program would have under ``MIN_SPLIT_STEPS`` steps.
+    1 = tiles are not divided: programs take whole ones from a queue."""
     num_programs: int
     """Programs of all tiles together: the more tiles a batch has, the fewer programs each gets."""
-    states: torch.Tensor
-    """[num_splits, num_tokens, q_heads, head_dim] float32 scratch: partial results."""
-    states_lse: torch.Tensor
+    states: torch.Tensor | None
+    """[num_splits, num_tokens, q_heads, head_dim] float32 scratch: partial results. None where
+    tiles are not divided, as the next two."""
+    states_lse: torch.Tensor | None
     """[num_splits, num_tokens, q_heads] float32 scratch: their log-sum-exps."""
-    arrivals: torch.Tensor
+    arrivals: torch.Tensor | None
     """[tiles * kv_heads] int32, programs that have stored partial results; 0 between launches."""
+    ticket: torch.Tensor
+    """[1] int32, tiles that programs of ``prefill_queue`` have taken; 0 between launches."""
 
     @classmethod
     def allocate(
@@ -165,7 +173,7 @@ class PrefillSplits:
                 all tiles of the batch together fill the device.
 
         Returns:
-            The buffers; None where every tile has one program.
+            The buffers; None where every tile has one program of its own.
 
         Raises:
             ValueError: ``num_splits`` is out of range.
@@ -182,17 +190,29 @@ class PrefillSplits:
             num_splits = min(num_programs // fewest, MAX_SPLITS)
         else:
             num_programs = num_splits * num_tiles * layout.num_kv_heads
-        if num_splits < 2 or num_tokens == 0:
+        has_queue = (
+            device_info(device).capability == WARP_GROUP_CAPABILITY
+            and layout.head_dim == WARP_GROUP_DIM
+            and not layout.has_window
+        )
+        if num_tokens == 0 or (num_splits < 2 and not has_queue):
             return None
+        if num_splits < 2:
+            ticket = torch.zeros(1, dtype=torch.int32, device=device)
+            return cls(
+                num_splits=1, num_programs=num_programs, states=None, states_lse=None,
+                arrivals=None, ticket=ticket,
+            )  # fmt: skip
         shape = (num_splits, num_tokens, num_q_heads)
+        num_pairs = num_tiles * layout.num_kv_heads
+        counters = torch.zeros(num_pairs + 1, dtype=torch.int32, device=device)
         return cls(
             num_splits=num_splits,
             num_programs=num_programs,
             states=torch.empty(*shape, layout.head_dim, device=device),
             states_lse=torch.empty(shape, device=device),
-            arrivals=torch.zeros(
-                num_tiles * layout.num_kv_heads, dtype=torch.int32, device=device
-            ),
+            arrivals=counters[:num_pairs],
+            ticket=counters[num_pairs:],
         )
 
 
@@ -223,31 +243,42 @@ def fits_warp_groups(
     max_query_len: int,
     splits: PrefillSplits | None,
 ) -> bool:
-    """Return whether ``prefill_hopper`` can run a causal launch and is the faster kernel for it.
+    """Return whether warp groups can run a causal launch and are the faster kernel for it.
 
-    The kernel copies whole pages in bulk, so a page must be contiguous and start at a multiple of
-    128 elements. Its programs take longer to start: on an H200 it is 1.2 to 2.5 times as fast
-    where programs share tiles of 64 rows or more (0.6 times with 16 rows), and 1.1 to 1.2 times
-    from 4,096 queries on, but 0.8 times as fast for requests of 512 tokens.
+    They copy whole pages in bulk, so a page must be contiguous and start at a multiple of 128
+    elements. Their programs take longer to start: on an H200 they are 1.2 to 2.5 times as fast
+    where programs share tiles of 64 rows or more (0.6 times with 16 rows), 1.1 to 1.2 times where
+    programs take tiles from a queue, and without a queue 1.1 to 1.2 times from 4,096 queries on,
+    but 0.8 times as fast for requests of 512 tokens.
     """
     group = q.shape[1] // layout.num_kv_heads
-    if splits is None:
-        is_faster = max_query_len >= MIN_WARP_GROUP_QUERIES
-    else:
+    if splits is not None and splits.num_splits > 1:
         is_faster = group * max_query_len >= MIN_SHARED_ROWS
+    elif takes_turns(q, splits):
+        is_faster = max_query_len >= MIN_QUEUED_QUERIES
+    else:
+        is_faster = max_query_len >= MIN_WARP_GROUP_QUERIES
     return (
         is_faster
         and not INTERPRET
-        and device_info(q.device).capability == (9, 0)
+        and device_info(q.device).capability == WARP_GROUP_CAPABILITY
         and q.dtype in (torch.float16, torch.bfloat16)
         and not layout.has_window
         and layout.head_dim == layout.token_stride == layout.address_unit == WARP_GROUP_DIM
         and WARP_GROUP_ROWS % group == 0
         and all(
-            cache.numel() % WARP_GROUP_DIM == 0 and cache.data_ptr() % 16 == 0
+            cache.numel() % WARP_GROUP_DIM == 0 and cache.data_ptr() % COPY_BYTES == 0
             for cache in (k_cache, v_cache)
         )
     )
+
+
+def takes_turns(q: torch.Tensor, splits: PrefillSplits | None) -> bool:
+    """Return whether programs take whole tiles from a queue, and copy queries in bulk."""
+    if splits is None or splits.num_splits > 1:
+        return False
+    strides = [stride * q.element_size() for stride in q.stride()[:2]]
+    return all(number % COPY_BYTES == 0 for number in (q.data_ptr(), *strides))
 
 
 def check_splits(splits: PrefillSplits | None, q: torch.Tensor, deterministic: bool) -> None:
@@ -265,7 +296,7 @@ def check_splits(splits: PrefillSplits | None, q: torch.Tensor, deterministic: b
     if not isinstance(splits, PrefillSplits):
         raise TypeError(f"splits: expected PrefillSplits or None, got {type(splits).__name__}")
     expected, states = (splits.num_splits, *q.shape), splits.states
-    if states.shape != expected or states.device != q.device:
+    if states is not None and (states.shape != expected or states.device != q.device):
         raise ValueError(
             f"splits: expected states {expected} on {q.device}, got {tuple(states.shape)} on "
             f"{states.device}"
