@@ -340,7 +340,7 @@ def test_filtered_tokens_equal_the_oracle_tokens(
 
 
 @pytest.mark.parametrize("sampled_offset", [0.0, 4.0, -4.0])  # others: a sample misleads
-@settings(max_examples=2 if INTERPRET else 60)
+@settings(max_examples=2 if INTERPRET else 20)
 @given(
     data=st.data(),
     sizes=st.sampled_from([(1, 32, 32, 2), (2, 128, 32, 4), (4, 256, 64, 8)]),
@@ -381,7 +381,7 @@ def test_groups_and_tokens_beyond_the_lists_are_searched(
         (6000, "ties"),  # more tokens than a sample can tell
     ],
 )
-@settings(max_examples=1 if INTERPRET else 20)
+@settings(max_examples=1 if INTERPRET else 8)
 @given(as_on_gpu=st.booleans(), seed=small_seeds)
 def test_a_large_top_k_equals_the_oracle(device, top_k, kind, as_on_gpu, seed):
     logits, *others = _arguments(2, 20_000, torch.float32, device, seed, temperatures=(0.8, 1.5))
