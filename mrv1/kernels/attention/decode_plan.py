@@ -80,11 +80,7 @@ def _sums(x, y, z):
     if _INTERPRETED:  # the interpreter would add number by number
         sums = (tl.sum(x), tl.sum(y), tl.sum(z))
     else:
-        SIZE: tl.constexpr = x.numel
-        x = tl.reshape(x, [SIZE], can_reorder=True)
-        y = tl.reshape(y, [SIZE], can_reorder=True)
-        z = tl.reshape(z, [SIZE], can_reorder=True)
-        sums = tl.reduce((x, y, z), 0, _add)
+        sums = tl.reduce((x, y, z), None, _add)
     return sums
 
 
