@@ -121,7 +121,8 @@ def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
 
 def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
     prefill_attention.MIN_SPLIT_STEPS = 1  # so that short contexts too are split
-    prefill_splits.MIN_WARP_GROUP_QUERIES = 1  # so that Hopper's kernel runs, without splits too
+    prefill_splits.MIN_WARP_GROUP_QUERIES = 1  # so that Hopper's kernels run, without splits too
+    prefill_splits.MIN_QUEUED_QUERIES = 1
     plain = LayoutCase.hnd(num_kv_heads=4, head_dim=128, max_seq_len=1100)
     batch = RaggedBatch(query_lens=(40, 33, 1), seq_lens=(1100, 49, 300))
     full_heads = build_paged_cache(plain, batch, dtype=torch.bfloat16).to(device)
