@@ -28,7 +28,7 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -608,15 +608,21 @@ def paged_prefill_attention(
                 f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
                 f"queries, got room for fewer tiles"
             )
-    is_plain = attn_mask_offsets is None and visited is None and scales is None
-    if is_plain and fits_warp_groups(q, k_cache, v_cache, layout, max_query_len, splits):
+    is_plain = attn_mask_offsets is None and visited is None
+    if is_plain and fits_warp_groups(
+        q, k_cache, v_cache, layout, max_query_len, splits, scales is not None
+    ):
         # Imported here: Gluon needs a compiler, which the interpreter's process has not.
-        from mrv1.kernels.attention import prefill_hopper
+        from mrv1.kernels.attention import prefill_hopper, prefill_hopper_fp8
 
-        prefill_hopper.launch(
-            q, k_cache, v_cache, table, query_start_loc, seq_lens, layout,
-            softmax_scale=softmax_scale, splits=splits, out=out, lse=lse,
-        )  # fmt: skip
+        arguments = q, k_cache, v_cache, table, query_start_loc, seq_lens, layout
+        options: dict[str, Any] = {
+            "softmax_scale": softmax_scale, "splits": splits, "out": out, "lse": lse,
+        }  # fmt: skip
+        if scales is None:
+            prefill_hopper.launch(*arguments, **options)
+        else:
+            prefill_hopper_fp8.launch(*arguments, scales=scales, **options)
         return out
     _paged_prefill_attention_kernel[(num_programs,)](
         *with_strides(out),

@@ -22,10 +22,11 @@ PROGRAMS_PER_SM = 2
 
 WARP_GROUP_DIM = 128
 WARP_GROUP_ROWS = 128
-"""Dimensions of a head and rows of a tile of the kernel of warp groups."""
+"""Dimensions of a head and rows of a tile of the kernels of warp groups."""
 MIN_WARP_GROUP_QUERIES = 4096
 MIN_SHARED_ROWS = 64
-"""Where the kernel of warp groups is faster: see ``fits_warp_groups``."""
+MIN_FP8_ROWS = 256
+"""Where the kernels of warp groups are faster: see ``fits_warp_groups``."""
 
 _BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
@@ -208,16 +209,21 @@ def fits_warp_groups(
     layout: KVLayout,
     max_query_len: int,
     splits: PrefillSplits | None,
+    is_fp8: bool = False,
 ) -> bool:
     """Return whether ``prefill_hopper`` can run a causal launch and is the faster kernel for it.
 
-    The kernel copies whole pages in bulk, so a page must be contiguous and start at a multiple of
-    128 elements. Its programs take longer to start: on an H200 it is 1.2 to 2.5 times as fast
-    where programs share tiles of 64 rows or more (0.6 times with 16 rows), and 1.1 to 1.2 times
-    from 4,096 queries on, but 0.8 times as fast for requests of 512 tokens.
+    With ``is_fp8``, whether ``prefill_hopper_fp8`` can and is. The kernels copy whole pages in
+    bulk, so a page must be contiguous and start at a multiple of 128 elements. Their programs
+    take longer to start: on an H200 the first one is 1.2 to 2.5 times as fast where programs
+    share tiles of 64 rows or more (0.6 times with 16 rows), and 1.1 to 1.2 times from 4,096
+    queries on, but 0.8 times as fast for requests of 512 tokens. The second one is 1.2 to 2.5
+    times as fast from 256 rows on, the fewest that were measured.
     """
     group = q.shape[1] // layout.num_kv_heads
-    if splits is None:
+    if is_fp8:
+        is_faster = group * max_query_len >= MIN_FP8_ROWS
+    elif splits is None:
         is_faster = max_query_len >= MIN_WARP_GROUP_QUERIES
     else:
         is_faster = group * max_query_len >= MIN_SHARED_ROWS
