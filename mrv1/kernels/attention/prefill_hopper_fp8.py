@@ -48,7 +48,6 @@ from mrv1.kernels.attention.prefill_hopper import (
     OUT_LAYOUT,
     ROWS,
     ROWS_LAYOUT,
-    STAGES,
     TILE_TOKENS,
     VECTOR,
     _count_tiles,
@@ -60,6 +59,8 @@ from mrv1.kernels.attention.splits import PROGRAMS_PER_SM, PrefillSplits
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
 
+STAGES = gl.constexpr(2)
+"""Tiles of fp16 keys and values in shared memory: 2 * (32 + 32) KiB, and 32 KiB of queries."""
 SLOTS = gl.constexpr(3)
 """Tiles of codes in shared memory, of K and V in turns: 3 * 16 KiB."""
 COLUMN_STAGES = gl.constexpr(3)
