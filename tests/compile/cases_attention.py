@@ -57,6 +57,7 @@ def cases(target: Target) -> list[AotCase]:
         ),
         *_fp8_cases(target),
         *(_warp_group_cases() if target.capability == (9, 0) else ()),
+        *(_warp_group_fp8_cases() if target.capability == (9, 0) else ()),
     ]
 
 
@@ -274,3 +275,35 @@ def _warp_group_cases() -> list[AotCase]:
     sizes = [case(torch.bfloat16, block_size) for block_size in (16, 32, 64, 128)]
     shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]
     return [*sizes, *shared, *queue]
+
+
+def _warp_group_fp8_cases() -> list[AotCase]:
+    """The same from caches of e4m3 codes; scales of every granularity take the same code."""
+    from mrv1.kernels.attention import prefill_hopper_fp8
+
+    def case(dtype: torch.dtype, block_size: int, *, splits: bool = False) -> AotCase:
+        rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
+        codes = torch.empty(4 * block_size, prefill_hopper_fp8.DIM.value, dtype=torch.uint8)
+        pages = prefill_hopper_fp8.describe(codes, block_size)
+        address = pointer(torch.int64)
+        shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
+        return AotCase(
+            name=f"prefill-hopper-fp8-{str(dtype).removeprefix('torch.')}-{block_size}"
+            + "-splits" * splits,
+            kernel=prefill_hopper_fp8._prefill_hopper_fp8_kernel,
+            args=(
+                rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
+                rows, 4096, 128, pages, pages, scratch, scratch, address, address, 1,
+                lengths, 512, lengths, lengths, 8, NUM_KV_HEADS, address, address, lengths, 0.1,
+            ),
+            constexprs={
+                "GROUP": 4, "BLOCK_SIZE": block_size,
+                "TILE_TOKENS": prefill_hopper_fp8.TILE_TOKENS,
+                "MIN_TILES": prefill_hopper_fp8.MIN_SHARED_TILES,
+            },
+            parked_bytes=96,  # addresses that the loop over tiles does not need
+        )  # fmt: skip
+
+    sizes = [case(torch.bfloat16, block_size) for block_size in (16, 128)]
+    shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]
+    return [*sizes, *shared]

@@ -28,7 +28,7 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -643,8 +643,8 @@ def paged_prefill_attention(
         ANY_QUERY_LEN if deterministic else max_query_len,
         attn_mask_offsets is not None,
     )
-    is_plain = attn_mask_offsets is None and scales is None
-    folds = deterministic and is_plain and not layout.has_window
+    folds = deterministic and attn_mask_offsets is None and scales is None
+    folds = folds and not layout.has_window
     if folds:
         config = config.with_folds(group, device_info(q.device).capability)
     tile_queries = config.tile_rows // group
@@ -659,21 +659,22 @@ def paged_prefill_attention(
                 f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
                 f"queries, got room for fewer tiles"
             )
-    is_plain = is_plain and visited is None and not deterministic
-    if is_plain and fits_warp_groups(q, k_cache, v_cache, layout, max_query_len, splits):
+    is_causal = attn_mask_offsets is None and visited is None and not deterministic
+    if is_causal and fits_warp_groups(
+        q, k_cache, v_cache, layout, max_query_len, splits, is_fp8=scales is not None
+    ):
         # Imported here: Gluon needs a compiler, which the interpreter's process has not.
-        from mrv1.kernels.attention import prefill_hopper, prefill_queue
+        from mrv1.kernels.attention import prefill_hopper, prefill_hopper_fp8, prefill_queue
 
         arguments = (q, k_cache, v_cache, table, query_start_loc, seq_lens, layout)
-        if splits is not None and takes_turns(q, splits):
-            prefill_queue.launch(
-                *arguments, softmax_scale=softmax_scale, splits=splits, out=out, lse=lse
-            )
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "out": out, "lse": lse}
+        shared = splits if num_sharing else None
+        if scales is not None:
+            prefill_hopper_fp8.launch(*arguments, scales=scales, splits=shared, **options)
+        elif splits is not None and takes_turns(q, splits):
+            prefill_queue.launch(*arguments, splits=splits, **options)
         else:
-            shared = splits if num_sharing else None
-            prefill_hopper.launch(
-                *arguments, softmax_scale=softmax_scale, splits=shared, out=out, lse=lse
-            )
+            prefill_hopper.launch(*arguments, splits=shared, **options)
         return out
     _paged_prefill_attention_kernel[(num_programs,)](
         *with_strides(out),

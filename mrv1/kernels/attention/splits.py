@@ -29,12 +29,13 @@ holds twice as many, as its scores need no registers for operands."""
 WARP_GROUP_CAPABILITY = (9, 0)
 WARP_GROUP_DIM = 128
 WARP_GROUP_ROWS = 128
-"""GPUs, dimensions of a head and rows of a tile of the kernel of warp groups."""
+"""GPUs, dimensions of a head and rows of a tile of the kernels of warp groups."""
 COPY_BYTES = 16
 """Alignment of what a bulk copy reads."""
 MIN_WARP_GROUP_QUERIES = 4096
 MIN_QUEUED_QUERIES = 256
 MIN_SHARED_ROWS = 64
+MIN_FP8_ROWS = 256
 """Where the kernels of warp groups are faster: see ``fits_warp_groups``."""
 
 _BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
@@ -242,17 +243,21 @@ def fits_warp_groups(
     layout: KVLayout,
     max_query_len: int,
     splits: PrefillSplits | None,
+    is_fp8: bool = False,
 ) -> bool:
     """Return whether warp groups can run a causal launch and are the faster kernel for it.
 
     They copy whole pages in bulk, so a page must be contiguous and start at a multiple of 128
-    elements. Their programs take longer to start: on an H200 they are 1.2 to 2.5 times as fast
-    where programs share tiles of 64 rows or more (0.6 times with 16 rows), 1.1 to 1.2 times where
-    programs take tiles from a queue, and without a queue 1.1 to 1.2 times from 4,096 queries on,
-    but 0.8 times as fast for requests of 512 tokens.
+    elements. Their programs take longer to start: on an H200 those of 16-bit caches are 1.2 to 2.5
+    times as fast where programs share tiles of 64 rows or more (0.6 times with 16 rows), 1.1 to
+    1.2 times where programs take tiles from a queue, and without a queue 1.1 to 1.2 times from
+    4,096 queries on, but 0.8 times as fast for requests of 512 tokens. ``prefill_hopper_fp8`` is
+    1.2 to 2.5 times as fast from 256 rows on, the fewest that were measured.
     """
     group = q.shape[1] // layout.num_kv_heads
-    if splits is not None and splits.num_splits > 1:
+    if is_fp8:
+        is_faster = group * max_query_len >= MIN_FP8_ROWS
+    elif splits is not None and splits.num_splits > 1:
         is_faster = group * max_query_len >= MIN_SHARED_ROWS
     elif takes_turns(q, splits):
         is_faster = max_query_len >= MIN_QUEUED_QUERIES
