@@ -79,14 +79,10 @@ def _add(a0, a1, a2, b0, b1, b2):
 def _sums(x, y, z):
     """Return the sums of three tensors of one shape, which a GPU reduces together."""
     if _INTERPRETED:  # the interpreter would add number by number
-        sums = (tl.sum(x), tl.sum(y), tl.sum(z))
+        x, y, z = tl.sum(x), tl.sum(y), tl.sum(z)
     else:
-        SIZE: tl.constexpr = x.numel
-        x = tl.reshape(x, [SIZE], can_reorder=True)
-        y = tl.reshape(y, [SIZE], can_reorder=True)
-        z = tl.reshape(z, [SIZE], can_reorder=True)
-        sums = tl.reduce((x, y, z), 0, _add)
-    return sums
+        x, y, z = tl.reduce((x, y, z), None, _add)
+    return x, y, z
 
 
 @triton.jit
