@@ -77,11 +77,11 @@ def _add(a0, a1, a2, b0, b1, b2):
 @triton.jit
 def _sums(x, y, z):
     """Return the sums of three tensors of one shape, which a GPU reduces together."""
-    if _INTERPRETED:  # noqa: SIM108 - the interpreter would add number by number
-        sums = (tl.sum(x), tl.sum(y), tl.sum(z))
+    if _INTERPRETED:  # the interpreter would add number by number
+        x, y, z = tl.sum(x), tl.sum(y), tl.sum(z)
     else:
-        sums = tl.reduce((x, y, z), None, _add)
-    return sums
+        x, y, z = tl.reduce((x, y, z), None, _add)
+    return x, y, z
 
 
 @triton.jit
