@@ -43,6 +43,9 @@ SLOWER_WITH_39 = (
     "sm_90 prefill-queue-bfloat16-128: spills 216 bytes a thread (168 registers)",
     "sm_90 prefill-queue-float16-16: spills 208 bytes a thread (168 registers)",
     "sm_90 prefill-hopper-fp8-bfloat16-16: spills 208 bytes a thread (128 registers)",
+    "sm_90 prefill-hopper-fp8-bfloat16-128: spills 208 bytes a thread (128 registers)",
+    "sm_90 prefill-hopper-fp8-bfloat16-16-splits: spills 240 bytes a thread (128 registers)",
+    "sm_90 prefill-hopper-fp8-float16-16-splits: spills 240 bytes a thread (128 registers)",
     "sm_90 decode-bfloat16-128-rows2-segments8-ring: "
     "4 programs of 70656 bytes of shared memory do not fit a multiprocessor",
     "sm_90 decode-bfloat16-128-rows2-segments256: "
