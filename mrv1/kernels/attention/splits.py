@@ -252,7 +252,7 @@ def fits_warp_groups(
     times as fast where programs share tiles of 64 rows or more (0.6 times with 16 rows), 1.1 to
     1.2 times where programs take tiles from a queue, and without a queue 1.1 to 1.2 times from
     4,096 queries on, but 0.8 times as fast for requests of 512 tokens. ``prefill_hopper_fp8`` is
-    1.2 to 2.5 times as fast from 256 rows on, the fewest that were measured.
+    1.3 to 2.4 times as fast from 256 rows on, the fewest that were measured.
     """
     group = q.shape[1] // layout.num_kv_heads
     if is_fp8:
