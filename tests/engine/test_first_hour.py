@@ -38,6 +38,24 @@ tests/engine/test_detokenizer.py
 tests/sampler/test_params.py
     SamplingParams.clone()      test_a_copy_is_equal_checked_and_independent
     assigned fields             test_an_assigned_value_is_converted_and_checked_like_an_argument
+tests/engine/test_generation_config.py
+    generation_config.json      test_without_params_the_files_values_hold
+    its start-up line           test_the_start_up_line_names_values_and_file
+    a wrong value in it         test_a_wrong_value_is_one_line_with_file_and_field
+tests/engine/test_whole_vocabulary.py
+    logprobs=-1                 test_every_position_has_the_log_softmax_of_transformers
+    too little memory for it    test_a_request_that_needs_too_much_memory_fails_alone
+tests/test_config.py
+    dtype                       test_a_dtype_is_a_name_or_torchs
+tests/engine/test_start.py
+    use_tqdm                    test_tqdm_writes_to_stderr
+tests/engine/test_sleep.py
+    sleep(1), wake_up()         test_tokens_after_level_1_are_those_before
+    sleep(2)                    test_after_level_2_requests_wait_for_every_weight
+    sleep while requests run    test_running_requests_refuse_sleep_and_go_on
+tests/engine/test_update_weights.py
+    update_weights()            test_new_weights_equal_transformers
+    a missing or wrong tensor   test_a_wrong_update_changes_no_weight
 tests/test_lazy.py
     import mrv1 without torch   test_an_import_of_light_names_imports_no_torch
     --version and --help        test_version_and_help_import_no_torch
