@@ -206,9 +206,9 @@ class PrefillRows:
     """By the ``id`` of the layout; empty = one program per tile."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Mrv1AttentionMetadata(AttentionMetadata):  # type: ignore[misc]
-    """What the layers of one KV cache group share in a step."""
+    """What the layers of one KV cache group share in a step; vLLM may copy the fields."""
 
     decode: DecodeRows | None
     prefill: PrefillRows | None

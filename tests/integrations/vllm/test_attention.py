@@ -28,6 +28,7 @@ from mrv1.integrations.vllm.attention_backend import (
     FP8,
     Mrv1AttentionBackend,
     Mrv1AttentionImpl,
+    Mrv1AttentionMetadata,
     Mrv1AttentionMetadataBuilder,
     decode_rows,
 )
@@ -339,7 +340,10 @@ class Model:
     windows: tuple[int | None, ...]
     is_fp8: bool
     seed: int
-    history: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    rtol: float = 1e-5
+    history: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
@@ -367,57 +371,82 @@ class Model:
             spec, list(self.layers), config, torch.device("cpu")
         )
         # Block 0 is vLLM's null block; others in a random order.
-        self.blocks = (torch.randperm(NUM_BLOCKS - 1, generator=self.random) + 1).tolist()
-        self.table: dict[int, list[int]] = {}
+        self.free = (torch.randperm(NUM_BLOCKS - 1, generator=self.random) + 1).tolist()
+        self.blocks_of: dict[int, list[int]] = {}
+        self.table = torch.zeros(8, 12, dtype=torch.int32)
+        self.starts = torch.zeros(9, dtype=torch.int32)
+        self.lens = torch.zeros(8, dtype=torch.int32)
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random)
 
-    def step(self, queries: dict[int, int], pad_reqs: int = 0, pad_tokens: int = 0) -> None:
-        """Write and attend as vLLM does for ``queries`` tokens per request, and compare."""
-        num_reqs, num_tokens = len(queries), sum(queries.values())
-        slots, lens = [], []
-        for req, count in queries.items():
-            past = self.length(req)
-            table = self.table.setdefault(req, [])
-            while len(table) * self.block_size < past + count:
-                table.append(self.blocks.pop())
-            slots += [
-                table[at // self.block_size] * self.block_size + at % self.block_size
-                for at in range(past, past + count)
-            ]
-            lens.append(past + count)
-        table = torch.zeros(num_reqs + pad_reqs, 12, dtype=torch.int32)
-        for row, req in enumerate(queries):
-            table[row, : len(self.table[req])] = torch.tensor(self.table[req])
-        starts = np.cumsum([0, *queries.values(), *[0] * pad_reqs])
-        common = vllm_backend.CommonAttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lens + [0] * pad_reqs, dtype=torch.int32),
-            num_reqs=num_reqs + pad_reqs,
-            num_actual_tokens=num_tokens + pad_tokens,
-            max_query_len=max(queries.values()),
-            max_seq_len=max(lens),
-            block_table_tensor=table,
-            slot_mapping=torch.tensor(slots + [-1] * pad_tokens),
-        )
+    def step(
+        self,
+        queries: dict[int, int],
+        pad_reqs: int = 0,
+        pad_tokens: int = 0,
+        captured: Mrv1AttentionMetadata | None = None,
+    ) -> None:
+        """Write and attend as vLLM does for ``queries`` tokens per request, and compare.
+
+        ``captured``: what a CUDA graph read when it was captured; the layers run with it, as a
+        replay does, after ``build`` for this step.
+        """
+        common = self.common(queries, pad_reqs, pad_tokens)
         metadata = self.builder.build(0, common)
+        num_tokens = sum(queries.values())
+        starts = common.query_start_loc.tolist()
         rows = num_tokens + pad_tokens + 3  # vLLM pads its tensors to a captured size
         for name, layer in self.layers.items():
             qkv = self.randn(rows, self.num_q_heads + 2 * self.num_kv_heads, self.head_size)
             q, k, v = qkv.split([self.num_q_heads, self.num_kv_heads, self.num_kv_heads], 1)
             layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, common.slot_mapping)
             out = torch.full_like(q.contiguous(), torch.nan)
-            layer.impl.forward(layer, q, k, v, layer.kv_cache, metadata, out)
+            layer.impl.forward(layer, q, k, v, layer.kv_cache, captured or metadata, out)
             for row, req in enumerate(queries):
-                tokens = slice(int(starts[row]), int(starts[row + 1]))
+                tokens = slice(starts[row], starts[row + 1])
                 key = (req, name)
                 self.history.setdefault(key, []).append((k[tokens], v[tokens]))
                 expected = self.attend(q[tokens], key, layer.impl.sliding_window)
-                torch.testing.assert_close(out[tokens], expected, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(out[tokens], expected, rtol=self.rtol, atol=self.rtol)
             assert out[num_tokens + pad_tokens :].isnan().all()  # not ours to write
             assert not layer.kv_cache[0].any()  # padding reaches no page
+
+    def common(
+        self, queries: dict[int, int], pad_reqs: int = 0, pad_tokens: int = 0
+    ) -> vllm_backend.CommonAttentionMetadata:
+        """Return vLLM's metadata of a step, in buffers that every step shares."""
+        num_reqs, num_tokens = len(queries), sum(queries.values())
+        slots, lens = [], []
+        for req, count in queries.items():
+            past = self.length(req)
+            blocks = self.blocks_of.setdefault(req, [])
+            while len(blocks) * self.block_size < past + count:
+                blocks.append(self.free.pop())
+            slots += [
+                blocks[at // self.block_size] * self.block_size + at % self.block_size
+                for at in range(past, past + count)
+            ]
+            lens.append(past + count)
+        rows = num_reqs + pad_reqs
+        self.table.zero_()
+        for row, req in enumerate(queries):
+            blocks = torch.tensor(self.blocks_of[req])
+            self.table[row, : len(blocks)] = blocks
+        starts = torch.tensor([0, *queries.values(), *[0] * pad_reqs]).cumsum(0).int()
+        self.starts[: rows + 1] = starts
+        self.lens[:rows] = torch.tensor(lens + [0] * pad_reqs)
+        return vllm_backend.CommonAttentionMetadata(
+            query_start_loc=self.starts[: rows + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=self.lens[:rows],
+            num_reqs=rows,
+            num_actual_tokens=num_tokens + pad_tokens,
+            max_query_len=max(queries.values()),
+            max_seq_len=max(lens),
+            block_table_tensor=self.table[:rows],
+            slot_mapping=torch.tensor(slots + [-1] * pad_tokens),
+        )
 
     def length(self, req: int) -> int:
         return sum(len(k) for k, _ in self.history.get((req, "layers.0"), []))
@@ -463,6 +492,32 @@ def test_steps_equal_dense_attention(heads, head_size, block_size, windows, is_f
     model.step({1: 3, 3: 3}, pad_reqs=1, pad_tokens=3)
     model.step({0: 9, 3: 9})  # more queries than decode takes
     model.step({3: 1, 1: 8, 2: 2}, pad_reqs=1, pad_tokens=5)
+
+
+def _replay(model: Model) -> None:
+    """Capture decodes of one and of three queries, then replay them in later steps."""
+    model.step({0: 20, 1: 3})
+    captured = model.builder.build_for_cudagraph_capture(model.common({0: 1, 1: 1, 2: 1}))
+    drafts = model.builder.build_for_cudagraph_capture(model.common({0: 3, 1: 3}))
+    model.step({0: 1, 1: 1, 2: 1}, captured=captured)
+    model.step({2: 19, 0: 1})  # another step between
+    model.step({2: 3, 1: 3}, captured=drafts)
+    model.step({1: 1, 2: 1}, pad_reqs=1, pad_tokens=1, captured=captured)
+    model.step({2: 3}, pad_reqs=1, pad_tokens=3, captured=drafts)
+
+
+def test_a_captured_graph_serves_later_steps():
+    _replay(Model(4, 2, 64, 16, (None, 12), is_fp8=False, seed=1))
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_kernels_follow_the_plans_of_a_captured_graph(is_fp8: bool):
+    # The weights of an fp8 cache are rounded to fp16 before the product with V.
+    model = Model(2, 1, 16, 16, (None, 12), is_fp8, seed=2, rtol=2e-3 if is_fp8 else 1e-5)
+    _replay(model)
+    plans = model.builder.build(0, model.common({0: 1, 1: 1, 2: 1})).decode.plans
+    assert len(plans) == 2  # one for each window
 
 
 def test_a_batch_that_is_not_causal_is_refused():
