@@ -266,6 +266,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             )
         self._dtype = vllm_config.model_config.dtype
         self._captured: dict[tuple[int, int], dict[int, DecodePlan]] = {}
+        self._states = torch.empty(0, device=device)  # of all captured plans
         self._capturing = False
         self._impls: tuple[Mrv1AttentionImpl, ...] = ()  # one for each layout
         self._ops = select_ops(kernel_path(device))
@@ -345,18 +346,18 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int
     ) -> DecodeRows:
         num_reqs = seq_lens.shape[0]
-        plans: Mapping[int, DecodePlan] = {}
+        plans: dict[int, DecodePlan] = {}
         if kernel_path(self.device) != "reference":
             key = num_reqs, query_len
-            known = self._captured.get(key)
-            plans = known or {
+            plans = self._captured.get(key) or {
                 id(impl.pages.layout): impl.allocate_plan(
                     num_reqs, query_len, block_table.shape[1], self._dtype
                 )
                 for impl in self._impls
             }
-            if self._capturing:
-                self._captured[key] = dict(plans)
+            if self._capturing and key not in self._captured:
+                plans = {name: self._with_shared_states(plan) for name, plan in plans.items()}
+                self._captured[key] = plans
             for impl in self._impls:
                 layout = impl.pages.layout
                 self._ops.plan_decode_attention(seq_lens, layout, plans[id(layout)])
@@ -367,6 +368,17 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             seq_lens=seq_lens,
             plans=plans,
         )
+
+    def _with_shared_states(self, plan: DecodePlan) -> DecodePlan:
+        """Return the plan with its partial results in one buffer for all captured graphs.
+
+        No launch reads those of another, and graphs run one after the other. Graphs are captured
+        in many sizes, the largest first: buffers of their own would take hundreds of MiB.
+        """
+        size = plan.states.numel()
+        if size > self._states.numel():
+            self._states = plan.states.flatten()
+        return replace(plan, states=self._states[:size].view(plan.states.shape))
 
     def _prefill_rows(
         self,

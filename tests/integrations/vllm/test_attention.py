@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 from mrv1.errors import ConfigError
-from mrv1.integrations.vllm import attention
+from mrv1.integrations.vllm import attention, attention_backend
 from mrv1.integrations.vllm.attention_backend import (
     FP8,
     Mrv1AttentionBackend,
@@ -33,6 +34,7 @@ from mrv1.integrations.vllm.attention_backend import (
     decode_rows,
 )
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
+from mrv1.kernels import DecodePlan
 
 HAS_SHAPES = hasattr(vllm_backend.AttentionBackend, "get_kv_cache_shape")  # vLLM 0.26
 HAS_SPECS = hasattr(vllm_backend.AttentionBackend, "customize_spec")  # vLLM 0.33
@@ -512,12 +514,26 @@ def test_a_captured_graph_serves_later_steps():
 
 @pytest.mark.interp
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_kernels_follow_the_plans_of_a_captured_graph(is_fp8: bool):
+def test_kernels_follow_the_plans_of_a_captured_graph(
+    is_fp8: bool, monkeypatch: pytest.MonkeyPatch
+):
+    # Several pieces per request, which the interpreter's device does not ask for.
+    allocate = partial(DecodePlan.allocate, num_kv_splits=2)
+    monkeypatch.setattr(attention_backend, "DecodePlan", SimpleNamespace(allocate=allocate))
     # The weights of an fp8 cache are rounded to fp16 before the product with V.
     model = Model(2, 1, 16, 16, (None, 12), is_fp8, seed=2, rtol=2e-3 if is_fp8 else 1e-5)
-    _replay(model)
-    plans = model.builder.build(0, model.common({0: 1, 1: 1, 2: 1})).decode.plans
-    assert len(plans) == 2  # one for each window
+    model.step({0: 150, 1: 3})  # longer than a tile of the interpreter
+    model.step({0: 1, 1: 1})
+    captured = model.builder.build_for_cudagraph_capture(model.common({0: 1, 1: 1, 2: 1}))
+    drafts = model.builder.build_for_cudagraph_capture(model.common({0: 3, 1: 3}))
+    model.step({0: 1, 1: 1, 2: 1}, captured=captured)
+    model.step({2: 3, 0: 3}, captured=drafts)
+    model.step({0: 1, 2: 1}, pad_reqs=1, pad_tokens=1, captured=captured)
+    plans = [*captured.decode.plans.values(), *drafts.decode.plans.values()]
+    assert len(plans) == 4  # one for each window and captured shape
+    assert all(plan.max_merges for plan in plans)
+    storages = {plan.states.untyped_storage().data_ptr() for plan in plans}
+    assert len(storages) <= 2  # a larger plan that came later has a buffer of its own
 
 
 def test_a_batch_that_is_not_causal_is_refused():
