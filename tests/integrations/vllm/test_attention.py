@@ -297,6 +297,18 @@ def test_pages_fill_a_layers_part_of_each_block(shape: tuple, arrangement: str):
     assert not second.view(torch.uint8).any()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("shape", [(8, 16, 128, torch.bfloat16, "auto"), SHAPES[3]], ids=str)
+def test_pages_of_128_dimensions_can_be_copied_in_bulk(shape: tuple):
+    # What the prefill kernels for sm_90 need: scales between pages must not break it.
+    first, _ = _vllm_caches(shape, "plain")
+    pages = pages_of(first, 128, -1, is_fp8=shape[4] == FP8)
+    assert pages.layout.address_unit == pages.layout.token_stride == 128
+    assert pages.k.numel() == pages.v.numel()
+    assert pages.k.numel() % 128 == 0
+    assert (pages.v.data_ptr() - pages.k.data_ptr()) % 128 == 0
+
+
 def test_a_cache_of_another_layout_is_refused():
     cache = torch.zeros(NUM_BLOCKS, 16, 2, 128)
     with pytest.raises(ValueError, match=r"kv_cache: expected pages without gaps .* HND"):
