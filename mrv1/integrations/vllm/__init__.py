@@ -1,0 +1,1 @@
+"""mrv1 inside vLLM."""

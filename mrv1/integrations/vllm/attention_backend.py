@@ -1,0 +1,598 @@
+"""vLLM's attention by mrv1's kernels: ``--attention-backend CUSTOM``.
+
+vLLM calls three classes. The backend says what it can serve and which pages it wants, the builder
+turns a step's lengths and tables into what all layers of a KV cache group share, and each layer's
+implementation writes keys and values and attends. Rows of one token, or all rows if all have the
+same 1 to 8, are decoded; other rows are prefilled.
+
+A step waits for nothing on the device. The host reads the shapes, ``max_query_len`` and the host's
+copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device. Full CUDA
+graphs serve batches of one query length (``UNIFORM_BATCH``); a mixed batch runs between the
+piecewise graphs, as its grid and tiles depend on which rows are prefilled.
+
+vLLM 0.26 asks for the shape of the cache tensor, 0.33 for the spec and its layouts: the backend
+has the methods of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+from mrv1.device import MIN_CAPABILITY, device_info, kernel_path
+from mrv1.errors import ConfigError
+from mrv1.integrations.vllm.attention_pages import Pages, content_size, pages_of
+from mrv1.kernels import DecodePlan, PrefillSplits
+from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, MIN_HEAD_DIM
+from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
+from mrv1.kernels.registry import Ops, select_ops
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+FP8 = "fp8_per_token_head"
+"""vLLM's name of a cache with a dynamic scale for each token and head."""
+
+MAX_QUERY_LEN = 8
+"""Most queries per row of ``paged_decode_attention``."""
+
+_INSTEAD = "choose another attention backend"
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+logger = init_logger("vllm.mrv1.attention")  # below "vllm": vLLM configures no other loggers
+
+
+class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
+    """What mrv1's kernels can serve, and the pages they want from vLLM."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(_DTYPES.values())
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *_DTYPES, FP8]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the slot's name, by which vLLM looks the backend up."""
+        return str(AttentionBackendEnum.CUSTOM.name)
+
+    @staticmethod
+    def get_impl_cls() -> type[Mrv1AttentionImpl]:
+        """Return the class of a layer's attention."""
+        return Mrv1AttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Mrv1AttentionMetadataBuilder]:
+        """Return the class that prepares each step."""
+        return Mrv1AttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[int]:
+        """Return the kernels' block sizes; vLLM splits its larger blocks into them."""
+        return list(BLOCK_SIZES)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Return the kernels' head sizes: the multiples of 16 up to 256."""
+        return list(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, MIN_HEAD_DIM))
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Return whether the kernels are compiled and checked for such a GPU."""
+        return (capability.major, capability.minor) >= MIN_CAPABILITY
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Return True: a window is a layout's, and layers of several windows share a step."""
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Return False: connectors that copy single tokens expect K and V of a token together."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return False: the host's query lengths decide which rows are decoded."""
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        """Return what to choose instead of an unsupported ``kv_cache_dtype``."""
+        name = kv_cache_dtype or "auto"
+        if name.startswith("fp8") and name != FP8:
+            return f"instead of kv_cache_dtype {name} choose {FP8}"
+        if _DTYPES.get(name, dtype) != dtype:
+            return f"kv_cache_dtype {name} needs a model of this dtype, got {dtype}"
+        return None
+
+    @staticmethod
+    def get_required_kv_cache_layout() -> str:
+        """Return the layout in which a head's part of a block has no gaps (vLLM 0.26)."""
+        return "HND"
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Return the shape of a layer's cache tensor; ``attention_pages`` says what is in it."""
+        content = content_size(head_size, is_fp8=cache_dtype_str == FP8)
+        return num_blocks, num_kv_heads, block_size, content
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Return the order of dimensions in memory: blocks, (layers,) heads, tokens, content."""
+        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Return the layouts in which a head's part of a block has no gaps (vLLM 0.33)."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Return the spec with room for scales (vLLM 0.33; 0.26 counts them by itself)."""
+        if spec.state_content_bytes is not None or not _is_fp8(spec):
+            return spec
+        return replace(spec, state_content_bytes=content_size(spec.head_size, is_fp8=True))
+
+
+def _is_fp8(spec: AttentionSpec) -> bool:
+    return bool(spec.kv_quant_mode == KVQuantMode.FP8_PER_TOKEN_HEAD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRows:
+    """The first rows of a batch, with the same number of queries each."""
+
+    num_tokens: int
+    query_len: int
+    block_table: torch.Tensor
+    """[rows, row_width] int32."""
+    seq_lens: torch.Tensor
+    """[rows] int32; 0 = padding."""
+    plans: Mapping[int, DecodePlan]
+    """By the ``id`` of the layout; empty on the reference path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRows:
+    """The rows of a batch that follow the decoded rows."""
+
+    first_token: int
+    end_token: int
+    block_table: torch.Tensor
+    """[rows, row_width] int32."""
+    seq_lens: torch.Tensor
+    """[rows] int32."""
+    query_start_loc: torch.Tensor
+    """[rows + 1] int32, from 0 on."""
+    max_query_len: int
+    splits: Mapping[int, PrefillSplits | None]
+    """By the ``id`` of the layout; empty = one program per tile."""
+
+
+@dataclass(kw_only=True)
+class Mrv1AttentionMetadata(AttentionMetadata):  # type: ignore[misc]
+    """What the layers of one KV cache group share in a step; vLLM may copy the fields."""
+
+    decode: DecodeRows | None
+    prefill: PrefillRows | None
+
+
+def decode_rows(
+    num_reqs: int, num_tokens: int, max_query_len: int, query_start_loc: npt.NDArray[np.int32]
+) -> tuple[int, int]:
+    """Return how many leading rows are decoded, and the queries of each.
+
+    Args:
+        num_reqs: rows, padding included.
+        num_tokens: tokens, padding included.
+        max_query_len: of any row.
+        query_start_loc: ``[num_reqs + 1]``, on the host; padding rows come last and are empty.
+    """
+    if num_tokens == num_reqs * max_query_len and 1 <= max_query_len <= MAX_QUERY_LEN:
+        full, rest = divmod(int(query_start_loc[-1]), max_query_len)
+        uniform = np.minimum(np.arange(num_reqs + 1), full) * max_query_len
+        if rest == 0 and np.array_equal(query_start_loc, uniform):
+            return num_reqs, max_query_len
+    longer = query_start_loc[1:] != np.arange(1, num_reqs + 1)
+    return (int(longer.argmax()) if longer.any() else num_reqs), 1
+
+
+class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadata]):  # type: ignore[misc]
+    """Prepares each step for the layers of one KV cache group."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int | None = 1  # rows of one token come first
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        """Check what only the spec and the model say, and log what will run.
+
+        Raises:
+            ConfigError: keys and values of different sizes, or an attention with a window that
+                grows with the prompt (R-SWA).
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        head_size, head_size_v = kv_cache_spec.head_size, kv_cache_spec.head_size_v
+        if head_size_v != head_size:
+            raise ConfigError(
+                f"head_size_v: expected {head_size} like keys, got {head_size_v}; {_INSTEAD}"
+            )
+        if getattr(vllm_config.model_config, "rswa_window", None) is not None:
+            raise ConfigError(
+                "rswa_window: expected None, got "
+                f"{vllm_config.model_config.rswa_window}; {_INSTEAD}"
+            )
+        self._dtype = vllm_config.model_config.dtype
+        self._captured: dict[tuple[int, int], dict[int, DecodePlan]] = {}
+        self._states = torch.empty(0, device=device)  # of all captured plans
+        self._capturing = False
+        self._impls: tuple[Mrv1AttentionImpl, ...] = ()  # one for each layout
+        self._ops = select_ops(kernel_path(device))
+        logger.info_once(
+            "mrv1 attention: path %s on %s, head size %d, %d KV heads, blocks of %d tokens, %s",
+            kernel_path(device),
+            device_info(device).name,
+            head_size,
+            kv_cache_spec.num_kv_heads,
+            kv_cache_spec.block_size,
+            "fp8 cache with a scale per token and head"
+            if _is_fp8(kv_cache_spec)
+            else f"{kv_cache_spec.dtype} cache",
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Mrv1AttentionMetadata:
+        """Return what the layers share in a step; plan its decoded rows on the device.
+
+        Raises:
+            ConfigError: a batch that is not causal.
+        """
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise ConfigError(f"causal: expected True, got {common.causal}; {_INSTEAD}")
+        if common.mm_req_doc_ranges is not None:
+            raise ConfigError(
+                f"mm_req_doc_ranges: expected None, got ranges of bidirectional tokens; {_INSTEAD}"
+            )
+        if not self._impls:
+            self._bind_layers()
+        num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
+        count, query_len = decode_rows(num_reqs, num_tokens, common.max_query_len, starts)
+        block_table = common.block_table_tensor[:num_reqs]
+        seq_lens = common.seq_lens[:num_reqs]
+        decode = prefill = None
+        if count:
+            decode = self._decode_rows(block_table[:count], seq_lens[:count], query_len)
+        first_token = count * query_len
+        if starts[-1] > first_token:
+            start_loc = common.query_start_loc[: num_reqs + 1]
+            prefill = self._prefill_rows(
+                block_table[count:],
+                seq_lens[count:],
+                start_loc[count:] - first_token if count else start_loc,
+                common.max_query_len,
+                first_token,
+                num_tokens,
+            )
+        return Mrv1AttentionMetadata(decode=decode, prefill=prefill)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> Mrv1AttentionMetadata:
+        """Return what a captured graph reads: its plans are kept, and ``build`` rewrites them."""
+        self._capturing = True
+        try:
+            return self.build(0, common_attn_metadata)
+        finally:
+            self._capturing = False
+
+    def _bind_layers(self) -> None:
+        """Give all layers their pages, before the first step; keep one layer of each window."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        layers = [context[name] for name in self.layer_names]
+        for layer in layers:
+            layer.impl.bind(layer.kv_cache)
+        by_layout = {id(layer.impl.pages.layout): layer.impl for layer in layers}
+        self._impls = tuple(by_layout.values())
+
+    def _decode_rows(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int
+    ) -> DecodeRows:
+        num_reqs = seq_lens.shape[0]
+        plans: dict[int, DecodePlan] = {}
+        if kernel_path(self.device) != "reference":
+            key = num_reqs, query_len
+            plans = self._captured.get(key) or {
+                id(impl.pages.layout): impl.allocate_plan(
+                    num_reqs, query_len, block_table.shape[1], self._dtype
+                )
+                for impl in self._impls
+            }
+            if self._capturing and key not in self._captured:
+                plans = {name: self._with_shared_states(plan) for name, plan in plans.items()}
+                self._captured[key] = plans
+            for impl in self._impls:
+                layout = impl.pages.layout
+                self._ops.plan_decode_attention(seq_lens, layout, plans[id(layout)])
+        return DecodeRows(
+            num_tokens=num_reqs * query_len,
+            query_len=query_len,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            plans=plans,
+        )
+
+    def _with_shared_states(self, plan: DecodePlan) -> DecodePlan:
+        """Return the plan with its partial results in one buffer for all captured graphs.
+
+        No launch reads those of another, and graphs run one after the other. Graphs are captured
+        in many sizes, the largest first: buffers of their own would take hundreds of MiB.
+        """
+        size = plan.states.numel()
+        if size > self._states.numel():
+            self._states = plan.states.flatten()
+        return replace(plan, states=self._states[:size].view(plan.states.shape))
+
+    def _prefill_rows(
+        self,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        max_query_len: int,
+        first_token: int,
+        end_token: int,
+    ) -> PrefillRows:
+        splits: dict[int, PrefillSplits | None] = {}
+        if not self._capturing:  # a graph would write to them after this step has freed them
+            for impl in self._impls:
+                splits[id(impl.pages.layout)] = PrefillSplits.allocate(
+                    num_tokens=end_token - first_token,
+                    num_reqs=seq_lens.shape[0],
+                    max_query_len=max_query_len,
+                    layout=impl.pages.layout,
+                    num_q_heads=impl.num_heads,
+                    dtype=self._dtype,
+                    is_fp8=impl.pages.scales is not None,
+                )
+        return PrefillRows(
+            first_token=first_token,
+            end_token=end_token,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            max_query_len=max_query_len,
+            splits=splits,
+        )
+
+
+class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[misc]
+    """The attention of one layer."""
+
+    supports_dcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Keep the layer's shape.
+
+        Raises:
+            ConfigError: the layer needs something that mrv1's kernels lack; the message names it.
+        """
+        if kv_cache_dtype not in Mrv1AttentionBackend.supported_kv_cache_dtypes:
+            raise ConfigError(
+                "kv_cache_dtype: expected one of "
+                f"{Mrv1AttentionBackend.supported_kv_cache_dtypes}, got {kv_cache_dtype!r}"
+            )
+        for name, value, expected in (
+            ("alibi_slopes", alibi_slopes, None),
+            ("logits_soft_cap", logits_soft_cap or None, None),  # 0 = none, too
+            ("sinks", None if sinks is None else "a sink per head", None),
+            ("attn_type", AttentionType(attn_type).value, AttentionType.DECODER.value),
+            ("decode_context_parallel_size", self.dcp_world_size, 1),
+            ("prefill_context_parallel_size", self.pcp_world_size, 1),
+        ):
+            if value != expected:
+                raise ConfigError(f"{name}: expected {expected}, got {value}; {_INSTEAD}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.pages: Pages
+        self._ops: Ops
+        self._kv_cache: torch.Tensor | None = None
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        """View ``kv_cache`` as pages, unless it is the cache of the last call.
+
+        Called before a step: for a new shape, numbers are copied to the device.
+        """
+        if kv_cache is self._kv_cache:
+            return
+        self.pages = pages_of(
+            kv_cache,
+            self.head_size,
+            self.sliding_window or -1,
+            is_fp8=self.kv_cache_dtype == FP8,
+        )
+        self._ops = select_ops(kernel_path(kv_cache.device))
+        self._kv_cache = kv_cache
+
+    def allocate_plan(
+        self, num_reqs: int, query_len: int, row_width: int, dtype: torch.dtype
+    ) -> DecodePlan:
+        """Return buffers for a plan of this layer's decode."""
+        return DecodePlan.allocate(
+            max_reqs=num_reqs,
+            max_keys=row_width * self.pages.layout.block_size,
+            layout=self.pages.layout,
+            num_q_heads=self.num_heads,
+            dtype=dtype,
+            query_len=query_len,
+            is_fp8=self.pages.scales is not None,
+        )
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the step's keys and values to their slots; -1 = padding.
+
+        Args:
+            layer: vLLM's layer; unused, as scales are computed from the values.
+            key: ``[tokens, kv_heads, head_size]``; rows after the last slot are padding.
+            value: likewise.
+            kv_cache: the layer's cache. *Written*.
+            slot_mapping: ``[tokens]`` int64.
+        """
+        self.bind(kv_cache)
+        num_tokens = slot_mapping.shape[0]
+        self._ops.kv_cache_write(
+            key[:num_tokens],
+            value[:num_tokens],
+            self.pages.k,
+            self.pages.v,
+            slot_mapping[None],
+            self.pages.layout,
+            scales=self.pages.scales,
+        )
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Mrv1AttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend from the step's queries to the cache, which has their keys and values already.
+
+        Args:
+            layer: vLLM's layer; unused.
+            query: ``[tokens, heads, head_size]``, padding last.
+            key: unused, like ``value``.
+            value: see ``key``.
+            kv_cache: the layer's cache.
+            attn_metadata: of the step; None while vLLM measures memory, before there is a cache.
+            output: like ``query``. *Written*; rows of padding may stay as they are.
+            output_scale: None: output is not quantized.
+            output_block_scale: likewise.
+
+        Raises:
+            ConfigError: a quantized output.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise ConfigError(
+                "output_scale, output_block_scale: expected None, got a quantized output; turn "
+                "off fuse_attn_quant in pass_config"
+            )
+        if attn_metadata is None:
+            return output.zero_()
+        self.bind(kv_cache)
+        if (decode := attn_metadata.decode) is not None:
+            self._decode(query, decode, output)
+        if (prefill := attn_metadata.prefill) is not None:
+            self._prefill(query, prefill, output)
+        return output
+
+    def _decode(self, query: torch.Tensor, rows: DecodeRows, output: torch.Tensor) -> None:
+        pages = self.pages
+        self._ops.paged_decode_attention(
+            query[: rows.num_tokens],
+            pages.k,
+            pages.v,
+            rows.block_table,
+            rows.seq_lens,
+            pages.layout,
+            softmax_scale=self.scale,
+            query_len=rows.query_len,
+            plan=rows.plans.get(id(pages.layout)),
+            out=output[: rows.num_tokens],
+            scales=pages.scales,
+        )
+
+    def _prefill(self, query: torch.Tensor, rows: PrefillRows, output: torch.Tensor) -> None:
+        pages = self.pages
+        tokens = slice(rows.first_token, rows.end_token)
+        self._ops.paged_prefill_attention(
+            query[tokens],
+            pages.k,
+            pages.v,
+            rows.block_table,
+            rows.query_start_loc,
+            rows.seq_lens,
+            pages.layout,
+            softmax_scale=self.scale,
+            max_query_len=rows.max_query_len,
+            splits=rows.splits.get(id(pages.layout)),
+            out=output[tokens],
+            scales=pages.scales,
+        )

@@ -1,0 +1,107 @@
+"""The pages of a KV cache tensor of vLLM, as mrv1's kernels address them.
+
+vLLM gives a layer ``[blocks, kv_heads, block_size, content]`` and asks nobody how the bytes of one
+block and head are used. mrv1 keeps K and V apart in them, so that its kernels read whole pages::
+
+    without scales   [block_size, head_size] of K, then of V
+    fp8              the same in e4m3 codes, then [block_size] float32 scales of K, then of V
+
+These are as many bytes as vLLM counts: ``content`` is ``2 * head_size`` elements, and for
+``fp8_per_token_head`` ``2 * (head_size + 4)`` bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from mrv1.kernels import HeadRole, KVLayout, KVScales
+
+SCALE_BYTES = torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """One layer's cache, in the form that the kernels take."""
+
+    k: torch.Tensor
+    """Flat: from the layer's first K page on."""
+    v: torch.Tensor
+    """Flat, of the same size: from the layer's first V page on."""
+    layout: KVLayout
+    """Shared by all layers of the same shape and window."""
+    scales: KVScales | None
+    """The scales of an fp8 cache, else None."""
+
+
+def content_size(head_size: int, *, is_fp8: bool) -> int:
+    """Return the elements that a token and head has in a page: K, V and their scales."""
+    return 2 * (head_size + SCALE_BYTES if is_fp8 else head_size)
+
+
+def pages_of(kv_cache: torch.Tensor, head_size: int, window: int, *, is_fp8: bool) -> Pages:
+    """Return views of a layer's KV cache, without a copy.
+
+    Args:
+        kv_cache: ``[blocks, kv_heads, block_size, content]``, any block and head stride; a head's
+            part of a block has no gaps.
+        head_size: of K and of V.
+        window: visible tokens including the current one; -1 = full context.
+        is_fp8: whether pages hold e4m3 codes and scales; ``kv_cache`` is then uint8.
+
+    Raises:
+        ValueError: another shape, or pages with gaps (vLLM's NHD layouts).
+    """
+    content = content_size(head_size, is_fp8=is_fp8)
+    if kv_cache.dim() != 4 or kv_cache.shape[3] != content:
+        raise ValueError(
+            f"kv_cache: expected shape [blocks, kv_heads, block_size, {content}], "
+            f"got {list(kv_cache.shape)}"
+        )
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    block_stride, head_stride, *inner = kv_cache.stride()
+    if inner != [content, 1]:
+        raise ValueError(
+            f"kv_cache: expected pages without gaps (strides {[content, 1]} in a page, vLLM's HND "
+            f"layouts), got strides {list(kv_cache.stride())}"
+        )
+    page = block_size * head_size
+    end = (num_blocks - 1) * block_stride + (num_kv_heads - 1) * head_stride + block_size * content
+    flat = kv_cache.as_strided((end,), (1,))
+    scales = None
+    if is_fp8:
+        floats = flat.view(torch.float32)
+        scales = KVScales.build(
+            floats[:-block_size],
+            floats[block_size:],
+            granularity="token",
+            base=[(h * head_stride + 2 * page) // SCALE_BYTES for h in range(num_kv_heads)],
+            block_stride=[block_stride // SCALE_BYTES] * num_kv_heads,
+        )
+    layout = _layout(
+        num_kv_heads, block_size, head_size, head_stride, block_stride, window, kv_cache.device
+    )
+    return Pages(k=flat[:-page], v=flat[page:], layout=layout, scales=scales)
+
+
+@lru_cache(maxsize=64)
+def _layout(
+    num_kv_heads: int,
+    block_size: int,
+    head_size: int,
+    head_stride: int,
+    block_stride: int,
+    window: int,
+    device: torch.device,
+) -> KVLayout:
+    return KVLayout.build(
+        block_size=block_size,
+        head_dim=head_size,
+        token_stride=head_size,
+        head_base=[head * head_stride for head in range(num_kv_heads)],
+        block_stride=[block_stride] * num_kv_heads,
+        roles=[HeadRole(window=window)] * num_kv_heads,
+        device=device,
+    )

@@ -1,0 +1,582 @@
+"""The attention backend inside vLLM: its contracts with vLLM's own classes, and its numbers.
+
+vLLM is no dependency: the tests run with whichever of the supported versions is installed. The
+numbers are compared with a dense softmax over each request's own keys and values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="not run: vLLM is not installed")
+
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention import backend as vllm_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+
+from mrv1.errors import ConfigError
+from mrv1.integrations.vllm import attention, attention_backend
+from mrv1.integrations.vllm.attention_backend import (
+    FP8,
+    Mrv1AttentionBackend,
+    Mrv1AttentionImpl,
+    Mrv1AttentionMetadata,
+    Mrv1AttentionMetadataBuilder,
+    decode_rows,
+)
+from mrv1.integrations.vllm.attention_pages import content_size, pages_of
+from mrv1.kernels import DecodePlan
+
+HAS_SHAPES = hasattr(vllm_backend.AttentionBackend, "get_kv_cache_shape")  # vLLM 0.26
+HAS_SPECS = hasattr(vllm_backend.AttentionBackend, "customize_spec")  # vLLM 0.33
+NUM_BLOCKS = 48
+
+
+# --- contracts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "base"),
+    [
+        (Mrv1AttentionBackend, vllm_backend.AttentionBackend),
+        (Mrv1AttentionMetadataBuilder, vllm_backend.AttentionMetadataBuilder),
+        (Mrv1AttentionImpl, vllm_backend.AttentionImpl),
+    ],
+)
+def test_every_method_is_there_with_vllms_parameters(ours: type, base: type):
+    assert not ours.__abstractmethods__
+    shared = {
+        name
+        for name, value in vars(ours).items()
+        if hasattr(base, name) and inspect.isroutine(inspect.unwrap(getattr(ours, name)))
+        if not name.startswith("__") or name == "__init__"
+    }
+    assert shared  # a method of another version only has no base here
+    for name in shared:
+        expected = list(inspect.signature(getattr(base, name)).parameters)
+        found = inspect.signature(getattr(ours, name)).parameters
+        assert list(found)[: len(expected)] == expected or set(expected) <= set(found), name
+        assert all(found[extra].default is None for extra in list(found)[len(expected) :]), name
+
+
+def test_both_versions_interfaces_are_there():
+    assert HAS_SHAPES or HAS_SPECS
+    for name in ("get_kv_cache_shape", "get_kv_cache_stride_order", "get_required_kv_cache_layout",
+                 "supported_kv_cache_layouts", "customize_spec"):  # fmt: skip
+        assert callable(getattr(Mrv1AttentionBackend, name))
+    assert Mrv1AttentionMetadataBuilder.get_cudagraph_support(None, None) is (
+        vllm_backend.AttentionCGSupport.UNIFORM_BATCH
+    )
+
+
+def test_register_fills_the_custom_slot_once():
+    slot = AttentionBackendEnum.CUSTOM
+    slot.clear_override()
+    attention.register()
+    attention.register()  # every process of vLLM loads the plug-in
+    assert slot.get_class() is Mrv1AttentionBackend
+    assert AttentionBackendEnum[Mrv1AttentionBackend.get_name()] is slot
+    register_backend(slot, "elsewhere.Backend")
+    with pytest.raises(ConfigError, match=r"got elsewhere\.Backend; name in VLLM_PLUGINS"):
+        attention.register()
+    slot.clear_override()
+
+
+VALID = {
+    "head_size": 128,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "auto",
+    "block_size": 16,
+    "use_mla": False,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": DeviceCapability(9, 0),
+    "attn_type": "decoder",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"head_size": size} for size in (64, 80, 96, 112, 160, 256)),
+        *({"block_size": size} for size in (None, 32, 64, 128, 528)),
+        {"dtype": torch.float16},
+        {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": FP8},
+        {"has_sliding_window": True},
+        {"device_capability": DeviceCapability(8, 0)},
+    ],
+    ids=str,
+)
+def test_supported_configurations_have_no_invalid_reason(change: dict):
+    assert Mrv1AttentionBackend.validate_configuration(**VALID | change) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_size": 72}, "head_size not supported"),
+        ({"head_size": 512}, "head_size not supported"),
+        ({"dtype": torch.float32}, "dtype not supported"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "fp8"}, "instead of kv_cache_dtype fp8 choose fp8_per_token_head"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 needs a model of this dtype"),
+        ({"block_size": 24}, "block_size not supported"),
+        ({"has_sink": True}, "attention sinks not supported"),
+        ({"use_mla": True}, "MLA not supported"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+        ({"use_non_causal": True}, "non-causal attention not supported"),
+        ({"use_batch_invariant": True}, "batch invariance not supported"),
+        ({"use_kv_connector": True}, "KV connector not supported"),
+        ({"attn_type": "encoder_decoder"}, "attention type encoder_decoder not supported"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+        ({"device_capability": DeviceCapability(7, 5)}, "compute capability not supported"),
+    ],
+    ids=str,
+)
+def test_what_kernels_lack_is_an_invalid_reason(change: dict, reason: str):
+    reasons = Mrv1AttentionBackend.validate_configuration(**VALID | change)
+    assert any(found.startswith(reason) for found in reasons), reasons
+
+
+@pytest.mark.skipif(not HAS_SPECS, reason="not run: an option of vLLM 0.33")
+def test_queries_known_only_on_the_device_are_an_invalid_reason():
+    reasons = Mrv1AttentionBackend.validate_configuration(**VALID, use_adaptive_verification=True)
+    assert len(reasons) == 1
+    assert "query lens mismatch not supported" in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"alibi_slopes": [0.5, 0.25]}, "alibi_slopes: expected None, got"),
+        ({"logits_soft_cap": 30.0}, r"logits_soft_cap: expected None, got 30\.0"),
+        ({"sinks": torch.zeros(4)}, "sinks: expected None, got a sink per head"),
+        ({"attn_type": "encoder_decoder"}, "attn_type: expected decoder, got encoder_decoder"),
+        ({"attn_type": "encoder"}, "attn_type: expected decoder, got encoder;"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected one of .* got 'fp8'"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_kernels_lack_is_refused_by_name(change: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Mrv1AttentionImpl(4, 64, 0.125, num_kv_heads=2, **change)
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+SHAPES = [  # kv_heads, block_size, head_size, dtype, kv_cache_dtype
+    (2, 16, 64, torch.bfloat16, "auto"),
+    (8, 32, 128, torch.float16, "float16"),
+    (1, 16, 80, torch.uint8, FP8),
+    (3, 64, 128, torch.uint8, FP8),
+]
+
+
+def _spec(
+    num_kv_heads: int, block_size: int, head_size: int, dtype: torch.dtype, kv_cache_dtype: str,
+    window: int | None = None, **options: object,
+):  # fmt: skip
+    """Return the spec that vLLM makes for a layer with this backend."""
+    mode = KVQuantMode.FP8_PER_TOKEN_HEAD if kv_cache_dtype == FP8 else KVQuantMode.NONE
+    if window is not None:
+        options["sliding_window"] = window
+    spec = (FullAttentionSpec if window is None else SlidingWindowSpec)(
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        kv_quant_mode=mode,
+        **options,
+    )
+    return Mrv1AttentionBackend.customize_spec(spec) if HAS_SPECS else spec
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_have_as_many_bytes_as_vllm_counts(shape: tuple, window: int | None):
+    num_kv_heads, block_size, head_size, dtype, kv_cache_dtype = shape
+    values = 2 * num_kv_heads * block_size * head_size * dtype.itemsize
+    scales = 2 * num_kv_heads * block_size * 4 if kv_cache_dtype == FP8 else 0
+    assert _spec(*shape, window).page_size_bytes == values + scales
+    found = Mrv1AttentionBackend.get_kv_cache_shape(
+        7, block_size, num_kv_heads, head_size, kv_cache_dtype
+    )
+    assert prod(found) * dtype.itemsize == 7 * (values + scales)
+
+
+def _vllm_caches(shape: tuple, arrangement: str) -> list[torch.Tensor]:
+    """Return the caches of two layers as vLLM's own code makes them of raw memory."""
+    num_kv_heads, block_size, head_size, _, kv_cache_dtype = shape
+    if HAS_SPECS:
+        from vllm.v1.kv_cache_interface import KVCacheTensor, create_kv_cache_views
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        page = _spec(*shape).page_size_bytes
+        padded = page + 512 if arrangement == "padded" else page
+        spec = _spec(*shape, page_size_padded=padded if arrangement == "padded" else None)
+        layout = KVCacheLayout.BLHNC if arrangement == "packed" else KVCacheLayout.LBHNC
+        assert layout in Mrv1AttentionBackend.supported_kv_cache_layouts()
+        strides = {"packed": (padded, 2 * padded)}.get(arrangement, (NUM_BLOCKS * padded, padded))
+        raw = torch.zeros(2 * NUM_BLOCKS * padded, dtype=torch.int8)
+        tensor = KVCacheTensor(
+            size=raw.numel(), layers=["0", "1"], offset=0,
+            layer_stride=strides[0], block_stride=strides[1],
+        )  # fmt: skip
+        return create_kv_cache_views(raw, spec, NUM_BLOCKS, layout, tensor)
+    from vllm.v1.worker.gpu.attn_utils import _reshape_attention_kv_cache
+
+    spec = _spec(*shape)
+    cache_shape = Mrv1AttentionBackend.get_kv_cache_shape(
+        NUM_BLOCKS, block_size, num_kv_heads, head_size, kv_cache_dtype
+    )
+    order = Mrv1AttentionBackend.get_kv_cache_stride_order()
+    page = spec.page_size_bytes
+    if arrangement == "packed":
+        assert Mrv1AttentionBackend.indexes_kv_by_block_stride()
+        raw = torch.zeros(2 * NUM_BLOCKS * page, dtype=torch.int8)
+        packings = [(layer * page, 2 * page) for layer in range(2)]
+        return [
+            _reshape_attention_kv_cache(raw, spec, cache_shape, order, NUM_BLOCKS, packing)
+            for packing in packings
+        ]
+    if arrangement == "padded":
+        page += 512
+        spec = _spec(*shape, page_size_padded=page)
+    raws = torch.zeros(2, NUM_BLOCKS * page, dtype=torch.int8)
+    return [
+        _reshape_attention_kv_cache(raw, spec, cache_shape, order, NUM_BLOCKS, None)
+        for raw in raws
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # vLLM's import of inductor
+@pytest.mark.parametrize("arrangement", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_fill_a_layers_part_of_each_block(shape: tuple, arrangement: str):
+    num_kv_heads, block_size, head_size, _, kv_cache_dtype = shape
+    is_fp8 = kv_cache_dtype == FP8
+    first, second = _vllm_caches(shape, arrangement)
+    pages = pages_of(first, head_size, -1, is_fp8=is_fp8)
+    # Count in every byte how often the addresses of all tokens and scales name it.
+    counts = torch.zeros(pages.k.numel() * pages.k.element_size() * 2, dtype=torch.int32)
+    block, head, token = np.ix_(range(NUM_BLOCKS), range(num_kv_heads), range(block_size))
+    layout, size = pages.layout, pages.k.element_size()
+    address = layout.head_base.numpy()[head] + block * layout.block_stride.numpy()[head]
+    address = (address + token * layout.token_stride) * size
+    ones = torch.ones(address.size, dtype=torch.int32)
+    for cache in (pages.k, pages.v):
+        start = cache.data_ptr() - first.data_ptr()
+        for byte in range(head_size * size):
+            counts.index_add_(0, torch.from_numpy(address + start + byte).flatten(), ones)
+    if is_fp8:
+        scales = pages.scales
+        address = scales.base.numpy()[head] + block * scales.block_stride.numpy()[head] + token
+        for cache in (scales.k_scale, scales.v_scale):
+            start = cache.data_ptr() - first.data_ptr()
+            for byte in range(4):
+                where = torch.from_numpy(4 * address + start + byte).flatten()
+                counts.index_add_(0, where, ones)
+    filled = counts.bool()
+    assert counts.max() == 1  # no byte twice
+    assert int(filled.sum()) == first.numel() * size  # every byte of the layer
+    first.view(torch.uint8).fill_(1)
+    raw = first.view(torch.uint8).as_strided((int(filled.nonzero()[-1]) + 1,), (1,))
+    assert torch.equal(raw == 1, filled[: raw.numel()])  # and of no other
+    assert not second.view(torch.uint8).any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("shape", [(8, 16, 128, torch.bfloat16, "auto"), SHAPES[3]], ids=str)
+def test_pages_of_128_dimensions_can_be_copied_in_bulk(shape: tuple):
+    # What the prefill kernels for sm_90 need: scales between pages must not break it.
+    first, _ = _vllm_caches(shape, "plain")
+    pages = pages_of(first, 128, -1, is_fp8=shape[4] == FP8)
+    assert pages.layout.address_unit == pages.layout.token_stride == 128
+    assert pages.k.numel() == pages.v.numel()
+    assert pages.k.numel() % 128 == 0
+    assert (pages.v.data_ptr() - pages.k.data_ptr()) % 128 == 0
+
+
+def test_a_cache_of_another_layout_is_refused():
+    cache = torch.zeros(NUM_BLOCKS, 16, 2, 128)
+    with pytest.raises(ValueError, match=r"kv_cache: expected pages without gaps .* HND"):
+        pages_of(cache.transpose(1, 2), 64, -1, is_fp8=False)
+    with pytest.raises(ValueError, match=r"kv_cache: expected shape .* 136\], got"):
+        pages_of(cache, 64, -1, is_fp8=True)
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_reqs", "num_tokens", "expected"),
+    [
+        ([1, 1, 1], 3, 3, (3, 1)),
+        ([1, 1], 4, 4, (4, 1)),  # two rows of padding
+        ([4, 4], 3, 12, (3, 4)),
+        ([4, 2], 2, 8, (0, 1)),  # as many tokens as two rows of 4 have, with padding
+        ([8, 8], 2, 16, (2, 8)),
+        ([9, 9], 2, 18, (0, 1)),
+        ([1, 1, 5], 3, 7, (2, 1)),
+        ([1, 1, 5, 1], 4, 8, (2, 1)),
+        ([5, 1], 2, 6, (0, 1)),
+        ([1, 1], 4, 8, (2, 1)),
+    ],
+)
+def test_rows_of_one_length_are_decoded(lengths, num_reqs, num_tokens, expected):
+    starts = np.cumsum([0, *lengths, *[0] * (num_reqs - len(lengths))], dtype=np.int32)
+    assert decode_rows(num_reqs, num_tokens, max(lengths), starts) == expected
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """Layers of vLLM's shape around our implementation, and each request's own K and V."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    windows: tuple[int | None, ...]
+    is_fp8: bool
+    seed: int
+    rtol: float = 1e-5
+    history: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = field(
+        default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        self.random = torch.Generator().manual_seed(self.seed)
+        dtype = torch.uint8 if self.is_fp8 else torch.float32
+        name = FP8 if self.is_fp8 else "auto"
+        shape = Mrv1AttentionBackend.get_kv_cache_shape(
+            NUM_BLOCKS, self.block_size, self.num_kv_heads, self.head_size, name
+        )
+        self.layers = {
+            f"layers.{index}": SimpleNamespace(
+                impl=Mrv1AttentionImpl(
+                    self.num_q_heads, self.head_size, self.head_size**-0.5, self.num_kv_heads,
+                    None, window, name,
+                ),
+                kv_cache=torch.zeros(shape, dtype=dtype),
+            )
+            for index, window in enumerate(self.windows)
+        }  # fmt: skip
+        spec = _spec(self.num_kv_heads, self.block_size, self.head_size, dtype, name)
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=self.layers),
+            model_config=SimpleNamespace(dtype=torch.float32),
+        )
+        self.builder = Mrv1AttentionMetadataBuilder(
+            spec, list(self.layers), config, torch.device("cpu")
+        )
+        # Block 0 is vLLM's null block; others in a random order.
+        self.free = (torch.randperm(NUM_BLOCKS - 1, generator=self.random) + 1).tolist()
+        self.blocks_of: dict[int, list[int]] = {}
+        self.table = torch.zeros(8, 12, dtype=torch.int32)
+        self.starts = torch.zeros(9, dtype=torch.int32)
+        self.lens = torch.zeros(8, dtype=torch.int32)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def step(
+        self,
+        queries: dict[int, int],
+        pad_reqs: int = 0,
+        pad_tokens: int = 0,
+        captured: Mrv1AttentionMetadata | None = None,
+    ) -> None:
+        """Write and attend as vLLM does for ``queries`` tokens per request, and compare.
+
+        ``captured``: what a CUDA graph read when it was captured; the layers run with it, as a
+        replay does, after ``build`` for this step.
+        """
+        common = self.common(queries, pad_reqs, pad_tokens)
+        metadata = self.builder.build(0, common)
+        num_tokens = sum(queries.values())
+        starts = common.query_start_loc.tolist()
+        rows = num_tokens + pad_tokens + 3  # vLLM pads its tensors to a captured size
+        for name, layer in self.layers.items():
+            qkv = self.randn(rows, self.num_q_heads + 2 * self.num_kv_heads, self.head_size)
+            q, k, v = qkv.split([self.num_q_heads, self.num_kv_heads, self.num_kv_heads], 1)
+            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, common.slot_mapping)
+            out = torch.full_like(q.contiguous(), torch.nan)
+            layer.impl.forward(layer, q, k, v, layer.kv_cache, captured or metadata, out)
+            for row, req in enumerate(queries):
+                tokens = slice(starts[row], starts[row + 1])
+                key = (req, name)
+                self.history.setdefault(key, []).append((k[tokens], v[tokens]))
+                expected = self.attend(q[tokens], key, layer.impl.sliding_window)
+                torch.testing.assert_close(out[tokens], expected, rtol=self.rtol, atol=self.rtol)
+            assert out[num_tokens + pad_tokens :].isnan().all()  # not ours to write
+            assert not layer.kv_cache[0].any()  # padding reaches no page
+
+    def common(
+        self, queries: dict[int, int], pad_reqs: int = 0, pad_tokens: int = 0
+    ) -> vllm_backend.CommonAttentionMetadata:
+        """Return vLLM's metadata of a step, in buffers that every step shares."""
+        num_reqs, num_tokens = len(queries), sum(queries.values())
+        slots, lens = [], []
+        for req, count in queries.items():
+            past = self.length(req)
+            blocks = self.blocks_of.setdefault(req, [])
+            while len(blocks) * self.block_size < past + count:
+                blocks.append(self.free.pop())
+            slots += [
+                blocks[at // self.block_size] * self.block_size + at % self.block_size
+                for at in range(past, past + count)
+            ]
+            lens.append(past + count)
+        rows = num_reqs + pad_reqs
+        self.table.zero_()
+        for row, req in enumerate(queries):
+            blocks = torch.tensor(self.blocks_of[req])
+            self.table[row, : len(blocks)] = blocks
+        starts = torch.tensor([0, *queries.values(), *[0] * pad_reqs]).cumsum(0).int()
+        self.starts[: rows + 1] = starts
+        self.lens[:rows] = torch.tensor(lens + [0] * pad_reqs)
+        return vllm_backend.CommonAttentionMetadata(
+            query_start_loc=self.starts[: rows + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=self.lens[:rows],
+            num_reqs=rows,
+            num_actual_tokens=num_tokens + pad_tokens,
+            max_query_len=max(queries.values()),
+            max_seq_len=max(lens),
+            block_table_tensor=self.table[:rows],
+            slot_mapping=torch.tensor(slots + [-1] * pad_tokens),
+        )
+
+    def length(self, req: int) -> int:
+        return sum(len(k) for k, _ in self.history.get((req, "layers.0"), []))
+
+    def attend(self, q: torch.Tensor, key: tuple, window: int | None) -> torch.Tensor:
+        """Return the softmax over all keys of a request, densely, in float64."""
+        k, v = (torch.cat(parts).double() for parts in zip(*self.history[key], strict=True))
+        if self.is_fp8:
+            k, v = _through_e4m3(k), _through_e4m3(v)
+        group = self.num_q_heads // self.num_kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.head_size**-0.5
+        query = torch.arange(len(k) - len(q), len(k))[:, None]
+        past = query - torch.arange(len(k))
+        scores[:, (past < 0) | (past >= (window or len(k)))] = -torch.inf
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).float()
+
+
+def _through_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Return x after the definition of vLLM's fp8_per_token_head: absmax / 448 for each head."""
+    scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp_min(1e-12)
+    codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.double() * scale.double()
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_size", "block_size", "windows", "is_fp8"),
+    [
+        ((4, 2), 64, 16, (None,), False),
+        ((8, 1), 80, 32, (None, 20), False),  # layers of two windows in one group
+        ((6, 6), 96, 16, (33,), False),
+        ((4, 2), 64, 16, (None, 20), True),
+        ((2, 1), 128, 64, (None,), True),
+    ],
+)
+def test_steps_equal_dense_attention(heads, head_size, block_size, windows, is_fp8):
+    model = Model(*heads, head_size, block_size, windows, is_fp8, seed=head_size)
+    model.step({0: 40, 1: 1, 2: 17})  # prefill, one prompt of one token
+    model.step({1: 1, 2: 1, 0: 23, 3: 9})  # decodes first, then a chunk and a new prompt
+    model.step({3: 1, 0: 1, 2: 1})
+    model.step({0: 4, 1: 4, 2: 4})  # three drafts are verified
+    model.step({2: 1, 1: 1}, pad_reqs=2, pad_tokens=2)  # padded to a captured size
+    model.step({1: 3, 3: 3}, pad_reqs=1, pad_tokens=3)
+    model.step({0: 9, 3: 9})  # more queries than decode takes
+    model.step({3: 1, 1: 8, 2: 2}, pad_reqs=1, pad_tokens=5)
+
+
+def _replay(model: Model) -> None:
+    """Capture decodes of one and of three queries, then replay them in later steps."""
+    model.step({0: 20, 1: 3})
+    captured = model.builder.build_for_cudagraph_capture(model.common({0: 1, 1: 1, 2: 1}))
+    drafts = model.builder.build_for_cudagraph_capture(model.common({0: 3, 1: 3}))
+    model.step({0: 1, 1: 1, 2: 1}, captured=captured)
+    model.step({2: 19, 0: 1})  # another step between
+    model.step({2: 3, 1: 3}, captured=drafts)
+    model.step({1: 1, 2: 1}, pad_reqs=1, pad_tokens=1, captured=captured)
+    model.step({2: 3}, pad_reqs=1, pad_tokens=3, captured=drafts)
+
+
+def test_a_captured_graph_serves_later_steps():
+    _replay(Model(4, 2, 64, 16, (None, 12), is_fp8=False, seed=1))
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_kernels_follow_the_plans_of_a_captured_graph(
+    is_fp8: bool, monkeypatch: pytest.MonkeyPatch
+):
+    # Several pieces per request, which the interpreter's device does not ask for.
+    allocate = partial(DecodePlan.allocate, num_kv_splits=2)
+    monkeypatch.setattr(attention_backend, "DecodePlan", SimpleNamespace(allocate=allocate))
+    # The weights of an fp8 cache are rounded to fp16 before the product with V.
+    model = Model(2, 1, 16, 16, (None, 12), is_fp8, seed=2, rtol=2e-3 if is_fp8 else 1e-5)
+    model.step({0: 150, 1: 3})  # longer than a tile of the interpreter
+    model.step({0: 1, 1: 1})
+    captured = model.builder.build_for_cudagraph_capture(model.common({0: 1, 1: 1, 2: 1}))
+    drafts = model.builder.build_for_cudagraph_capture(model.common({0: 3, 1: 3}))
+    model.step({0: 1, 1: 1, 2: 1}, captured=captured)
+    model.step({2: 3, 0: 3}, captured=drafts)
+    model.step({0: 1, 2: 1}, pad_reqs=1, pad_tokens=1, captured=captured)
+    plans = [*captured.decode.plans.values(), *drafts.decode.plans.values()]
+    assert len(plans) == 4  # one for each window and captured shape
+    assert all(plan.max_merges for plan in plans)
+    storages = {plan.states.untyped_storage().data_ptr() for plan in plans}
+    assert len(storages) <= 2  # a larger plan that came later has a buffer of its own
+
+
+def test_a_batch_that_is_not_causal_is_refused():
+    model = Model(2, 2, 64, 16, (None,), is_fp8=False, seed=0)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    common = vllm_backend.CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=starts[1:], num_reqs=1,
+        num_actual_tokens=1, max_query_len=1, max_seq_len=1, slot_mapping=torch.zeros(1).long(),
+        block_table_tensor=torch.ones(1, 1, dtype=torch.int32), causal=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="causal: expected True, got False"):
+        model.builder.build(0, common)
+    with pytest.raises(ConfigError, match="mm_req_doc_ranges: expected None"):
+        model.builder.build(0, common.replace(causal=True, mm_req_doc_ranges={0: [(0, 1)]}))
+
+
+def test_a_layer_of_unequal_keys_and_values_is_refused():
+    spec = _spec(*SHAPES[0], head_size_v=32)
+    with pytest.raises(ConfigError, match="head_size_v: expected 64 like keys, got 32"):
+        Mrv1AttentionMetadataBuilder(spec, [], SimpleNamespace(), torch.device("cpu"))
+
+
+def test_memory_is_measured_without_a_cache():
+    impl = Mrv1AttentionImpl(4, 64, 0.125, num_kv_heads=2)
+    q, out = torch.randn(3, 4, 64), torch.full((3, 4, 64), torch.nan)
+    impl.forward(None, q, q[:, :2], q[:, :2], torch.tensor([]), None, out)
+    assert not out.any()
+    with pytest.raises(ConfigError, match="got a quantized output"):
+        impl.forward(None, q, q, q, torch.tensor([]), None, out, output_scale=torch.ones(1))
+
+
+def test_content_is_codes_and_two_scales():
+    assert content_size(128, is_fp8=False) == 256
+    assert content_size(128, is_fp8=True) == 2 * (128 + 4)
