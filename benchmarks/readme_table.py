@@ -40,8 +40,8 @@ OTHER_FILES = {
     "accuracy-h200.json": "errors of 638f36c and 4ebca58 against float64: prefill's log-sum-exp "
     "with large scores (1.7e-4 before, 2.8e-5 after in 16 bits; 6.3e-4 and 5.8e-5 in float32), "
     "float32 `linear` over torch's (3.8 times before, 1.5 times after at most, root mean square)",
-    "deterministic-step-h200.json": "a decode step's kernels with and without `deterministic=True`: "
-    "1.04, 1.00 and 1.14 times as long at batch 1, 32 and 256",
+    "deterministic-step-h200.json": "a decode step's kernels with and without "
+    "`deterministic=True`: 1.04, 1.00 and 1.14 times as long at batch 1, 32 and 256",
     "smollm2-h200.json": "SmolLM2's log-probabilities against float32 transformers, by dtype and "
     "cache",
     "sanitize-h200.json": "compute-sanitizer's findings, op by op",
