@@ -60,7 +60,7 @@ def flash_attention_3(data: AttentionData) -> LayerLaunch:
 
 def _flash_attention_3(data: AttentionData) -> Callable[..., Any]:
     """Return FlashAttention-3 with its shared arguments; its schedule is made once, as in vLLM."""
-    from vllm.vllm_flash_attn import (  # type: ignore[import-not-found]
+    from vllm.vllm_flash_attn import (
         flash_attn_varlen_func,
         get_scheduler_metadata,
     )
@@ -179,10 +179,10 @@ def _vllm_triton(
     data: AttentionData, layer: Layer, k: torch.Tensor, v: torch.Tensor, *scales: torch.Tensor
 ) -> Launch:
     """Return the kernel's launch on ``k, v [blocks, tokens, heads, dim]``, of any strides."""
-    from vllm.v1.attention.ops.triton_unified_attention import (  # type: ignore[import-not-found]
+    from vllm.v1.attention.ops.triton_unified_attention import (
         unified_attention,
     )
-    from vllm.v1.kv_cache_interface import KVQuantMode  # type: ignore[import-not-found]
+    from vllm.v1.kv_cache_interface import KVQuantMode
 
     case, device = data.case, data.seq_lens.device
     max_split_reqs = VLLM_SPLIT_PROGRAMS // case.num_kv_heads

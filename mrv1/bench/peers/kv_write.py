@@ -56,7 +56,7 @@ def vllm_triton(data: WriteData) -> tuple[SetLaunch, CountWrong]:
     """Run vLLM's Triton write on its own cache: [blocks, tokens, heads, K then V]."""
     if data.case.is_fp8:
         return _vllm_triton_inline(data)
-    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (  # type: ignore[import-not-found]
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
         triton_reshape_and_cache_flash,
     )
 
@@ -114,7 +114,7 @@ def _vllm_quantized(
     from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
         triton_reshape_and_cache_flash_per_token_head_quant as write,
     )
-    from vllm.v1.kv_cache_interface import KVQuantMode  # type: ignore[import-not-found]
+    from vllm.v1.kv_cache_interface import KVQuantMode
 
     mode = KVQuantMode.FP8_PER_TOKEN_HEAD
 

@@ -54,7 +54,7 @@ def vllm_mask(work: Work) -> Launch | None:
     _, has_top_k, has_top_p, has_min_p = _asks(work)
     if work.case.stage != "draw" or has_min_p or not (has_top_k or has_top_p):
         return None
-    from vllm.v1.sample.ops.topk_topp_triton import (  # type: ignore[import-not-found]
+    from vllm.v1.sample.ops.topk_topp_triton import (
         apply_top_k_top_p_triton,
     )
 
