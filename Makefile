@@ -4,7 +4,7 @@
 #   make chat-model install a small chat model for --model smollm2: SmolLM2-135M-Instruct, 93 MB
 #   make test       lint, types, and the suite: host tests, interpreted kernels, compile checks
 #   make test-full  `make test`, then the API reference, many more hypothesis examples, soak tests,
-#                   every compile target
+#                   every compile target, vLLM's engine
 #   make docs       the documents and the API reference as a site, in build/site
 #   make test-gpu   the GPU suite, run by the Python that PYTHON names; installs nothing
 
@@ -36,6 +36,9 @@ COMPILE_FILES := tests/compile
 LONG := full or slow or big
 # Newer than the pinned triton, which the pinned torch requires: in a folder of its own, put first.
 TRITON_39 := $(VENV)/triton-3.9.0
+# vLLM's Python files alone, in a folder for each version: its wheels hold gigabytes of GPU code.
+VLLMS := 0.26.0 0.33.0
+VLLM_FOLDERS := $(VLLMS:%=$(VENV)/vllm-%)
 
 # Prints the instruction sets beyond AVX2 that numpy would use, by the names that numpy takes.
 define BEYOND_AVX2
@@ -47,7 +50,7 @@ export BEYOND_AVX2
 
 .PHONY: help demo chat-model test test-full test-gpu install lint types hooks \
 	test-host test-interp test-compile \
-	full-host full-interp full-avx2 full-compile full-triton39 docs lock clean
+	full-host full-interp full-avx2 full-compile full-triton39 full-vllm docs lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -128,7 +131,7 @@ test-compile: $(VENV)/.dev
 # --- make test-full -------------------------------------------------------------------------------
 
 # `make test`, the site, properties with more examples, long tests, every compile target.
-test-full: test docs full-compile full-triton39 full-avx2 full-interp full-host
+test-full: test docs full-compile full-triton39 full-vllm full-avx2 full-interp full-host
 
 # The chat model comes first: its tests and the notebook's skip themselves without it.
 full-host: $(VENV)/.dev $(VENV)/.chat-model
@@ -150,6 +153,27 @@ $(TRITON_39)/.installed: | $(VENV)/.dev
 full-triton39: $(TRITON_39)/.installed
 	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(INTERP) $(QUICK) -m "interp and not ($(LONG))" $(INTERP_FILES)
 	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(HOST) -m "compile and not ($(LONG))" $(COMPILE_FILES)
+
+$(VENV)/vllm-%/.installed: tests/integrations/vllm/requirements.txt | $(VENV)/.dev
+	@echo "installing the Python files of vLLM $* into $(VENV)/vllm-$* (downloads its wheel)"
+	@rm -rf $(@D) && mkdir -p $(@D)/wheel
+	@$(BIN)/python -m pip download -qq --disable-pip-version-check --no-deps --only-binary :all: \
+		--dest $(@D)/wheel vllm==$*
+	@$(BIN)/python -c "import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
+		wheel.extractall(sys.argv[2], [name for name in wheel.namelist() \
+		if name.endswith(('.py', '/METADATA', '/entry_points.txt'))])" $(@D)/wheel/*.whl $(@D)
+	@rm -r $(@D)/wheel
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps \
+		--target $(@D) --requirement $<
+	@touch $@
+
+# One process for each version: importing vLLM takes most of a lane's time.
+full-vllm: $(VLLM_FOLDERS:%=%/.installed)
+	@for folder in $(VLLM_FOLDERS); do \
+		echo "full-vllm: $$folder"; \
+		PYTHONPATH=$(CURDIR)/$$folder $(ONE_THREAD) $(BIN)/python -m pytest --durations=5 \
+			tests/integrations/vllm; \
+	done
 
 # The interpreter's bits must not depend on the CPU: its lane, run as on a CPU without AVX-512.
 full-avx2: $(VENV)/.dev

@@ -11,8 +11,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import mrv1
+from mrv1.integrations.vllm.versions import INTERFACES
 from tests.conftest import _not_run_reason
 
 REPO = Path(__file__).resolve().parents[1]
@@ -132,10 +134,22 @@ def test_every_extra_is_bounded_by_a_release_beyond_its_pin():
     texts = [text for extra in PROJECT["optional-dependencies"].values() for text in extra]
     bounds = {_requirement(text): text.partition("<")[2] for text in texts}
     del bounds["mrv1"]
-    pins = {name: _pins()[name] for name in bounds if name != "flashinfer-python"}  # needs a GPU
+    elsewhere = {"flashinfer-python", "vllm"}  # one needs a GPU, the other a folder of its own
+    pins = {name: _pins()[name] for name in bounds if name not in elsewhere}
     assert all(bounds.values())
     beyond = [name for name, pin in pins.items() if not _numbers(pin) < _numbers(bounds[name])]
     assert not beyond
+
+
+def test_the_vllm_extra_allows_the_tested_versions_and_none_between():
+    (text,) = PROJECT["optional-dependencies"]["vllm"]
+    allowed = Requirement(text).specifier
+    tested = [each.tested for each in INTERFACES.values()]
+    assert all(map(allowed.contains, tested))
+    others = [f"0.{minor}.0" for minor in range(20, 40) if f"0.{minor}" not in INTERFACES]
+    assert not any(map(allowed.contains, others))
+    (line,) = re.findall(r"^VLLMS := (.*)$", (REPO / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert line.split() == tested
 
 
 def _numbers(version: str) -> list[int]:

@@ -7,6 +7,7 @@ from mrv1.models.kv_scales import load_kv_scales
 from mrv1.models.loading import load_model
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import RopeConfig
+from mrv1.models.shards import stored_tensors
 from mrv1.models.updating import NamedTensors, checked_update, copy_weights
 from mrv1.models.weights import ModelWeights, checkpoint_tensors, random_weights
 
@@ -25,4 +26,5 @@ __all__ = [
     "load_kv_scales",
     "load_model",
     "random_weights",
+    "stored_tensors",
 ]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from mrv1.errors import ConfigError
-from mrv1.models.files import read_json
+from mrv1.models.files import raise_problems, read_json
 from mrv1.models.gguf_file import is_gguf, open_gguf
 
 SINGLE_FILE = "model.safetensors"
@@ -81,6 +82,23 @@ def scan_checkpoint(directory: Path) -> Scan:
             f"weights: expected {SINGLE_FILE} or {INDEX_FILE}, got {', '.join(others) or 'none'}"
         )
     return scan
+
+
+def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of a checkpoint directory or GGUF file, on the CPU, with its name.
+
+    Raises:
+        ConfigError: a file is missing or unreadable; one message lists everything found.
+    """
+    scan = scan_checkpoint(directory)
+    raise_problems(f"checkpoint {str(directory)!r}", scan.problems)
+    names_of_file: dict[Path, list[str]] = defaultdict(list)
+    for name, entry in scan.entries.items():
+        names_of_file[entry.file].append(name)
+    for file, names in names_of_file.items():
+        with open_shard(file) as shard:
+            for name in names:
+                yield name, shard.get_tensor(name)
 
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

@@ -30,7 +30,7 @@ from mrv1.runner.head_groups import resolve_head_groups
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
 from mrv1.runner.kv_listener import KVListener, tell
 from mrv1.runner.logprobs import LogprobReport, LogprobRequests
-from mrv1.runner.profile import num_kv_blocks, warm_up
+from mrv1.runner.profile import blocks_of_groups, kv_bytes, warm_up
 from mrv1.runner.report import KVReport, describe_runner, report_of
 from mrv1.runner.rows import DeviceRows, StepShape
 from mrv1.runner.sleep import SleepMode
@@ -46,6 +46,8 @@ Result = TypeVar("Result")
 _NOTHING_TO_DO = nullcontext()
 
 _CLOSED = "ModelRunner: expected an open runner, got one that was closed"
+
+_NO_CACHE = "ModelRunner: expected a KV cache, got none yet; call allocate_kv_cache() first"
 
 
 class _Launched(NamedTuple):
@@ -79,6 +81,7 @@ class ModelRunner:
         head_policy: HeadPolicy | None = None,
         per_head_ids: bool = False,
         logits_processors: Sequence[LogitsProcessor] = (),
+        allocates: bool = True,
         progress: bool = True,
     ) -> None:
         """Load the model, measure the memory and allocate the KV cache.
@@ -92,6 +95,8 @@ class ModelRunner:
             per_head_ids: make every KV head index a head group of its own, with a block table of
                 full width. The caller of ``execute`` manages its blocks; none are recycled.
             logits_processors: custom processors, applied in this order in every step.
+            allocates: whether the KV cache is allocated now; if not, the caller has to call
+                ``allocate_kv_cache`` before the first step.
             progress: show progress bars while a model is downloaded, weights load and CUDA graphs
                 are captured.
 
@@ -114,7 +119,9 @@ class ModelRunner:
         self.path = kernel_path(self.device)
         with self._on_device():
             self._build(model, head_policy, per_head_ids, progress)
-        logger.info("%s", self.describe())
+        self._unusable = _NO_CACHE
+        if allocates:
+            self.allocate_kv_cache(progress=progress)
 
     def _build(
         self,
@@ -123,7 +130,7 @@ class ModelRunner:
         per_head_ids: bool,
         progress: bool,
     ) -> None:
-        """Build everything, with the runner's GPU as the current device."""
+        """Build everything but the KV cache, with the runner's GPU as the current device."""
         config, device = self.config, self.device
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._fp8 = fp8_path(device) if is_fp8 else None  # fails before anything loads
@@ -194,15 +201,55 @@ class ModelRunner:
         self._graphs = StepGraphs(
             config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
         )
-        num_blocks = num_kv_blocks(step, self._streaming_demand)
-        self.kv_cache = step.kv_cache = step.new_kv_cache(num_blocks)
-        self._sleep = SleepMode(self.model, self.kv_cache)
-        self._capture(progress=progress)
-        if device.type == "cuda" and config.attention_backend == "triton":
-            warm_up(step)
+
+    def measure_kv_cache_bytes(self) -> int:
+        """Return the bytes for a KV cache: configured, or left by the weights and a full step.
+
+        For callers of a runner without a KV cache, who decide on the number of its blocks.
+
+        Raises:
+            RuntimeError: the runner was closed or has a KV cache.
+        """
+        self._check_without_cache("measure_kv_cache_bytes")
+        with self._on_device():
+            return self.config.kv_cache_memory_bytes or kv_bytes(self._step)
+
+    def allocate_kv_cache(
+        self, num_kv_blocks: int | None = None, *, progress: bool = True
+    ) -> None:
+        """Allocate the KV cache, capture CUDA graphs and compile kernels.
+
+        Args:
+            num_kv_blocks: blocks of each full head group; None = as configured.
+            progress: show a progress bar while CUDA graphs are captured.
+
+        Raises:
+            CapacityError: the KV cache does not fit.
+            RuntimeError: the runner was closed or has a KV cache.
+        """
+        self._check_without_cache("allocate_kv_cache")
+        step = self._step
+        with self._on_device():
+            num_blocks = (
+                blocks_of_groups(step, self._streaming_demand)
+                if num_kv_blocks is None
+                else self._streaming_demand.divide(self.head_groups, num_kv_blocks)
+            )
+            self.kv_cache = step.kv_cache = step.new_kv_cache(num_blocks)
+            self._sleep = SleepMode(self.model, self.kv_cache)
+            self._capture(progress=progress)
+            if self.device.type == "cuda" and self.config.attention_backend == "triton":
+                warm_up(step)
         launches = self.path != "reference"  # without triton nothing is compiled
         self._compilations = watch_compilations() if launches else Counter()
         self._num_warm_up_compilations = self._compilations.total()
+        self._unusable = None
+        logger.info("%s", self.describe())
+
+    def _check_without_cache(self, call: str) -> None:
+        if self._unusable != _NO_CACHE:
+            state = "one that was closed" if self._closed else "one with a KV cache"
+            raise RuntimeError(f"{call}: expected a runner without a KV cache, got {state}")
 
     def _capture(self, *, progress: bool) -> None:
         """Capture a graph of every shape, unless steps cannot run as graphs."""
@@ -574,8 +621,8 @@ class ModelRunner:
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
         """Wait for launched steps and for the work inside; then note whether steps may run."""
-        if self._closed:
-            raise RuntimeError(_CLOSED)
+        if self._unusable in (_CLOSED, _NO_CACHE):
+            raise RuntimeError(self._unusable)
         if self._pending is not None:
             raise self._awaits_sample(self._pending)
         with self._on_device():

@@ -30,7 +30,7 @@ from mrv1.runner.rows import StepShape
 from mrv1.runner.staging import StepUpload
 
 
-def num_kv_blocks(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ...]:
+def blocks_of_groups(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ...]:
     """Return the blocks of each head group: the configured number, else the most that fit.
 
     Only a full group with a configured number can have more blocks than requests can use.
@@ -43,12 +43,15 @@ def num_kv_blocks(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ...]:
     if config.num_kv_blocks is not None:
         return demand.divide(groups, config.num_kv_blocks)
     usable = config.max_num_seqs * spec.blocks_for(step.max_model_len)
-    num_bytes = config.kv_cache_memory_bytes or _kv_bytes(step)
+    num_bytes = config.kv_cache_memory_bytes or kv_bytes(step)
     return demand.divide_bytes(spec, groups, num_bytes, usable)
 
 
-def _kv_bytes(step: DeviceStep) -> int:
-    """Return the bytes that a full step and the graphs leave for the KV cache."""
+def kv_bytes(step: DeviceStep) -> int:
+    """Return the bytes that a full step and the graphs leave for the KV cache.
+
+    ``step`` has no cache yet.
+    """
     if step.device.type == "cpu":
         return CPU_KV_BYTES
     torch.cuda.empty_cache()

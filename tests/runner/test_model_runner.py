@@ -324,6 +324,25 @@ def test_without_num_kv_blocks_the_cache_has_the_blocks_that_can_be_used(checkpo
     runner.close()
 
 
+def test_a_caller_may_decide_on_the_blocks_once_the_model_is_loaded(checkpoint, expected):
+    config = EngineConfig(
+        model=str(checkpoint), dtype="float32", max_num_seqs=4, kv_cache_memory_bytes=1 << 16
+    )
+    runner = ModelRunner(config, allocates=False, progress=False)
+    assert runner.measure_kv_cache_bytes() == 1 << 16
+    for call in (runner.check_usable, runner.sleep, lambda: runner.execute(make_plan(0, {}))):
+        with pytest.raises(RuntimeError, match="allocate_kv_cache"):
+            call()
+    runner.allocate_kv_cache(16, progress=False)
+    assert runner.kv_cache.num_blocks == (16,)
+    assert run_by_hand(runner, (0, 1), (0, 1, 2)) == expected
+    with pytest.raises(RuntimeError, match="got one with a KV cache"):
+        runner.allocate_kv_cache()
+    runner.close()
+    with pytest.raises(RuntimeError, match="got one that was closed"):
+        runner.measure_kv_cache_bytes()
+
+
 def test_the_profile_steps_block_table_covers_every_token(checkpoint):
     """A block table narrower than a row's length is read past its end, where ids are garbage."""
     runner = make_runner(

@@ -1,0 +1,139 @@
+"""vLLM's configuration as mrv1's; what mrv1 cannot serve is refused at start, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mrv1.config import BLOCK_SIZES, EngineConfig, KVCacheDtypeName
+from mrv1.errors import ConfigError
+from mrv1.integrations.vllm.sampling import BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+REQUEST_CHECK = "mrv1.integrations.vllm:RequestCheck"
+"""What ``--logits-processors`` must name, as vLLM spells a class."""
+
+KV_CACHE_DTYPES: dict[str, KVCacheDtypeName] = {"auto": "auto", "fp8_per_token_head": "fp8_e4m3"}
+"""vLLM's ``kv_cache_dtype`` -> mrv1's."""
+
+LOAD_FORMATS = ("auto", "hf", "safetensors")
+
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+
+
+def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig:
+    """Return the configuration of mrv1's runner.
+
+    Raises:
+        ConfigError: vLLM is configured with something that mrv1's worker cannot serve; the message
+            names every such option.
+    """
+    problems = [*_problems(vllm_config)]
+    if problems:
+        raise ConfigError(f"mrv1's worker: {'; '.join(problems)}")
+    from vllm import envs
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
+    name = str(model.model) if model.revision is None else f"{model.model}@{model.revision}"
+    return EngineConfig(
+        model=name,
+        dtype=model.dtype,
+        device=str(device),
+        kv_cache_dtype=KV_CACHE_DTYPES[cache.cache_dtype],
+        block_size=cache.block_size,
+        max_model_len=model.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        gpu_memory_utilization=cache.gpu_memory_utilization,
+        kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
+        window_recycling=False,  # vLLM's one group of full attention keeps every block
+        enable_prefix_caching=bool(cache.enable_prefix_caching),
+        overlap=bool(scheduler.async_scheduling),
+        cuda_graphs=not model.enforce_eager,
+        deterministic=bool(envs.VLLM_BATCH_INVARIANT),
+        max_bad_words_num=MAX_BAD_WORDS,
+        bad_words_max_len=BAD_WORD_TOKENS,
+        max_logit_bias=MAX_LOGIT_BIAS,
+        max_logprobs=model.max_logprobs,
+        logprobs_mode=model.logprobs_mode,
+        generation_config=None,  # vLLM reads sampling defaults itself
+        seed=model.seed or 0,
+    )
+
+
+def _problems(config: VllmConfig) -> Iterator[str]:
+    yield from _unset(config, "lora_config", "speculative_config", "kv_transfer_config")
+    yield from _unset(config, "ec_transfer_config", "weight_transfer_config", "watermark_config")
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            yield f"{name}: expected 1, got {size}"
+    yield from _flags_off(parallel, "enable_eplb", "enable_dbo")
+    if model.runner_type != "generate":
+        yield f"runner: expected 'generate', got {model.runner_type!r}"
+    if model.is_multimodal_model:
+        yield f"model: expected one of text alone, got {model.architecture}"
+    if model.is_encoder_decoder:
+        yield f"model: expected a decoder, got {model.architecture}"
+    yield from _unset(model, "quantization")
+    yield from _flags_off(
+        model, "enable_prompt_embeds", "enable_return_routed_experts", "disable_sliding_window",
+        "is_diffusion", "return_sampling_mask",
+    )  # fmt: skip
+    if model.hf_overrides:
+        yield f"hf_overrides: expected none, got {model.hf_overrides!r}"
+    if model.logprobs_mode not in LOGPROBS_MODES:
+        yield f"logprobs_mode: expected one of {LOGPROBS_MODES}, got {model.logprobs_mode!r}"
+    yield from _processor_problems(model.logits_processors)
+    if cache.cache_dtype not in KV_CACHE_DTYPES:
+        yield (
+            f"kv_cache_dtype: expected one of {tuple(KV_CACHE_DTYPES)}, got {cache.cache_dtype!r}"
+        )
+    if cache.block_size not in BLOCK_SIZES:
+        yield f"block_size: expected one of {BLOCK_SIZES}, got {cache.block_size}"
+    yield from _flags_off(cache, "kv_sharing_fast_prefill")
+    load = config.load_config
+    if load.load_format not in LOAD_FORMATS:
+        yield f"load_format: expected one of {LOAD_FORMATS}, got {load.load_format!r}"
+    yield from _unset(load, "download_dir")
+
+
+def _unset(config: Any, *names: str) -> Iterator[str]:  # noqa: ANN401 - a part of vLLM's
+    """Yield a problem for each option that has a value; not every version has every option."""
+    for name in names:
+        if getattr(config, name, None) is not None:
+            yield f"{name}: expected None, which mrv1's worker supports, got a value"
+
+
+def _flags_off(config: Any, *names: str) -> Iterator[str]:  # noqa: ANN401 - a part of vLLM's
+    for name in names:
+        if getattr(config, name, False):
+            yield f"{name}: expected False, which mrv1's worker supports, got True"
+
+
+def _processor_problems(processors: Any) -> Iterator[str]:  # noqa: ANN401 - texts or classes
+    given = [*(processors or ())]
+    names = [
+        each if isinstance(each, str) else f"{each.__module__}:{each.__name__}" for each in given
+    ]
+    checks = {REQUEST_CHECK, f"{REQUEST_CHECK.split(':')[0]}.request_check:RequestCheck"}
+    others = [name for name in names if name not in checks]
+    if others:
+        yield f"logits_processors: expected {REQUEST_CHECK} alone, got {others}"
+    elif not given:
+        yield (
+            f"logits_processors: expected ['{REQUEST_CHECK}'], got none; start vLLM with "
+            f"--logits-processors {REQUEST_CHECK}, so that a request which mrv1 cannot serve is "
+            "refused alone"
+        )

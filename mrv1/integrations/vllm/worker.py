@@ -1,0 +1,423 @@
+"""``--worker-cls mrv1.integrations.vllm.Worker``: vLLM's scheduler, mrv1's models and runner."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from mrv1.config import checkpoint_dir
+from mrv1.errors import ConfigError
+from mrv1.integrations.vllm.options import engine_config
+from mrv1.integrations.vllm.outputs import StepResult
+from mrv1.integrations.vllm.requests import Requests, Step
+from mrv1.integrations.vllm.sampling import MAX_EOS_TOKENS
+from mrv1.integrations.vllm.versions import interface, resolve
+from mrv1.models import DecoderModel, stored_tensors
+from mrv1.runner import AsyncOutput, ModelRunner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+INTERFACE = interface()  # a vLLM that mrv1 is not tested with fails here, with its version
+
+KV_LAYOUT = "LBHNC"
+"""vLLM's name for pages of one layer in which a head's tokens are contiguous (HND)."""
+
+
+class Worker(WorkerBase):  # type: ignore[misc]
+    """Executes what vLLM's scheduler decides, on one GPU, or on a CPU for tests.
+
+    vLLM decides which requests run, which blocks they have and when they end; block 0 is its null
+    block, which no table names.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401 - a VllmConfig
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        """Check that mrv1 can serve the configuration, before anything is loaded.
+
+        Raises:
+            ConfigError: it cannot; the message names every option.
+        """
+        super().__init__(
+            vllm_config=vllm_config,
+            local_rank=local_rank,
+            rank=rank,
+            distributed_init_method=distributed_init_method,
+            is_driver_worker=is_driver_worker,
+        )
+        self._engine_config = engine_config(vllm_config, torch.device("cpu"))
+        self._is_async = bool(self.scheduler_config.async_scheduling)
+        self._loaded: ModelRunner | None = None  # vLLM expects a torch.nn.Module in model_runner
+        self._requests: Requests | None = None
+        self._awaits_masks: Step | None = None
+        """The step whose layers have been launched; ``sample_tokens`` draws its tokens."""
+        self._launched: tuple[Step, AsyncOutput] | None = None
+        """The step that has been launched; ``sample_tokens`` returns its result."""
+        self._profiler: Any = None
+
+    # --- start ---------------------------------------------------------------------------------
+
+    def init_device(self) -> None:
+        """Choose the device, and set up vLLM's process groups, which its executors use."""
+        from vllm.distributed import (
+            ensure_model_parallel_initialized,
+            init_distributed_environment,
+        )
+
+        on_gpu = self.device_config.device_type == "cuda"
+        if not on_gpu and self.device_config.device_type != "cpu":
+            raise ConfigError(
+                f"device: expected 'cuda' or 'cpu', got {self.device_config.device_type!r}"
+            )
+        self.device = torch.device("cpu")
+        if on_gpu:
+            platform = self.current_platform
+            index = platform.logical_device_id_to_visible_device_id(self.local_rank)
+            self.device = torch.device("cuda", index)
+            torch.cuda.set_device(self.device)
+        init_distributed_environment(
+            1,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            "nccl" if on_gpu else "gloo",
+        )
+        ensure_model_parallel_initialized(1, 1)
+        self._engine_config = engine_config(self.vllm_config, self.device)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the weights.
+
+        Raises:
+            ConfigError: mrv1 does not have the architecture, or the checkpoint is wrong.
+        """
+        if load_dummy_weights:
+            _refuse("load_dummy_weights")
+        runner = ModelRunner(self._engine_config, allocates=False, progress=False)
+        eos = runner.model_config.eos_token_ids
+        if len(eos) > MAX_EOS_TOKENS:
+            raise ConfigError(
+                f"model: expected at most {MAX_EOS_TOKENS} end-of-sequence tokens, got {len(eos)}"
+            )
+        self._loaded = runner
+        config = self._engine_config
+        self._requests = Requests(config.max_num_seqs, runner.max_model_len, config.seed)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Return full attention for every layer: mrv1's one group of blocks keeps every token."""
+        spec = self._runner.spec
+        dtype, options = spec.dtype, {}
+        if spec.granularity is not None:
+            dtype = torch.uint8
+            mode = resolve("vllm.v1.kv_cache_interface:KVQuantMode")
+            options["kv_quant_mode"] = mode.FP8_PER_TOKEN_HEAD
+        layer_spec = FullAttentionSpec(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_dim,
+            dtype=dtype,
+            **options,
+        )
+        page_bytes = spec.block_bytes // spec.num_layers
+        if layer_spec.page_size_bytes != page_bytes:  # scales; not every version counts them
+            layer_spec = replace(layer_spec, page_size_padded=page_bytes)
+        layers = range(spec.num_layers)
+        return {f"model.layers.{layer}.self_attn.attn": layer_spec for layer in layers}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Return the layout of mrv1's pages."""
+        return [KV_LAYOUT]
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes that the weights and a full step leave for the KV cache."""
+        return self._runner.measure_kv_cache_bytes()
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Take the shorter context length that vLLM fits to the memory.
+
+        Raises:
+            ConfigError: it is longer than at the start.
+        """
+        most = self._runner.max_model_len
+        if max_model_len > most:
+            raise ConfigError(f"max_model_len: expected at most {most}, got {max_model_len}")
+        if self._requests is not None:
+            self._requests.max_model_len = max_model_len
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the blocks that vLLM decided on, and capture CUDA graphs."""
+        num_groups = len(kv_cache_config.kv_cache_groups)
+        if num_groups != 1:
+            raise ConfigError(f"kv_cache_groups: expected 1, got {num_groups}")
+        self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+        started = time.perf_counter()
+        self._runner.allocate_kv_cache(kv_cache_config.num_blocks, progress=False)
+        self._warm_up_seconds = time.perf_counter() - started
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Return the seconds of ``initialize_from_config``, which has done it."""
+        return CompilationTimes(language_model=self._warm_up_seconds, encoder=0.0)
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Launch the step; with token masks only its layers.
+
+        Returns:
+            None: ``sample_tokens`` returns the result. Or the empty result of a step without
+            tokens, which only tells of requests that ended or were preempted.
+
+        Raises:
+            StepError: the launch failed.
+        """
+        if self._profiler is not None:
+            self._profiler.step()
+        runner = self._runner
+        step = self._scheduled.plan(scheduler_output)
+        if step is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        try:
+            if scheduler_output.has_structured_output_requests:
+                runner.forward(step.plan)
+                self._awaits_masks = step
+            else:
+                self._launched = step, runner.execute(step.plan)
+        except BaseException:
+            self._scheduled.forget_last()
+            raise
+        return None
+
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Return the result of the step, after drawing its tokens if they awaited masks.
+
+        Raises:
+            StepError: the launch failed, or without asynchronous scheduling the step.
+            RuntimeError: no step awaits it.
+        """
+        step, self._awaits_masks = self._awaits_masks, None
+        launched, self._launched = self._launched, None
+        if step is not None:
+            masks, rows = None, []
+            if grammar_output is not None:
+                masks = grammar_output.grammar_bitmask
+                rows = [step.rows[id_] for id_ in grammar_output.structured_output_request_ids]
+            launched = step, self._runner.sample(masks, rows)
+        if launched is None:
+            raise RuntimeError("sample_tokens: expected a step of execute_model, got none")
+        result = StepResult(*launched)
+        return result if self._is_async else result.get_output()
+
+    def execute_dummy_batch(self) -> None:
+        """Do nothing: no other rank waits for a step of this one."""
+
+    def take_draft_token_ids(self) -> None:
+        """Return None: there are no drafts."""
+
+    def synchronize_device(self) -> None:
+        """Wait for the launched steps."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # --- memory and weights --------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights, KV cache and CUDA graphs; see ``ModelRunner.sleep``."""
+        self._runner.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Allocate it again; see ``ModelRunner.wake_up``."""
+        self._runner.wake_up(tags)
+
+    def reload_weights(
+        self,
+        weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        """Overwrite weights in place; keys and values in the cache become stale.
+
+        Args:
+            weights_iterator: tensors by their names in the checkpoint; any part of them.
+            weights_path: without tensors: the checkpoint to read; None = the model's own.
+            is_checkpoint_format: must be True: mrv1's own tensors are not addressed by name.
+
+        Raises:
+            ConfigError: a tensor does not fit, or nothing but mrv1's own format is offered; no
+                weight was changed.
+        """
+        if not is_checkpoint_format:
+            _refuse("is_checkpoint_format=False")
+        if weights_iterator is not None:
+            self._runner.update_weights(weights_iterator, partial=True)
+            return
+        path = self._runner.config.model if weights_path is None else weights_path
+        self._runner.update_weights(stored_tensors(checkpoint_dir(path, progress=False)))
+
+    # --- the rest of vLLM's control calls ------------------------------------------------------
+
+    def get_model(self) -> DecoderModel:
+        """Return mrv1's model, which is no ``torch.nn.Module``."""
+        return self._runner.model
+
+    def get_model_inspection(self) -> str:
+        """Return the runner's line about device, path, dtypes and blocks."""
+        return self._runner.describe()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return what the worker can do: generate text."""
+        return ("generate",)
+
+    def get_cache_block_size_bytes(self) -> int:
+        """Return the bytes of a block over all layers."""
+        return self._runner.spec.block_bytes
+
+    def get_kv_connector_handshake_metadata(self) -> None:
+        """Return None: KV connectors are refused at start."""
+
+    def get_compilation_match_table(self) -> dict[str, int]:
+        """Return nothing: no vLLM compilation pass runs."""
+        return {}
+
+    def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
+        """Return nothing: there are no encoders."""
+        return {}
+
+    def reset_mm_cache(self) -> None:
+        """Do nothing: there are no multimodal inputs."""
+
+    def reset_encoder_cache(self) -> None:
+        """Do nothing: there are no encoders."""
+
+    def list_loras(self) -> set[int]:
+        """Return the adapters: none."""
+        return set()
+
+    def profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start or stop the profiler of vLLM's ``--profiler-config``.
+
+        Raises:
+            ConfigError: no profiler is configured, or this vLLM's takes no limits.
+        """
+        config = self.vllm_config.profiler_config
+        if config is None or config.profiler is None:
+            raise ConfigError("profile: expected --profiler-config with a profiler, got none")
+        limits = {
+            name: value
+            for name, value in (
+                ("delay_iterations", delay_iterations),
+                ("max_iterations", max_iterations),
+            )
+            if value is not None
+        }
+        if not is_start:
+            if self._profiler is not None:
+                self._profiler.stop()
+                self._profiler = None
+            return
+        if self._profiler is None:
+            self._profiler = self._new_profiler(profile_prefix, limits, profiler_kwargs)
+        self._profiler.start(**limits)
+
+    def _new_profiler(
+        self, prefix: str | None, limits: dict[str, int], options: dict[str, Any] | None
+    ) -> Any:  # noqa: ANN401 - a profiler of vLLM
+        config = self.vllm_config.profiler_config
+        name = f"{prefix}_rank{self.rank}" if prefix else f"rank{self.rank}"
+        if INTERFACE.has_profiler_factory:
+            return resolve("vllm.profiler.wrapper:create_worker_profiler")(
+                config, worker_name=name, local_rank=self.local_rank, profiler_kwargs=options
+            )
+        if limits or options:
+            given = ", ".join([*limits, *(["profiler_kwargs"] if options else [])])
+            raise ConfigError(f"profile: expected none of this vLLM's newer options, got {given}")
+        if config.profiler == "cuda":
+            return resolve("vllm.profiler.wrapper:CudaProfilerWrapper")(config)
+        on_gpu = self.device.type == "cuda"
+        return resolve("vllm.profiler.wrapper:TorchProfilerWrapper")(
+            config,
+            worker_name=name,
+            local_rank=self.local_rank,
+            activities=["CPU", "CUDA"] if on_gpu else ["CPU"],
+        )
+
+    def check_health(self) -> None:
+        """Raise unless steps may run.
+
+        Raises:
+            RuntimeError: the runner was closed, sleeps or lacks weights.
+        """
+        self._runner.check_usable()
+
+    def shutdown(self) -> None:
+        """Free the device memory; a second call does nothing."""
+        if self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None
+
+    @property
+    def _runner(self) -> ModelRunner:
+        if self._loaded is None:
+            raise RuntimeError("Worker: expected load_model before this call, and no shutdown")
+        return self._loaded
+
+    @property
+    def _scheduled(self) -> Requests:
+        if self._requests is None:
+            raise RuntimeError("Worker: expected load_model before this call")
+        return self._requests
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ConfigError(
+        f"{name}: expected not to be used, because mrv1's worker does not support it"
+    )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def method(*_: object, **__: object) -> NoReturn:
+        _refuse(name)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = "Refuse, by name."
+    return method
+
+
+REFUSED_CALLS = (
+    "add_lora", "remove_lora", "pin_lora", "get_draft_model",
+    "update_config", "save_sharded_state",
+    "save_tensorized_model", "init_weight_transfer_engine", "shutdown_weight_transfer_engine",
+    "start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update",
+    "compute_weight_checksums", "reset_weights", "discard", "checkpoint_prepare",
+    "checkpoint_restore", "handle_ft_command", "elastic_ep_execute",
+    "get_simple_cpu_offload_num_cpu_blocks",
+)  # fmt: skip
+"""Control calls of vLLM that the worker does not support; each raises a ``ConfigError``."""
+
+for _name in REFUSED_CALLS:
+    setattr(Worker, _name, _refusing(_name))
