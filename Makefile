@@ -171,8 +171,10 @@ $(VENV)/vllm-%/.installed: tests/integrations/vllm/requirements.txt | $(VENV)/.d
 full-vllm: $(VLLM_FOLDERS:%=%/.installed)
 	@for folder in $(VLLM_FOLDERS); do \
 		echo "full-vllm: $$folder"; \
-		PYTHONPATH=$(CURDIR)/$$folder $(ONE_THREAD) $(BIN)/python -m pytest --durations=5 \
-			tests/integrations/vllm; \
+		export PYTHONPATH=$(CURDIR)/$$folder; \
+		$(ONE_THREAD) $(BIN)/python -m pytest --durations=5 tests/integrations/vllm; \
+		TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -m interp \
+			tests/integrations/vllm/test_attention.py; \
 	done
 
 # The interpreter's bits must not depend on the CPU: its lane, run as on a CPU without AVX-512.

@@ -36,6 +36,16 @@ def test_the_entry_point_warns_of_another_version_and_does_not_stop_vllm(monkeyp
     assert "got 0.30.0" in caplog.text
 
 
+def test_the_entry_point_warns_of_a_taken_slot_and_does_not_stop_vllm(monkeypatch, caplog):
+    def taken() -> None:
+        raise ConfigError("attention backend CUSTOM: expected an empty slot, got theirs.Backend")
+
+    monkeypatch.setattr(versions, "version", lambda _: "0.33.0")
+    monkeypatch.setattr(plugin.attention, "register", taken)
+    plugin.register()
+    assert "got theirs.Backend" in caplog.text
+
+
 def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
