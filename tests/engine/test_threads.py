@@ -230,6 +230,7 @@ def test_an_interrupt_while_waiting_for_a_turn_leaves_the_engine_idle(roomy):
     """Ctrl-C reaches the main thread alone: the thread that has its turn is not disturbed."""
     llm, blocked = roomy, Blocked(roomy)
     main = threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job's may be ignored
 
     def interrupt() -> None:
         while main not in llm._turns._waiting:
@@ -247,6 +248,7 @@ def test_an_interrupt_while_waiting_for_a_turn_leaves_the_engine_idle(roomy):
             llm.generate(list(prompt_of(5)), SamplingParams(max_tokens=20))
         interrupting.result(PATIENCE)
         (output,) = other.result(PATIENCE)
+    signal.signal(signal.SIGINT, before)
     assert output.outputs[0].token_ids == expected_tokens(9, max_tokens=20)
     assert is_idle(llm)
 
