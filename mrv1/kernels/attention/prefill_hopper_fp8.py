@@ -18,9 +18,9 @@ the logarithm of the V scale is added to the scores::
     out[i]       = sum_k weight[i, k] V[k] / sum_k weight[i, k] inverse[k]
                                                           inverse = 1 / V scale
 
-A key without a page has the bias -inf and the inverse 0, hence no weight. The schedulers of a
-multiprocessor limit the kernel: on an H200, a tile takes two cycles more for each instruction of a
-converter or consumer. So no product takes the V scales in; the bias comes with the factor.
+A key without a page has the bias -inf and the inverse 0, hence no weight. Instructions seem to
+limit the kernel, not bandwidth: five versions of it took longer on an H200 the more instructions a
+tile had. So no product takes the V scales in; the bias comes with the factor.
 """
 
 from __future__ import annotations
