@@ -48,6 +48,7 @@ def _draw(target: Target, dtype: torch.dtype, vocab_size: int, *, filters: bool 
     size = group_size(vocab_size)
     num_groups = -(-vocab_size // size)
     float32, int32, int64 = map(pointer, (torch.float32, torch.int32, torch.int64))
+    limited = target.capability is not None and config.draw_registers is not None
     name = f"draw-{str(dtype).removeprefix('torch.')}-{vocab_size}"
     return AotCase(
         name=name if filters else f"{name}-plain",
@@ -69,9 +70,9 @@ def _draw(target: Target, dtype: torch.dtype, vocab_size: int, *, filters: bool 
             "LISTED": config.listed,
             "NUM_STAGES": config.draw_stages,
             "OVERLAP": target.has_dependent_launch,
-            **({} if target.capability is None else {"maxnreg": config.draw_registers}),
+            **({"maxnreg": config.draw_registers} if limited else {}),
         },
         num_warps=config.draw_warps,
         parked_bytes=320,  # so that two programs fit an SM; where they are parked is unknown
-        programs_per_sm=0 if target.capability is None else 2,
+        programs_per_sm=2 if limited else 0,
     )

@@ -98,6 +98,7 @@ class SampleTokensConfig:
         vocabulary of 152k is 75 programs per row. H200, 256 greedy rows, both launches: 44 us; 8
         tiles per program in four stages took as long, tiles twice as large in three stages 45 us.
         Two programs of the second launch fit a multiprocessor, so that 256 rows run at once.
+        Beyond 2^20 ids, where 128 registers would spill on some GPUs, the compiler decides.
         """
         size = group_size(vocab_size)
         num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
@@ -105,7 +106,7 @@ class SampleTokensConfig:
             all_groups=num_groups,
             tile_groups=min(max(2048 // size, 1), num_groups),
             few_groups=min(max(8192 // size, 1), num_groups),
-            draw_registers=None if torch.version.hip else 128,
+            draw_registers=None if torch.version.hip or size > 256 else 128,
         )
 
     @classmethod
