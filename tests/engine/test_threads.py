@@ -226,11 +226,12 @@ class Blocked:
         return self._execute(plan)
 
 
-def test_an_interrupt_while_waiting_for_a_turn_leaves_the_engine_idle(roomy):
+def test_an_interrupt_while_waiting_for_a_turn_leaves_the_engine_idle(roomy, request):
     """Ctrl-C reaches the main thread alone: the thread that has its turn is not disturbed."""
     llm, blocked = roomy, Blocked(roomy)
     main = threading.main_thread().ident
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job's may be ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def interrupt() -> None:
         while main not in llm._turns._waiting:
@@ -248,7 +249,6 @@ def test_an_interrupt_while_waiting_for_a_turn_leaves_the_engine_idle(roomy):
             llm.generate(list(prompt_of(5)), SamplingParams(max_tokens=20))
         interrupting.result(PATIENCE)
         (output,) = other.result(PATIENCE)
-    signal.signal(signal.SIGINT, before)
     assert output.outputs[0].token_ids == expected_tokens(9, max_tokens=20)
     assert is_idle(llm)
 

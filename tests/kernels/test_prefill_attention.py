@@ -273,6 +273,12 @@ def test_splits_for_other_shapes_are_refused(device, ops):
         few = replace(splits := make_splits(case, q, 3), arrivals=splits.arrivals[:0])
         with pytest.raises(ValueError, match="splits: expected room for 1 requests of at most 7"):
             run_prefill(ops, case, q, splits=few)
+    queue = PrefillSplits(
+        num_splits=1, num_programs=1, states=None, states_lse=None, arrivals=None,
+        ticket=torch.zeros(1, dtype=torch.int32, device="meta"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"splits: expected buffers on .*, got meta"):
+        run_prefill(ops, case, q, splits=queue)
     with pytest.raises(TypeError, match="splits: expected PrefillSplits or None, got int"):
         run_prefill(ops, case, q, splits=3)
     with pytest.raises(ValueError, match="num_splits: expected None or 1 to 16, got 17"):

@@ -300,9 +300,8 @@ def check_splits(splits: PrefillSplits | None, q: torch.Tensor, deterministic: b
         raise ValueError("splits: expected None with deterministic=True, got PrefillSplits")
     if not isinstance(splits, PrefillSplits):
         raise TypeError(f"splits: expected PrefillSplits or None, got {type(splits).__name__}")
+    if splits.ticket.device != q.device:
+        raise ValueError(f"splits: expected buffers on {q.device}, got {splits.ticket.device}")
     expected, states = (splits.num_splits, *q.shape), splits.states
-    if states is not None and (states.shape != expected or states.device != q.device):
-        raise ValueError(
-            f"splits: expected states {expected} on {q.device}, got {tuple(states.shape)} on "
-            f"{states.device}"
-        )
+    if states is not None and states.shape != expected:
+        raise ValueError(f"splits: expected states {expected}, got {tuple(states.shape)}")
