@@ -37,35 +37,11 @@ SHARES = [
 ]
 """Fewer and longer tests for the other targets: a child process takes four seconds to start."""
 
-SLOWER_WITH_39 = (
-    "sm_90 prefill-bfloat16-80-q4096: spills 24 bytes a thread (128 registers)",
-    "sm_90 prefill-queue-bfloat16-16: spills 208 bytes a thread (168 registers)",
-    "sm_90 prefill-queue-bfloat16-128: spills 216 bytes a thread (168 registers)",
-    "sm_90 prefill-queue-float16-16: spills 208 bytes a thread (168 registers)",
-    "sm_90 prefill-hopper-fp8-bfloat16-16: spills 208 bytes a thread (128 registers)",
-    "sm_90 prefill-hopper-fp8-bfloat16-128: spills 208 bytes a thread (128 registers)",
-    "sm_90 prefill-hopper-fp8-bfloat16-16-splits: spills 240 bytes a thread (128 registers)",
-    "sm_90 prefill-hopper-fp8-float16-16-splits: spills 240 bytes a thread (128 registers)",
-    "sm_90 decode-bfloat16-128-rows2-segments8-ring: "
-    "4 programs of 70656 bytes of shared memory do not fit a multiprocessor",
-    "sm_90 decode-bfloat16-128-rows2-segments256: "
-    "4 programs of 70656 bytes of shared memory do not fit a multiprocessor",
-    "sm_90 decode-bfloat16-128-rows2-segments8-fp8-scales16: "
-    "spills 256 bytes a thread (128 registers)",
-    "sm_90 decode-float32-128-rows2-segments8-fp8-scales16: "
-    "2 programs of 256 threads with 150 registers do not fit a multiprocessor",
-    "sm_90 decode-bfloat16-128-rows2-segments8-ring-fp8-scales0: "
-    "spills 144 bytes a thread (128 registers)",
-    "sm_90 decode-bfloat16-256-rows2-segments8-fp8-scales0: "
-    "spills 24 bytes a thread (168 registers)",
-    "sm_90 decode-bfloat16-256-rows2-segments8-fp8-scales4: "
-    "spills 80 bytes a thread (168 registers)",
-    "sm_90 linear_tile-float32-32x100x48-norm-bias-gated-residual: "
-    "spills 8 bytes a thread (80 registers)",
+SLOWER_WITH_39 = frozenset(
+    line
+    for line in Path(__file__).with_name("slower_with_triton39.txt").read_text().splitlines()
+    if not line.startswith("#")
 )
-"""Problems of triton 3.9 in the quick target's first shares. The kernels are tuned for the locked
-triton: with 3.9 they are slower, not wrong."""
-
 SLOWER = ("sm_100 draw-float32-151936: spills 336 bytes a thread (128 registers)",)
 """Problems of the other tritons: two such programs still fit a multiprocessor, which is worth more
 than 16 bytes over what the draw may park. It has never run on this GPU."""
