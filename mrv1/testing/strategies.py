@@ -268,27 +268,42 @@ class PagedCase:
         return replace(self, **moved_fields)
 
     def attention(
-        self, q: torch.Tensor, softmax_scale: float
+        self,
+        q: torch.Tensor,
+        softmax_scale: float,
+        *,
+        logits_soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return plain dense attention over ``keys`` and ``values`` in float64.
 
         Args:
             q: ``[num_tokens, q_heads, head_dim]``.
             softmax_scale: factor of the scores.
+            logits_soft_cap: ``cap`` of ``cap * tanh(score / cap)``; 0 = none.
+            sinks: ``[q_heads]``, a score without a value for each head; None = none.
 
         Returns:
             Output ``[num_tokens, q_heads, head_dim]`` and natural log-sum-exp
-            ``[num_tokens, q_heads]``, float64; zeros and -inf where nothing is visible.
+            ``[num_tokens, q_heads]``, float64; zeros and -inf (or the sink) where nothing is
+            visible.
         """
         out, lse = [], []
+        if sinks is None:
+            sinks = torch.full(q.shape[1:2], -math.inf, device=q.device)
         group = q.shape[1] // self.layout_case.num_kv_heads
         rows = q.double().split(list(self.batch.query_lens))
         for request, k, v, visible in zip(rows, self.keys, self.values, self.visible, strict=True):
             k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", request, k) * softmax_scale
+            if logits_soft_cap:
+                scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
             mask = visible.repeat_interleave(group, dim=0)
             scores = scores.masked_fill(~mask, -math.inf)
-            weights = scores.softmax(-1).nan_to_num(0.0)  # softmax of a row of -inf is NaN
+            column = sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, column], dim=-1)
+            # The softmax of a row of -inf is NaN.
+            weights = scores.softmax(-1)[..., :-1].nan_to_num(0.0)
             out.append(torch.einsum("hqk,khd->qhd", weights, v))
             lse.append(scores.logsumexp(-1).T)
         empty = q.new_empty((0, *q.shape[1:]), dtype=torch.float64)

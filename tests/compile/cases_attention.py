@@ -58,6 +58,20 @@ def cases(target: Target) -> list[AotCase]:
         *_fp8_cases(target),
         *(_warp_group_cases() if target.capability == (9, 0) else ()),
         *(_warp_group_fp8_cases() if target.capability == (9, 0) else ()),
+        *(
+            _prefill(target, torch.bfloat16, 128, True, 4096, fp8=fp8, soft_cap=soft_cap, sinks=sinks)
+            for fp8 in (NO_FP8, _fp8(target, "token"))
+            for soft_cap, sinks in ((True, False), (False, True), (True, True))
+        ),
+        _prefill(target, torch.bfloat16, 64, True, 4096, ring=False, sinks=True),
+        *(
+            _prefill(target, torch.bfloat16, dim, False, 4096, soft_cap=True, **options)
+            for dim, options in ((128, {}), (256, {}), (128, {"splits": True}))
+        ),
+        *(
+            _prefill(target, torch.bfloat16, 128, False, 4096, soft_cap=True, sinks=True, **option)
+            for option in ({"offsets": True}, {"folds": True})
+        ),
     ]
 
 
@@ -157,6 +171,11 @@ def _roles(head_dim: int) -> tuple[object, ...]:
     return int64, int64, int32, int32, int32, int32, head_dim, head_dim**-0.5
 
 
+def _softmax(soft_cap: bool, sinks: bool) -> tuple[object, ...]:
+    """Return the soft cap and the logit sinks."""
+    return 50.0 if soft_cap else None, pointer(torch.float32) if sinks else None
+
+
 def _prefill(
     target: Target,
     dtype: torch.dtype,
@@ -169,6 +188,8 @@ def _prefill(
     ring: bool = True,
     splits: bool = False,
     folds: bool = False,
+    soft_cap: bool = False,
+    sinks: bool = False,
 ) -> AotCase:
     group = 2
     config = PrefillAttentionConfig.default_for(
@@ -190,6 +211,8 @@ def _prefill(
             *(["splits"] if splits else []),
             *(["deterministic"] if folds else []),
             *_fp8_name(fp8),
+            *(["soft_cap"] if soft_cap else []),
+            *(["sinks"] if sinks else []),
         ),
         kernel=_paged_prefill_attention_kernel,
         args=(
@@ -203,6 +226,7 @@ def _prefill(
             512,
             *(int32, int32, int32 if offsets else None, 33, NUM_KV_HEADS),
             *_roles(head_dim),
+            *_softmax(soft_cap, sinks),
         ),
         constexprs={
             "GROUP": group,

@@ -36,6 +36,7 @@ from tests.compile.cases_attention import (
     _fp8,
     _fp8_name,
     _name,
+    _softmax,
 )
 
 FEW, SOME, MANY = 8, 32 * NUM_KV_HEADS, 512 * NUM_KV_HEADS
@@ -62,6 +63,14 @@ def cases(target: Target) -> list[AotCase]:
         _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "token")),
         _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "head")),
         _decode(target, torch.bfloat16, 256, True, fp8=_fp8(target, "token")),
+        *(
+            _decode(target, torch.bfloat16, 128, True, fp8=fp8, soft_cap=soft_cap, sinks=sinks)
+            for fp8 in (NO_FP8, _fp8(target, "token"))
+            for soft_cap, sinks in ((True, False), (False, True), (True, True))
+        ),
+        _decode(target, torch.bfloat16, 64, True, group=8, sinks=True),
+        _decode(target, torch.bfloat16, 256, False, soft_cap=True),
+        _decode(target, torch.bfloat16, 128, False, deterministic=True, soft_cap=True, sinks=True),
     ]
 
 
@@ -93,6 +102,8 @@ def _decode(
     early: bool = True,
     deterministic: bool = False,
     fp8: dict[str, object] = NO_FP8,
+    soft_cap: bool = False,
+    sinks: bool = False,
 ) -> AotCase:
     row = group * NUM_KV_HEADS * head_dim
     float32, int32, int64 = map(pointer, (torch.float32, torch.int32, torch.int64))
@@ -125,6 +136,8 @@ def _decode(
             *([] if merges else ["merge_launch"]),
             *(["deterministic"] if deterministic else []),
             *_fp8_name(fp8),
+            *(["soft_cap"] if soft_cap else []),
+            *(["sinks"] if sinks else []),
         ),
         kernel=_paged_decode_attention_kernel,
         args=(
@@ -136,6 +149,7 @@ def _decode(
             *caches,
             *(int32, 512, 512),
             *(int64, int64, head_dim, head_dim**-0.5),
+            *_softmax(soft_cap, sinks),
         ),
         constexprs={
             "NUM_KV_HEADS": NUM_KV_HEADS,

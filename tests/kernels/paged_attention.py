@@ -114,9 +114,10 @@ def run_prefill(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) ->
     return Result(out, lse)
 
 
-def exact(case: PagedCase, q: torch.Tensor) -> Result:
-    """Return dense float64 attention over the keys and values of the case."""
-    return Result(*case.attention(q[: sum(case.batch.query_lens)], softmax_scale(case)))
+def exact(case: PagedCase, q: torch.Tensor, **logits) -> Result:
+    """Return dense float64 attention; ``logits`` are a soft cap and logit sinks."""
+    rows = q[: sum(case.batch.query_lens)]
+    return Result(*case.attention(rows, softmax_scale(case), **logits))
 
 
 def max_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -256,19 +256,24 @@ def test_a_ring_that_cannot_hold_the_chunk_is_refused():
         build_paged_cache(layout, RaggedBatch(query_lens=(8,), seq_lens=(52,)))
 
 
-def test_case_attention_equals_a_plain_loop():
+@pytest.mark.parametrize("capped", [False, True])
+def test_case_attention_equals_a_plain_loop(capped):
     layout = LayoutCase.hnd(
         num_kv_heads=2, head_dim=16, max_seq_len=32, role=HeadRole(window=5, sink=1)
     )
     batch = RaggedBatch(query_lens=(2, 1), seq_lens=(9, 0))
     case = build_paged_cache(layout, batch, dtype=torch.float64)
     q = torch.randn(3, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    out, lse = case.attention(q, 0.5)
+    sinks = [-math.inf, 0.5, -2.0, 3.0] if capped else [-math.inf] * 4
+    options = {"logits_soft_cap": 1.5, "sinks": torch.tensor(sinks)} if capped else {}
+    out, lse = case.attention(q, 0.5, **options)
     for j, position in enumerate((7, 8)):
         for head in range(4):
             keys = [0, *range(position - 4, position + 1)]
             scores = [0.5 * (q[j, head] @ case.keys[0][k, head // 2]).item() for k in keys]
-            total = sum(map(math.exp, scores))
+            if capped:
+                scores = [1.5 * math.tanh(score / 1.5) for score in scores]
+            total = sum(map(math.exp, [*scores, sinks[head]]))
             want = sum(
                 math.exp(s) / total * case.values[0][k, head // 2]
                 for s, k in zip(scores, keys, strict=True)
@@ -276,7 +281,7 @@ def test_case_attention_equals_a_plain_loop():
             torch.testing.assert_close(out[j, head], want, rtol=1e-12, atol=1e-12)
             assert lse[j, head].item() == pytest.approx(math.log(total), rel=1e-12)
     assert (out[2] == 0).all()
-    assert (lse[2] == -math.inf).all()
+    assert lse[2].tolist() == sinks
 
 
 def test_to_moves_every_tensor():

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from mrv1.kernels._base.checks import check_tensor
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_tensor
 from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, check_caches
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
@@ -27,6 +27,8 @@ def check_paged_attention(
     dtypes: tuple[torch.dtype, ...],
     *,
     softmax_scale: float,
+    logits_soft_cap: float,
+    sinks: torch.Tensor | None,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     scales: KVScales | None,
@@ -37,8 +39,8 @@ def check_paged_attention(
     Raises:
         TypeError: a wrong dtype.
         ValueError: a wrong shape, device or stride, a number of query heads that is no multiple of
-            the KV heads, or a softmax scale that is not positive and finite, so that it would not
-            keep the order of the scores.
+            the KV heads, a softmax scale that is not positive and finite, so that it would not
+            keep the order of the scores, or a soft cap that is negative or not finite.
     """
     check_tensor("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
     if q.shape[1] == 0 or q.shape[1] % layout.num_kv_heads:
@@ -71,6 +73,19 @@ def check_paged_attention(
         check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=lse_dtype, device=q.device)
     if not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: expected > 0 and finite, got {softmax_scale}")
+    if not 0 <= logits_soft_cap < math.inf:
+        raise ValueError(
+            f"logits_soft_cap: expected >= 0 (0 = none) and finite, got {logits_soft_cap}"
+        )
+    if sinks is not None:
+        check_tensor(
+            "sinks",
+            sinks,
+            shape=(q.shape[1],),
+            dtype=FLOAT_DTYPES,
+            device=q.device,
+            contiguous=True,
+        )
     table = layout.table_rows(block_table, seq_lens.shape[0])
     if visited is not None:
         check_tensor(

@@ -47,18 +47,22 @@ from mrv1.kernels.attention.online_softmax import (
     LOG2_E,
     SMALLEST_UNIT,
     HeadRows,
+    Softmax,
     States,
     add_states,
     arrives_last,
     base_2_lse,
     dot_precision,
+    first_state,
     fold_piece,
     fold_state,
     halves,
     head_offset,
+    load_logit_sink,
     natural_lse,
     next_piece,
     normalized,
+    soft_capped,
     store_out,
     work_position,
 )
@@ -190,7 +194,7 @@ def _load_blocks(item, row, work, CACHE: tl.constexpr, CACHE_MODIFIER: tl.conste
 
 @triton.jit
 def _attend_item(
-    item, queries, pages, scales, row, visited_ptr, block, scale_log2,
+    item, queries, pages, scales, row, visited_ptr, block, softmax, logit_sink,
     HEADS: tl.constexpr, CACHE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over an item's work indices (see ``work_position``).
@@ -205,11 +209,14 @@ def _attend_item(
     then add up the weights, in the order of the keys: the order of a sum over registers would
     depend on the shape of the tile.
 
+    ``logit_sink`` is what the rows start from, see ``first_state``.
+
     Returns:
         (acc, top, total): ``[TILE_DIM, TILE_ROWS]`` sum of weights * v, and per row the largest
         scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
     """
     FOLDS: tl.constexpr = TILES.DETERMINISTIC and CACHE.FP8_PATH is None
+    SCALES_LATE: tl.constexpr = FOLDS and softmax.soft_cap is None  # maximum and exponent
     IS_FP8: tl.constexpr = CACHE.FP8_PATH is not None
     HEAD_DIM: tl.constexpr = HEADS.HEAD_DIM
     BLOCK_SIZE: tl.constexpr = CACHE.BLOCK_SIZE
@@ -222,24 +229,28 @@ def _attend_item(
     column_of = tl.arange(0, WIDTH)
     in_head = column_of < (HEAD_DIM // 2 if IS_FP8 else HEAD_DIM)
     query_mask = in_head[:, None] & queries.in_tile[None, :]
-    score_scale = scale_log2
+    score_scale = softmax.scale * LOG2_E
+    if softmax.soft_cap is not None:
+        score_scale *= 2.0 / softmax.soft_cap
     if IS_FP8:
         pair_ptr = queries.row_ptr + 2 * column_of[:, None]
         q = tl.load(pair_ptr, mask=query_mask, other=0.0)
         q_odd = tl.load(pair_ptr + 1, mask=query_mask, other=0.0)
         q, q_odd, q_unit = product_query_pairs(q, q_odd)
-        score_scale = (q_unit * scale_log2)[None, :]
+        score_scale = (q_unit * score_scale)[None, :]
         acc_odd = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
         v_unit = tl.full([], SMALLEST_UNIT, tl.float32)
         if SCALES_PER_BLOCK == 0:
             score_scale *= tl.load(scales.k_ptr)
             v_unit = tl.load(scales.v_ptr)
     acc = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
-    top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    top, total = first_state(logit_sink, TILE_ROWS)
     if FOLDS:
-        folded, folded_top, folded_total = acc, top, total
+        folded = acc
+        folded_top, folded_total = first_state(None, TILE_ROWS)
         sums = tl.zeros([_SUM_ROWS, TILE_ROWS], dtype=tl.float32)
+        if logit_sink is not None:
+            sums += total[None, :]
         piece_size = tl.full([], _PIECE_TOKENS, tl.int32)
         cut = tl.where(item.pieces == 1, piece_size, -1)  # an item that is one piece has no cut
     lane = tl.arange(0, TILE_TOKENS)
@@ -288,10 +299,12 @@ def _attend_item(
             scores = tl.dot(k_odd.to(q.dtype), q_odd, scores, input_precision=PRECISION)
         else:
             scores = tl.dot(k, q, input_precision=PRECISION)
-        if not FOLDS:
+        if not SCALES_LATE:
             scores *= score_scale
         if SCALES_PER_BLOCK > 0:
             scores *= k_scale[:, None]
+        if softmax.soft_cap is not None:
+            scores = soft_capped(scores, softmax.soft_cap)
         visible = present[:, None]
         if HEADS.QUERY_LEN > 1:  # a single query sees all keys of its item
             visible = visible & (position[:, None] <= queries.position[None, :])
@@ -304,16 +317,17 @@ def _attend_item(
         scores = tl.where(visible, scores, float("-inf"))
 
         highest = tl.max(scores, axis=0)
-        if FOLDS:
+        if SCALES_LATE:
             highest *= score_scale
         new_top = tl.maximum(top, highest)
         # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN: subtract 0 there.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         rescale = tl.exp2(top - shift)
-        if FOLDS:
+        if SCALES_LATE:
             weights = tl.exp2(tl.fma(scores, score_scale, -shift[None, :]))
         else:
             weights = tl.exp2(scores - shift[None, :])
+        if not FOLDS:
             total = total * rescale + tl.sum(weights, axis=0)
         if SCALES_PER_BLOCK > 0:
             new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
@@ -413,7 +427,7 @@ def _load_head(
 
 @triton.jit
 def _write_item(
-    index, items, out, lse, q, cache, scales, table, softmax_scale,
+    index, items, out, lse, q, cache, scales, table, softmax,
     HEADS: tl.constexpr, CACHE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Attend for one item; write its output rows, or its partial result if a merge follows.
@@ -460,9 +474,10 @@ def _write_item(
     wait_for_previous(EARLY)
     let_next_start(EARLY)
     if is_item:
+        logit_sink = load_logit_sink(softmax.sinks_ptr, q_head, in_tile & (item.piece == 0))
         acc, top, total = _attend_item(
             item, queries, pages, head_scales, table_row, visited_row_ptr, first_block,
-            softmax_scale * LOG2_E, HEADS, CACHE, TILES,
+            softmax, logit_sink, HEADS, CACHE, TILES,
         )  # fmt: skip
         value = normalized(tl.trans(acc), total)
         row_lse = natural_lse(top, total)
@@ -511,6 +526,8 @@ def _paged_decode_attention_kernel(
     block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements of the cache
     token_stride,  # in elements of the cache
     softmax_scale,
+    soft_cap,  # float32, or None
+    sinks_ptr,  # [q_heads], or None
     NUM_KV_HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
@@ -549,17 +566,16 @@ def _paged_decode_attention_kernel(
     cache = PagedKV(k_cache_ptr, v_cache_ptr, head_base_ptr, block_stride_ptr, token_stride)
     scales = PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1)
     table = BlockTable(block_table_ptr, stride_table_row, row_width, visited_ptr)
+    softmax = Softmax(softmax_scale, soft_cap, sinks_ptr)
     # Two calls, because a loop that runs once costs registers, and so a program on each SM.
     if IN_ROUNDS:
         for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _write_item(
-                index, items, out, lse, q, cache, scales, table, softmax_scale, HEADS, CACHE, TILES
+                index, items, out, lse, q, cache, scales, table, softmax, HEADS, CACHE, TILES
             )
     else:
         index = tl.program_id(0)
-        _write_item(
-            index, items, out, lse, q, cache, scales, table, softmax_scale, HEADS, CACHE, TILES
-        )
+        _write_item(index, items, out, lse, q, cache, scales, table, softmax, HEADS, CACHE, TILES)
 
 
 @triton.jit
@@ -662,6 +678,8 @@ def paged_decode_attention(
     layout: KVLayout,
     *,
     softmax_scale: float,
+    logits_soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     query_len: int = 1,
     num_kv_splits: int | None = None,
     deterministic: bool = False,
@@ -689,6 +707,11 @@ def paged_decode_attention(
         seq_lens: ``[num_reqs]`` int32, tokens including the queries; 0 = padding row.
         layout: where the pages lie and what each head may see.
         softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
+        logits_soft_cap: bound of the scaled scores: ``s`` becomes ``cap * tanh(s / cap)``, before
+            keys are hidden; 0 = none.
+        sinks: ``[q_heads]`` fp32, fp16 or bf16, contiguous: the logit sink of each query head, one
+            more score in the softmax's sum, neither scaled nor capped, without a value; -inf = none.
+            None = no head has one.
         query_len: queries per request, 1 to 8.
         num_kv_splits: pieces that the longest segment is cut into, 1 to 256, each a program's
             work; None = pieces that give every program of the device an equal share. Changes the
@@ -705,13 +728,13 @@ def paged_decode_attention(
             layout before the previous launch has ended.
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
-            of the scaled scores.
+            of the scaled, capped scores and the head's logit sink.
         scales: of an fp8 cache, else None. The scales of pages that are not read may be NaN too.
         visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
             where a head reads the page in a column, untouched elsewhere.
 
     Returns:
-        ``out``. A row that sees no key is zero, its ``lse`` -inf.
+        ``out``. A row that sees no key is zero, its ``lse`` -inf or the head's logit sink.
 
     Raises:
         TypeError: a wrong dtype.
@@ -722,7 +745,8 @@ def paged_decode_attention(
     Numerics:
         Products accumulate in fp32 (fp32 inputs: no TF32), the softmax is fp32, its weights are
         rounded to the cache's dtype before the product with V. Tier B. An fp8 cache is multiplied
-        in fp16 (fp32 if ``q`` is), its scales go into scores and weights in fp32.
+        in fp16 (fp32 if ``q`` is), its scales go into scores and weights in fp32. A soft cap adds
+        an absolute error of at most 2**-22 of the cap to a score.
 
     Stream:
         One or two launches on the current stream; without ``plan`` one more, and the plan's
@@ -733,7 +757,8 @@ def paged_decode_attention(
     """
     table = check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES,
-        softmax_scale=softmax_scale, out=out, lse=lse, scales=scales, visited=visited,
+        softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, sinks=sinks,
+        out=out, lse=lse, scales=scales, visited=visited,
     )  # fmt: skip
     num_reqs = seq_lens.shape[0]
     check_query_len(q, query_len, num_reqs)
@@ -788,6 +813,8 @@ def paged_decode_attention(
         layout.block_stride,
         layout.token_stride,
         softmax_scale,
+        logits_soft_cap or None,
+        sinks,
         NUM_KV_HEADS=layout.num_kv_heads,
         QUERY_LEN=plan.query_len,
         GROUP=group,

@@ -10,6 +10,10 @@ streaming head's work, and the pages it reads, stay bounded however long the con
 The softmax runs in base 2 (``exp2`` is one instruction): scores have the factor
 ``softmax_scale * log2(e)``. The online form follows Milakov and Gimelshein, arXiv:1805.02867, and
 FlashAttention, arXiv:2205.14135.
+
+A logit sink is a score that every row of its query head has, without a key. The first program of a
+row starts its softmax from it (``first_state``), other programs from nothing: so their partial
+results, merged as ever, count it once.
 """
 
 from __future__ import annotations
@@ -33,6 +37,14 @@ class HeadRows(NamedTuple):
     ptr: tl.tensor | None  # unit stride within a head
     stride_row: tl.tensor
     stride_head: tl.tensor
+
+
+class Softmax(NamedTuple):
+    """How scores become weights."""
+
+    scale: tl.tensor  # float32, of the scores
+    soft_cap: tl.tensor | None  # float32; None = no cap
+    sinks_ptr: tl.tensor | None  # [q_heads], a logit each; None = no head has a logit sink
 
 
 class States(NamedTuple):
@@ -80,6 +92,39 @@ def store_out(out, row, head, dims, value, mask):
     """Store the results of (row, query head) pairs."""
     target = out.ptr + head_offset(out, row, head)[:, None] + dims[None, :]
     tl.store(target, value.to(out.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def soft_capped(scores, soft_cap):
+    """Return soft_cap * tanh(score / soft_cap) in base 2; scores have a factor of 2 / soft_cap.
+
+    tanh(x) = (1 - e) / (1 + e) with e = exp(-2 |x|), negated below 0. The sign comes last: a
+    product there would be fused with the subtraction of the maximum, see prefill attention.
+    """
+    small = tl.exp2(-tl.abs(scores))
+    size = soft_cap * LOG2_E * ((1.0 - small) / (1.0 + small))
+    return tl.where(scores < 0.0, -size, size)
+
+
+@triton.jit
+def load_logit_sink(sinks_ptr, q_head, mask):
+    """Return the logit sink of each row in base 2, -inf outside the mask; None without sinks."""
+    logit_sink = None
+    if sinks_ptr is not None:
+        logit_sink = tl.load(sinks_ptr + q_head, mask=mask, other=float("-inf"))
+        logit_sink = logit_sink.to(tl.float32) * LOG2_E
+    return logit_sink
+
+
+@triton.jit
+def first_state(logit_sink, ROWS: tl.constexpr):
+    """Return (top, total) of rows before their first key, see ``load_logit_sink``."""
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    if logit_sink is not None:
+        total = tl.where(logit_sink == top, 0.0, 1.0)  # 1 for NaN, which must stay NaN
+        top = logit_sink
+    return top, total
 
 
 @triton.jit

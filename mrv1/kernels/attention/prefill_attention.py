@@ -49,12 +49,15 @@ from mrv1.kernels.attention.online_softmax import (
     add_states,
     arrives_last,
     dot_precision,
+    first_state,
     fold_piece,
     halves,
     head_offset,
+    load_logit_sink,
     natural_lse,
     next_piece,
     normalized,
+    soft_capped,
     store_out,
 )
 from mrv1.kernels.attention.plan import PIECE_TOKENS
@@ -290,6 +293,8 @@ def _paged_prefill_attention_kernel(
     ring_blocks_ptr,  # [kv_heads] int32
     token_stride,  # in elements
     softmax_scale,
+    soft_cap,  # float32, or None
+    sinks_ptr,  # [q_heads], or None
     GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -427,13 +432,19 @@ def _paged_prefill_attention_kernel(
             score_scale *= tl.load(k_scale_ptr + scale_base)
             v_unit = tl.load(v_scale_ptr + scale_base)
         score_scale = tl.maximum(score_scale, SMALLEST_UNIT)  # -inf * 0 is NaN
+    if soft_cap is not None:
+        capped_scale = score_scale * (2.0 / soft_cap)
+        score_scale = tl.full([TILE_ROWS], 1.0, tl.float32)  # capped scores are scaled
 
     acc = tl.zeros([TILE_ROWS, TILE_DIM], dtype=tl.float32)
-    top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([TILE_ROWS], dtype=tl.float32)
+    logit_sink = load_logit_sink(sinks_ptr, row.q_head, row.in_tile & (split == 0))
+    top, total = first_state(logit_sink, TILE_ROWS)
     if FOLDS:
-        folded, folded_top, folded_total = acc, top, total
+        folded = acc
+        folded_top, folded_total = first_state(None, TILE_ROWS)
         sums = tl.zeros([TILE_ROWS, _SUM_COLUMNS], dtype=tl.float32)
+        if logit_sink is not None:
+            sums += total[:, None]
         piece_size = tl.full([], _PIECE_TOKENS, tl.int32)
         cut = piece_size
     lane = tl.arange(0, TILE_TOKENS)
@@ -467,6 +478,8 @@ def _paged_prefill_attention_kernel(
             scale_address += scale_index(token_of_page, BLOCK_SIZE, SCALES_PER_BLOCK)
             k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
             scores *= k_scale[None, :]
+        if soft_cap is not None:
+            scores = soft_capped(scores * capped_scale[:, None], soft_cap)
         at_edge = (tile < inner_start) | (tile >= inner_end)
         if q.dtype == tl.float32:  # a branch makes fp32 products, outside tensor cores, spill
             at_edge = True
@@ -547,6 +560,8 @@ def paged_prefill_attention(
     *,
     softmax_scale: float,
     max_query_len: int,
+    logits_soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     attn_mask_offsets: torch.Tensor | None = None,
     splits: PrefillSplits | None = None,
     deterministic: bool = False,
@@ -578,6 +593,9 @@ def paged_prefill_attention(
         max_query_len: upper bound on a request's queries. It limits the size of a tile, and on
             sm_90 it may choose the kernel (``fits_warp_groups``), so it changes the result by
             rounding only. 0 = no queries (``q`` may still have rows of padding).
+        logits_soft_cap: as in ``paged_decode_attention``; with a cap or sinks, the kernels for
+            sm_90 are not chosen.
+        sinks: as in ``paged_decode_attention``.
         attn_mask_offsets: ``[num_tokens, 2]`` int32, contiguous: the range ``[lo, hi)`` of key
             positions in its request that each query sees instead of ``[0, its own]``. ``hi`` may
             lie after the query, as inside an image. Keys from ``seq_lens`` on are never seen; with
@@ -595,13 +613,13 @@ def paged_prefill_attention(
         out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched in later rows.
             None = a new tensor, whose later rows are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
-            log-sum-exp of the scaled scores.
+            log-sum-exp of the scaled, capped scores and the head's logit sink.
         scales: of an fp8 cache, else None. The scales of pages that no query sees may be NaN too.
         visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
             where a head reads the page in a column, untouched elsewhere.
 
     Returns:
-        ``out``. A row that sees no key is zero, its ``lse`` -inf.
+        ``out``. A row that sees no key is zero, its ``lse`` -inf or the head's logit sink.
 
     Raises:
         TypeError: a wrong dtype.
@@ -622,7 +640,8 @@ def paged_prefill_attention(
     """
     table = check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES,
-        softmax_scale=softmax_scale, out=out, lse=lse, scales=scales, visited=visited,
+        softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, sinks=sinks,
+        out=out, lse=lse, scales=scales, visited=visited,
     )  # fmt: skip
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
@@ -659,8 +678,9 @@ def paged_prefill_attention(
                 f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
                 f"queries, got room for fewer tiles"
             )
-    is_causal = attn_mask_offsets is None and visited is None and not deterministic
-    if is_causal and fits_warp_groups(
+    is_plain = attn_mask_offsets is None and visited is None and not deterministic
+    is_plain = is_plain and not logits_soft_cap and sinks is None
+    if is_plain and fits_warp_groups(
         q, k_cache, v_cache, layout, max_query_len, splits, is_fp8=scales is not None
     ):
         # Imported here: Gluon needs a compiler, which the interpreter's process has not.
@@ -704,6 +724,8 @@ def paged_prefill_attention(
         layout.ring_blocks,
         layout.token_stride,
         softmax_scale,
+        logits_soft_cap or None,
+        sinks,
         GROUP=group,
         HEAD_DIM=layout.head_dim,
         BLOCK_SIZE=layout.block_size,

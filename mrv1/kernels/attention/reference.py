@@ -41,23 +41,28 @@ def _attend(
     v: torch.Tensor,
     visible: torch.Tensor,
     softmax_scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax(q k^T * scale) v over the visible keys, and its natural log-sum-exp.
 
     ``q`` [queries, q_heads, head_dim], ``k, v`` [kv_heads, keys, head_dim], ``visible``
-    [kv_heads, queries, keys]; returns [queries, q_heads, head_dim] and [queries, q_heads].
-    Masked keys and values may be NaN.
+    [kv_heads, queries, keys], ``sinks`` [q_heads], -inf = none; returns [queries, q_heads,
+    head_dim] and [queries, q_heads]. A ``soft_cap`` of 0 is none. Masked keys and values may be NaN.
     """
     num_queries, num_q_heads, _ = q.shape
     num_kv_heads, num_keys, _ = k.shape
     packed = wide(q).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     hidden = ~visible[:, None]
     scores = ((packed @ k.mT) * softmax_scale).view(num_kv_heads, -1, num_queries, num_keys)
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
     scores = scores.masked_fill(hidden, -torch.inf)
-    top = scores.amax(-1, keepdim=True)
+    logit_sink = sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1)
+    top = scores.amax(-1, keepdim=True).maximum(logit_sink)
     top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing
     weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True) + (logit_sink - top).exp()
     v = v.masked_fill(~visible.any(1)[:, :, None], 0.0)  # 0 * NaN is NaN
     out = (weights.flatten(1, 2) @ v).view(*total.shape[:3], -1)
     out = out / total.masked_fill(total == 0, 1.0)
@@ -100,6 +105,8 @@ def _attend_requests(
     seq_lens: list[int],
     layout: KVLayout,
     softmax_scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scales: KVScales | None,
@@ -107,6 +114,8 @@ def _attend_requests(
     attn_mask_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run attention request by request, so that no row can depend on another's length or pages."""
+    if sinks is None:
+        sinks = torch.full(q.shape[1:2], -torch.inf, device=q.device)
     for row, seq_len in enumerate(seq_lens):
         begin, end = query_starts[row], query_starts[row + 1]
         num_blocks = -(-seq_len // layout.block_size)
@@ -123,10 +132,12 @@ def _attend_requests(
             if keys.stop == 0:
                 out[first:last] = 0
                 if lse is not None:
-                    lse[first:last] = -torch.inf
+                    lse[first:last] = sinks
                 continue
             visible = _visible(positions, present[:, keys], layout, ranges)
-            tile, tile_lse = _attend(q[first:last], k[:, keys], v[:, keys], visible, softmax_scale)
+            tile, tile_lse = _attend(
+                q[first:last], k[:, keys], v[:, keys], visible, softmax_scale, soft_cap, sinks
+            )
             out[first:last] = tile
             if lse is not None:
                 lse[first:last] = tile_lse
@@ -230,6 +241,8 @@ def paged_decode_attention(
     layout: KVLayout,
     *,
     softmax_scale: float,
+    logits_soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     query_len: int = 1,
     num_kv_splits: int | None = None,
     deterministic: bool = False,
@@ -245,7 +258,8 @@ def paged_decode_attention(
     """
     table = check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, layout, ORACLE_DTYPES,
-        softmax_scale=softmax_scale, out=out, lse=lse, scales=scales, visited=visited,
+        softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, sinks=sinks,
+        out=out, lse=lse, scales=scales, visited=visited,
     )  # fmt: skip
     num_reqs = seq_lens.shape[0]
     check_query_len(q, query_len, num_reqs)
@@ -257,7 +271,7 @@ def paged_decode_attention(
     starts = list(range(0, (num_reqs + 1) * query_len, query_len))
     return _attend_requests(
         q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale,
-        out, lse, scales, visited,
+        logits_soft_cap, sinks, out, lse, scales, visited,
     )  # fmt: skip
 
 
@@ -273,6 +287,8 @@ def paged_prefill_attention(
     *,
     softmax_scale: float,
     max_query_len: int,
+    logits_soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     attn_mask_offsets: torch.Tensor | None = None,
     splits: PrefillSplits | None = None,
     deterministic: bool = False,
@@ -291,7 +307,8 @@ def paged_prefill_attention(
     """
     table = check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, layout, ORACLE_DTYPES,
-        softmax_scale=softmax_scale, out=out, lse=lse, scales=scales, visited=visited,
+        softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap, sinks=sinks,
+        out=out, lse=lse, scales=scales, visited=visited,
     )  # fmt: skip
     check_query_start_loc(query_start_loc, seq_lens.shape[0], max_query_len, q.device)
     check_attn_mask_offsets(attn_mask_offsets, q)
@@ -307,7 +324,7 @@ def paged_prefill_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     return _attend_requests(
         q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale,
-        out, lse, scales, visited, attn_mask_offsets,
+        logits_soft_cap, sinks, out, lse, scales, visited, attn_mask_offsets,
     )  # fmt: skip
 
 
