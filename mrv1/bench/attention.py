@@ -46,6 +46,8 @@ AUTO = f"{OURS}-auto"
 """Our kernel on a cache of q's dtype; measured where the case's cache is fp8."""
 DETERMINISTIC = f"{OURS}-deterministic"
 """Our kernel with results that do not depend on the batch, on the same cache."""
+PLAIN = f"{OURS}-plain"
+"""Our kernel without soft cap and logit sinks; measured where the case has one of the two."""
 ONE = f"{OURS}-one"
 """Our prefill with one program per tile of queries; measured where several share a tile."""
 
@@ -83,6 +85,8 @@ def run_attention(bench: AttentionBench, say: Say = lambda _: None) -> dict[str,
         conditions={
             **bench.conditions(),
             "head_roles": "uniform" if bench.full_heads == 1.0 else roles,
+            "soft_cap": bench.soft_cap,
+            "logit_sinks": bench.sinks,
             "data": "normal, pages in random order",
             "plan": "made before, once for all layers, as the peers' are; timed apart (plan_us)",
         },
@@ -138,6 +142,7 @@ def _ours(
     for name, other in (
         (AUTO, replace(case, kv_dtype="auto")),
         (UNIFORM, replace(case, num_full_heads=case.num_kv_heads)),
+        (PLAIN, replace(case, soft_cap=0.0, has_sinks=False)),
     ):
         if other != case:
             yield name, partial(on, other)
@@ -152,6 +157,8 @@ def _peer(data: AttentionData, peer: Peer[Adapter]) -> Contender:
     case = data.case
     if not case.is_uniform:
         raise NotComparedError("has no head roles")
+    if case.soft_cap or case.has_sinks:
+        raise NotComparedError("is measured without soft cap and logit sinks")
     if case.cell.shortest:
         raise NotComparedError("is measured with requests of one length")
     if case.kv_dtype not in peer.kv_dtypes:
@@ -223,8 +230,7 @@ def our_launches(
             partial(
                 ops.paged_prefill_attention, layer.q, layer.k, layer.v, data.block_table,
                 data.query_start_loc, data.seq_lens, data.layout, max_query_len=case.query_len,
-                softmax_scale=data.softmax_scale, splits=splits, out=layer.out,
-                scales=layer.scales,
+                splits=splits, out=layer.out, scales=layer.scales, **data.logits,
             )
             for layer in data.layers
         ]  # fmt: skip
@@ -234,7 +240,7 @@ def our_launches(
         partial(
             ops.paged_decode_attention, layer.q, layer.k, layer.v, data.block_table,
             data.seq_lens, data.layout, plan=plan,
-            softmax_scale=data.softmax_scale, out=layer.out, scales=layer.scales,
+            out=layer.out, scales=layer.scales, **data.logits,
         )
         for layer in data.layers
     ]  # fmt: skip

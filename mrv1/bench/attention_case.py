@@ -65,6 +65,9 @@ class AttentionCase(CacheCase):
     """KV heads that see everything; the others see ``sink`` and ``window``."""
     window: int = -1
     sink: int = 0
+    soft_cap: float = 0.0
+    has_sinks: bool = False
+    """Whether each query head has a logit sink."""
 
     @property
     def num_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,6 +50,8 @@ class AttentionData:
     query_start_loc: torch.Tensor
     """[batch + 1] int32."""
     layers: list[Layer]
+    sinks: torch.Tensor | None
+    """[q_heads] float32; None without logit sinks."""
 
     def clear(self) -> None:
         """Fill every layer's ``out`` with NaN."""
@@ -59,6 +62,12 @@ class AttentionData:
     def softmax_scale(self) -> float:
         """Factor of the scores."""
         return float(self.case.head_dim**-0.5)
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        """Options of our kernels that change the scores."""
+        scale, soft_cap = self.softmax_scale, self.case.soft_cap
+        return {"softmax_scale": scale, "logits_soft_cap": soft_cap, "sinks": self.sinks}
 
     def new_plan(self, deterministic: bool) -> DecodePlan:
         """Return the buffers of a plan for one query per request."""
@@ -140,6 +149,9 @@ def make_data(
             _fill_codes(v, scales.v_scale, generator)
         out = torch.full_like(q, torch.nan)
         layers.append(Layer(q=q, k=k, v=v, out=out, scales=scales))
+    sinks = None
+    if case.has_sinks:
+        sinks = torch.randn(case.num_q_heads, generator=generator, device=device)
     return AttentionData(
         case=case,
         cache=cache,
@@ -148,6 +160,7 @@ def make_data(
         seq_lens=torch.tensor(case.cell.lengths, dtype=torch.int32, device=device)[order],
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * case.query_len,
         layers=layers,
+        sinks=sinks,
     )
 
 
@@ -228,5 +241,10 @@ def _exact_rows(
         v *= gather(layer.scales.v_scale.view(-1))[:, None]
     q = layer.q.view(len(layer.q), case.num_kv_heads, -1, case.head_dim)[rows, head].double()
     scores = (q @ k.T) * data.softmax_scale
+    if case.soft_cap:
+        scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    return scores.softmax(dim=-1) @ v
+    if data.sinks is not None:
+        sinks = data.sinks.double().view(case.num_kv_heads, -1, 1)[head]
+        scores = torch.cat([scores, sinks.expand(len(rows), -1, -1)], dim=-1)
+    return scores.softmax(dim=-1)[..., : len(v)] @ v

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,10 @@ class AttentionBench(CacheBench):
     """Last tokens that a streaming head sees, the current one included."""
     sink: int = 64
     """First tokens, which a streaming head always sees."""
+    soft_cap: float = 0.0
+    """Soft cap of the logits; 0 = none."""
+    sinks: bool = False
+    """Give each query head a logit sink."""
     deterministic: bool = False
     """Also measure decode attention that computes each row independently of its batch."""
     peers: tuple[str, ...] = tuple(PEERS)
@@ -50,6 +55,8 @@ class AttentionBench(CacheBench):
             raise ConfigError(f"mode: expected decode or prefill, got {self.mode!r}")
         CacheBench.__post_init__(self)
         self.check_least(window=1, sink=0)
+        if not 0 <= self.soft_cap < math.inf:
+            raise ConfigError(f"soft_cap: expected >= 0 and finite, got {self.soft_cap}")
         if self.query_len is not None:
             if self.mode != "prefill":
                 raise ConfigError(f"query_len: expected mode prefill, got {self.mode}")
@@ -92,6 +99,8 @@ class AttentionBench(CacheBench):
                 num_full_heads=round(self.full_heads * self.num_kv_heads),
                 window=self.window,
                 sink=self.sink,
+                soft_cap=self.soft_cap,
+                has_sinks=self.sinks,
                 **self.shape,
             )
             for cell in self.chosen_cells

@@ -144,6 +144,19 @@ def test_check_accepts_the_oracle_and_finds_one_wrong_head(
     assert relative_error(data, layer) == pytest.approx(0.5, rel=1e-5)
 
 
+@pytest.mark.parametrize("query_len", [1, 200])
+def test_check_finds_a_missing_soft_cap_and_missing_sinks(query_len: int):
+    case = replace(CHECKED, query_len=query_len, soft_cap=1.0, has_sinks=True)
+    assert case.bytes_moved == replace(CHECKED, query_len=query_len).bytes_moved
+    data = make_data(case, 1, torch.device("cpu"), seed=1)
+    (layer,) = data.layers
+    bench_module.our_launches(reference, data)[0]()
+    assert relative_error(data, layer) < 1e-6
+    for other in (replace(data, sinks=None), replace(data, case=replace(case, soft_cap=0.0))):
+        bench_module.our_launches(reference, other)[0]()
+        assert relative_error(data, layer) > 0.01
+
+
 def test_check_finds_a_head_that_ignores_its_window():
     case = replace(CHECKED, num_full_heads=2, query_len=200)  # a prefill recycles no page
     data = make_data(case, 1, torch.device("cpu"), seed=1)
@@ -284,6 +297,15 @@ def test_mixed_heads_are_compared_with_a_uniform_run():
     assert result["conditions"]["head_roles"] == {"full_heads": 0.5, "window": 40, "sink": 20}
 
 
+def test_a_soft_cap_and_sinks_are_compared_with_our_plain_kernel():
+    options = SMALL | {"cells": (Cell(2, 40),), "soft_cap": 5.0, "sinks": True}
+    result = run_attention(AttentionBench(**options))
+    (entry,) = result["results"]
+    assert entry["variants"].keys() == {"mrv1", "mrv1-plain"}
+    assert set(entry["failed_peers"].values()) == {"is measured without soft cap and logit sinks"}
+    assert (result["conditions"]["soft_cap"], result["conditions"]["logit_sinks"]) == (5.0, True)
+
+
 def test_mixed_heads_over_fp8_are_compared_with_our_other_caches():
     options = SMALL | {"cells": (Cell(2, 200),), "full_heads": 0.5, "window": 40, "sink": 20}
     result = run_attention(AttentionBench(**options, kv_dtype="fp8_e4m3"))
@@ -416,6 +438,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
         ),
         ({"repeats": 0}, "repeats: expected >= 1, got 0"),
         ({"window": 0}, "window: expected >= 1, got 0"),
+        ({"soft_cap": -1.0}, r"soft_cap: expected >= 0 and finite, got -1\.0"),
         ({"num_q_heads": 3}, "num_q_heads: expected a multiple of 2, got 3"),
         ({"full_heads": 0.3}, "full_heads: expected 0 to 1, a whole number of 2 heads, got 0.3"),
         ({"full_heads": 1.5}, "full_heads: expected 0 to 1, a whole number of 2 heads, got 1.5"),

@@ -59,9 +59,9 @@ def cases(target: Target) -> list[AotCase]:
         *(_warp_group_cases() if target.capability == (9, 0) else ()),
         *(_warp_group_fp8_cases() if target.capability == (9, 0) else ()),
         *(
-            _prefill(target, torch.bfloat16, 128, True, 4096, fp8=fp8, soft_cap=soft_cap, sinks=sinks)
+            _prefill(target, torch.bfloat16, 128, True, 4096, fp8=fp8, soft_cap=cap, sinks=sinks)
             for fp8 in (NO_FP8, _fp8(target, "token"))
-            for soft_cap, sinks in ((True, False), (False, True), (True, True))
+            for cap, sinks in ((True, False), (False, True), (True, True))
         ),
         _prefill(target, torch.bfloat16, 64, True, 4096, ring=False, sinks=True),
         *(

@@ -64,9 +64,9 @@ def cases(target: Target) -> list[AotCase]:
         _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "head")),
         _decode(target, torch.bfloat16, 256, True, fp8=_fp8(target, "token")),
         *(
-            _decode(target, torch.bfloat16, 128, True, fp8=fp8, soft_cap=soft_cap, sinks=sinks)
+            _decode(target, torch.bfloat16, 128, True, fp8=fp8, soft_cap=cap, sinks=sinks)
             for fp8 in (NO_FP8, _fp8(target, "token"))
-            for soft_cap, sinks in ((True, False), (False, True), (True, True))
+            for cap, sinks in ((True, False), (False, True), (True, True))
         ),
         _decode(target, torch.bfloat16, 64, True, group=8, sinks=True),
         _decode(target, torch.bfloat16, 256, False, soft_cap=True),

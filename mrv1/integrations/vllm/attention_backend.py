@@ -104,6 +104,11 @@ class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Return True: a layer may have a logit sink for each of its query heads."""
+        return True
+
+    @classmethod
     def supports_kv_connector(cls) -> bool:
         """Return False: connectors that copy single tokens expect K and V of a token together."""
         return False
@@ -443,19 +448,21 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
             )
         for name, value, expected in (
             ("alibi_slopes", alibi_slopes, None),
-            ("logits_soft_cap", logits_soft_cap or None, None),  # 0 = none, too
-            ("sinks", None if sinks is None else "a sink per head", None),
             ("attn_type", AttentionType(attn_type).value, AttentionType.DECODER.value),
             ("decode_context_parallel_size", self.dcp_world_size, 1),
             ("prefill_context_parallel_size", self.pcp_world_size, 1),
         ):
             if value != expected:
                 raise ConfigError(f"{name}: expected {expected}, got {value}; {_INSTEAD}")
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise ConfigError(f"sinks: expected shape [{num_heads}], got {list(sinks.shape)}")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.sinks = sinks  # the model's own parameter: loading weights fills it later
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.pages: Pages
@@ -573,6 +580,8 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
             rows.seq_lens,
             pages.layout,
             softmax_scale=self.scale,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
             query_len=rows.query_len,
             plan=rows.plans.get(id(pages.layout)),
             out=output[: rows.num_tokens],
@@ -592,6 +601,8 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
             pages.layout,
             softmax_scale=self.scale,
             max_query_len=rows.max_query_len,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
             splits=rows.splits.get(id(pages.layout)),
             out=output[tokens],
             scales=pages.scales,

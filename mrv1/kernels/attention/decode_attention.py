@@ -710,8 +710,8 @@ def paged_decode_attention(
         logits_soft_cap: bound of the scaled scores: ``s`` becomes ``cap * tanh(s / cap)``, before
             keys are hidden; 0 = none.
         sinks: ``[q_heads]`` fp32, fp16 or bf16, contiguous: the logit sink of each query head, one
-            more score in the softmax's sum, neither scaled nor capped, without a value; -inf = none.
-            None = no head has one.
+            more score in the softmax's sum, neither scaled nor capped, which has no value. -inf =
+            none for this head; None = no head has one.
         query_len: queries per request, 1 to 8.
         num_kv_splits: pieces that the longest segment is cut into, 1 to 256, each a program's
             work; None = pieces that give every program of the device an equal share. Changes the

@@ -48,7 +48,8 @@ def _attend(
 
     ``q`` [queries, q_heads, head_dim], ``k, v`` [kv_heads, keys, head_dim], ``visible``
     [kv_heads, queries, keys], ``sinks`` [q_heads], -inf = none; returns [queries, q_heads,
-    head_dim] and [queries, q_heads]. A ``soft_cap`` of 0 is none. Masked keys and values may be NaN.
+    head_dim] and [queries, q_heads]. A ``soft_cap`` of 0 is none. Masked keys and values may be
+    NaN.
     """
     num_queries, num_q_heads, _ = q.shape
     num_kv_heads, num_keys, _ = k.shape

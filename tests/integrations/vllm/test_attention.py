@@ -115,6 +115,7 @@ VALID = {
         {"kv_cache_dtype": "bfloat16"},
         {"kv_cache_dtype": FP8},
         {"has_sliding_window": True},
+        {"has_sink": True},
         {"device_capability": DeviceCapability(8, 0)},
     ],
     ids=str,
@@ -133,7 +134,6 @@ def test_supported_configurations_have_no_invalid_reason(change: dict):
         ({"kv_cache_dtype": "fp8"}, "instead of kv_cache_dtype fp8 choose fp8_per_token_head"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 needs a model of this dtype"),
         ({"block_size": 24}, "block_size not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
         ({"use_mla": True}, "MLA not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
@@ -161,8 +161,7 @@ def test_queries_known_only_on_the_device_are_an_invalid_reason():
     ("change", "message"),
     [
         ({"alibi_slopes": [0.5, 0.25]}, "alibi_slopes: expected None, got"),
-        ({"logits_soft_cap": 30.0}, r"logits_soft_cap: expected None, got 30\.0"),
-        ({"sinks": torch.zeros(4)}, "sinks: expected None, got a sink per head"),
+        ({"sinks": torch.zeros(2)}, r"sinks: expected shape \[4\], got \[2\]"),
         ({"attn_type": "encoder_decoder"}, "attn_type: expected decoder, got encoder_decoder"),
         ({"attn_type": "encoder"}, "attn_type: expected decoder, got encoder;"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected one of .* got 'fp8'"),
@@ -355,6 +354,8 @@ class Model:
     is_fp8: bool
     seed: int
     rtol: float = 1e-5
+    soft_cap: float | None = None
+    has_sinks: bool = False
     history: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=dict
     )
@@ -363,6 +364,9 @@ class Model:
         self.random = torch.Generator().manual_seed(self.seed)
         dtype = torch.uint8 if self.is_fp8 else torch.float32
         name = FP8 if self.is_fp8 else "auto"
+        self.sinks = None
+        if self.has_sinks:
+            self.sinks = torch.nn.Parameter(torch.empty(self.num_q_heads), requires_grad=False)
         shape = Mrv1AttentionBackend.get_kv_cache_shape(
             NUM_BLOCKS, self.block_size, self.num_kv_heads, self.head_size, name
         )
@@ -370,7 +374,7 @@ class Model:
             f"layers.{index}": SimpleNamespace(
                 impl=Mrv1AttentionImpl(
                     self.num_q_heads, self.head_size, self.head_size**-0.5, self.num_kv_heads,
-                    None, window, name,
+                    None, window, name, self.soft_cap, sinks=self.sinks,
                 ),
                 kv_cache=torch.zeros(shape, dtype=dtype),
             )
@@ -384,6 +388,8 @@ class Model:
         self.builder = Mrv1AttentionMetadataBuilder(
             spec, list(self.layers), config, torch.device("cpu")
         )
+        if self.has_sinks:  # the weights are loaded after the layers are made
+            self.sinks.data.copy_(3 * self.randn(self.num_q_heads))
         # Block 0 is vLLM's null block; others in a random order.
         self.free = (torch.randperm(NUM_BLOCKS - 1, generator=self.random) + 1).tolist()
         self.blocks_of: dict[int, list[int]] = {}
@@ -473,10 +479,15 @@ class Model:
         group = self.num_q_heads // self.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.head_size**-0.5
+        if self.soft_cap:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         query = torch.arange(len(k) - len(q), len(k))[:, None]
         past = query - torch.arange(len(k))
         scores[:, (past < 0) | (past >= (window or len(k)))] = -torch.inf
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).float()
+        if self.sinks is not None:
+            column = self.sinks.double()[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat([scores, column], dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(v)], v).float()
 
 
 def _through_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -487,17 +498,18 @@ def _through_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_size", "block_size", "windows", "is_fp8"),
+    ("heads", "head_size", "block_size", "windows", "is_fp8", "logits"),
     [
-        ((4, 2), 64, 16, (None,), False),
-        ((8, 1), 80, 32, (None, 20), False),  # layers of two windows in one group
-        ((6, 6), 96, 16, (33,), False),
-        ((4, 2), 64, 16, (None, 20), True),
-        ((2, 1), 128, 64, (None,), True),
+        ((4, 2), 64, 16, (None,), False, {}),
+        ((8, 1), 80, 32, (None, 20), False, {}),  # layers of two windows in one group
+        ((6, 6), 96, 16, (33,), False, {"soft_cap": 2.0}),
+        ((4, 2), 64, 16, (None, 20), True, {"soft_cap": 5.0, "has_sinks": True}),
+        ((2, 1), 128, 64, (None,), True, {"soft_cap": 0.0}),  # none
+        ((8, 1), 64, 16, (None, 20), False, {"has_sinks": True}),
     ],
 )
-def test_steps_equal_dense_attention(heads, head_size, block_size, windows, is_fp8):
-    model = Model(*heads, head_size, block_size, windows, is_fp8, seed=head_size)
+def test_steps_equal_dense_attention(heads, head_size, block_size, windows, is_fp8, logits):
+    model = Model(*heads, head_size, block_size, windows, is_fp8, seed=head_size, **logits)
     model.step({0: 40, 1: 1, 2: 17})  # prefill, one prompt of one token
     model.step({1: 1, 2: 1, 0: 23, 3: 9})  # decodes first, then a chunk and a new prompt
     model.step({3: 1, 0: 1, 2: 1})
@@ -533,7 +545,10 @@ def test_kernels_follow_the_plans_of_a_captured_graph(
     allocate = partial(DecodePlan.allocate, num_kv_splits=2)
     monkeypatch.setattr(attention_backend, "DecodePlan", SimpleNamespace(allocate=allocate))
     # The weights of an fp8 cache are rounded to fp16 before the product with V.
-    model = Model(2, 1, 16, 16, (None, 12), is_fp8, seed=2, rtol=2e-3 if is_fp8 else 1e-5)
+    model = Model(
+        2, 1, 16, 16, (None, 12), is_fp8, seed=2, rtol=2e-3 if is_fp8 else 1e-5,
+        soft_cap=3.0, has_sinks=True,
+    )  # fmt: skip
     model.step({0: 150, 1: 3})  # longer than a tile of the interpreter
     model.step({0: 1, 1: 1})
     captured = model.builder.build_for_cudagraph_capture(model.common({0: 1, 1: 1, 2: 1}))

@@ -47,7 +47,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class Runner:
     """Two layers and what vLLM's worker keeps for them."""
 
-    def __init__(self, folder: Path, block_size: int, kv_cache_dtype: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        block_size: int,
+        kv_cache_dtype: str,
+        soft_cap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
         from vllm.config import (
             CacheConfig,
             DeviceConfig,
@@ -86,6 +93,8 @@ class Runner:
                     prefix=f"model.layers.{index}.self_attn.attn",
                     attn_backend=Mrv1AttentionBackend,
                     per_layer_sliding_window=window,
+                    logits_soft_cap=soft_cap,
+                    **({} if sinks is None else {"sinks": sinks}),
                 )
                 for index, window in enumerate(WINDOWS)
             ]
@@ -190,15 +199,28 @@ class Runner:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "kv_cache_dtype", "tolerance"),
+    ("block_size", "kv_cache_dtype", "tolerance", "soft_cap", "has_sinks"),
     # vLLM splits blocks of 96 tokens into three of the kernels' 32. An e4m3 code is within 2**-4
     # of its value.
-    [(16, "auto", 0.02), (96, "auto", 0.02), (64, "fp8_per_token_head", 0.1)],
+    [
+        (16, "auto", 0.02, None, False),
+        (96, "auto", 0.02, 1.5, True),
+        (64, "fp8_per_token_head", 0.1, None, True),
+    ],
 )
 def test_layers_of_vllm_attend(
-    tmp_path: Path, block_size: int, kv_cache_dtype: str, tolerance: float
+    tmp_path: Path,
+    block_size: int,
+    kv_cache_dtype: str,
+    tolerance: float,
+    soft_cap: float | None,
+    has_sinks: bool,
 ):
-    runner = Runner(tmp_path, block_size, kv_cache_dtype)
+    sinks = None
+    if has_sinks:
+        logits = torch.tensor([-1.0, 2.0, 4.0, -torch.inf], dtype=torch.bfloat16)
+        sinks = torch.nn.Parameter(logits, requires_grad=False)
+    runner = Runner(tmp_path, block_size, kv_cache_dtype, soft_cap, sinks)
     if block_size == 96:
         assert 32 in runner.block_sizes
     # Blocks of all groups differ, as a block id belongs to one group at a time.
@@ -233,7 +255,13 @@ def test_layers_of_vllm_attend(
                 query = torch.arange(lens[req] - count, lens[req])[:, None]
                 past = query - torch.arange(lens[req])
                 scores = torch.einsum("qhd,khd->hqk", q, keys) * HEAD_SIZE**-0.5
+                if soft_cap:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
                 scores[:, (past < 0) | (past >= (window or lens[req]))] = -torch.inf
-                expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+                if has_sinks:
+                    column = sinks.float()[:, None, None].expand(-1, count, 1)
+                    scores = torch.cat([scores, column], dim=-1)
+                weights = scores.softmax(-1)[..., : lens[req]]
+                expected = torch.einsum("hqk,khd->qhd", weights, values)
                 difference = found[layer][tokens].float() - expected.flatten(1)
                 assert difference.norm() <= tolerance * expected.norm()
