@@ -9,8 +9,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from mrv1.kernels import DecodePlan, PrefillSplits
+from mrv1.kernels._base.checks import FLOAT_DTYPES
 from mrv1.kernels.attention.plan import DecodeAttentionConfig
 from mrv1.kernels.attention.splits import PrefillAttentionConfig
 from mrv1.testing.strategies import PagedCase
@@ -168,6 +170,21 @@ def query_rows(case: PagedCase, order: list[int]) -> torch.Tensor:
     starts = case.query_start_loc.tolist()
     rows = [row for i in order for row in range(starts[i], starts[i + 1])]
     return torch.tensor(rows, dtype=torch.int64, device=case.key.device)
+
+
+@st.composite
+def attention_logits(draw, num_q_heads: int, device) -> dict[str, object]:
+    """Draw a soft cap of the logits, logit sinks, or both."""
+    kind = draw(st.sampled_from(["cap", "sinks", "both"]))
+    options = {}
+    if kind != "sinks":
+        options["logits_soft_cap"] = draw(st.sampled_from([0.5, 5.0, 30.0]))
+    if kind != "cap":
+        logit = st.sampled_from([-torch.inf, -40.0, -1.0, 0.0, 2.5, 40.0])
+        sinks = draw(st.lists(logit, min_size=num_q_heads, max_size=num_q_heads))
+        dtype = draw(st.sampled_from(FLOAT_DTYPES))
+        options["sinks"] = torch.tensor(sinks, dtype=dtype, device=device)
+    return options
 
 
 @contextmanager

@@ -78,6 +78,23 @@ def test_prefill_of_long_chunks(device, head_dim, dtype):
     assert_in_budget(got, oracle, exact(case, q), case)
 
 
+@pytest.mark.parametrize("granularity", [None, "token"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("query_lens", [(1, 1, 1), (8, 8, 8), (700, 1, 129)], ids=str)
+def test_soft_cap_and_sinks_of_long_contexts(device, head_dim, query_lens, granularity):
+    layout = _streaming(head_dim, 4096, 700)
+    batch = RaggedBatch(query_lens=query_lens, seq_lens=(4096, 1023, 129))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity=granularity)
+    case = case.to(device)
+    q = 4 * make_queries(case, 4)
+    run = run_prefill if max(query_lens) > 8 else run_decode
+    sinks = torch.linspace(-5, 9, q.shape[1], device=device)
+    for logits in ({"logits_soft_cap": 5.0}, {"sinks": sinks.bfloat16()},
+                   {"logits_soft_cap": 50.0, "sinks": sinks}):  # fmt: skip
+        got, oracle = run(kernels, case, q, **logits), run(reference, case, q, **logits)
+        assert_in_budget(got, oracle, exact(case, q, **logits), case)
+
+
 # --- CUDA graphs -------------------------------------------------------------------------------
 
 FORMATS = pytest.mark.parametrize("granularity", [None, "token", "quarter", "head"])
@@ -170,6 +187,33 @@ def test_a_captured_launch_serves_other_lengths_pages_and_roles(device, op, cut,
         mine.copy_(theirs)
     graph.replay()
     assert_equal(Result(out, lse), eager[1])
+
+
+@OPERATIONS
+def test_a_captured_launch_reads_the_sinks_of_its_replay(device, op):
+    case = _graph_case(op, None, second=True).to(device)
+    q = make_queries(case, 4)
+    sinks = torch.zeros(q.shape[1], device=device)
+    launch = partial(
+        getattr(kernels, f"paged_{op}_attention"),
+        **_arguments(case, op, q), logits_soft_cap=20.0, sinks=sinks,
+    )  # fmt: skip
+    logits = 4 * torch.randn(2, q.shape[1], device=device)
+    want = []
+    for each in logits:
+        sinks.copy_(each)
+        out, lse = empty_outputs(q)
+        launch(out=out, lse=lse)
+        want.append(Result(out, lse))
+    assert not torch.equal(want[0].lse, want[1].lse)
+    out, lse = empty_outputs(q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(out=out, lse=lse)
+    for each, expected in zip(logits, want, strict=True):
+        sinks.copy_(each)
+        graph.replay()
+        assert_equal(Result(out, lse), expected)
 
 
 def _oracle(case: PagedCase, op: str, q: torch.Tensor) -> Result:
@@ -309,6 +353,7 @@ def test_deterministic_rows_have_the_same_bits_alone_and_among_256(device, granu
     assert_equal(pair, whole.rows([3, 255]))
 
 
+@pytest.mark.parametrize("has_logits", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "group"),
     [
@@ -320,7 +365,7 @@ def test_deterministic_rows_have_the_same_bits_alone_and_among_256(device, granu
     ids=str,
 )
 def test_deterministic_tokens_have_the_same_bits_prefilled_in_any_chunk_and_decoded(
-    device, dtype, head_dim, group
+    device, dtype, head_dim, group, has_logits
 ):
     """Pieces begin every 128 keys up to 2,048, and every 256 keys up to 4,096."""
     length = 2400
@@ -328,17 +373,22 @@ def test_deterministic_tokens_have_the_same_bits_prefilled_in_any_chunk_and_deco
     batch = RaggedBatch(query_lens=(length,), seq_lens=(length,))
     case = build_paged_cache(layout, batch, dtype=dtype).to(device)
     q = make_queries(case, group)
-    whole = run_prefill(kernels, case, q, deterministic=True)
-    oracle = run_prefill(reference, case, q)
-    assert_in_budget(whole, oracle, exact(case, q), case)
+    logits = {}
+    if has_logits:
+        sinks = torch.linspace(-3, 3, q.shape[1], device=device)
+        logits = {"logits_soft_cap": 2.0, "sinks": sinks}
+    whole = run_prefill(kernels, case, q, deterministic=True, **logits)
+    oracle = run_prefill(reference, case, q, **logits)
+    assert_in_budget(whole, oracle, exact(case, q, **logits), case)
     for end, count in ((1, 1), (64, 64), (129, 1), (700, 9), (2048, 300), (2049, 1), (2400, 2)):
         rows = slice(end - count, end)
         part = replace(case, batch=RaggedBatch(query_lens=(count,), seq_lens=(end,)))
-        assert_equal(run_prefill(kernels, part, q[rows], deterministic=True), whole.rows(rows))
+        got = run_prefill(kernels, part, q[rows], deterministic=True, **logits)
+        assert_equal(got, whole.rows(rows))
     for end, query_len in ((1, 1), (128, 1), (129, 1), (700, 3), (2048, 1), (2049, 3), (2400, 1)):
         rows = slice(end - query_len, end)
         part = replace(case, batch=RaggedBatch(query_lens=(query_len,), seq_lens=(end,)))
-        got = run_decode(kernels, part, q[rows], query_len=query_len, deterministic=True)
+        got = run_decode(kernels, part, q[rows], query_len=query_len, deterministic=True, **logits)
         assert_equal(got, whole.rows(rows))
 
 

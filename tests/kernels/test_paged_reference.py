@@ -16,6 +16,7 @@ from mrv1.testing.strategies import RaggedBatch, build_paged_cache, kv_layouts, 
 from tests.kernels.paged_attention import (
     SENTINEL,
     assert_equal,
+    attention_logits,
     exact,
     make_queries,
     max_error,
@@ -58,6 +59,15 @@ def test_prefill_equals_dense_attention(case, group):
     assert max_error(got.lse[:-2], want.lse) <= _error_allowed(replace(case, key=got.lse))
     assert (got.out[-2:] == SENTINEL).all()
     assert (got.lse[-2:] == SENTINEL).all()
+
+
+@given(case=paged_caches(layouts=LONG_CHUNKS, dtypes=(torch.float64,)), data=st.data())
+def test_soft_cap_and_sinks_equal_dense_attention(case, data):
+    q = make_queries(case, 3)
+    logits = data.draw(attention_logits(q.shape[1], "cpu"))
+    got, want = run_prefill(reference, case, q, **logits), exact(case, q, **logits)
+    assert max_error(got.out, want.out) <= _error_allowed(case)
+    assert max_error(got.lse, want.lse) <= 50 * _error_allowed(case)  # sinks up to 40
 
 
 @given(case=paged_caches(layouts=LONG_CHUNKS), data=st.data())

@@ -324,6 +324,22 @@ def test_float32_odd_groups_and_unaligned_caches_take_the_triton_kernel():
     assert not fits_warp_groups(q, cache[1:-7], whole, layout, 1, None)
 
 
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+def test_a_soft_cap_or_sinks_take_the_triton_kernel(device, num_splits):
+    """With the buffers that these kernels would use: programs that share tiles, and a queue."""
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
+    batch = RaggedBatch(query_lens=(300, 5), seq_lens=(700, 40))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q = make_queries(case, 4)
+    splits = None if num_splits is None else make_splits(case, q, num_splits)
+    assert _fits(case, q, splits)
+    sinks = torch.linspace(-2, 5, 8, device=device)
+    for logits in ({"logits_soft_cap": 3.0}, {"sinks": sinks}):
+        got = run_prefill(kernels, case, q, splits=splits, **logits)
+        oracle = run_prefill(reference, case, q, **logits)
+        assert_in_budget(got, oracle, exact(case, q, **logits), case)
+
+
 def test_queries_that_no_bulk_copy_can_read_take_no_turns(device):
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=300)
     batch = RaggedBatch(query_lens=(70, 5), seq_lens=(300, 40))
