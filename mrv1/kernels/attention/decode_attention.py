@@ -746,7 +746,7 @@ def paged_decode_attention(
         Products accumulate in fp32 (fp32 inputs: no TF32), the softmax is fp32, its weights are
         rounded to the cache's dtype before the product with V. Tier B. An fp8 cache is multiplied
         in fp16 (fp32 if ``q`` is), its scales go into scores and weights in fp32. A soft cap adds
-        an absolute error of at most 2**-22 of the cap to a score.
+        an error of at most 2**-20 of the cap to a score.
 
     Stream:
         One or two launches on the current stream; without ``plan`` one more, and the plan's
