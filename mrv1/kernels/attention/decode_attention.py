@@ -216,7 +216,7 @@ def _attend_item(
         scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
     """
     FOLDS: tl.constexpr = TILES.DETERMINISTIC and CACHE.FP8_PATH is None
-    SCALES_LATE: tl.constexpr = FOLDS and softmax.soft_cap is None  # maximum and exponent
+    SCALES_LATE: tl.constexpr = FOLDS and softmax.soft_cap is None  # in the maximum and exponent
     IS_FP8: tl.constexpr = CACHE.FP8_PATH is not None
     HEAD_DIM: tl.constexpr = HEADS.HEAD_DIM
     BLOCK_SIZE: tl.constexpr = CACHE.BLOCK_SIZE

@@ -434,7 +434,7 @@ def _paged_prefill_attention_kernel(
         score_scale = tl.maximum(score_scale, SMALLEST_UNIT)  # -inf * 0 is NaN
     if soft_cap is not None:
         capped_scale = score_scale * (2.0 / soft_cap)
-        score_scale = tl.full([TILE_ROWS], 1.0, tl.float32)  # capped scores are scaled
+        score_scale = tl.full([TILE_ROWS], 1.0, tl.float32)  # capped scores are in base 2
 
     acc = tl.zeros([TILE_ROWS, TILE_DIM], dtype=tl.float32)
     logit_sink = load_logit_sink(sinks_ptr, row.q_head, row.in_tile & (split == 0))
