@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from mrv1.device import MIN_CAPABILITY, device_info, kernel_path
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.attention_pages import Pages, content_size, pages_of
-from mrv1.kernels import DecodePlan, PrefillSplits
+from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, MIN_HEAD_DIM
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.kernels.registry import Ops, select_ops
@@ -421,6 +421,8 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
     """The attention of one layer."""
 
     supports_dcp = False
+    sink: int = 0
+    """Leading tokens that stay visible beside a window; a head-wise model sets it."""
 
     def __init__(
         self,
@@ -479,7 +481,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         self.pages = pages_of(
             kv_cache,
             self.head_size,
-            self.sliding_window or -1,
+            HeadRole(window=self.sliding_window or -1, sink=self.sink),
             is_fp8=self.kv_cache_dtype == FP8,
         )
         self._ops = select_ops(kernel_path(kv_cache.device))

@@ -31,7 +31,7 @@ class Pages:
     v: torch.Tensor
     """Flat, of the same size: from the layer's first V page on."""
     layout: KVLayout
-    """Shared by all layers of the same shape and window."""
+    """Shared by all layers of the same shape whose heads see the same."""
     scales: KVScales | None
     """The scales of an fp8 cache, else None."""
 
@@ -41,14 +41,14 @@ def content_size(head_size: int, *, is_fp8: bool) -> int:
     return 2 * (head_size + SCALE_BYTES if is_fp8 else head_size)
 
 
-def pages_of(kv_cache: torch.Tensor, head_size: int, window: int, *, is_fp8: bool) -> Pages:
+def pages_of(kv_cache: torch.Tensor, head_size: int, role: HeadRole, *, is_fp8: bool) -> Pages:
     """Return views of a layer's KV cache, without a copy.
 
     Args:
         kv_cache: ``[blocks, kv_heads, block_size, content]``, any block and head stride; a head's
             part of a block has no gaps.
         head_size: of K and of V.
-        window: visible tokens including the current one; -1 = full context.
+        role: what all heads see.
         is_fp8: whether pages hold e4m3 codes and scales; ``kv_cache`` is then uint8.
 
     Raises:
@@ -81,7 +81,7 @@ def pages_of(kv_cache: torch.Tensor, head_size: int, window: int, *, is_fp8: boo
             block_stride=[block_stride // SCALE_BYTES] * num_kv_heads,
         )
     layout = _layout(
-        num_kv_heads, block_size, head_size, head_stride, block_stride, window, kv_cache.device
+        num_kv_heads, block_size, head_size, head_stride, block_stride, role, kv_cache.device
     )
     return Pages(k=flat[:-page], v=flat[page:], layout=layout, scales=scales)
 
@@ -93,7 +93,7 @@ def _layout(
     head_size: int,
     head_stride: int,
     block_stride: int,
-    window: int,
+    role: HeadRole,
     device: torch.device,
 ) -> KVLayout:
     return KVLayout.build(
@@ -102,6 +102,6 @@ def _layout(
         token_stride=head_size,
         head_base=[head * head_stride for head in range(num_kv_heads)],
         block_stride=[block_stride] * num_kv_heads,
-        roles=[HeadRole(window=window)] * num_kv_heads,
+        roles=[role] * num_kv_heads,
         device=device,
     )

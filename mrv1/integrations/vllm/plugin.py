@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from mrv1.errors import ConfigError
-from mrv1.integrations.vllm import attention
+from mrv1.integrations.vllm import attention, head_wise_option
 from mrv1.integrations.vllm.versions import interface
 
 logger = logging.getLogger(__name__)
@@ -22,5 +22,6 @@ def register() -> None:
     try:
         interface()
         attention.register()
+        head_wise_option.register()
     except ConfigError as error:
         logger.warning("mrv1 registers nothing: %s", error)

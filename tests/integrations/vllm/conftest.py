@@ -8,4 +8,5 @@ from importlib.util import find_spec
 if find_spec("vllm") is not None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import tests.integrations.vllm.model_worker
         import tests.integrations.vllm.serving  # noqa: F401

@@ -34,7 +34,7 @@ from mrv1.integrations.vllm.attention_backend import (
     decode_rows,
 )
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
-from mrv1.kernels import DecodePlan
+from mrv1.kernels import DecodePlan, HeadRole
 
 HAS_SHAPES = hasattr(vllm_backend.AttentionBackend, "get_kv_cache_shape")  # vLLM 0.26
 HAS_SPECS = hasattr(vllm_backend.AttentionBackend, "customize_spec")  # vLLM 0.33
@@ -267,7 +267,7 @@ def test_pages_fill_a_layers_part_of_each_block(shape: tuple, arrangement: str):
     num_kv_heads, block_size, head_size, _, kv_cache_dtype = shape
     is_fp8 = kv_cache_dtype == FP8
     first, second = _vllm_caches(shape, arrangement)
-    pages = pages_of(first, head_size, -1, is_fp8=is_fp8)
+    pages = pages_of(first, head_size, HeadRole(), is_fp8=is_fp8)
     # Count in every byte how often the addresses of all tokens and scales name it.
     counts = torch.zeros(pages.k.numel() * pages.k.element_size() * 2, dtype=torch.int32)
     block, head, token = np.ix_(range(NUM_BLOCKS), range(num_kv_heads), range(block_size))
@@ -301,7 +301,7 @@ def test_pages_fill_a_layers_part_of_each_block(shape: tuple, arrangement: str):
 def test_pages_of_128_dimensions_can_be_copied_in_bulk(shape: tuple):
     # What the prefill kernels for sm_90 need: scales between pages must not break it.
     first, _ = _vllm_caches(shape, "plain")
-    pages = pages_of(first, 128, -1, is_fp8=shape[4] == FP8)
+    pages = pages_of(first, 128, HeadRole(), is_fp8=shape[4] == FP8)
     assert pages.layout.address_unit == pages.layout.token_stride == 128
     assert pages.k.numel() == pages.v.numel()
     assert pages.k.numel() % 128 == 0
@@ -311,9 +311,9 @@ def test_pages_of_128_dimensions_can_be_copied_in_bulk(shape: tuple):
 def test_a_cache_of_another_layout_is_refused():
     cache = torch.zeros(NUM_BLOCKS, 16, 2, 128)
     with pytest.raises(ValueError, match=r"kv_cache: expected pages without gaps .* HND"):
-        pages_of(cache.transpose(1, 2), 64, -1, is_fp8=False)
+        pages_of(cache.transpose(1, 2), 64, HeadRole(), is_fp8=False)
     with pytest.raises(ValueError, match=r"kv_cache: expected shape .* 136\], got"):
-        pages_of(cache, 64, -1, is_fp8=True)
+        pages_of(cache, 64, HeadRole(), is_fp8=True)
 
 
 # --- rows ----------------------------------------------------------------------------------------

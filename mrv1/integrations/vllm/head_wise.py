@@ -1,0 +1,233 @@
+"""vLLM's models with full and streaming KV heads: each kind has its own KV cache group.
+
+vLLM keeps one list of blocks for all KV heads of a layer. Here every attention layer of a model is
+replaced by several, each with KV heads of one kind: vLLM sees more layers, puts full and streaming
+ones into different groups, and its scheduler frees the blocks that streaming heads no longer see.
+Weights, rotary embedding and projections stay vLLM's.
+
+All of these layers have the same number of KV heads, the greatest common divisor of the numbers of
+full and streaming heads in all layers: blocks of all groups must have the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.ernie45 import Ernie4_5ForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import extract_layer_index
+
+from mrv1.errors import ConfigError
+from mrv1.headwise import HeadPolicy, Visible
+from mrv1.integrations.vllm.attention_backend import Mrv1AttentionImpl
+from mrv1.integrations.vllm.head_wise_option import OPTION
+from mrv1.integrations.vllm.streaming_cache import StreamingSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Part(NamedTuple):
+    """The KV heads of one attention layer that vLLM sees."""
+
+    seen: Visible
+    """What all of them see."""
+    heads: tuple[int, ...]
+    """KV heads of the decoder layer."""
+
+
+def parts_of(policy: HeadPolicy) -> list[list[Part]]:
+    """Return the parts of each layer, all of one size, heads of the same kind in order."""
+    size = math.gcd(*(count for layer in policy.heads for count in Counter(layer).values()))
+    layers = []
+    for layer in policy.heads:
+        parts = []
+        for seen in policy.groups:
+            heads = [head for head, each in enumerate(layer) if each == seen]
+            parts += [
+                Part(seen, tuple(heads[at : at + size])) for at in range(0, len(heads), size)
+            ]
+        layers.append(parts)
+    return layers
+
+
+class StreamingAttention(Attention):  # type: ignore[misc]
+    """vLLM's attention layer for heads with a window, whose spec and kernels know a sink."""
+
+    def __init__(self, *args: Any, sink: int, **options: Any) -> None:  # noqa: ANN401 - vLLM's
+        super().__init__(*args, **options)
+        self.sink = self.impl.sink = sink
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> StreamingSpec:
+        """Return the spec of a sliding window with a sink, in blocks of the configured size."""
+        spec = super().get_kv_cache_spec(vllm_config)
+        given = {field.name: getattr(spec, field.name) for field in fields(spec)}
+        size = vllm_config.cache_config.block_size
+        return StreamingSpec(**given | {"block_size": size, "sink": self.sink})
+
+
+class HeadWiseAttention(nn.Module):
+    """Attends with each part's heads by a layer of its own.
+
+    Args:
+        attn: the layer of all heads, which is taken out of vLLM's table of layers.
+        parts: of the decoder layer.
+        vllm_config: the configuration.
+    """
+
+    order: torch.Tensor
+    """[kv_heads] the decoder layer's heads, part by part."""
+    places: torch.Tensor
+    """[kv_heads] the inverse of ``order``."""
+
+    def __init__(self, attn: Attention, parts: list[Part], vllm_config: VllmConfig) -> None:
+        super().__init__()
+        del vllm_config.compilation_config.static_forward_context[attn.layer_name]
+        self.num_kv_heads = attn.num_kv_heads
+        self.num_parts = len(parts)
+        heads = [head for part in parts for head in part.heads]
+        self.is_ordered = heads == sorted(heads)
+        order = torch.tensor(heads)
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("places", order.argsort(), persistent=False)
+        self.layers = nn.ModuleList(
+            self._layer(attn, part, f"{attn.layer_name}.part_{index}", vllm_config)
+            for index, part in enumerate(parts)
+        )
+
+    @staticmethod
+    def _layer(attn: Attention, part: Part, name: str, vllm_config: VllmConfig) -> Attention:
+        size = len(part.heads)
+        options = {
+            "num_heads": attn.num_heads // attn.num_kv_heads * size,
+            "head_size": attn.head_size,
+            "scale": attn.impl.scale,
+            "num_kv_heads": size,
+            "cache_config": vllm_config.cache_config,
+            "quant_config": attn.quant_config,
+            "attn_backend": attn.attn_backend,
+            "prefix": name,
+        }
+        if part.seen.is_full:
+            return Attention(**options)
+        return StreamingAttention(
+            per_layer_sliding_window=part.seen.window, sink=part.seen.sink, **options
+        )
+
+    def _arranged(self, tensor: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """Return ``[tokens, kv_heads * ...]`` with its KV heads, and their queries, as given."""
+        if self.is_ordered:
+            return tensor
+        by_head: torch.Tensor = tensor.unflatten(-1, (self.num_kv_heads, -1))
+        return by_head.index_select(1, heads).flatten(1)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return ``[tokens, heads * head_size]``, as vLLM's attention layer does."""
+        inputs = (
+            self._arranged(tensor, self.order).chunk(self.num_parts, dim=-1)
+            for tensor in (query, key, value)
+        )
+        found = [
+            layer(*of_part)
+            for layer, of_part in zip(self.layers, zip(*inputs, strict=True), strict=True)
+        ]
+        return self._arranged(torch.cat(found, dim=-1), self.places)
+
+
+class HeadWise:
+    """Makes the attention layers of a model of vLLM head-wise; stands before the model's class."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        """Build the model, and divide its attention layers.
+
+        Raises:
+            ConfigError: there is no policy, or it does not fit the model; or the model runs
+                without what head-wise attention needs.
+        """
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        modules = [
+            module
+            for _, module in self.named_modules()  # type: ignore[attr-defined]
+            if isinstance(getattr(module, "attn", None), Attention)
+        ]
+        modules.sort(key=lambda module: extract_layer_index(module.attn.layer_name))
+        layers = [module.attn for module in modules]
+        _check_support(vllm_config, layers)
+        policy = _policy_of(vllm_config, layers)
+        # vLLM's cache of compiled models has this in its keys; a file's name says too little.
+        vllm_config.additional_config[f"{OPTION}_heads"] = policy.heads
+        for module, parts in zip(modules, parts_of(policy), strict=True):
+            module.attn = HeadWiseAttention(module.attn, parts, vllm_config)
+
+
+def _check_support(config: VllmConfig, layers: list[Attention]) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = getattr(config.parallel_config, name)
+        if size != 1:
+            raise ConfigError(f"{name}: expected 1 with a head policy, got {size}")
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ConfigError(
+            "disable_hybrid_kv_cache_manager: expected False with a head policy, got True; blocks "
+            "of streaming heads would never be freed"
+        )
+    backends = {layer.attn_backend.get_name() for layer in layers}
+    if not all(isinstance(layer.impl, Mrv1AttentionImpl) for layer in layers):
+        raise ConfigError(
+            f"attention_backend: expected CUSTOM (mrv1's) with a head policy, got "
+            f"{', '.join(sorted(backends))}; start vLLM with --attention-backend CUSTOM"
+        )
+
+
+def _policy_of(config: VllmConfig, layers: list[Attention]) -> HeadPolicy:
+    """Return the policy, in which full heads have the windows of their layers.
+
+    Raises:
+        ConfigError: there is none, or it is for a model of another size.
+    """
+    num_kv_heads = layers[0].num_kv_heads
+    path = config.additional_config.get(OPTION)
+    if path is not None:
+        policy: HeadPolicy | None = HeadPolicy.load(path)
+    else:
+        hf_config = config.model_config.hf_config.to_dict()
+        policy = HeadPolicy.of_config(hf_config, len(layers), num_kv_heads)
+    if policy is None:
+        raise ConfigError(
+            f"additional_config: expected {OPTION}, the name of a JSON file that HeadPolicy.save "
+            f"wrote, or a policy in the checkpoint's config.json, got neither"
+        )
+    if policy.num_kv_heads != num_kv_heads:
+        raise ConfigError(
+            f"head_policy: expected {num_kv_heads} KV heads, as the model has, got "
+            f"{policy.num_kv_heads}"
+        )
+    return policy.within([layer.sliding_window or -1 for layer in layers])
+
+
+class HeadWiseErnie4_5ForCausalLM(HeadWise, Ernie4_5ForCausalLM):  # type: ignore[misc] # noqa: N801
+    """ERNIE 4.5 with a head policy."""
+
+
+class HeadWiseLlamaForCausalLM(HeadWise, LlamaForCausalLM):  # type: ignore[misc]
+    """Llama with a head policy."""
+
+
+class HeadWiseMistralForCausalLM(HeadWise, MistralForCausalLM):  # type: ignore[misc]
+    """Mistral with a head policy."""
+
+
+class HeadWiseQwen2ForCausalLM(HeadWise, Qwen2ForCausalLM):  # type: ignore[misc]
+    """Qwen2 with a head policy."""
+
+
+class HeadWiseQwen3ForCausalLM(HeadWise, Qwen3ForCausalLM):  # type: ignore[misc]
+    """Qwen3 with a head policy."""
