@@ -19,6 +19,9 @@ REQUEST_CHECK = "mrv1.integrations.vllm:RequestCheck"
 KV_CACHE_DTYPES: dict[str, KVCacheDtypeName] = {"auto": "auto", "fp8_per_token_head": "fp8_e4m3"}
 """vLLM's ``kv_cache_dtype`` -> mrv1's."""
 
+CONNECTORS = ("ExampleConnector",)
+"""vLLM's KV connectors that index a layer's tensor; others copy whole blocks by their address."""
+
 LOAD_FORMATS = ("auto", "hf", "safetensors")
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -66,7 +69,7 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
 
 
 def _problems(config: VllmConfig) -> Iterator[str]:
-    yield from _unset(config, "lora_config", "speculative_config", "kv_transfer_config")
+    yield from _unset(config, "lora_config", "speculative_config")
     yield from _unset(config, "ec_transfer_config", "weight_transfer_config", "watermark_config")
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     for name in (
@@ -103,6 +106,8 @@ def _problems(config: VllmConfig) -> Iterator[str]:
     if cache.block_size not in BLOCK_SIZES:
         yield f"block_size: expected one of {BLOCK_SIZES}, got {cache.block_size}"
     yield from _flags_off(cache, "kv_sharing_fast_prefill")
+    if config.kv_transfer_config is not None:
+        yield from _connector_problems(config.kv_transfer_config, cache.cache_dtype)
     load = config.load_config
     if load.load_format not in LOAD_FORMATS:
         yield f"load_format: expected one of {LOAD_FORMATS}, got {load.load_format!r}"
@@ -120,6 +125,18 @@ def _flags_off(config: Any, *names: str) -> Iterator[str]:  # noqa: ANN401 - a p
     for name in names:
         if getattr(config, name, False):
             yield f"{name}: expected False, which mrv1's worker supports, got True"
+
+
+def _connector_problems(transfer: Any, cache_dtype: str) -> Iterator[str]:  # noqa: ANN401 - vLLM's
+    if transfer.kv_connector not in CONNECTORS and not transfer.kv_connector_module_path:
+        yield (
+            f"kv_connector: expected one of {CONNECTORS} or one with kv_connector_module_path, "
+            f"got {transfer.kv_connector!r}, which copies pages of vLLM's layout"
+        )
+    if transfer.kv_load_failure_policy != "fail":
+        yield (f"kv_load_failure_policy: expected 'fail', got {transfer.kv_load_failure_policy!r}")
+    if cache_dtype != "auto":
+        yield f"kv_cache_dtype: expected 'auto' with a KV connector, got {cache_dtype!r}"
 
 
 def _processor_problems(processors: Any) -> Iterator[str]:  # noqa: ANN401 - texts or classes

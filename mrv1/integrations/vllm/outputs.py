@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
+    KVConnectorOutput,
     LogprobsLists,
     LogprobsTensors,
     ModelRunnerOutput,
@@ -26,8 +27,10 @@ FAILED_TOKEN = 0
 class StepResult(AsyncModelRunnerOutput):  # type: ignore[misc]
     """A launched step; ``get_output`` waits for it, in whichever thread vLLM calls it."""
 
-    def __init__(self, step: Step, output: AsyncOutput) -> None:
-        self._step, self._output = step, output
+    def __init__(
+        self, step: Step, output: AsyncOutput, transferred: KVConnectorOutput | None
+    ) -> None:
+        self._step, self._output, self._transferred = step, output, transferred
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step and return its tokens and log-probabilities.
@@ -35,10 +38,13 @@ class StepResult(AsyncModelRunnerOutput):  # type: ignore[misc]
         Raises:
             StepError: a kernel failed.
         """
-        return runner_output(self._step, self._output.result())
+        output = runner_output(self._step, self._output.result())
+        output.kv_connector_output = self._transferred
+        return output
 
-    def get_kv_connector_output(self) -> None:
-        """Return nothing: KV connectors are refused at start."""
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """Return what a KV connector said of the step, also if the step failed."""
+        return self._transferred
 
 
 def runner_output(step: Step, output: StepOutput) -> ModelRunnerOutput:

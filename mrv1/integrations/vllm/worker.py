@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+)
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
+from mrv1.integrations.vllm.kv_transfer import KVTransfer
 from mrv1.integrations.vllm.options import engine_config
 from mrv1.integrations.vllm.outputs import StepResult
 from mrv1.integrations.vllm.requests import Requests, Step
@@ -70,6 +76,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self._launched: tuple[Step, AsyncOutput] | None = None
         """The step that has been launched; ``sample_tokens`` returns its result."""
         self._profiler: Any = None
+        self._transfer: KVTransfer | None = None
+        self._transferred: KVConnectorOutput | None = None
+        """What the connector says of the step that was launched last."""
 
     # --- start ---------------------------------------------------------------------------------
 
@@ -137,8 +146,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
         page_bytes = spec.block_bytes // spec.num_layers
         if layer_spec.page_size_bytes != page_bytes:  # scales; not every version counts them
             layer_spec = replace(layer_spec, page_size_padded=page_bytes)
-        layers = range(spec.num_layers)
-        return {f"model.layers.{layer}.self_attn.attn": layer_spec for layer in layers}
+        return dict.fromkeys(self._layer_names(), layer_spec)
+
+    def _layer_names(self) -> list[str]:
+        """Return vLLM's names of the layers."""
+        layers = range(self._runner.spec.num_layers)
+        return [f"model.layers.{layer}.self_attn.attn" for layer in layers]
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """Return the layout of mrv1's pages."""
@@ -169,6 +182,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
         started = time.perf_counter()
         self._runner.allocate_kv_cache(kv_cache_config.num_blocks, progress=False)
         self._warm_up_seconds = time.perf_counter() - started
+        if self.vllm_config.kv_transfer_config is not None:
+            caches = dict(zip(self._layer_names(), self._runner.kv_cache.layers, strict=True))
+            self._transfer = KVTransfer(self.vllm_config, kv_cache_config, caches)
+            self._runner.set_kv_listener(self._transfer.on_layer_written)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Return the seconds of ``initialize_from_config``, which has done it."""
@@ -188,16 +205,24 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """
         if self._profiler is not None:
             self._profiler.step()
-        runner = self._runner
+        runner, transfer = self._runner, self._transfer
         step = self._scheduled.plan(scheduler_output)
         if step is None:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            return (
+                transfer.without_tokens(scheduler_output)
+                if transfer
+                else EMPTY_MODEL_RUNNER_OUTPUT
+            )
         try:
+            if transfer is not None:
+                transfer.begin(scheduler_output)
             if scheduler_output.has_structured_output_requests:
                 runner.forward(step.plan)
                 self._awaits_masks = step
             else:
                 self._launched = step, runner.execute(step.plan)
+            if transfer is not None:
+                self._transferred = transfer.end(scheduler_output)
         except BaseException:
             self._scheduled.forget_last()
             raise
@@ -222,7 +247,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
             launched = step, self._runner.sample(masks, rows)
         if launched is None:
             raise RuntimeError("sample_tokens: expected a step of execute_model, got none")
-        result = StepResult(*launched)
+        transferred, self._transferred = self._transferred, None
+        result = StepResult(*launched, transferred)
         return result if self._is_async else result.get_output()
 
     def execute_dummy_batch(self) -> None:
@@ -239,7 +265,13 @@ class Worker(WorkerBase):  # type: ignore[misc]
     # --- memory and weights --------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights, KV cache and CUDA graphs; see ``ModelRunner.sleep``."""
+        """Free the memory of weights, KV cache and CUDA graphs; see ``ModelRunner.sleep``.
+
+        Raises:
+            ConfigError: a KV connector knows the cache's memory.
+        """
+        if self._transfer is not None:
+            raise ConfigError("sleep: expected no KV connector, got one, which knows the cache")
         self._runner.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -289,8 +321,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Return the bytes of a block over all layers."""
         return self._runner.spec.block_bytes
 
-    def get_kv_connector_handshake_metadata(self) -> None:
-        """Return None: KV connectors are refused at start."""
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
+        """Return what other instances must know of this worker's KV connector, if there is one."""
+        return None if self._transfer is None else self._transfer.handshake()
 
     def get_compilation_match_table(self) -> dict[str, int]:
         """Return nothing: no vLLM compilation pass runs."""
@@ -376,6 +409,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Free the device memory; a second call does nothing."""
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None

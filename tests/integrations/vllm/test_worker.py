@@ -125,7 +125,6 @@ def test_every_sampling_parameter_is_known_or_refused():
     [
         ("", "lora_config", object()),
         ("", "speculative_config", object()),
-        ("", "kv_transfer_config", object()),
         ("", "ec_transfer_config", object()),
         ("", "weight_transfer_config", object()),
         ("parallel_config", "tensor_parallel_size", 2),
