@@ -19,17 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.ernie45 import Ernie4_5ForCausalLM
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.mistral import MistralForCausalLM
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadPolicy, Visible
 from mrv1.integrations.vllm.attention_backend import Mrv1AttentionImpl
-from mrv1.integrations.vllm.head_wise_option import OPTION
+from mrv1.integrations.vllm.model_options import HEAD_POLICY
 from mrv1.integrations.vllm.streaming_cache import StreamingSpec
 
 if TYPE_CHECKING:
@@ -143,30 +138,35 @@ class HeadWiseAttention(nn.Module):
         return self._arranged(torch.cat(found, dim=-1), self.places)
 
 
-class HeadWise:
-    """Makes the attention layers of a model of vLLM head-wise; stands before the model's class."""
+def divide_heads(model: nn.Module, config: VllmConfig) -> bool:
+    """Give the kinds of KV heads of a model attention layers of their own, if it has a policy.
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        """Build the model, and divide its attention layers.
+    Args:
+        model: one of vLLM's, just built.
+        config: the configuration. Its ``additional_config`` gets the policy's contents: vLLM's
+            cache of compiled models has them in its keys, and a file's name says too little.
 
-        Raises:
-            ConfigError: there is no policy, or it does not fit the model; or the model runs
-                without what head-wise attention needs.
-        """
-        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        modules = [
-            module
-            for _, module in self.named_modules()  # type: ignore[attr-defined]
-            if isinstance(getattr(module, "attn", None), Attention)
-        ]
-        modules.sort(key=lambda module: extract_layer_index(module.attn.layer_name))
-        layers = [module.attn for module in modules]
-        _check_support(vllm_config, layers)
-        policy = _policy_of(vllm_config, layers)
-        # vLLM's cache of compiled models has this in its keys; a file's name says too little.
-        vllm_config.additional_config[f"{OPTION}_heads"] = policy.heads
-        for module, parts in zip(modules, parts_of(policy), strict=True):
-            module.attn = HeadWiseAttention(module.attn, parts, vllm_config)
+    Returns:
+        Whether there is a policy.
+
+    Raises:
+        ConfigError: the policy does not fit the model, or the model runs without what it needs.
+    """
+    owners: list[Any] = [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "attn", None), Attention)
+    ]
+    owners.sort(key=lambda module: extract_layer_index(module.attn.layer_name))
+    layers = [module.attn for module in owners]
+    policy = _policy_of(config, layers)
+    if policy is None:
+        return False
+    _check_support(config, layers)
+    config.additional_config[f"{HEAD_POLICY}_heads"] = policy.heads
+    for module, parts in zip(owners, parts_of(policy), strict=True):
+        module.attn = HeadWiseAttention(module.attn, parts, config)
+    return True
 
 
 def _check_support(config: VllmConfig, layers: list[Attention]) -> None:
@@ -179,55 +179,28 @@ def _check_support(config: VllmConfig, layers: list[Attention]) -> None:
             "disable_hybrid_kv_cache_manager: expected False with a head policy, got True; blocks "
             "of streaming heads would never be freed"
         )
-    backends = {layer.attn_backend.get_name() for layer in layers}
     if not all(isinstance(layer.impl, Mrv1AttentionImpl) for layer in layers):
+        backends = {layer.attn_backend.get_name() for layer in layers}
         raise ConfigError(
-            f"attention_backend: expected CUSTOM (mrv1's) with a head policy, got "
+            "attention_backend: expected CUSTOM (mrv1's) with a head policy, got "
             f"{', '.join(sorted(backends))}; start vLLM with --attention-backend CUSTOM"
         )
 
 
-def _policy_of(config: VllmConfig, layers: list[Attention]) -> HeadPolicy:
-    """Return the policy, in which full heads have the windows of their layers.
-
-    Raises:
-        ConfigError: there is none, or it is for a model of another size.
-    """
+def _policy_of(config: VllmConfig, layers: list[Attention]) -> HeadPolicy | None:
+    """Return the policy, in which full heads have the windows of their layers; None = none."""
     num_kv_heads = layers[0].num_kv_heads
-    path = config.additional_config.get(OPTION)
+    path = config.additional_config.get(HEAD_POLICY)
     if path is not None:
         policy: HeadPolicy | None = HeadPolicy.load(path)
     else:
         hf_config = config.model_config.hf_config.to_dict()
         policy = HeadPolicy.of_config(hf_config, len(layers), num_kv_heads)
     if policy is None:
-        raise ConfigError(
-            f"additional_config: expected {OPTION}, the name of a JSON file that HeadPolicy.save "
-            f"wrote, or a policy in the checkpoint's config.json, got neither"
-        )
+        return None
     if policy.num_kv_heads != num_kv_heads:
         raise ConfigError(
             f"head_policy: expected {num_kv_heads} KV heads, as the model has, got "
             f"{policy.num_kv_heads}"
         )
     return policy.within([layer.sliding_window or -1 for layer in layers])
-
-
-class HeadWiseErnie4_5ForCausalLM(HeadWise, Ernie4_5ForCausalLM):  # type: ignore[misc] # noqa: N801
-    """ERNIE 4.5 with a head policy."""
-
-
-class HeadWiseLlamaForCausalLM(HeadWise, LlamaForCausalLM):  # type: ignore[misc]
-    """Llama with a head policy."""
-
-
-class HeadWiseMistralForCausalLM(HeadWise, MistralForCausalLM):  # type: ignore[misc]
-    """Mistral with a head policy."""
-
-
-class HeadWiseQwen2ForCausalLM(HeadWise, Qwen2ForCausalLM):  # type: ignore[misc]
-    """Qwen2 with a head policy."""
-
-
-class HeadWiseQwen3ForCausalLM(HeadWise, Qwen3ForCausalLM):  # type: ignore[misc]
-    """Qwen3 with a head policy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from mrv1.errors import ConfigError
-from mrv1.integrations.vllm import attention, head_wise_option
+from mrv1.integrations.vllm import attention, model_options
 from mrv1.integrations.vllm.versions import interface
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,6 @@ def register() -> None:
     try:
         interface()
         attention.register()
-        head_wise_option.register()
+        model_options.register()
     except ConfigError as error:
         logger.warning("mrv1 registers nothing: %s", error)

@@ -23,6 +23,8 @@ class Interface:
     """Whether vLLM asks the worker for the layouts of KV caches that it supports."""
     salvages_kv_output: bool
     """Whether an asynchronous output has the abstract method ``get_kv_connector_output``."""
+    sample_args: tuple[str, ...]
+    """What ``Sampler.sample`` of vLLM's second runner takes after logits and slots of rows."""
     has_profiler_factory: bool
     """Whether ``create_worker_profiler`` makes the worker's profiler, and takes limits."""
 
@@ -33,6 +35,7 @@ INTERFACES = {
         logits_processors=("vllm.v1.sample.logits_processor:LogitsProcessor",),
         resolves_kv_layout=False,
         salvages_kv_output=False,
+        sample_args=("idx_mapping_np", "pos", "input_ids", "expanded_local_pos"),
         has_profiler_factory=False,
     ),
     "0.33": Interface(
@@ -43,6 +46,14 @@ INTERFACES = {
         ),
         resolves_kv_layout=True,
         salvages_kv_output=True,
+        sample_args=(
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+        ),
         has_profiler_factory=True,
     ),
 }

@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from mrv1 import ConfigError
 from mrv1.headwise import FULL, HeadPolicy, Visible
-from mrv1.integrations.vllm import head_wise, head_wise_option, plugin, streaming_cache
+from mrv1.integrations.vllm import head_wise, model_options, models, plugin, streaming_cache
 from mrv1.integrations.vllm.streaming_cache import StreamingManager, StreamingSpec
 from tests.integrations.vllm.model_worker import ModelWorker
 from tests.integrations.vllm.serving import Engine
@@ -64,8 +64,8 @@ def new_config(
     """Return the configuration for the checkpoint in ``folder`` and a policy."""
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
     # vLLM inspects a class that is registered by name in another process, which takes seconds.
-    name = f"HeadWise{architecture}"
-    ModelRegistry.register_model(name, getattr(head_wise, name))
+    name = f"Mrv1{architecture}"
+    ModelRegistry.register_model(name, getattr(models, name))
     additional: dict[str, Any] = {}
     if policy is not None:
         policy.save(folder / "policy.json")
@@ -366,10 +366,10 @@ def test_parts_have_one_size_and_every_head_once():
 
 def test_the_plugin_registers_a_class_for_each_family():
     plugin.register()
-    for architecture in head_wise_option.ARCHITECTURES:
-        name = f"HeadWise{architecture}"
+    for architecture in model_options.ARCHITECTURES:
+        name = f"Mrv1{architecture}"
         assert name in ModelRegistry.get_supported_archs()
-        assert issubclass(getattr(head_wise, name), head_wise.HeadWise)
+        assert issubclass(getattr(models, name), models.Mrv1Model)
 
 
 def refused(config: VllmConfig) -> str:

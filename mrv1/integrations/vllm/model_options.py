@@ -1,0 +1,29 @@
+"""The registration of vLLM's models with mrv1's options, which imports none of them."""
+
+from __future__ import annotations
+
+HEAD_POLICY = "head_policy"
+"""The key of vLLM's ``--additional-config`` that names a policy's file."""
+
+SAMPLER = "sampler"
+"""The key that chooses who draws: "vllm", which is the default, or "mrv1"."""
+
+MODULE = "mrv1.integrations.vllm.models"
+
+ARCHITECTURES = (
+    "Ernie4_5ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+"""vLLM's architectures that take the options, with ``Mrv1`` in front of the name."""
+
+
+def register() -> None:
+    """Register the classes of ``models``, which vLLM imports when a model needs one."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in ARCHITECTURES:
+        name = f"Mrv1{architecture}"
+        ModelRegistry.register_model(name, f"{MODULE}:{name}")

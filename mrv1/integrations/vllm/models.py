@@ -1,0 +1,77 @@
+"""vLLM's models with mrv1's options: a head policy, mrv1's draw, or both.
+
+``--additional-config`` gives the options, and vLLM's registry the classes, by the name of the
+architecture: ``--hf-overrides`` puts ``Mrv1`` in front of the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.models.ernie45 import Ernie4_5ForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from mrv1.errors import ConfigError
+from mrv1.integrations.vllm.draw_sampler import DrawModelState, check_support
+from mrv1.integrations.vllm.head_wise import divide_heads
+from mrv1.integrations.vllm.model_options import HEAD_POLICY, SAMPLER
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SAMPLERS = ("vllm", "mrv1")
+
+
+class Mrv1Model:
+    """Adds mrv1's options to a model of vLLM; stands before the model's class."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        """Build the model with the options.
+
+        Raises:
+            ConfigError: there is no option, or vLLM is configured with something that the given
+                ones cannot serve.
+        """
+        sampler = vllm_config.additional_config.get(SAMPLER, "vllm")
+        if sampler not in SAMPLERS:
+            raise ConfigError(f"{SAMPLER}: expected one of {SAMPLERS}, got {sampler!r}")
+        draws = sampler == "mrv1"
+        if draws:
+            check_support(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self._draws = draws
+        has_policy = divide_heads(self, vllm_config)  # type: ignore[arg-type]
+        if not (has_policy or draws):
+            raise ConfigError(
+                f"additional_config: expected {HEAD_POLICY}, the name of a JSON file that "
+                f"HeadPolicy.save wrote, or {SAMPLER}='mrv1', got neither; without them use "
+                "vLLM's own architecture"
+            )
+
+    def get_model_state_cls(self) -> type[DefaultModelState]:
+        """Return the class by which vLLM's runner asks for a sampler."""
+        return DrawModelState if self._draws else DefaultModelState
+
+
+class Mrv1Ernie4_5ForCausalLM(Mrv1Model, Ernie4_5ForCausalLM):  # type: ignore[misc] # noqa: N801
+    """ERNIE 4.5 with mrv1's options."""
+
+
+class Mrv1LlamaForCausalLM(Mrv1Model, LlamaForCausalLM):  # type: ignore[misc]
+    """Llama with mrv1's options."""
+
+
+class Mrv1MistralForCausalLM(Mrv1Model, MistralForCausalLM):  # type: ignore[misc]
+    """Mistral with mrv1's options."""
+
+
+class Mrv1Qwen2ForCausalLM(Mrv1Model, Qwen2ForCausalLM):  # type: ignore[misc]
+    """Qwen2 with mrv1's options."""
+
+
+class Mrv1Qwen3ForCausalLM(Mrv1Model, Qwen3ForCausalLM):  # type: ignore[misc]
+    """Qwen3 with mrv1's options."""
