@@ -22,7 +22,7 @@ KV_CACHE_DTYPES: dict[str, KVCacheDtypeName] = {"auto": "auto", "fp8_per_token_h
 CONNECTORS = ("ExampleConnector",)
 """vLLM's KV connectors that index a layer's tensor; others copy whole blocks by their address."""
 
-LOAD_FORMATS = ("auto", "hf", "safetensors")
+LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 

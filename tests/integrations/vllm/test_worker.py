@@ -6,6 +6,7 @@ import ast
 import copy
 import inspect
 import pickle
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_every_sampling_parameter_is_known_or_refused():
         ("cache_config", "cache_dtype", "fp8_e5m2"),
         ("cache_config", "block_size", 48),
         ("cache_config", "kv_sharing_fast_prefill", True),
-        ("load_config", "load_format", "dummy"),
+        ("load_config", "load_format", "pt"),
     ],
 )
 def test_an_option_that_mrv1_cannot_serve_is_refused_by_name(engine, part, option, value):
@@ -251,6 +252,25 @@ def test_weights_are_reloaded_from_tensors_and_from_a_checkpoint(engine, llm, tm
     save_file(weights | {name: weights[name][:-1]}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=name):
         call("reload_weights", kwargs={"weights_path": str(tmp_path)})
+
+
+def test_random_weights_need_no_file_of_weights(llm, tmp_path):
+    for file in checkpoint_dir("tiny").iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    config = new_config(model=str(tmp_path))
+    config.load_config.load_format = "dummy"
+    found = []
+    for _ in range(2):
+        engine = Engine(config)
+        engine.add("r", [7, 8, 9], max_tokens=8)
+        engine.finish()
+        found.append(engine.tokens("r"))
+        embedding = engine.worker._runner.model.weights.embed
+        engine.close()
+    assert found[0] == found[1]  # of one seed
+    assert found[0] != own_tokens(llm, [7, 8, 9], max_tokens=8)
+    assert float(embedding.std()) == pytest.approx(embedding.shape[1] ** -0.5, rel=0.05)
 
 
 def test_the_profiler_of_vllms_options_writes_a_trace(engine, tmp_path, monkeypatch):
