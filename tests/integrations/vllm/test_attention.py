@@ -356,6 +356,8 @@ class Model:
     rtol: float = 1e-5
     soft_cap: float | None = None
     has_sinks: bool = False
+    sink: int = 0
+    """Of layers with a window."""
     history: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=dict
     )
@@ -380,6 +382,8 @@ class Model:
             )
             for index, window in enumerate(self.windows)
         }  # fmt: skip
+        for layer, window in zip(self.layers.values(), self.windows, strict=True):
+            layer.impl.sink = self.sink if window is not None else 0
         spec = _spec(self.num_kv_heads, self.block_size, self.head_size, dtype, name)
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
@@ -427,7 +431,7 @@ class Model:
                 tokens = slice(starts[row], starts[row + 1])
                 key = (req, name)
                 self.history.setdefault(key, []).append((k[tokens], v[tokens]))
-                expected = self.attend(q[tokens], key, layer.impl.sliding_window)
+                expected = self.attend(q[tokens], key, layer.impl)
                 torch.testing.assert_close(out[tokens], expected, rtol=self.rtol, atol=self.rtol)
             assert out[num_tokens + pad_tokens :].isnan().all()  # not ours to write
             assert not layer.kv_cache[0].any()  # padding reaches no page
@@ -471,7 +475,7 @@ class Model:
     def length(self, req: int) -> int:
         return sum(len(k) for k, _ in self.history.get((req, "layers.0"), []))
 
-    def attend(self, q: torch.Tensor, key: tuple, window: int | None) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, key: tuple, impl: Mrv1AttentionImpl) -> torch.Tensor:
         """Return the softmax over all keys of a request, densely, in float64."""
         k, v = (torch.cat(parts).double() for parts in zip(*self.history[key], strict=True))
         if self.is_fp8:
@@ -482,8 +486,10 @@ class Model:
         if self.soft_cap:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         query = torch.arange(len(k) - len(q), len(k))[:, None]
-        past = query - torch.arange(len(k))
-        scores[:, (past < 0) | (past >= (window or len(k)))] = -torch.inf
+        position = torch.arange(len(k))
+        is_near = query - position < (impl.sliding_window or len(k))
+        visible = (position <= query) & (is_near | (position < impl.sink))
+        scores[:, ~visible] = -torch.inf
         if self.sinks is not None:
             column = self.sinks.double()[:, None, None].expand(-1, len(q), 1)
             scores = torch.cat([scores, column], dim=-1)
@@ -498,18 +504,19 @@ def _through_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_size", "block_size", "windows", "is_fp8", "logits"),
+    ("heads", "head_size", "block_size", "windows", "is_fp8", "options"),
     [
         ((4, 2), 64, 16, (None,), False, {}),
         ((8, 1), 80, 32, (None, 20), False, {}),  # layers of two windows in one group
         ((6, 6), 96, 16, (33,), False, {"soft_cap": 2.0}),
-        ((4, 2), 64, 16, (None, 20), True, {"soft_cap": 5.0, "has_sinks": True}),
+        ((4, 2), 64, 16, (None, 20), True, {"soft_cap": 5.0, "has_sinks": True, "sink": 3}),
         ((2, 1), 128, 64, (None,), True, {"soft_cap": 0.0}),  # none
         ((8, 1), 64, 16, (None, 20), False, {"has_sinks": True}),
+        ((4, 2), 32, 16, (9,), False, {"sink": 18}),
     ],
 )
-def test_steps_equal_dense_attention(heads, head_size, block_size, windows, is_fp8, logits):
-    model = Model(*heads, head_size, block_size, windows, is_fp8, seed=head_size, **logits)
+def test_steps_equal_dense_attention(heads, head_size, block_size, windows, is_fp8, options):
+    model = Model(*heads, head_size, block_size, windows, is_fp8, seed=head_size, **options)
     model.step({0: 40, 1: 1, 2: 17})  # prefill, one prompt of one token
     model.step({1: 1, 2: 1, 0: 23, 3: 9})  # decodes first, then a chunk and a new prompt
     model.step({3: 1, 0: 1, 2: 1})
@@ -547,7 +554,7 @@ def test_kernels_follow_the_plans_of_a_captured_graph(
     # The weights of an fp8 cache are rounded to fp16 before the product with V.
     model = Model(
         2, 1, 16, 16, (None, 12), is_fp8, seed=2, rtol=2e-3 if is_fp8 else 1e-5,
-        soft_cap=3.0, has_sinks=True,
+        soft_cap=3.0, has_sinks=True, sink=5,
     )  # fmt: skip
     model.step({0: 150, 1: 3})  # longer than a tile of the interpreter
     model.step({0: 1, 1: 1})
