@@ -322,6 +322,7 @@ WAITING_FUNCTIONS = {
     "runner.attention_backends:FlashInferBackend.plan": "FlashInfer's page-locked buffers",
     "runner.block_table:BlockTables.stage": "a numpy array on the host",
     "runner.block_table:BlockTables._check": "a numpy array of the plan",
+    "runner.block_table:BlockTables.written": "numpy arrays of the plan",
     "runner.debug:_SyncedOps.__getattr__.awaited": "debug_sync waits by design",
     "runner.logprobs:LogprobReport.read": "page-locked memory, after the step's event",
     "runner.logprobs:LogprobRequests.of_outputs": "a numpy array on the host",

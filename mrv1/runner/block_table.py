@@ -47,6 +47,9 @@ class BlockTables:
         self._first_word = slots.first_word("block_table", 0)
         self.num_blocks_np = np.zeros((max_num_reqs, len(self.groups)), dtype=np.int32)
         """[max_num_reqs, groups], the host's count of each segment's logical blocks."""
+        self._ids: dict[int, list[list[int]]] | None = None
+        """Slot -> for each group, ids of all logical blocks; None = the host keeps none."""
+        self._block_size = block_size
 
         def per_group(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=table.device)
@@ -97,6 +100,37 @@ class BlockTables:
                 first = self._first_word + slot * self.row_width + group.offset + used
                 upload.fill(first, group.width - used)
         self.num_blocks_np = num_blocks
+        if self._ids is not None:
+            for slot in entering:
+                self._ids[slot] = [[] for _ in self.groups]
+            for slot in self._ids.keys() & plan.new_block_ids.keys():
+                for known, ids in zip(self._ids[slot], plan.new_block_ids[slot], strict=True):
+                    known.extend(ids)
+
+    def keep_ids(self, keeps: bool) -> None:
+        """Let the host keep the ids of the requests that enter from now on, or no ids."""
+        if keeps != (self._ids is not None):
+            self._ids = {} if keeps else None
+
+    def written(
+        self, plan: StepPlan, num_before: Int32Array
+    ) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+        """Return the blocks that each row of a staged plan writes, as ``KVReady.block_ids``.
+
+        Args:
+            plan: the step's plan.
+            num_before: ``[rows]`` tokens computed before the step.
+        """
+        ids, size = self._ids or {}, self._block_size
+        ends = num_before + plan.num_scheduled_tokens
+        return tuple(
+            tuple(tuple(known[first // size : -(-end // size)]) for known in ids[slot])
+            if slot in ids
+            else None
+            for slot, first, end in zip(
+                plan.slots.tolist(), num_before.tolist(), ends.tolist(), strict=True
+            )
+        )
 
     def _check(self, plan: StepPlan) -> Int64Array:
         """Return the slots that get blocks; raise unless each has a row in the step."""

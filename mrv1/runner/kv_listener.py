@@ -16,13 +16,18 @@ class KVReady:
 
     plan: StepPlan
     """The step, its rows in any order. Each row writes the next ``num_scheduled_tokens`` positions
-    of the request in its slot, into the blocks allocated to that request up to this plan. Nothing
-    is written for a request that had stopped, or that a custom processor refused."""
+    of the request in its slot. Nothing is written for a request that had stopped, or that a custom
+    processor refused."""
+    block_ids: WrittenBlocks
+    """Row by row of the plan, for each head group: the blocks in which these positions lie, in
+    order; -1 = no page. None = the request took its slot before there was a listener."""
     layer: int
     event: torch.cuda.Event | None
     """Recorded after the write, or after the CUDA graph that contains the write: several layers
     may share one event. None on a CPU, where the write is over."""
 
+
+WrittenBlocks = tuple[tuple[tuple[int, ...], ...] | None, ...]
 
 KVListener = Callable[[KVReady], None]
 """Called once per layer, in order, on the thread that launches, during ``ModelRunner.execute`` or
@@ -36,11 +41,17 @@ drafts, and everything with ``kv_scale="quarter"``, last only until the request'
 """
 
 
-def tell(listener: KVListener, plan: StepPlan, device: torch.device, *layers: int) -> None:
+def tell(
+    listener: KVListener,
+    plan: StepPlan,
+    block_ids: WrittenBlocks,
+    device: torch.device,
+    *layers: int,
+) -> None:
     """Tell ``listener`` of layers whose writes are on the current stream; they share an event."""
     event = None
     if device.type == "cuda":
         event = torch.cuda.Event()
         event.record()
     for layer in layers:
-        listener(KVReady(plan=plan, layer=layer, event=event))
+        listener(KVReady(plan=plan, block_ids=block_ids, layer=layer, event=event))

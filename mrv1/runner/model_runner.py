@@ -469,11 +469,14 @@ class ModelRunner:
     def _launch(self, plan: StepPlan, rows: DeviceRows, staged: Staged | None) -> _Launched:
         """Launch a graph of the step or of its layers, or the layers kernel by kernel."""
         self._outputs.start()
-        listener = self._kv_listener
+        on_written = None
+        if self._kv_listener is not None:
+            blocks = self.block_tables.written(plan, self._num_before(plan))
+            on_written = partial(tell, self._kv_listener, plan, blocks, self.device)
         if staged is None:
             forwarded = self._graphs.replay(rows.shape)
-            if listener is not None:
-                tell(listener, plan, self.device, *range(self.spec.num_layers))
+            if on_written is not None:
+                on_written(*range(self.spec.num_layers))
             return _Launched(plan, rows, forwarded)
         with torch.inference_mode():
             forwarded = self._step.forward(
@@ -484,9 +487,7 @@ class ModelRunner:
                 check=partial(check_block_ids, plan, rows, self.kv_cache)
                 if self.config.debug
                 else None,
-                on_kv_written=partial(tell, listener, plan, self.device)
-                if listener is not None
-                else None,
+                on_kv_written=on_written,
             )
         return _Launched(plan, rows, forwarded)
 
@@ -527,6 +528,7 @@ class ModelRunner:
             listener: see ``KVListener``; None = no listener, which costs nothing.
         """
         self._kv_listener = listener
+        self.block_tables.keep_ids(listener is not None)
 
     # --- memory and weights ---------------------------------------------------------------
 

@@ -62,6 +62,7 @@ def columns_of(shape: Shape, blocks: list[int]) -> list[int]:
 )
 def test_a_row_has_the_blocks_of_each_group_and_then_no_page(data, shapes):
     tables, upload = make_tables(shapes)
+    tables.keep_ids(True)
     held: dict[int, list[list[int]]] = {}
     for _ in range(data.draw(st.integers(1, 8))):
         new = data.draw(st.sets(st.integers(0, NUM_SLOTS - 1)), label="new")
@@ -88,6 +89,11 @@ def test_a_row_has_the_blocks_of_each_group_and_then_no_page(data, shapes):
             sorted(rows), new=tuple(map(entering, sorted(new))), new_block_ids=new_block_ids
         )
         tables.stage(plan, [NUM_POOL_BLOCKS] * len(shapes), upload)
+        num_before = np.array([7 * slot for slot in sorted(rows)], dtype=np.int32)
+        assert tables.written(plan, num_before) == tuple(
+            tuple(tuple(blocks[7 * slot // 16 : 7 * slot // 16 + 1]) for blocks in held[slot])
+            for slot in sorted(rows)
+        )
         for slot in range(NUM_SLOTS):
             expected = [ANYTHING] * tables.row_width
             if slot in held:
