@@ -88,13 +88,12 @@ class HeadWiseAttention(nn.Module):
         super().__init__()
         del vllm_config.compilation_config.static_forward_context[attn.layer_name]
         self.num_kv_heads = attn.num_kv_heads
-        self.num_parts = len(parts)
         heads = [head for part in parts for head in part.heads]
         self.is_ordered = heads == sorted(heads)
         order = torch.tensor(heads)
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("places", order.argsort(), persistent=False)
-        self.layers = nn.ModuleList(
+        self.parts = nn.ModuleList(
             self._layer(attn, part, f"{attn.layer_name}.part_{index}", vllm_config)
             for index, part in enumerate(parts)
         )
@@ -127,14 +126,11 @@ class HeadWiseAttention(nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return ``[tokens, heads * head_size]``, as vLLM's attention layer does."""
-        inputs = (
-            self._arranged(tensor, self.order).chunk(self.num_parts, dim=-1)
+        q, k, v = (
+            self._arranged(tensor, self.order).chunk(len(self.parts), dim=-1)
             for tensor in (query, key, value)
         )
-        found = [
-            layer(*of_part)
-            for layer, of_part in zip(self.layers, zip(*inputs, strict=True), strict=True)
-        ]
+        found = [part(q[at], k[at], v[at]) for at, part in enumerate(self.parts)]
         return self._arranged(torch.cat(found, dim=-1), self.places)
 
 
