@@ -231,7 +231,27 @@ def watch_blocks(engine: Engine) -> list[int]:
         return output
 
     scheduler.schedule = watched
+    watch_estimates(manager)
     return counts
+
+
+def watch_estimates(manager: Any) -> None:
+    """Compare how many free blocks an allocation takes with what vLLM expects before it."""
+    coordinator, pool, allocate = manager.coordinator, manager.block_pool, manager.allocate_slots
+    expect, left = coordinator.get_num_blocks_to_allocate, []
+
+    def expected(*args: Any, **kwargs: Any) -> int:
+        count: int = expect(*args, **kwargs)
+        left.append(pool.get_num_free_blocks() - count)
+        return count
+
+    def allocated(*args: Any, **kwargs: Any) -> Any:
+        blocks = allocate(*args, **kwargs)
+        if blocks is not None:
+            assert pool.get_num_free_blocks() == left[-1]
+        return blocks
+
+    coordinator.get_num_blocks_to_allocate, manager.allocate_slots = expected, allocated
 
 
 @pytest.mark.parametrize("policy", [POLICY, HALF, MIXED], ids=["uneven", "half", "two windows"])
@@ -275,6 +295,11 @@ def test_a_long_request_holds_a_bounded_number_of_streaming_blocks(tmp_path: Pat
     full, streaming = -(-at_end // BLOCK), NEAR.num_blocks(BLOCK)
     assert counts[109] in (full + streaming, full + streaming - 1)
     assert streaming <= 4
+    # A hit whose blocks nobody else uses: they leave the list of free blocks, the sink's too.
+    for name in ("first", "again"):
+        engine.add(name, list(range(140)), max_tokens=2)
+        engine.finish()
+    assert engine.num_cached_tokens == 128
     engine.close()
 
 
