@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from mrv1.device import INTERPRET
+from tests.forks import Forks
 
 # Two pytest workers share two cores: with more threads than cores, workers wait for each other.
 torch.set_num_threads(1)
@@ -95,6 +97,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def device() -> torch.device:
     """Return the device that kernels run on: the GPU if they are compiled, else the CPU."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Return a process that has imported torch, for tests that need new processes."""
+    with Forks() as forks:
+        yield forks
 
 
 @pytest.fixture

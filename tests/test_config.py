@@ -23,6 +23,7 @@ from mrv1.device import (
     resolve_dtype,
 )
 from mrv1.environment import VARIABLES
+from tests.forks import Forks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -270,9 +271,11 @@ def test_a_configuration_needs_no_torch(module):
 
 
 @pytest.mark.parametrize("first", ["triton.language", "mrv1"])
-def test_the_mode_of_a_process_cannot_change_after_triton_or_mrv1_is_imported(first):
+def test_the_mode_of_a_process_cannot_change_after_triton_or_mrv1_is_imported(
+    forks: Forks, first: str
+):
     change = f"import {first}, os; os.environ['TRITON_INTERPRET'] = '1'; "
-    run = run_python(change + "from mrv1.kernels import linear")
+    run = forks.run(change + "from mrv1.kernels import linear")
     assert run.returncode != 0
     assert "TRITON_INTERPRET changed after triton was imported" in run.stderr
 

@@ -16,6 +16,7 @@ import mrv1
 import mrv1.sampler
 from mrv1 import SamplingParams
 from mrv1.cli import COMMANDS
+from tests.forks import Forks
 
 HEAVY = "{'torch', 'transformers', 'tokenizers', 'safetensors', 'triton', 'xgrammar'}"
 
@@ -55,8 +56,10 @@ def test_version_and_help_import_no_torch(arguments: list[str]):
     assert "mrv1" in run.stdout
 
 
-def test_a_submodule_is_there_without_an_import_of_its_own():
-    run = _child("import mrv1; print(mrv1.kernels.reference.linear.__name__, mrv1.LLM.__name__)")
+def test_a_submodule_is_there_without_an_import_of_its_own(forks: Forks):
+    run = forks.run(
+        "import mrv1; print(mrv1.kernels.reference.linear.__name__, mrv1.LLM.__name__)"
+    )
     assert run.stdout == "linear LLM\n", run.stderr
 
 

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 import mrv1
 from mrv1.integrations.vllm.versions import INTERFACES
 from tests.conftest import _not_run_reason
+from tests.forks import Forks
 
 REPO = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
@@ -202,39 +203,36 @@ def test_anywhere(): ...
 """
 
 
+RUN_LANE = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+
 def _run_lane(
-    tmp_path: Path, *options: str, **environment: str
+    forks: Forks, tmp_path: Path, *options: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     (tmp_path / "test_lane.py").write_text(LANE)
     (tmp_path / "conftest.py").write_text((REPO / "tests" / "conftest.py").read_text("utf-8"))
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-c", REPO / "pyproject.toml", *options, tmp_path],
-        env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", **environment},
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = ("-c", str(REPO / "pyproject.toml"), *options, str(tmp_path))
+    return forks.run(RUN_LANE, *arguments, CUDA_VISIBLE_DEVICES="", **environment)
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1")])
 def test_gpu_lane_without_a_gpu_exits_as_a_run_without_tests(
-    tmp_path: Path, workers: tuple[str, ...]
+    forks: Forks, tmp_path: Path, workers: tuple[str, ...]
 ):
-    run = _run_lane(tmp_path, "-m", "gpu", *workers)
+    run = _run_lane(forks, tmp_path, "-m", "gpu", *workers)
     assert run.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, run.stdout + run.stderr
     assert "2 tests not run: no GPU" in run.stdout
     assert " passed" not in run.stdout
 
 
-def test_another_lane_succeeds_and_names_the_reason_of_its_skips(tmp_path: Path):
-    run = _run_lane(tmp_path)
+def test_another_lane_succeeds_and_names_the_reason_of_its_skips(forks: Forks, tmp_path: Path):
+    run = _run_lane(forks, tmp_path)
     assert run.returncode == pytest.ExitCode.OK, run.stdout + run.stderr
     assert "1 passed, 1 skipped" in run.stdout
     assert "not run: no GPU" in run.stdout
 
 
-def test_gpu_lane_is_refused_in_the_interpreter(tmp_path: Path):
-    run = _run_lane(tmp_path, "-m", "gpu", TRITON_INTERPRET="1")
+def test_gpu_lane_is_refused_in_the_interpreter(forks: Forks, tmp_path: Path):
+    run = _run_lane(forks, tmp_path, "-m", "gpu", TRITON_INTERPRET="1")
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "unset TRITON_INTERPRET" in run.stderr

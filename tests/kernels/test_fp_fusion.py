@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.forks import Forks
+
 CODE = """
+import warnings
+warnings.simplefilter("error", UserWarning)
 from mrv1.kernels._base.triton import triton
 language = triton.knobs.language
 requested = getattr(language, "fp_fusion_enabled", lambda _: language.default_fp_fusion)(None)
@@ -17,11 +17,9 @@ print(requested, language.default_fp_fusion)
 
 
 @pytest.mark.parametrize(("chosen", "fuses"), [(None, True), ("0", False), ("1", True)])
-def test_fusion_is_on_unless_the_user_chose_otherwise(chosen: str | None, fuses: bool):
+def test_fusion_is_on_unless_the_user_chose_otherwise(
+    forks: Forks, chosen: str | None, fuses: bool
+):
     """No warning may appear; triton 3.9 warns where the user has not chosen."""
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_DEFAULT_FP_FUSION"}
-    if chosen is not None:
-        environment["TRITON_DEFAULT_FP_FUSION"] = chosen
-    command = [sys.executable, "-W", "error::UserWarning", "-c", CODE]
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert child.stdout.split() == [str(fuses)] * 2, child.stderr
+    run = forks.run(CODE, **({} if chosen is None else {"TRITON_DEFAULT_FP_FUSION": chosen}))
+    assert run.stdout.split() == [str(fuses)] * 2, run.stderr

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-REPO = Path(__file__).resolve().parents[2]
+from tests.forks import Forks
 
 SCRIPT = """
 import sys
@@ -42,11 +38,9 @@ print(plan.counts.tolist(), out.unique().tolist(), sorted(calls))
 """
 
 
-def test_oracles_need_no_triton():
+def test_oracles_need_no_triton(forks: Forks):
     """Queries of zeros weigh the values 0, 1 and 2 equally: the output is 1."""
-    child = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=REPO, capture_output=True, text=True, check=False
-    )
-    assert child.returncode == 0, child.stderr
+    run = forks.run(SCRIPT)
+    assert run.returncode == 0, run.stderr
     expected = "[1, 0] [1.0] ['kv_cache_write', 'paged_decode_attention', 'plan_decode_attention']"
-    assert child.stdout.strip() == expected
+    assert run.stdout.strip() == expected

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from mrv1 import ConfigError, testing
+from tests.forks import Forks
 
 
 def test_strategies_are_imported_on_first_use():
@@ -24,17 +21,15 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize("interpret", ["0", "1"])
-def test_kernels_import_without_hypothesis(interpret):
+def test_kernels_import_without_hypothesis(forks: Forks, interpret: str):
     """Users who interpret kernels to learn have no test tools installed."""
     code = (
         "import sys; sys.modules['hypothesis'] = None; from mrv1 import kernels; "
         "assert 'mrv1.testing.strategies' not in sys.modules; print(len(kernels.__all__))"
     )
-    environment = os.environ | {"TRITON_INTERPRET": interpret}
-    printed = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
-    ).stdout
-    assert int(printed) >= 11
+    run = forks.run(code, TRITON_INTERPRET=interpret)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) >= 11
 
 
 NOT_INSTALLED = (
@@ -43,15 +38,15 @@ NOT_INSTALLED = (
 )
 
 
-def _run_without(package: str, code: str) -> str:
+def _run_without(forks: Forks, package: str, code: str) -> str:
     """Run ``code`` in a process without ``package``; return its output or its error."""
     blocked = (
         f"import sys; sys.modules['{package}'] = None\n"
         f"try:\n    {code}\nexcept Exception as error:\n    print(repr(error))\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", blocked], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    run = forks.run(blocked)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -62,32 +57,32 @@ def _run_without(package: str, code: str) -> str:
         "import mrv1.testing.strategies",
     ],
 )
-def test_strategies_without_hypothesis_say_what_to_install(code):
+def test_strategies_without_hypothesis_say_what_to_install(forks: Forks, code: str):
     expected = NOT_INSTALLED.format(
         name="mrv1.testing.strategies", package="hypothesis", extra="dev"
     )
-    assert _run_without("hypothesis", code) == repr(ModuleNotFoundError(expected))
+    assert _run_without(forks, "hypothesis", code) == repr(ModuleNotFoundError(expected))
 
 
-def test_the_rest_of_testing_needs_no_hypothesis():
+def test_the_rest_of_testing_needs_no_hypothesis(forks: Forks):
     code = "from mrv1.testing import aot, interpreter; print(aot.__name__, interpreter.__name__)"
-    assert _run_without("hypothesis", code) == "mrv1.testing.aot mrv1.testing.interpreter"
+    printed = _run_without(forks, "hypothesis", code)
+    assert printed == "mrv1.testing.aot mrv1.testing.interpreter"
 
 
-def test_grammars_without_xgrammar_say_what_to_install():
+def test_grammars_without_xgrammar_say_what_to_install(forks: Forks):
     code = "from mrv1.integrations.xgrammar import XGrammar; XGrammar(None, 8)"
     expected = NOT_INSTALLED.format(name="XGrammar", package="xgrammar", extra="structured")
-    assert _run_without("xgrammar", code) == repr(ConfigError(expected))
+    assert _run_without(forks, "xgrammar", code) == repr(ConfigError(expected))
 
 
-def test_a_cpu_tensor_is_refused_where_kernels_are_compiled():
+def test_a_cpu_tensor_is_refused_where_kernels_are_compiled(forks: Forks):
     code = (
         "import torch; from mrv1 import kernels, errors\n"
         "try: kernels.silu_and_mul(torch.ones(1, 2))\n"
         "except errors.UnsupportedDeviceError as error: print(error)\n"
     )
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    printed = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
-    ).stdout
-    assert printed.startswith("x: expected a GPU tensor, got one on the CPU; set TRITON_INTERPRET")
+    run = forks.run(code, TRITON_INTERPRET="0")
+    assert run.returncode == 0, run.stderr
+    message = "x: expected a GPU tensor, got one on the CPU; set TRITON_INTERPRET"
+    assert run.stdout.startswith(message)
