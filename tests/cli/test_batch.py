@@ -173,20 +173,36 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "message"), BAD_LINES)
-def test_a_bad_line_fails_alone_with_its_number(
-    mrv1: Mrv1, checkpoint: str, tmp_path: Path, bad: str, message: str
-):
-    good = '{"prompt_token_ids": [5, 6]}'
-    exit_code, records, stderr = _run(mrv1, tmp_path, checkpoint, [good, "", bad, good])
+GOOD_LINE = '{"prompt_token_ids": [5, 6]}'
+
+
+def test_a_bad_line_fails_alone_with_its_number(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+    bad = '{"prompt_token_ids": []}'
+    lines = [GOOD_LINE, "", bad, GOOD_LINE]
+    exit_code, records, stderr = _run(mrv1, tmp_path, checkpoint, lines)
     assert exit_code == 1
     assert [record["line"] for record in records] == [1, 3, 4]  # the blank line is no request
-    assert message in records[1]["error"]
     assert "token_ids" not in records[1]
     assert len(records[0]["token_ids"]) == 8
     assert records[0]["token_ids"] == records[2]["token_ids"]
     assert f"error: line 3: {records[1]['error']}" in stderr
     assert stderr.splitlines()[-1].startswith("2 of 3 requests done")
+
+
+def test_every_kind_of_bad_line_has_its_error(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+    """Good lines stand between the bad ones: none of them changes a good line's tokens."""
+    lines = [line for bad, _ in BAD_LINES for line in (GOOD_LINE, bad)]
+    exit_code, records, stderr = _run(mrv1, tmp_path, checkpoint, [*lines, GOOD_LINE])
+    assert exit_code == 1
+    assert [record["line"] for record in records] == list(range(1, len(lines) + 2))
+    good, failed = records[::2], records[1::2]
+    assert len(good[0]["token_ids"]) == 8
+    assert all(record["token_ids"] == good[0]["token_ids"] for record in good)
+    for record, (bad, message) in zip(failed, BAD_LINES, strict=True):
+        assert message in record["error"], bad
+        assert "token_ids" not in record, bad
+        assert f"error: line {record['line']}: {record['error']}" in stderr, bad
+    assert stderr.splitlines()[-1].startswith(f"{len(good)} of {len(records)} requests done")
 
 
 def test_a_null_field_counts_as_absent(mrv1: Mrv1, checkpoint: str, tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mrv1 import LLM, ConfigError, EngineConfig, RequestError, SamplingParams
 from mrv1.engine.core import EngineCore
@@ -22,6 +22,17 @@ def checkpoint(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("qwen3")
     tiny_checkpoint(path, "qwen3")
     return path
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def free(model) -> list[list[int]]:
+    """Return the greedy tokens of ``PROMPTS``, where nothing is banned."""
+    return [greedy_by_hand(model, list(p), [], match_prompt=False) for p in PROMPTS]
 
 
 def greedy_by_hand(
@@ -48,10 +59,10 @@ def words_of(output: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("match_prompt", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_equal_greedy_decoding_with_the_same_bans(checkpoint, overlap, match_prompt):
+def test_tokens_equal_greedy_decoding_with_the_same_bans(
+    checkpoint, model, free, overlap, match_prompt
+):
     """Requests that ban five, no and two sequences, in one batch and in reused slots."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
-    free = [greedy_by_hand(model, list(p), [], match_prompt=False) for p in PROMPTS]
     banned = [words_of(free[0]), [], [free[2][:1], [*PROMPTS[2][-2:], free[2][1]]]]
     expected = [
         greedy_by_hand(model, list(p), words, match_prompt=match_prompt)

@@ -173,30 +173,51 @@ def test_thousands_of_steps_in_a_tiny_pool_leak_no_block(checkpoint, num_steps):
 # --- prefixes ------------------------------------------------------------------------------------
 
 
+SHARED = random_prompt(5, 512)
+FIRST, SECOND = ([*SHARED, *random_prompt(seed, 40)] for seed in (6, 7))
+MEMORY = {
+    "blocks": {},
+    "plenty": {"num_kv_blocks": None},
+    "asked for": {"num_kv_blocks": None, "streaming_cache_blocks": 400},
+}
+
+
+@pytest.fixture(scope="module")
+def second_alone(checkpoint) -> list[int]:
+    """Return the tokens that ``SECOND`` yields alone."""
+    core = make_core(checkpoint, max_num_batched_tokens=256, enable_prefix_caching=False)
+    request = core.add_request("b", SECOND, greedy(20))
+    run(core)
+    return request.output_token_ids
+
+
 @pytest.mark.parametrize(
-    "memory",
-    [{}, {"num_kv_blocks": None}, {"num_kv_blocks": None, "streaming_cache_blocks": 400}],
-    ids=["blocks", "plenty", "asked for"],
+    ("memory", "num_before"),
+    [
+        ("blocks", 500),
+        ("plenty", 150),  # the window of 64 is far behind, too
+        ("asked for", 150),
+        pytest.param("plenty", 500, marks=pytest.mark.full),
+        pytest.param("asked for", 500, marks=pytest.mark.full),
+    ],
 )
-def test_a_prefix_is_found_after_its_first_request_has_generated_500_tokens(checkpoint, memory):
-    """A and B share 512 tokens; B is added when A has generated 500 more."""
-    shared = random_prompt(5, 512)
-    prompts = {name: [*shared, *random_prompt(seed, 40)] for name, seed in (("a", 6), ("b", 7))}
+def test_a_prefix_is_found_after_its_first_request_has_generated_hundreds_of_tokens(
+    checkpoint, second_alone, memory, num_before
+):
+    """They share 512 tokens; the second is added when the first has generated 150 or 500 more."""
     core = make_core(
-        checkpoint, max_num_batched_tokens=256, debug=False, **({"max_num_seqs": 1} | memory)
-    )
-    first = core.add_request("a", prompts["a"], greedy(510))
-    while len(first.output_token_ids) < 500:
+        checkpoint, max_num_batched_tokens=256, debug=False,
+        **({"max_num_seqs": 1} | MEMORY[memory]),
+    )  # fmt: skip
+    first = core.add_request("a", FIRST, greedy(num_before + 10))
+    while len(first.output_token_ids) < num_before:
         core.step()
-    second = core.add_request("b", prompts["b"], greedy(20))
+    second = core.add_request("b", SECOND, greedy(20))
     run(core, poisons=True)
     assert second.num_cached_tokens >= 512 - 16
-    alone = make_core(checkpoint, max_num_batched_tokens=256, enable_prefix_caching=False)
-    expected = alone.add_request("b", prompts["b"], greedy(20))
-    run(alone)
     assert first.error is None
     assert len(second.output_token_ids) == 20
-    assert second.output_token_ids == expected.output_token_ids
+    assert second.output_token_ids == second_alone
 
 
 def test_a_prefix_whose_window_is_gone_is_computed_again(checkpoint):
@@ -219,15 +240,15 @@ def test_a_prefix_whose_window_is_gone_is_computed_again(checkpoint):
 # --- any policy ----------------------------------------------------------------------------------
 
 seen = st.one_of(
-    st.just(FULL), st.builds(Visible, window=st.integers(1, 90), sink=st.integers(0, 40))
+    st.just(FULL), st.builds(Visible, window=st.integers(1, 50), sink=st.integers(0, 24))
 )
 
 
 @settings(max_examples=6)
 @given(
     heads=st.tuples(*[st.tuples(seen, seen)] * 2),
-    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
-    num_blocks=st.sampled_from([12, 30]),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    num_blocks=st.sampled_from([8, 30]),
     budget=st.sampled_from([5, 16, 100]),
     caching=st.booleans(),
 )
@@ -237,7 +258,7 @@ def test_recycling_changes_no_token(checkpoint, heads, lengths, num_blocks, budg
     for options in ({"window_recycling": False, "overlap": False}, {}):
         core = make_core(
             checkpoint, policy, num_kv_blocks=num_blocks, max_num_batched_tokens=budget,
-            enable_prefix_caching=caching, max_model_len=180, **options,
+            enable_prefix_caching=caching, max_model_len=120, **options,
         )  # fmt: skip
         requests = []
         for round_ in range(2):

@@ -153,13 +153,14 @@ def _recall_prompt(
     return torch.tensor(prompt), answer
 
 
+@pytest.mark.parametrize("num_prompts", [10, pytest.param(20, marks=pytest.mark.full)])
 @torch.inference_mode()
 def test_the_model_recalls_a_fact_from_1024_tokens_back(
-    model: PreTrainedModel, tokenizer: Tokenizer, held_out_text: str
+    model: PreTrainedModel, tokenizer: Tokenizer, held_out_text: str, num_prompts: int
 ) -> None:
     rng = random.Random(0)
     prompts, answers = zip(
-        *(_recall_prompt(tokenizer, held_out_text, rng) for _ in range(20)), strict=True
+        *(_recall_prompt(tokenizer, held_out_text, rng) for _ in range(num_prompts)), strict=True
     )
     logits = model(torch.stack(prompts), use_cache=False, logits_to_keep=1).logits[:, -1]
     correct = logits.argmax(dim=-1) == torch.tensor(answers)

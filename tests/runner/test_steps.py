@@ -20,6 +20,8 @@ from tests.models.families import tiny_checkpoint
 from tests.runner.test_model_runner import BLOCK_SIZE, PROMPTS, enter, make_plan, make_runner
 
 NUM_TOKENS = 12
+NUM_DRAFTED = 21
+"""Tokens of a run with drafts."""
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def generate(
     plan = make_plan(0, {"a": (1, len(PROMPTS[1]), (0, 1, 2, 3))}, new=(request,))
     tokens = list(runner.execute(plan).result().token_ids[0])
     steps = 1
-    while len(tokens) < 30:
+    while len(tokens) < NUM_DRAFTED:
         drafts = drafter(tokens)
         plan = StepPlan(
             step_id=steps,
@@ -136,7 +138,7 @@ def generate(
         assert 1 <= len(new) <= 1 + len(drafts)
         tokens += new
         steps += 1
-    return tokens[:30], steps
+    return tokens[:NUM_DRAFTED], steps
 
 
 @pytest.mark.gpu
@@ -160,20 +162,20 @@ def test_drafts_change_the_number_of_steps_and_no_token(checkpoint, temperature,
         banned += tuple((a, b) for a, b in pairwise(alone[8:20]))  # drafts complete these
         alone, steps = with_drafts(lambda tokens: ())
         assert not set(pairwise(alone)) & set(banned)
-    assert steps == 30
+    assert steps == NUM_DRAFTED
     for count in (1, 3, 7):
         right = with_drafts(lambda tokens, count=count: alone[len(tokens) :][:count])
         assert right[0] == alone
-        assert right[1] == 1 + -(-29 // (count + 1))
+        assert right[1] == 1 + -(-(NUM_DRAFTED - 1) // (count + 1))
         wrong = with_drafts(
             lambda tokens, count=count: [(t + 1) % 160 for t in (alone * 2)[len(tokens) :][:count]]
         )
-        assert wrong == (alone, 30)
+        assert wrong == (alone, NUM_DRAFTED)
     mixed = with_drafts(
         lambda tokens: [*alone[len(tokens) :][:2], 3, 4] if len(tokens) % 2 else (9,)
     )
     assert mixed[0] == alone
-    assert 10 < mixed[1] < 30
+    assert NUM_DRAFTED / 3 < mixed[1] < NUM_DRAFTED
 
 
 def test_drafts_that_cannot_be_verified_are_refused(checkpoint):
