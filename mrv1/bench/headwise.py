@@ -33,7 +33,7 @@ WARM_UP_REQUESTS, WARM_UP_TOKENS = 2, 32
 """Requests of the uncounted run before the counted runs, and the most tokens of each."""
 
 FILL_ELEMENTS = 1 << 24
-"""Random values drawn; copies of them fill the cache where contexts are planted."""
+"""Most random values drawn; copies of them fill the cache where contexts are planted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,11 +260,12 @@ def plant_prefix(core: EngineCore, prompt: Sequence[int]) -> None:
 
 def fill_randomly(core: EngineCore, seed: int) -> None:
     """Write random keys, values and scales to every page: no NaN may be read."""
-    device = core.runner.device
+    device, layers = core.runner.device, core.runner.kv_cache.layers
     generator = torch.Generator(device).manual_seed(seed)
+    count = min(FILL_ELEMENTS, max(layer.k.numel() for layer in layers))
     # Times 100, a value above 4.48 would exceed e4m3's largest, 448, and its code would be NaN.
-    values = torch.randn(FILL_ELEMENTS, device=device, generator=generator).clamp_(-4, 4)
-    for layer in core.runner.kv_cache.layers:
+    values = torch.randn(count, device=device, generator=generator).clamp_(-4, 4)
+    for layer in layers:
         for cache in (layer.k, layer.v):
             largest = 100.0 if layer.scales is not None else 1.0  # codes use their range
             _tile(cache.view(-1), (values * largest).to(cache.dtype))
