@@ -122,15 +122,26 @@ def test_an_fp8_cache_gives_the_tokens_of_transformers_over_a_rounded_cache(
 
 
 def test_a_seeded_draw_equals_the_reference_path(tmp_path, device, monkeypatch):
-    """The same integer words of noise: kernel and oracle draw the same tokens."""
+    """The same integer words of noise: of each step, kernel and oracle draw the same token."""
     tiny_checkpoint(tmp_path, "llama")
     prompt = random_prompts((10,))[0]
     params = SamplingParams(seed=7, top_k=30, top_p=0.95, max_tokens=NUM_TOKENS, ignore_eos=True)
-    draws = []
-    for path in ("kernels", "reference"):
-        with LLM(str(tmp_path), dtype="float32", max_num_seqs=2, num_kv_blocks=8) as llm:
-            if path == "reference":
-                monkeypatch.setattr(llm._engine.runner.sampler, "_ops", reference)
-            draws.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
-    assert draws[0] == draws[1]
-    assert len(set(draws[0])) > 1
+    drawn: list[int] = []
+    with LLM(
+        str(tmp_path), dtype="float32", max_num_seqs=2, num_kv_blocks=8, cuda_graphs=False
+    ) as llm:
+        sampler = llm._engine.runner.sampler
+        draw = sampler.draw
+
+        def draw_twice(*arguments, **options):
+            tokens = draw(*arguments, **options)
+            with monkeypatch.context() as patch:
+                patch.setattr(sampler, "_ops", reference)
+                assert torch.equal(draw(*arguments, **options), tokens)
+            drawn.extend(tokens.tolist())
+            return tokens
+
+        monkeypatch.setattr(sampler, "draw", draw_twice)
+        (output,) = llm.generate([prompt], params)
+    assert tuple(drawn[:NUM_TOKENS]) == output.outputs[0].token_ids
+    assert len(set(drawn[:NUM_TOKENS])) > 1

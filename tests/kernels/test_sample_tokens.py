@@ -284,10 +284,10 @@ def test_greedy_is_the_first_argmax(device, vocab, dtype, offset, seed):
         assert tokens.tolist() == [row.index(max(row)) for row in values]
 
 
-@given(order=st.permutations(range(6)), seed=small_seeds)
+@given(order=st.permutations(range(4)), seed=small_seeds)
 def test_a_row_draws_the_same_in_any_batch(device, order, seed):
     order = torch.tensor(order, device=device)
-    arguments = _arguments(6, 700, torch.float32, device, seed)
+    arguments = _arguments(4, 700, torch.float32, device, seed)
     want = kernels.sample_tokens(*arguments)[order]
     shuffled = [argument[order] for argument in arguments]
     assert torch.equal(kernels.sample_tokens(*shuffled), want)
@@ -396,11 +396,11 @@ def test_a_large_top_k_equals_the_oracle(device, top_k, kind, as_on_gpu, seed):
 
 
 @settings(max_examples=SOME)
-@given(data=st.data(), order=st.permutations(range(6)), seed=small_seeds)
+@given(data=st.data(), order=st.permutations(range(4)), seed=small_seeds)
 def test_a_filtering_row_draws_the_same_in_any_batch(device, data, order, seed):
     order = torch.tensor(order, device=device)
-    arguments = _arguments(6, 3000, torch.float32, device, seed)
-    options = {name: x.to(device) for name, x in data.draw(_row_filters(6)).items()}
+    arguments = _arguments(4, 3000, torch.float32, device, seed)
+    options = {name: x.to(device) for name, x in data.draw(_row_filters(4)).items()}
     want = kernels.sample_tokens(*arguments, **options)[order]
     shuffled = [argument[order] for argument in arguments]
     options = {name: x[order] for name, x in options.items()}
@@ -420,7 +420,7 @@ def test_parallel_samples_differ(device):
     assert tokens[0] == kernels.sample_tokens(*arguments)[0]
 
 
-@given(data=st.data(), seed=small_seeds, num_slots=st.integers(1, 9))
+@given(data=st.data(), seed=small_seeds, num_slots=st.integers(1, 5))
 def test_parameters_in_slot_order_are_read_through_idx_mapping(device, data, seed, num_slots):
     slots = data.draw(st.permutations([*range(num_slots), -1, -1]))
     logits, temperature, seeds, positions = _arguments(
@@ -463,6 +463,7 @@ def _assert_draws_from(probabilities: torch.Tensor, tokens: torch.Tensor) -> Non
     assert chi_square < _chi_square_bound(probabilities.numel() - 1)
 
 
+@pytest.mark.parametrize("num_draws", [25_000, pytest.param(100_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("vary", "filters"),
     [
@@ -475,9 +476,9 @@ def _assert_draws_from(probabilities: torch.Tensor, tokens: torch.Tensor) -> Non
     ],
     ids=str,
 )
-def test_draws_follow_the_softmax(device, vary, filters):
+def test_draws_follow_the_softmax(device, vary, filters, num_draws):
     """150 tokens are two groups: a group is drawn by its sum, then a token of the group."""
-    num_draws, temperature = 100_000, 0.7
+    temperature = 0.7
     logits = torch.linspace(-1.0, 1.0, 150)[torch.randperm(150, generator=torch.manual_seed(0))]
     index = torch.arange(num_draws)
     rows = {
@@ -489,7 +490,7 @@ def test_draws_follow_the_softmax(device, vary, filters):
         **_filters(num_draws, "cpu", **filters),
     }
     if device.type == "cpu":  # one program per row: the oracle, equal to the kernel, is quicker
-        step = 20_000
+        step = 5_000
         tokens = torch.cat([
             reference.sample_tokens(**{name: x[i : i + step] for name, x in rows.items()})
             for i in range(0, num_draws, step)

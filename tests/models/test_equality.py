@@ -199,11 +199,21 @@ def test_any_config_and_schedule_equal_transformers(
 
 
 @pytest.mark.interp
-@pytest.mark.parametrize("family", FAMILIES)
-def test_interpreted_kernels_equal_transformers(family: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("family", "chunk"),
+    # Each family with one chunk by default, with all of them in the long run.
+    [
+        pytest.param(family, chunk, marks=[] if index % 3 == at else [pytest.mark.full])
+        for index, family in enumerate(FAMILIES)
+        for at, chunk in enumerate((4, 1, None))
+    ],
+)
+def test_interpreted_kernels_equal_transformers(
+    family: str, chunk: int | None, device: torch.device
+) -> None:
     sliding = SLIDING[family] | {"sliding_window": 5} if family in SLIDING else {}
-    schedules = [(16, 1), (16, 4), (16, None)]
-    check_equal(tiny_config(family, **sliding), device=device, lens=[9, 3], schedules=schedules)
+    config = tiny_config(family, **sliding)
+    check_equal(config, device=device, lens=[9, 3], schedules=[(16, chunk)])
 
 
 @pytest.mark.gpu

@@ -476,13 +476,17 @@ def _run_checked(*arguments: str) -> None:
     assert "skipped" not in printed
 
 
-def test_small_kernels_pass_with_every_check_on():
+@pytest.mark.parametrize("profile", ["quick", pytest.param("dev", marks=pytest.mark.full)])
+def test_small_kernels_pass_with_every_check_on(profile):
     _run_checked(
         "tests/kernels/test_rms_norm.py",
         "tests/kernels/test_rope.py",
         "tests/kernels/test_activation.py",
         "tests/kernels/test_gather_tokens.py",
         "tests/kernels/test_sample_tokens.py",
+        f"--hypothesis-profile={profile}",
+        "-m",
+        "not full",
         "-k",
         "torch or oracle or words or spans or turns",
     )
