@@ -104,7 +104,7 @@ $(VENV)/.chat-model: constraints.txt | $(VENV)/.runtime
 
 # --- make test ------------------------------------------------------------------------------------
 
-test: lint types hooks test-host test-interp test-compile
+test: lint types hooks test-host test-interp
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -122,8 +122,9 @@ hooks: $(VENV)/.dev
 		echo "hooks: not run: this tree is no git checkout, and pre-commit needs one"; \
 	fi
 
+# The compile checks run in this lane too: they are long, and keep both workers busy.
 test-host: $(VENV)/.dev
-	$(HOST) $(QUICK) -m "not (interp or gpu_only or compile or $(LONG))"
+	$(HOST) $(QUICK) -m "not (interp or gpu_only or $(LONG))"
 
 test-interp: $(VENV)/.dev
 	$(INTERP) $(QUICK) -m "interp and not ($(LONG))" $(INTERP_FILES)
@@ -133,7 +134,7 @@ test-compile: $(VENV)/.dev
 
 # --- make test-full -------------------------------------------------------------------------------
 
-# `make test`, the site, properties with more examples, long tests, every compile target.
+# `make test`, the site, properties with more examples, long tests, the other compile targets.
 test-full: test docs full-compile full-triton39 full-vllm full-avx2 full-interp full-host
 
 # The chat model comes first: its tests and the notebook's skip themselves without it.
@@ -146,7 +147,7 @@ full-interp: $(VENV)/.dev
 		$(INTERP_FILES)
 
 full-compile: $(VENV)/.dev
-	$(HOST) -m compile $(COMPILE_FILES)
+	$(HOST) -m "compile and ($(LONG))" $(COMPILE_FILES)
 
 $(TRITON_39)/.installed: | $(VENV)/.dev
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --upgrade \
