@@ -212,11 +212,26 @@ def generate(path: Path, backend: str, *, block_size: int, chunk: int) -> list[l
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize(("block_size", "chunk"), [(16, 7), (32, 64)])
 @pytest.mark.parametrize(
-    ("family", "overrides"),
-    [("llama", {}), ("mistral", SLIDING["mistral"]), ("qwen3", SLIDING["qwen3"])],
-    ids=["full", "window", "full and window"],
+    ("family", "overrides", "block_size", "chunk"),
+    # Each family in one schedule by default, in both in the long run.
+    [
+        pytest.param(
+            family,
+            overrides,
+            *schedule,
+            id=f"{seen}-{schedule[1]}",
+            marks=[] if index % 2 == at else [pytest.mark.full],
+        )
+        for index, (seen, family, overrides) in enumerate(
+            [
+                ("full", "llama", {}),
+                ("window", "mistral", SLIDING["mistral"]),
+                ("full and window", "qwen3", SLIDING["qwen3"]),
+            ]
+        )
+        for at, schedule in enumerate([(16, 7), (32, 64)])
+    ],
 )
 def test_flashinfers_plans_give_the_tokens_of_the_triton_backend(
     tmp_path, stand_in, family, overrides, block_size, chunk
