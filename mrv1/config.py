@@ -54,7 +54,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 UNLIMITED = -1
 """The value of ``max_logprobs`` that sets no limit."""
 
-LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0}
+LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0, "mm_cache_memory_bytes": 0}
 """Least values of counts, if not 1; the shortest prompt and output have two tokens."""
 
 
@@ -177,6 +177,10 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """Bytes of the KV cache if ``num_kv_blocks`` is not given. Default: the part of
     ``gpu_memory_utilization`` that weights and activations leave; 1 GiB on a CPU."""
+    mm_cache_memory_bytes: int | None = None
+    """Bytes on the device for the features of images, video and audio that requests bring, and for
+    features that later requests may bring again; 0 refuses such requests. Default: room for
+    ``max_num_batched_tokens`` rows, at least 8192."""
     head_policy: str | None = field(default_factory=VARIABLES[HEAD_POLICY_VARIABLE])
     """JSON file that says which tokens each KV head sees (a ``HeadPolicy``). Default: the file
     that the environment variable ``MRV1_HEAD_POLICY`` names, else the policy in the checkpoint's

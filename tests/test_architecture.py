@@ -127,7 +127,7 @@ def _scopes(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 BASE = {"errors", "environment", "device", "lazy", "progress"}
 OPS = BASE | {"kernels", "config", "options"}
-STEP = OPS | {"sampler", "models", "headwise", "runner"}
+STEP = OPS | {"sampler", "models", "headwise", "multimodal", "runner"}
 APP = STEP | {
     "engine", "testing", "calibration", "bench", "cli", "integrations", "__init__", "__main__",
 }  # fmt: skip
@@ -145,6 +145,7 @@ MAY_IMPORT = {
     "sampler": OPS | {"sampler"},
     "models": OPS | {"models"},
     "headwise": OPS | {"headwise"},
+    "multimodal": OPS | {"multimodal"},
     "runner": STEP,
     "engine": STEP | {"engine"},
     "calibration": OPS | {"models", "headwise", "calibration"},

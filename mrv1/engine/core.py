@@ -21,6 +21,7 @@ from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
+from mrv1.multimodal import MultimodalItem, in_order
 from mrv1.runner import AsyncOutput, KVUsage, ModelRunner, RequestId, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
@@ -109,6 +110,7 @@ class EngineCore:
             max_steps_in_flight=config.steps_in_flight,
             enable_prefix_caching=config.enable_prefix_caching,
             custom_masks=("logits_processors",) if logits_processors else (),
+            num_feature_rows=self.runner.num_feature_rows,
         )
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
         self._changed: list[Request] = []
@@ -135,6 +137,7 @@ class EngineCore:
         params: SamplingParams,
         *,
         encode: Callable[[str], Sequence[int]] | None = None,
+        multimodal: Sequence[MultimodalItem] | None = None,
     ) -> Request:
         """Queue a request and return the ``Request`` of the first of its ``params.n`` outputs.
 
@@ -145,10 +148,15 @@ class EngineCore:
             prompt_token_ids: at least one token.
             params: sampling parameters.
             encode: returns the tokens of an entry of ``params.bad_words``, without special tokens.
+            multimodal: items whose features replace the embeddings of prompt tokens, in any
+                order; None or [] = plain text. On a GPU, features on the CPU are copied to pinned
+                memory here; features on the GPU without a ``cache_key`` are read once, which waits
+                for the GPU.
 
         Raises:
             RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is
-                over a limit, the id is in use, or the request can never fit; nothing is queued.
+                over a limit, an item does not fit the model or the prompt, the id is in use, or
+                the request can never fit; nothing is queued.
             StepError: a kernel failed in an earlier step: this process can no longer use the GPU.
             RuntimeError: the engine sleeps or lacks weights.
         """
@@ -167,6 +175,7 @@ class EngineCore:
         request = Request(
             req_id=req_id,
             prompt_token_ids=prompt,
+            multimodal=self._prepared(multimodal, prompt) if multimodal else (),
             params=params,
             seed=derive_seed(self.config.seed, self._num_added)
             if params.seed is None
@@ -224,6 +233,13 @@ class EngineCore:
                 f"one left to generate), got {len(prompt)}"
             )
         return prompt
+
+    def _prepared(
+        self, multimodal: Sequence[MultimodalItem], prompt: tuple[int, ...]
+    ) -> tuple[MultimodalItem, ...]:
+        """Return the items in the order of the prompt, ready to be staged."""
+        items = in_order(multimodal, len(prompt))
+        return tuple([self.runner.prepared(item) for item in items])
 
     def _banned_token_sequences(
         self, params: SamplingParams, encode: Callable[[str], Sequence[int]] | None

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from mrv1.errors import Mrv1Error, RequestError
+from mrv1.multimodal import MultimodalItem
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.runner.step import Int32Array, RequestId, SlotRequest, TokenLogprobs
 from mrv1.sampler import GrammarMatcher, SamplingParams
@@ -48,6 +49,8 @@ class Request:
     """Prompt and output tokens at which the request ends with ``"length"``."""
     unsplittable: tuple[tuple[int, int], ...] = ()
     """Spans ``[start, end)`` of the prompt, ascending, each computed within one step."""
+    multimodal: tuple[MultimodalItem, ...] = ()
+    """Items whose features replace embeddings of the prompt, ascending by their start."""
     cache_key: bytes = b""
     """Anything but tokens that K and V depend on: only requests with equal keys share prefixes."""
     arrival_time: float = field(default_factory=time.perf_counter)
@@ -118,6 +121,7 @@ class Request:
                 leader=self,
                 max_total_tokens=self.max_total_tokens,
                 unsplittable=self.unsplittable,
+                multimodal=self.multimodal,
                 cache_key=self.cache_key,
                 arrival_time=self.arrival_time,
                 banned_token_sequences=self.banned_token_sequences,
@@ -178,6 +182,10 @@ class Request:
                 return span_start - start
         return count
 
+    def items_in(self, start: int, end: int) -> list[MultimodalItem]:
+        """Return the items of which tokens ``[start, end)`` contain some."""
+        return [item for item in self.multimodal if item.start < end and start < item.end]
+
     def slot_request(self) -> SlotRequest:
         """Return the part of a plan that describes the request when it takes its slot."""
         num_prompt_tokens = len(self.prompt_token_ids)
@@ -197,6 +205,7 @@ class Request:
             stop_token_sequences=self.params.stop_token_sequences,
             min_total_tokens=num_prompt_tokens + self.params.min_tokens,
             late_token_ids=self.late_token_ids[:MAX_STOP_TOKENS],
+            multimodal=self.multimodal,
         )
 
     def set_ending_tokens(self, eos_token_ids: tuple[int, ...]) -> None:

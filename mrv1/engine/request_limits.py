@@ -7,6 +7,7 @@ from itertools import chain
 
 from mrv1.config import EngineConfig
 from mrv1.device import host_memory_bytes
+from mrv1.engine.feature_pool import FeaturePool
 from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.request import Request
 from mrv1.environment import MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE
@@ -140,13 +141,15 @@ def _logprob_bytes(
     return of_outputs, of_prompts, in_step
 
 
-def check_fits(request: Request, pools: HeadPools, max_num_batched_tokens: int) -> None:
+def check_fits(
+    request: Request, pools: HeadPools, features: FeaturePool, max_num_batched_tokens: int
+) -> None:
     """Raise unless steps of at most ``max_num_batched_tokens`` tokens can compute a request.
 
     Raises:
         RequestError: the pools are too small for the request, a span that must not be split is out
-            of order or longer than a step, or ``min_tokens`` is given with more stop tokens than
-            can be masked.
+            of order or longer than a step, an item has more rows of features than there is room
+            for, or ``min_tokens`` is given with more stop tokens than can be masked.
     """
     lacking = pools.lacking(request.max_total_tokens, max_num_batched_tokens)
     if lacking is not None:
@@ -178,11 +181,32 @@ def check_fits(request: Request, pools: HeadPools, max_num_batched_tokens: int) 
                 "max_num_batched_tokens"
             )
         previous_end = end
+    if request.multimodal:
+        _check_features_fit(request, features)
     if request.params.min_tokens and len(request.late_token_ids) > MAX_STOP_TOKENS:
         raise RequestError(
             f"stop_token_ids: expected at most {MAX_STOP_TOKENS} with min_tokens, including the "
             f"model's end-of-sequence tokens, got {len(request.late_token_ids)}"
         )
+
+
+def _check_features_fit(request: Request, features: FeaturePool) -> None:
+    """Raise unless the buffer has rows for each item, and for all items of an unsplittable span.
+
+    Raises:
+        RequestError: as above.
+    """
+    parts = [(item.name, [item]) for item in request.multimodal] + [
+        (f"tokens {start} to {end}, which must be in one step", request.items_in(start, end))
+        for start, end in request.unsplittable
+    ]
+    for name, items in parts:
+        sizes = {item.content_hash: item.num_tokens for item in items}
+        if sum(sizes.values()) > features.num_rows:
+            raise RequestError(
+                f"multimodal item ({name}): features: expected at most {features.num_rows} rows "
+                f"(mm_cache_memory_bytes), got {sum(sizes.values())}; raise mm_cache_memory_bytes"
+            )
 
 
 def _token_ids(params: SamplingParams) -> Iterator[tuple[str, Collection[int]]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from mrv1.engine.feature_pool import FeaturePool
 from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.prefix_cache import PrefixCache
 from mrv1.engine.request import FinishReason, Request, Status
@@ -23,7 +24,7 @@ from mrv1.engine.step_results import take_output
 from mrv1.engine.waiting_queue import WaitingQueue
 from mrv1.errors import Mrv1Error, RequestError
 from mrv1.headwise import FULL, Visible
-from mrv1.runner.step import Int64Array, RequestId, StepOutput, StepPlan
+from mrv1.runner.step import Int64Array, RequestId, StagedFeatures, StepOutput, StepPlan
 
 
 class Scheduler:
@@ -63,6 +64,7 @@ class Scheduler:
         max_steps_in_flight: int = 2,
         enable_prefix_caching: bool = False,
         custom_masks: tuple[str, ...] = (),
+        num_feature_rows: int = 0,
     ) -> None:
         """Make the pools of the head groups.
 
@@ -76,6 +78,7 @@ class Scheduler:
             max_steps_in_flight: most plans that await their output.
             enable_prefix_caching: keep blocks for requests that begin with the same tokens.
             custom_masks: names of features that may mask tokens of every request, for errors.
+            num_feature_rows: rows of the runner's buffer for the features of multimodal items.
         """
         self.pools = HeadPools(num_blocks, block_size, keeps)
         self.block_size = block_size
@@ -96,6 +99,7 @@ class Scheduler:
         """Tokens of admitted requests, looked up in the prefix cache."""
         self.prefix_hit_tokens = 0
         """Tokens of ``num_prefix_queries`` that the prefix cache had."""
+        self.features = FeaturePool(num_feature_rows)
         self._custom_masks = custom_masks
         self._requests: dict[RequestId, Request] = {}
         """Unfinished requests by id, in order of arrival."""
@@ -108,16 +112,24 @@ class Scheduler:
     def _start(self) -> None:
         """Start empty: no request waits or runs, every block is free, no step is in flight."""
         self.pools.reset()
+        self.features.reset()
         self.waiting = WaitingQueue()
         self._batch = RunningBatch(self.pools, self._slots, self._prefix_cache)
         self.running = self._batch.requests
         """Running requests by id, in order of arrival."""
         self._in_flight: deque[LaunchedStep] = deque()
-        self._blocked: tuple[Request, int] | None = None
-        """The first waiting request if it could not be admitted, and the tokens left for it then.
+        self._blocked: tuple[Request, int, int] | None = None
+        """The first waiting request if it could not be admitted, and the tokens and the rows of
+        features left for it then.
 
-        It is looked up in the prefix cache again once the pools, or these tokens, have changed.
+        It is looked up in the prefix cache again once the pools or one of these have changed.
         """
+        self._with_items: dict[RequestId, Request] = {}
+        """Running requests that have yet to compute tokens of items."""
+        self._lacks_rows = False
+        """Whether an item of a request got no rows in the step that is being planned."""
+        self._staged: list[StagedFeatures] = []
+        """Items to be staged before the step that is being planned."""
         self._finished: list[int] = []
         """Slots of requests that ended since the last plan."""
         self._preempted: list[int] = []
@@ -171,7 +183,7 @@ class Scheduler:
             raise RequestError(f"request_id: {request.name!r} is in use by an unfinished request")
         for member in family:
             member.set_ending_tokens(self._eos_token_ids)
-        check_fits(request, self.pools, self.max_num_batched_tokens)
+        check_fits(request, self.pools, self.features, self.max_num_batched_tokens)
         self._requests |= {member.req_id: member for member in family}
         shares_blocks = len(request.prompt_token_ids) > self.block_size
         self.waiting.add(request, holds_followers=self.enable_prefix_caching and shares_blocks)
@@ -218,13 +230,18 @@ class Scheduler:
                 f"(max_steps_in_flight), got {len(self._in_flight)}; call update first"
             )
         batch, slots = self._batch, self._slots
+        self._lacks_rows = False
         rows, continued, starved = batch.rows, batch.continued, False
         if continued is None:
             ends = np.minimum(slots.num_tokens[rows.index], slots.max_computed[rows.index])
             num_tokens = int((ends - slots.num_computed[rows.index]).sum())
         else:
             ends, num_tokens = continued.ends + 1, len(rows.requests)
-        if num_tokens > self.max_num_batched_tokens or not batch.has_blocks(ends, num_tokens):
+        if (
+            num_tokens > self.max_num_batched_tokens
+            or self._with_items
+            or not batch.has_blocks(ends, num_tokens)
+        ):
             ends, starved = self._ends_one_by_one()
             rows, continued = batch.rows, None
             num_tokens = int((ends - slots.num_computed[rows.index]).sum())
@@ -266,7 +283,7 @@ class Scheduler:
             slot = request.slot
             computed = int(slots.num_computed[slot])
             known = min(int(slots.num_tokens[slot]), int(slots.max_computed[slot]))
-            count = request.uncut(computed, min(known - computed, budget))
+            count = self._chunk(request, computed, min(known - computed, budget))
             needed = batch.num_lacking(request, computed + count)
             while needed > 0 and claimed + needed > self.pools.num_free:
                 starved = True
@@ -279,9 +296,35 @@ class Scheduler:
                     break
             if request.req_id in self.running:
                 ends[request.req_id] = computed + count
+                self._hold_items(request, computed, computed + count)
                 budget -= count
                 claimed += max(needed, 0)
         return np.array([ends[req_id] for req_id in self.running], dtype=np.int64), starved
+
+    def _chunk(self, request: Request, start: int, count: int) -> int:
+        """Return ``count``, or less: spans stay whole, and each item gets its rows of features."""
+        count = request.uncut(start, count)
+        if not request.multimodal:
+            return count
+        end = self.features.reach(request, start, start + count, takes=not self._lacks_rows)
+        if end < start + count:
+            self._lacks_rows = True  # the rows that become free are its: later arrivals wait
+            count = max(request.uncut(start, end - start), 0)
+        return count
+
+    def _hold_items(self, request: Request, start: int, end: int) -> None:
+        """Let a request hold the items of its chunk ``[start, end)`` in the step."""
+        if request.multimodal and start < end:
+            self._staged += self.features.hold(request, start, end)
+            self._with_items[request.req_id] = request
+
+    def _release_items(self) -> None:
+        """Release the items whose tokens are all computed when the launched steps are over."""
+        for request in tuple(self._with_items.values()):
+            num_computed = int(self._slots.num_computed[request.slot])
+            self.features.release(request, num_computed)
+            if num_computed >= request.multimodal[-1].end:
+                del self._with_items[request.req_id]
 
     def _victim(self) -> Request:
         """Return the last arrival that is not ending: ending requests free their blocks anyway."""
@@ -302,14 +345,15 @@ class Scheduler:
             self._batch.cache_blocks()
         while budget and self.waiting and self._slots.free:
             request = next(iter(self.waiting.values()))
-            if self._blocked == (request, budget) and not self.pools.has_changed:
+            left = request, budget, self.features.num_held
+            if self._blocked == left and not self.pools.has_changed:
                 break
             hit = self._prefix_cache.find(request)
             num_cached = len(hit[0]) * self.block_size
-            count = request.uncut(num_cached, min(request.num_tokens - num_cached, budget))
+            count = self._chunk(request, num_cached, min(request.num_tokens - num_cached, budget))
             end = num_cached + count
             if not count or self.pools.lacks(hit, request.num_tokens, end):
-                self._blocked = request, budget
+                self._blocked = left
                 self.pools.watch(request.block_digests)
                 break
             if self.enable_prefix_caching:
@@ -319,6 +363,7 @@ class Scheduler:
             del self.waiting[request.req_id]
             blocks = self._batch.enter(request, hit, end)
             new_blocks[request.slot] = blocks
+            self._hold_items(request, num_cached, end)
             entering.append(request)
             ends.append(end)
             budget -= count
@@ -348,7 +393,10 @@ class Scheduler:
             epochs=rows.epochs,
             num_scheduled_tokens=step.num_scheduled_tokens,
             new_block_ids=new_blocks,
+            staged_features=tuple(self._staged),
         )
+        self._staged = []
+        self._release_items()
         self._in_flight.append(step)
         self._next_step_id += 1
         self._preempted, self._finished = [], []
@@ -401,6 +449,8 @@ class Scheduler:
         failed = [*step.rows.where(self._live_rows(step))]
         for request in failed:
             self.fail(request, error)
+        for staged in plan.staged_features:
+            self.features.forget(staged)
         return failed
 
     def abandon(self, error: Mrv1Error) -> list[Request]:
@@ -465,3 +515,6 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Free slot and blocks of a request, which the steps in flight may still use."""
         self._batch.leave(request, self._next_step_id - 1 if self._in_flight else None)
+        if request.multimodal:
+            self.features.release(request, len(request.prompt_token_ids))
+            self._with_items.pop(request.req_id, None)

@@ -21,6 +21,7 @@ from mrv1.kernels.cache.contracts import Rope as Rope
 from mrv1.kernels.cache.kv_layout import HeadRole as HeadRole
 from mrv1.kernels.cache.kv_layout import KVLayout as KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales as KVScales
+from mrv1.kernels.layers.contracts import FeatureRows as FeatureRows
 from mrv1.kernels.registry import MODULE_OF_OP
 from mrv1.kernels.sampling.contracts import BadWords as BadWords
 from mrv1.kernels.sampling.contracts import History as History
@@ -38,6 +39,7 @@ else:
         "AppendedTokens",
         "BadWords",
         "DecodePlan",
+        "FeatureRows",
         "GatheredTokens",
         "HeadRole",
         "History",

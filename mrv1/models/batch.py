@@ -8,6 +8,7 @@ import torch
 
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.layers.contracts import FeatureRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class AttentionBatch:
     """Length of ``input_ids``, padding included."""
     num_reqs: int
     """Rows, padding included."""
+    features: FeatureRows | None = None
+    """Features in place of the embeddings of some tokens; None = no token has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,11 @@ class DecoderModel:
         layers = self.weights.layers
         next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
         hidden, cos_sin = self._ops.embed_tokens(
-            batch.input_ids, self.weights.embed, batch.positions, self._cos_sin
+            batch.input_ids,
+            self.weights.embed,
+            batch.positions,
+            self._cos_sin,
+            features=batch.features,
         )
         rope = Rope(cos_sin, interleaved=self.config.rope_interleaved)
         norms_ahead = self._norms_ahead(hidden)

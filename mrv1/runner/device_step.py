@@ -26,6 +26,7 @@ from mrv1.runner.async_output import OutputRing
 from mrv1.runner.attention_backends import select_backend
 from mrv1.runner.block_table import BlockTables
 from mrv1.runner.cuda_graph import Forwarded
+from mrv1.runner.features import FEATURE_SOURCE, FeatureBuffer
 from mrv1.runner.input_batch import InputBatch
 from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
 from mrv1.runner.logprobs import (
@@ -128,8 +129,10 @@ class DeviceStep:
             stop_seqs_max_len=config.stop_seqs_max_len,
         )
         shared = {NEXT_UPLOAD: Field(is_shared=True)}
+        shared |= FeatureBuffer.fields(config)
         fields = {**state, **BlockTables.fields(groups), **sampling, **shared}
         self.slots = SlotState(num_slots, fields, device)
+        self.features = FeatureBuffer(config, model, self.slots)
         self.state = RequestState(self.slots, num_slots, max_model_len)
         self.block_tables = BlockTables(self.slots, num_slots, groups, config.block_size)
         self.sampler = Sampler(
@@ -139,7 +142,11 @@ class DeviceStep:
         num_rows = 2 * num_slots  # a graph may have a decode row and a prompt row for each slot
         self.outputs = OutputRing(num_rows, MAX_SAMPLED_TOKENS, config.steps_in_flight, device)
         self.staging = Staging(
-            num_rows, num_slots * SEGMENTS_PER_REQUEST, self.outputs.num_slots, device
+            num_rows,
+            num_slots * SEGMENTS_PER_REQUEST,
+            self.outputs.num_slots,
+            device,
+            max_sources=self.slots[FEATURE_SOURCE].shape[1],
         )
 
     @property
@@ -209,7 +216,12 @@ class DeviceStep:
             self.slots.buffer, staged.words, staged.segments, staged.num_segments
         )
         batch = input_batch.gather(
-            shape, staged, self.state.slots, self.block_tables.tables, self.ops
+            shape,
+            staged,
+            self.state.slots,
+            self.block_tables.tables,
+            self.features.of(staged),
+            self.ops,
         )
         if check is not None:
             check(batch)

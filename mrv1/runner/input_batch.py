@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from mrv1.kernels.layers.contracts import FeatureRows
 from mrv1.kernels.registry import Ops
 from mrv1.kernels.step.contracts import GatheredTokens, RequestSlots, SlotTables
 from mrv1.models.batch import AttentionBatch
@@ -28,7 +29,12 @@ class InputBatch:
 
 
 def gather(
-    shape: StepShape, staged: Staged, slots: RequestSlots, tables: SlotTables, ops: Ops
+    shape: StepShape,
+    staged: Staged,
+    slots: RequestSlots,
+    tables: SlotTables,
+    features: FeatureRows | None,
+    ops: Ops,
 ) -> InputBatch:
     """Return the step's batch, which one kernel builds from the state of the slots."""
     num_rows, num_tokens = shape.num_rows, shape.num_tokens
@@ -66,6 +72,7 @@ def gather(
         num_decodes=shape.num_decodes,
         num_tokens=num_tokens,
         num_reqs=num_rows,
+        features=features,
     )
     return InputBatch(
         shape=shape, staged=staged, attention=attention, logits_rows=gathered.logits_rows

@@ -22,6 +22,7 @@ from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
 from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, ModelConfig, NamedTensors, load_kv_scales, load_model
+from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.debug import check_block_ids, synced
@@ -189,7 +190,7 @@ class ModelRunner:
             head_scales=head_scales,
             processors=self._processors,
         )
-        self.attention, self.sampler = step.attention, step.sampler
+        self.attention, self.sampler, self.features = step.attention, step.sampler, step.features
         self.state, self.block_tables = step.state, step.block_tables
         self._slots, self._staging, self._outputs = step.slots, step.staging, step.outputs
         self._logprobs = LogprobRequests(config.max_num_seqs, model_config.vocab_size)
@@ -339,6 +340,19 @@ class ModelRunner:
             with self._on_device(), suppress(torch.AcceleratorError):  # the GPU may have failed
                 self._give_up()
 
+    @property
+    def num_feature_rows(self) -> int:
+        """Rows of the buffer for features of multimodal items; 0 = it takes none."""
+        return len(self.features.rows)
+
+    def prepared(self, item: MultimodalItem) -> MultimodalItem:
+        """Return an item for ``StepPlan``, which can be staged without a wait of the host.
+
+        Raises:
+            RequestError: the features do not fit the model's hidden size or dtype.
+        """
+        return self.features.prepared(item)
+
     def _guarded(
         self, plan: StepPlan, launch: Callable[[StepPlan, *Args], Result], *args: *Args
     ) -> Result:
@@ -418,6 +432,8 @@ class ModelRunner:
         continues = plan.continues is not None
         self.state.stage(plan, upload)
         self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
+        if not continues:
+            self.features.enter(plan)
         for request in plan.entering:
             self._logprobs.enter(request)
             self._processors.add_request(request.slot, request.sampling_params, request.token_ids)
@@ -439,8 +455,14 @@ class ModelRunner:
             rows = self._rows(plan, upload, samples)
             is_steady = samples and rows.is_captured and rows.shape.query_len == 1
             self._steady_rows = rows if is_steady else None
+        num_sources = self.features.put_sources(plan, self._num_before(plan), rows, upload)
         words = self._staging.send(
-            slot, upload, rows.idx_mapping, rows.query_lens, drafts=rows.draft_token_ids
+            slot,
+            upload,
+            rows.idx_mapping,
+            rows.query_lens,
+            drafts=rows.draft_token_ids,
+            num_sources=num_sources,
         )
         self._sent[slot] = rows if continues and not plan.new_block_ids else None
         if rows.is_captured:
@@ -469,6 +491,8 @@ class ModelRunner:
     def _launch(self, plan: StepPlan, rows: DeviceRows, staged: Staged | None) -> _Launched:
         """Launch a graph of the step or of its layers, or the layers kernel by kernel."""
         self._outputs.start()
+        if plan.staged_features:
+            self.features.copy(plan)
         on_written = None
         if self._kv_listener is not None:
             blocks = self.block_tables.written(plan, self._num_before(plan))
@@ -683,7 +707,7 @@ class ModelRunner:
         with suppress(torch.AcceleratorError):  # a GPU that has failed runs nothing any more
             self._synchronize()
         for name in (
-            "model", "attention", "kv_cache", "state", "block_tables", "sampler",
+            "model", "attention", "kv_cache", "state", "block_tables", "sampler", "features",
             "_step", "_slots", "_staging", "_outputs", "_graphs", "_sleep",
         ):  # fmt: skip
             self.__dict__.pop(name, None)

@@ -131,6 +131,13 @@ class DeviceRows:
         """Return the device row of a row of the plan."""
         return row if self.of_plan is None else int(self.of_plan[row])
 
+    @property
+    def first_tokens(self) -> Int32Array:
+        """[rows of the plan], the place in the batch of each row's first token."""
+        if self.query_lens is None or self.of_plan is None:
+            return np.arange(len(self.idx_mapping), dtype=np.int32)
+        return (np.cumsum(self.query_lens) - self.query_lens)[self.of_plan].astype(np.int32)
+
     def placed(self, values: Int32Array) -> Int32Array:
         """Return values of the plan's rows in device order; the step must have no padding."""
         if self.of_plan is None:

@@ -16,8 +16,9 @@ import torch
 
 from mrv1.runner.step import Int32Array
 
-NUM_WORDS, NUM_SEGMENTS, RING_SLOT, HEADER_WORDS = 0, 1, 2, 8
-"""Header: number of words, number of segments, slot in the ring of outputs; then its own size."""
+NUM_WORDS, NUM_SEGMENTS, RING_SLOT, NUM_SOURCES, HEADER_WORDS = 0, 1, 2, 3, 8
+"""Header: number of words, number of segments, slot in the ring of outputs, number of tokens whose
+source of features the step reads; then its own size."""
 
 _FILL = -(1 << 30)
 """Source of a segment filled with -1: negative, even after the offset of the data is added."""
@@ -38,6 +39,8 @@ class Staged:
     """[num_segments or more, 3]."""
     ring_slot: torch.Tensor
     """[1]."""
+    num_sources: torch.Tensor
+    """[1], first tokens of the batch that have a source of features; mostly 0."""
     idx_mapping: torch.Tensor
     """[rows], -1 = padding."""
     query_start_loc: torch.Tensor
@@ -124,10 +127,17 @@ class Staging:
         max_segments: most segments of a step that a graph runs.
         num_slots: buffers, taken in turns.
         device: the runner's device.
+        max_sources: most tokens of a step that have a source of features.
     """
 
     def __init__(
-        self, max_num_reqs: int, max_segments: int, num_slots: int, device: torch.device
+        self,
+        max_num_reqs: int,
+        max_segments: int,
+        num_slots: int,
+        device: torch.device,
+        *,
+        max_sources: int = 0,
     ) -> None:
         def padded(words: int) -> int:
             return -(-words // 4) * 4
@@ -136,8 +146,9 @@ class Staging:
         self._rows_start = HEADER_WORDS
         self._query_start = self._rows_start + padded(max_num_reqs)
         self._segments_start = self._query_start + padded(max_num_reqs + 1)
-        self.max_segments = max_segments
-        words = self._segments_start + 3 * max_segments + FETCHED_WORDS
+        self.max_segments = max_segments + 1  # the last one for sources
+        self._num_data_words = self._segments_start + 3 * max_segments + FETCHED_WORDS
+        words = self._num_data_words + 3 + max_sources
         self.fetched = torch.zeros(words, dtype=torch.int32, device=device)
         """[words]: the upload of the step that runs."""
         self.uploads, self._uploads = self._pinned(num_slots, words)
@@ -156,9 +167,12 @@ class Staging:
         self._uploads[:, self._rows_start : self._query_start] = -1
 
     def fits(self, upload: StepUpload) -> bool:
-        """Whether an upload fits into the buffer that graphs read."""
+        """Whether an upload fits into the buffer that graphs read, with any sources of features.
+
+        ``upload`` does not contain these sources yet.
+        """
         words = self._segments_start + upload.num_words
-        return upload.num_segments <= self.max_segments and words <= self._uploads.shape[1]
+        return upload.num_segments < self.max_segments and words <= self._num_data_words
 
     def static_view(self, num_rows: int) -> Staged:
         """Return the views in which a graph of ``num_rows`` rows finds any upload that fits."""
@@ -171,6 +185,7 @@ class Staging:
             num_segments=words[NUM_SEGMENTS : NUM_SEGMENTS + 1],
             segments=segments.view(-1, 3),
             ring_slot=words[RING_SLOT : RING_SLOT + 1],
+            num_sources=words[NUM_SOURCES : NUM_SOURCES + 1],
             idx_mapping=words[self._rows_start : self._rows_start + num_rows],
             query_start_loc=words[self._query_start : self._query_start + num_rows + 1],
             draft_token_ids=None,
@@ -185,6 +200,7 @@ class Staging:
         query_lens: Int32Array | None,
         *,
         drafts: Sequence[Sequence[int]] = (),
+        num_sources: int = 0,
     ) -> torch.Tensor | None:
         """Write an upload to ``slot`` of the ring for ``fetch_upload``; copy it if it is too long.
 
@@ -194,6 +210,7 @@ class Staging:
             idx_mapping: ``[rows]``, slots of requests; -1 = padding.
             query_lens: ``[rows]``; None = no kernel reads ``query_start_loc``.
             drafts: drafts of each row; () = none.
+            num_sources: how many of the first tokens have a source of features.
 
         Returns:
             None, or a long upload's words on the device, copied on the current stream.
@@ -207,6 +224,7 @@ class Staging:
         words[NUM_WORDS] = num_words
         words[NUM_SEGMENTS] = upload.num_segments
         words[RING_SLOT] = slot
+        words[NUM_SOURCES] = num_sources
         words[self._rows_start : self._rows_start + len(idx_mapping)] = idx_mapping
         if query_lens is not None:
             starts = words[self._query_start : self._query_start + len(query_lens) + 1]

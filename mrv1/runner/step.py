@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv1.errors import RequestError
+from mrv1.multimodal import MultimodalItem
 from mrv1.sampler import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -60,6 +61,17 @@ class SlotRequest:
     """Length, prompt and output, before which no late token is drawn and no sequence ends it."""
     late_token_ids: tuple[int, ...] | None = None
     """Up to 16 tokens not drawn before ``min_total_tokens``; None = ``stop_token_ids``."""
+    multimodal: tuple[MultimodalItem, ...] = ()
+    """Items whose features replace the embeddings of prompt tokens, ascending by their start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedFeatures:
+    """An item whose features are copied to the runner's device before a step."""
+
+    item: MultimodalItem
+    rows: Int32Array
+    """[n] rows of the runner's feature buffer, which has ``num_feature_rows``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +104,9 @@ class StepPlan:
     """Slot -> per head group, block ids to append to its table, in order; only slots with any."""
     draft_token_ids: tuple[tuple[int, ...], ...] = ()
     """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
+    staged_features: tuple[StagedFeatures, ...] = ()
+    """Items staged before this step: each item of which a row computes a token, unless it is
+    staged already and its rows were not given to another item since."""
 
     @property
     def entering(self) -> tuple[SlotRequest, ...]:

@@ -21,6 +21,8 @@ def cases(target: Target) -> list[AotCase]:
         _fetch_upload(overlap),
         _embed_tokens(torch.bfloat16, 1024, overlap),
         _embed_tokens(torch.float32, 8192, overlap),
+        _embed_tokens(torch.bfloat16, 4096, overlap, features=True),
+        _embed_tokens(torch.float32, 8192, overlap, features=True),
         _scatter_segments(overlap),
         _gather_tokens("ragged", overlap),
         _gather_tokens("uniform", overlap, uniform=True),
@@ -41,12 +43,20 @@ def _fetch_upload(overlap: bool) -> AotCase:
     )
 
 
-def _embed_tokens(dtype: torch.dtype, hidden_size: int, overlap: bool) -> AotCase:
+def _embed_tokens(
+    dtype: torch.dtype, hidden_size: int, overlap: bool, *, features: bool = False
+) -> AotCase:
+    int32 = pointer(INT32)
     table, float32, int64 = pointer(dtype), pointer(torch.float32), pointer(INT64)
     return AotCase(
-        name=f"embed_tokens-{hidden_size}-{str(dtype).removeprefix('torch.')}",
+        name=f"embed_tokens-{hidden_size}-{str(dtype).removeprefix('torch.')}"
+        + ("-features" if features else ""),
         kernel=_embed_tokens_kernel,
-        args=(table, float32, int64, int64, table, float32, 33, hidden_size, 128),
+        args=(
+            *(table, float32, int64, int64, table, float32),
+            *((table, int32, int32) if features else (None, None, None)),
+            *(33, hidden_size, 128),
+        ),
         constexprs={
             "TILE_TOKENS": 1,
             "TILE_HIDDEN": hidden_size,

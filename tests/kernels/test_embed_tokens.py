@@ -42,6 +42,39 @@ def test_embeddings_and_angles_equal_the_table_rows(
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0, equal_nan=True)
 
 
+@given(
+    sources=st.lists(st.integers(-1, 4), max_size=33),
+    num_more=st.integers(0, 3),
+    is_read=st.booleans(),
+    hidden_size=st.sampled_from([1, 48, 200]),
+    dtype=st.sampled_from(DTYPES),
+    as_on_gpu=st.booleans(),
+)
+def test_features_replace_the_embeddings_of_their_tokens(
+    device, sources, num_more, is_read, hidden_size, dtype, as_on_gpu
+):
+    """A plain loop over tokens: a source, none (-1), and tokens after the last source."""
+    num_tokens = len(sources) + num_more
+    ids = torch.arange(num_tokens) % 7
+    embed, rows = (normal((size, hidden_size), dtype, "cpu", size) for size in (7, 5))
+    cos_sin = normal((7, 2), torch.float32, "cpu", 0)
+    source = torch.tensor([*sources, *[99] * 3], dtype=torch.int32)  # past the count: not read
+    count = torch.tensor([len(sources) if is_read else 0], dtype=torch.int32)
+    want = [
+        rows[sources[token]]
+        if is_read and token < len(sources) and sources[token] >= 0
+        else embed[ids[token]]
+        for token in range(num_tokens)
+    ]
+    for ops, where in ((kernels, device), (reference, torch.device("cpu"))):
+        features = kernels.FeatureRows(rows.to(where), source.to(where), count.to(where))
+        arguments = [argument.to(where) for argument in (ids, embed, ids, cos_sin)]
+        with tiles("embed_tokens", as_on_gpu=as_on_gpu):
+            hidden, angles = ops.embed_tokens(*arguments, features=features)
+        assert [row.tolist() for row in hidden.cpu()] == [row.tolist() for row in want]
+        assert torch.equal(angles.cpu(), cos_sin[ids])
+
+
 IDS = torch.zeros(3, dtype=torch.int64)
 TABLE = torch.zeros(5, 4)
 
@@ -73,3 +106,23 @@ def test_wrong_arguments_are_named(device, change, error, message):
     }
     with pytest.raises(error, match=message):
         kernels.embed_tokens(**on_device)
+
+
+ROWS, ONE = torch.zeros(2, 4), torch.zeros(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ((ROWS[:, :3], ONE, ONE), ValueError, r"features\.rows: expected shape \[any, 4\]"),
+        ((ROWS.half(), ONE, ONE), TypeError, r"features\.rows: expected dtype torch\.float32"),
+        ((ROWS, ONE.long(), ONE), TypeError, r"features\.source: expected dtype torch\.int32"),
+        ((ROWS, ONE, ONE[0]), ValueError, r"features\.num_sources: expected shape \[1\]"),
+    ],
+)
+def test_wrong_features_are_named(device, fields, error, message):
+    features = kernels.FeatureRows(*(field.to(device) for field in fields))
+    ids, table = IDS.to(device), TABLE.to(device)
+    for ops in (kernels, reference):
+        with pytest.raises(error, match=message):
+            ops.embed_tokens(ids, table, ids, table, features=features)

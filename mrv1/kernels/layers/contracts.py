@@ -1,8 +1,60 @@
-"""Types of the layers' arguments."""
+"""Types of the layers' arguments, and their checks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
+
+import torch
+
+from mrv1.kernels._base.checks import check_tensor
 
 Activation = Literal["silu_and_mul"]
 """The activations that ``linear`` can apply."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRows:
+    """Rows that replace the embeddings of some tokens, such as the features of an image."""
+
+    rows: torch.Tensor
+    """[any, hidden] of the embedding's dtype, contiguous."""
+    source: torch.Tensor
+    """[any] int32, contiguous: for each of the first tokens of the batch its row of ``rows``; -1 =
+    the embedding of its id. Rows are not checked."""
+    num_sources: torch.Tensor
+    """[1] int32: how many of the first tokens have an entry in ``source``; later tokens have the
+    embeddings of their ids. 0 = ``source`` is not read. At most the length of ``source``; not
+    checked, as it is on the device."""
+
+
+def check_features(features: FeatureRows | None, embed: torch.Tensor) -> None:
+    """Raise unless ``features`` can replace rows of ``embed``, or is None.
+
+    Raises:
+        TypeError, ValueError: a field is not as described.
+    """
+    if features is None:
+        return
+    device = embed.device
+    shape = (None, embed.shape[1])
+    check_tensor(
+        "features.rows",
+        features.rows,
+        shape=shape,
+        dtype=embed.dtype,
+        device=device,
+        contiguous=True,
+    )
+    for name, values, size in (
+        ("source", features.source, None),
+        ("num_sources", features.num_sources, 1),
+    ):
+        check_tensor(
+            f"features.{name}",
+            values,
+            shape=(size,),
+            dtype=torch.int32,
+            device=device,
+            contiguous=True,
+        )

@@ -1,6 +1,6 @@
 """The model's first op: look up the tokens' rows of the embedding and of rope's table.
 
-hidden[i] = embed[input_ids[i]];  angles[i] = cos_sin[positions[i]]
+hidden[i] = embed[input_ids[i]], or a row of features;  angles[i] = cos_sin[positions[i]]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.layers.contracts import FeatureRows, check_features
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -22,6 +23,9 @@ def _embed_tokens_kernel(
     positions_ptr,  # [num_tokens] int64
     embed_ptr,  # [vocab_size, hidden_size], contiguous
     cos_sin_ptr,  # [max_positions, rotary_dim] float32, contiguous
+    feature_rows_ptr,  # [any, hidden_size], contiguous, or None
+    feature_source_ptr,  # [any] int32, or None
+    num_sources_ptr,  # [1] int32, or None
     num_tokens,
     hidden_size,
     rotary_dim,
@@ -39,7 +43,12 @@ def _embed_tokens_kernel(
     position = tl.load(positions_ptr + token, mask=is_token, other=0)
     col = tl.arange(0, TILE_HIDDEN)[None, :]
     mask = is_token & (col < hidden_size)
-    row = tl.load(embed_ptr + token_id * hidden_size + col, mask=mask)
+    row_ptr = embed_ptr + token_id * hidden_size
+    if feature_rows_ptr is not None:
+        has_source = is_token & (token < tl.load(num_sources_ptr))
+        source = tl.load(feature_source_ptr + token, mask=has_source, other=-1).to(tl.int64)
+        row_ptr = tl.where(source >= 0, feature_rows_ptr + source * hidden_size, row_ptr)
+    row = tl.load(row_ptr + col, mask=mask)
     angle_col = tl.arange(0, TILE_ROTARY)[None, :]
     angle_mask = is_token & (angle_col < rotary_dim)
     angles = tl.load(cos_sin_ptr + position * rotary_dim + angle_col, mask=angle_mask)
@@ -48,15 +57,23 @@ def _embed_tokens_kernel(
 
 
 def embed_tokens(
-    input_ids: torch.Tensor, embed: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    input_ids: torch.Tensor,
+    embed: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    features: FeatureRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of ``embed`` at ``input_ids`` and the rows of ``cos_sin`` at ``positions``.
+
+    With ``features``, some tokens have a row of features in place of their row of ``embed``.
 
     Args:
         input_ids: [tokens] int64, contiguous, in [0, vocab); not checked.
         embed: [vocab, hidden] float32 | float16 | bfloat16, contiguous.
         positions: [tokens] int64, contiguous, in [0, max_positions); not checked.
         cos_sin: [max_positions, rotary_dim] float32, contiguous: cosines, then sines.
+        features: rows that replace embeddings; None = none do.
 
     Returns:
         ([tokens, hidden] of embed's dtype, [tokens, rotary_dim] float32), both allocated here.
@@ -75,6 +92,7 @@ def embed_tokens(
     check("input_ids", input_ids, shape=(None,), dtype=torch.int64)
     check("positions", positions, shape=input_ids.shape, dtype=torch.int64)
     check("cos_sin", cos_sin, shape=(None, None), dtype=torch.float32)
+    check_features(features, embed)
     hidden = embed.new_empty(input_ids.shape[0], embed.shape[1])
     angles = cos_sin.new_empty(input_ids.shape[0], cos_sin.shape[1])
     if len(input_ids) == 0:
@@ -82,6 +100,9 @@ def embed_tokens(
     tile_tokens = triton.next_power_of_2(len(input_ids)) if INTERPRET else 1
     _embed_tokens_kernel[(triton.cdiv(len(input_ids), tile_tokens),)](
         *(hidden, angles, input_ids, positions, embed, cos_sin),
+        None if features is None else features.rows,
+        None if features is None else features.source,
+        None if features is None else features.num_sources,
         *(len(input_ids), embed.shape[1], cos_sin.shape[1]),
         TILE_TOKENS=tile_tokens,
         TILE_HIDDEN=triton.next_power_of_2(embed.shape[1]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels._base.oracle import counted, wide
-from mrv1.kernels.layers.contracts import Activation
+from mrv1.kernels.layers.contracts import Activation, FeatureRows, check_features
 
 
 @counted
@@ -103,7 +103,18 @@ def linear(
 
 @counted
 def embed_tokens(
-    input_ids: torch.Tensor, embed: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    input_ids: torch.Tensor,
+    embed: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    features: FeatureRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle of :func:`mrv1.kernels.embed_tokens`."""
-    return torch.nn.functional.embedding(input_ids, embed), cos_sin.index_select(0, positions)
+    check_features(features, embed)
+    hidden = torch.nn.functional.embedding(input_ids, embed)
+    if features is not None:
+        source = features.source[: min(int(features.num_sources), len(hidden))]
+        is_feature = source >= 0
+        hidden[: len(source)][is_feature] = features.rows[source[is_feature].long()]
+    return hidden, cos_sin.index_select(0, positions)

@@ -1,0 +1,134 @@
+"""Which rows of the runner's feature buffer hold which items. Pure host code."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from mrv1.engine.request import Request
+from mrv1.multimodal import MultimodalItem
+from mrv1.runner.step import Int32Array, StagedFeatures
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The rows of an item's features."""
+
+    rows: Int32Array
+    num_users: int = 0
+    """How many items of running requests have these features and some tokens not computed yet."""
+
+
+class FeaturePool:
+    """Gives rows of the buffer to items, whose features the runner then copies there.
+
+    An item holds its rows from the first chunk that needs them to the last. They then stay cached
+    until another item needs them, least recently used first: an item with the same content hash
+    takes them as they are. Rows may be given away while a step that reads them is in flight,
+    because the runner's copies and steps run in the order of their launches.
+
+    Args:
+        num_rows: rows of the buffer.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.num_held = 0
+        """Rows that items of running requests hold."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every item."""
+        self.num_held = 0
+        self._is_free = np.ones(self.num_rows, dtype=np.bool_)
+        self._in_use: dict[bytes, _Entry] = {}
+        self._cached: OrderedDict[bytes, _Entry] = OrderedDict()
+        """Entries without users, least recently used first."""
+        self._items: dict[Request, list[MultimodalItem]] = {}
+        """The items that each running request holds, in order."""
+
+    @property
+    def num_cached(self) -> int:
+        """Rows that no running request holds, with features that a later request may use."""
+        return sum(len(entry.rows) for entry in self._cached.values())
+
+    def reach(self, request: Request, start: int, end: int, *, takes: bool = True) -> int:
+        """Return how far a chunk ``[start, end)`` gets with the rows that can be had.
+
+        Args:
+            request: a request.
+            start: first token of the chunk.
+            end: end of the chunk.
+            takes: whether the request may take rows that no running request holds.
+
+        Returns:
+            ``end``, or the start of the first item that cannot get its rows.
+        """
+        num_left = self.num_rows - self.num_held if takes else 0
+        fresh: set[bytes] = set()
+        for item in request.items_in(start, end):
+            key = item.content_hash
+            if key in self._in_use or key in fresh:
+                continue
+            fresh.add(key)
+            num_left -= item.num_tokens
+            if num_left < 0:
+                return item.start
+        return end
+
+    def hold(self, request: Request, start: int, end: int) -> list[StagedFeatures]:
+        """Let a request hold the items of a chunk, whose end is as ``reach`` returned it.
+
+        Returns:
+            The items that must be staged before the step; they count as staged from now on.
+        """
+        held = self._items.setdefault(request, [])
+        staged = []
+        for item in request.items_in(start, end):
+            if item in held:
+                continue
+            key = item.content_hash
+            entry = self._in_use.get(key)
+            if entry is None:
+                self.num_held += item.num_tokens
+                entry = self._cached.pop(key, None)
+                if entry is None:
+                    entry = _Entry(self._take(item.num_tokens))
+                    staged.append(StagedFeatures(item=item, rows=entry.rows))
+                self._in_use[key] = entry
+            entry.num_users += 1
+            held.append(item)
+        return staged
+
+    def release(self, request: Request, num_computed: int) -> None:
+        """Let a request give up the items that end within its first ``num_computed`` tokens."""
+        held = self._items.get(request, [])
+        while held and held[0].end <= num_computed:
+            key = held.pop(0).content_hash
+            entry = self._in_use[key]
+            entry.num_users -= 1
+            if not entry.num_users:
+                self._cached[key] = self._in_use.pop(key)
+                self.num_held -= len(entry.rows)
+        if not held:
+            self._items.pop(request, None)
+
+    def forget(self, staged: StagedFeatures) -> None:
+        """Record that an item's features were not copied: its requests have failed."""
+        entry = self._cached.pop(staged.item.content_hash, None)
+        if entry is not None:
+            self._is_free[entry.rows] = True
+
+    def _take(self, count: int) -> Int32Array:
+        """Return ``count`` rows, taken from the least recently used entries if need be."""
+        num_free = int(np.count_nonzero(self._is_free))
+        while num_free < count:
+            _, entry = self._cached.popitem(last=False)
+            self._is_free[entry.rows] = True
+            num_free += len(entry.rows)
+        rows = np.flatnonzero(self._is_free)[:count].astype(np.int32)
+        self._is_free[rows] = False
+        rows.flags.writeable = False  # plans share the array
+        return rows

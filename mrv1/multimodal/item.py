@@ -1,0 +1,257 @@
+"""One image, video or piece of audio of a request: its features and their place in the prompt."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mrv1.errors import RequestError
+
+Modality = Literal["image", "video", "audio"]
+
+FeatureSource = torch.Tensor | npt.NDArray[np.floating] | str | Path
+"""A tensor on any device, an array, or the name of a .npy or .safetensors file."""
+
+DIGEST_BYTES = 16
+"""128 bits, as the digests of the prefix cache."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MultimodalItem:
+    """The features of an image, a video or a piece of audio, which some prompt tokens stand for.
+
+    The prompt has a placeholder token for each row of features: the row replaces the embedding of
+    its token, and everything else about the token stays. The tensor must not change until the
+    request has ended. If it is on a GPU, making the item waits for that GPU once.
+
+    Raises:
+        RequestError: a field is not as described; the message names the item by its modality and
+            its start.
+    """
+
+    features: torch.Tensor | FeatureSource | Sequence[FeatureSource]
+    """``[n, hidden]`` of any floating dtype, or a list of parts that follow each other, such as
+    the frames of a video. A tensor once the item is made."""
+    start: int
+    """Position in the prompt of the first of the n placeholder tokens."""
+    modality: Modality = "image"
+    grid_thw: tuple[int, int, int] | None = None
+    """Patches in time, height and width, before the encoder merges any; models with M-RoPE need
+    it for images and video."""
+    second_per_grid: float | None = None
+    """Seconds of a video that one step of the grid in time covers; None = the model's default."""
+    bidirectional: bool = False
+    """Whether the item's tokens see each other in both directions; else each token sees only
+    earlier tokens. The item is then computed within one step."""
+    cache_key: str | bytes | None = None
+    """Names the content, such as the digest of the image file: items with equal keys and equal
+    other fields must have equal features. None = a digest of the features."""
+
+    def __post_init__(self) -> None:
+        """Check every field; load and join the features."""
+        if not _is_int(self.start) or self.start < 0:
+            raise self._error("start", "an integer >= 0", self.start)
+        if self.modality not in get_args(Modality):
+            raise self._error("modality", f"one of {get_args(Modality)}", self.modality)
+        grid: object = self.grid_thw
+        if grid is not None:
+            sizes = _plain_sizes(grid)
+            if sizes is None or self.modality == "audio":
+                expected = "None for audio" if sizes else "three integers >= 1"
+                raise self._error("grid_thw", expected, grid)
+            object.__setattr__(self, "grid_thw", sizes)
+        seconds: object = self.second_per_grid
+        if seconds is not None:
+            is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+            if not is_number or not 0 < cast("float", seconds) < math.inf:
+                raise self._error("second_per_grid", "a number of seconds > 0", seconds)
+            if self.modality != "video":
+                raise self._error("second_per_grid", f"None for {self.modality}", seconds)
+        if not isinstance(self.bidirectional, bool):
+            raise self._error("bidirectional", "True or False", self.bidirectional)
+        if self.cache_key is not None and not isinstance(self.cache_key, str | bytes):
+            raise self._error("cache_key", "a string or bytes", self.cache_key)
+        object.__setattr__(self, "features", self._joined(self.features))
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """``features``, ``[n, hidden]``, as a tensor."""
+        return cast("torch.Tensor", self.features)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of features, and placeholder tokens."""
+        return len(self.tensor)
+
+    @property
+    def end(self) -> int:
+        """Position in the prompt after the last placeholder token."""
+        return self.start + self.num_tokens
+
+    @property
+    def name(self) -> str:
+        """The item in an error message."""
+        return f"{self.modality} at token {self.start}"
+
+    @cached_property
+    def content_hash(self) -> bytes:
+        """Digest of all that keys and values depend on, except the place in the prompt.
+
+        Computed when it is first needed. Without ``cache_key`` it reads all features, which waits
+        for a GPU that holds them.
+        """
+        fields = (self.modality, self.grid_thw, self.second_per_grid, self.bidirectional)
+        tensor = self.tensor
+        digest = blake2b(repr((*fields, *tensor.shape)).encode(), digest_size=DIGEST_BYTES)
+        if self.cache_key is None:
+            digest.update(str(tensor.dtype).encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        else:
+            key = self.cache_key
+            digest.update(b"key" + (key.encode() if isinstance(key, str) else key))
+        return digest.digest()
+
+    def prepared(
+        self, hidden_size: int, dtype: torch.dtype, *, pin_memory: bool
+    ) -> MultimodalItem:
+        """Return the item with features for a model, and the same ``content_hash``.
+
+        Args:
+            hidden_size: the model's hidden size.
+            dtype: the dtype of its embeddings.
+            pin_memory: whether features on the CPU are moved to pinned memory.
+
+        Raises:
+            RequestError: the hidden size differs, or a value is too large for ``dtype``.
+        """
+        tensor = self.tensor
+        if tensor.shape[1] != hidden_size:
+            raise self._error(
+                "features", f"[n, {hidden_size}], the model's hidden size", list(tensor.shape)
+            )
+        if tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+            if not torch.isfinite(tensor).all():
+                raise self._error("features", f"values that fit {dtype}", "larger values")
+        if pin_memory and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        _ = self.content_hash  # of the features as they were given
+        prepared = copy.copy(self)
+        object.__setattr__(prepared, "features", tensor.contiguous())
+        return prepared
+
+    def _joined(self, source: object) -> torch.Tensor:
+        """Return the features as one tensor ``[n, hidden]``."""
+        if not isinstance(source, Sequence) or isinstance(source, str):
+            return self._loaded(source)
+        parts = [self._loaded(part) for part in source]
+        if not parts:
+            raise self._error("features", "at least one tensor", "an empty list")
+        kinds = {(part.shape[1], part.dtype, part.device) for part in parts}
+        if len(kinds) > 1:
+            raise self._error(
+                "features",
+                "parts of one hidden size, dtype and device",
+                sorted(f"{size} {dtype} {device}" for size, dtype, device in kinds),
+            )
+        return torch.cat(parts)
+
+    def _loaded(self, source: object) -> torch.Tensor:
+        """Return one part of the features as a checked tensor."""
+        if isinstance(source, str | Path):
+            source = self._read(Path(source))
+        if isinstance(source, np.ndarray):
+            try:
+                source = torch.from_numpy(source)
+            except (TypeError, ValueError) as error:
+                raise self._error("features", "an array of floats", source.dtype) from error
+        if not isinstance(source, torch.Tensor):
+            raise self._error(
+                "features", "a tensor, an array, a file name or a list of these", type(source)
+            )
+        if not source.dtype.is_floating_point:
+            raise self._error("features", "a floating dtype", source.dtype)
+        if source.ndim != 2 or 0 in source.shape:
+            raise self._error("features", "shape [n, hidden], both >= 1", list(source.shape))
+        finite = torch.isfinite(source).all(dim=1)
+        if not finite.all():
+            row = int((~finite).nonzero()[0, 0])
+            raise self._error("features", "finite values", f"NaN or infinity in row {row}")
+        return source.detach()
+
+    def _read(self, path: Path) -> object:
+        """Return the array or tensor of a file."""
+        path = path.expanduser()
+        if path.suffix not in (".npy", ".safetensors"):
+            raise self._error("features", "a .npy or .safetensors file", str(path))
+        try:
+            if path.suffix == ".npy":
+                return np.load(path, allow_pickle=False)
+            from safetensors.torch import load_file  # only here: not every request has files
+
+            tensors = load_file(path)
+        except Exception as error:  # OSError, ValueError, and safetensors' own class
+            raise self._error("features", f"a readable file {str(path)!r}", error) from error
+        if len(tensors) != 1:
+            raise self._error("features", f"one tensor in {str(path)!r}", sorted(tensors))
+        return next(iter(tensors.values()))
+
+    def _error(self, field: str, expected: str, got: object) -> RequestError:
+        return RequestError(
+            f"multimodal item ({self.name}): {field}: expected {expected}, got {got}"
+        )
+
+
+def in_order(items: Iterable[object], num_prompt_tokens: int) -> tuple[MultimodalItem, ...]:
+    """Return a request's items in the order of its prompt.
+
+    Raises:
+        RequestError: an entry is no item, an item ends after the prompt, or two items overlap.
+    """
+    checked: list[MultimodalItem] = []
+    for index, item in enumerate(items):
+        if not isinstance(item, MultimodalItem):
+            raise RequestError(
+                f"multimodal[{index}]: expected a MultimodalItem, got {type(item).__name__}"
+            )
+        if item.end > num_prompt_tokens:
+            raise RequestError(
+                f"multimodal item ({item.name}): start: expected {item.num_tokens} placeholders "
+                f"within the prompt's {num_prompt_tokens} tokens, got tokens {item.start} to "
+                f"{item.end}"
+            )
+        checked.append(item)
+    checked.sort(key=lambda item: item.start)
+    for item, following in pairwise(checked):
+        if item.end > following.start:
+            raise RequestError(
+                f"multimodal item ({following.name}): start: expected no item before token "
+                f"{item.end}, where the {item.name} ends, got {following.start}"
+            )
+    return tuple(checked)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _plain_sizes(grid: object) -> tuple[int, int, int] | None:
+    """Return a grid of three integers >= 1 as a tuple; None if it is none."""
+    if isinstance(grid, torch.Tensor | np.ndarray):
+        grid = grid.tolist()
+    if not isinstance(grid, list | tuple) or len(grid) != 3:
+        return None
+    if not all(_is_int(size) and size >= 1 for size in grid):
+        return None
+    return cast("tuple[int, int, int]", tuple(grid))
