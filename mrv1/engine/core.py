@@ -15,13 +15,14 @@ import numpy.typing as npt
 
 from mrv1.config import EngineConfig
 from mrv1.engine.guards import recovers
+from mrv1.engine.prefix_cache import key_spans
 from mrv1.engine.request import Request, Status
 from mrv1.engine.request_limits import check_logprob_memory, check_params
 from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
-from mrv1.multimodal import MultimodalItem, in_order
+from mrv1.multimodal import MultimodalItem, as_items, in_order, visible_ranges, whole_spans
 from mrv1.runner import AsyncOutput, KVUsage, ModelRunner, RequestId, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
@@ -138,6 +139,7 @@ class EngineCore:
         *,
         encode: Callable[[str], Sequence[int]] | None = None,
         multimodal: Sequence[MultimodalItem] | None = None,
+        attn_mask_offsets: object = None,
     ) -> Request:
         """Queue a request and return the ``Request`` of the first of its ``params.n`` outputs.
 
@@ -152,11 +154,14 @@ class EngineCore:
                 order; None or [] = plain text. On a GPU, features on the CPU are copied to pinned
                 memory here; features on the GPU without a ``cache_key`` are read once, which waits
                 for the GPU.
+            attn_mask_offsets: ``[prompt tokens, 2]`` integers: the range ``[lo, hi)`` of positions
+                that each prompt token sees; tokens that see later ones are computed in one step
+                with them. None = each token sees all positions up to its own.
 
         Raises:
             RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is
-                over a limit, an item does not fit the model or the prompt, the id is in use, or
-                the request can never fit; nothing is queued.
+                over a limit, an item does not fit the model or the prompt, the ranges are wrong or
+                not supported, the id is in use, or the request can never fit; nothing is queued.
             StepError: a kernel failed in an earlier step: this process can no longer use the GPU.
             RuntimeError: the engine sleeps or lacks weights.
         """
@@ -172,10 +177,19 @@ class EngineCore:
                 f"min_tokens: expected at most {longest - len(prompt)} after a prompt of "
                 f"{len(prompt)} tokens (max_model_len), got {short(params.min_tokens)}"
             )
+        items = self._prepared(multimodal, prompt) if multimodal else ()
+        ranges = None
+        if items or attn_mask_offsets is not None:
+            ranges = visible_ranges(items, attn_mask_offsets, len(prompt))
+        if ranges is not None:
+            self._check_takes_ranges()
         request = Request(
             req_id=req_id,
             prompt_token_ids=prompt,
-            multimodal=self._prepared(multimodal, prompt) if multimodal else (),
+            multimodal=items,
+            attn_mask_offsets=ranges,
+            unsplittable=() if ranges is None else whole_spans(ranges),
+            key_spans=key_spans(items, ranges, prompt),
             params=params,
             seed=derive_seed(self.config.seed, self._num_added)
             if params.seed is None
@@ -238,8 +252,25 @@ class EngineCore:
         self, multimodal: Sequence[MultimodalItem], prompt: tuple[int, ...]
     ) -> tuple[MultimodalItem, ...]:
         """Return the items in the order of the prompt, ready to be staged."""
-        items = in_order(multimodal, len(prompt))
+        items = in_order(as_items(multimodal), len(prompt))
+        if not self.runner.num_feature_rows:
+            raise RequestError(
+                f"multimodal: expected no items, because mm_cache_memory_bytes has room for none, "
+                f"got {len(items)}"
+            )
         return tuple([self.runner.prepared(item) for item in items])
+
+    def _check_takes_ranges(self) -> None:
+        """Raise unless tokens may see other keys than all up to their own."""
+        for option, value in (
+            ("attention_backend", "flashinfer"),
+            ("deterministic", True),
+        ):
+            if getattr(self.config, option) == value:
+                raise RequestError(
+                    "bidirectional or attn_mask_offsets: expected neither with "
+                    f"{option}={value!r}, whose kernels are causal, got one"
+                )
 
     def _banned_token_sequences(
         self, params: SamplingParams, encode: Callable[[str], Sequence[int]] | None
@@ -449,11 +480,15 @@ class EngineCore:
             return sum(map(operator.mul, counts, block_bytes))
 
         held = [pool.num_held for pool in pools]
+        features = self.scheduler.features
+        row_bytes = report["feature_bytes"] // max(features.num_rows, 1)
         return KVUsage(
             **report,
             held_blocks=held,
             held_bytes=nbytes(held),
             peak_held_bytes=nbytes(pool.peak_held for pool in pools),
+            held_feature_bytes=features.num_held * row_bytes,
+            cached_feature_bytes=features.num_cached * row_bytes,
             free_share=nbytes(pool.num_free for pool in pools)
             / nbytes(pool.num_blocks for pool in pools),
         )

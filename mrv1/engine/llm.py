@@ -30,9 +30,13 @@ from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.params import short
 
 Prompt = str | Sequence[int] | Mapping[str, object]
-"""A text, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids``."""
+"""A text, a list of token ids, or a dict with ``prompt`` or ``prompt_token_ids``, and optionally
+``multimodal`` (a list of ``MultimodalItem``) and ``attn_mask_offsets``."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+MULTIMODAL_KEYS = ("multimodal", "attn_mask_offsets")
+"""More keys that a dict may have, as ``EngineCore.add_request`` names them."""
 
 logger = logging.getLogger(__name__)
 
@@ -547,6 +551,7 @@ class LLM:
             self._token_ids(prompt),
             self._with_grammar(params),
             encode=self._tokenizer.encode_word if self._tokenizer.is_loaded else None,
+            **_multimodal_of(prompt),
         )
         self._groups[req_id] = RequestGroup(
             request, self._tokenizer, prompt=_text_of(prompt), is_awaited=is_awaited
@@ -573,11 +578,14 @@ class LLM:
 
     def _token_ids(self, prompt: object) -> Sequence[int]:
         if isinstance(prompt, Mapping):
-            if len(prompt) != 1 or not set(prompt) <= set(PROMPT_KEYS):
+            keys = [key for key in prompt if key not in MULTIMODAL_KEYS]
+            if len(keys) != 1 or keys[0] not in PROMPT_KEYS:
                 raise RequestError(
-                    f"prompt: expected a dict with one of {PROMPT_KEYS}, got keys {list(prompt)}"
+                    f"prompt: expected a dict with one of {PROMPT_KEYS}, and maybe "
+                    f"{' or '.join(MULTIMODAL_KEYS)}, got keys {list(prompt)}"
                 )
-            ((key, prompt),) = prompt.items()
+            (key,) = keys
+            prompt = prompt[key]
             if isinstance(prompt, str) != (key == "prompt"):
                 expected = "text" if key == "prompt" else "a list of token ids"
                 raise RequestError(f"{key}: expected {expected}, got {type(prompt).__name__}")
@@ -702,6 +710,13 @@ def _params_per_prompt(
             f"got {len(params)}"
         )
     return list(params)
+
+
+def _multimodal_of(prompt: object) -> dict[str, Any]:
+    """Return the values of ``MULTIMODAL_KEYS`` that a prompt has."""
+    if not isinstance(prompt, Mapping):
+        return {}
+    return {key: prompt[key] for key in MULTIMODAL_KEYS if key in prompt}
 
 
 def _text_of(prompt: object) -> str | None:

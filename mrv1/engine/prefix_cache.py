@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv1.engine.head_pools import HeadPools
-from mrv1.engine.request import Request
+from mrv1.engine.request import KeySpan, Request
 from mrv1.engine.slot_table import SlotTable
+from mrv1.multimodal import MultimodalItem, causal_ranges
+from mrv1.runner.step import Int32Array
 
 DIGEST_BYTES = 16
 """128 bits: the probability that two different prefixes share a digest is negligible."""
@@ -24,6 +26,7 @@ def extend_chain(
     token_ids: Sequence[int] | npt.NDArray[np.int32],
     block_size: int,
     extra_key: bytes = b"",
+    key_spans: Sequence[KeySpan] = (),
 ) -> None:
     """Append to ``chain`` the digest of every full block of ``token_ids``.
 
@@ -35,13 +38,43 @@ def extend_chain(
         token_ids: the tokens after these blocks; a last block that is not full gets no digest.
         block_size: tokens per block.
         extra_key: anything else the K and V depend on; different keys never share a digest.
+        key_spans: spans of tokens whose K and V depend on something else too: the digests of the
+            blocks that overlap a span cover its start and its key.
     """
     data = np.asarray(token_ids, dtype=np.int32).tobytes()
     block_bytes = block_size * np.dtype(np.int32).itemsize
     parent = chain[-1] if chain else blake2b(extra_key, digest_size=DIGEST_BYTES).digest()
+    first = len(chain) * block_size
     for end in range(block_bytes, len(data) + 1, block_bytes):
-        parent = blake2b(parent + data[end - block_bytes : end], digest_size=DIGEST_BYTES).digest()
+        content = parent + data[end - block_bytes : end]
+        for start, stop, key in key_spans:
+            if start < first + block_size and first < stop:
+                content += start.to_bytes(8) + key
+        parent = blake2b(content, digest_size=DIGEST_BYTES).digest()
         chain.append(parent)
+        first += block_size
+
+
+def key_spans(
+    items: Sequence[MultimodalItem], ranges: Int32Array | None, prompt: Sequence[int]
+) -> tuple[KeySpan, ...]:
+    """Return the spans of a prompt whose K and V depend on more than the tokens up to them.
+
+    The tokens of an item depend on its content. A token that sees later tokens, or not all earlier
+    ones, changes K and V of all layers but the first, here and in all tokens that see it: with
+    ranges that do not follow from items alone, everything from there on has the key of the whole
+    prompt.
+    """
+    spans = [(item.start, item.end, item.content_hash) for item in items]
+    if ranges is not None and not any(item.bidirectional for item in items):
+        causal = causal_ranges(0, len(prompt))
+        first = int((ranges != causal).any(axis=1).argmax())
+        digest = blake2b(np.array(prompt, dtype=np.int32).tobytes(), digest_size=DIGEST_BYTES)
+        digest.update(ranges.tobytes())
+        for start, _, key in spans:
+            digest.update(start.to_bytes(8) + key)
+        spans.append((first, len(prompt), digest.digest()))
+    return tuple(spans)
 
 
 class PrefixCache:
@@ -95,4 +128,10 @@ class PrefixCache:
         start = len(request.block_digests) * block_size
         if start + block_size <= num_tokens:
             token_ids = request.token_ids(start, num_tokens)
-            extend_chain(request.block_digests, token_ids, block_size, request.cache_key)
+            extend_chain(
+                request.block_digests,
+                token_ids,
+                block_size,
+                request.cache_key,
+                request.key_spans,
+            )

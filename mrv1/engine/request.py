@@ -15,6 +15,9 @@ from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.runner.step import Int32Array, RequestId, SlotRequest, TokenLogprobs
 from mrv1.sampler import GrammarMatcher, SamplingParams
 
+KeySpan = tuple[int, int, bytes]
+"""Start and end of a span of tokens, and a key of a fixed length for what it depends on."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -51,6 +54,10 @@ class Request:
     """Spans ``[start, end)`` of the prompt, ascending, each computed within one step."""
     multimodal: tuple[MultimodalItem, ...] = ()
     """Items whose features replace embeddings of the prompt, ascending by their start."""
+    attn_mask_offsets: Int32Array | None = None
+    """[prompt tokens, 2] the range of keys that each prompt token sees; None = causal."""
+    key_spans: tuple[KeySpan, ...] = ()
+    """Spans of the prompt whose K and V depend on more than tokens, such as an item's features."""
     cache_key: bytes = b""
     """Anything but tokens that K and V depend on: only requests with equal keys share prefixes."""
     arrival_time: float = field(default_factory=time.perf_counter)
@@ -122,6 +129,8 @@ class Request:
                 max_total_tokens=self.max_total_tokens,
                 unsplittable=self.unsplittable,
                 multimodal=self.multimodal,
+                attn_mask_offsets=self.attn_mask_offsets,
+                key_spans=self.key_spans,
                 cache_key=self.cache_key,
                 arrival_time=self.arrival_time,
                 banned_token_sequences=self.banned_token_sequences,
@@ -182,6 +191,10 @@ class Request:
                 return span_start - start
         return count
 
+    def span_size(self, start: int) -> int:
+        """Return the tokens of the unsplittable span that starts at ``start``; 0 = none does."""
+        return next((end - begin for begin, end in self.unsplittable if begin == start), 0)
+
     def items_in(self, start: int, end: int) -> list[MultimodalItem]:
         """Return the items of which tokens ``[start, end)`` contain some."""
         return [item for item in self.multimodal if item.start < end and start < item.end]
@@ -206,6 +219,7 @@ class Request:
             min_total_tokens=num_prompt_tokens + self.params.min_tokens,
             late_token_ids=self.late_token_ids[:MAX_STOP_TOKENS],
             multimodal=self.multimodal,
+            attn_mask_offsets=self.attn_mask_offsets,
         )
 
     def set_ending_tokens(self, eos_token_ids: tuple[int, ...]) -> None:

@@ -128,6 +128,10 @@ class Scheduler:
         """Running requests that have yet to compute tokens of items."""
         self._lacks_rows = False
         """Whether an item of a request got no rows in the step that is being planned."""
+        self._promised: tuple[Request, int] | None = None
+        """The request whose unsplittable span had too few tokens left in the last step, and the
+        tokens of the span: they are kept for it in the next step, or decodes would always come
+        first."""
         self._staged: list[StagedFeatures] = []
         """Items to be staged before the step that is being planned."""
         self._finished: list[int] = []
@@ -231,6 +235,9 @@ class Scheduler:
             )
         batch, slots = self._batch, self._slots
         self._lacks_rows = False
+        promised, self._promised = self._promised, None
+        if promised is not None and promised[0].finished:
+            promised = None
         rows, continued, starved = batch.rows, batch.continued, False
         if continued is None:
             ends = np.minimum(slots.num_tokens[rows.index], slots.max_computed[rows.index])
@@ -240,9 +247,10 @@ class Scheduler:
         if (
             num_tokens > self.max_num_batched_tokens
             or self._with_items
+            or promised is not None
             or not batch.has_blocks(ends, num_tokens)
         ):
-            ends, starved = self._ends_one_by_one()
+            ends, starved = self._ends_one_by_one(promised)
             rows, continued = batch.rows, None
             num_tokens = int((ends - slots.num_computed[rows.index]).sum())
         new_blocks = batch.grow(ends)
@@ -267,7 +275,7 @@ class Scheduler:
         newest = self._batch.newest
         return [] if newest is None else newest.rows_with_grammars
 
-    def _ends_one_by_one(self) -> tuple[Int64Array, bool]:
+    def _ends_one_by_one(self, promised: tuple[Request, int] | None) -> tuple[Int64Array, bool]:
         """Return how far each running request is computed, and whether blocks ran out.
 
         For a step whose tokens or blocks do not suffice for all running requests. May preempt
@@ -275,6 +283,7 @@ class Scheduler:
         that computes nothing in this step is the number of its tokens that are computed already.
         """
         budget, claimed, starved = self.max_num_batched_tokens, 0, False
+        favoured, num_kept = (None, 0) if promised is None else promised
         batch, slots = self._batch, self._slots
         ends: dict[RequestId, int] = {}
         for request in tuple(self.running.values()):
@@ -283,7 +292,10 @@ class Scheduler:
             slot = request.slot
             computed = int(slots.num_computed[slot])
             known = min(int(slots.num_tokens[slot]), int(slots.max_computed[slot]))
-            count = self._chunk(request, computed, min(known - computed, budget))
+            if request is favoured:
+                num_kept = 0
+            budget_left = max(budget - num_kept, 0)
+            count = self._chunk(request, computed, min(known - computed, budget_left))
             needed = batch.num_lacking(request, computed + count)
             while needed > 0 and claimed + needed > self.pools.num_free:
                 starved = True
@@ -294,6 +306,8 @@ class Scheduler:
                 self._preempt(self._victim())
                 if request.req_id not in self.running:
                     break
+            if not count and needed <= 0:
+                self._promise(request, computed, budget_left)
             if request.req_id in self.running:
                 ends[request.req_id] = computed + count
                 self._hold_items(request, computed, computed + count)
@@ -311,6 +325,12 @@ class Scheduler:
             self._lacks_rows = True  # the rows that become free are its: later arrivals wait
             count = max(request.uncut(start, end - start), 0)
         return count
+
+    def _promise(self, request: Request, start: int, budget: int) -> None:
+        """Keep tokens for a request in the next step if its span does not fit into ``budget``."""
+        size = request.span_size(start)
+        if size > budget and self._promised is None:
+            self._promised = request, size
 
     def _hold_items(self, request: Request, start: int, end: int) -> None:
         """Let a request hold the items of its chunk ``[start, end)`` in the step."""
@@ -352,6 +372,10 @@ class Scheduler:
             num_cached = len(hit[0]) * self.block_size
             count = self._chunk(request, num_cached, min(request.num_tokens - num_cached, budget))
             end = num_cached + count
+            if not count and not self.pools.lacks(
+                hit, request.num_tokens, num_cached + request.span_size(num_cached)
+            ):
+                self._promise(request, num_cached, budget)
             if not count or self.pools.lacks(hit, request.num_tokens, end):
                 self._blocked = left
                 self.pools.watch(request.block_digests)

@@ -130,7 +130,8 @@ class KernelBackend:
         self, batch: AttentionBatch, cache: LayerCache, num_decodes: int
     ) -> PrefillSplits | None:
         """Return splits for all layers if the prefill tiles alone cannot fill the device."""
-        if num_decodes == batch.num_reqs or self._deterministic:
+        is_masked = batch.attn_mask_offsets is not None
+        if num_decodes == batch.num_reqs or self._deterministic or is_masked:
             return None
         return PrefillSplits.allocate(
             num_tokens=batch.num_tokens - num_decodes,
@@ -195,6 +196,7 @@ class KernelBackend:
         splits: PrefillSplits | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        ranges = batch.attn_mask_offsets
         return self._ops.paged_prefill_attention(
             q,
             cache.k,
@@ -205,6 +207,7 @@ class KernelBackend:
             cache.layout,
             softmax_scale=self._softmax_scale,
             max_query_len=batch.max_query_len,
+            attn_mask_offsets=None if ranges is None else ranges[first_row:],
             splits=splits,
             deterministic=self._deterministic,
             out=out,

@@ -8,11 +8,27 @@ from typing import TYPE_CHECKING
 from mrv1.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from mrv1.multimodal.item import Modality, MultimodalItem, in_order
+    from mrv1.multimodal.fastdeploy import from_fastdeploy
+    from mrv1.multimodal.item import Modality, MultimodalItem, as_items, in_order
+    from mrv1.multimodal.masks import Ranges, causal_ranges, visible_ranges, whole_spans
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
-        {"item": ["Modality", "MultimodalItem", "in_order"]},
+        {
+            "fastdeploy": ["from_fastdeploy"],
+            "item": ["Modality", "MultimodalItem", "as_items", "in_order"],
+            "masks": ["Ranges", "causal_ranges", "visible_ranges", "whole_spans"],
+        },
     )
 
-__all__ = ["Modality", "MultimodalItem", "in_order"]
+__all__ = [
+    "Modality",
+    "MultimodalItem",
+    "Ranges",
+    "as_items",
+    "causal_ranges",
+    "from_fastdeploy",
+    "in_order",
+    "visible_ranges",
+    "whole_spans",
+]

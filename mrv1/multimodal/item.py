@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -213,33 +213,61 @@ class MultimodalItem:
         )
 
 
-def in_order(items: Iterable[object], num_prompt_tokens: int) -> tuple[MultimodalItem, ...]:
+_FIELDS = tuple(field.name for field in fields(MultimodalItem))
+
+
+def as_items(given: object) -> list[MultimodalItem]:
+    """Return a request's items, each given as an item or as a dict of its fields.
+
+    Raises:
+        RequestError: ``given`` is not a list or None, or an entry is wrong.
+    """
+    if given is None:
+        return []
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise RequestError(f"multimodal: expected a list of items, got {type(given).__name__}")
+    items = []
+    for index, item in enumerate(given):
+        if isinstance(item, Mapping):
+            required = {"features", "start"}
+            if not required <= item.keys() <= set(_FIELDS):
+                raise RequestError(
+                    f"multimodal[{index}]: expected features, start and others of "
+                    f"{', '.join(_FIELDS)}; got {sorted(map(str, item))}"
+                )
+            item = MultimodalItem(**item)
+        if not isinstance(item, MultimodalItem):
+            raise RequestError(
+                f"multimodal[{index}]: expected a MultimodalItem or a dict of its fields, got "
+                f"{type(item).__name__}"
+            )
+        items.append(item)
+    return items
+
+
+def in_order(
+    items: Iterable[MultimodalItem], num_prompt_tokens: int
+) -> tuple[MultimodalItem, ...]:
     """Return a request's items in the order of its prompt.
 
     Raises:
-        RequestError: an entry is no item, an item ends after the prompt, or two items overlap.
+        RequestError: an item ends after the prompt, or two items overlap.
     """
-    checked: list[MultimodalItem] = []
-    for index, item in enumerate(items):
-        if not isinstance(item, MultimodalItem):
-            raise RequestError(
-                f"multimodal[{index}]: expected a MultimodalItem, got {type(item).__name__}"
-            )
+    for item in items:
         if item.end > num_prompt_tokens:
             raise RequestError(
                 f"multimodal item ({item.name}): start: expected {item.num_tokens} placeholders "
                 f"within the prompt's {num_prompt_tokens} tokens, got tokens {item.start} to "
                 f"{item.end}"
             )
-        checked.append(item)
-    checked.sort(key=lambda item: item.start)
-    for item, following in pairwise(checked):
+    ordered = sorted(items, key=lambda item: item.start)
+    for item, following in pairwise(ordered):
         if item.end > following.start:
             raise RequestError(
                 f"multimodal item ({following.name}): start: expected no item before token "
                 f"{item.end}, where the {item.name} ends, got {following.start}"
             )
-    return tuple(checked)
+    return tuple(ordered)
 
 
 def _is_int(value: object) -> bool:

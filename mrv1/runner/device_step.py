@@ -193,6 +193,7 @@ class DeviceStep:
         *,
         query_lens: Int32Array | None = None,
         seq_lens: Int32Array | None = None,
+        attn_mask_offsets: torch.Tensor | None = None,
         check: Callable[[InputBatch], None] | None = None,
         on_kv_written: Callable[[int], None] | None = None,
     ) -> Forwarded:
@@ -203,6 +204,7 @@ class DeviceStep:
             staged: the step's upload.
             query_lens: ``[rows]``, tokens of each row; None while a graph is captured.
             seq_lens: ``[rows]``, cached tokens after the step; None while a graph is captured.
+            attn_mask_offsets: ``[tokens, 2]``, the keys that each token sees; None = causal.
             check: called with the gathered batch, before the layers run.
             on_kv_written: called with each layer's index, as in ``DecoderModel.forward``.
 
@@ -222,6 +224,7 @@ class DeviceStep:
             self.block_tables.tables,
             self.features.of(staged),
             self.ops,
+            attn_mask_offsets,
         )
         if check is not None:
             check(batch)

@@ -35,6 +35,7 @@ def gather(
     tables: SlotTables,
     features: FeatureRows | None,
     ops: Ops,
+    attn_mask_offsets: torch.Tensor | None = None,
 ) -> InputBatch:
     """Return the step's batch, which one kernel builds from the state of the slots."""
     num_rows, num_tokens = shape.num_rows, shape.num_tokens
@@ -73,6 +74,7 @@ def gather(
         num_tokens=num_tokens,
         num_reqs=num_rows,
         features=features,
+        attn_mask_offsets=attn_mask_offsets,
     )
     return InputBatch(
         shape=shape, staged=staged, attention=attention, logits_rows=gathered.logits_rows

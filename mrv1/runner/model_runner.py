@@ -37,6 +37,7 @@ from mrv1.runner.rows import DeviceRows, StepShape
 from mrv1.runner.sleep import SleepMode
 from mrv1.runner.staging import Staged, StepUpload
 from mrv1.runner.step import Int32Array, StepPlan
+from mrv1.runner.visible_ranges import VisibleRanges
 from mrv1.sampler import LogitsProcessor, LogitsProcessors
 
 logger = logging.getLogger(__name__)
@@ -199,6 +200,7 @@ class ModelRunner:
         """Rows of the last step, if it was a captured decode: a steady step reuses them."""
         self._sent: list[DeviceRows | None] = [None] * self._outputs.num_slots
         """By ring slot: the rows of its upload, if the upload has no requests or blocks to add."""
+        self._ranges = VisibleRanges(self.device)
         self._graphs = StepGraphs(
             config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
         )
@@ -434,6 +436,7 @@ class ModelRunner:
         self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
         if not continues:
             self.features.enter(plan)
+            self._ranges.enter(plan)
         for request in plan.entering:
             self._logprobs.enter(request)
             self._processors.add_request(request.slot, request.sampling_params, request.token_ids)
@@ -472,17 +475,24 @@ class ModelRunner:
 
     def _rows(self, plan: StepPlan, upload: StepUpload, samples: bool) -> DeviceRows:
         """Return the step's rows, padded to the shape of a graph if one has room for them."""
+        masked = self._ranges.masked_rows(plan, self._num_before(plan))
         shape = StepShape.of(
             plan.num_scheduled_tokens,
+            masked=masked,
             has_drafts=any(plan.draft_token_ids),
             samples=samples
             and not self._processors
             and not self._logprobs.any(plan.slots, self._num_before(plan)),
         )
-        captured = None
-        if self._staging.fits(upload) and (self._kv_listener is None or shape.query_len == 1):
+        captured = None  # a graph has no ranges of keys
+        if (
+            masked is None
+            and self._staging.fits(upload)
+            and (self._kv_listener is None or shape.query_len == 1)
+        ):
             captured = self._graphs.fit(shape)
-        return DeviceRows.of(plan, self._processors.without_refused(plan.slots), shape, captured)
+        slots = self._processors.without_refused(plan.slots)
+        return DeviceRows.of(plan, slots, shape, captured, masked)
 
     def _num_before(self, plan: StepPlan) -> Int32Array:
         """Return the tokens of each row computed before the step, which the mirrors count."""
@@ -508,6 +518,9 @@ class ModelRunner:
                 staged,
                 query_lens=rows.placed(plan.num_scheduled_tokens),
                 seq_lens=rows.placed(self.state.num_computed_tokens_np[plan.slots]),
+                attn_mask_offsets=self._ranges.of_step(plan, self._num_before(plan), rows)
+                if rows.is_masked
+                else None,
                 check=partial(check_block_ids, plan, rows, self.kv_cache)
                 if self.config.debug
                 else None,
@@ -698,7 +711,7 @@ class ModelRunner:
 
     def kv_report(self) -> KVReport:
         """Return the KV cache's sizes in bytes."""
-        return report_of(self.kv_cache, self._streaming_demand)
+        return report_of(self.kv_cache, self._streaming_demand, self.features.nbytes)
 
     def close(self) -> None:
         """Free the device memory; the runner cannot be used afterwards."""

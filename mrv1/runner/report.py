@@ -59,6 +59,8 @@ class KVReport(TypedDict):
     allocated_bytes: int
     """Bytes of allocated memory: the same number, but only static scales while it sleeps."""
     groups: list[KVGroupReport]
+    feature_bytes: int
+    """Bytes of the buffer for features of multimodal items; no part of ``total_bytes``."""
 
 
 class KVUsage(KVReport):
@@ -69,13 +71,18 @@ class KVUsage(KVReport):
     held_bytes: int
     peak_held_bytes: int
     """Sum over the groups of the most bytes that requests have used of each."""
+    held_feature_bytes: int
+    """Bytes of the feature buffer that running requests hold."""
+    cached_feature_bytes: int
+    """Bytes of the feature buffer with features that no running request holds, kept for requests
+    that bring the same again."""
     free_share: float
     """Share of all bytes that could be allocated to requests now: free blocks, and cached blocks
     that no request uses."""
 
 
-def report_of(cache: KVCache, demand: StreamingDemand) -> KVReport:
-    """Return a cache's sizes in bytes."""
+def report_of(cache: KVCache, demand: StreamingDemand, feature_bytes: int) -> KVReport:
+    """Return the sizes in bytes of a cache, and of the buffer for features."""
     spec = cache.spec
     groups = []
     for group, num_blocks in zip(cache.groups.groups, cache.num_blocks, strict=True):
@@ -103,6 +110,7 @@ def report_of(cache: KVCache, demand: StreamingDemand) -> KVReport:
         total_bytes=cache.nbytes,
         allocated_bytes=cache.allocated_bytes,
         groups=groups,
+        feature_bytes=feature_bytes,
     )
 
 

@@ -8,8 +8,11 @@ from functools import lru_cache
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from mrv1.runner.step import Int32Array, StepPlan
+
+BoolArray = npt.NDArray[np.bool_]
 
 MAX_DECODE_QUERY_LEN = 8
 """Longest query per row that the decode kernel takes."""
@@ -33,21 +36,38 @@ class StepShape:
     """Whether a graph of this shape draws too; not with log-probabilities or custom processors."""
 
     @classmethod
-    def of(cls, query_lens: Int32Array, *, has_drafts: bool = False, samples: bool = True) -> Self:
-        """Return the shape of a step with ``query_lens[i]`` tokens in row i, in any order."""
+    def of(
+        cls,
+        query_lens: Int32Array,
+        *,
+        has_drafts: bool = False,
+        samples: bool = True,
+        masked: BoolArray | None = None,
+    ) -> Self:
+        """Return the shape of a step with ``query_lens[i]`` tokens in row i, in any order.
+
+        Args:
+            query_lens: tokens of each row.
+            has_drafts: whether some row has drafts.
+            samples: whether a graph may draw too.
+            masked: rows that the decode kernel does not take, even if they have one token, as it
+                takes no ranges of keys; None = no row.
+        """
         longest = int(query_lens.max())
-        if longest == 1 and not has_drafts:
+        is_decode = _is_decode(query_lens, masked)
+        if longest == 1 and not has_drafts and masked is None:
             return cls.decode(len(query_lens), samples=samples)
         # Short prompts of one length are prefilled, as prompts of different lengths are.
-        uniform = longest == 1 or (
-            has_drafts and longest == int(query_lens.min()) <= MAX_DECODE_QUERY_LEN
+        uniform = masked is None and (
+            longest == 1
+            or (has_drafts and longest == int(query_lens.min()) <= MAX_DECODE_QUERY_LEN)
         )
         return cls(
             num_rows=len(query_lens),
             num_tokens=int(query_lens.sum()),
             max_query_len=longest,
             query_len=longest if uniform else None,
-            num_decodes=int((query_lens == 1).sum()),
+            num_decodes=int(is_decode.sum()),
             has_drafts=has_drafts,
             samples=samples,
         )
@@ -91,10 +111,17 @@ class DeviceRows:
     """Drafts of each row; () = no row has any."""
     of_plan: Int32Array | None
     """[rows of the plan], the device row of each; None = the first rows, in order."""
+    is_masked: bool = False
+    """Whether some token of the step sees other keys than all up to its own."""
 
     @classmethod
     def of(
-        cls, plan: StepPlan, slots: Int32Array, shape: StepShape, captured: StepShape | None
+        cls,
+        plan: StepPlan,
+        slots: Int32Array,
+        shape: StepShape,
+        captured: StepShape | None,
+        masked: BoolArray | None = None,
     ) -> Self:
         """Return the rows of a plan in device order.
 
@@ -103,12 +130,13 @@ class DeviceRows:
             slots: slots of the plan's rows; -1 = the request was refused.
             shape: shape of the plan's rows.
             captured: the shape of the graph that runs the step, at least as large; None = none.
+            masked: as ``StepShape.of`` got it.
         """
         query_lens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
         on_device = captured or shape
         of_plan = on_device.rows_of(shape)
         if shape.query_len is None:
-            order = np.argsort(query_lens != 1, kind="stable")
+            order = np.argsort(~_is_decode(query_lens, masked), kind="stable")
             of_plan[order] = of_plan.copy()
             drafts = tuple(drafts[row] for row in order) if shape.has_drafts else ()
         idx_mapping = np.full(on_device.num_rows, -1, dtype=np.int32)
@@ -125,6 +153,7 @@ class DeviceRows:
             query_lens=padded_lens,
             draft_token_ids=drafts if shape.has_drafts else (),
             of_plan=None if is_decode else of_plan,
+            is_masked=masked is not None,
         )
 
     def place(self, row: int) -> int:
@@ -145,3 +174,9 @@ class DeviceRows:
         placed = np.empty_like(values)
         placed[self.of_plan] = values
         return placed
+
+
+def _is_decode(query_lens: Int32Array, masked: BoolArray | None) -> BoolArray:
+    """Return which rows the decode kernel takes, if not all rows are prefilled."""
+    is_decode: BoolArray = query_lens == 1
+    return is_decode if masked is None else is_decode & ~masked

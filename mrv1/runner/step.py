@@ -63,6 +63,10 @@ class SlotRequest:
     """Up to 16 tokens not drawn before ``min_total_tokens``; None = ``stop_token_ids``."""
     multimodal: tuple[MultimodalItem, ...] = ()
     """Items whose features replace the embeddings of prompt tokens, ascending by their start."""
+    attn_mask_offsets: Int32Array | None = None
+    """[prompt_len, 2] the range ``[lo, hi)`` of keys that each prompt token sees; a chunk that
+    contains a token reaches to its ``hi`` at least. None = each token sees all keys up to its own,
+    as generated tokens always do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
