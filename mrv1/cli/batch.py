@@ -16,7 +16,7 @@ from typing import Any
 from mrv1.cli.console import STANDARD, counting_bar
 from mrv1.cli.report import Usage
 from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
-from mrv1.engine.llm import PROMPT_KEYS
+from mrv1.engine.llm import MULTIMODAL_KEYS, PROMPT_KEYS
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
 from mrv1.integrations.xgrammar import StructuredOutputsParams
 from mrv1.sampler import SamplingParams
@@ -25,7 +25,7 @@ from mrv1.sampler.params import short
 INPUT_KEYS = (*PROMPT_KEYS, "messages")
 """Keys of which a line has one: what the model continues or answers."""
 
-KEYS = (*INPUT_KEYS, "request_id", "sampling_params")
+KEYS = (*INPUT_KEYS, *MULTIMODAL_KEYS, "request_id", "sampling_params")
 """Keys that a line may have."""
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
@@ -42,7 +42,8 @@ class Line:
     request_id: str | None = None
     """The user's name for the request; only copied into the result."""
     prompt: Mapping[str, Any] | None = None
-    """``prompt``, ``prompt_token_ids`` or ``messages``; the engine checks them."""
+    """``prompt``, ``prompt_token_ids`` or ``messages``, and ``MULTIMODAL_KEYS``; the engine checks
+    them."""
     params: SamplingParams | None = None
     error: Mrv1Error | None = None
 
@@ -100,7 +101,7 @@ def _parse(number: int, raw: bytes, sampling: Mapping[str, Any]) -> Line:
         unknown = sorted(record.keys() - set(KEYS))
         if unknown:
             raise RequestError(f"expected keys among {', '.join(KEYS)}; got {short(unknown)}")
-        prompt = {key: record[key] for key in INPUT_KEYS if key in record}
+        prompt = {key: record[key] for key in (*INPUT_KEYS, *MULTIMODAL_KEYS) if key in record}
         params = _params(record.get("sampling_params", {}), sampling)
     except RequestError as error:
         return Line(number=number, request_id=request_id, error=error)
@@ -213,10 +214,13 @@ def _add(llm: LLM, line: Line) -> RequestError | None:
     """Queue a line with its number as request id; return the error if ``llm`` refuses it."""
     prompt = line.prompt or {}
     try:
-        if "messages" in prompt and len(prompt) > 1:
-            raise RequestError(f"expected one of {', '.join(INPUT_KEYS)}; got {list(prompt)}")
+        if "messages" in prompt:
+            if not prompt.keys().isdisjoint(PROMPT_KEYS):
+                raise RequestError(f"expected one of {', '.join(INPUT_KEYS)}; got {list(prompt)}")
+            items = {key: prompt[key] for key in MULTIMODAL_KEYS if key in prompt}
+            prompt = {"prompt": llm.chat_prompt(prompt["messages"]), **items}
         llm.add_request(
-            llm.chat_prompt(prompt["messages"]) if "messages" in prompt else prompt,
+            prompt,
             line.params or SamplingParams(),
             request_id=str(line.number),
         )

@@ -19,7 +19,7 @@ from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.sampling_defaults import SamplingDefaults
-from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
+from mrv1.engine.tokenizer import ChatTemplateError, Tokenizer
 from mrv1.errors import ConfigError, RequestError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import NamedTensors
@@ -245,6 +245,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any] | Callable[..., object]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        multimodal: Sequence[Any] | None = None,
     ) -> list[RequestOutput]:
         """Return the model's answers to conversations, in their order.
 
@@ -260,6 +261,9 @@ class LLM:
                 ``add_generation_prompt=False``.
             tools: tools that the template describes to the model, as JSON schemas or functions.
             chat_template_kwargs: more variables for the template.
+            multimodal: the items of the conversation, whose ``start`` counts the tokens of
+                ``chat_prompt``; for a list of conversations a list of such lists, each None for
+                plain text.
 
         Raises:
             RequestError: there is no tokenizer or no template, the template cannot be parsed, or a
@@ -277,14 +281,21 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
         if single:
-            return self.generate(template.prompt(messages), sampling_params, use_tqdm=use_tqdm)
+            prompt = _with_items(template.prompt(messages), multimodal)
+            return self.generate(prompt, sampling_params, use_tqdm=use_tqdm)
+        items = [None] * len(batch) if multimodal is None else multimodal
+        if len(items) != len(batch):
+            raise RequestError(
+                f"multimodal: expected a list for each of {len(batch)} conversations, got "
+                f"{len(items)}"
+            )
         default = self.get_default_sampling_params()
         params = _params_per_prompt(sampling_params, len(batch), default)
-        prompts: dict[int, ChatPrompt] = {}
+        prompts: dict[int, Prompt] = {}
         errors: dict[int, RequestError] = {}
         for row, conversation in enumerate(batch):
             try:
-                prompts[row] = template.prompt(conversation)
+                prompts[row] = _with_items(template.prompt(conversation), items[row])
             except ChatTemplateError:
                 raise
             except RequestError as error:
@@ -303,6 +314,8 @@ class LLM:
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
+        *,
+        multimodal: Sequence[Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Generator[RequestOutput, None, None]:
         """Yield the answer to one conversation as it grows, as ``stream`` does.
@@ -310,13 +323,15 @@ class LLM:
         Args:
             messages: the conversation.
             sampling_params: None as in ``generate``.
+            multimodal: the items of the conversation, as in ``chat``.
             **options: how the conversation becomes a prompt, as in ``chat``.
 
         Raises:
             RequestError: as in ``chat``; at once if the conversation has no prompt.
             StepError: a step of the request failed, or the GPU has failed before.
         """
-        return self.stream(self.chat_prompt(messages, **options), sampling_params)
+        prompt = _with_items(self.chat_prompt(messages, **options), multimodal)
+        return self.stream(prompt, sampling_params)
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
         """Return one conversation as the prompt that the chat template writes.
@@ -710,6 +725,11 @@ def _params_per_prompt(
             f"got {len(params)}"
         )
     return list(params)
+
+
+def _with_items(prompt: str, multimodal: Sequence[Any] | None) -> Prompt:
+    """Return a prompt with its items, if it has any."""
+    return {"prompt": prompt, "multimodal": multimodal} if multimodal else prompt
 
 
 def _multimodal_of(prompt: object) -> dict[str, Any]:

@@ -267,7 +267,10 @@ class Scheduler:
                 rows = ScheduledRows.of(rows.where(is_scheduled), batch.version)
                 ends = ends[is_scheduled]
         if not rows.requests:
-            return None
+            if promised is None:
+                return None
+            self._promised = None  # the span got no blocks: the others need not wait for it
+            return self.schedule()
         return self._launch(rows, ends, new_blocks, entering, continued)
 
     def rows_with_grammars(self) -> list[tuple[int, Request]]:

@@ -28,6 +28,7 @@ class FakeModelRunner:
         self.device = FakeRunner(num_blocks, config.block_size, config.max_num_batched_tokens)
         self.num_staging_waits = self.num_compilations = self.num_graph_steps = 0
         self.gpu_seconds = 0.0
+        self.num_feature_rows = 0
 
     def check_usable(self) -> None:
         pass

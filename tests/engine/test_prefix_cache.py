@@ -53,6 +53,44 @@ def test_digests_are_equal_exactly_where_prefix_and_key_are_equal(a, b, block_si
     assert all(len(digest) == 16 for digest in digests)
 
 
+spans = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 5), st.sampled_from([b"x" * 16, b"y" * 16])),
+    max_size=2,
+).map(lambda spans: tuple((start, start + size, key) for start, size, key in spans))
+
+
+@given(a=tokens, b=tokens, block_size=st.integers(1, 4), of_a=spans, of_b=spans)
+def test_a_block_has_the_keys_of_the_spans_that_overlap_it_or_blocks_before_it(
+    a, b, block_size, of_a, of_b
+):
+    """Two prefixes share a digest exactly where tokens and spans up to the block are equal."""
+    names: dict[bytes, set] = {}
+    for token_ids, key_spans in ((a, of_a), (b, of_b)):
+        chain: list[bytes] = []
+        extend_chain(chain, token_ids, block_size, b"", key_spans)
+        for index, digest in enumerate(chain):
+            end = (index + 1) * block_size
+            begun = [
+                (start, key, [min(stop, end) > first for first in range(0, end, block_size)])
+                for start, stop, key in key_spans
+                if start < end
+            ]
+            names.setdefault(digest, set()).add(repr((token_ids[:end], begun)))
+    assert all(len(of_digest) == 1 for of_digest in names.values())
+    assert len(names) == len(set().union(*names.values()))
+
+
+def test_a_chain_with_spans_grows_block_by_block():
+    key_spans = ((3, 9, b"x" * 16), (9, 10, b"y" * 16))
+    whole: list[bytes] = []
+    extend_chain(whole, range(13), 2, b"", key_spans)
+    for cut in range(7):
+        chain: list[bytes] = []
+        extend_chain(chain, range(2 * cut), 2, b"", key_spans)
+        extend_chain(chain, range(2 * cut, 13), 2, b"", key_spans)
+        assert chain == whole
+
+
 @given(token_ids=tokens, cut=st.integers(0, 4), block_size=st.integers(1, 4))
 def test_a_chain_grows_block_by_block(token_ids, cut, block_size):
     whole = chain_of(token_ids, block_size, b"key")
@@ -182,9 +220,9 @@ def test_digests_are_computed_only_when_a_request_is_looked_up_or_leaves(monkeyp
     """A steady step computes no digest; an abort or a lookup computes the missing digests."""
     blocks: list[int] = []
 
-    def counted(chain, token_ids, block_size, extra_key):
+    def counted(chain, token_ids, block_size, *keys):
         blocks.append(len(token_ids) // block_size)
-        extend_chain(chain, token_ids, block_size, extra_key)
+        extend_chain(chain, token_ids, block_size, *keys)
 
     scheduler = caching_scheduler(max_steps_in_flight=1)
     runner = make_runner(scheduler)
@@ -332,10 +370,10 @@ def run_after(scheduler: Scheduler, first: tuple[int, ...], second: tuple[int, .
         drain(scheduler, runner)
 
 
-def extend_without_parent(chain, token_ids, block_size, extra_key):
+def extend_without_parent(chain, token_ids, block_size, *keys):
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         own: list[bytes] = []
-        extend_chain(own, token_ids[start : start + block_size], block_size, extra_key)
+        extend_chain(own, token_ids[start : start + block_size], block_size, *keys)
         chain += own
 
 
