@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mrv1.config import EngineConfig
+from mrv1.errors import CapacityError
 from mrv1.kernels.layers.contracts import FeatureRows
 from mrv1.models import DecoderModel
 from mrv1.multimodal import MultimodalItem
@@ -41,7 +42,7 @@ class FeatureBuffer:
         slots: the slots, whose fields include ``fields(config)``.
 
     Raises:
-        torch.OutOfMemoryError: the device has no room.
+        CapacityError: the device has no room.
     """
 
     @staticmethod
@@ -57,8 +58,14 @@ class FeatureBuffer:
         num_rows = max(config.max_num_batched_tokens, LEAST_DEFAULT_ROWS)
         if config.mm_cache_memory_bytes is not None:
             num_rows = config.mm_cache_memory_bytes // row_bytes
-        self.rows = torch.empty(num_rows, hidden_size, dtype=dtype, device=model.device)
-        """[rows, hidden], features of any request."""
+        try:
+            self.rows = torch.empty(num_rows, hidden_size, dtype=dtype, device=model.device)
+            """[rows, hidden], features of any request."""
+        except RuntimeError as error:  # a CPU has no OutOfMemoryError of its own
+            raise CapacityError(
+                f"mm_cache_memory_bytes: expected room for {num_rows * row_bytes} bytes on "
+                f"{model.device}, got less; lower it"
+            ) from error
         self._source = slots[FEATURE_SOURCE][0]
         self._source_word = slots.first_word(FEATURE_SOURCE, 0)
         self._staged: dict[bytes | None, Int32Array] = {}

@@ -53,6 +53,7 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         gpu_memory_utilization=cache.gpu_memory_utilization,
         kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
+        mm_cache_memory_bytes=0,  # text only
         window_recycling=False,  # vLLM's one group of full attention keeps every block
         enable_prefix_caching=bool(cache.enable_prefix_caching),
         overlap=bool(scheduler.async_scheduling),
