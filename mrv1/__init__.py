@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from mrv1.headwise import HeadPolicy
     from mrv1.integrations.xgrammar import StructuredOutputsParams
+    from mrv1.multimodal import MultimodalItem
     from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
     from mrv1.sampler import LogitsContext, LogitsProcessor, SamplingParams
 else:
@@ -41,6 +42,7 @@ else:
             ],
             "headwise": ["HeadPolicy"],
             "integrations.xgrammar": ["StructuredOutputsParams"],
+            "multimodal": ["MultimodalItem"],
             "runner": ["AsyncOutput", "ModelRunner", "StepOutput", "StepPlan"],
             "sampler": ["LogitsContext", "LogitsProcessor", "SamplingParams"],
         },
@@ -61,6 +63,7 @@ __all__ = [
     "Logprob",
     "ModelRunner",
     "Mrv1Error",
+    "MultimodalItem",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

@@ -55,7 +55,9 @@ def test_every_source_file_that_a_page_names_exists(page):
     assert [name for name in names if not (REPO / name).exists()] == []
 
 
-@pytest.mark.parametrize(("page", "num_blocks"), [("integrators.md", 6), ("sleep.md", 2)])
+@pytest.mark.parametrize(
+    ("page", "num_blocks"), [("integrators.md", 6), ("multimodal.md", 2), ("sleep.md", 2)]
+)
 def test_the_examples_of_a_page_run(page, num_blocks):
     text = (REPO / "docs" / page).read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

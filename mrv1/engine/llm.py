@@ -401,8 +401,9 @@ class LLM:
         """Give most device memory back until ``wake_up``, without ending the process.
 
         The KV cache and the CUDA graphs are freed, the prefix cache is emptied, and the weights
-        leave the device. State of requests, rope tables and the CUDA context stay. A sleeping
-        engine may be told to sleep again, on another level too. An error changes nothing.
+        leave the device. State of requests, the buffer for features of multimodal items, rope
+        tables and the CUDA context stay. A sleeping engine may be told to sleep again, on another
+        level too. An error changes nothing.
 
         Args:
             level: 1 = the weights are copied to pinned host memory (on a CPU they stay where they

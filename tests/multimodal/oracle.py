@@ -45,6 +45,7 @@ def logprobs_of(
     token_ids: Sequence[int],
     items: Sequence[tuple[int, torch.Tensor]],
     ranges: Sequence[tuple[int, int]],
+    model: Any = None,
 ) -> torch.Tensor:
     """Return ``[tokens, vocab]`` log-probabilities after each token of a sequence.
 
@@ -52,8 +53,9 @@ def logprobs_of(
         token_ids: prompt and output.
         items: start of each item, and its rows.
         ranges: for each prompt token the keys that it sees; later tokens are causal.
+        model: a model of transformers with eager attention; None = the embedded one.
     """
-    model = transformers_tiny()
+    model = transformers_tiny() if model is None else model
     embeddings = model.get_input_embeddings()(torch.tensor([token_ids])).detach().clone()
     for start, rows in items:
         embeddings[0, start : start + len(rows)] = rows

@@ -68,6 +68,32 @@ def test_staged_rows_have_their_slots_and_query_starts(lengths, slot):
     assert (staged.ring_slot.tolist(), staged.num_segments.tolist()) == ([slot], [0])
 
 
+def test_an_upload_says_how_many_tokens_have_a_source():
+    """Also a long one; the next upload in the slot has none unless it says so."""
+    staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, torch.device("cpu"), max_sources=9)
+    long = StepUpload()
+    long.write(0, np.arange(2 * FETCHED_WORDS, dtype=np.int32))
+    rows, lengths = np.array([0], np.int32), np.array([5], np.int32)
+    for upload, num_sources in ((StepUpload(), 3), (StepUpload(), 0), (long, 4), (long, 0)):
+        words = staging.send(0, upload, rows, lengths, num_sources=num_sources)
+        if words is None:
+            staging.fetched[:] = staging.uploads[0]
+        assert staging.staged(words, upload, 1).num_sources.tolist() == [num_sources]
+
+
+def test_an_upload_that_fits_has_room_for_sources_too():
+    staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, torch.device("cpu"), max_sources=9)
+    full = StepUpload()
+    for start in range(MAX_SEGMENTS - 1):
+        full.fill(start, 1)
+    full.write(0, np.arange(FETCHED_WORDS, dtype=np.int32))
+    assert staging.fits(full)
+    full.write(0, np.arange(9, dtype=np.int32))
+    rows, lengths = np.array([0], np.int32), np.array([5], np.int32)
+    assert staging.send(0, full, rows, lengths, num_sources=9) is None
+    assert len(staging.static_view(1).segments) == full.num_segments
+
+
 def test_a_graph_reads_padding_before_the_first_step():
     staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, torch.device("cpu"))
     for slot in range(NUM_SLOTS):
