@@ -84,7 +84,7 @@ def _gather_tokens(
     config = GatherTokensConfig.default_for()
     int32, int64 = pointer(INT32), pointer(INT64)
     draft_arguments = (int32, 7, int32) if drafts else (None, 0, None)
-    mrope_arguments = (int32, 3 * 4096, 4096, int32, int32) if mrope else (None, 0, 0, None, None)
+    mrope_arguments = (int32, 256 * 7, int32) if mrope else (None, 0, None)
     return AotCase(
         name=f"gather_tokens-{name}",
         kernel=_gather_tokens_kernel,

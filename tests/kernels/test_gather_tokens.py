@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,11 +12,18 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.step.contracts import GatheredTokens, RequestSlots, SlotTables
+from mrv1.kernels.step.contracts import (
+    MROPE_SPAN_WORDS,
+    GatheredTokens,
+    RequestSlots,
+    SlotTables,
+)
 from mrv1.kernels.step.gather_tokens import GatherTokensConfig
 from tests.kernels.elementwise import bundled, tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
+
+MAX_SPANS = 5
 
 POISON = -999
 """The value of outputs before a launch: every element must be overwritten."""
@@ -112,10 +120,17 @@ class Case:
             drafts = random(0, 50_000, len(self.rows), most + 2)
             optional["draft_token_ids"] = drafts[:, 1 : 1 + most]
         if self.has_mrope:
-            longest = 40
-            optional["mrope_positions"] = random(0, 99, self.max_num_reqs, 3, longest + 1)[..., 1:]
-            optional["mrope_delta"] = random(-30, 5, self.max_num_reqs)
-            optional["prompt_len"] = random(0, longest + 1, self.max_num_reqs)
+            generator.manual_seed(self.seed)
+            spans = random(-99, 99, self.max_num_reqs, MAX_SPANS + 1, MROPE_SPAN_WORDS)
+            # Ends of spans, and gaps between them: any may be equal, so spans may be empty.
+            bounds = random(0, 10, self.max_num_reqs, 2 * MAX_SPANS + 2).cumsum(1)
+            spans[..., 0], spans[..., 1] = bounds[:, ::2], bounds[:, 1::2]
+            spans[..., 4] = random(1, 4, self.max_num_reqs, MAX_SPANS + 1)
+            spans[..., 5] = spans[..., 4] * random(1, 4, self.max_num_reqs, MAX_SPANS + 1)
+            scales = torch.rand(self.max_num_reqs, MAX_SPANS + 1, generator=generator) * 3
+            spans[..., 6] = scales.view(torch.int32)
+            optional["mrope_spans"] = spans[:, :MAX_SPANS]
+            optional["num_mrope_spans"] = random(0, MAX_SPANS + 1, self.max_num_reqs)
         return {
             **{name: torch.tensor(v, dtype=torch.int32) for name, v in integers.items()},
             "token_ids": tokens[:, 8 : 8 + self.max_model_len],
@@ -237,11 +252,9 @@ def _by_hand_token(
         outputs.input_ids[at] = inputs["draft_token_ids"][index][position - row.known]
     if not case.has_mrope:
         outputs.positions[at] = position
-    for axis in range(3) if case.has_mrope else ():
-        if position < inputs["prompt_len"][row.slot]:
-            outputs.positions[axis, at] = inputs["mrope_positions"][row.slot][axis][position]
-        else:
-            outputs.positions[axis, at] = position + inputs["mrope_delta"][row.slot]
+    else:
+        spans = inputs["mrope_spans"][row.slot][: inputs["num_mrope_spans"][row.slot]]
+        outputs.positions[:, at] = torch.tensor(_position_by_hand(spans, position))
     for g, group in enumerate(case.groups):
         column = position // case.block_size
         sink_blocks = -(-group.sink // case.block_size)
@@ -250,6 +263,26 @@ def _by_hand_token(
         block = inputs["block_tables"][row.slot][case.table_offsets[g] + column]
         if block >= 0:
             outputs.slot_mapping[g, at] = block * case.block_size + position % case.block_size
+
+
+def _position_by_hand(spans: list[list[int]], position: int) -> list[int]:
+    """Walk over a request's spans, each grid token by token, up to a position."""
+    delta = 0
+    for start, end, first, next_delta, width, area, bits in spans:
+        if position < start:
+            break
+        scale = np.array(bits, np.int32).view(np.float32)
+        frame = row = column = 0
+        for at in range(start, end):
+            if at == position:
+                return [first + int(np.float32(frame) * scale), first + row, first + column]
+            column += 1
+            if column == width:
+                row, column = row + 1, 0
+            if row == area // width:
+                frame, row = frame + 1, 0
+        delta = next_delta
+    return [position + delta] * 3
 
 
 FEATURES = ("has_drafts", "has_mrope", "has_block_table")
@@ -491,6 +524,23 @@ def test_query_len_overrides_query_start_loc(device):
     outputs.assert_equal(_by_hand(case))
 
 
+def test_a_video_and_the_text_around_it_in_numbers(device):
+    """From 2 on, two frames of 2 x 3 tokens, 2.5 positions apart; text goes on at 2 + 4 = 6."""
+    scale = int(np.float32(2.5).view(np.int32))
+    spans = [[2, 14, 2, -8, 3, 6, scale], [16, 16, 0, -5, 1, 1, 0]]  # the output goes on at 11
+    case = Case(rows=(Row(0, 18),), max_num_reqs=1, has_mrope=True)
+    arguments = {name: _moved(value, device) for name, value in case.arguments().items()}
+    arguments["mrope_spans"][0, :2] = torch.tensor(spans, dtype=torch.int32)
+    arguments["num_mrope_spans"][0] = 2
+    outputs = Outputs.poisoned(case, device)
+    _gather(kernels, arguments | vars(outputs))
+    assert outputs.positions.tolist() == [
+        [0, 1, *[2] * 6, *[4] * 6, 6, 7, 11, 12],
+        [0, 1, *[2, 2, 2, 3, 3, 3] * 2, 6, 7, 11, 12],
+        [0, 1, *[2, 3, 4] * 4, 6, 7, 11, 12],
+    ]
+
+
 def test_configurations():
     assert GatherTokensConfig.default_for().tile_tokens == 128
     assert GatherTokensConfig.for_interpreter(1000, 3).tile_tokens == 1024
@@ -502,7 +552,7 @@ def test_configurations():
 # --- errors ------------------------------------------------------------------------------------
 
 INT32 = torch.zeros(2, dtype=torch.int32)
-MROPE = torch.zeros(5, 3, 4, dtype=torch.int32)
+SPANS = torch.zeros(5, 4, MROPE_SPAN_WORDS, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -558,33 +608,25 @@ MROPE = torch.zeros(5, 3, 4, dtype=torch.int32)
             ValueError,
             r"draft_token_ids: expected at most 7 columns, got 8",
         ),
-        ({"mrope_delta": INT32}, ValueError, r"mrope_positions: expected a tensor with mrope_del"),
+        ({"num_mrope_spans": INT32}, ValueError, r"num_mrope_spans: expected both or neither"),
+        ({"mrope_spans": SPANS}, ValueError, r"num_mrope_spans: expected both or neither, got one"),
         (
-            {"mrope_positions": MROPE, "prompt_len": INT32.new_zeros(5)},
+            {"mrope_spans": SPANS, "num_mrope_spans": INT32},
             ValueError,
-            r"mrope_positions: expected mrope_delta with it, got None",
+            r"num_mrope_spans: expected shape \[5\], got \[2\]",
         ),
         (
-            {"mrope_positions": MROPE, "mrope_delta": INT32.new_zeros(5)},
-            TypeError,
-            r"prompt_len: expected a torch\.Tensor, got None",
-        ),
-        (
-            {"mrope_positions": MROPE, "mrope_delta": INT32, "prompt_len": INT32},
+            {"mrope_spans": INT32, "num_mrope_spans": INT32},
             ValueError,
-            r"mrope_delta: expected shape \[5\], got \[2\]",
+            r"mrope_spans: expected shape \[5, any, 7\], got \[2\]",
         ),
         (
-            {"mrope_positions": INT32, "mrope_delta": INT32, "prompt_len": INT32},
+            {"mrope_spans": SPANS.new_zeros(5, 2, 8)[..., :7], "num_mrope_spans": INT32},
             ValueError,
-            r"mrope_positions: expected shape \[5, 3, any\], got \[2\]",
+            r"mrope_spans: expected a span every 7 words, got 8",
         ),
         (
-            {
-                "mrope_positions": MROPE,
-                "mrope_delta": INT32.new_zeros(5),
-                "prompt_len": INT32.new_zeros(5),
-            },
+            {"mrope_spans": SPANS, "num_mrope_spans": INT32.new_zeros(5)},
             ValueError,
             r"positions: expected shape \[3, 3\], got \[3\]",
         ),

@@ -25,6 +25,17 @@ MAX_DRAFT_TOKENS = 7
 MAX_SAMPLED_TOKENS = 8
 """Most tokens that a row appends in one step: its drafts, if all are accepted, and one more."""
 
+MROPE_SPAN_WORDS = 7
+"""Words that give the M-RoPE positions of a span of tokens and of the text after it.
+
+    start, end, first, delta, width, area, time_scale (the bits of a float32)
+
+The token at position p of the request with start <= p < end has the place (frame, row, column) in
+a grid of frames of ``area`` tokens with ``width`` columns: p - start in that mixed base. Its
+positions in time, height and width are ``first`` plus floor(frame * time_scale) (one float32
+product), row and column. The text from ``end`` to the next span has the position p + delta on each
+axis. A span with start = end has only this text; before the first span delta is 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSlots:
@@ -59,12 +70,12 @@ class RequestSlots:
     num_stop_sequences: torch.Tensor | None = None
     """[max_num_reqs], number of sequences of each slot, from row 0; above max_sequences, all
     max_sequences."""
-    mrope_positions: torch.Tensor | None = None
-    """[max_num_reqs, 3, max_prompt], unit last stride: a prompt token's position on each of
-    M-RoPE's axes; ``prompt_len`` is at most max_prompt."""
-    mrope_delta: torch.Tensor | None = None
-    """[max_num_reqs], added to an output token's position, on each axis alike. Goes with
-    ``mrope_positions``."""
+    mrope_spans: torch.Tensor | None = None
+    """[max_num_reqs, max_spans, MROPE_SPAN_WORDS], each slot's spans contiguous: the image and
+    video tokens of a request, in ascending order without overlap; see ``MROPE_SPAN_WORDS``. None =
+    a token has one position."""
+    num_mrope_spans: torch.Tensor | None = None
+    """[max_num_reqs], number of spans of each slot, from row 0. Goes with ``mrope_spans``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,12 +27,15 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.step.contracts import (
     MAX_DRAFT_TOKENS,
+    MROPE_SPAN_WORDS,
     GatheredTokens,
     RequestSlots,
     SlotTables,
     check_queries,
     check_slots,
 )
+
+_SPAN_WORDS = tl.constexpr(MROPE_SPAN_WORDS)
 
 
 class _Queries(NamedTuple):
@@ -57,11 +60,9 @@ class _Sources(NamedTuple):
     max_model_len: tl.tensor
     draft_token_ids_ptr: tl.tensor  # or None
     stride_draft_token_ids_row: tl.tensor
-    mrope_positions_ptr: tl.tensor  # or None
-    stride_mrope_positions_slot: tl.tensor
-    stride_mrope_positions_axis: tl.tensor
-    mrope_delta_ptr: tl.tensor
-    prompt_len_ptr: tl.tensor
+    mrope_spans_ptr: tl.tensor  # or None
+    stride_mrope_spans_slot: tl.tensor
+    num_mrope_spans_ptr: tl.tensor
 
 
 class _Segment(NamedTuple):
@@ -142,6 +143,43 @@ def _gather_rows(
 
 
 @triton.jit
+def _mrope_positions(sources, slot, position, is_token):
+    """Return the positions of tokens in time, height and width; see MROPE_SPAN_WORDS."""
+    spans_ptr = sources.mrope_spans_ptr + slot * sources.stride_mrope_spans_slot
+    high = tl.load(sources.num_mrope_spans_ptr + slot, mask=is_token, other=0)
+    low = tl.zeros_like(high)  # bisected: the number of spans that start at or before the token
+    searched = tl.max(high, axis=0)
+    while searched > 0:  # no iteration in a tile of text alone
+        middle = (low + high) // 2
+        searching = low < high
+        start = tl.load(spans_ptr + middle * _SPAN_WORDS, mask=searching, other=0)
+        starts_before = searching & (start <= position)
+        low = tl.where(starts_before, middle + 1, low)
+        high = tl.where(searching & (start > position), middle, high)
+        searched = searched // 2
+    has_span = low > 0
+    span_ptr = spans_ptr + (low - 1) * _SPAN_WORDS
+    start = tl.load(span_ptr, mask=has_span, other=0)
+    end = tl.load(span_ptr + 1, mask=has_span, other=0)
+    first = tl.load(span_ptr + 2, mask=has_span, other=0)
+    delta = tl.load(span_ptr + 3, mask=has_span, other=0)
+    in_span = has_span & (position < end)
+    width = tl.load(span_ptr + 4, mask=in_span, other=1)
+    area = tl.load(span_ptr + 5, mask=in_span, other=1)
+    time_scale = tl.load(span_ptr + 6, mask=in_span, other=0).to(tl.float32, bitcast=True)
+    place = position - start
+    frame = place // area
+    in_frame = place - frame * area
+    time = (frame.to(tl.float32) * time_scale).to(tl.int32)
+    text = position + delta
+    return (
+        tl.where(in_span, first + time, text),
+        tl.where(in_span, first + in_frame // width, text),
+        tl.where(in_span, first + in_frame % width, text),
+    )
+
+
+@triton.jit
 def _gather_ids_and_positions(outputs, sources, token, row, slot, position, known, is_token):
     """Write the ids and positions of a tile of tokens, 0 where ``is_token`` is false."""
     is_output = token < outputs.num_padded_tokens
@@ -154,19 +192,14 @@ def _gather_ids_and_positions(outputs, sources, token, row, slot, position, know
         draft_ptr += position - known
         token_id += tl.load(draft_ptr, mask=is_token & (position >= known), other=0)
     tl.store(outputs.input_ids_ptr + token, token_id.to(tl.int64), mask=is_output)
-    if sources.mrope_positions_ptr is None:
+    if sources.mrope_spans_ptr is None:
         tl.store(outputs.positions_ptr + token, position.to(tl.int64), mask=is_output)
     else:
-        in_prompt = position < tl.load(sources.prompt_len_ptr + slot, mask=is_token, other=0)
-        behind = position + tl.load(sources.mrope_delta_ptr + slot, mask=is_token, other=0)
-        axes_ptr = sources.mrope_positions_ptr + slot * sources.stride_mrope_positions_slot
-        axes_ptr += position
+        axes = _mrope_positions(sources, slot, position, is_token)
         for axis in tl.static_range(3):
-            axis_ptr = axes_ptr + axis * sources.stride_mrope_positions_axis
-            of_axis = tl.load(axis_ptr, mask=is_token & in_prompt, other=0)
-            of_axis = tl.where(in_prompt, of_axis, behind)
+            of_axis = tl.where(is_token, axes[axis], 0).to(tl.int64)
             output_ptr = outputs.positions_ptr + axis * outputs.stride_positions_axis + token
-            tl.store(output_ptr, tl.where(is_token, of_axis, 0).to(tl.int64), mask=is_output)
+            tl.store(output_ptr, of_axis, mask=is_output)
 
 
 @triton.jit
@@ -273,11 +306,9 @@ def _gather_tokens_kernel(
     draft_token_ids_ptr,  # [num_rows, max_drafts] int32, or None
     stride_draft_token_ids_row,
     num_draft_tokens_ptr,  # [num_rows] int32, or None
-    mrope_positions_ptr,  # [max_num_reqs, 3, max_prompt] int32, or None
-    stride_mrope_positions_slot,
-    stride_mrope_positions_axis,
-    mrope_delta_ptr,  # [max_num_reqs] int32, or None
-    prompt_len_ptr,  # [max_num_reqs] int32, or None
+    mrope_spans_ptr,  # [max_num_reqs, max_spans, _SPAN_WORDS] int32, or None
+    stride_mrope_spans_slot,
+    num_mrope_spans_ptr,  # [max_num_reqs] int32, or None
     block_tables_ptr,  # [max_num_reqs, row_width] int32, -1 = no page
     stride_block_tables_slot,
     table_offset_ptr,  # [num_groups] int32
@@ -304,8 +335,8 @@ def _gather_tokens_kernel(
     )  # fmt: skip
     sources = _Sources(
         token_ids_ptr, stride_token_ids_slot, max_model_len, draft_token_ids_ptr,
-        stride_draft_token_ids_row, mrope_positions_ptr, stride_mrope_positions_slot,
-        stride_mrope_positions_axis, mrope_delta_ptr, prompt_len_ptr,
+        stride_draft_token_ids_row, mrope_spans_ptr, stride_mrope_spans_slot,
+        num_mrope_spans_ptr,
     )  # fmt: skip
     outputs = _Tokens(
         input_ids_ptr,
@@ -399,7 +430,7 @@ def gather_tokens(
         idx_mapping: [num_reqs] int32, the request slot of each batch row; -1 = padding row.
         query_start_loc: [num_reqs + 1] int32, first token of each row, ascending from 0; not
             read, and may be None, if ``query_len`` is given.
-        slots: the request of every slot: its history, lengths, stop code and M-RoPE positions.
+        slots: the request of every slot: its history, lengths, stop code and M-RoPE spans.
         tables: the block table of every slot.
         out: *written*.
         query_len: tokens of every row, if they all have the same number.
@@ -423,7 +454,7 @@ def gather_tokens(
     _check_drafts(idx_mapping, draft_token_ids, num_draft_tokens)
     _check_mrope(slots, device)
     num_groups = _check_tables(tables, slots.token_ids.shape[0], device)
-    _check_outputs(out, num_rows, num_groups, tables, slots.mrope_positions is not None, device)
+    _check_outputs(out, num_rows, num_groups, tables, slots.mrope_spans is not None, device)
     num_padded_tokens = out.input_ids.shape[0]
     num_indices = max(num_rows, num_padded_tokens)
     if num_indices == 0:
@@ -436,7 +467,6 @@ def gather_tokens(
     num_tiles += triton.cdiv(num_rows, config.tile_tokens)
     if out.block_table is not None:
         num_tiles += triton.cdiv(num_rows, config.tile_rows)
-    mrope_positions = slots.mrope_positions
     _gather_tokens_kernel[(num_tiles, num_groups)](
         out.input_ids,
         out.positions,
@@ -458,11 +488,9 @@ def gather_tokens(
         draft_token_ids,
         _row_stride(draft_token_ids),
         num_draft_tokens,
-        mrope_positions,
-        _row_stride(mrope_positions),
-        0 if mrope_positions is None else mrope_positions.stride(1),
-        slots.mrope_delta,
-        None if mrope_positions is None else slots.prompt_len,
+        slots.mrope_spans,
+        _row_stride(slots.mrope_spans),
+        slots.num_mrope_spans,
         tables.block_tables,
         tables.block_tables.stride(0),
         tables.table_offset,
@@ -506,21 +534,25 @@ def _check_drafts(
 
 
 def _check_mrope(slots: RequestSlots, device: torch.device) -> None:
-    if slots.mrope_positions is None:
-        if slots.mrope_delta is not None:
-            raise ValueError("slots.mrope_positions: expected a tensor with mrope_delta, got None")
+    spans = slots.mrope_spans
+    if spans is None and slots.num_mrope_spans is None:
         return
-    if slots.mrope_delta is None:
-        raise ValueError("slots.mrope_positions: expected mrope_delta with it, got None")
+    if spans is None or slots.num_mrope_spans is None:
+        raise ValueError("slots.mrope_spans, num_mrope_spans: expected both or neither, got one")
     check_tensor(
-        "slots.mrope_positions",
-        slots.mrope_positions,
-        shape=(slots.token_ids.shape[0], 3, None),
+        "slots.mrope_spans",
+        spans,
+        shape=(slots.token_ids.shape[0], None, MROPE_SPAN_WORDS),
         dtype=torch.int32,
         device=device,
         unit_last_stride=True,
     )
-    check_slots(slots, device, "mrope_delta", "prompt_len")
+    if spans.stride(1) != MROPE_SPAN_WORDS:
+        raise ValueError(
+            f"slots.mrope_spans: expected a span every {MROPE_SPAN_WORDS} words, got "
+            f"{spans.stride(1)}"
+        )
+    check_slots(slots, device, "num_mrope_spans")
 
 
 def _check_tables(tables: SlotTables, max_num_reqs: int, device: torch.device) -> int:

@@ -78,14 +78,11 @@ def gather_tokens(
         draft = positions - known[rows]
         is_draft = draft >= 0
         out.input_ids[tokens[is_draft]] = draft_token_ids[rows[is_draft], draft[is_draft]].long()
-    if slots.mrope_positions is None or slots.mrope_delta is None:
+    if slots.mrope_spans is None or slots.num_mrope_spans is None:
         out.positions[tokens] = positions
     else:
-        in_prompt = positions < slots.prompt_len[slot[rows]]
-        at = positions.clamp_max(slots.mrope_positions.shape[2] - 1)
-        of_axes = slots.mrope_positions[slot[rows], :, at].T.long()
-        out.positions[:, tokens] = torch.where(
-            in_prompt, of_axes, positions + slots.mrope_delta[slot[rows]]
+        out.positions[:, tokens] = _mrope_positions(
+            slots.mrope_spans[slot[rows]], slots.num_mrope_spans[slot[rows]], positions
         )
     for group in range(tables.table_offset.numel()):
         offset, ring_blocks = tables.table_offset[group], tables.ring_blocks[group]
@@ -101,6 +98,29 @@ def gather_tokens(
             width = int(sink_blocks + ring_blocks if ring_blocks else columns_inside[row])
             segment = tables.block_tables[slot[row], first : first + width]
             out.block_table[row, first : first + width] = segment
+
+
+def _mrope_positions(
+    spans: torch.Tensor, num_spans: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Return [3, tokens] from each token's position and the spans of its request."""
+    before = torch.arange(spans.shape[1], device=spans.device) < num_spans[:, None]
+    before &= spans[:, :, 0] <= positions[:, None]
+    span = before.sum(dim=1)  # 0 = the token is before the first span
+    tokens = torch.arange(len(positions), device=spans.device)
+    words = spans[tokens, span.sub(1).clamp_min(0)]
+    words = torch.where(span[:, None] > 0, words, torch.zeros_like(words))
+    start, end, first, delta, width, area, time_scale = words.T.contiguous()
+    place, area, width = positions - start, area.clamp_min(1), width.clamp_min(1)
+    frame = place // area
+    of_grid = torch.stack(
+        (
+            (frame.float() * time_scale.view(torch.float32)).long(),
+            place % area // width,
+            place % area % width,
+        )
+    )
+    return torch.where(positions < end, first + of_grid, positions + delta)
 
 
 def _query_starts(
