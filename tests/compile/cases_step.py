@@ -21,6 +21,7 @@ def cases(target: Target) -> list[AotCase]:
         _fetch_upload(overlap),
         _embed_tokens(torch.bfloat16, 1024, overlap),
         _embed_tokens(torch.float32, 8192, overlap),
+        _embed_tokens(torch.bfloat16, 2048, overlap, mrope_section=(16, 24, 24)),
         _embed_tokens(torch.bfloat16, 4096, overlap, features=True),
         _embed_tokens(torch.float32, 8192, overlap, features=True),
         _scatter_segments(overlap),
@@ -44,7 +45,12 @@ def _fetch_upload(overlap: bool) -> AotCase:
 
 
 def _embed_tokens(
-    dtype: torch.dtype, hidden_size: int, overlap: bool, *, features: bool = False
+    dtype: torch.dtype,
+    hidden_size: int,
+    overlap: bool,
+    *,
+    mrope_section: tuple[int | None, int | None, int | None] = (None, None, None),
+    features: bool = False,
 ) -> AotCase:
     int32 = pointer(INT32)
     table, float32, int64 = pointer(dtype), pointer(torch.float32), pointer(INT64)
@@ -53,14 +59,18 @@ def _embed_tokens(
         + ("-features" if features else ""),
         kernel=_embed_tokens_kernel,
         args=(
-            *(table, float32, int64, int64, table, float32),
-            *((table, int32, int32) if features else (None, None, None)),
+            *(table, float32, int64, int64, 64, table, float32),
+            *((table, hidden_size, int32, int32) if features else (None, 0, None, None)),
             *(33, hidden_size, 128),
         ),
         constexprs={
             "TILE_TOKENS": 1,
             "TILE_HIDDEN": hidden_size,
             "TILE_ROTARY": 128,
+            "TIME_PAIRS": mrope_section[0],
+            "HEIGHT_PAIRS": mrope_section[1],
+            "WIDTH_PAIRS": mrope_section[2],
+            "MROPE_INTERLEAVED": False,
             "OVERLAP": overlap,
         },
         num_warps=4,

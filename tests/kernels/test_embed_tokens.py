@@ -19,29 +19,48 @@ pytestmark = [pytest.mark.interp, pytest.mark.gpu]
     vocab=st.sampled_from([1, 7, 300]),
     hidden_size=st.sampled_from([1, 48, 64, 200]),
     rotary_dim=st.sampled_from([2, 20, 128]),
+    mrope=st.sampled_from([None, False, True]),
     dtype=st.sampled_from(DTYPES),
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
 def test_embeddings_and_angles_equal_the_table_rows(
-    device, num_tokens, vocab, hidden_size, rotary_dim, dtype, as_on_gpu, seed
+    device, num_tokens, vocab, hidden_size, rotary_dim, mrope, dtype, as_on_gpu, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     ids, positions = (torch.randint(vocab, (num_tokens,), generator=generator) for _ in range(2))
     embed = normal((vocab, hidden_size), dtype, "cpu", seed)
     embed[0, 0] = torch.nan
     cos_sin = normal((vocab, rotary_dim), torch.float32, "cpu", seed + 1)
+    options, angles = {}, cos_sin[positions]
+    if mrope is not None:
+        quarter = rotary_dim // 8
+        section = (rotary_dim // 2 - 2 * quarter, quarter, quarter)
+        options = {"mrope_section": section, "mrope_interleaved": mrope}
+        positions = torch.randint(vocab, (3, num_tokens), generator=generator)
+        axes = _axes(section, interleaved=mrope) * 2  # of cosines, then of sines
+        for column, axis in enumerate(axes):
+            angles[:, column] = cos_sin[positions[axis], column]
     arguments = (ids, embed, positions, cos_sin)
     with tiles("embed_tokens", as_on_gpu=as_on_gpu):
-        got = kernels.embed_tokens(*(argument.to(device) for argument in arguments))
+        got = kernels.embed_tokens(*(argument.to(device) for argument in arguments), **options)
     for result, want in (
-        (got, (embed[ids], cos_sin[positions])),
-        (got, reference.embed_tokens(*arguments)),
+        (got, (embed[ids], angles)),
+        (got, reference.embed_tokens(*arguments, **options)),
     ):
         for a, b in zip(result, want, strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0, equal_nan=True)
 
 
+def _axes(section: tuple[int, int, int], *, interleaved: bool) -> list[int]:
+    """Follow transformers: Qwen2-VL splits the pairs, Qwen3-VL overwrites every third of them."""
+    if not interleaved:
+        return [axis for axis, size in enumerate(section) for _ in range(size)]
+    axes = [0] * sum(section)
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * section[axis], len(axes)), 3):
+            axes[pair] = axis
+    return axes
 @given(
     sources=st.lists(st.integers(-1, 4), max_size=33),
     num_more=st.integers(0, 3),
@@ -94,6 +113,16 @@ TABLE = torch.zeros(5, 4)
         ({"embed": TABLE.T}, ValueError, r"embed: expected a contiguous tensor"),
         ({"cos_sin": TABLE.half()}, TypeError, r"cos_sin: expected dtype torch\.float32"),
         ({"cos_sin": TABLE[0]}, ValueError, r"cos_sin: expected shape \[any, any\], got \[4\]"),
+        (
+            {"mrope_section": (1, 1, 0)},
+            ValueError,
+            r"positions: expected shape \[3, 3\], got \[3\]",
+        ),
+        (
+            {"mrope_section": (1, 1, 1), "positions": IDS.repeat(3, 1)},
+            ValueError,
+            r"mrope_section: expected three sizes >= 0 with sum 2, got \(1, 1, 1\)",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(device, change, error, message):
@@ -102,6 +131,8 @@ def test_wrong_arguments_are_named(device, change, error, message):
         name: torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=device
         ).copy_(value)
+        if isinstance(value, torch.Tensor)
+        else value
         for name, value in arguments.items()
     }
     with pytest.raises(error, match=message):

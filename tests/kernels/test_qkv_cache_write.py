@@ -61,6 +61,7 @@ class Options:
     rotary_dim: int | None = None
     interleaved: bool = False
     mrope: bool = False
+    mrope_interleaved: bool = False
     norm: bool = False
     coarse: bool = False
     """Whether every sum of squares is exact in float32, in any order."""
@@ -106,7 +107,13 @@ class Call:
                 half, quarter = options.rotary_dim // 4, options.rotary_dim // 8
                 section = (options.rotary_dim // 2 - half - quarter, half, quarter)
             table = _table(options.rotary_dim, device)
-            keywords["rope"] = Rope(table, positions.to(device), options.interleaved, section)
+            keywords["rope"] = Rope(
+                table,
+                positions.to(device),
+                options.interleaved,
+                section,
+                options.mrope and options.mrope_interleaved,
+            )
         return cls(
             case=case,
             options=options,
@@ -201,6 +208,7 @@ def _calls(draw, **chosen) -> tuple[PagedCase, Options]:
         "rotary_dim": draw(st.sampled_from([None, dim, dim // 2, 8])),
         "interleaved": draw(st.booleans()),
         "mrope": draw(st.booleans()),
+        "mrope_interleaved": draw(st.booleans()),
         "norm": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**31 - 2)),
     }

@@ -62,6 +62,28 @@ def check_rotary_dim(name: str, cos_sin: torch.Tensor, head_dim: int) -> int:
     return rotary_dim
 
 
+def check_mrope_section(name: str, section: tuple[int, ...], num_pairs: int) -> None:
+    """Raise unless ``section`` gives three axes their shares of ``num_pairs`` pairs."""
+    if len(section) != 3 or min(section) < 0 or sum(section) != num_pairs:
+        raise ValueError(
+            f"{name}: expected three sizes >= 0 with sum {num_pairs}, got {tuple(section)}"
+        )
+
+
+def mrope_axes(section: tuple[int, int, int], *, interleaved: bool) -> torch.Tensor:
+    """Return [pairs] int64: the axis (0 time, 1 height, 2 width) whose position turns a pair.
+
+    Three consecutive sections (Qwen2-VL), or interleaved: pair i has the axis i % 3 while i is
+    less than three times the axis's size, after that the axis 0 (Qwen3-VL).
+    """
+    sizes = torch.tensor(section)
+    if not interleaved:
+        return torch.arange(3).repeat_interleave(sizes)
+    pair = torch.arange(sum(section))
+    axis = pair % 3
+    return torch.where(pair < 3 * sizes[axis], axis, 0)
+
+
 def check_launchable(name: str, tensor: torch.Tensor) -> None:
     """Raise unless a Triton kernel can run on ``tensor``'s device in this process."""
     if tensor.device.type == "cpu" and not INTERPRET:

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from mrv1.kernels._base.checks import check_rotary_dim, check_tensor
+from mrv1.kernels._base.checks import check_mrope_section, check_rotary_dim, check_tensor
 from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
 
@@ -152,6 +152,8 @@ class Rope:
     mrope_section: tuple[int, int, int] | None = None
     """Numbers of pairs that turn by the position in time, in height and in width, in that order;
     their sum is rotary_dim / 2. None = one position per token."""
+    mrope_interleaved: bool = False
+    """The axes take the pairs in turn, as Qwen3-VL's, not in three consecutive sections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ def check_qkv(
 
 def _check_rope(rope: Rope, qkv: torch.Tensor, head_dim: int) -> None:
     num_tokens, positions = qkv.shape[0], rope.positions
-    section: tuple[int, ...] | None = rope.mrope_section
+    section = rope.mrope_section
     check = partial(check_tensor, device=qkv.device)
     num_rows = num_tokens if positions is None else None
     check(
@@ -218,13 +220,8 @@ def _check_rope(rope: Rope, qkv: torch.Tensor, head_dim: int) -> None:
         if section is not None:
             raise ValueError(f"rope.mrope_section: expected None without positions, got {section}")
         return
-    if section is not None and (
-        len(section) != 3 or min(section) < 0 or sum(section) != rotary_dim // 2
-    ):
-        raise ValueError(
-            f"rope.mrope_section: expected three sizes >= 0 with sum {rotary_dim // 2}, "
-            f"got {section}"
-        )
+    if section is not None:
+        check_mrope_section("rope.mrope_section", section, rotary_dim // 2)
     shape = (num_tokens,) if section is None else (3, num_tokens)
     check("rope.positions", positions, shape=shape, dtype=torch.int64, unit_last_stride=True)
 

@@ -9,9 +9,9 @@ Per token, with ``[q, k, v] = qkv``::
 
 Norm and rotation are those of ``rms_norm`` and ``apply_rope``, and round to the dtype as they do.
 
-Multimodal rope (M-RoPE) gives a token three positions: in time, height and width. The pairs form
-three consecutive sections, and a pair turns by the position of its section, as in transformers'
-Qwen2-VL and Qwen2.5-VL. (Qwen3-VL gives the three axes to the pairs in turn; this op does not.)
+Multimodal rope (M-RoPE) gives a token three positions: in time, height and width. A pair turns by
+one of them: the pairs form three consecutive sections, as in Qwen2-VL and Qwen2.5-VL, or the axes
+take the pairs in turn, as in Qwen3-VL.
 
 Source: Wang et al., "Qwen2-VL" (2024), section 2.1, for M-RoPE.
 """
@@ -26,6 +26,7 @@ import torch
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.mrope import load_mrope_positions
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
 from mrv1.kernels.cache.contracts import (
@@ -191,8 +192,10 @@ def _qkv_cache_write_kernel(
     HEAD_DIM: tl.constexpr,
     NUM_PAIRS: tl.constexpr,  # HEAD_DIM / 2 without rope
     INTERLEAVED: tl.constexpr,
-    HEIGHT_PAIR: tl.constexpr,  # first pair of M-RoPE's second section; None = one position
-    WIDTH_PAIR: tl.constexpr,  # first pair of the third section
+    TIME_PAIRS: tl.constexpr,  # M-RoPE's section sizes; None = one position
+    HEIGHT_PAIRS: tl.constexpr,
+    WIDTH_PAIRS: tl.constexpr,
+    MROPE_INTERLEAVED: tl.constexpr,
     GROUPS: tl.constexpr,  # whether there is more than one head group
     BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
@@ -224,13 +227,19 @@ def _qkv_cache_write_kernel(
     if positions_ptr is not None:
         position_ptr = positions_ptr + token
         is_turned = is_token & (not is_v)
-        position = tl.load(position_ptr, mask=is_turned, other=0)
-        if HEIGHT_PAIR is not None:
-            position_ptr += stride_positions_axis
-            height = tl.load(position_ptr, mask=is_turned, other=0)
-            width = tl.load(position_ptr + stride_positions_axis, mask=is_turned, other=0)
-            position = tl.where(pair < HEIGHT_PAIR, position, height)
-            position = tl.where(pair < WIDTH_PAIR, position, width)
+        if TIME_PAIRS is None:
+            position = tl.load(position_ptr, mask=is_turned, other=0)
+        else:
+            position = load_mrope_positions(
+                position_ptr,
+                stride_positions_axis,
+                pair,
+                is_turned,
+                TIME_PAIRS,
+                HEIGHT_PAIRS,
+                WIDTH_PAIRS,
+                MROPE_INTERLEAVED,
+            )
     first_tile = tl.where(is_v, NUM_Q_TILES + NUM_KV_TILES, tl.where(is_q, 0, NUM_Q_TILES))
     first_head = tl.where(is_v, NUM_Q_HEADS + NUM_KV_HEADS, tl.where(is_q, 0, NUM_Q_HEADS))
     head = (tile - first_tile) * TILE_HEADS + tl.arange(0, TILE_HEADS)[None, :, None]
@@ -416,9 +425,12 @@ def qkv_cache_write(
 def _rope_constexprs(rope: Rope | None, head_dim: int) -> dict[str, object]:
     """Return the constexprs of the rotation; without ``rope`` a head is all pairs."""
     sections = None if rope is None else rope.mrope_section
+    time, height, width = sections or (None, None, None)
     return {
         "NUM_PAIRS": head_dim // 2 if rope is None else rope.cos_sin.shape[1] // 2,
         "INTERLEAVED": rope is not None and rope.interleaved,
-        "HEIGHT_PAIR": None if sections is None else sections[0],
-        "WIDTH_PAIR": None if sections is None else sections[0] + sections[1],
+        "TIME_PAIRS": time,
+        "HEIGHT_PAIRS": height,
+        "WIDTH_PAIRS": width,
+        "MROPE_INTERLEAVED": rope is not None and rope.mrope_interleaved,
     }

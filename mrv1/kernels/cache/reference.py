@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mrv1.kernels._base.checks import mrope_axes
 from mrv1.kernels._base.oracle import ORACLE_DTYPES, counted, wide
 from mrv1.kernels.cache.contracts import (
     PAGE_DTYPES,
@@ -181,9 +182,8 @@ def qkv_cache_write(
         if positions is None:  # a row for each token
             positions = torch.arange(qkv.shape[0], device=qkv.device)
         if rope.mrope_section is not None:  # a table with a row per token, pairs by section
-            axis = torch.arange(3, device=qkv.device)
-            sizes = torch.tensor(rope.mrope_section, device=qkv.device)
-            axis = axis.repeat_interleave(sizes).repeat(2)
+            axis = mrope_axes(rope.mrope_section, interleaved=rope.mrope_interleaved)
+            axis = axis.to(qkv.device).repeat(2)
             cos_sin = cos_sin[positions.T[:, axis], torch.arange(axis.numel(), device=qkv.device)]
             positions = torch.arange(qkv.shape[0], device=qkv.device)
         apply_rope(q, k, cos_sin, positions, interleaved=rope.interleaved)

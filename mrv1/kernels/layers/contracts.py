@@ -18,7 +18,8 @@ class FeatureRows:
     """Rows that replace the embeddings of some tokens, such as the features of an image."""
 
     rows: torch.Tensor
-    """[any, hidden] of the embedding's dtype, contiguous."""
+    """[any, at least hidden] of the embedding's dtype, contiguous: a row's first hidden columns
+    replace an embedding."""
     source: torch.Tensor
     """[any] int32, contiguous: for each of the first tokens of the batch its row of ``rows``; -1 =
     the embedding of its id. Rows are not checked."""
@@ -37,15 +38,19 @@ def check_features(features: FeatureRows | None, embed: torch.Tensor) -> None:
     if features is None:
         return
     device = embed.device
-    shape = (None, embed.shape[1])
     check_tensor(
         "features.rows",
         features.rows,
-        shape=shape,
+        shape=(None, None),
         dtype=embed.dtype,
         device=device,
         contiguous=True,
     )
+    if features.rows.shape[1] < embed.shape[1]:
+        raise ValueError(
+            f"features.rows: expected at least {embed.shape[1]} columns, "
+            f"got {features.rows.shape[1]}"
+        )
     for name, values, size in (
         ("source", features.source, None),
         ("num_sources", features.num_sources, 1),
@@ -58,3 +63,12 @@ def check_features(features: FeatureRows | None, embed: torch.Tensor) -> None:
             device=device,
             contiguous=True,
         )
+
+
+def feature_arguments(
+    features: FeatureRows | None,
+) -> tuple[torch.Tensor | None, int, torch.Tensor | None, torch.Tensor | None]:
+    """Return rows, their stride, source and num_sources as a kernel takes them."""
+    if features is None:
+        return None, 0, None, None
+    return features.rows, features.rows.stride(0), features.source, features.num_sources

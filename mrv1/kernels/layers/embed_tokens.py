@@ -1,6 +1,8 @@
 """The model's first op: look up the tokens' rows of the embedding and of rope's table.
 
 hidden[i] = embed[input_ids[i]], or a row of features;  angles[i] = cos_sin[positions[i]]
+
+With M-RoPE a token has three positions, and an angle is that of one of them.
 """
 
 from __future__ import annotations
@@ -9,21 +11,29 @@ from functools import partial
 
 import torch
 
-from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._base.checks import (
+    FLOAT_DTYPES,
+    check_launchable,
+    check_mrope_section,
+    check_tensor,
+)
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.mrope import load_mrope_positions
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.layers.contracts import FeatureRows, check_features
+from mrv1.kernels.layers.contracts import FeatureRows, check_features, feature_arguments
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_positions_axis"])
 def _embed_tokens_kernel(
     hidden_ptr,  # [num_tokens, hidden_size], contiguous
     angles_ptr,  # [num_tokens, rotary_dim] float32, contiguous
     input_ids_ptr,  # [num_tokens] int64
-    positions_ptr,  # [num_tokens] int64
+    positions_ptr,  # [num_tokens] int64, or [3, num_tokens] with M-RoPE
+    stride_positions_axis,
     embed_ptr,  # [vocab_size, hidden_size], contiguous
     cos_sin_ptr,  # [max_positions, rotary_dim] float32, contiguous
-    feature_rows_ptr,  # [any, hidden_size], contiguous, or None
+    feature_rows_ptr,  # [any, at least hidden_size], unit last stride, or None
+    stride_feature_rows,
     feature_source_ptr,  # [any] int32, or None
     num_sources_ptr,  # [1] int32, or None
     num_tokens,
@@ -32,6 +42,10 @@ def _embed_tokens_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,  # power of two >= hidden_size
     TILE_ROTARY: tl.constexpr,  # power of two >= rotary_dim
+    TIME_PAIRS: tl.constexpr,  # M-RoPE's section sizes; None = one position
+    HEIGHT_PAIRS: tl.constexpr,
+    WIDTH_PAIRS: tl.constexpr,
+    MROPE_INTERLEAVED: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (cdiv(num_tokens, TILE_TOKENS),): one program moves whole rows."""
@@ -40,16 +54,28 @@ def _embed_tokens_kernel(
     token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
     is_token = token < num_tokens
     token_id = tl.load(input_ids_ptr + token, mask=is_token, other=0)
-    position = tl.load(positions_ptr + token, mask=is_token, other=0)
+    angle_col = tl.arange(0, TILE_ROTARY)[None, :]
+    if TIME_PAIRS is None:
+        position = tl.load(positions_ptr + token, mask=is_token, other=0)
+    else:
+        position = load_mrope_positions(
+            positions_ptr + token,
+            stride_positions_axis,
+            angle_col % (TIME_PAIRS + HEIGHT_PAIRS + WIDTH_PAIRS),
+            is_token,
+            TIME_PAIRS,
+            HEIGHT_PAIRS,
+            WIDTH_PAIRS,
+            MROPE_INTERLEAVED,
+        )
     col = tl.arange(0, TILE_HIDDEN)[None, :]
     mask = is_token & (col < hidden_size)
     row_ptr = embed_ptr + token_id * hidden_size
     if feature_rows_ptr is not None:
         has_source = is_token & (token < tl.load(num_sources_ptr))
         source = tl.load(feature_source_ptr + token, mask=has_source, other=-1).to(tl.int64)
-        row_ptr = tl.where(source >= 0, feature_rows_ptr + source * hidden_size, row_ptr)
+        row_ptr = tl.where(source >= 0, feature_rows_ptr + source * stride_feature_rows, row_ptr)
     row = tl.load(row_ptr + col, mask=mask)
-    angle_col = tl.arange(0, TILE_ROTARY)[None, :]
     angle_mask = is_token & (angle_col < rotary_dim)
     angles = tl.load(cos_sin_ptr + position * rotary_dim + angle_col, mask=angle_mask)
     tl.store(hidden_ptr + token * hidden_size + col, row, mask=mask)
@@ -62,6 +88,8 @@ def embed_tokens(
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     *,
+    mrope_section: tuple[int, int, int] | None = None,
+    mrope_interleaved: bool = False,
     features: FeatureRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of ``embed`` at ``input_ids`` and the rows of ``cos_sin`` at ``positions``.
@@ -71,8 +99,11 @@ def embed_tokens(
     Args:
         input_ids: [tokens] int64, contiguous, in [0, vocab); not checked.
         embed: [vocab, hidden] float32 | float16 | bfloat16, contiguous.
-        positions: [tokens] int64, contiguous, in [0, max_positions); not checked.
+        positions: [tokens] int64, contiguous, in [0, max_positions); not checked. With
+            ``mrope_section`` [3, tokens], unit last stride.
         cos_sin: [max_positions, rotary_dim] float32, contiguous: cosines, then sines.
+        mrope_section: M-RoPE's numbers of pairs, as in ``Rope``; None = one position per token.
+        mrope_interleaved: as in ``Rope``.
         features: rows that replace embeddings; None = none do.
 
     Returns:
@@ -90,8 +121,21 @@ def embed_tokens(
     device = embed.device
     check = partial(check_tensor, device=device, contiguous=True)
     check("input_ids", input_ids, shape=(None,), dtype=torch.int64)
-    check("positions", positions, shape=input_ids.shape, dtype=torch.int64)
     check("cos_sin", cos_sin, shape=(None, None), dtype=torch.float32)
+    if mrope_section is None:
+        check("positions", positions, shape=input_ids.shape, dtype=torch.int64)
+    else:
+        shape = (3, *input_ids.shape)
+        check_tensor(
+            "positions",
+            positions,
+            shape=shape,
+            dtype=torch.int64,
+            device=device,
+            unit_last_stride=True,
+        )
+        check_mrope_section("mrope_section", mrope_section, cos_sin.shape[1] // 2)
+    time, height, width = mrope_section or (None, None, None)
     check_features(features, embed)
     hidden = embed.new_empty(input_ids.shape[0], embed.shape[1])
     angles = cos_sin.new_empty(input_ids.shape[0], cos_sin.shape[1])
@@ -99,14 +143,16 @@ def embed_tokens(
         return hidden, angles
     tile_tokens = triton.next_power_of_2(len(input_ids)) if INTERPRET else 1
     _embed_tokens_kernel[(triton.cdiv(len(input_ids), tile_tokens),)](
-        *(hidden, angles, input_ids, positions, embed, cos_sin),
-        None if features is None else features.rows,
-        None if features is None else features.source,
-        None if features is None else features.num_sources,
+        *(hidden, angles, input_ids, positions, positions.stride(0), embed, cos_sin),
+        *feature_arguments(features),
         *(len(input_ids), embed.shape[1], cos_sin.shape[1]),
         TILE_TOKENS=tile_tokens,
         TILE_HIDDEN=triton.next_power_of_2(embed.shape[1]),
         TILE_ROTARY=triton.next_power_of_2(cos_sin.shape[1]),
+        TIME_PAIRS=time,
+        HEIGHT_PAIRS=height,
+        WIDTH_PAIRS=width,
+        MROPE_INTERLEAVED=mrope_interleaved,
         num_warps=4,
         **overlap_options(device),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mrv1.kernels._base.checks import mrope_axes
 from mrv1.kernels._base.oracle import counted, wide
 from mrv1.kernels.layers.contracts import Activation, FeatureRows, check_features
 
@@ -108,6 +109,8 @@ def embed_tokens(
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     *,
+    mrope_section: tuple[int, int, int] | None = None,
+    mrope_interleaved: bool = False,
     features: FeatureRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle of :func:`mrv1.kernels.embed_tokens`."""
@@ -116,5 +119,9 @@ def embed_tokens(
     if features is not None:
         source = features.source[: min(int(features.num_sources), len(hidden))]
         is_feature = source >= 0
-        hidden[: len(source)][is_feature] = features.rows[source[is_feature].long()]
-    return hidden, cos_sin.index_select(0, positions)
+        rows = features.rows[:, : embed.shape[1]]
+        hidden[: len(source)][is_feature] = rows[source[is_feature].long()]
+    if mrope_section is None:
+        return hidden, cos_sin.index_select(0, positions)
+    axis = mrope_axes(mrope_section, interleaved=mrope_interleaved).to(embed.device).repeat(2)
+    return hidden, cos_sin[positions.T[:, axis], torch.arange(len(axis), device=embed.device)]
