@@ -214,6 +214,9 @@ class EngineConfig:
     """Most stop token sequences per request. Default: ``MRV1_MAX_STOP_SEQS_NUM``, else 5."""
     stop_seqs_max_len: int = field(default_factory=VARIABLES[STOP_SEQS_LEN_VARIABLE])
     """Most tokens of a stop token sequence. Default: ``MRV1_STOP_SEQS_MAX_LEN``, else 8."""
+    max_mm_items: int = 256
+    """Most images, videos and, where a video has an item for each frame, frames per request of a
+    model with M-RoPE."""
     max_logit_bias: int = 300
     """Most tokens per request that may have a logit bias."""
     max_logprobs: int = 20

@@ -85,7 +85,9 @@ class PolicyModel:
             raise ConfigError(f"tokens: expected [{self.num_tokens}], got {list(tokens.shape)}")
         batch = AttentionBatch(
             input_ids=torch.from_numpy(tokens.astype(np.int64)).to(self.model.device),
-            positions=self._positions,
+            positions=self._positions
+            if self.model.config.rope.mrope_section is None
+            else self._positions.expand(3, -1),
             slot_mapping=self._positions[None],
             block_table=self._block_table,
             seq_lens=self._num_tokens,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mrv1.models.vision import VideoTime
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
@@ -27,6 +29,10 @@ class Architecture:
     """Rope pairs (2i, 2i + 1) instead of (i, i + dim / 2)."""
     windows: Literal["none", "all_layers", "layer_types"] = "none"
     """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
+    mrope: Literal["none", "sections", "interleaved"] = "none"
+    """How M-RoPE's axes share the pairs; "none" = a token has one position."""
+    video_time: VideoTime | None = None
+    """Time in a video's positions; None = a model of text alone."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -64,6 +70,33 @@ ARCHITECTURES: dict[str, Architecture] = {
         o_bias="use_bias",
         mlp_bias="use_bias",
         rope_interleaved=True,
+    ),
+    "Qwen2VLForConditionalGeneration": Architecture(
+        model_type="qwen2_vl",
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        windows="layer_types",
+        mrope="sections",
+        video_time="frames",
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Architecture(
+        model_type="qwen2_5_vl",
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        windows="layer_types",
+        mrope="sections",
+        video_time="seconds",
+    ),
+    "Qwen3VLForConditionalGeneration": Architecture(
+        model_type="qwen3_vl",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias=False,
+        qk_norm=True,
+        mrope="interleaved",
+        video_time="text",
     ),
 }
 """Supported checkpoints by the name in their ``architectures``."""

@@ -22,7 +22,8 @@ class AttentionBatch:
     input_ids: torch.Tensor
     """[num_tokens] int64."""
     positions: torch.Tensor
-    """[num_tokens] int64, each token's position in its request."""
+    """[num_tokens] int64, each token's position in its request; with M-RoPE [3, num_tokens], its
+    positions in time, height and width."""
     slot_mapping: torch.Tensor
     """[groups, num_tokens] int64, block * block_size + offset; -1 = write nothing."""
     block_table: torch.Tensor

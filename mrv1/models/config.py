@@ -14,6 +14,7 @@ from mrv1.models.files import raise_problems, read_generation_config, read_json
 from mrv1.models.gguf_file import is_gguf, open_gguf
 from mrv1.models.hf_config import model_fields, support_problems, token_ids
 from mrv1.models.rope import RopeConfig
+from mrv1.models.vision import VisionConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -80,8 +81,16 @@ class ModelConfig:
     """Per layer: visible tokens including the current one, -1 = full context."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a text, from config.json and generation_config.json."""
+    vision: VisionConfig | None = None
+    """Images and videos in prompts; None = a model of text alone."""
     torch_dtype: torch.dtype = torch.float32
     """Dtype the checkpoint names; float32 if it names none."""
+
+    @property
+    def feature_size(self) -> int:
+        """Columns of a row of features: the embedding, and what is added after first layers."""
+        layers = 0 if self.vision is None else self.vision.num_deepstack_layers
+        return self.hidden_size * (1 + layers)
 
     def __post_init__(self) -> None:
         """Check that the sizes fit together."""

@@ -104,6 +104,8 @@ class DecoderModel:
             self.weights.embed,
             batch.positions,
             self._cos_sin,
+            mrope_section=self.config.rope.mrope_section,
+            mrope_interleaved=self.config.rope.mrope_interleaved,
             features=batch.features,
         )
         rope = Rope(cos_sin, interleaved=self.config.rope_interleaved)

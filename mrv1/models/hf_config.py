@@ -14,6 +14,7 @@ from mrv1.errors import ConfigError
 from mrv1.models.architectures import ARCHITECTURES, Architecture
 from mrv1.models.files import raise_problems
 from mrv1.models.rope import RopeConfig
+from mrv1.models.vision import vision_config
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Dtypes a model can be loaded in (float64: reference path only)."""
@@ -79,16 +80,19 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
     raise_problems("model config", support_problems(raw))
     name = architecture_name(raw)
     family = ARCHITECTURES[name]
+    text = hf if family.video_time is None else hf.text_config
     # At least 1: a model without heads is refused with the other sizes, not by division by zero.
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // max(hf.num_attention_heads, 1)
+    num_heads = max(text.num_attention_heads, 1)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     problems = []
-    if hf.hidden_act not in ("silu", "swish"):
-        problems.append(f"hidden_act: expected 'silu', got {hf.hidden_act!r}")
+    if text.hidden_act not in ("silu", "swish"):
+        problems.append(f"hidden_act: expected 'silu', got {text.hidden_act!r}")
     read: dict[str, Any] = {}
     for field, reader in (
-        ("rope", lambda: _rope(hf, head_dim)),
-        ("layer_windows", lambda: _layer_windows(hf, family)),
-        ("torch_dtype", lambda: _dtype(hf.dtype)),
+        ("rope", lambda: _rope(text, head_dim, family)),
+        ("layer_windows", lambda: _layer_windows(text, family)),
+        ("vision", lambda: family.video_time and vision_config(hf, family.video_time)),
+        ("torch_dtype", lambda: _dtype(hf.dtype or text.dtype)),
     ):
         try:
             read[field] = reader()
@@ -98,22 +102,22 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
     return {
         **read,
         "architecture": name,
-        "vocab_size": hf.vocab_size,
-        "hidden_size": hf.hidden_size,
-        "intermediate_size": hf.intermediate_size,
-        "num_layers": hf.num_hidden_layers,
-        "num_q_heads": hf.num_attention_heads,
-        "num_kv_heads": hf.num_key_value_heads,
+        "vocab_size": text.vocab_size,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": text.intermediate_size,
+        "num_layers": text.num_hidden_layers,
+        "num_q_heads": text.num_attention_heads,
+        "num_kv_heads": text.num_key_value_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": hf.rms_norm_eps,
-        "max_model_len": _max_model_len(hf.max_position_embeddings, read["rope"]),
+        "rms_norm_eps": text.rms_norm_eps,
+        "max_model_len": _max_model_len(text.max_position_embeddings, read["rope"]),
         "tie_word_embeddings": bool(hf.tie_word_embeddings),
-        "qkv_bias": _flag(hf, family.qkv_bias),
-        "o_bias": _flag(hf, family.o_bias),
-        "mlp_bias": _flag(hf, family.mlp_bias),
+        "qkv_bias": _flag(text, family.qkv_bias),
+        "o_bias": _flag(text, family.o_bias),
+        "mlp_bias": _flag(text, family.mlp_bias),
         "qk_norm": family.qk_norm,
         "rope_interleaved": family.rope_interleaved,
-        "eos_token_ids": token_ids(hf.eos_token_id),
+        "eos_token_ids": token_ids(text.eos_token_id),
     }
 
 
@@ -131,12 +135,15 @@ def _flag(hf: Any, setting: bool | str) -> bool:  # noqa: ANN401
     return bool(getattr(hf, setting)) if isinstance(setting, str) else setting
 
 
-def _rope(hf: Any, head_dim: int) -> RopeConfig:  # noqa: ANN401
+def _rope(hf: Any, head_dim: int, family: Architecture) -> RopeConfig:  # noqa: ANN401
     parameters = hf.rope_parameters
     if not isinstance(parameters, Mapping) or "rope_type" not in parameters:
         raise ConfigError(f"rope_parameters: expected one rope for all layers, got {parameters!r}")
     return RopeConfig.from_parameters(
-        parameters, rotary_dim=head_dim, max_position_embeddings=hf.max_position_embeddings
+        parameters,
+        rotary_dim=head_dim,
+        max_position_embeddings=hf.max_position_embeddings,
+        mrope=family.mrope,
     )
 
 

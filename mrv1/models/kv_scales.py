@@ -35,7 +35,7 @@ def load_kv_scales(directory: Path, config: ModelConfig) -> torch.Tensor:
         ConfigError: a scale is missing, misshaped or not a positive number; one message lists
             everything found.
     """
-    scan = scan_checkpoint(directory)
+    scan = scan_checkpoint(directory, has_vision=config.vision is not None)
     problems = list(scan.problems)
     scales = torch.ones(config.num_layers, 2, config.num_kv_heads)
     missing = []
@@ -64,7 +64,7 @@ def load_kv_scales(directory: Path, config: ModelConfig) -> torch.Tensor:
 def _read(name: str, entries: Mapping[str, TensorEntry], num_kv_heads: int) -> torch.Tensor:
     """Return a scale as ``[1]`` or ``[kv_heads]`` float32."""
     with open_shard(entries[name].file) as shard:
-        tensor: torch.Tensor = shard.get_tensor(name)
+        tensor: torch.Tensor = shard.get_tensor(entries[name].stored_name)
     if tensor.numel() not in (1, num_kv_heads):
         raise ConfigError(
             f"{name}: expected one value or {num_kv_heads} (KV heads), "

@@ -85,7 +85,7 @@ def load_weights(
     """Return a checkpoint's weights; arguments and errors are as in :func:`load_model`."""
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: expected one of {WEIGHT_DTYPES}, got {dtype}")
-    scan = scan_checkpoint(directory)
+    scan = scan_checkpoint(directory, has_vision=config.vision is not None)
     wanted = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
     problems = scan.problems + _differences(scan, wanted, tied=config.tie_word_embeddings)
     raise_problems(f"checkpoint {str(directory)!r}", problems)
@@ -121,8 +121,9 @@ def _untied_head(scan: Scan) -> list[str]:
     if head is None or embed is None:
         return []  # already reported as unreadable or missing
     with open_shard(head.file) as head_shard, open_shard(embed.file) as embed_shard:
-        embed_tensor = embed_shard.get_tensor(EMBED)
-        if torch.equal(head_shard.get_tensor(HEAD).to(embed_tensor.dtype), embed_tensor):
+        embed_tensor = embed_shard.get_tensor(embed.stored_name)
+        head_tensor = head_shard.get_tensor(head.stored_name)
+        if torch.equal(head_tensor.to(embed_tensor.dtype), embed_tensor):
             return []
     return [f"{HEAD}: tie_word_embeddings is true, but it differs from {EMBED}"]
 
@@ -139,7 +140,7 @@ def _copy(
         for file, names in names_of_file.items():
             with open_shard(file) as shard:
                 for name in names:
-                    targets[name].copy_(shard.get_tensor(name))
+                    targets[name].copy_(shard.get_tensor(entries[name].stored_name))
                     bar.advance(task, targets[name].nbytes)
 
 

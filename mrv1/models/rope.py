@@ -75,6 +75,11 @@ class RopeConfig:
     """yarn: denominator of the attention factor; None = not set."""
     truncate: bool = True
     """yarn: round the ends of the ramp to whole dimensions."""
+    mrope_section: tuple[int, int, int] | None = None
+    """M-RoPE: numbers of pairs that turn by a token's position in time, height and width; None =
+    a token has one position."""
+    mrope_interleaved: bool = False
+    """M-RoPE: the axes take the pairs in turn, not in three consecutive sections."""
 
     @classmethod
     def from_parameters(
@@ -83,6 +88,7 @@ class RopeConfig:
         *,
         rotary_dim: int,
         max_position_embeddings: int,
+        mrope: Literal["none", "sections", "interleaved"] = "none",
     ) -> RopeConfig:
         """Return the configuration that a checkpoint's ``rope_parameters`` describe.
 
@@ -91,6 +97,7 @@ class RopeConfig:
             rotary_dim: rotated dimensions of a head.
             max_position_embeddings: context of the checkpoint, tokens; for yarn without a
                 ``factor``, the factor is the ratio of this context to the original one.
+            mrope: how M-RoPE's axes share the pairs; "none" = a token has one position.
 
         Raises:
             ConfigError: the type is not supported, or settings are missing or wrong; one message
@@ -123,6 +130,14 @@ class RopeConfig:
                 "rope_parameters.partial_rotary_factor: expected 1.0, got "
                 f"{parameters['partial_rotary_factor']!r}"
             )
+        if mrope != "none":
+            settings["mrope_section"] = section = _mrope_section(parameters)
+            settings["mrope_interleaved"] = mrope == "interleaved"
+            if section is None or min(section) < 0 or sum(section) != rotary_dim // 2:
+                problems.append(
+                    "rope_parameters.mrope_section: expected three integers >= 0 with sum "
+                    f"{rotary_dim // 2}, got {parameters.get('mrope_section')!r}"
+                )
         if problems:
             raise ConfigError("; ".join(problems))
         theta = settings.pop("rope_theta")
@@ -133,6 +148,14 @@ class RopeConfig:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _mrope_section(parameters: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Return the setting if it is three integers."""
+    match parameters.get("mrope_section"):
+        case [int(time), int(height), int(width)]:
+            return time, height, width
+    return None
 
 
 def _yarn_settings(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from mrv1.errors import ConfigError
 from mrv1.models.files import raise_problems, read_json
 from mrv1.models.gguf_file import is_gguf, open_gguf
+from mrv1.models.vision import text_name
 
 SINGLE_FILE = "model.safetensors"
 """The whole model in one file; looked for first, as transformers does."""
@@ -28,6 +29,8 @@ class TensorEntry:
 
     file: Path
     """The safetensors or GGUF file that contains the tensor."""
+    stored_name: str
+    """The tensor's name in the file."""
     shape: tuple[int, ...]
     """Its shape."""
     dtype: str
@@ -63,8 +66,27 @@ def open_shard(file: Path) -> Iterator[Any]:
         raise ConfigError(f"{file.name}: not a readable safetensors file: {error}") from error
 
 
-def scan_checkpoint(directory: Path) -> Scan:
-    """Return the tensors of a checkpoint directory or GGUF file, and every problem found."""
+def scan_checkpoint(directory: Path, *, has_vision: bool = False) -> Scan:
+    """Return the tensors of a checkpoint directory or GGUF file, and every problem found.
+
+    Args:
+        directory: the checkpoint.
+        has_vision: it has a vision encoder, whose tensors are left out; the others get the names
+            of a text model alone.
+    """
+    scan = _scan(directory)
+    if has_vision:
+        scan.entries = {
+            name: entry
+            for stored, entry in scan.entries.items()
+            if (name := text_name(stored)) is not None
+        }
+        if scan.named is not None:
+            scan.named = {name for stored in scan.named if (name := text_name(stored)) is not None}
+    return scan
+
+
+def _scan(directory: Path) -> Scan:
     scan = Scan()
     if is_gguf(directory):
         _read_gguf(scan, directory)
@@ -110,7 +132,10 @@ def _read_header(scan: Scan, file: Path) -> None:
             for name in shard.keys():  # noqa: SIM118 - not a dict
                 view = shard.get_slice(name)
                 scan.entries[name] = TensorEntry(
-                    file=file, shape=tuple(view.get_shape()), dtype=view.get_dtype()
+                    file=file,
+                    stored_name=name,
+                    shape=tuple(view.get_shape()),
+                    dtype=view.get_dtype(),
                 )
     except ConfigError as error:
         scan.problems.append(str(error))
@@ -130,7 +155,7 @@ def _read_gguf(scan: Scan, file: Path) -> None:
         )
         return
     scan.entries = {
-        name: TensorEntry(file=file, shape=shape, dtype="F32")
+        name: TensorEntry(file=file, stored_name=name, shape=shape, dtype="F32")
         for name, shape in content.shapes.items()
     }
     scan.named = set(scan.entries)

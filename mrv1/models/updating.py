@@ -9,13 +9,18 @@ import torch
 from mrv1.errors import ConfigError
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.loading import EMBED, HEAD, NON_WEIGHT_SUFFIXES
+from mrv1.models.vision import text_name
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """Tensors under the names of a Hugging Face checkpoint: a dict, or pairs."""
 
 
 def checked_update(
-    targets: Mapping[str, torch.Tensor], named_tensors: NamedTensors, *, partial: bool
+    targets: Mapping[str, torch.Tensor],
+    named_tensors: NamedTensors,
+    *,
+    partial: bool,
+    has_vision: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return the new tensors by name, without those that are no weights or a tied head.
 
@@ -23,11 +28,12 @@ def checked_update(
         targets: a model's ``checkpoint_tensors``; nothing is written.
         named_tensors: as in ``LLM.update_weights``.
         partial: whether tensors of the model may be missing.
+        has_vision: whether the checkpoint has a vision encoder, whose tensors are left out.
 
     Raises:
         ConfigError: a tensor is missing, unknown, given twice or of another shape or type.
     """
-    given = _by_name(named_tensors)
+    given = _by_name(named_tensors, has_vision)
     tied = given.pop(HEAD, None) if HEAD not in targets else None
     tensors = {
         name: tensor
@@ -43,7 +49,7 @@ def checked_update(
     return tensors
 
 
-def _by_name(named_tensors: object) -> dict[str, torch.Tensor]:
+def _by_name(named_tensors: object, has_vision: bool) -> dict[str, torch.Tensor]:
     if isinstance(named_tensors, Mapping):
         named_tensors = named_tensors.items()
     if not isinstance(named_tensors, Iterable):
@@ -58,10 +64,12 @@ def _by_name(named_tensors: object) -> dict[str, torch.Tensor]:
                 f"named_tensors: expected (name, tensor) pairs, got {_type_of(item)} at index "
                 f"{len(tensors)}"
             )
-        name, tensor = item
+        stored_name, tensor = item
+        name = text_name(stored_name) if has_vision else stored_name
         if name in tensors:
-            raise ConfigError(f"named_tensors: expected each name once, got {name!r} twice")
-        tensors[name] = tensor
+            raise ConfigError(f"named_tensors: expected each name once, got {stored_name!r} twice")
+        if name is not None:
+            tensors[name] = tensor
     if not tensors:
         raise ConfigError("named_tensors: expected at least one tensor, got none")
     return tensors

@@ -123,17 +123,19 @@ class DeviceStep:
             name: Field(dtype=dtype, width=width)
             for name, (dtype, width) in Sampler.fields(limits).items()
         }
+        vision = model.config.vision
         state = RequestState.fields(
             max_model_len,
             max_stop_seqs_num=config.max_stop_seqs_num,
             stop_seqs_max_len=config.stop_seqs_max_len,
+            max_mrope_spans=0 if vision is None else config.max_mm_items + 1,
         )
         shared = {NEXT_UPLOAD: Field(is_shared=True)}
         shared |= FeatureBuffer.fields(config)
         fields = {**state, **BlockTables.fields(groups), **sampling, **shared}
         self.slots = SlotState(num_slots, fields, device)
+        self.state = RequestState(self.slots, num_slots, max_model_len, vision)
         self.features = FeatureBuffer(config, model, self.slots)
-        self.state = RequestState(self.slots, num_slots, max_model_len)
         self.block_tables = BlockTables(self.slots, num_slots, groups, config.block_size)
         self.sampler = Sampler(
             num_slots, limits, {name: self.slots[name] for name in sampling}, ops

@@ -43,9 +43,10 @@ def gather(
     int32 = partial(torch.empty, dtype=torch.int32, device=tables.sink.device)
     int64 = partial(torch.empty, dtype=torch.int64, device=tables.sink.device)
     block_table = int32(num_rows, row_width)
+    axes = () if slots.mrope_spans is None else (3,)
     gathered = GatheredTokens(
         input_ids=int64(num_tokens),
-        positions=int64(num_tokens),
+        positions=int64(*axes, num_tokens),
         seq_lens=int32(num_rows),
         slot_mapping=int64(num_groups, num_tokens),
         logits_rows=int64(num_rows),

@@ -88,24 +88,22 @@ def run_profile_step(step: DeviceStep) -> None:
     full, rest = divmod(config.max_num_batched_tokens, step.max_model_len)
     prompts = [step.max_model_len] * full + ([rest] if rest else [])
     for query_lens in (prompts, [1] * config.max_num_seqs):
-        batch = _empty_batch(
-            query_lens, len(step.head_groups.groups), step.block_tables.row_width, step.device
-        )
+        batch = _empty_batch(step, query_lens)
         _sample_most(step, step.model.forward(batch, caches))
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
 
 
-def _empty_batch(
-    query_lens: list[int], num_groups: int, row_width: int, device: torch.device
-) -> AttentionBatch:
+def _empty_batch(step: DeviceStep, query_lens: list[int]) -> AttentionBatch:
     """Return a batch whose tokens are not written to the cache and see no keys."""
-    num_tokens, num_reqs = sum(query_lens), len(query_lens)
+    num_tokens, num_reqs, device = sum(query_lens), len(query_lens), step.device
+    num_groups, row_width = len(step.head_groups.groups), step.block_tables.row_width
+    axes = () if step.model.config.rope.mrope_section is None else (3,)
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     uniform = query_lens[0] == 1
     return AttentionBatch(
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.zeros(*axes, num_tokens, dtype=torch.int64, device=device),
         slot_mapping=torch.full((num_groups, num_tokens), -1, dtype=torch.int64, device=device),
         block_table=torch.full((num_reqs, row_width), NO_PAGE, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(query_lens, dtype=torch.int32, device=device),

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS, RUNNING, RequestSlots
+from mrv1.kernels.step.contracts import (
+    MAX_SAMPLED_TOKENS,
+    MROPE_SPAN_WORDS,
+    RUNNING,
+    RequestSlots,
+)
+from mrv1.multimodal.mrope import mrope_positions
+from mrv1.models.vision import VisionConfig
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
 from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan
@@ -45,9 +52,17 @@ class RequestState:
 
     @staticmethod
     def fields(
-        max_model_len: int, *, max_stop_seqs_num: int, stop_seqs_max_len: int
+        max_model_len: int,
+        *,
+        max_stop_seqs_num: int,
+        stop_seqs_max_len: int,
+        max_mrope_spans: int = 0,
     ) -> Mapping[str, Field]:
         """Return the fields that a slot has on the device."""
+        mrope = {
+            "mrope_spans": Field(width=max_mrope_spans * MROPE_SPAN_WORDS),
+            "num_mrope_spans": Field(),
+        }
         return {
             "token_ids": Field(width=max_model_len),  # prompt, then output
             "num_tokens": Field(),  # prompt and output so far
@@ -61,15 +76,29 @@ class RequestState:
             "num_stop_sequences": Field(),  # stop sequences of the request: the first rows
             "min_total_tokens": Field(),  # length before which no stop sequence ends the request
             "stopped": Field(),  # a stop code of mrv1.kernels.post_update
+            **(mrope if max_mrope_spans else {}),
         }
 
-    def __init__(self, slots: SlotState, max_num_reqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        slots: SlotState,
+        max_num_reqs: int,
+        max_model_len: int,
+        vision: VisionConfig | None = None,
+    ) -> None:
         self._slots = slots
+        self._vision = vision
+        """Settings of a model with M-RoPE; None = a token has one position."""
         self.max_model_len = max_model_len
         lens = slots["stop_sequence_lens"]
         stop_sequences = slots["stop_sequences"].unflatten(1, (lens.shape[1], -1))
         self._stop_sequences_shape = stop_sequences.shape[1:]
+        mrope = {}
+        if vision is not None:
+            spans = slots["mrope_spans"].unflatten(1, (-1, MROPE_SPAN_WORDS))
+            mrope = {"mrope_spans": spans, "num_mrope_spans": slots["num_mrope_spans"]}
         self.slots = RequestSlots(
+            **mrope,
             token_ids=slots["token_ids"],
             num_tokens=slots["num_tokens"],
             num_computed_tokens=slots["num_computed_tokens"],
@@ -167,6 +196,11 @@ class RequestState:
             ("stopped", [RUNNING]),
         ):
             upload.put(first_word(name, request.slot), words)
+        if self._vision is not None:
+            spans = mrope_positions(request.multimodal, request.prompt_len, self._vision).spans
+            upload.put(first_word("num_mrope_spans", request.slot), [len(spans)])
+            if len(spans):
+                upload.write(first_word("mrope_spans", request.slot), spans.reshape(-1))
         if request.min_total_tokens > request.prompt_len:
             upload.put(first_word("late_token_ids", request.slot), _padded(_late_tokens(request)))
         if request.stop_token_sequences:

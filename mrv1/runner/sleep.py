@@ -109,6 +109,7 @@ class SleepMode:
     def __init__(self, model: DecoderModel, kv_cache: KVCache) -> None:
         self._is_on_host = model.device.type == "cpu"
         self._targets = checkpoint_tensors(model.config, model.weights)
+        self._has_vision = model.config.vision is not None
         self._weights = _Memory(self._targets.values())
         self._parts: Mapping[SleepTag, _Memory] = {
             "weights": self._weights,
@@ -184,7 +185,9 @@ class SleepMode:
                 "update_weights: expected weights that are awake, got asleep; call "
                 'wake_up(["weights"]) first'
             )
-        tensors = checked_update(self._targets, named_tensors, partial=partial)
+        tensors = checked_update(
+            self._targets, named_tensors, partial=partial, has_vision=self._has_vision
+        )
         self._unwritten |= dict.fromkeys(tensors)  # an interrupt may leave one half written
         copy_weights(self._targets, tensors)
         self._unwritten = {name: None for name in self._unwritten if name not in tensors}

@@ -90,6 +90,11 @@ def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
+    return fill_randomly(model, seed)
+
+
+def fill_randomly(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Return ``model`` with weights from ``seed`` alone, ready to be evaluated."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
