@@ -23,6 +23,7 @@ from mrv1.errors import RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
 from mrv1.multimodal import MultimodalItem, as_items, in_order, visible_ranges, whole_spans
+from mrv1.multimodal.mrope import mrope_positions
 from mrv1.runner import AsyncOutput, KVUsage, ModelRunner, RequestId, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
@@ -171,13 +172,13 @@ class EngineCore:
         params = copy.copy(params)  # the caller may change its own
         check_params(params, self.config, self.runner.model_config.vocab_size)
         banned = self._banned_token_sequences(params, encode)
-        longest = self.max_model_len
+        items = self._prepared(multimodal, prompt) if multimodal else ()
+        longest = self._longest(items, len(prompt))
         if len(prompt) + params.min_tokens > longest:
             raise RequestError(
                 f"min_tokens: expected at most {longest - len(prompt)} after a prompt of "
                 f"{len(prompt)} tokens (max_model_len), got {short(params.min_tokens)}"
             )
-        items = self._prepared(multimodal, prompt) if multimodal else ()
         ranges = None
         if items or attn_mask_offsets is not None:
             ranges = visible_ranges(items, attn_mask_offsets, len(prompt))
@@ -271,6 +272,32 @@ class EngineCore:
                     "bidirectional or attn_mask_offsets: expected neither with "
                     f"{option}={value!r}, whose kernels are causal, got one"
                 )
+
+    def _longest(self, items: tuple[MultimodalItem, ...], num_prompt_tokens: int) -> int:
+        """Return the most tokens that a request may have, prompt and output.
+
+        M-RoPE's positions must be less than the model's context, as other models' are. Those of
+        an output after a slow video may be more than its number of tokens.
+
+        Raises:
+            RequestError: an item has no position, or there are too many items or positions.
+        """
+        model = self.runner.model_config
+        if model.vision is None or not items:
+            return self.max_model_len
+        if len(items) > self.config.max_mm_items:
+            raise RequestError(
+                f"multimodal: expected at most {self.config.max_mm_items} items (max_mm_items), "
+                f"got {len(items)}; raise max_mm_items"
+            )
+        positions = mrope_positions(items, num_prompt_tokens, model.vision)
+        longest = model.max_model_len - positions.delta
+        if longest <= num_prompt_tokens:
+            raise RequestError(
+                f"multimodal: expected positions below {model.max_model_len - 1}, with one left "
+                f"to generate, got {positions.num_positions - 1}; give fewer seconds of video"
+            )
+        return min(self.max_model_len, longest)
 
     def _banned_token_sequences(
         self, params: SamplingParams, encode: Callable[[str], Sequence[int]] | None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mrv1.kernels.cache.copy_pages import copy_pages as copy_pages
     from mrv1.kernels.cache.kv_cache_write import kv_cache_write as kv_cache_write
     from mrv1.kernels.cache.qkv_cache_write import qkv_cache_write as qkv_cache_write
+    from mrv1.kernels.layers.add_features import add_features as add_features
     from mrv1.kernels.layers.activation import silu_and_mul as silu_and_mul
     from mrv1.kernels.layers.embed_tokens import embed_tokens as embed_tokens
     from mrv1.kernels.layers.linear import linear as linear
@@ -63,6 +64,7 @@ class Ops:
         source: the module that the ops come from: ``mrv1.kernels`` or ``mrv1.kernels.reference``.
     """
 
+    add_features = _op(reference.add_features, "layers.add_features")
     apply_bad_words = _op(reference.apply_bad_words, "sampling.bad_words")
     apply_rope = _op(reference.apply_rope, "layers.rope")
     apply_token_bitmask = _op(reference.apply_token_bitmask, "sampling.edit_logits")

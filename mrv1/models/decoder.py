@@ -50,6 +50,8 @@ class DecoderModel:
         self.softmax_scale = config.head_dim**-0.5
         self._unplanned = self.kernel_backend()
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
+        vision = config.vision
+        self._num_deepstack_layers = 0 if vision is None else vision.num_deepstack_layers
         self._qk_norms = [_qk_norm(layer, config.rms_norm_eps) for layer in weights.layers]
 
     @property
@@ -122,6 +124,10 @@ class DecoderModel:
             activated = self._linear(
                 x, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, layer.down, "silu_and_mul"
             )
+            if index < self._num_deepstack_layers and batch.features is not None:
+                # The MLP's input is normed already. Its output is added next: to the same sum.
+                first_column = (1 + index) * self.config.hidden_size
+                self._ops.add_features(hidden, batch.features, first_column)
             x = self._add_projection(hidden, activated, layer.down, layer.down_bias, next_norm)
         return x if norms_ahead else self._norm(hidden, self.weights.final_norm)
 

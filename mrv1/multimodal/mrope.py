@@ -104,6 +104,4 @@ def _time_scale(item: MultimodalItem, vision: VisionConfig) -> np.float32:
 
 
 def _error(item: MultimodalItem, field: str, expected: str, got: object) -> RequestError:
-    return RequestError(
-        f"multimodal item ({item.name}): {field}: expected {expected}, got {got}"
-    )
+    return RequestError(f"multimodal item ({item.name}): {field}: expected {expected}, got {got}")

@@ -53,14 +53,14 @@ class FeatureBuffer:
         return {FEATURE_SOURCE: Field(width=width, is_shared=True)}
 
     def __init__(self, config: EngineConfig, model: DecoderModel, slots: SlotState) -> None:
-        hidden_size, dtype = model.config.hidden_size, model.dtype
-        row_bytes = hidden_size * dtype.itemsize
+        num_columns, dtype = model.config.feature_size, model.dtype
+        row_bytes = num_columns * dtype.itemsize
         num_rows = max(config.max_num_batched_tokens, LEAST_DEFAULT_ROWS)
         if config.mm_cache_memory_bytes is not None:
             num_rows = config.mm_cache_memory_bytes // row_bytes
         try:
-            self.rows = torch.empty(num_rows, hidden_size, dtype=dtype, device=model.device)
-            """[rows, hidden], features of any request."""
+            self.rows = torch.empty(num_rows, num_columns, dtype=dtype, device=model.device)
+            """[rows, feature_size], features of any request."""
         except RuntimeError as error:  # a CPU has no OutOfMemoryError of its own
             raise CapacityError(
                 f"mm_cache_memory_bytes: expected room for {num_rows * row_bytes} bytes on "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels._base.triton import triton
+from mrv1.kernels.layers.add_features import _add_features_kernel
 from mrv1.kernels.layers.embed_tokens import _embed_tokens_kernel
 from mrv1.kernels.step.fetch_upload import TILE_WORDS, _fetch_upload_kernel
 from mrv1.kernels.step.gather_tokens import GatherTokensConfig, _gather_tokens_kernel
@@ -24,6 +25,8 @@ def cases(target: Target) -> list[AotCase]:
         _embed_tokens(torch.bfloat16, 2048, overlap, mrope_section=(16, 24, 24)),
         _embed_tokens(torch.bfloat16, 4096, overlap, features=True),
         _embed_tokens(torch.float32, 8192, overlap, features=True),
+        _add_features(torch.bfloat16, 2560, overlap),
+        _add_features(torch.float32, 8192, overlap),
         _scatter_segments(overlap),
         _gather_tokens("ragged", overlap),
         _gather_tokens("uniform", overlap, uniform=True),
@@ -71,6 +74,21 @@ def _embed_tokens(
             "HEIGHT_PAIRS": mrope_section[1],
             "WIDTH_PAIRS": mrope_section[2],
             "MROPE_INTERLEAVED": False,
+            "OVERLAP": overlap,
+        },
+        num_warps=4,
+    )
+
+
+def _add_features(dtype: torch.dtype, hidden_size: int, overlap: bool) -> AotCase:
+    table, int32 = pointer(dtype), pointer(INT32)
+    return AotCase(
+        name=f"add_features-{hidden_size}-{str(dtype).removeprefix('torch.')}",
+        kernel=_add_features_kernel,
+        args=(table, table, 4 * hidden_size, int32, int32, 33, hidden_size),
+        constexprs={
+            "TILE_TOKENS": 1,
+            "TILE_HIDDEN": triton.next_power_of_2(hidden_size),
             "OVERLAP": overlap,
         },
         num_warps=4,

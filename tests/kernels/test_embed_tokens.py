@@ -61,6 +61,8 @@ def _axes(section: tuple[int, int, int], *, interleaved: bool) -> list[int]:
         for pair in range(axis, min(3 * section[axis], len(axes)), 3):
             axes[pair] = axis
     return axes
+
+
 @given(
     sources=st.lists(st.integers(-1, 4), max_size=33),
     num_more=st.integers(0, 3),
@@ -145,7 +147,7 @@ ROWS, ONE = torch.zeros(2, 4), torch.zeros(1, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ((ROWS[:, :3], ONE, ONE), ValueError, r"features\.rows: expected shape \[any, 4\]"),
+        ((ROWS[:, :3].clone(), ONE, ONE), ValueError, r"features\.rows: expected 4 columns fr"),
         ((ROWS.half(), ONE, ONE), TypeError, r"features\.rows: expected dtype torch\.float32"),
         ((ROWS, ONE.long(), ONE), TypeError, r"features\.source: expected dtype torch\.int32"),
         ((ROWS, ONE, ONE[0]), ValueError, r"features\.num_sources: expected shape \[1\]"),

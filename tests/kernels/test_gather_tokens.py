@@ -609,7 +609,11 @@ SPANS = torch.zeros(5, 4, MROPE_SPAN_WORDS, dtype=torch.int32)
             r"draft_token_ids: expected at most 7 columns, got 8",
         ),
         ({"num_mrope_spans": INT32}, ValueError, r"num_mrope_spans: expected both or neither"),
-        ({"mrope_spans": SPANS}, ValueError, r"num_mrope_spans: expected both or neither, got one"),
+        (
+            {"mrope_spans": SPANS},
+            ValueError,
+            r"num_mrope_spans: expected both or neither, got one",
+        ),
         (
             {"mrope_spans": SPANS, "num_mrope_spans": INT32},
             ValueError,

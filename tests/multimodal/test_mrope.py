@@ -40,15 +40,10 @@ def families() -> dict[str, Family]:
         config = tiny_vision_config(name)
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config).model
-        vision = ModelConfig.from_hf(_with_architecture(config)).vision
+        vision = ModelConfig.from_hf(config).vision
         assert vision is not None
         made[name] = Family(name, model, vision)
     return made
-
-
-def _with_architecture(config: Any) -> Any:
-    config.architectures = None  # model_type decides
-    return config
 
 
 @dataclass

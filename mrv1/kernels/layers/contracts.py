@@ -15,7 +15,10 @@ Activation = Literal["silu_and_mul"]
 
 @dataclass(frozen=True, slots=True)
 class FeatureRows:
-    """Rows that replace the embeddings of some tokens, such as the features of an image."""
+    """Rows that replace the embeddings of some tokens, such as the features of an image.
+
+    Columns after the first hidden ones are added to hidden states later (``add_features``).
+    """
 
     rows: torch.Tensor
     """[any, at least hidden] of the embedding's dtype, contiguous: a row's first hidden columns
@@ -29,8 +32,10 @@ class FeatureRows:
     checked, as it is on the device."""
 
 
-def check_features(features: FeatureRows | None, embed: torch.Tensor) -> None:
-    """Raise unless ``features`` can replace rows of ``embed``, or is None.
+def check_features(
+    features: FeatureRows | None, embed: torch.Tensor, first_column: int = 0
+) -> None:
+    """Raise unless columns of ``features`` from the first on fit rows of ``embed``, or it is None.
 
     Raises:
         TypeError, ValueError: a field is not as described.
@@ -46,10 +51,10 @@ def check_features(features: FeatureRows | None, embed: torch.Tensor) -> None:
         device=device,
         contiguous=True,
     )
-    if features.rows.shape[1] < embed.shape[1]:
+    if not 0 <= first_column <= features.rows.shape[1] - embed.shape[1]:
         raise ValueError(
-            f"features.rows: expected at least {embed.shape[1]} columns, "
-            f"got {features.rows.shape[1]}"
+            f"features.rows: expected {embed.shape[1]} columns from {first_column} on, "
+            f"got {features.rows.shape[1]} columns"
         )
     for name, values, size in (
         ("source", features.source, None),

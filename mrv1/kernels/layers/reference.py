@@ -117,11 +117,27 @@ def embed_tokens(
     check_features(features, embed)
     hidden = torch.nn.functional.embedding(input_ids, embed)
     if features is not None:
-        source = features.source[: min(int(features.num_sources), len(hidden))]
-        is_feature = source >= 0
-        rows = features.rows[:, : embed.shape[1]]
-        hidden[: len(source)][is_feature] = rows[source[is_feature].long()]
+        tokens, rows = _tokens_with_features(features, hidden)
+        hidden[tokens] = rows[:, : embed.shape[1]]
     if mrope_section is None:
         return hidden, cos_sin.index_select(0, positions)
     axis = mrope_axes(mrope_section, interleaved=mrope_interleaved).to(embed.device).repeat(2)
     return hidden, cos_sin[positions.T[:, axis], torch.arange(len(axis), device=embed.device)]
+
+
+@counted
+def add_features(hidden: torch.Tensor, features: FeatureRows, first_column: int) -> None:
+    """Oracle of :func:`mrv1.kernels.add_features`."""
+    check_features(features, hidden, first_column)
+    tokens, rows = _tokens_with_features(features, hidden)
+    added = rows[:, first_column : first_column + hidden.shape[1]]
+    hidden[tokens] = (wide(hidden[tokens]) + wide(added)).to(hidden.dtype)
+
+
+def _tokens_with_features(
+    features: FeatureRows, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of the tokens of ``hidden`` with a source, and their rows."""
+    source = features.source[: min(int(features.num_sources), len(hidden))]
+    tokens = (source >= 0).nonzero().flatten()
+    return tokens, features.rows[source[tokens].long()]
