@@ -214,6 +214,9 @@ class EngineConfig:
     """Most stop token sequences per request. Default: ``MRV1_MAX_STOP_SEQS_NUM``, else 5."""
     stop_seqs_max_len: int = field(default_factory=VARIABLES[STOP_SEQS_LEN_VARIABLE])
     """Most tokens of a stop token sequence. Default: ``MRV1_STOP_SEQS_MAX_LEN``, else 8."""
+    vision_device: str = "cpu"
+    """Device of the vision encoder, which the first image of a chat loads: "cpu", "cuda" or
+    "cuda:N". On the model's GPU it needs memory that ``gpu_memory_utilization`` leaves free."""
     max_mm_items: int = 256
     """Most images, videos and, where a video has an item for each frame, frames per request of a
     model with M-RoPE."""

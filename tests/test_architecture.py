@@ -145,7 +145,7 @@ MAY_IMPORT = {
     "sampler": OPS | {"sampler"},
     "models": OPS | {"models"},
     "headwise": OPS | {"headwise"},
-    "multimodal": OPS | {"multimodal"},
+    "multimodal": OPS | {"models", "multimodal"},
     "runner": STEP,
     "engine": STEP | {"engine"},
     "calibration": OPS | {"models", "headwise", "calibration"},

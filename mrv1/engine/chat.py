@@ -16,6 +16,9 @@ Message = Mapping[str, Any]
 
 MESSAGE = "a dict with role and content"
 
+ImagesEncoder = Callable[[Sequence[int], Sequence[object]], Mapping[str, Any]]
+"""From the tokens of a prompt and its images to the keys of a prompt with features."""
+
 
 class ChatOptions(TypedDict, total=False):
     """The options of ``LLM.chat`` that decide how a conversation becomes a prompt."""
@@ -41,6 +44,8 @@ class ChatTemplate:
     """
 
     tokenizer: Tokenizer
+    encode_images: ImagesEncoder
+    """``VisionEncoder.prompt`` of the model's own encoder, which the first call loads."""
     chat_template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -70,17 +75,23 @@ class ChatTemplate:
         """Return one conversation as a prompt.
 
         Raises:
-            RequestError: a message has the wrong shape, or the template refuses the conversation.
+            RequestError: a message has the wrong shape, the template refuses the conversation, or
+                an image cannot be read or does not fit the model.
             ChatTemplateError: the template cannot be parsed.
         """
-        return self.tokenizer.chat_prompt(
-            checked_messages(messages),
+        images: list[object] = []
+        prompt = self.tokenizer.chat_prompt(
+            checked_messages(messages, images),
             tools=None if self.tools is None else list(self.tools),
             chat_template=self.chat_template,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             variables=dict(self.chat_template_kwargs or {}),
         )
+        if images:
+            encoded = self.encode_images(self.tokenizer.encode(prompt), images)
+            prompt.token_ids, prompt.items = encoded["prompt_token_ids"], encoded["multimodal"]
+        return prompt
 
 
 def split_conversations(messages: object) -> tuple[list[object], bool]:
@@ -101,8 +112,12 @@ def split_conversations(messages: object) -> tuple[list[object], bool]:
     return [messages], True
 
 
-def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Return a conversation's messages, with each content as one text.
+def checked_messages(messages: object, images: list[object]) -> list[dict[str, Any]]:
+    """Return a conversation's messages, with each content without images as one text.
+
+    Args:
+        messages: the conversation.
+        images: gets the images, in their order; they leave empty parts in the messages.
 
     Raises:
         RequestError: a message has the wrong shape; the message names its index.
@@ -113,10 +128,10 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
         )
     if not messages:
         raise RequestError("messages: expected at least one message, got none")
-    return [_checked_message(f"messages[{i}]", each) for i, each in enumerate(messages)]
+    return [_checked_message(f"messages[{i}]", each, images) for i, each in enumerate(messages)]
 
 
-def _checked_message(name: str, message: object) -> dict[str, Any]:
+def _checked_message(name: str, message: object, images: list[object]) -> dict[str, Any]:
     """Return a message without None values; a content of text parts becomes one text."""
     if not isinstance(message, Mapping):
         raise RequestError(f"{name}: expected {MESSAGE}, got {short(message)}")
@@ -127,7 +142,7 @@ def _checked_message(name: str, message: object) -> dict[str, Any]:
     if not isinstance(checked["role"], str) or not checked["role"]:
         raise RequestError(f"{name}: expected a role such as 'user', got {short(checked['role'])}")
     if content is not None and not isinstance(content, str):
-        checked["content"] = _joined_text(name, content)
+        checked["content"] = _checked_content(name, content, images)
     if checked.get("tool_calls"):
         checked["tool_calls"] = _with_arguments(name, checked["tool_calls"])
     return checked
@@ -153,23 +168,39 @@ def _with_arguments(name: str, calls: object) -> list[object]:
     return parsed
 
 
-def _joined_text(name: str, parts: object) -> str:
-    """Return the text parts of a content, each on lines of its own."""
+def _checked_content(
+    name: str, parts: object, images: list[object]
+) -> str | list[dict[str, object]]:
+    """Return a content of text alone as one text, each part on lines of its own; else its parts."""
     if not isinstance(parts, Sequence) or not _is_list(parts):
         raise RequestError(
-            f"{name}: expected content that is text or a list of text parts, got {short(parts)}"
+            f"{name}: expected content that is text or a list of parts, got {short(parts)}"
         )
-    texts = []
+    texts: list[str] = []
+    checked: list[dict[str, object]] = []
     for part in parts:
-        text = part.get("text") if isinstance(part, Mapping) else part
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        if kind != "text" or not isinstance(text, str):
-            raise RequestError(
-                f'{name}: expected content parts {{"type": "text", "text": ...}}, '
-                f"got {short(part)}"
-            )
-        texts.append(text)
-    return "\n".join(texts)
+        match part:
+            case str() as text:
+                texts.append(text)
+                checked.append({"type": "text", "text": text})
+            case {"text": str() as text} if part.get("type", "text") == "text":
+                texts.append(text)
+                checked.append({"type": "text", "text": text})
+            case (
+                {"type": "image", "image": image}
+                | {"type": "image", "path": image}
+                | {"type": "image", "url": image}
+                | {"type": "image_url", "image_url": {"url": image}}
+                | {"type": "image_url", "image_url": str() as image}
+            ):
+                images.append(image)
+                checked.append({"type": "image"})
+            case _:
+                raise RequestError(
+                    f'{name}: expected content parts {{"type": "text", "text": ...}} or '
+                    f'{{"type": "image", "image": ...}}, got {short(part)}'
+                )
+    return "\n".join(texts) if len(texts) == len(checked) else checked
 
 
 def _is_list(value: object) -> bool:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
@@ -19,10 +20,11 @@ from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.sampling_defaults import SamplingDefaults
-from mrv1.engine.tokenizer import ChatTemplateError, Tokenizer
-from mrv1.errors import ConfigError, RequestError
+from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
+from mrv1.errors import ConfigError, RequestError, UnsupportedDeviceError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import NamedTensors
+from mrv1.multimodal import VisionEncoder
 from mrv1.options import env_fields, takes
 from mrv1.progress import UseTqdm, counting_items
 from mrv1.runner import KVUsage
@@ -128,6 +130,9 @@ class LLM:
         )
         if self._defaults.description:
             logger.info("%s", self._defaults.description)
+        self._encoder: VisionEncoder | None = None
+        """The encoder of images in conversations, loaded for the first one."""
+        self._encoder_lock = Lock()
         self._turns = Turns()
         self._is_changing = False
         self._groups: dict[str, RequestGroup] = {}
@@ -251,7 +256,10 @@ class LLM:
 
         Args:
             messages: one conversation, a list of dicts with ``role`` and ``content``, or a list
-                of conversations. A content is text or a list of text parts, joined by newlines.
+                of conversations. A content is text or a list of parts: texts, which are joined by
+                newlines if there are no images, and images, for a model with a vision encoder:
+                ``{"type": "image", "image": ...}`` with an image as in ``VisionEncoder.prompt``,
+                or ``{"type": "image_url", "image_url": {"url": ...}}`` with a file or a data URL.
                 A message with ``tool_calls`` needs no content.
             sampling_params: for all, or a list of the same length; None as in ``generate``.
             use_tqdm: show a progress bar for a list of conversations, as in ``generate``.
@@ -274,6 +282,7 @@ class LLM:
         batch, single = split_conversations(messages)
         template = ChatTemplate(
             tokenizer=self._tokenizer,
+            encode_images=self._encode_images,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -345,7 +354,10 @@ class LLM:
         Raises:
             RequestError: as in ``chat``.
         """
-        return ChatTemplate(tokenizer=self._tokenizer, **options).prompt(messages)
+        template = ChatTemplate(
+            tokenizer=self._tokenizer, encode_images=self._encode_images, **options
+        )
+        return template.prompt(messages)
 
     # --- step by step ---------------------------------------------------------------------
 
@@ -498,7 +510,7 @@ class LLM:
         """End all requests and give the device memory back; closing twice is harmless."""
         if self._core is not None:
             self._core.runner.close()
-            self._core = None
+            self._core = self._encoder = None
             self._undelivered.clear()
             self._awaited.clear()
             self._given_up.clear()
@@ -518,6 +530,19 @@ class LLM:
         self.close()
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _encode_images(self, token_ids: Sequence[int], images: Sequence[object]) -> dict[str, Any]:
+        """Return a prompt with images, as ``VisionEncoder.prompt`` does; takes no turn."""
+        with self._encoder_lock:
+            config = self._engine.config
+            if self._encoder is None:
+                try:
+                    self._encoder = VisionEncoder(
+                        config.model, device=config.vision_device, dtype=config.dtype
+                    )
+                except (ConfigError, UnsupportedDeviceError) as error:
+                    raise RequestError(f"images: {error}") from error
+            return self._encoder.prompt(token_ids, images)
 
     @property
     def _engine(self) -> EngineCore:
@@ -734,10 +759,16 @@ def _with_items(prompt: str, multimodal: Sequence[Any] | None) -> Prompt:
 
 
 def _multimodal_of(prompt: object) -> dict[str, Any]:
-    """Return the values of ``MULTIMODAL_KEYS`` that a prompt has."""
-    if not isinstance(prompt, Mapping):
-        return {}
-    return {key: prompt[key] for key in MULTIMODAL_KEYS if key in prompt}
+    """Return the values of ``MULTIMODAL_KEYS`` that a prompt has, and the images of a chat."""
+    given = {}
+    if isinstance(prompt, Mapping):
+        given = {key: prompt[key] for key in MULTIMODAL_KEYS if key in prompt}
+    text = _text_of(prompt)
+    if isinstance(text, ChatPrompt) and text.items:
+        if given.get("multimodal"):
+            raise RequestError("multimodal: expected none with images in messages, got both")
+        given["multimodal"] = text.items
+    return given
 
 
 def _text_of(prompt: object) -> str | None:

@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
 from mrv1.models.gguf_file import is_gguf, load_tokenizer, open_gguf
+
+if TYPE_CHECKING:
+    from mrv1.multimodal import MultimodalItem
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these files serves token ids only."""
@@ -35,7 +38,10 @@ _NO_UTF8 = re.compile("[\udc80-\udcff]")
 class ChatPrompt(str):
     """A prompt that a chat template has written: its special tokens are part of the text."""
 
-    __slots__ = ()
+    token_ids: Sequence[int] | None = None
+    """Tokens of a prompt with images: each placeholder is repeated once per feature."""
+    items: Sequence[MultimodalItem] = ()
+    """Images of the prompt."""
 
 
 class ChatTemplateError(RequestError):
@@ -127,6 +133,8 @@ class Tokenizer:
         Raises:
             RequestError: the checkpoint has no tokenizer, or the text is not valid Unicode.
         """
+        if isinstance(text, ChatPrompt) and text.token_ids is not None:
+            return list(text.token_ids)
         if self._tokenizer is None:
             raise RequestError(
                 f"prompt: expected token ids, because {str(self._path)!r} has no tokenizer, "

@@ -106,8 +106,14 @@ def _scan(directory: Path) -> Scan:
     return scan
 
 
-def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def stored_tensors(
+    directory: Path, prefixes: tuple[str, ...] = ("",)
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of a checkpoint directory or GGUF file, on the CPU, with its name.
+
+    Args:
+        directory: the checkpoint.
+        prefixes: only tensors whose name begins with one of these.
 
     Raises:
         ConfigError: a file is missing or unreadable; one message lists everything found.
@@ -116,7 +122,8 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     raise_problems(f"checkpoint {str(directory)!r}", scan.problems)
     names_of_file: dict[Path, list[str]] = defaultdict(list)
     for name, entry in scan.entries.items():
-        names_of_file[entry.file].append(name)
+        if name.startswith(prefixes):
+            names_of_file[entry.file].append(name)
     for file, names in names_of_file.items():
         with open_shard(file) as shard:
             for name in names:

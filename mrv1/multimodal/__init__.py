@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mrv1.multimodal.fastdeploy import from_fastdeploy
     from mrv1.multimodal.item import Modality, MultimodalItem, as_items, in_order
     from mrv1.multimodal.masks import Ranges, causal_ranges, visible_ranges, whole_spans
+    from mrv1.multimodal.vision_encoder import VisionEncoder, encode_images
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -18,6 +19,7 @@ else:
             "fastdeploy": ["from_fastdeploy"],
             "item": ["Modality", "MultimodalItem", "as_items", "in_order"],
             "masks": ["Ranges", "causal_ranges", "visible_ranges", "whole_spans"],
+            "vision_encoder": ["VisionEncoder", "encode_images"],
         },
     )
 
@@ -25,8 +27,10 @@ __all__ = [
     "Modality",
     "MultimodalItem",
     "Ranges",
+    "VisionEncoder",
     "as_items",
     "causal_ranges",
+    "encode_images",
     "from_fastdeploy",
     "in_order",
     "visible_ranges",

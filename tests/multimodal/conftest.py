@@ -7,9 +7,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
-from tests.models.vision_families import random_vision_model, tiny_vision_config
+from tests.models.vision_families import (
+    IMAGE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    random_vision_model,
+    tiny_vision_config,
+)
+
+TEMPLATE = (
+    "{% for message in messages %}w3 {{ message.role }} "
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %} w4 "
+    "{% endfor %}{% if add_generation_prompt %}w5{% endif %}"
+)
+"""As Qwen's own templates: an image is one placeholder between two tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +49,34 @@ def checkpoints(tmp_path_factory):
             path = tmp_path_factory.mktemp(family)
             oracle = random_vision_model(tiny_vision_config(family))
             oracle.save_pretrained(path)
+            write_processor(path)
             made[family] = Checkpoint(path, oracle)
         return made[family]
 
     torch.set_float32_matmul_precision("highest")
     return checkpoint
+
+
+def write_processor(path: Path) -> None:
+    """Write an image processor, and a tokenizer of the words w0, w1, ... with a chat template."""
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 64, "longest_edge": 1024},
+    )
+    processor.save_pretrained(path)
+    special = {
+        IMAGE: "<|image_pad|>",
+        VIDEO: "<|video_pad|>",
+        VISION_START: "<|vision_start|>",
+        VISION_END: "<|vision_end|>",
+    }
+    vocab = {special.get(token, f"w{token}"): token for token in range(160)}
+    words = Tokenizer(WordLevel(vocab, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, additional_special_tokens=list(special.values())
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)

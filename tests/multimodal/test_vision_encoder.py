@@ -1,0 +1,169 @@
+"""Images in conversations, from the file to the answer, against transformers' whole model."""
+
+from __future__ import annotations
+
+import base64
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from mrv1 import LLM
+from mrv1.errors import ConfigError, RequestError
+from mrv1.multimodal import VisionEncoder, encode_images
+from mrv1.sampler import SamplingParams
+from tests.models.vision_families import IMAGE, VISION_END, VISION_FAMILIES, VISION_START
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+def picture(seed: int, height: int = 20, width: int = 28) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def data_url(image: Image.Image) -> str:
+    buffer = BytesIO()
+    image.save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def transformers_greedy(checkpoint: Any, token_ids: list[int], images: list[Any]) -> list[int]:
+    """Return transformers' answer to expanded tokens and the images' pixels."""
+    processor = AutoImageProcessor.from_pretrained(checkpoint.path)
+    inputs = processor(images=images, return_tensors="pt")
+    out = checkpoint.oracle.generate(
+        torch.tensor([token_ids]),
+        pixel_values=inputs["pixel_values"],
+        image_grid_thw=inputs["image_grid_thw"],
+        mm_token_type_ids=(torch.tensor([token_ids]) == IMAGE).long(),
+        max_new_tokens=GREEDY.max_tokens,
+        min_new_tokens=GREEDY.max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    checkpoint.oracle.model.rope_deltas = None
+    return out[0, len(token_ids) :].tolist()
+
+
+def make_llm(path: Any, **options: Any) -> LLM:
+    defaults = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 32, "max_num_seqs": 4}
+    return LLM(str(path), **(defaults | options))
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_chat_with_images_equals_transformers(checkpoints, family, tmp_path):
+    """A file, a data URL and a PIL image, in several messages; beside a chat without images."""
+    checkpoint = checkpoints(family)
+    images = [picture(1), picture(2, 12, 50), picture(3, 40, 9)]
+    images[0].save(tmp_path / "a.png")
+    messages = [
+        {
+            "role": "w10",
+            "content": [
+                {"type": "image", "image": str(tmp_path / "a.png")},
+                {"type": "text", "text": " w20 w21 "},
+                {"type": "image_url", "image_url": {"url": data_url(images[1])}},
+            ],
+        },
+        {"role": "w11", "content": "w30 w31"},
+        {"role": "w10", "content": ["w40 ", {"type": "image", "image": images[2]}]},
+    ]
+    with make_llm(checkpoint.path) as llm:
+        plain = [{"role": "w10", "content": [{"type": "text", "text": "w50"}]}]
+        with_images, text_only = llm.chat([messages, plain], GREEDY)
+    assert text_only.error is None
+    assert text_only.prompt_token_ids == (3, 10, 50, 4, 5)
+    assert with_images.error is None
+    token_ids = list(with_images.prompt_token_ids)
+    counts = [len(run) for run in _runs(token_ids)]
+    grids = AutoImageProcessor.from_pretrained(checkpoint.path)(images=images)["image_grid_thw"]
+    assert counts == [int(np.prod(grid)) // 4 for grid in grids]
+    collapsed = [t for i, t in enumerate(token_ids) if t != IMAGE or token_ids[i - 1] != IMAGE]
+    one = [VISION_START, IMAGE, VISION_END]
+    assert collapsed == [3, 10, *one, 20, 21, *one, 4, 3, 11, 30, 31, 4, 3, 10, 40, *one, 4, 5]
+    want = transformers_greedy(checkpoint, token_ids, images)
+    assert list(with_images.outputs[0].token_ids) == want
+
+
+def _runs(token_ids: list[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for at, token in enumerate(token_ids):
+        if token == IMAGE:
+            if at == 0 or token_ids[at - 1] != IMAGE:
+                runs.append([])
+            runs[-1].append(at)
+    return runs
+
+
+def test_images_alone_are_a_prompt(checkpoints):
+    checkpoint = checkpoints("qwen2_vl")
+    images = [picture(4), np.asarray(picture(5))]
+    prompt = encode_images(checkpoint.path, images, device="cpu")
+    token_ids, items = prompt["prompt_token_ids"], prompt["multimodal"]
+    want = []
+    for item in items:
+        assert item.start == len(want) + 1
+        want += [VISION_START, *[IMAGE] * item.num_tokens, VISION_END]
+    assert token_ids == want
+    with make_llm(checkpoint.path) as llm:
+        (output,) = llm.generate(prompt, GREEDY)
+    assert list(output.outputs[0].token_ids) == transformers_greedy(checkpoint, token_ids, images)
+
+
+def test_equal_images_have_equal_features_and_hashes(checkpoints):
+    encoder = VisionEncoder(checkpoints("qwen3_vl").path, device="cpu")
+    first, second = (
+        encoder.prompt(None, [picture(6), other])["multimodal"]
+        for other in (picture(7), picture(6))
+    )
+    assert first[0].content_hash == second[0].content_hash == second[1].content_hash
+    assert first[0].content_hash != first[1].content_hash
+    assert torch.equal(first[0].tensor, second[1].tensor)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("missing.png", r"images\[0\]: expected a PIL image, .*, got 'missing.png': .*No such file"),
+        ("http://127.0.0.1:1/a.png", r"got 'http://127.0.0.1:1/a.png': .*No such file"),
+        ("data:image/png;base64,???", r"got 'data:image/png;base64,\?\?\?'"),
+        ("data:image/png;base64,AAAA", "cannot identify image"),
+        (np.zeros((4, 4, 3), np.float32), r"float32 \[4, 4, 3\]"),
+        (5, r"got 5: int"),
+        (Image.new("RGB", (2000, 1)), r"images\[0\]: expected an image for this model's processor"),
+    ],
+)
+def test_a_conversation_with_a_bad_image_fails_alone(checkpoints, image, message):
+    def conversation(content: object) -> list[dict[str, Any]]:
+        return [{"role": "w10", "content": [{"type": "image", "image": content}]}]
+
+    with make_llm(checkpoints("qwen2_vl").path) as llm:
+        bad, good = llm.chat([conversation(image), conversation(picture(1))], GREEDY)
+        assert good.error is None
+        assert isinstance(bad.error, RequestError)
+        with pytest.raises(RequestError, match=message):
+            llm.chat(conversation(image), GREEDY)
+
+
+def test_a_model_of_text_alone_refuses_images(tmp_path):
+    with pytest.raises(ConfigError, match="expected a checkpoint with a vision encoder, got .*tiny"):
+        VisionEncoder("tiny")
+
+
+def test_placeholders_and_images_are_counted(checkpoints):
+    encoder = VisionEncoder(checkpoints("qwen2_vl").path, device="cpu")
+    with pytest.raises(RequestError, match=r"images: expected 2, one for each placeholder .*150"):
+        encoder.prompt([3, IMAGE, 4, IMAGE], [picture(1)])
+
+
+def test_a_checkpoint_without_a_processor_is_named(checkpoints, tmp_path):
+    for file in checkpoints("qwen2_vl").path.iterdir():
+        if file.name != "preprocessor_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(ConfigError, match="image processor: expected preprocessor_config.json or"):
+        VisionEncoder(tmp_path)
