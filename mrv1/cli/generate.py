@@ -6,6 +6,7 @@ The engine is imported when it generates, so that the help needs no torch.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -62,6 +63,13 @@ def generate(
     sampling: Sampling,
     engine: Engine,
     prompt: Annotated[str | None, typer.Option(help="Text to continue; or give --input.")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Image file that --prompt asks about; may be given several times. The prompt is "
+            "then a user's message in the model's chat template, after the images."
+        ),
+    ] = None,
     input_file: Annotated[
         Path | None,
         typer.Option(
@@ -87,9 +95,11 @@ def generate(
     be used; 130: Ctrl-C. A second Ctrl-C ends the program at once.
     """
     _check_mode(prompt, input_file, output_file)
+    if image and prompt is None:
+        raise ConfigError("--image: expected with --prompt TEXT, got --input FILE")
     check_sampling(sampling)
     if prompt is not None:
-        _generate_one(model, prompt, sampling, engine, stream=stream)
+        _generate_one(model, prompt, image or (), sampling, engine, stream=stream)
     elif input_file is not None and output_file is not None:
         _generate_batch(model, input_file, output_file, sampling, engine)
 
@@ -116,7 +126,13 @@ def _check_mode(prompt: str | None, input_file: Path | None, output_file: Path |
 
 
 def _generate_one(
-    model: str, prompt: str, sampling: dict[str, Any], engine: dict[str, Any], *, stream: bool
+    model: str,
+    prompt: str,
+    images: Sequence[str],
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
+    *,
+    stream: bool,
 ) -> None:
     """Print the continuation of one prompt to stdout, as it comes or at the end."""
     from mrv1.cli.report import Usage, path_name
@@ -127,8 +143,10 @@ def _generate_one(
         params = SamplingParams(**with_defaults(llm, sampling, max_tokens=MAX_TOKENS))
         typer.echo(prompt, err=True, nl=False)
         usage = Usage(llm)
+        parts = [{"type": "image", "image": file} for file in images]
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
         text = ""
-        for output in llm.stream(prompt, params):
+        for output in llm.stream(llm.chat_prompt(messages) if images else prompt, params):
             usage.observe([output])
             if stream or output.finished:
                 show(output.outputs[0].text[len(text) :], newline=False)

@@ -39,9 +39,7 @@ class VisionEncoder:
         >>> llm.generate(prompt)  # doctest: +SKIP
     """
 
-    def __init__(
-        self, model: str | Path, *, device: str = "auto", dtype: Dtype = "auto"
-    ) -> None:
+    def __init__(self, model: str | Path, *, device: str = "auto", dtype: Dtype = "auto") -> None:
         """Load the encoder.
 
         Args:
@@ -159,7 +157,9 @@ class VisionEncoder:
         encoded = self._encoder(pixels.to(self.device, self.dtype), grid_thw=grid.to(self.device))
         # Qwen3-VL adds features of earlier layers of the encoder to early layers of the text model.
         further = getattr(encoded, "deepstack_features", None) or []
-        digest = blake2b(repr((str(self.directory), self.dtype)).encode(), digest_size=DIGEST_BYTES)
+        digest = blake2b(
+            repr((str(self.directory), self.dtype)).encode(), digest_size=DIGEST_BYTES
+        )
         digest.update(pixels.contiguous().numpy().tobytes())
         return MultimodalItem(
             features=torch.cat([encoded.pooler_output, *further], dim=1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from io import BytesIO
 from typing import Any
 
@@ -16,6 +17,7 @@ from mrv1 import LLM
 from mrv1.errors import ConfigError, RequestError
 from mrv1.multimodal import VisionEncoder, encode_images
 from mrv1.sampler import SamplingParams
+from tests.cli.conftest import mrv1 as mrv1  # the fixture
 from tests.models.vision_families import IMAGE, VISION_END, VISION_FAMILIES, VISION_START
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -126,32 +128,40 @@ def test_equal_images_have_equal_features_and_hashes(checkpoints):
     assert torch.equal(first[0].tensor, second[1].tensor)
 
 
-@pytest.mark.parametrize(
-    ("image", "message"),
-    [
-        ("missing.png", r"images\[0\]: expected a PIL image, .*, got 'missing.png': .*No such file"),
-        ("http://127.0.0.1:1/a.png", r"got 'http://127.0.0.1:1/a.png': .*No such file"),
-        ("data:image/png;base64,???", r"got 'data:image/png;base64,\?\?\?'"),
-        ("data:image/png;base64,AAAA", "cannot identify image"),
-        (np.zeros((4, 4, 3), np.float32), r"float32 \[4, 4, 3\]"),
-        (5, r"got 5: int"),
-        (Image.new("RGB", (2000, 1)), r"images\[0\]: expected an image for this model's processor"),
-    ],
-)
-def test_a_conversation_with_a_bad_image_fails_alone(checkpoints, image, message):
-    def conversation(content: object) -> list[dict[str, Any]]:
-        return [{"role": "w10", "content": [{"type": "image", "image": content}]}]
+BAD_IMAGES = [
+    ("missing.png", r"images\[0\]: expected a PIL image, .*, got 'missing.png': .*No such file"),
+    ("http://127.0.0.1:1/a.png", r"got 'http://127.0.0.1:1/a.png': .*No such file"),
+    ("data:image/png;base64,???", r"got 'data:image/png;base64,\?\?\?'"),
+    ("data:image/png;base64,AAAA", "cannot identify image"),
+    (np.zeros((4, 4, 3), np.float32), r"float32 \[4, 4, 3\]"),
+    (5, r"got 5: int"),
+    (Image.new("RGB", (2000, 1)), r"images\[0\]: expected an image for this model's processor"),
+]
 
+
+def test_a_conversation_with_a_bad_image_fails_alone(checkpoints):
+    """Without a network too: an address is a file that does not exist."""
+    images = [*(image for image, _ in BAD_IMAGES), picture(1)]
+    conversations = [
+        [{"role": "w10", "content": [{"type": "image", "image": image}]}] for image in images
+    ]
     with make_llm(checkpoints("qwen2_vl").path) as llm:
-        bad, good = llm.chat([conversation(image), conversation(picture(1))], GREEDY)
+        *refused, good = llm.chat(conversations, GREEDY)
         assert good.error is None
-        assert isinstance(bad.error, RequestError)
-        with pytest.raises(RequestError, match=message):
-            llm.chat(conversation(image), GREEDY)
+        for output, (_, message) in zip(refused, BAD_IMAGES, strict=True):
+            assert isinstance(output.error, RequestError)
+            assert re.search(message, str(output.error))
+        with pytest.raises(
+            RequestError, match="multimodal: expected none with images in messages"
+        ):
+            prompt = llm.chat_prompt(conversations[-1])
+            llm.generate({"prompt": prompt, "multimodal": prompt.items}, GREEDY)
 
 
 def test_a_model_of_text_alone_refuses_images(tmp_path):
-    with pytest.raises(ConfigError, match="expected a checkpoint with a vision encoder, got .*tiny"):
+    with pytest.raises(
+        ConfigError, match="expected a checkpoint with a vision encoder, got .*tiny"
+    ):
         VisionEncoder("tiny")
 
 
@@ -167,3 +177,19 @@ def test_a_checkpoint_without_a_processor_is_named(checkpoints, tmp_path):
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(ConfigError, match="image processor: expected preprocessor_config.json or"):
         VisionEncoder(tmp_path)
+
+
+def test_the_command_line_takes_image_files(checkpoints, mrv1, tmp_path):
+    checkpoint, image = checkpoints("qwen2_vl"), picture(1)
+    image.save(tmp_path / "a.png")
+    options = ("--model", checkpoint.path, "--device", "cpu", "--num-kv-blocks", "32")
+    greedy = ("--temperature", "0", "--max-tokens", "5", "--ignore-eos", "--dtype", "float32")
+    result = mrv1("generate", *options, *greedy, "--prompt", "w20", "--image", tmp_path / "a.png")
+    assert result.exit_code == 0, result.stderr
+    with make_llm(checkpoint.path) as llm:
+        content = [{"type": "image", "image": image}, {"type": "text", "text": "w20"}]
+        (output,) = llm.chat([{"role": "user", "content": content}], GREEDY)
+    assert result.stdout == output.outputs[0].text + "\n"
+    result = mrv1("generate", *options, "--input", "x", "--output", "y", "--image", "a.png")
+    assert result.exit_code == 2
+    assert "--image: expected with --prompt TEXT" in result.stderr

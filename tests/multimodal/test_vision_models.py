@@ -5,16 +5,25 @@ The features are transformers' too: those that its vision encoder hands to its t
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from mrv1.config import EngineConfig
+from mrv1.device import kernel_path
 from mrv1.engine.core import EngineCore
+from mrv1.engine.request import Request
+from mrv1.errors import RequestError
+from mrv1.kernels import reference
+from mrv1.kernels.registry import select_ops
+from mrv1.models import DecoderModel, load_model
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.step import TokenLogprobs
 from mrv1.sampler import SamplingParams
@@ -139,19 +148,77 @@ MIXTURE: list[list[int | Visual]] = [
 """Text alone, one image, two images, a video between text, an image and a long video at the end."""
 
 
-def run(
-    engine: EngineCore, prompts: list[Prompt], num_tokens: int, device_features: bool = False
-) -> list[Any]:
-    """Return the requests of all prompts, run together with all log-probabilities."""
+@dataclass
+class Case:
+    """A family's model, prompts, and transformers' answers to them."""
+
+    path: Path
+    oracle: Any
+    prompts: list[Prompt]
+    answers: list[tuple[torch.Tensor, list[int], torch.Tensor]]
+    models: dict[torch.device, DecoderModel] = field(default_factory=dict)
+
+    def engine(self, device: torch.device, **options: Any) -> EngineCore:
+        """Return an engine; all engines of a device share the weights."""
+        if device not in self.models:
+            ops = select_ops(kernel_path(device))
+            self.models[device] = load_model(
+                self.path, device=device, dtype=torch.float32, ops=ops, progress=False
+            )
+        config = {
+            "model": str(self.path),
+            "device": str(device),
+            "dtype": "float32",
+            "num_kv_blocks": 64,
+            "max_num_seqs": 5,
+            "max_num_batched_tokens": 64,
+            "max_model_len": 256,
+            "max_logprobs": -1,
+            "mm_cache_memory_bytes": 1 << 20,
+            "cuda_graphs": False,
+        }
+        return EngineCore(
+            EngineConfig(**(config | options)), model=self.models[device], progress=False
+        )
+
+
+NUM_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def case_of(checkpoints):
+    """Return a function from a family to its case, computed once."""
+    made: dict[str, Case] = {}
+
+    def case(family: str) -> Case:
+        if family not in made:
+            path, oracle = checkpoints(family).path, checkpoints(family).oracle
+            prompts = [make_prompt(family, oracle, p, seed=s) for s, p in enumerate(MIXTURE)]
+            answers = [expected(oracle, prompt, NUM_TOKENS) for prompt in prompts]
+            made[family] = Case(path, oracle, prompts, answers)
+        return made[family]
+
+    return case
+
+
+def generate(
+    engine: EngineCore,
+    prompts: list[Prompt],
+    num_tokens: int,
+    *,
+    prompt_logprobs: int | None = None,
+    round: int = 0,
+) -> list[Request]:
+    """Return the requests of all prompts, which run together."""
     params = SamplingParams(
         temperature=0,
         max_tokens=num_tokens,
         ignore_eos=True,
-        prompt_logprobs=VOCAB,
+        prompt_logprobs=prompt_logprobs,
         logprobs=VOCAB,
     )
     requests = [
-        engine.add_request(str(index), prompt.token_ids, params, multimodal=prompt.items)
+        engine.add_request(f"{round}-{index}", prompt.token_ids, params, multimodal=prompt.items)
         for index, prompt in enumerate(prompts)
     ]
     while engine.has_unfinished_requests:
@@ -166,37 +233,156 @@ def by_token(parts: list[TokenLogprobs]) -> torch.Tensor:
     return torch.full((len(ids), VOCAB), torch.nan).scatter_(1, ids, values)
 
 
-def check(oracle: Any, prompts: list[Prompt], requests: list[Any], num_tokens: int) -> None:
-    for prompt, request in zip(prompts, requests, strict=True):
-        in_prompt, tokens, in_output = expected(oracle, prompt, num_tokens)
-        assert request.error is None
-        assert list(request.output_token_ids) == tokens
+def check(
+    request: Request, answer: tuple[torch.Tensor, list[int], torch.Tensor], *, of_prompt: bool
+) -> None:
+    """Compare a request with transformers' log-probabilities and greedy tokens."""
+    in_prompt, tokens, in_output = answer
+    assert request.error is None
+    assert list(request.output_token_ids) == tokens
+    got = by_token(request.output_logprobs)
+    torch.testing.assert_close(got, in_output, rtol=0, atol=TOLERANCE)
+    if of_prompt:
         got = by_token(request.prompt_logprobs)
         torch.testing.assert_close(got, in_prompt[:-1], rtol=0, atol=TOLERANCE)
-        got = by_token(request.output_logprobs)
-        torch.testing.assert_close(got, in_output, rtol=0, atol=TOLERANCE)
 
 
-def engine_of(checkpoint: Any, **options: Any) -> EngineCore:
-    defaults = {
-        "dtype": "float32",
-        "device": "cpu",
-        "num_kv_blocks": 64,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_logprobs": -1,
-        "mm_cache_memory_bytes": 1 << 20,
-    }
-    return EngineCore(EngineConfig(model=str(checkpoint.path), **(defaults | options)))
+@pytest.fixture(scope="module", autouse=True)
+def full_precision() -> Iterator[None]:
+    """Keep TF32 out of float32 matrix products."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 @pytest.mark.parametrize("chunk", [5, 64])
-def test_logits_and_greedy_tokens_equal_transformers(checkpoints, family, chunk):
+def test_logits_and_greedy_tokens_equal_transformers(case_of, device, family, chunk):
     """In one batch, two steps in flight; 5 tokens a step cut every item."""
-    checkpoint = checkpoints(family)
-    oracle = checkpoint.oracle
-    prompts = [make_prompt(family, oracle, parts, seed=s) for s, parts in enumerate(MIXTURE)]
-    engine = engine_of(checkpoint, max_num_batched_tokens=chunk, max_num_seqs=5)
-    requests = run(engine, prompts, 6)
-    check(oracle, prompts, requests, 6)
+    case = case_of(family)
+    engine = case.engine(device, max_num_batched_tokens=chunk)
+    requests = generate(engine, case.prompts, NUM_TOKENS, prompt_logprobs=VOCAB)
+    for request, answer in zip(requests, case.answers, strict=True):
+        check(request, answer, of_prompt=True)
+
+
+FULL_POOL = {
+    "family": "qwen3_vl",
+    "chunk": 33,
+    "overlap": True,
+    "num_kv_blocks": 5,
+    "rounds": [[3, 4], [4, 3, 1]],
+}
+
+
+@pytest.mark.gpu
+@given(
+    family=st.sampled_from(VISION_FAMILIES),
+    chunk=st.integers(5, 40),
+    overlap=st.booleans(),
+    num_kv_blocks=st.sampled_from([4, 5, 9, 64]),
+    rounds=st.lists(
+        st.lists(st.integers(0, len(MIXTURE) - 1), min_size=1, max_size=3), min_size=1, max_size=2
+    ),
+)
+@settings(max_examples=settings.default.max_examples // 4)  # each makes an engine
+@example(**FULL_POOL)
+def test_chunks_preemption_and_prefix_hits_change_nothing(
+    case_of, device, family, chunk, overlap, num_kv_blocks, rounds
+):
+    """Rounds of prompts, later ones with prefix hits inside and after items."""
+    case = case_of(family)
+    engine = case.engine(
+        device, max_num_batched_tokens=chunk, overlap=overlap, num_kv_blocks=num_kv_blocks
+    )
+    for number, order in enumerate(rounds):
+        prompts = [case.prompts[index] for index in order]
+        requests = generate(engine, prompts, NUM_TOKENS, round=number)
+        for request, index in zip(requests, order, strict=True):
+            check(request, case.answers[index], of_prompt=False)
+
+
+def test_the_property_covers_preemption_and_hits(case_of):
+    """Its example preempts requests with items, and finds blocks with parts of items cached."""
+    case = case_of("qwen3_vl")
+    engine = case.engine(torch.device("cpu"), max_num_batched_tokens=33, num_kv_blocks=5)
+    for number, order in enumerate(FULL_POOL["rounds"]):
+        generate(engine, [case.prompts[index] for index in order], NUM_TOKENS, round=number)
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.prefix_hit_tokens > 0
+
+
+@pytest.mark.full
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_every_chunk_size_and_long_outputs_equal_transformers(case_of, device, family):
+    """Chunks cut items at every place; 64 tokens of output, with and without overlap."""
+    case = case_of(family)
+    answers = [expected(case.oracle, prompt, 64) for prompt in case.prompts]
+    for chunk in range(5, 50):
+        engine = case.engine(device, max_num_batched_tokens=chunk, overlap=chunk % 2 == 0)
+        requests = generate(engine, case.prompts, 64 if chunk < 10 else 2)
+        for request, (in_prompt, tokens, in_output) in zip(requests, answers, strict=True):
+            count = len(request.output_token_ids)
+            check(request, (in_prompt, tokens[:count], in_output[:count]), of_prompt=False)
+
+
+@pytest.mark.interp
+def test_interpreted_kernels_equal_transformers(case_of, device):
+    """Interleaved axes, DeepStack, and an item cut into two chunks, through kernels alone."""
+    case = case_of("qwen3_vl")
+    reference.calls.clear()
+    engine = case.engine(device, max_num_batched_tokens=8)
+    prompts = [case.prompts[1], case.prompts[0]]
+    requests = generate(engine, prompts, 2)
+    assert bool(reference.calls) == (kernel_path(device) == "reference")
+    for request, index in zip(requests, (1, 0), strict=True):
+        in_prompt, tokens, in_output = case.answers[index]
+        check(request, (in_prompt, tokens[:2], in_output[:2]), of_prompt=False)
+
+
+# --- limits ------------------------------------------------------------------------------------
+
+
+def video(seconds: float, *, frames: int = 3) -> MultimodalItem:
+    return MultimodalItem(
+        features=np.zeros((frames, 64), np.float32),
+        start=1,
+        modality="video",
+        grid_thw=(frames, 2, 2),
+        second_per_grid=seconds,
+    )
+
+
+def test_positions_end_before_the_rope_table(case_of):
+    """3 positions a second: two frames of 50 s reach 1 + 300, and 507 tokens of output 811 > 512."""
+    engine = case_of("qwen2_5_vl").engine(torch.device("cpu"), max_model_len=512)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
+    prompt = [3, VIDEO, VIDEO, VIDEO]
+    request = engine.add_request("a", prompt, params, multimodal=[video(50.0)])
+    last = 1 + 300  # of the prompt
+    assert request.max_total_tokens == len(prompt) + (512 - 1 - last)
+    with pytest.raises(
+        RequestError, match="positions below 511, with one left to generate, got 511"
+    ):
+        engine.add_request("b", prompt, params, multimodal=[video(85.0)])
+    engine.abort("a")
+
+
+def test_too_many_items_are_refused(case_of):
+    engine = case_of("qwen2_5_vl").engine(torch.device("cpu"), max_mm_items=2)
+    items = [
+        MultimodalItem(features=np.zeros((1, 64), np.float32), start=start, grid_thw=(1, 2, 2))
+        for start in (0, 2, 4)
+    ]
+    with pytest.raises(RequestError, match=r"expected at most 2 items \(max_mm_items\), got 3"):
+        engine.add_request("a", [IMAGE] * 6, SamplingParams(), multimodal=items)
+
+
+def test_qwen3_features_have_columns_for_early_layers(case_of):
+    engine = case_of("qwen3_vl").engine(torch.device("cpu"))
+    item = MultimodalItem(features=np.zeros((1, 64), np.float32), start=0, grid_thw=(1, 2, 2))
+    with pytest.raises(RequestError, match=r"features: expected \[n, 192\]"):
+        engine.add_request("a", [IMAGE, 3], SamplingParams(), multimodal=[item])
