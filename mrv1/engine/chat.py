@@ -171,7 +171,7 @@ def _with_arguments(name: str, calls: object) -> list[object]:
 def _checked_content(
     name: str, parts: object, images: list[object]
 ) -> str | list[dict[str, object]]:
-    """Return a content of text alone as one text, each part on lines of its own; else its parts."""
+    """Return the parts of a content; of text alone, one text with each part on its own lines."""
     if not isinstance(parts, Sequence) or not _is_list(parts):
         raise RequestError(
             f"{name}: expected content that is text or a list of parts, got {short(parts)}"

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mrv1.kernels.cache.copy_pages import copy_pages as copy_pages
     from mrv1.kernels.cache.kv_cache_write import kv_cache_write as kv_cache_write
     from mrv1.kernels.cache.qkv_cache_write import qkv_cache_write as qkv_cache_write
-    from mrv1.kernels.layers.add_features import add_features as add_features
     from mrv1.kernels.layers.activation import silu_and_mul as silu_and_mul
+    from mrv1.kernels.layers.add_features import add_features as add_features
     from mrv1.kernels.layers.embed_tokens import embed_tokens as embed_tokens
     from mrv1.kernels.layers.linear import linear as linear
     from mrv1.kernels.layers.rms_norm import rms_norm as rms_norm

@@ -1,6 +1,6 @@
 """The vision-language families: their placeholders, and the checkpoint's names of their tensors.
 
-Only the text model runs here. Its input are features that the checkpoint's vision encoder computed.
+Only the text model runs here. The checkpoint's vision encoder has computed its features.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, Literal
 from mrv1.errors import ConfigError
 
 VideoTime = Literal["frames", "seconds", "text"]
-"""Time in a video's positions: one position a frame (Qwen2-VL), seconds times ``tokens_per_second``
-(Qwen2.5-VL), or written as text between frames, each an item of its own (Qwen3-VL)."""
+"""Time in a video's positions: one position a frame (Qwen2-VL), ``tokens_per_second`` positions a
+second (Qwen2.5-VL), or text between frames, each of which is an item of its own (Qwen3-VL)."""
 
 TEXT_PREFIX = "model.language_model."
 """Beginning of the names of the text model's tensors in newer checkpoints; in older ones they have

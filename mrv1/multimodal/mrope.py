@@ -1,4 +1,4 @@
-"""M-RoPE: the positions of a prompt's tokens in time, height and width, from the grids of its items.
+"""M-RoPE: the positions of tokens in time, height and width, from the grids of a prompt's items.
 
 A text token's three positions are equal and one more than the largest side of the grid, or the
 text, before it. An item's tokens lie in a grid of frames, rows and columns; their positions count

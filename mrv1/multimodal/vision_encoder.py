@@ -1,4 +1,4 @@
-"""Images to features: a checkpoint's own vision encoder and image processor, run by transformers."""
+"""Images to features: transformers runs a checkpoint's vision encoder and image processor."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class VisionEncoder:
         """
         if find_spec("PIL") is None:
             raise ConfigError(
-                'pillow: expected to be installed for images, found none; pip install "mrv1[vision]"'
+                'pillow: expected it installed for images, found none; pip install "mrv1[vision]"'
             )
         self.directory = checkpoint_dir(model)
         config = ModelConfig.from_pretrained(self.directory)
@@ -155,7 +155,7 @@ class VisionEncoder:
             ) from error
         pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
         encoded = self._encoder(pixels.to(self.device, self.dtype), grid_thw=grid.to(self.device))
-        # Qwen3-VL adds features of earlier layers of the encoder to early layers of the text model.
+        # Qwen3-VL adds features of the encoder's earlier layers to the text model's first layers.
         further = getattr(encoded, "deepstack_features", None) or []
         digest = blake2b(
             repr((str(self.directory), self.dtype)).encode(), digest_size=DIGEST_BYTES

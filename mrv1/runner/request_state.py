@@ -14,8 +14,8 @@ from mrv1.kernels.step.contracts import (
     RUNNING,
     RequestSlots,
 )
-from mrv1.multimodal.mrope import mrope_positions
 from mrv1.models.vision import VisionConfig
+from mrv1.multimodal.mrope import mrope_positions
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
 from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan

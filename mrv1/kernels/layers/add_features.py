@@ -64,10 +64,10 @@ def add_features(hidden: torch.Tensor, features: FeatureRows, first_column: int)
     check_features(features, hidden, first_column)
     if len(hidden) == 0:
         return
-    rows, stride, source, num_sources = feature_arguments(features)
+    _, stride, source, num_sources = feature_arguments(features)
     tile_tokens = triton.next_power_of_2(len(hidden)) if INTERPRET else 1
     _add_features_kernel[(triton.cdiv(len(hidden), tile_tokens),)](
-        *(hidden, rows[:, first_column:], stride, source, num_sources),
+        *(hidden, features.rows[:, first_column:], stride, source, num_sources),
         *(len(hidden), hidden.shape[1]),
         TILE_TOKENS=tile_tokens,
         TILE_HIDDEN=triton.next_power_of_2(hidden.shape[1]),

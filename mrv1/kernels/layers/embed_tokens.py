@@ -74,8 +74,13 @@ def _embed_tokens_kernel(
     if feature_rows_ptr is not None:
         has_source = is_token & (token < tl.load(num_sources_ptr))
         source = tl.load(feature_source_ptr + token, mask=has_source, other=-1).to(tl.int64)
-        row_ptr = tl.where(source >= 0, feature_rows_ptr + source * stride_feature_rows, row_ptr)
-    row = tl.load(row_ptr + col, mask=mask)
+        is_feature = source >= 0
+        feature_ptr = feature_rows_ptr + source * stride_feature_rows + col
+        feature = tl.load(feature_ptr, mask=mask & is_feature, other=0.0)
+        row = tl.load(row_ptr + col, mask=mask & (source < 0), other=0.0)
+        row = tl.where(is_feature, feature, row)
+    else:
+        row = tl.load(row_ptr + col, mask=mask)
     angle_mask = is_token & (angle_col < rotary_dim)
     angles = tl.load(cos_sin_ptr + position * rotary_dim + angle_col, mask=angle_mask)
     tl.store(hidden_ptr + token * hidden_size + col, row, mask=mask)
