@@ -170,8 +170,12 @@ BAD_MESSAGES = [
     ([{"role": "user", "content": [None]}], "messages[0]: expected content parts {"),
     ([{"role": "user", "content": 3}], "messages[0]: expected content that is text or a list of "),
     (
-        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        [{"role": "user", "content": [{"type": "audio", "audio": "x"}]}],
         'messages[0]: expected content parts {"type": "text", "text": ...} or ',
+    ),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        "images: model: expected a checkpoint with a vision encoder, got '",
     ),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0]: expected content parts {"),
     ([{"role": "user", "tool_calls": 3}], "messages[0]: expected tool_calls that are a list, got"),
