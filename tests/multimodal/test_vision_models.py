@@ -23,7 +23,7 @@ from mrv1.engine.request import Request
 from mrv1.errors import RequestError
 from mrv1.kernels import reference
 from mrv1.kernels.registry import select_ops
-from mrv1.models import DecoderModel, load_model
+from mrv1.models import DecoderModel, load_model, stored_tensors
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.step import TokenLogprobs
 from mrv1.sampler import SamplingParams
@@ -258,9 +258,9 @@ def full_precision() -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("chunk", [9, 64])
 def test_logits_and_greedy_tokens_equal_transformers(case_of, device, family, chunk):
-    """In one batch, two steps in flight; 5 tokens a step cut every item."""
+    """In one batch, two steps in flight; 9 tokens a step cut every item."""
     case = case_of(family)
     engine = case.engine(device, max_num_batched_tokens=chunk)
     requests = generate(engine, case.prompts, NUM_TOKENS, prompt_logprobs=VOCAB)
@@ -342,6 +342,22 @@ def test_interpreted_kernels_equal_transformers(case_of, device):
     for request, index in zip(requests, (1, 0), strict=True):
         in_prompt, tokens, in_output = case.answers[index]
         check(request, (in_prompt, tokens[:2], in_output[:2]), of_prompt=False)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_weights_are_updated_under_either_name(case_of, family):
+    """Names of transformers' model and of the files; the vision encoder's are left out."""
+    case = case_of(family)
+    engine = case.engine(torch.device("cpu"))
+    state = case.oracle.state_dict()
+    stored = dict(stored_tensors(case.path))
+    assert {name for name in stored if "visual." in name}
+    assert {name for name in state if name.startswith("model.language_model.")}
+    for tensors in (state, stored):
+        engine.update_weights({"lm_head.weight": torch.zeros(VOCAB, 64)}, partial=True)
+        engine.update_weights(tensors)
+        (request,) = generate(engine, case.prompts[:1], NUM_TOKENS)
+        check(request, case.answers[0], of_prompt=False)
 
 
 # --- limits ------------------------------------------------------------------------------------
