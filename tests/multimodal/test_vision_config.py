@@ -1,0 +1,140 @@
+"""Settings of the vision-language families, in the forms in which checkpoints are published."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from mrv1.errors import ConfigError
+from mrv1.models import ModelConfig
+from mrv1.models.vision import VisionConfig
+
+TEXT = {
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "vocab_size": 151936,
+}
+IDS = {
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
+FLAT = TEXT | IDS | {
+    "max_window_layers": 70,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+}  # fmt: skip
+"""The text model's settings beside the others, as older files have them."""
+
+QWEN2_VL = FLAT | {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "model_type": "qwen2_vl",
+    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 2048, "patch_size": 14},
+}
+QWEN2_5_VL = FLAT | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "vision_config": {"depth": 32, "tokens_per_second": 2, "out_hidden_size": 2048},
+}
+QWEN3_VL = IDS | {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": True,
+    "text_config": TEXT | {
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "rope_scaling": {
+            "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default",
+        },
+        "rope_theta": 5000000,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17], "depth": 24, "model_type": "qwen3_vl",
+        "out_hidden_size": 2048, "spatial_merge_size": 2,
+    },
+}  # fmt: skip
+
+
+def read(directory: Any, config: dict[str, Any]) -> ModelConfig:
+    (directory / "config.json").write_text(json.dumps(config))
+    return ModelConfig.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("published", [QWEN2_VL, QWEN2_5_VL, QWEN3_VL])
+def test_published_files_are_read(tmp_path, published):
+    config = read(tmp_path, published)
+    is_qwen3 = published is QWEN3_VL
+    assert config.architecture == published["architectures"][0]
+    assert (config.hidden_size, config.num_layers, config.head_dim) == (2048, 36, 128)
+    assert (config.num_q_heads, config.num_kv_heads, config.vocab_size) == (16, 2, 151936)
+    assert config.max_model_len == (262144 if is_qwen3 else 128000)
+    assert config.torch_dtype == torch.bfloat16
+    assert config.tie_word_embeddings
+    assert config.eos_token_ids == (151645,)
+    assert (config.qkv_bias, config.qk_norm) == (not is_qwen3, is_qwen3)
+    assert set(config.layer_windows) == {-1}
+    assert config.rope.rope_type == "default"
+    assert config.rope.theta == (5e6 if is_qwen3 else 1e6)
+    assert config.rope.mrope_section == ((24, 20, 20) if is_qwen3 else (16, 24, 24))
+    assert config.rope.mrope_interleaved == is_qwen3
+    times = {"qwen2_vl": "frames", "qwen2_5_vl": "seconds", "qwen3_vl": "text"}
+    assert config.vision == VisionConfig(
+        image_token_id=151655,
+        video_token_id=151656,
+        spatial_merge_size=2,
+        video_time=times[published["model_type"]],
+        tokens_per_second=2.0 if published is QWEN2_5_VL else 1.0,
+        num_deepstack_layers=3 if is_qwen3 else 0,
+    )
+    assert config.feature_size == 2048 * (4 if is_qwen3 else 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 23]}},
+            r"mrope_section: expected three integers >= 0 with sum 64, got \[16, 24, 23\]",
+        ),
+        ({"rope_scaling": None}, r"mrope_section: expected three integers .*, got None"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: expected none"),
+    ],
+)
+def test_unsupported_settings_are_named(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, QWEN2_VL | change)
+
+
+def test_deepstack_needs_a_layer_for_each_feature(tmp_path):
+    text = QWEN3_VL["text_config"] | {"num_hidden_layers": 2}
+    with pytest.raises(ConfigError, match="deepstack_visual_indexes: expected at most 2"):
+        read(tmp_path, QWEN3_VL | {"text_config": text})
+
+
+def test_experts_are_not_mistaken_for_the_dense_family(tmp_path):
+    change = {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "model_type": "qwen3_vl_moe",
+    }
+    with pytest.raises(ConfigError, match="architectures: expected one of .*Qwen3VLMoe"):
+        read(tmp_path, QWEN3_VL | change)
