@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from mrv1.bench import SHAPES, GenerateBench, RunnerBench, run_generate, run_runner
-from mrv1.cli import bench_headwise, bench_kernels, bench_sampler
+from mrv1.cli import bench_headwise, bench_kernels, bench_sampler, bench_vllm
 from mrv1.cli.bench_kernels import Output, check_target, write_result
 from mrv1.cli.console import say, second_interrupt_ends, show_table
 from mrv1.cli.help import Command, Group
@@ -27,6 +27,7 @@ app.command("kv-write", cls=Command)(bench_kernels.kv_write)
 app.command("sampler", cls=Command)(bench_sampler.sampler)
 app.command("capacity", cls=Command)(bench_headwise.capacity)
 app.command("headwise", cls=Command)(bench_headwise.headwise)
+app.command("vllm", cls=Command)(bench_vllm.vllm)
 
 DEFAULT_SHAPE = "qwen3-0.6b"
 CPU_SHAPE = "tiny-random"

@@ -1,0 +1,66 @@
+"""Random weights as a checkpoint on disk, for engines that read nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from mrv1.models import ModelConfig, random_weights
+from mrv1.models.architectures import ARCHITECTURES
+from mrv1.models.weights import checkpoint_tensors
+
+
+def write_checkpoint(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Write a shape with random weights as a Hugging Face checkpoint without a tokenizer.
+
+    Args:
+        folder: an existing directory.
+        config: a Llama or Qwen3 without windows and with the default rope, as all ``SHAPES`` are.
+        device: where the weights are made.
+        dtype: dtype of every tensor.
+        seed: as for ``random_weights``, which makes the same values.
+    """
+    weights = checkpoint_tensors(
+        config, random_weights(config, device=device, dtype=dtype, seed=seed)
+    )
+    # Query, key and value are views of one tensor, and a file has no views.
+    copies = {
+        name: tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in weights.items()
+    }
+    save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_raw_config(config, dtype)), encoding="utf-8")
+
+
+def _raw_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+    return {
+        "architectures": [config.architecture],
+        "model_type": ARCHITECTURES[config.architecture].model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_q_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_model_len,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "rope_parameters": {"rope_type": config.rope.rope_type, "rope_theta": config.rope.theta},
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": str(dtype).removeprefix("torch."),
+    }

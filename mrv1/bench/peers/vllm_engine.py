@@ -1,0 +1,119 @@
+"""vLLM's engine on one checkpoint: its first tokens, then its times.
+
+The engine is vLLM's ``LLMEngine``, which is also what vLLM's ``LLM`` runs. Requests are token ids
+in and out, all added at once, and only finished outputs leave the engine, as in ``LLM.generate``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrv1.bench.child import Send
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one process measures."""
+
+    engine: dict[str, Any]
+    """Arguments of vLLM's ``EngineArgs``."""
+    on_cpu: bool
+    probes: Prompts
+    """Prompts whose first tokens are reported."""
+    near_tie: float
+    """Largest lead of a first token that rounding can undo, as a log-probability."""
+    cells: Sequence[Sequence[Prompts]]
+    """For each cell the prompts of each run; the first run is not counted."""
+    output_tokens: int
+
+
+def measure_engine(job: Job, send: Send) -> None:
+    """Send the seconds of the engine's start, the probes' first tokens, and every cell's runs.
+
+    The process that runs this can measure nothing else afterwards.
+    """
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    if job.on_cpu:
+        _use_cpu()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    start = time.perf_counter()
+    engine = LLMEngine.from_engine_args(EngineArgs(**job.engine), UsageContext.LLM_CLASS)
+    try:
+        send(time.perf_counter() - start)
+        send(first_tokens(engine, job.probes))
+        for runs in job.cells:
+            samples = [time_run(engine, prompts, job.output_tokens) for prompts in runs]
+            send(samples[1:])
+    finally:
+        engine.engine_core.shutdown()
+
+
+def _use_cpu() -> None:
+    """Let vLLM run on a CPU, in this one process: its releases for GPUs find no platform there."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms.current_platform = CpuPlatform()
+
+
+def first_tokens(engine: Any, prompts: Prompts) -> list[list[float]]:  # noqa: ANN401 - vLLM's
+    """Return for each prompt ``[token id, lead]`` of the first token.
+
+    The lead is that of the best token's log-probability over the second best one's.
+    """
+    outputs, _ = _generate(engine, prompts, max_tokens=1, logprobs=2)
+    found = []
+    for output in outputs:
+        (token,) = output.token_ids
+        values = sorted((one.logprob for one in output.logprobs[0].values()), reverse=True)
+        found.append([token, values[0] - values[1]])
+    return found
+
+
+def time_run(engine: Any, prompts: Prompts, output_tokens: int) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
+    """Return the seconds of one run: first of the first tokens alone, then of whole outputs.
+
+    Returns:
+        ``first_s``, for each request the seconds until its first token, if it ends there;
+        ``whole_s``, the seconds until the last of all tokens.
+    """
+    _, first_s = _generate(engine, prompts, max_tokens=1)
+    outputs, whole_s = _generate(engine, prompts, max_tokens=output_tokens)
+    found = {len(output.token_ids) for output in outputs}
+    if found != {output_tokens}:
+        raise RuntimeError(f"output tokens: expected {output_tokens} of each request, got {found}")
+    return {"first_s": first_s, "whole_s": max(whole_s)}
+
+
+def _generate(engine: Any, prompts: Prompts, **options: Any) -> tuple[list[Any], list[float]]:  # noqa: ANN401 - vLLM's
+    """Return each prompt's output, and the seconds from the first prompt's arrival to its end."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    params = SamplingParams(
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **options,
+    )
+    outputs: dict[int, Any] = {}
+    seconds: dict[int, float] = {}
+    start = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), {"prompt_token_ids": [*prompt]}, params)
+    while engine.has_unfinished_requests():
+        for done in engine.step():
+            outputs[int(done.request_id)] = done.outputs[0]
+            seconds[int(done.request_id)] = time.perf_counter() - start
+    order = range(len(prompts))
+    return [outputs[index] for index in order], [seconds[index] for index in order]

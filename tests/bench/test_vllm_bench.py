@@ -1,0 +1,333 @@
+"""The benchmark of vLLM's modes: its arithmetic, its result, its failures; vLLM itself is faked.
+
+``tests/integrations/vllm/test_bench.py`` runs it with vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mrv1.bench import shape_config, vllm
+from mrv1.bench.attention_case import Cell
+from mrv1.bench.checkpoint import write_checkpoint
+from mrv1.bench.child import ChildError, run_in_child
+from mrv1.bench.floor import step_weight_bytes
+from mrv1.bench.peers import vllm_engine
+from mrv1.bench.vllm import Machine, VLLMBench, agreement, cell_figures, run_vllm
+from mrv1.errors import ConfigError
+from mrv1.models import ModelConfig, random_weights, stored_tensors
+from mrv1.models.weights import checkpoint_tensors
+from tests.cli.conftest import mrv1  # noqa: F401 - a fixture
+
+TINY = shape_config("tiny-random")
+BANDWIDTH = 1e9
+SMALL: dict[str, Any] = {
+    "shape": "tiny-random", "cells": (Cell(1, 8), Cell(4, 100)), "output_tokens": 5, "repeats": 2,
+}  # fmt: skip
+
+
+# --- the checkpoint ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_a_checkpoint_has_the_shape_and_the_random_weights(tmp_path: Path, architecture: str):
+    config = replace(
+        TINY, architecture=architecture, qk_norm=architecture.startswith("Qwen3"),
+        tie_word_embeddings=architecture.startswith("Qwen3"),
+    )  # fmt: skip
+    write_checkpoint(tmp_path, config, device="cpu", dtype=torch.bfloat16, seed=3)
+    assert ModelConfig.from_pretrained(tmp_path) == replace(config, torch_dtype=torch.bfloat16)
+    weights = random_weights(config, device="cpu", dtype=torch.bfloat16, seed=3)
+    expected = checkpoint_tensors(config, weights)
+    found = dict(stored_tensors(tmp_path))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+def two_numbers(number: int, send) -> None:
+    sys.stdout.write("not sent")
+    send(number)
+    send([number + 1])
+
+
+def no_reason(send) -> None:
+    sys.stdout.write("(EngineCore pid=7) ERROR core.py:9 ValueError: too few blocks\n")
+    sys.stderr.write("(EngineCore pid=7) KeyError: 'block_size'\n")
+    raise RuntimeError("Engine core initialization failed. See root cause above.\n and more")
+
+
+def killed(send) -> None:
+    send("begun")
+    os.kill(os.getpid(), 9)
+
+
+def endless(send) -> None:
+    send(os.getpid())
+    while True:
+        pass
+
+
+@pytest.mark.slow
+def test_a_function_runs_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str]):
+    assert list(run_in_child(two_numbers, 6)) == [6, [7]]
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(ChildError, match=r"^KeyError: 'block_size'$") as caught:
+        list(run_in_child(no_reason))
+    assert "too few blocks" in "".join(caught.value.log)
+    events = run_in_child(killed)
+    assert next(events) == "begun"
+    with pytest.raises(ChildError, match=r"^the process ended with exit code -9$"):
+        next(events)
+    events = run_in_child(endless)
+    pid = next(events)
+    events.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# --- vLLM's engine, under a fake clock -----------------------------------------------------------
+
+
+class FakeEngine:
+    """Computes the prompts one after the other in 2 s each, then a token of all in 0.5 s."""
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        self.clock = clock
+        self.waiting: list[tuple[str, Any]] = []
+        self.running: dict[str, tuple[Any, list[int]]] = {}
+
+    def add_request(
+        self, name: str, prompt: dict[str, list[int]], params: SimpleNamespace
+    ) -> None:
+        assert (params.temperature, params.ignore_eos, params.detokenize) == (0, True, False)
+        self.waiting.append((name, params))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def step(self) -> list[Any]:
+        if self.waiting:
+            name, params = self.waiting.pop(0)
+            self.clock.now += 2
+            self.running[name] = params, [7]
+        else:
+            self.clock.now += 0.5
+            for _, tokens in self.running.values():
+                tokens.append(7)
+        ended = [n for n, (params, ids) in self.running.items() if len(ids) == params.max_tokens]
+        values = {7: -0.5, 9: -0.75, 3: -4.0}
+        logprobs = [{token: SimpleNamespace(logprob=v) for token, v in values.items()}]
+        return [
+            SimpleNamespace(
+                request_id=name,
+                outputs=[SimpleNamespace(token_ids=self.running.pop(name)[1], logprobs=logprobs)],
+            )
+            for name in ended
+        ]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    clock = SimpleNamespace(now=0.0)
+    names = SimpleNamespace(
+        RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), SamplingParams=SimpleNamespace
+    )
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", names)
+    monkeypatch.setattr(vllm_engine.time, "perf_counter", lambda: clock.now)
+    return FakeEngine(clock)
+
+
+def test_times_of_a_run_equal_the_closed_form(engine: FakeEngine):
+    prompts = [[1, 2], [3], [4]]
+    run = vllm_engine.time_run(engine, prompts, 5)
+    assert run == {"first_s": [2, 4, 6], "whole_s": 6 + 4 * 0.5}
+    figures = cell_figures([run, run | {"whole_s": 80.0}, run], batch=3, output_tokens=5)
+    assert figures["tokens_per_s"] == 15 / 8
+    assert (figures["ttft_ms"], figures["prefill_ms"], figures["tpot_ms"]) == (4000, 6000, 500)
+    assert [sample["whole_s"] for sample in figures["samples"]] == [8, 80, 8]
+
+
+def test_first_tokens_come_with_their_lead(engine: FakeEngine):
+    assert vllm_engine.first_tokens(engine, [[1], [2, 3]]) == [[7, 0.25], [7, 0.25]]
+
+
+def test_an_engine_that_stops_early_is_no_measurement(engine: FakeEngine):
+    engine.step, step = lambda: [shortened(one) for one in step()], engine.step
+
+    def shortened(output: Any) -> Any:
+        output.outputs[0].token_ids = output.outputs[0].token_ids[:3]
+        return output
+
+    with pytest.raises(RuntimeError, match=r"expected 5 of each request, got \{3\}"):
+        vllm_engine.time_run(engine, [[1]], 5)
+
+
+def test_agreement_counts_near_ties_apart():
+    expected = [[1, 0.3], [2, 0.3], [3, 0.1], [4, 0.1]]
+    found = [[1, 9.0], [7, 9.0], [3, 9.0], [7, 9.0]]
+    assert agreement(expected, found, 0.2) == {"equal": 2, "near_ties": 1, "different": 1}
+
+
+# --- the whole benchmark -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Fake the processes: per mode what is sent, where an exception ends it; and the jobs."""
+    runs = [{"first_s": [0.5], "whole_s": 0.9}, {"first_s": [0.1], "whole_s": 0.5}]
+    fake: dict[str, Any] = {
+        "vllm": [30.0, [[5, 0.3]], runs, runs],
+        "backend": [ChildError("ValueError: no CUSTOM", ["line 1", "line 2"])],
+        "backend-fp8": [31.0, [[6, 0.3]], runs, ChildError("out of memory", [])],
+        "worker": [20.0, [[6, 0.3]], [{"first_s": [0.2], "whole_s": 0.6}], runs],
+        "jobs": {},
+    }
+
+    def run(function: Any, *arguments: Any) -> Iterator[Any]:
+        if function is vllm._prepare:
+            yield Machine(
+                on_cpu=False, dtype=torch.bfloat16, bandwidth=BANDWIDTH,
+                provenance={"device": {"name": "H999"}},
+            )  # fmt: skip
+            return
+        (job,) = arguments
+        options = {name: job.engine[name] for name in all_options if name in job.engine}
+        (mode,) = [name for name, value in vllm.MODES.items() if value == options]
+        fake["jobs"][mode] = job
+        for event in fake[mode]:
+            if isinstance(event, ChildError):
+                raise event
+            yield event
+
+    all_options = {name for options in vllm.MODES.values() for name in options}
+    monkeypatch.setattr(vllm, "run_in_child", run)
+    monkeypatch.setattr(vllm, "version_of", lambda name: {"vllm": "0.26.0"}[name])
+    return fake
+
+
+def test_result_has_every_mode_and_survives_json(processes: dict[str, Any]):
+    said: list[str] = []
+    result = run_vllm(VLLMBench(**SMALL), said.append)
+    assert json.loads(json.dumps(result)) == result
+    assert (result["op"], result["reference"]) == ("vllm", "vllm")
+    assert result["peers"] == {"vllm": "0.26.0"}
+    modes = result["modes"]
+    assert list(modes) == ["vllm", "backend", "backend-fp8", "worker"]
+    assert modes["backend"]["error"] == "ValueError: no CUSTOM"
+    assert modes["backend-fp8"]["error"] == "out of memory"
+    assert {"backend | line 1", "backend: failed: ValueError: no CUSTOM"} <= {*said}
+    # A lead of 0.3 is a near tie of fp8 caches, and none of bfloat16.
+    assert modes["vllm"]["agreement"] is None
+    assert modes["backend-fp8"]["agreement"] == {"equal": 0, "near_ties": 1, "different": 0}
+    assert modes["worker"]["agreement"] == {"equal": 0, "near_ties": 0, "different": 1}
+    told = said.index("worker: first tokens: 0 of 1 equal, 0 at near ties, 1 different")
+    assert told < next(i for i, line in enumerate(said) if line.startswith("worker, 1x8"))
+    first, second = (entry["modes"] for entry in result["results"])
+    assert list(first) == ["vllm", "backend-fp8", "worker"]
+    assert list(second) == ["vllm", "worker"]
+
+
+def test_ratios_and_floors_equal_the_closed_form(processes: dict[str, Any]):
+    result = run_vllm(VLLMBench(**SMALL))
+    entry, long = result["results"]
+    alone, worker = entry["modes"]["vllm"], entry["modes"]["worker"]
+    assert alone["tokens_per_s"] == pytest.approx(5 / 0.7)
+    assert alone["tpot_ms"] == pytest.approx((0.7 - 0.3) / 4 * 1e3)
+    assert (alone["speedup"], alone["tpot_speedup"]) == (1, 1)
+    assert worker["speedup"] == pytest.approx(0.7 / 0.6)
+    assert worker["tpot_speedup"] == pytest.approx(1)
+    weights = step_weight_bytes(TINY, torch.bfloat16)
+    layers, heads, dim = 2, 2, 32
+    for found, vector_bytes in ((alone, 2 * dim), (entry["modes"]["backend-fp8"], dim + 4)):
+        visible = 8 + (1 + 2 + 3 + 4) / 4
+        assert found["kv_bytes"] == 2 * layers * heads * vector_bytes * visible
+        assert found["floor_ms"] == (weights + found["kv_bytes"]) / BANDWIDTH * 1e3
+        assert found["share_of_floor"] == found["floor_ms"] / found["tpot_ms"]
+    assert long["modes"]["vllm"]["kv_bytes"] == 4 * 2 * 8 * 32 * (100 + 2.5)
+
+
+def test_every_mode_gets_the_same_requests_and_options(processes: dict[str, Any]):
+    run_vllm(VLLMBench(**SMALL, seed=1))
+    jobs = processes["jobs"]
+    reference = jobs["vllm"]
+    assert [len(runs) for runs in reference.cells] == [3, 3]
+    assert [len(prompts) for prompts in reference.cells[1]] == [4, 4, 4]
+    assert {len(prompt) for prompt in reference.cells[1][0]} == {100}
+    assert reference.cells[0][0] != reference.cells[0][1]
+    assert sorted({len(probe) for probe in reference.probes})[-1] == 100
+    for name, job in jobs.items():
+        assert (job.cells, job.probes) == (reference.cells, reference.probes)
+        assert job.engine == reference.engine | vllm.MODES[name]
+    assert reference.engine["max_model_len"] == 105
+    assert reference.engine["max_num_seqs"] == 4
+
+
+def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], tmp_path: Path):  # noqa: F811
+    target = tmp_path / "result.json"
+    result = mrv1(
+        "bench", "vllm", "--shape", "tiny-random", "--cells", "1x8,4x100", "--output-tokens", "5",
+        "--output", target,
+    )  # fmt: skip
+    assert result.exit_code == 0
+    written = json.loads(target.read_text("utf-8"))
+    assert [(entry["batch"], entry["prompt_tokens"]) for entry in written["results"]] == [
+        (1, 8), (4, 100),
+    ]  # fmt: skip
+    rows = [line.split() for line in result.stdout.splitlines()]
+    figures = written["results"][0]["modes"]["worker"]
+    (row,) = [row for row in rows if row[1:2] == ["1x8"] and "worker" in row]
+    shown = [word for word in row if word != "│"]
+    assert shown == [
+        "1x8", "worker", f"{figures['tokens_per_s']:,.0f}", f"{figures['speedup']:.2f}x",
+        f"{figures['ttft_ms']:.1f}", f"{figures['tpot_ms']:.3f}",
+        f"{figures['tpot_speedup']:.2f}x", f"{figures['share_of_floor']:.0%}",
+    ]  # fmt: skip
+    assert "failed: ValueError: no CUSTOM" in result.stdout
+    assert "0 of 1 equal, 0 at near ties, 1 different" in result.stdout
+
+
+def test_no_mode_at_all_is_a_failure(mrv1, processes: dict[str, Any]):  # noqa: F811
+    result = mrv1("bench", "vllm", "--shape", "tiny-random", "--modes", "backend")
+    assert result.exit_code == 1
+    assert "failed: ValueError: no CUSTOM" in result.stdout
+    assert result.stderr.splitlines()[-1] == "error: no mode could be measured"
+
+
+def test_without_vllm_one_line_says_what_to_install(mrv1, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    monkeypatch.setattr(vllm, "version_of", lambda _: None)
+    result = mrv1("bench", "vllm")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: vllm: expected the package vllm to be installed, got none; "
+        "pip install 'mrv1[vllm]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modes": ("vllm", "other")}, r"modes: expected some of vllm, .*, got \['other'\]"),
+        ({"modes": ()}, "modes: expected different ones"),
+        ({"cells": (Cell(1, 8), Cell(1, 8))}, "cells: expected different ones"),
+        ({"cells": (Cell(4, 100, 8),)}, "cells: expected BATCHxPROMPT"),
+        ({"shape": None}, "shape, model: expected one of the two"),
+        ({"output_tokens": 1}, "output_tokens: expected >= 2, got 1"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        VLLMBench(**SMALL | options)
