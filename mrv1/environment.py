@@ -59,6 +59,11 @@ def env_count(name: str, default: int) -> int:
     return int(digits)
 
 
+def export(**variables: str) -> None:
+    """Set variables of a package that a process of our own is about to import."""
+    os.environ.update(variables)
+
+
 VARIABLES: dict[str, Callable[[], Any]] = {
     DEBUG_VARIABLE: partial(env_flag, DEBUG_VARIABLE),
     DEBUG_SYNC_VARIABLE: partial(env_flag, DEBUG_SYNC_VARIABLE),

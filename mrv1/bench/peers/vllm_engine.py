@@ -6,13 +6,13 @@ in and out, all added at once, and only finished outputs leave the engine, as in
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mrv1.bench.child import Send
+from mrv1.environment import export
 
 Prompts = Sequence[Sequence[int]]
 
@@ -38,7 +38,7 @@ def measure_engine(job: Job, send: Send) -> None:
 
     The process that runs this can measure nothing else afterwards.
     """
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    export(VLLM_NO_USAGE_STATS="1")
     if job.on_cpu:
         _use_cpu()
     from vllm.engine.arg_utils import EngineArgs
@@ -59,7 +59,7 @@ def measure_engine(job: Job, send: Send) -> None:
 
 def _use_cpu() -> None:
     """Let vLLM run on a CPU, in this one process: its releases for GPUs find no platform there."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    export(VLLM_ENABLE_V1_MULTIPROCESSING="0")
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
