@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }  # fmt: skip
 
 import torch
+import vllm
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -30,6 +32,11 @@ from mrv1.integrations.vllm import Worker
 from mrv1.integrations.vllm.options import REQUEST_CHECK
 
 MAX_MODEL_LEN = 128
+
+NO_WHOLE_VLLM = ""
+"""Why vLLM's own models and kernels cannot run; empty = they can."""
+if not any(Path(vllm.__file__).parent.glob("*.so")):
+    NO_WHOLE_VLLM = "needs the whole of vLLM, not its Python files alone"
 
 
 def new_config(
