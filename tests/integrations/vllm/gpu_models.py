@@ -1,0 +1,120 @@
+"""Small random models of four architectures, and what vLLM generates with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from mrv1.bench.child import Send
+from mrv1.integrations.vllm.options import REQUEST_CHECK
+
+HIDDEN, LAYERS, VOCAB = 512, 4, 4096
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 1024,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": HIDDEN**-0.5,  # large enough that attention is not flat
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOW = 64
+LAYER_TYPES = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+
+CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**COMMON),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256,
+        decoder_sparse_step=1, norm_topk_prob=True,
+    ),
+    # A soft cap of the logits so low that it changes most of them, and windows.
+    "gemma2": lambda: transformers.Gemma2Config(
+        **COMMON | {"tie_word_embeddings": True}, attn_logit_softcapping=5.0,
+        final_logit_softcapping=30.0, sliding_window=WINDOW, query_pre_attn_scalar=64,
+        layer_types=LAYER_TYPES,
+    ),
+    # A sink for every head, and windows.
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW,
+        layer_types=LAYER_TYPES,
+    ),
+}  # fmt: skip
+
+DOORS: dict[str, dict[str, Any]] = {
+    "FLASH_ATTN": {"attention_backend": "FLASH_ATTN"},
+    "backend": {"attention_backend": "CUSTOM"},
+    "backend-fp8": {"attention_backend": "CUSTOM", "kv_cache_dtype": "fp8_per_token_head"},
+    "worker": {
+        "worker_cls": "mrv1.integrations.vllm.Worker",
+        "logits_processors": [REQUEST_CHECK],
+    },
+}
+
+
+def write_model(folder: Path, name: str) -> None:
+    """Write a checkpoint of one of ``CONFIGS``, without a tokenizer."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for key, tensor in model.named_parameters():
+        if key.endswith(".sinks"):
+            torch.nn.init.normal_(tensor)
+    model.save_pretrained(folder)
+
+
+def engine_options(folder: Path, door: str) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``LLM``."""
+    return {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,  # long prompts come in chunks, beside decodes
+        "kv_cache_memory_bytes": 1 << 30,
+        "gpu_memory_utilization": 0.2,
+        "enable_prefix_caching": True,
+        "compilation_config": {
+            "mode": 0,  # no torch.compile: it takes minutes
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 4, 8, 16],
+        },
+        **DOORS[door],
+    }
+
+
+def generate(
+    options: dict[str, Any], prompts: Sequence[Sequence[int]], max_tokens: int, send: Send
+) -> None:
+    """Send, for each prompt, its greedy tokens and each one's two best log-probabilities.
+
+    The first three prompts are asked once more, when their blocks are cached.
+    """
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**options)
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2
+    )
+    found = []
+    for part in (prompts, prompts[:3]):
+        asked = [{"prompt_token_ids": [*prompt]} for prompt in part]
+        for output in llm.generate(asked, params, use_tqdm=False):
+            (one,) = output.outputs
+            found.append(
+                [
+                    (token, {key: value.logprob for key, value in best.items()})
+                    for token, best in zip(one.token_ids, one.logprobs, strict=True)
+                ]
+            )
+    send(found)

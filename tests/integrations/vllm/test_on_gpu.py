@@ -1,0 +1,102 @@
+"""On a GPU: vLLM's ``LLM`` with mrv1's backend and worker, beside vLLM's FLASH_ATTN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM's Python files: make full-vllm", allow_module_level=True)
+
+import numpy as np
+
+from mrv1.bench.child import ChildError, run_in_child
+from mrv1.bench.vllm import FP8_NEAR_TIE, NEAR_TIES
+from tests.integrations.vllm.gpu_models import VOCAB, engine_options, generate, write_model
+from tests.integrations.vllm.plugins import write_plugins
+from tests.integrations.vllm.serving import NO_WHOLE_VLLM
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+(ROUNDING,) = [value for dtype, value in NEAR_TIES.items() if "bfloat16" in str(dtype)]
+PROMPT_LENGTHS = (700, 33, 1, 128, 257, 64, 16, 1500, 300, 15, 17, 512)
+MAX_TOKENS = 24
+
+Outputs = Sequence[Sequence[tuple[int, dict[int, float]]]]
+
+
+def problems(expected: Outputs, found: Outputs, tolerance: float) -> list[str]:
+    """Return where outputs differ by more than rounding: up to the token at which they part."""
+    wrong = []
+    for row, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        for step, ((wanted, best), (token, values)) in enumerate(zip(theirs, ours, strict=True)):
+            if token != wanted:
+                first, second = sorted(best.values(), reverse=True)[:2]
+                if first - second > tolerance:
+                    wrong.append(f"row {row} step {step}: {token}, {wanted} leads {best}")
+                break
+            if abs(values[token] - best[token]) > tolerance:
+                wrong.append(f"row {row} step {step}: {values[token]}, expected {best[token]}")
+    return wrong
+
+
+def test_outputs_may_differ_by_rounding_alone():
+    theirs = [[(1, {1: -0.5, 2: -0.6}), (3, {3: -1.0, 4: -2.0})]]
+    assert problems(theirs, theirs, 0) == []
+    parted = [[(2, {1: -0.6, 2: -0.5}), (9, {9: -7.0})]]
+    assert problems(theirs, parted, 0.2) == []
+    assert len(problems(theirs, parted, 0.05)) == 1
+    assert len(problems(theirs, [[(1, {1: -0.5}), (3, {3: -1.3})]], 0.2)) == 1
+    assert len(problems(theirs, [[(1, {1: -0.5}), (4, {4: -1.0})]], 0.2)) == 1
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function from a model's name and a door to its outputs, made once."""
+    if NO_WHOLE_VLLM:
+        pytest.skip(NO_WHOLE_VLLM)
+    folder = tmp_path_factory.mktemp("models")
+    write_plugins(folder, on_cpu=False)
+    generator = np.random.default_rng(1)
+    prompts = [generator.integers(3, VOCAB, size=length).tolist() for length in PROMPT_LENGTHS]
+
+    @cache
+    def made(model: str, door: str) -> Outputs:
+        if not (folder / model).is_dir():
+            write_model(folder / model, model)
+        options = engine_options(folder / model, door)
+        try:
+            (found,) = run_in_child(generate, options, prompts, MAX_TOKENS)
+        except ChildError as error:
+            pytest.fail("\n".join([str(error), *error.log]))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield made
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+@pytest.mark.parametrize(
+    ("model", "door", "tolerance"),
+    [
+        ("llama", "backend", ROUNDING),
+        ("llama", "backend-fp8", FP8_NEAR_TIE),
+        ("llama", "worker", ROUNDING),
+        ("qwen3_moe", "backend", ROUNDING),
+        ("gemma2", "backend", ROUNDING),
+        ("gpt_oss", "backend", ROUNDING),
+    ],
+)
+def test_outputs_are_those_of_flash_attention(
+    outputs: Callable[[str, str], Outputs], model: str, door: str, tolerance: float
+):
+    expected = outputs(model, "FLASH_ATTN")
+    leads = [max(best.values()) - sorted(best.values())[-2] for (_, best), *_ in expected]
+    assert sum(lead > ROUNDING for lead in leads) >= len(leads) // 2, "hardly a token is sure"
+    assert problems(expected, outputs(model, door), tolerance) == []
