@@ -1,0 +1,69 @@
+"""``mrv1 bench vllm`` with vLLM's own engine, on a CPU: only the worker's mode can run there."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM's Python files: make full-vllm", allow_module_level=True)
+
+import torch
+
+from mrv1 import LLM
+from mrv1.bench.attention_case import Cell
+from mrv1.bench.checkpoint import write_checkpoint
+from mrv1.bench.shapes import SHAPES
+from mrv1.bench.vllm import VLLMBench
+from mrv1.config import checkpoint_dir
+from mrv1.models import ModelConfig
+from tests.cli.conftest import Mrv1, mrv1  # noqa: F401 - a fixture
+from tests.integrations.vllm.serving import own_tokens
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+
+SMALL = (
+    "--device", "cpu", "--dtype", "float32", "--cells", "1x8,3x20", "--output-tokens", "4",
+    "--repeats", "1", "--kv-cache-memory-bytes", "8000000",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "modes"),
+    [(("--model", "tiny"), ("worker",)), (("--shape", "tiny-random"), ("vllm", "worker"))],
+)
+def test_the_workers_first_tokens_are_mrv1s_and_it_has_times(
+    mrv1: Mrv1,  # noqa: F811
+    model: tuple[str, str],
+    modes: tuple[str, ...],
+    tmp_path: Path,
+):
+    target = tmp_path / "result.json"
+    result = mrv1("bench", "vllm", *model, *SMALL, "--modes", ",".join(modes), "--output", target)
+    assert result.exit_code == 0, result.output
+    written = json.loads(target.read_text("utf-8"))
+    assert written["reference"] == "worker"
+    assert written["peers"]["vllm"] == version("vllm")
+    assert list(written["modes"]) == [*modes]
+    if "vllm" in modes:  # no kernels of vLLM for this CPU: it fails alone, with its reason
+        assert written["modes"]["vllm"]["error"]
+        assert f"failed: {written['modes']['vllm']['error'][:20]}" in result.stdout
+    worker = written["modes"]["worker"]
+    assert worker["error"] is None
+    checkpoint = checkpoint_dir("tiny")
+    if model[0] == "--shape":
+        checkpoint = tmp_path
+        config = SHAPES[model[1]]
+        write_checkpoint(checkpoint, config, device="cpu", dtype=torch.float32, seed=0)
+    vocab_size = ModelConfig.from_pretrained(checkpoint).vocab_size
+    probes = VLLMBench(cells=(Cell(1, 8), Cell(3, 20))).probes(vocab_size)
+    with LLM(str(checkpoint), device="cpu", dtype="float32", num_kv_blocks=64) as llm:
+        expected = [own_tokens(llm, probe, max_tokens=1)[0] for probe in probes]
+    assert [token for token, _ in worker["first_tokens"]] == expected
+    for entry in written["results"]:
+        assert list(entry["modes"]) == ["worker"]
+        assert entry["modes"]["worker"]["tokens_per_s"] > 0
