@@ -4,7 +4,7 @@
 #   make chat-model install a small chat model for --model smollm2: SmolLM2-135M-Instruct, 93 MB
 #   make test       lint, types, and the suite: host tests, interpreted kernels, compile checks
 #   make test-full  `make test`, then the API reference, many more hypothesis examples, soak tests,
-#                   every compile target, vLLM's engine
+#                   every compile target, vLLM's engine and server, Ray Data
 #   make docs       the documents and the API reference as a site, in build/site
 #   make test-gpu   the GPU suite, run by the Python that PYTHON names; installs nothing
 
@@ -42,6 +42,7 @@ TRITON_39 := $(VENV)/triton-3.9.0
 # vLLM's Python files alone, in a folder for each version: its wheels hold gigabytes of GPU code.
 VLLMS := 0.26.0 0.33.0
 VLLM_FOLDERS := $(VLLMS:%=$(VENV)/vllm-%)
+RAY := $(VENV)/ray
 
 # Prints the instruction sets beyond AVX2 that numpy would use, by the names that numpy takes.
 define BEYOND_AVX2
@@ -53,7 +54,7 @@ export BEYOND_AVX2
 
 .PHONY: help demo chat-model test test-full test-gpu install lint types hooks \
 	test-host test-interp test-compile \
-	full-host full-interp full-avx2 full-compile full-triton39 full-vllm docs lock clean
+	full-host full-interp full-avx2 full-compile full-triton39 full-vllm full-ray docs lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -135,7 +136,7 @@ test-compile: $(VENV)/.dev
 # --- make test-full -------------------------------------------------------------------------------
 
 # `make test`, the site, properties with more examples, long tests, the other compile targets.
-test-full: test docs full-compile full-triton39 full-vllm full-avx2 full-interp full-host
+test-full: test docs full-compile full-triton39 full-vllm full-ray full-avx2 full-interp full-host
 
 # The chat model comes first: its tests and the notebook's skip themselves without it.
 full-host: $(VENV)/.dev $(VENV)/.chat-model
@@ -180,6 +181,15 @@ full-vllm: $(VLLM_FOLDERS:%=%/.installed)
 		TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -m interp \
 			tests/integrations/vllm/test_attention.py; \
 	done
+
+$(RAY)/.installed: | $(VENV)/.dev
+	@echo "installing Ray into $(RAY) (415 MB)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+		--target $(RAY) ray==2.60.0 pyarrow==26.0.1 pandas==3.1.1 msgpack==1.2.4 protobuf==7.36.2
+	@touch $@
+
+full-ray: $(RAY)/.installed
+	PYTHONPATH=$(CURDIR)/$(RAY) $(ONE_THREAD) $(BIN)/python -m pytest tests/test_ray_data.py
 
 # The interpreter's bits must not depend on the CPU: its lane, run as on a CPU without AVX-512.
 full-avx2: $(VENV)/.dev

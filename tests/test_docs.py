@@ -50,7 +50,7 @@ def test_a_broken_link_is_found(tmp_path):
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"])
 def test_every_source_file_that_a_page_names_exists(page):
     names = re.findall(
-        r"`((?:mrv1|tests|benchmarks|notebooks)/[\w/.-]+)`", page.read_text("utf-8")
+        r"`((?:mrv1|tests|benchmarks|examples|notebooks)/[\w/.-]+)`", page.read_text("utf-8")
     )
     assert [name for name in names if not (REPO / name).exists()] == []
 
