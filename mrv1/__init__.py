@@ -12,7 +12,7 @@ from mrv1.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mrv1.config import EngineConfig
-    from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
+    from mrv1.engine import LLM, AsyncLLM, CompletionOutput, Logprob, RequestOutput
     from mrv1.errors import (
         CapacityError,
         ConfigError,
@@ -31,7 +31,7 @@ else:
         __name__,
         {
             "config": ["EngineConfig"],
-            "engine": ["LLM", "CompletionOutput", "Logprob", "RequestOutput"],
+            "engine": ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput"],
             "errors": [
                 "CapacityError",
                 "ConfigError",
@@ -52,6 +52,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "AsyncOutput",
     "CapacityError",
     "CompletionOutput",

@@ -1,7 +1,16 @@
 """Requests, scheduling, blocks and outputs: pure host code."""
 
+from mrv1.engine.async_llm import AsyncLLM
 from mrv1.engine.core import EngineCore
 from mrv1.engine.llm import LLM
 from mrv1.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "EngineCore", "Logprob", "RequestMetrics", "RequestOutput"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineCore",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+]

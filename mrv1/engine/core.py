@@ -166,8 +166,34 @@ class EngineCore:
             StepError: a kernel failed in an earlier step: this process can no longer use the GPU.
             RuntimeError: the engine sleeps or lacks weights.
         """
-        self._check_device()
-        self.runner.check_usable()
+        request = self.make_request(
+            req_id,
+            prompt_token_ids,
+            params,
+            encode=encode,
+            multimodal=multimodal,
+            attn_mask_offsets=attn_mask_offsets,
+        )
+        self.queue(request)
+        return request
+
+    def make_request(
+        self,
+        req_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        encode: Callable[[str], Sequence[int]] | None = None,
+        multimodal: Sequence[MultimodalItem] | None = None,
+        attn_mask_offsets: object = None,
+    ) -> Request:
+        """Return a request for ``queue``; changes nothing, so that any thread may call it.
+
+        For arguments see ``add_request``.
+
+        Raises:
+            RequestError: the prompt, a parameter, an item or a range is wrong.
+        """
         prompt = self._checked_prompt(prompt_token_ids)
         params = copy.copy(params)  # the caller may change its own
         check_params(params, self.config, self.runner.model_config.vocab_size)
@@ -192,20 +218,30 @@ class EngineCore:
             unsplittable=() if ranges is None else whole_spans(ranges),
             key_spans=key_spans(items, ranges, prompt),
             params=params,
-            seed=derive_seed(self.config.seed, self._num_added)
-            if params.seed is None
-            else params.seed,
+            seed=0 if params.seed is None else params.seed,  # ``queue`` derives one for None
             max_total_tokens=longest
             if params.max_tokens is None
             else min(longest, len(prompt) + params.max_tokens),
             banned_token_sequences=banned,
         )
         request.add_followers()
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Queue a request of ``make_request`` and its followers.
+
+        Raises:
+            RequestError, StepError, RuntimeError: as ``add_request``; nothing is queued.
+        """
+        self._check_device()
+        self.runner.check_usable()
+        if request.params.seed is None:
+            for member in (request, *request.followers):
+                member.seed = derive_seed(self.config.seed, self._num_added)
         if request.asks_logprobs:
             vocab_size = self.runner.model_config.vocab_size
             check_logprob_memory(request, self.scheduler.unfinished, self.config, vocab_size)
         self._queue(request)
-        return request
 
     def _check_device(self) -> None:
         if self._lost is not None:

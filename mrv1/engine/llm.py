@@ -66,7 +66,8 @@ class LLMOptions(EngineConfig):
 class LLM:
     """Generates text from a Hugging Face checkpoint.
 
-    It holds device memory until ``close``; as a context manager it closes itself.
+    It holds device memory until ``close``; as a context manager it closes itself. ``AsyncLLM``
+    is the same for asyncio.
 
     **Threads.** Any thread may call any method. Threads take turns, one step at a time, and share
     the steps: requests of several ``generate`` and ``stream`` calls run in one batch, and each
@@ -571,12 +572,33 @@ class LLM:
     def _add(
         self, prompt: Prompt, params: object, req_id: object, *, is_awaited: bool = False
     ) -> None:
+        self._queue(self._make_group(prompt, params, req_id, is_awaited=is_awaited))
+
+    def _make_group(
+        self, prompt: Prompt, params: object, req_id: object, *, is_awaited: bool = False
+    ) -> RequestGroup:
+        """Return a request for ``_queue``; changes nothing, so that it needs no turn."""
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
         if not isinstance(req_id, str) or not req_id:
             raise RequestError(f"request_id: expected a string that is not empty, got {req_id!r}")
+        if params.stop and not self._tokenizer.is_loaded:
+            raise RequestError("stop: expected none, because the checkpoint has no tokenizer")
+        request = self._engine.make_request(
+            req_id,
+            self._token_ids(prompt),
+            self._with_grammar(params),
+            encode=self._tokenizer.encode_word if self._tokenizer.is_loaded else None,
+            **_multimodal_of(prompt),
+        )
+        return RequestGroup(
+            request, self._tokenizer, prompt=_text_of(prompt), is_awaited=is_awaited
+        )
+
+    def _queue(self, group: RequestGroup) -> None:
+        req_id = group.req_id
         former = self._groups.get(req_id)
         if former is not None and former.finished:
             giver = "generate() or stream()" if former.is_awaited else "step()"
@@ -585,18 +607,8 @@ class LLM:
             )
         if former is not None:
             raise RequestError(f"request_id: {req_id!r} is in use by an unfinished request")
-        if params.stop and not self._tokenizer.is_loaded:
-            raise RequestError("stop: expected none, because the checkpoint has no tokenizer")
-        request = self._engine.add_request(
-            req_id,
-            self._token_ids(prompt),
-            self._with_grammar(params),
-            encode=self._tokenizer.encode_word if self._tokenizer.is_loaded else None,
-            **_multimodal_of(prompt),
-        )
-        self._groups[req_id] = RequestGroup(
-            request, self._tokenizer, prompt=_text_of(prompt), is_awaited=is_awaited
-        )
+        self._engine.queue(group.requests[0])
+        self._groups[req_id] = group
 
     def _with_grammar(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with their ``structured_outputs`` compiled, if they have any."""
@@ -669,6 +681,19 @@ class LLM:
             self._run_step()
         changed = [self._awaited.pop(req_id) for req_id in tuple(self._awaited) if req_id in rows]
         return [self._output(group) for group in changed if group.finished or not finished_only]
+
+    @in_turn
+    @recovers
+    def _step_and_take(self, takes: Callable[[RequestGroup], bool]) -> list[RequestOutput]:
+        """Run a step; return the changed outputs that have ended or that ``takes`` accepts.
+
+        The other changed outputs are kept for a later call, which makes them up to date.
+        """
+        self._run_step()
+        changed = [group for group in self._awaited.values() if group.finished or takes(group)]
+        for group in changed:
+            del self._awaited[group.req_id]
+        return [self._output(group) for group in changed]
 
     def _give_up(self, rows: Mapping[str, int]) -> None:
         """Abort the unfinished requests of a ``generate`` or ``stream`` that has ended.

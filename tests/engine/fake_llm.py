@@ -7,10 +7,11 @@ reads a page whose content belongs to another request raises ``DeviceError``.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 
-from mrv1 import LLM, EngineConfig
+from mrv1 import LLM, AsyncLLM, EngineConfig
 from mrv1.headwise import FULL
 from mrv1.runner import StepOutput, StepPlan
 from tests.engine.scheduler_model import EOS, VOCAB, FakeRunner
@@ -50,11 +51,16 @@ class FakeModelRunner:
         pass
 
 
-def make_llm(monkeypatch: pytest.MonkeyPatch, **options: object) -> LLM:
+Engine = TypeVar("Engine", LLM, AsyncLLM)
+
+
+def make_llm(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Engine] = LLM, **options: object
+) -> Engine:
     """Return an engine with so few blocks that the tests' requests preempt each other."""
     with monkeypatch.context() as patch:
         patch.setattr("mrv1.engine.core.ModelRunner", FakeModelRunner)
-        return LLM(
+        return kind(
             "tiny",
             **(
                 {

@@ -1,0 +1,468 @@
+"""The public entry for asyncio: requests of many tasks and threads, one thread that runs steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar, Unpack
+from uuid import uuid4
+
+from mrv1.engine.chat import ChatOptions, Message
+from mrv1.engine.core import Metrics
+from mrv1.engine.llm import LLM, LLMOptions, Prompt
+from mrv1.engine.outputs import RequestOutput
+from mrv1.engine.request_group import RequestGroup
+from mrv1.errors import CapacityError, ConfigError, RequestError, StepError
+from mrv1.models import NamedTensors
+from mrv1.options import takes
+from mrv1.runner import KVUsage
+from mrv1.sampler import SamplingParams
+from mrv1.sampler.params import short
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncLLMOptions(LLMOptions):
+    """The parameters of ``AsyncLLM``: those of ``LLM``, and the limit of its queue."""
+
+    max_num_queued_reqs: int | None = None
+    """Most requests that wait or run at a time; a request with ``n`` outputs counts ``n`` times.
+    ``generate`` refuses further requests. Default: no limit."""
+
+
+class AsyncLLM:
+    """Generates text for the tasks of any number of asyncio event loops.
+
+    A thread of its own runs the steps; the tasks of all loops, in any threads, share them. Prompts
+    are tokenized, and grammars compiled, in another thread. The engine is an ``LLM``: arguments,
+    outputs and errors are the same.
+
+    **Slow readers.** A task gets the newest output of its request when it asks for the next one.
+    While a task has not taken an output, no further output is made for it: outputs are cumulative,
+    so that the task misses none of the text, and neither the engine nor other tasks wait for it.
+
+    **The end of a task.** When ``generate`` ends early, because its task is cancelled or leaves
+    the ``async for`` or because its event loop closes, the request is aborted and gives its slot
+    and blocks back. After an exception in its body, an ``async for`` closes the generator only
+    when the generator is garbage-collected; ``contextlib.aclosing`` closes it at once.
+
+    **The end of the engine.** ``shutdown``, the end of ``async with`` and the end of the process
+    wait for the step that runs. An exception in a step ends the engine. In both cases every
+    ``generate`` that waits raises an error, as does every later call.
+
+    Example:
+        >>> async def complete(prompt: str) -> int:
+        ...     async with AsyncLLM("tiny") as llm:
+        ...         async for output in llm.generate(prompt, SamplingParams(max_tokens=8)):
+        ...             last = output
+        ...     return len(last.outputs[0].token_ids)
+        >>> asyncio.run(complete("ROMEO:"))
+        8
+    """
+
+    @takes(AsyncLLMOptions)
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_num_queued_reqs: int | None = None,
+        **options: Any,  # noqa: ANN401 - those of ``LLM``, which checks them
+    ) -> None:
+        """Load ``model``, allocate its KV cache and start the engine's thread.
+
+        Raises:
+            ConfigError: an argument or the checkpoint is wrong.
+            UnsupportedDeviceError: the device is missing or lacks a feature.
+            CapacityError: the KV cache does not fit.
+        """
+        limit: object = max_num_queued_reqs
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise ConfigError(
+                f"max_num_queued_reqs: expected an integer >= 1 or None, got {short(limit)}"
+            )
+        self._llm = LLM(model, **options)
+        self._engine = _EngineThread(self._llm, max_num_queued_reqs)
+        self._inputs = ThreadPoolExecutor(1, thread_name_prefix="mrv1-inputs")
+        """Makes requests, one at a time: a tokenizer serves one thread."""
+        weakref.finalize(self, self._engine.stop)  # also runs at the end of the process
+
+    # --- requests -------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the output of one prompt as it grows; the last output is finished.
+
+        The request is queued at the first ``anext``; a generator that is closed early aborts it.
+
+        Args:
+            prompt: text, token ids, or a dict, as for ``LLM.generate``.
+            sampling_params: None = ``get_default_sampling_params()``.
+            request_id: a name for ``abort``, unique among unfinished requests; None = a new one.
+
+        Raises:
+            RequestError: the prompt, the parameters or the id were refused, or the request failed,
+                as with NaN in its logits.
+            CapacityError: the queue is full (``max_num_queued_reqs``).
+            StepError: a step of the request failed, or the engine has failed.
+            RuntimeError: the engine is closed or asleep.
+        """
+        params: object = sampling_params
+        if params is None:
+            params = self.get_default_sampling_params()
+        stream = self._engine.open(
+            uuid4().hex if request_id is None else request_id,
+            params.n if isinstance(params, SamplingParams) else 1,
+        )
+        is_finished = False
+        try:
+            make = partial(self._llm._make_group, prompt, params, stream.req_id)
+            self._inputs.submit(self._engine.queue, stream, partial(make, is_awaited=True))
+            while not is_finished:
+                output = await stream.take()
+                is_finished = output.finished
+                if output.error is not None:
+                    raise output.error
+                yield output
+        finally:
+            if not is_finished:
+                self._engine.discard(stream)
+
+    async def abort(self, request_id: str) -> None:
+        """End all outputs of a request; its ``generate`` yields their tokens so far, finished.
+
+        Outputs that had not ended get ``finish_reason="abort"``.
+
+        Raises:
+            RequestError: no unfinished request has this id.
+            StepError, RuntimeError: the engine has failed or is closed.
+        """
+        self._engine.check_open()
+        aborted = await asyncio.get_running_loop().run_in_executor(
+            self._inputs,  # it has made all earlier requests by then
+            partial(self._engine.submit, self._engine.abort, request_id),
+        )
+        await asyncio.wrap_future(aborted)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests whose caller gives none, as ``LLM`` does."""
+        return self._llm.get_default_sampling_params()
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
+        """Return a conversation as a prompt for ``generate``, as ``LLM.chat_prompt`` does."""
+        return self._llm.chat_prompt(messages, **options)
+
+    def get_tokenizer(self) -> Any:  # noqa: ANN401 - one of many classes of transformers
+        """Return the checkpoint's tokenizer, as ``LLM.get_tokenizer`` does."""
+        return self._llm.get_tokenizer()
+
+    # --- memory and weights: between two steps, as the methods of ``LLM`` -------------------
+
+    async def reset_prefix_cache(self) -> bool:
+        """Drop every cached block; see ``LLM.reset_prefix_cache``."""
+        return await self._between_steps(self._llm.reset_prefix_cache)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give most device memory back until ``wake_up``; see ``LLM.sleep``."""
+        await self._between_steps(self._llm.sleep, level)
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the device memory back; see ``LLM.wake_up``."""
+        await self._between_steps(self._llm.wake_up, tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are asleep; requests are then refused."""
+        return self._llm.is_sleeping()
+
+    async def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
+        """Overwrite the model's weights in place; see ``LLM.update_weights``."""
+        await self._between_steps(self._llm.update_weights, named_tensors, partial=partial)
+
+    # --- reports and end ------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return the start-up line: model, device, path, dtypes, blocks, sampling defaults."""
+        return self._llm.describe()
+
+    def kv_report(self) -> KVUsage:
+        """Return the KV cache's sizes in bytes by head group, and how much of it is in use."""
+        return self._llm.kv_report()
+
+    def metrics(self) -> Metrics:
+        """Return counters of steps, tokens, requests and blocks as a plain dict."""
+        return self._llm.metrics()
+
+    def shutdown(self) -> None:
+        """End all requests after the step that runs, and give the device memory back.
+
+        Every ``generate`` that waits raises a ``RuntimeError``. Safe to call again.
+        """
+        self._engine.stop()
+        self._inputs.shutdown(wait=False)
+
+    async def __aenter__(self) -> Self:
+        """Return the engine itself."""
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shut down; the event loop runs on meanwhile."""
+        await asyncio.to_thread(self.shutdown)
+
+    async def _between_steps(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.wrap_future(self._engine.submit(call, *args, **kwargs))
+
+
+class _Stream:
+    """Brings the outputs of one request from the engine's thread to the task that reads them.
+
+    It has room for one output. The engine's thread makes another one when the task has taken it,
+    or when the request has ended: the last output, or an error, replaces one that was not taken.
+    """
+
+    def __init__(self, req_id: str, num_places: int) -> None:
+        self.req_id = req_id
+        self.num_places = num_places
+        """Places that the request takes in the queue: one for each of its ``n`` outputs."""
+        self.loop = asyncio.get_running_loop()
+        self.has_room = True
+        self.is_discarded = False
+        self._arrived = asyncio.Event()
+        self._item: RequestOutput | BaseException
+        """What has arrived last."""
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        """Give the task an output or an error; called in the event loop."""
+        self._item = item
+        self._arrived.set()
+
+    async def take(self) -> RequestOutput:
+        """Wait for the next output; raise an error that has come in its place."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        self.has_room = True
+        if isinstance(self._item, BaseException):
+            raise self._item
+        return self._item
+
+
+class _EngineThread:
+    """The thread that runs the steps of an ``LLM``, and makes calls of other threads in between.
+
+    It has no reference to its ``AsyncLLM``, so that an ``AsyncLLM`` that nobody uses any more
+    is garbage-collected, which stops the thread.
+    """
+
+    def __init__(self, llm: LLM, max_num_queued_reqs: int | None) -> None:
+        self._llm = llm
+        self._max_num_queued_reqs = max_num_queued_reqs
+        self._streams: dict[str, _Stream] = {}
+        """Of queued and running requests, by id; only the engine's thread uses it."""
+        self._inbox: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        """Calls for the engine's thread; None = stop."""
+        self._lock = threading.Lock()
+        """Guards ``_num_unfinished``, ``_is_open`` and the entrance of the inbox."""
+        self._num_unfinished = 0
+        """Places taken by requests that wait or run, or are still being made."""
+        self._is_open = True
+        self._failure: BaseException | None = None
+        self._num_steps = 0
+        """Steps until the failure."""
+        self._thread = threading.Thread(target=self._run, name="mrv1-engine", daemon=True)
+        self._thread.start()
+
+    # --- for all threads --------------------------------------------------------------------
+
+    def open(self, req_id: str, num_outputs: int) -> _Stream:
+        """Return the stream of a new request; called in the event loop.
+
+        Raises:
+            CapacityError: the queue is full.
+            StepError, RuntimeError: as ``check_open``.
+        """
+        stream = _Stream(req_id, num_outputs)
+        with self._lock:
+            self.check_open()
+            limit, total = self._max_num_queued_reqs, self._num_unfinished + num_outputs
+            if limit is not None and total > limit:
+                raise CapacityError(
+                    f"max_num_queued_reqs: expected at most {limit} unfinished requests, got "
+                    f"{total} with this one; try again when a request has ended, or raise it"
+                )
+            self._num_unfinished = total
+        return stream
+
+    def check_open(self) -> None:
+        """Raise unless the engine's thread still serves calls.
+
+        Raises:
+            StepError: the engine has failed.
+            RuntimeError: the engine is closed.
+        """
+        if not self._is_open:
+            raise self._end_error()
+
+    def submit(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Have the engine's thread make a call before its next step.
+
+        Raises:
+            StepError, RuntimeError: as ``check_open``.
+        """
+        future: Future[R] = Future()
+        with self._lock:
+            self.check_open()
+            self._inbox.put((future, partial(call, *args, **kwargs)))
+        return future
+
+    def queue(self, stream: _Stream, make: Callable[[], RequestGroup]) -> None:
+        """Make a request and have it queued; an error goes to the stream."""
+        try:
+            self.check_open()
+            added = self.submit(self._add, stream, make())
+        except BaseException as error:  # of any type: the task waits for it
+            self._hand_over([(stream, error)])
+        else:
+            added.add_done_callback(partial(self._report, stream))
+
+    def discard(self, stream: _Stream) -> None:
+        """Have a request aborted that nobody reads any more, if it has not ended."""
+        self._give_place_back(stream)
+        self._inbox.put((Future(), partial(self._discard, stream)))
+
+    def _give_place_back(self, stream: _Stream) -> None:
+        with self._lock:
+            self._num_unfinished -= stream.num_places
+            stream.num_places = 0  # given back once
+
+    def stop(self) -> None:
+        """End the thread after its step, and wait for its end."""
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # --- for calls in the engine's thread -----------------------------------------------------
+
+    def abort(self, req_id: object) -> None:
+        """Abort a request.
+
+        Raises:
+            RequestError: no unfinished request has this id.
+        """
+        if not isinstance(req_id, str) or req_id not in self._streams:
+            raise RequestError(
+                f"request_id: expected the id of an unfinished request, got {short(req_id)}"
+            )
+        self._llm.abort(req_id)
+
+    def _add(self, stream: _Stream, group: RequestGroup) -> None:
+        if not stream.is_discarded:  # while it was made
+            self._llm._queue(group)
+            self._streams[stream.req_id] = stream
+
+    def _report(self, stream: _Stream, added: Future[None]) -> None:
+        error = added.exception()
+        if error is not None:
+            self._hand_over([(stream, error)])
+
+    def _discard(self, stream: _Stream) -> None:
+        stream.is_discarded = True
+        if self._streams.get(stream.req_id) is stream:
+            del self._streams[stream.req_id]
+            self._llm._give_up({stream.req_id: 0})
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while self._make_calls():
+                self._step()
+        except BaseException as error:  # of any type: all tasks must learn of it
+            failure = error
+        self._end(failure)
+
+    def _make_calls(self) -> bool:
+        """Make the calls in the inbox; without a request, wait for one. Return False to stop."""
+        is_idle = not self._llm.has_unfinished_requests()
+        while is_idle or not self._inbox.empty():
+            entry = self._inbox.get()
+            if entry is None:
+                return False
+            future, call = entry
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # of any type: it is the caller's
+                    future.set_exception(error)
+            is_idle = False
+        return True
+
+    def _step(self) -> None:
+        outputs = self._llm._step_and_take(self._has_room)
+        self._hand_over([(self._streams[each.request_id], each) for each in outputs])
+
+    def _has_room(self, group: RequestGroup) -> bool:
+        """Whether an output that is not the last would be handed over."""
+        stream = self._streams[group.req_id]
+        return stream.has_room or stream.loop.is_closed()
+
+    def _hand_over(self, items: Iterable[tuple[_Stream, RequestOutput | BaseException]]) -> None:
+        """Give outputs and errors to their tasks: one call for each event loop."""
+        of_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Any]]] = {}
+        for stream, item in items:
+            stream.has_room = False
+            of_loop.setdefault(stream.loop, []).append((stream, item))
+            if isinstance(item, RequestOutput) and item.finished:
+                del self._streams[stream.req_id]
+                self._give_place_back(stream)
+        for loop, own in of_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, own)
+            except RuntimeError:  # the loop is closed: its tasks will read nothing more
+                for stream, _ in own:
+                    self.discard(stream)
+
+    def _end(self, failure: BaseException | None) -> None:
+        """Give every task that waits an error, and close the engine."""
+        with self._lock:
+            self._failure, self._num_steps = failure, self._llm.metrics()["num_steps"]
+            self._is_open = False
+        while not self._inbox.empty():
+            entry = self._inbox.get()
+            if entry is not None and entry[0].set_running_or_notify_cancel():
+                entry[0].set_exception(self._end_error())
+        self._hand_over([(stream, self._end_error()) for stream in self._streams.values()])
+        self._llm.close()
+
+    def _end_error(self) -> Exception:
+        """Return why the thread has ended, as a new exception: each task raises its own."""
+        if self._failure is None:
+            return RuntimeError("AsyncLLM: expected an open engine, got one that was closed")
+        error = StepError(
+            f"the engine has failed and serves no more requests ({self._failure!r}): make a new "
+            "AsyncLLM",
+            step_id=self._num_steps,
+        )
+        error.__cause__ = self._failure
+        return error
+
+
+def _put_all(items: Iterable[tuple[_Stream, RequestOutput | BaseException]]) -> None:
+    for stream, item in items:
+        stream.put(item)
