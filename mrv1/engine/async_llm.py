@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,11 @@ from mrv1.sampler.params import short
 P = ParamSpec("P")
 R = TypeVar("R")
 
+OUTPUT_SHARE = 0.2
+"""Share of its time in which the engine's thread makes outputs of requests that have not ended.
+
+Their tasks then run for about as long in another thread, and Python runs one thread at a time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncLLMOptions(LLMOptions):
@@ -46,9 +52,10 @@ class AsyncLLM:
     are tokenized, and grammars compiled, in another thread. The engine is an ``LLM``: arguments,
     outputs and errors are the same.
 
-    **Slow readers.** A task gets the newest output of its request when it asks for the next one.
-    While a task has not taken an output, no further output is made for it: outputs are cumulative,
-    so that the task misses none of the text, and neither the engine nor other tasks wait for it.
+    **Back-pressure.** While a task has not taken an output, no other is made for it: outputs
+    are cumulative, so that the task misses none of the text, and nobody waits for it. If many
+    requests run, their outputs are made in turns, for a fifth of the time; the last output of a
+    request is made at once.
 
     **The end of a task.** When ``generate`` ends early, because its task is cancelled or leaves
     the ``async for`` or because its event loop closes, the request is aborted and gives its slot
@@ -284,6 +291,8 @@ class _EngineThread:
         self._failure: BaseException | None = None
         self._num_steps = 0
         """Steps until the failure."""
+        self._step_end = self._deadline = time.perf_counter()
+        """When the last step ended, and until when outputs that have not ended are made."""
         self._thread = threading.Thread(target=self._run, name="mrv1-engine", daemon=True)
         self._thread.start()
 
@@ -414,13 +423,18 @@ class _EngineThread:
         return True
 
     def _step(self) -> None:
-        outputs = self._llm._step_and_take(self._has_room)
+        """Run a step, and hand over the outputs that have ended and some of the others."""
+        self._llm._step_alone()
+        now = time.perf_counter()
+        self._deadline, self._step_end = now + OUTPUT_SHARE * (now - self._step_end), now
+        outputs = self._llm._take_changed(self._takes)
         self._hand_over([(self._streams[each.request_id], each) for each in outputs])
 
-    def _has_room(self, group: RequestGroup) -> bool:
-        """Whether an output that is not the last would be handed over."""
+    def _takes(self, group: RequestGroup) -> bool:
+        """Whether an output that is not the last is handed over now, or is left for later."""
         stream = self._streams[group.req_id]
-        return stream.has_room or stream.loop.is_closed()
+        is_read = stream.has_room or stream.loop.is_closed()
+        return is_read and time.perf_counter() < self._deadline
 
     def _hand_over(self, items: Iterable[tuple[_Stream, RequestOutput | BaseException]]) -> None:
         """Give outputs and errors to their tasks: one call for each event loop."""

@@ -684,16 +684,23 @@ class LLM:
 
     @in_turn
     @recovers
-    def _step_and_take(self, takes: Callable[[RequestGroup], bool]) -> list[RequestOutput]:
-        """Run a step; return the changed outputs that have ended or that ``takes`` accepts.
-
-        The other changed outputs are kept for a later call, which makes them up to date.
-        """
+    def _step_alone(self) -> None:
+        """Run a step; ``_take_changed`` returns its outputs."""
         self._run_step()
-        changed = [group for group in self._awaited.values() if group.finished or takes(group)]
-        for group in changed:
-            del self._awaited[group.req_id]
-        return [self._output(group) for group in changed]
+
+    @in_turn
+    @recovers
+    def _take_changed(self, takes: Callable[[RequestGroup], bool]) -> list[RequestOutput]:
+        """Return the changed outputs that have ended or that ``takes`` accepts.
+
+        The others are kept for a later call, which asks for them before it asks for newer ones.
+        """
+        outputs = []
+        for group in tuple(self._awaited.values()):
+            if group.finished or takes(group):
+                del self._awaited[group.req_id]
+                outputs.append(self._output(group))
+        return outputs
 
     def _give_up(self, rows: Mapping[str, int]) -> None:
         """Abort the unfinished requests of a ``generate`` or ``stream`` that has ended.

@@ -18,6 +18,7 @@ from contextlib import aclosing, suppress
 import pytest
 
 from mrv1 import (
+    LLM,
     AsyncLLM,
     CapacityError,
     ConfigError,
@@ -27,6 +28,7 @@ from mrv1 import (
     StepError,
     StepPlan,
 )
+from mrv1.engine import async_llm
 from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
 from tests.engine.fake_llm import make_llm
@@ -159,10 +161,37 @@ def test_a_slow_reader_makes_no_work_and_loses_no_token(roomy, monkeypatch):
         assert rest[-1].outputs[0].token_ids == expected_tokens(7, **LONG)
         assert len(first.outputs[0].token_ids) < len(rest[0].outputs[0].token_ids)
         assert made["slow"] <= 4
-        assert made["other"] > made["slow"]
 
     run(main())
     check_idle(roomy)
+
+
+def test_without_time_for_outputs_the_last_one_is_made(roomy, monkeypatch):
+    monkeypatch.setattr(async_llm, "OUTPUT_SHARE", 0.0)
+
+    async def main() -> None:
+        (output,) = [part async for part in generate(roomy, 9, max_tokens=12, n=2)]
+        tokens = [own.token_ids for own in output.outputs]
+        assert tokens == [expected_tokens(9, child, max_tokens=12, n=2) for child in range(2)]
+
+    run(main())
+    check_idle(roomy)
+
+
+def test_requests_take_turns_if_not_all_outputs_are_taken(monkeypatch):
+    llm = make_llm(monkeypatch, num_kv_blocks=128)
+    for name in "abc":
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        llm._queue(llm._make_group(list(prompt_of(4)), params, name, is_awaited=True))
+    taken: list[str] = []
+    while llm.has_unfinished_requests():
+        llm._step_alone()
+        is_first = iter([True])
+        outputs = llm._take_changed(lambda _, is_first=is_first: next(is_first, False))
+        taken += [output.request_id for output in outputs]
+    assert taken[:18] == [*"abc"] * 6
+    assert sorted(taken[-3:]) == [*"abc"]
+    assert not llm._awaited
 
 
 # --- the end of a task ---------------------------------------------------------------------------
@@ -574,10 +603,11 @@ def test_outputs_are_those_of_llm(device):
         SamplingParams(seed=4, max_tokens=5, detokenize=False),
     ]
     options = {"device": str(device), "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
+    with LLM("tiny", **options) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
 
     async def main() -> None:
         async with AsyncLLM("tiny", **options) as llm:
-            expected = llm._llm.generate(prompts, params, use_tqdm=False)
             each = [llm.generate(*pair) for pair in zip(prompts, params, strict=True)]
             outputs = await asyncio.gather(*map(last_of, each))
             for output, alone in zip(outputs, expected, strict=True):
