@@ -30,7 +30,7 @@ from mrv1.sampler.params import short
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OUTPUT_SHARE = 0.2
+OUTPUT_SHARE = 0.1
 """Share of its time in which the engine's thread makes outputs of requests that have not ended.
 
 Their tasks then run for about as long in another thread, and Python runs one thread at a time."""
@@ -54,7 +54,7 @@ class AsyncLLM:
 
     **Back-pressure.** While a task has not taken an output, no other is made for it: outputs
     are cumulative, so that the task misses none of the text, and nobody waits for it. If many
-    requests run, their outputs are made in turns, for a fifth of the time; the last output of a
+    requests run, their outputs are made in turns, for a tenth of the time; the last output of a
     request is made at once.
 
     **The end of a task.** When ``generate`` ends early, because its task is cancelled or leaves
