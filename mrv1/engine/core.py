@@ -236,8 +236,9 @@ class EngineCore:
         self._check_device()
         self.runner.check_usable()
         if request.params.seed is None:
+            seed = derive_seed(self.config.seed, self._num_added)
             for member in (request, *request.followers):
-                member.seed = derive_seed(self.config.seed, self._num_added)
+                member.seed = seed
         if request.asks_logprobs:
             vocab_size = self.runner.model_config.vocab_size
             check_logprob_memory(request, self.scheduler.unfinished, self.config, vocab_size)
