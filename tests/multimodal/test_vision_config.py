@@ -136,5 +136,5 @@ def test_experts_are_not_mistaken_for_the_dense_family(tmp_path):
         "architectures": ["Qwen3VLMoeForConditionalGeneration"],
         "model_type": "qwen3_vl_moe",
     }
-    with pytest.raises(ConfigError, match="architectures: expected one of .*Qwen3VLMoe"):
+    with pytest.raises(ConfigError, match=r"architectures: expected one of .*Qwen3VLMoe"):
         read(tmp_path, QWEN3_VL | change)
