@@ -320,7 +320,7 @@ class EngineCore:
             RequestError: an item has no position, or there are too many items or positions.
         """
         model = self.runner.model_config
-        if model.vision is None or not items:
+        if not items or model.vision is None:
             return self.max_model_len
         if len(items) > self.config.max_mm_items:
             raise RequestError(
