@@ -130,16 +130,21 @@ def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return (got.double()[finite] - want[finite]).abs().max().item() if finite.any() else 0.0
 
 
-def assert_in_budget(got: Result, oracle: Result, want: Result, case: PagedCase) -> None:
+def assert_in_budget(
+    got: Result, oracle: Result, want: Result, case: PagedCase, *, logits_soft_cap: float = 0.0
+) -> None:
     """Fail unless errors against float64 are at most twice the oracle's plus a rounding floor.
 
     The floor: the weights, which sum to one, are rounded to the cache's dtype before the product
-    with V, and the fp32 sums of score and output may be taken in another order.
+    with V, and the fp32 sums of score and output may be taken in another order. A soft cap adds
+    an error of 2**-20 of the cap to each score, so twice that, relatively, to a weight.
     """
+    capped = 2**-20 * logits_soft_cap
     rounding = torch.finfo(case.key.dtype).eps / 2
     sums = 256 * torch.finfo(torch.float32).eps / 2
     largest = max((v.abs().max().item() for v in case.values if v.numel()), default=0.0)
-    for name, floor in (("out", (rounding + sums) * largest), ("lse", sums)):
+    floors = {"out": (rounding + sums + 2 * capped) * largest, "lse": sums + capped}
+    for name, floor in floors.items():
         reference = getattr(want, name)
         error = max_error(getattr(got, name), reference)
         oracle_error = max_error(getattr(oracle, name), reference)

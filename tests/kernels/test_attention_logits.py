@@ -52,9 +52,19 @@ def _tiles():
         yield
 
 
-def _queries(draw, case, group):
-    """Draw ordinary queries, or queries whose scores lie far outside every cap."""
-    return make_queries(case, group) * draw(st.sampled_from([1, 1, 50]))
+def _check(got, run, case, q, logits):
+    """Compare with the oracle and with dense attention."""
+    oracle, cap = run(reference, case, q, **logits), logits.get("logits_soft_cap", 0.0)
+    assert_in_budget(got, oracle, exact(case, q, **logits), case, logits_soft_cap=cap)
+
+
+def _draw(draw, case, group):
+    """Draw queries, a soft cap and sinks; with a cap, some scores lie far outside it."""
+    q = make_queries(case, group)
+    logits = draw(attention_logits(q.shape[1], q.device))
+    if "logits_soft_cap" in logits:
+        q = q * draw(st.sampled_from([1, 50]))
+    return q, logits
 
 
 # --- oracle ------------------------------------------------------------------------------------
@@ -64,26 +74,23 @@ def _queries(draw, case, group):
 def test_decode_agrees_with_the_oracle(device, data, group):
     query_len = data.draw(st.sampled_from([1, 1, 2, 8]))
     case = data.draw(paged_caches(**CASES, uniform_query_len=query_len)).to(device)
-    q = _queries(data.draw, case, group)
-    logits = data.draw(attention_logits(q.shape[1], device))
+    q, logits = _draw(data.draw, case, group)
     cuts = [{}, {"num_kv_splits": 2}, {"num_kv_splits": 5}, {"deterministic": True}]
     got = run_decode(kernels, case, q, **data.draw(st.sampled_from(cuts)), **logits)
-    assert_in_budget(got, run_decode(reference, case, q, **logits), exact(case, q, **logits), case)
+    _check(got, run_decode, case, q, logits)
 
 
 @given(case=paged_caches(**CASES), data=st.data(), group=st.sampled_from([1, 3, 8]))
 def test_prefill_agrees_with_the_oracle(device, case, data, group):
     case = case.to(device)
-    q = _queries(data.draw, case, group)
-    logits = data.draw(attention_logits(q.shape[1], device))
+    q, logits = _draw(data.draw, case, group)
     options = {"splits": make_splits(case, q, data.draw(st.sampled_from([1, 3])))}
     if data.draw(st.sampled_from([False, False, True])):
         options = {"deterministic": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_attention, "MIN_SPLIT_STEPS", 1)
         got = run_prefill(kernels, case, q, **options, **logits)
-    oracle = run_prefill(reference, case, q, **logits)
-    assert_in_budget(got, oracle, exact(case, q, **logits), case)
+    _check(got, run_prefill, case, q, logits)
 
 
 # --- a logit sink counts once ------------------------------------------------------------------
@@ -146,9 +153,7 @@ def test_deterministic_pieces_have_the_same_bits_in_one_program_and_in_several(d
             patch.setattr(plan_buffers, "device_info", lambda _, gpu=gpu: gpu)
             results.append(run_decode(kernels, case, q, deterministic=True, **logits))
     assert_equal(*results)
-    assert_in_budget(
-        results[0], run_decode(reference, case, q, **logits), exact(case, q, **logits), case
-    )
+    _check(results[0], run_decode, case, q, logits)
 
 
 @pytest.mark.parametrize("run", [run_decode, run_prefill], ids=["decode", "prefill"])

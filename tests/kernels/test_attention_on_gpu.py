@@ -92,7 +92,8 @@ def test_soft_cap_and_sinks_of_long_contexts(device, head_dim, query_lens, granu
     for logits in ({"logits_soft_cap": 5.0}, {"sinks": sinks.bfloat16()},
                    {"logits_soft_cap": 50.0, "sinks": sinks}):  # fmt: skip
         got, oracle = run(kernels, case, q, **logits), run(reference, case, q, **logits)
-        assert_in_budget(got, oracle, exact(case, q, **logits), case)
+        cap = logits.get("logits_soft_cap", 0.0)
+        assert_in_budget(got, oracle, exact(case, q, **logits), case, logits_soft_cap=cap)
 
 
 # --- CUDA graphs -------------------------------------------------------------------------------
@@ -379,7 +380,8 @@ def test_deterministic_tokens_have_the_same_bits_prefilled_in_any_chunk_and_deco
         logits = {"logits_soft_cap": 2.0, "sinks": sinks}
     whole = run_prefill(kernels, case, q, deterministic=True, **logits)
     oracle = run_prefill(reference, case, q, **logits)
-    assert_in_budget(whole, oracle, exact(case, q, **logits), case)
+    cap = logits.get("logits_soft_cap", 0.0)
+    assert_in_budget(whole, oracle, exact(case, q, **logits), case, logits_soft_cap=cap)
     for end, count in ((1, 1), (64, 64), (129, 1), (700, 9), (2048, 300), (2049, 1), (2400, 2)):
         rows = slice(end - count, end)
         part = replace(case, batch=RaggedBatch(query_lens=(count,), seq_lens=(end,)))
