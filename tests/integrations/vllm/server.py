@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.integrations.vllm.plugins import write_plugins
@@ -41,7 +41,9 @@ def vllm_server(folder: Path, model: str, *options: str, on_cpu: bool) -> Iterat
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, sys.path)])
     address = f"http://127.0.0.1:{port}"
     with (folder / "log").open("w+") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        server = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             _wait(server, address, folder / "log")
             yield address
@@ -50,7 +52,8 @@ def vllm_server(folder: Path, model: str, *options: str, on_cpu: bool) -> Iterat
             try:
                 server.wait(STOP_SECONDS)
             finally:
-                server.kill()
+                with suppress(ProcessLookupError):  # the engine's process has ended too
+                    os.killpg(server.pid, signal.SIGKILL)
 
 
 def _wait(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
