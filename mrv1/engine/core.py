@@ -198,7 +198,7 @@ class EngineCore:
         params = copy.copy(params)  # the caller may change its own
         check_params(params, self.config, self.runner.model_config.vocab_size)
         banned = self._banned_token_sequences(params, encode)
-        items = self._prepared(multimodal, prompt) if multimodal else ()
+        items = () if multimodal is None else self._prepared(multimodal, prompt)
         longest = self._longest(items, len(prompt))
         if len(prompt) + params.min_tokens > longest:
             raise RequestError(
@@ -291,7 +291,7 @@ class EngineCore:
     ) -> tuple[MultimodalItem, ...]:
         """Return the items in the order of the prompt, ready to be staged."""
         items = in_order(as_items(multimodal), len(prompt))
-        if not self.runner.num_feature_rows:
+        if items and not self.runner.num_feature_rows:
             raise RequestError(
                 f"multimodal: expected no items, because mm_cache_memory_bytes has room for none, "
                 f"got {len(items)}"

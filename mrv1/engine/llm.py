@@ -293,11 +293,11 @@ class LLM:
         if single:
             prompt = _with_items(template.prompt(messages), multimodal)
             return self.generate(prompt, sampling_params, use_tqdm=use_tqdm)
-        items = [None] * len(batch) if multimodal is None else multimodal
-        if len(items) != len(batch):
+        items: object = [None] * len(batch) if multimodal is None else multimodal
+        if not isinstance(items, Sequence) or len(items) != len(batch):
             raise RequestError(
-                f"multimodal: expected a list for each of {len(batch)} conversations, got "
-                f"{len(items)}"
+                f"multimodal: expected a list of {len(batch)} lists, one for each conversation, "
+                f"got {short(multimodal)}"
             )
         default = self.get_default_sampling_params()
         params = _params_per_prompt(sampling_params, len(batch), default)
@@ -787,7 +787,7 @@ def _params_per_prompt(
 
 def _with_items(prompt: str, multimodal: Sequence[Any] | None) -> Prompt:
     """Return a prompt with its items, if it has any."""
-    return {"prompt": prompt, "multimodal": multimodal} if multimodal else prompt
+    return prompt if multimodal is None else {"prompt": prompt, "multimodal": multimodal}
 
 
 def _multimodal_of(prompt: object) -> dict[str, Any]:

@@ -44,15 +44,24 @@ def extend_chain(
     data = np.asarray(token_ids, dtype=np.int32).tobytes()
     block_bytes = block_size * np.dtype(np.int32).itemsize
     parent = chain[-1] if chain else blake2b(extra_key, digest_size=DIGEST_BYTES).digest()
-    first = len(chain) * block_size
+    keys = _keys_of_blocks(
+        key_spans, block_size, len(chain), len(chain) + len(data) // block_bytes
+    )
     for end in range(block_bytes, len(data) + 1, block_bytes):
-        content = parent + data[end - block_bytes : end]
-        for start, stop, key in key_spans:
-            if start < first + block_size and first < stop:
-                content += start.to_bytes(8) + key
+        content = parent + data[end - block_bytes : end] + keys.get(len(chain), b"")
         parent = blake2b(content, digest_size=DIGEST_BYTES).digest()
         chain.append(parent)
-        first += block_size
+
+
+def _keys_of_blocks(
+    key_spans: Sequence[KeySpan], block_size: int, first: int, end: int
+) -> dict[int, bytes]:
+    """Return, for blocks ``[first, end)`` that spans overlap, the starts and keys of the spans."""
+    keys: dict[int, bytes] = {}
+    for start, stop, key in key_spans:
+        for block in range(max(first, start // block_size), min(end, -(-stop // block_size))):
+            keys[block] = keys.get(block, b"") + start.to_bytes(8) + key
+    return keys
 
 
 def key_spans(

@@ -80,6 +80,11 @@ class FeatureBuffer:
         """Bytes of the buffer on the device."""
         return self.rows.nbytes
 
+    @property
+    def has_items(self) -> bool:
+        """Whether some request has tokens of items to compute."""
+        return bool(self._items)
+
     def prepared(self, item: MultimodalItem) -> MultimodalItem:
         """Return an item whose features can be staged without a wait of the host.
 
@@ -151,8 +156,6 @@ class FeatureBuffer:
         Raises:
             ValueError: the features of a token were not staged.
         """
-        if not self._items:
-            return 0
         first_tokens = rows.first_tokens
         pieces: list[tuple[int, Int32Array]] = []
         for row, slot in enumerate(map(int, plan.slots)):

@@ -458,7 +458,9 @@ class ModelRunner:
             rows = self._rows(plan, upload, samples)
             is_steady = samples and rows.is_captured and rows.shape.query_len == 1
             self._steady_rows = rows if is_steady else None
-        num_sources = self.features.put_sources(plan, self._num_before(plan), rows, upload)
+        num_sources = 0
+        if self.features.has_items:
+            num_sources = self.features.put_sources(plan, self._num_before(plan), rows, upload)
         words = self._staging.send(
             slot,
             upload,
@@ -475,7 +477,9 @@ class ModelRunner:
 
     def _rows(self, plan: StepPlan, upload: StepUpload, samples: bool) -> DeviceRows:
         """Return the step's rows, padded to the shape of a graph if one has room for them."""
-        masked = self._ranges.masked_rows(plan, self._num_before(plan))
+        masked = None
+        if self._ranges.has_requests:
+            masked = self._ranges.masked_rows(plan, self._num_before(plan))
         shape = StepShape.of(
             plan.num_scheduled_tokens,
             masked=masked,

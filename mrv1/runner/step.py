@@ -110,7 +110,8 @@ class StepPlan:
     """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
     staged_features: tuple[StagedFeatures, ...] = ()
     """Items staged before this step: each item of which a row computes a token, unless it is
-    staged already and its rows were not given to another item since."""
+    staged already and its rows were not given to another item since. A step whose launch fails
+    stages nothing."""
 
     @property
     def entering(self) -> tuple[SlotRequest, ...]:

@@ -23,6 +23,11 @@ class VisibleRanges:
         self._ranges: dict[int, Ranges] = {}
         """Slot -> ranges of its request's prompt tokens."""
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether some request has tokens with ranges to compute."""
+        return bool(self._ranges)
+
     def enter(self, plan: StepPlan) -> None:
         """Bring the slots' ranges to the start of the step."""
         for slot in (*plan.preempted, *plan.finished):
@@ -38,8 +43,6 @@ class VisibleRanges:
         Raises:
             ValueError: a token sees keys that the step does not compute.
         """
-        if not self._ranges:
-            return None
         masked = np.zeros(len(plan.slots), dtype=np.bool_)
         for row, slot in enumerate(map(int, plan.slots)):
             if slot not in self._ranges:

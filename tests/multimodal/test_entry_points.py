@@ -95,8 +95,10 @@ def test_chat_takes_the_items_of_each_conversation(llm):
     assert [each.outputs[0].token_ids for each in (one, *many, streamed)] == [
         want, want, plain, want,
     ]  # fmt: skip
-    with pytest.raises(RequestError, match="multimodal: expected a list for each of 2 conv"):
+    with pytest.raises(RequestError, match="multimodal: expected a list of 2 lists, one for"):
         llm.chat([talk, talk], GREEDY, multimodal=[[item]], **options)
+    with pytest.raises(RequestError, match="multimodal: expected a list of items, got Tensor"):
+        llm.chat(talk, GREEDY, multimodal=ROWS, **options)
 
 
 def test_a_line_of_jsonl_names_files(llm, expected, tmp_path):
