@@ -15,15 +15,21 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Self
 
+NOT_INHERITED = ("MRV1_", "TRITON_", "PYTEST_")
+"""Beginnings of variables that decide what is tested: a run sets them itself."""
+
 
 class Forks:
     """A process to fork; used by one thread, and closed as a context manager."""
 
     def __init__(self) -> None:
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             cwd=Path(__file__).parents[1],
-            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+            env=inherited | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -32,7 +38,7 @@ class Forks:
     def run(
         self, code: str, *arguments: str, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run code with these arguments, and these variables besides ``PATH``, in a new fork."""
+        """Run code with these arguments and variables in a new fork."""
         self._process.stdin.write(json.dumps([code, arguments, environment]) + "\n")
         self._process.stdin.flush()
         returncode, stdout, stderr = json.loads(self._process.stdout.readline())
