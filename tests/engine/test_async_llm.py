@@ -104,7 +104,7 @@ def slow_down(llm: AsyncLLM) -> None:
     execute = runner.execute
 
     def slowly(plan: StepPlan) -> object:
-        time.sleep(5e-3)
+        time.sleep(20e-3)
         return execute(plan)
 
     runner.execute = slowly
@@ -130,12 +130,18 @@ def test_outputs_grow_and_the_last_is_finished(roomy):
 
 
 def test_requests_of_many_tasks_run_in_one_batch(roomy):
+    blocked = Blocked(roomy._llm)
+
     async def main() -> None:
         lengths = [5, 9, 12]
-        outputs = await asyncio.gather(*[last_of(generate(roomy, n, **LONG)) for n in lengths])
-        tokens = [output.outputs[0].token_ids for output in outputs]
+        tasks = [asyncio.create_task(last_of(generate(roomy, n, **LONG))) for n in lengths]
+        assert await asyncio.to_thread(blocked.is_in.wait, PATIENCE)
+        while roomy._engine._inbox.qsize() + len(roomy._engine._streams) < len(tasks):
+            await asyncio.sleep(1e-3)
+        blocked.go_on.set()
+        tokens = [(await task).outputs[0].token_ids for task in tasks]
         assert tokens == [expected_tokens(n, **LONG) for n in lengths]
-        assert roomy.metrics()["num_steps"] < 2 * LONG["max_tokens"]
+        assert roomy.metrics()["num_steps"] < 1.1 * LONG["max_tokens"]
 
     run(main())
     check_idle(roomy)
@@ -154,12 +160,11 @@ def test_a_slow_reader_makes_no_work_and_loses_no_token(roomy, monkeypatch):
 
     async def main() -> None:
         slow = generate(roomy, 7, "slow", **LONG)
-        first = await anext(slow)
+        parts = [await anext(slow)]
         other = await last_of(generate(roomy, 9, "other", **LONG))
         assert other.outputs[0].token_ids == expected_tokens(9, **LONG)
-        rest = [part async for part in slow]
-        assert rest[-1].outputs[0].token_ids == expected_tokens(7, **LONG)
-        assert len(first.outputs[0].token_ids) < len(rest[0].outputs[0].token_ids)
+        parts += [part async for part in slow]
+        assert parts[-1].outputs[0].token_ids == expected_tokens(7, **LONG)
         assert made["slow"] <= 4
 
     run(main())
@@ -245,7 +250,7 @@ def test_tasks_and_threads_with_random_cancellations(monkeypatch, seconds):
 
     async def worker(name: str) -> None:
         source, index = random.Random(name), 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or index < 2:
             index += 1
             task = asyncio.create_task(one_request(source, f"{name}-{index}"))
             if source.random() < 0.3:
@@ -279,16 +284,14 @@ def test_a_cancelled_task_frees_its_request(roomy):
 
     async def main() -> None:
         task = asyncio.create_task(last_of(generate(roomy, 9, "mine", **LONG)))
-        other = asyncio.create_task(last_of(generate(roomy, 5, max_tokens=60)))
-        while (await settled(roomy))["num_running_requests"] < 2:
+        while (await settled(roomy))["num_running_requests"] < 1:
             pass
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (await settled(roomy))["num_running_requests"] == 1
+        assert (await settled(roomy))["num_running_requests"] == 0
         again = await last_of(generate(roomy, 9, "mine", max_tokens=3))  # the name is free again
         assert again.outputs[0].token_ids == expected_tokens(9, max_tokens=3)
-        assert (await other).outputs[0].token_ids == expected_tokens(5, max_tokens=60)
 
     run(main())
     check_idle(roomy)
