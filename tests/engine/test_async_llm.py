@@ -224,7 +224,7 @@ def test_tasks_and_threads_with_random_cancellations(monkeypatch, seconds):
             "n": source.choice([1, 1, 1, 2]),
             "stop_token_ids": source.sample(range(24), source.randrange(3)),
         }
-        way = source.choice(["read", "read", "leave", "abort", "cancel"])
+        way = source.choice(["read", "leave", "abort"])
         num_parts, num_read, last = source.randrange(1, 6), 0, None
         async with aclosing(generate(llm, length, name, **params)) as outputs:
             async for last in outputs:
@@ -240,10 +240,8 @@ def test_tasks_and_threads_with_random_cancellations(monkeypatch, seconds):
                     ends["left"] += 1
                     break
                 elif way == "abort" and num_read == num_parts:
-                    try:
+                    with suppress(RequestError):  # it has just ended
                         await llm.abort(name)
-                    except RequestError:  # it has just ended
-                        ends["late abort"] += 1
         if way in ("read", "abort"):
             assert last is not None
             assert last.finished
