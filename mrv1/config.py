@@ -182,9 +182,11 @@ class EngineConfig:
     features that later requests may bring again; 0 refuses such requests. Default: room for
     ``max_num_batched_tokens`` rows, at least 8192."""
     head_policy: str | None = field(default_factory=VARIABLES[HEAD_POLICY_VARIABLE])
-    """JSON file that says which tokens each KV head sees (a ``HeadPolicy``). Default: the file
-    that the environment variable ``MRV1_HEAD_POLICY`` names, else the policy in the checkpoint's
-    configuration, else each head sees all tokens that its layer sees."""
+    """Which tokens each KV head sees: ``ratio=0.5,window=256,sink=64`` (that share of each layer's
+    heads streams; also ``full_layers_every``), the JSON file of a ``HeadPolicy``, the folder of a
+    DuoAttention pattern (half of the heads stream), or a checkpoint whose ``config.json`` has
+    FastDeploy's fields. Default: the environment variable ``MRV1_HEAD_POLICY``, else the fields
+    of the model's own checkpoint, else each head sees all tokens that its layer sees."""
     window_recycling: bool = True
     """Free the blocks that heads with a window no longer see. If off, and always with FlashInfer,
     all heads share one block table and keep all blocks."""
@@ -265,7 +267,7 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")
         policy: object = self.head_policy
         if policy is not None and not isinstance(policy, str):
-            raise ConfigError(f"head_policy: expected the name of a JSON file, got {policy!r}")
+            raise ConfigError(f"head_policy: expected a file, a folder or a rule, got {policy!r}")
         source: object = self.generation_config
         if source is not None and (not isinstance(source, str | Path) or source == ""):
             raise ConfigError(

@@ -105,8 +105,10 @@ def test_another_dtype_is_refused(dtype, got):
         assert str(error.value) == expected
 
 
-def test_head_policy_must_be_a_file_name():
-    with pytest.raises(ConfigError, match="head_policy: expected the name of a JSON file, got 5"):
+def test_head_policy_must_be_a_text():
+    with pytest.raises(
+        ConfigError, match="head_policy: expected a file, a folder or a rule, got 5"
+    ):
         EngineConfig(model="tiny", head_policy=5)  # type: ignore[arg-type]
 
 

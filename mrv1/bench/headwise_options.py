@@ -15,7 +15,7 @@ from mrv1.bench.shapes import shape_config
 from mrv1.config import Dtype, EngineConfig, KVCacheDtypeName
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError
-from mrv1.headwise import HeadPolicy
+from mrv1.headwise import HeadPolicy, policy_source
 from mrv1.models import DecoderModel, ModelConfig
 
 
@@ -49,8 +49,9 @@ class HeadwiseOptions(BenchOptions):
 
     shape: str = "llama3-8b"
     """Name in ``SHAPES``, run with random weights."""
-    policy: HeadPolicy | None = None
-    """None = made from ``streaming_ratio``, ``window``, ``sink`` and ``full_layers_every``."""
+    policy: HeadPolicy | str | None = None
+    """A policy, or its source as in ``EngineConfig.head_policy``; None = made from
+    ``streaming_ratio``, ``window``, ``sink`` and ``full_layers_every``."""
     streaming_ratio: float = 0.75
     window: int = 256
     sink: int = 64
@@ -90,6 +91,8 @@ class HeadwiseOptions(BenchOptions):
         """
         config = self.model_config
         policy = self.policy
+        if isinstance(policy, str):
+            policy = policy_source(policy).of_model(config.num_layers, config.num_kv_heads)
         if policy is None:
             policy = HeadPolicy.of_ratio(
                 config.num_layers,

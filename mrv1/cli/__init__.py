@@ -1,4 +1,4 @@
-"""The ``mrv1`` command: generate, chat, calibrate, doctor, bench.
+"""The ``mrv1`` command: generate, chat, calibrate, policy, doctor, bench.
 
 Modules of commands import torch, so each is imported when its command runs.
 """
@@ -25,6 +25,7 @@ COMMANDS = {
         "calibrate.calibrate_command",
         "Find the KV heads that need the whole context; the others may stream.",
     ),
+    "policy": ("policy.app", "Show, make and compare head policies."),
     "doctor": (
         "doctor.doctor",
         "Show versions, GPUs and the implementation of each part of a step; warn of problems.",

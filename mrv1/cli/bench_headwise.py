@@ -13,12 +13,12 @@ from mrv1.bench.shapes import SHAPES
 from mrv1.cli.bench_kernels import Output, check_target, write_result
 from mrv1.cli.console import say, show_table
 from mrv1.cli.options import FieldsOf, command, words
-from mrv1.headwise import HeadPolicy
 
 NAMES = {"policy": "head-policy"}
 HELP = {
     "shape": f"Model shape to run with random weights: {', '.join(SHAPES)}.",
-    "policy": "JSON file of a head policy. Default: made from --streaming-ratio.",
+    "policy": "Head policy: a rule such as ratio=0.5,window=256,sink=64, a JSON file, or a folder "
+    "(DuoAttention pattern or checkpoint). Default: made from --streaming-ratio.",
     "streaming_ratio": "Share of each layer's KV heads that stream.",
     "window": "Last tokens that a streaming head sees, the current one included.",
     "sink": "First tokens, which a streaming head always sees.",
@@ -32,7 +32,7 @@ HELP = {
     "seed": "Seed of weights and prompts.",
     "commit": "Commit to record in the result. Default: from git.",
 }
-PARSERS = {"policy": HeadPolicy.load, "variants": words}
+PARSERS = {"policy": str, "variants": words}
 
 
 @command

@@ -25,7 +25,7 @@ from mrv1.device import (
 )
 from mrv1.environment import HEAD_POLICY_VARIABLE, VARIABLES, environment, name_errors
 from mrv1.errors import ConfigError, UnsupportedDeviceError
-from mrv1.headwise import HeadPolicy
+from mrv1.headwise import policy_source
 from mrv1.runner.attention_backends import import_flashinfer
 
 TRITON_SUPPORTED = ((3, 6), (3, 10))
@@ -193,7 +193,7 @@ def variable_warnings() -> list[str]:
         try:
             value = read()
             if name == HEAD_POLICY_VARIABLE and value is not None:
-                HeadPolicy.load(value)
+                policy_source(value)
         except ConfigError as error:
             errors.append(str(error))
     return errors

@@ -22,7 +22,7 @@ from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
 from mrv1.errors import ConfigError, RequestError, UnsupportedDeviceError
-from mrv1.headwise import HeadPolicy
+from mrv1.headwise import HeadPolicy, policy_source
 from mrv1.models import NamedTensors
 from mrv1.multimodal import VisionEncoder
 from mrv1.options import env_fields, takes
@@ -49,9 +49,11 @@ class LLMOptions(EngineConfig):
 
     model: str = field(kw_only=False)
     head_policy: HeadPolicy | str | Path | None = None  # type: ignore[assignment]
-    """Which tokens each KV head sees, or the JSON file of a policy. Default: the file that the
-    environment variable ``MRV1_HEAD_POLICY`` names, else the policy in the checkpoint's
-    configuration, else each head sees all tokens that its layer sees."""
+    """Which tokens each KV head sees: a policy; ``ratio=0.5,window=256,sink=64`` (that share of
+    each layer's heads streams; also ``full_layers_every``), the JSON file of a policy, the folder
+    of a DuoAttention pattern (half of the heads stream), or a checkpoint whose ``config.json`` has
+    FastDeploy's fields. Default: the environment variable ``MRV1_HEAD_POLICY``, else the fields
+    of the model's own checkpoint, else each head sees all tokens that its layer sees."""
     logits_processors: Sequence[LogitsProcessor] = ()
     """The caller's own processors, which edit the logits of every step."""
     override_generation_config: Mapping[str, Any] | None = None
@@ -109,9 +111,13 @@ class LLM:
         given: dict[str, Any] = {
             name: value for name, value in options.items() if value is not None or name not in made
         }
+        policy = head_policy if isinstance(head_policy, HeadPolicy) else None
+        if policy is None and head_policy is not None:
+            is_path = isinstance(head_policy, Path)
+            given["head_policy"] = str(head_policy) if is_path else head_policy
         config = EngineConfig(model=str(model), **given)
-        if head_policy is not None and not isinstance(head_policy, HeadPolicy):
-            head_policy = HeadPolicy.load(head_policy)
+        if policy is None and config.head_policy is not None:
+            policy_source(config.head_policy)  # a mistake in it is found before a download
         if not isinstance(use_tqdm_on_load, bool):
             raise ConfigError(
                 f"use_tqdm_on_load: expected True or False, got {short(use_tqdm_on_load)}"
@@ -125,7 +131,7 @@ class LLM:
         )
         self._core: EngineCore | None = EngineCore(
             config,
-            head_policy=head_policy,
+            head_policy=policy,
             logits_processors=logits_processors,
             progress=use_tqdm_on_load,
         )

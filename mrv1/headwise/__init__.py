@@ -4,6 +4,7 @@ from mrv1.headwise.calibrate import HeadRanking, rank_heads, rankable_heads
 from mrv1.headwise.groups import HeadGroup, HeadGroups
 from mrv1.headwise.policy import FULL, HeadPolicy, Visible
 from mrv1.headwise.recall import RecallLines, RecallPrompt, recall_prompt
+from mrv1.headwise.sources import PolicySource, policy_source
 
 __all__ = [
     "FULL",
@@ -11,9 +12,11 @@ __all__ = [
     "HeadGroups",
     "HeadPolicy",
     "HeadRanking",
+    "PolicySource",
     "RecallLines",
     "RecallPrompt",
     "Visible",
+    "policy_source",
     "rank_heads",
     "rankable_heads",
     "recall_prompt",

@@ -24,6 +24,8 @@ VERSION = 1
 """Version of the JSON form."""
 KEYS = ("version", "heads")
 """Keys of the JSON form, an object that holds lists."""
+DUO_ATTENTION_TABLE = "full_attention_heads.tsv"
+"""The file with the weights of a DuoAttention pattern; its sizes are in ``config.json``."""
 
 
 class Visible(NamedTuple):
@@ -223,8 +225,10 @@ class HeadPolicy:
 
         The fields are FastDeploy's: ``head_wise_swa_ratio`` is the share of streaming heads,
         ``window_size`` and ``sink_size`` the tokens that they see, ``window_attn_skip_freq`` the
-        period of full layers, or a list of 0 (full) or 1 for each layer. At a ratio of 0 every
-        head is full, whatever the other fields say.
+        period of full layers, or a list of 0 (full) or 1 for each layer. A period of 1, the
+        default of FastDeploy's proposal (community pull request 1364), means that no layer is
+        full: FastDeploy's append attention gives the window to every layer whatever the number
+        is. At a ratio of 0 every head is full, whatever the other fields say.
 
         Raises:
             ConfigError: a field is missing, has a wrong type or is out of its range.
@@ -246,9 +250,9 @@ class HeadPolicy:
             and all(_is_int(each, 0) and each <= 1 for each in every)
         )
         _expect(
-            every is None or _is_int(every, 2) or is_listed,
+            every is None or _is_int(every, 1) or is_listed,
             "window_attn_skip_freq",
-            f"an integer from 2 to {INT32_MAX}, or a 0 or 1 for each of {num_layers} layers",
+            f"an integer from 1 to {INT32_MAX}, or a 0 or 1 for each of {num_layers} layers",
             every,
         )
         policy = cls.of_ratio(
@@ -257,7 +261,7 @@ class HeadPolicy:
             ratio,
             window=window,
             sink=sink,
-            full_layers_every=None if is_listed else every,
+            full_layers_every=None if is_listed or every == 1 else every,
         )
         if not is_listed:
             return policy
@@ -285,7 +289,7 @@ class HeadPolicy:
         """
         _check_share("sparsity", sparsity)
         folder = Path(folder)
-        table, sizes = folder / "full_attention_heads.tsv", folder / "config.json"
+        table, sizes = folder / DUO_ATTENTION_TABLE, folder / "config.json"
         try:
             weights = np.loadtxt(table, delimiter="\t", ndmin=2, dtype=float)
             config = json.loads(sizes.read_text("utf-8"))

@@ -27,7 +27,7 @@ from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.debug import check_block_ids, synced
 from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep, TokenMasks
-from mrv1.runner.head_groups import resolve_head_groups
+from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
 from mrv1.runner.kv_listener import KVListener, tell
 from mrv1.runner.logprobs import LogprobReport, LogprobRequests
@@ -151,17 +151,14 @@ class ModelRunner:
         self.max_model_len = resolve_max_model_len(
             config.max_model_len, model_config.max_model_len
         )
+        self.head_policy = resolve_policy(
+            config, model_config, head_policy, is_checkpoint=model is None
+        )
+        """Which tokens each KV head sees."""
         self.head_groups = resolve_head_groups(
-            config,
-            model_config,
-            self.max_model_len,
-            head_policy,
-            is_checkpoint=model is None,
-            per_head_ids=per_head_ids,
+            config, self.head_policy, self.max_model_len, per_head_ids=per_head_ids
         )
         """Which KV heads share blocks."""
-        self.head_policy = self.head_groups.policy
-        """Which tokens each KV head sees."""
         head_scales = (
             load_kv_scales(checkpoint_dir(config.model), model_config)
             if is_fp8 and config.kv_scale == "head"

@@ -1,0 +1,117 @@
+"""The texts that name a head policy: a rule, a JSON file, a pattern folder or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mrv1.environment import INT32_MAX
+from mrv1.errors import ConfigError
+from mrv1.headwise.policy import DUO_ATTENTION_TABLE, HeadPolicy
+
+
+class PolicySource(NamedTuple):
+    """A head policy that may depend on the model's shape."""
+
+    of_model: Callable[[int, int], HeadPolicy]
+    """Returns the policy for a number of layers and of KV heads in each layer."""
+    policy: HeadPolicy | None = None
+    """The policy, if it is the same for every model."""
+
+
+LEAST = {"ratio": 0, "window": 1, "sink": 0, "full_layers_every": 2}
+"""The settings of a rule, and their least values."""
+
+
+def policy_source(source: str) -> PolicySource:
+    """Return the policy that a text names.
+
+    ``ratio=0.5,window=256,sink=64`` is a rule: that share of each layer's heads streams, as in
+    ``HeadPolicy.of_ratio``; ``sink`` (0) and ``full_layers_every`` (none) may be left out. Other
+    texts are a path: of the JSON file that ``HeadPolicy.save`` writes, of a folder with a
+    DuoAttention pattern (half of the heads stream), or of a checkpoint whose ``config.json`` has
+    FastDeploy's fields. A path that exists has precedence over a rule. Files are read here.
+
+    Raises:
+        ConfigError: a setting is unknown, missing, given twice or out of its range, or a file
+            cannot be read or is not a policy. ``of_model`` raises it if a checkpoint's fields are
+            missing, wrong or do not fit the model.
+    """
+    path = Path(source)
+    if re.match(r"\s*\w+\s*=", source) and not path.exists():
+        return _rule(source)
+    if not path.is_dir():
+        policy = HeadPolicy.load(source)
+    elif (path / DUO_ATTENTION_TABLE).is_file():
+        policy = HeadPolicy.of_duo_attention(path)
+    else:
+        return _checkpoint(path)
+    return PolicySource(lambda _num_layers, _num_kv_heads: policy, policy)
+
+
+def _rule(text: str) -> PolicySource:
+    """Return the policy of a rule such as ``ratio=0.5,window=256,sink=64``."""
+    settings: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if name not in LEAST or not equals:
+            raise ConfigError(
+                f"head_policy: expected a file, a folder or a rule of {', '.join(LEAST)}, got "
+                f"{part.strip()!r} in {text!r}"
+            )
+        if name in settings:
+            raise ConfigError(f"head_policy: expected {name} once, got {text!r}")
+        settings[name] = _number(name, value)
+    missing = [name for name in ("ratio", "window") if name not in settings]
+    if missing:
+        raise ConfigError(f"head_policy: expected a rule with {missing[0]}=, got {text!r}")
+    ratio = settings.pop("ratio")
+    return PolicySource(
+        lambda num_layers, num_kv_heads: HeadPolicy.of_ratio(
+            num_layers, num_kv_heads, ratio, **settings
+        )
+    )
+
+
+def _number(name: str, text: str) -> float:
+    """Return the value of a rule's setting.
+
+    Raises:
+        ConfigError: it is not a number of the setting's type and range.
+    """
+    most = 1 if name == "ratio" else INT32_MAX
+    kind = "a number" if name == "ratio" else "an integer"
+    try:
+        value = float(text) if name == "ratio" else int(text)
+    except ValueError:
+        value = float("nan")
+    if not LEAST[name] <= value <= most:  # false for NaN
+        raise ConfigError(
+            f"head_policy: expected {name}= with {kind} from {LEAST[name]} to {most}, got {text!r}"
+        )
+    return value
+
+
+def _checkpoint(folder: Path) -> PolicySource:
+    """Return the policy in the ``config.json`` of a checkpoint."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"head_policy: expected a DuoAttention pattern ({DUO_ATTENTION_TABLE}) or a "
+            f"checkpoint in {str(folder)!r}, got {error!r}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"head_policy: expected an object in {file}, got {config!r:.500}")
+
+    def policy(num_layers: int, num_kv_heads: int) -> HeadPolicy:
+        found = HeadPolicy.of_config(config, num_layers, num_kv_heads)
+        if found is None:
+            raise ConfigError(f"head_policy: expected head_wise_swa_ratio in {file}, got none")
+        return found
+
+    return PolicySource(policy)
