@@ -38,10 +38,6 @@ KVScaleName = Literal["token", "quarter", "head"]
 AttentionBackendName = Literal["triton", "flashinfer"]
 LogprobsModeName = Literal["raw_logprobs", "processed_logprobs"]
 
-BYTES_BY_CONTENT = ("deterministic", "enable_prefix_caching")
-"""Options that need the bytes of a page to follow from its tokens alone; with
-``kv_scale="quarter"`` the bytes also depend on the order of writes."""
-
 EMBEDDED_MODEL = "tiny"
 """Name of the checkpoint that is part of the package."""
 
@@ -197,8 +193,8 @@ class EngineConfig:
     """``triton``: mrv1's own kernels. ``flashinfer``: FlashInfer, which must be installed; on a
     GPU, in float16 or bfloat16, without fp8."""
     enable_prefix_caching: bool = True
-    """Keep the blocks of prompts and outputs for later requests that begin with the same tokens;
-    not possible with the ``quarter`` scales of ``kv_scale``."""
+    """Keep the blocks of prompts and outputs for later requests that begin with the same tokens.
+    Off with the ``quarter`` scales of ``kv_scale``, whose bytes depend on the order of writes."""
     overlap: bool = True
     """Launch a step before the result of the previous step is known; never with FlashInfer. This
     may change which requests share a step, and so the rounding of products, but nothing else."""
@@ -256,12 +252,11 @@ class EngineConfig:
                 f"kv_scale: expected kv_cache_dtype='fp8_e4m3' with {self.kv_scale!r}, "
                 "got 'auto', a cache without scales"
             )
-        for name in BYTES_BY_CONTENT if self.kv_scale == "quarter" else ():
-            if getattr(self, name):
-                raise ConfigError(
-                    f"kv_scale, {name}: expected not both, got {self.kv_scale!r}, whose bytes "
-                    f"depend on the order of writes, and {name}=True"
-                )
+        if self.kv_scale == "quarter" and self.deterministic:
+            raise ConfigError(
+                "kv_scale, deterministic: expected not both, got 'quarter', whose bytes depend on "
+                "the order of writes, and deterministic=True"
+            )
         share: object = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")
@@ -303,6 +298,14 @@ class EngineConfig:
     def logprobs_limit(self, vocab_size: int) -> int:
         """Return the most log-probabilities per position of a model with this vocabulary."""
         return vocab_size if self.max_logprobs == UNLIMITED else self.max_logprobs
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether prefixes are cached: as configured, if a page's bytes follow from its tokens.
+
+        With ``kv_scale="quarter"`` the bytes also depend on the order of writes.
+        """
+        return self.enable_prefix_caching and self.kv_scale != "quarter"
 
     @property
     def steps_in_flight(self) -> int:

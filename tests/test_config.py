@@ -240,17 +240,17 @@ def test_bytes_need_not_fit_int32_and_counts_may_be_zero_or_none():
     assert EngineConfig(model="tiny", **options).kv_cache_memory_bytes == 2**40
 
 
-@pytest.mark.parametrize("option", ["deterministic", "enable_prefix_caching"])
-def test_quarter_scales_are_refused_with_determinism_or_prefix_caching(option):
-    off = {"deterministic": False, "enable_prefix_caching": False}
+def test_quarter_scales_are_refused_with_determinism_and_switch_prefix_caching_off():
     quarters = {"model": "tiny", "kv_cache_dtype": "fp8_e4m3", "kv_scale": "quarter"}
-    assert EngineConfig(**quarters, **off).kv_scale == "quarter"
+    assert not EngineConfig(**quarters).caches_prefixes
+    for is_on in (False, True):
+        other = EngineConfig(model="tiny", enable_prefix_caching=is_on)
+        assert other.caches_prefixes is is_on
     with pytest.raises(
         ConfigError,
-        match=rf"kv_scale, {option}: expected not both, got 'quarter', .*{option}=True",
+        match=r"kv_scale, deterministic: expected not both, got 'quarter', .*deterministic=True",
     ):
-        EngineConfig(**quarters, **off | {option: True})
-    assert getattr(EngineConfig(model="tiny", **{option: True}), option)
+        EngineConfig(**quarters, deterministic=True)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -44,6 +44,8 @@ UNIFORM = f"{OURS}-uniform"
 """Our kernel with every head full; measured where the case mixes roles."""
 AUTO = f"{OURS}-auto"
 """Our kernel on a cache of q's dtype; measured where the case's cache is fp8."""
+QUARTER = f"{OURS}-quarter"
+"""Our kernel on scales per quarter of a block; measured where the case's cache is fp8."""
 DETERMINISTIC = f"{OURS}-deterministic"
 """Our kernel with results that do not depend on the batch, on the same cache."""
 PLAIN = f"{OURS}-plain"
@@ -139,6 +141,8 @@ def _ours(
             DETERMINISTIC,
             lambda: _contender(data, our_launches(ops, data, deterministic=True)),
         )
+    if case.is_fp8:
+        yield QUARTER, partial(on, replace(case, kv_scale="quarter"))
     for name, other in (
         (AUTO, replace(case, kv_dtype="auto")),
         (UNIFORM, replace(case, num_full_heads=case.num_kv_heads)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mrv1.bench.options import SCALE_BYTES, CacheCase
+from mrv1.bench.options import CacheCase
 from mrv1.errors import ConfigError
 from mrv1.headwise.policy import FULL, Visible
 
@@ -102,19 +102,23 @@ class AttentionCase(CacheCase):
         return -(-context // self.block_size) - len(unread)
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of the visible K and V with their scales, each once."""
-        tokens = sum(
+    def _read_vectors(self) -> int:
+        """Vectors of the visible K and V."""
+        return 2 * sum(
             self.read_tokens(head, context)
             for head in range(self.num_kv_heads)
             for context in self.cell.lengths
         )
-        return 2 * tokens * self.vector_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the visible K and V with their scales, each once."""
+        return round(self._read_vectors * self.vector_bytes)
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales; ``kv_bytes`` includes them."""
-        return self.kv_bytes // self.vector_bytes * SCALE_BYTES * self.is_fp8
+        return round(self._read_vectors * self.scale_share)
 
     @property
     def bytes_moved(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from mrv1.bench.attention_case import AttentionCase
 from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels import DecodePlan, KVLayout, KVScales, PrefillSplits
+from mrv1.kernels.cache.kv_scales import scales_per_block
 from mrv1.kernels.reference import quantize_e4m3, token_scale
 from mrv1.runner.kv_cache import CacheSpec, KVCache
 
@@ -32,7 +33,7 @@ class Layer:
     out: torch.Tensor
     """Like ``q``."""
     scales: KVScales | None
-    """A scale for each vector of ``k`` and ``v``, in their order; None without fp8."""
+    """Scales of ``k`` and ``v``, in their order; None without fp8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ def cache_shape(
         block_size=case.block_size,
         head_dim=case.head_dim,
         dtype=case.cache_dtype,
-        granularity="token" if case.is_fp8 else None,
+        granularity=case.kv_scale if case.is_fp8 else None,
     )
     heads = tuple(case.visible(head) for head in range(case.num_kv_heads))
     groups = HeadGroups.of_roles(
@@ -145,8 +146,8 @@ def make_data(
             k.normal_(generator=generator)
             v.normal_(generator=generator)
         else:
-            _fill_codes(k, scales.k_scale, generator)
-            _fill_codes(v, scales.v_scale, generator)
+            _fill_codes(case, k, scales.k_scale, generator)
+            _fill_codes(case, v, scales.v_scale, generator)
         out = torch.full_like(q, torch.nan)
         layers.append(Layer(q=q, k=k, v=v, out=out, scales=scales))
     sinks = None
@@ -164,15 +165,17 @@ def make_data(
     )
 
 
-def _fill_codes(codes: torch.Tensor, scales: torch.Tensor, generator: torch.Generator) -> None:
-    """Write normal vectors as e4m3 codes, and the scale of each vector."""
+def _fill_codes(
+    case: AttentionCase, codes: torch.Tensor, scales: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Write normal vectors as e4m3 codes, and the scale of each vector or of each quarter."""
     flat_scales = scales.view(-1)
-    vectors = codes.view(torch.uint8).view(len(flat_scales), -1)
+    vectors = codes.view(torch.uint8).view(len(flat_scales), -1, case.head_dim)
     parts = zip(vectors.split(QUANTIZED_ROWS), flat_scales.split(QUANTIZED_ROWS), strict=True)
     for part, scale in parts:
         x = torch.empty(part.shape, device=codes.device).normal_(generator=generator)
-        scale.copy_(token_scale(x))
-        part.copy_(quantize_e4m3(x, scale))
+        scale.copy_(token_scale(x).amax(dim=1))
+        part.copy_(quantize_e4m3(x, scale[:, None]))
 
 
 def relative_error(data: AttentionData, layer: Layer) -> float:
@@ -230,15 +233,19 @@ def _exact_rows(
     index = of_head[:head].count(of_head[head])
     num_pages = [case.cell.batch * each.width * each.num_heads[0] for each in groups]
 
-    def gather(vectors: torch.Tensor) -> torch.Tensor:
-        page = (case.block_size, *vectors.shape[1:])
+    def gather(vectors: torch.Tensor, per_block: int) -> torch.Tensor:
+        page = (per_block, *vectors.shape[1:])
         pages: torch.Tensor = vectors.view(-1, *page).split(num_pages)[of_head[head]]
-        return pages.view(-1, group.num_heads[0], *page)[blocks, index, keys % case.block_size]
+        places = keys % case.block_size * per_block // case.block_size
+        return pages.view(-1, group.num_heads[0], *page)[blocks, index, places]
 
-    k, v = (gather(x.view(-1, case.head_dim)).double() for x in (layer.k, layer.v))
+    k, v = (
+        gather(x.view(-1, case.head_dim), case.block_size).double() for x in (layer.k, layer.v)
+    )
     if layer.scales is not None:
-        k *= gather(layer.scales.k_scale.view(-1))[:, None]
-        v *= gather(layer.scales.v_scale.view(-1))[:, None]
+        per_block = scales_per_block(case.kv_scale, case.block_size)
+        k *= gather(layer.scales.k_scale.view(-1), per_block)[:, None]
+        v *= gather(layer.scales.v_scale.view(-1), per_block)[:, None]
     q = layer.q.view(len(layer.q), case.num_kv_heads, -1, case.head_dim)[rows, head].double()
     scores = (q @ k.T) * data.softmax_scale
     if case.soft_cap:

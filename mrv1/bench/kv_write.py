@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -27,6 +27,7 @@ from mrv1.bench.kv_write_data import (
     WriteData,
     make_write_data,
     wrong_elements,
+    wrong_quarters,
 )
 from mrv1.bench.options import CacheBench
 from mrv1.bench.peers import Peer
@@ -39,6 +40,8 @@ from mrv1.kernels.registry import Ops
 SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning."""
 
+QUARTER = f"{OURS}-quarter"
+"""Our write of scales per quarter of a block; measured where the case's cache is fp8."""
 FUSED = f"{OURS}-fused"
 """Norm and rotation of q and k, then the same write, in one launch; q in place."""
 
@@ -111,7 +114,8 @@ def run_kv_write(bench: KVWriteBench, say: Say = lambda _: None) -> dict[str, An
             f"{in_random_order} in random order",
             "fused": "q and k norm, neox rope of the whole head by rows of angles that were "
             "picked before, as layers share them; q in place",
-            "check": "whole cache, bit for bit; a peer's fp8 cache within e4m3's rounding",
+            "check": "whole cache, bit for bit; a peer's fp8 cache within e4m3's rounding; the "
+            "quarter variant's against the oracle",
         },
     )
     return result | {"geometric_mean_over_ours": geometric_means(result["results"])}
@@ -127,6 +131,11 @@ def _measure_case(bench: KVWriteBench, comparison: Comparison, case: WriteCase) 
         **comparison.installed(partial(_peer, data)),
         FUSED: partial(_fused_contender, comparison.ops, data),
     }
+    if case.is_fp8:
+        quarter = make_write_data(
+            replace(case, kv_scale="quarter"), num_sets, comparison.device, bench.seed
+        )
+        contenders[QUARTER] = partial(_quarter_contender, comparison.ops, quarter)
     entry = {
         "tokens": case.num_tokens, "bytes_moved": case.bytes_moved, "buffer_sets": num_sets,
     }  # fmt: skip
@@ -154,6 +163,23 @@ def _contender(
         clear=data.clear,
         check=check,
     )
+
+
+def _quarter_contender(ops: Ops, data: WriteData) -> Contender:
+    """Return our write of scales per quarter.
+
+    The check writes each set once, in order: where a set begins a quarter again, the scale of the
+    sets that wrote the rest of the quarter is gone.
+    """
+    launches = plain_launches(ops, data)
+
+    def count_wrong() -> int:
+        data.clear()
+        for launch in launches:
+            launch()
+        return wrong_quarters(data)
+
+    return _contender(data, launches, count_wrong)
 
 
 def _peer(data: WriteData, peer: Peer[Adapter]) -> Contender:

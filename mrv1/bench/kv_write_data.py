@@ -10,6 +10,7 @@ import torch
 
 from mrv1.bench.options import CacheCase
 from mrv1.kernels import KVLayout, KVScales, reference
+from mrv1.kernels.cache.kv_scales import scales_per_block
 
 SlotOrder = Literal["tokens", "blocks"]
 """Unit in random order: every slot (``tokens``), as no step writes them; or only the blocks, each
@@ -30,10 +31,13 @@ class WriteCase(CacheCase):
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of K and V read, K, V and their scales stored, and slots read, each once."""
+        """Bytes of K and V read, K, V and their scales stored, and slots read, each once.
+
+        A scale per quarter counts as if the quarters were written as a whole.
+        """
         head_bytes = self.head_dim * self.dtype.itemsize
         token_bytes = 2 * self.num_kv_heads * (head_bytes + self.vector_bytes) + SLOT_BYTES
-        return self.num_tokens * token_bytes
+        return round(self.num_tokens * token_bytes)
 
     @property
     def fused_bytes_moved(self) -> int:
@@ -115,7 +119,11 @@ def make_write_data(
     )
     scales = None
     if case.is_fp8:
-        scales = KVScales.per_token(*(torch.empty(shape[:3], device=device) for _ in range(2)))
+        per_block = scales_per_block(case.kv_scale, case.block_size)
+        sizes = (num_blocks, num_kv_heads, per_block)
+        pair = [torch.empty(sizes, device=device) for _ in range(2)]
+        is_token = case.kv_scale == "token"
+        scales = KVScales.per_token(*pair) if is_token else KVScales.per_quarter(*pair)
     angles = torch.rand((num_tokens, dim // 2), generator=generator, device=device) * torch.pi
     data = WriteData(
         case=case,
@@ -168,3 +176,23 @@ def _wrong(
     if scale is not None and expected_scale is not None:
         wrong += int((scale.view(torch.int32) != expected_scale.view(torch.int32)).sum())
     return wrong
+
+
+def wrong_quarters(data: WriteData) -> int:
+    """Return how many elements differ from the oracle's, bit for bit, after one write of each set.
+
+    A scale per quarter and the codes beside it depend on the order of the writes.
+    """
+    if data.scales is None:
+        raise ValueError("data: expected a cache with scales, got none")
+    buffers = [data.k_cache, data.v_cache, data.scales.k_scale, data.scales.v_scale]
+    got = [buffer.view(BYTE_DTYPE[buffer.itemsize]).clone() for buffer in buffers]
+    data.clear()
+    for key, value, slots in data.sets:
+        reference.kv_cache_write(
+            key, value, data.k_cache, data.v_cache, slots, data.layout, scales=data.scales
+        )
+    return sum(
+        int((bits != buffer.view(bits.dtype)).sum())
+        for bits, buffer in zip(got, buffers, strict=True)
+    )

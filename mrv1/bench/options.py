@@ -9,13 +9,14 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
+from mrv1.kernels.cache.kv_scales import scales_per_block
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 SCALE_BYTES = torch.float32.itemsize
 
 KVDtype = Literal["auto", "fp8_e4m3"]
-"""A cache of the inputs' dtype, or of e4m3 codes with a scale per (token, head)."""
+"""A cache of the inputs' dtype, or of e4m3 codes with scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +72,15 @@ class CacheBench(KernelBench):
     @property
     def shape(self) -> dict[str, Any]:
         """Fields of a ``CacheCase``."""
-        shape = {field.name: getattr(self, field.name) for field in fields(CacheCase)}
-        return shape | {"dtype": DTYPES[self.dtype]}
+        names = [field.name for field in fields(CacheCase) if field.name != "kv_scale"]
+        return {name: getattr(self, name) for name in names} | {"dtype": DTYPES[self.dtype]}
 
     def conditions(self) -> dict[str, object]:
         """Return the conditions that the figures depend on, for the result."""
         names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size")
-        scales = "none" if self.kv_dtype == "auto" else "one per token and head"
+        scales = "one per token and head, in the quarter variant per quarter of a block and head"
+        if self.kv_dtype == "auto":
+            scales = "none"
         return {name: getattr(self, name) for name in names} | {"kv_scales": scales}
 
 
@@ -92,6 +95,8 @@ class CacheCase:
     dtype: torch.dtype
     """Dtype of the inputs."""
     kv_dtype: KVDtype = "auto"
+    kv_scale: Literal["token", "quarter"] = "token"
+    """What shares a scale in an fp8 cache, as in ``EngineConfig``."""
 
     @property
     def is_fp8(self) -> bool:
@@ -104,6 +109,12 @@ class CacheCase:
         return torch.float8_e4m3fn if self.is_fp8 else self.dtype
 
     @property
-    def vector_bytes(self) -> int:
-        """Bytes of one head's K, or V, of one token in the cache, with its scale."""
-        return self.head_dim * self.cache_dtype.itemsize + SCALE_BYTES * self.is_fp8
+    def scale_share(self) -> float:
+        """Bytes of scales per head's K, or V, of one token in the cache; an exact number."""
+        scales = scales_per_block(self.kv_scale, self.block_size) if self.is_fp8 else 0
+        return SCALE_BYTES * scales / self.block_size
+
+    @property
+    def vector_bytes(self) -> float:
+        """Bytes of one head's K, or V, of one token in the cache, with its share of scales."""
+        return self.head_dim * self.cache_dtype.itemsize + self.scale_share

@@ -28,7 +28,8 @@ Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for
 NAMES = {"num_q_heads": "q-heads", "num_kv_heads": "kv-heads"}
 HELP = {
     "dtype": "Dtype of the inputs: float32, float16 or bfloat16.",
-    "kv_dtype": "Cache dtype: auto (that of the inputs) or fp8_e4m3, a scale per token and head.",
+    "kv_dtype": "Cache dtype: auto (that of the inputs) or fp8_e4m3, a scale per token and head; "
+    "one variant has a scale per quarter of a block and head.",
     "num_q_heads": "Query heads.",
     "num_kv_heads": "KV heads.",
     "head_dim": "Elements per head.",

@@ -110,7 +110,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             eos_token_ids=self.runner.model_config.eos_token_ids,
             max_steps_in_flight=config.steps_in_flight,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=config.caches_prefixes,
             custom_masks=("logits_processors",) if logits_processors else (),
             num_feature_rows=self.runner.num_feature_rows,
         )

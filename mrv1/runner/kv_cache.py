@@ -172,7 +172,7 @@ class StreamingDemand:
         return (
             config.max_num_seqs * (of_request + 1)
             + prompts
-            + (cached if config.enable_prefix_caching else 0)
+            + (cached if config.caches_prefixes else 0)
         )
 
     def divide(self, groups: HeadGroups, num_blocks: int) -> tuple[int, ...]:
@@ -195,7 +195,7 @@ class StreamingDemand:
         """
         full_heads = sum(sum(group.num_heads) for group in groups.groups if group.keeps.is_full)
         config = self.config
-        asked = (config.streaming_cache_blocks or 0) if config.enable_prefix_caching else 0
+        asked = (config.streaming_cache_blocks or 0) if config.caches_prefixes else 0
 
         def division(num_blocks: int, spare: int = 0) -> tuple[int, ...]:
             def fair(group: HeadGroup) -> int:

@@ -151,11 +151,17 @@ def _describe_heads(cache: KVCache) -> str:
 
 
 def _describe_kv(config: EngineConfig, cache: KVCache, fp8: Fp8Choice | None) -> str:
-    """Return the cache's dtype, its scales, and how e4m3 is converted if not by the hardware."""
+    """Return the cache's dtype, its scales and what they switch off, and how e4m3 is converted.
+
+    The conversion is named if the hardware does not do it.
+    """
     dtype = str(cache.spec.dtype).removeprefix("torch.")
     if fp8 is None:
         return dtype
     converted = ""
     if fp8.path == "integer":
         converted = f", converted in integer arithmetic ({fp8.reason})"
-    return f"{dtype} with a scale per {_SCALED[config.kv_scale]}{converted}"
+    uncached = ""
+    if config.enable_prefix_caching and not config.caches_prefixes:
+        uncached = " (no prefix caching: its bytes depend on the order of writes)"
+    return f"{dtype} with a scale per {_SCALED[config.kv_scale]}{uncached}{converted}"

@@ -232,8 +232,8 @@ def test_result_has_the_schema_and_survives_json(mode: str, kv_dtype: KVDtype):
         assert entry.keys() == ENTRY_KEYS | ({"plan_us"} if mode == "decode" else set())
         assert (entry["batch"], entry["context"]) == (cell.batch, cell.context)
         assert entry["query_len"] == (1 if mode == "decode" else cell.context)
-        beside = "torch-sdpa" if kv_dtype == "auto" else "mrv1-auto"
-        assert entry["variants"].keys() == {"mrv1", beside}
+        beside = {"torch-sdpa"} if kv_dtype == "auto" else {"mrv1-auto", "mrv1-quarter"}
+        assert entry["variants"].keys() == {"mrv1", *beside}
         for variant in entry["variants"].values():
             assert variant.keys() == VARIANT_KEYS
             assert len(variant["samples_us"]) == 2
@@ -316,6 +316,7 @@ def test_mixed_heads_over_fp8_are_compared_with_our_other_caches():
     rest = 2 * 2 * 4 * 16 * 2 + 2 * (13 + 5) * 4  # q and out; table columns: 13, and 2 + 3
     assert moved == {
         "mrv1": visible * (16 + 4) + rest,
+        "mrv1-quarter": visible * (16 + 1) + rest,  # four tokens share four bytes
         "mrv1-auto": visible * 16 * 2 + rest,
         "mrv1-uniform": 2 * 400 * 2 * (16 + 4) + 2 * 2 * 4 * 16 * 2 + 2 * 13 * 4,
     }
@@ -362,7 +363,7 @@ def test_on_a_gpu_launches_rotate_in_a_graph_and_have_a_share_of_bandwidth(kv_dt
         if kv_dtype == "auto":
             assert entry["failed_peers"].get("torch-sdpa") is None
         for name, variant in entry["variants"].items():
-            if name != "mrv1-auto":  # its caches are larger, so it has fewer sets
+            if name not in ("mrv1-auto", "mrv1-quarter"):  # other caches, so other sets
                 assert variant["launches_per_sample"] % entry["buffer_sets"] == 0
             assert 0 < variant["share_of_copy_bandwidth"] < 1.2
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mrv1.bench import KVWriteBench, comparison, kv_write, peers, run_kv_write
-from mrv1.bench.kv_write_data import WriteCase, make_write_data, wrong_elements
+from mrv1.bench.kv_write_data import WriteCase, make_write_data, wrong_elements, wrong_quarters
 from mrv1.bench.options import KVDtype
 from mrv1.bench.timing import WrongResultError
 from mrv1.errors import ConfigError
@@ -38,6 +38,7 @@ VARIANT_KEYS = {
     "launches_per_sample", "samples_us", "share_of_copy_bandwidth",
 }  # fmt: skip
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+OUR_VARIANTS = {"auto": {"mrv1-fused"}, "fp8_e4m3": {"mrv1-fused", "mrv1-quarter"}}
 CPU = torch.device("cpu")
 
 
@@ -55,6 +56,8 @@ def test_bytes_equal_the_closed_forms():
     assert large.bytes_moved == 16384 * (2 * 4096 + 8)
     assert largest.bytes_moved == 2 * 4096 + 8
     assert replace(large, kv_dtype="fp8_e4m3").bytes_moved == 16384 * (4096 + 2048 + 64 + 8)
+    quarters = replace(large, kv_dtype="fp8_e4m3", kv_scale="quarter")
+    assert quarters.bytes_moved == 16384 * (4096 + 2048 + 16 + 8)
     assert replace(large, dtype=torch.float32).bytes_moved == 16384 * (4 * 4096 + 8)
     q_and_angles = 2 * 32 * 128 * 2 + 128 * 4
     assert large.fused_bytes_moved == large.bytes_moved + 16384 * q_and_angles
@@ -102,6 +105,18 @@ def test_check_finds_one_bit_in_any_buffer_and_outside_of_the_slots(kv_dtype: KV
             bits[element] ^= 1
             assert wrong_elements(data) == 1
             bits[element] ^= 1
+
+
+def test_the_check_of_quarters_finds_one_bit_and_a_write_in_another_order():
+    data = make_write_data(replace(_case(kv_dtype="fp8_e4m3"), kv_scale="quarter"), 2, CPU)
+    launches = kv_write.plain_launches(reference, data)
+    for order, is_right in ((launches, True), (launches[::-1], False), (launches[:1], False)):
+        data.clear()
+        for launch in order:
+            launch()
+        assert (wrong_quarters(data) == 0) is is_right
+    data.v_cache.view(torch.uint8).view(-1)[0] ^= 1  # after the check: the oracle's cache
+    assert wrong_quarters(data) == 1
 
 
 def _swapped(key, value, *arguments, scales):
@@ -164,8 +179,9 @@ def test_result_has_the_schema_and_survives_json(kv_dtype: KVDtype):
     assert len(said) == 2
     for entry in result["results"]:
         assert entry.keys() == ENTRY_KEYS
-        assert entry["variants"].keys() == {"mrv1", "mrv1-fused"}
-        assert entry["peer_time_over_ours"].keys() == {"mrv1-fused"}
+        beside = OUR_VARIANTS[kv_dtype]
+        assert entry["variants"].keys() == {"mrv1", *beside}
+        assert entry["peer_time_over_ours"].keys() == beside
         for variant in entry["variants"].values():
             assert variant.keys() == VARIANT_KEYS
             assert variant["wrong_elements"] == 0
@@ -280,8 +296,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch):
 def test_every_peer_passes_the_check_of_the_cache(kv_dtype: KVDtype, ran: set[str], failed: str):
     for entry in run_kv_write(KVWriteBench(**SMALL, kv_dtype=kv_dtype))["results"]:
         assert entry["failed_peers"] == {failed: f"has no write to a {kv_dtype} cache"}
-        assert entry["variants"].keys() == {"mrv1", "mrv1-fused", *ran}
-        assert entry["peer_time_over_ours"].keys() == {"mrv1-fused", *ran}
+        assert entry["variants"].keys() == {"mrv1", *OUR_VARIANTS[kv_dtype], *ran}
+        assert entry["peer_time_over_ours"].keys() == {*OUR_VARIANTS[kv_dtype], *ran}
         for name in ran:
             assert entry["variants"][name]["bytes_moved"] == entry["bytes_moved"]
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from mrv1.kernels.cache.quarter_write import QuarterWriteConfig, _quarter_write_kernel
+from mrv1.kernels.cache.quarter_write import (
+    QuarterWriteConfig,
+    _find_members_kernel,
+    _mark_tokens_kernel,
+    _quarter_write_kernel,
+)
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import NUM_KV_HEADS, _caches, _fp8, _name
 
@@ -16,24 +23,35 @@ SHAPES = (
 
 
 def cases(target: Target) -> list[AotCase]:
-    return [_write(target, *shape) for shape in SHAPES]
+    found = [_write(target, *shape, num) for shape in SHAPES for num in (33, 16384)]
+    for block_size in (16, 128):
+        found += [_mark(block_size), _find(block_size)]
+    return found
 
 
-def _write(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -> AotCase:
-    config = QuarterWriteConfig.default_for()
+def _slots(head_dim: int) -> tuple[Any, ...]:
+    """Return the arguments that all kernels have, from the slots on."""
+    int32, int64 = pointer(torch.int32), pointer(torch.int64)
+    return (int64, 33, 1, int32, int64, int64, head_dim, 33)
+
+
+def _write(
+    target: Target, dtype: torch.dtype, head_dim: int, block_size: int, num_tokens: int
+) -> AotCase:
+    config = QuarterWriteConfig.default_for(num_tokens, block_size // 4 * head_dim)
     fp8 = _fp8(target, "quarter")
-    data, int32, int64 = pointer(dtype), pointer(torch.int32), pointer(torch.int64)
-    qkv_row = 4 * NUM_KV_HEADS * head_dim
+    data, qkv_row = pointer(dtype), 4 * NUM_KV_HEADS * head_dim
+    members = None if config.compares else pointer(torch.int32)
+    how = "compared" if config.compares else "marked"
     return AotCase(
-        name=_name("quarter_write", dtype, head_dim, f"block{block_size}"),
+        name=_name("quarter_write", dtype, head_dim, f"block{block_size}_{how}"),
         kernel=_quarter_write_kernel,
         args=(
             *_caches(dtype, fp8),
             *(data, qkv_row, head_dim),
             *(data, qkv_row, head_dim),
-            *(int64, 33, 1),
-            *(int32, int64, int64, head_dim),
-            33,
+            *_slots(head_dim),
+            members,
         ),
         constexprs={
             "NUM_KV_HEADS": NUM_KV_HEADS,
@@ -44,4 +62,33 @@ def _write(target: Target, dtype: torch.dtype, head_dim: int, block_size: int) -
             **fp8,
         },
         num_warps=config.num_warps,
+    )
+
+
+def _of_tokens(block_size: int) -> dict[str, int]:
+    config = QuarterWriteConfig.default_for(16384, block_size // 4 * 128)
+    return {
+        "NUM_KV_HEADS": NUM_KV_HEADS,
+        "BLOCK_SIZE": block_size,
+        "TILE_TOKENS": config.tile_slots,
+    }
+
+
+def _mark(block_size: int) -> AotCase:
+    return AotCase(
+        name=f"mark_tokens_block{block_size}",
+        kernel=_mark_tokens_kernel,
+        args=(pointer(torch.int32), *_slots(128)),
+        constexprs=_of_tokens(block_size),
+        num_warps=4,
+    )
+
+
+def _find(block_size: int) -> AotCase:
+    return AotCase(
+        name=f"find_members_block{block_size}",
+        kernel=_find_members_kernel,
+        args=(pointer(torch.int32), pointer(torch.int32), *_slots(128)),
+        constexprs=_of_tokens(block_size) | {"TOKENS": block_size // 4},
+        num_warps=4,
     )

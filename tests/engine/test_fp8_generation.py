@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from mrv1 import LLM, SamplingParams
+from mrv1 import LLM, HeadPolicy, ModelRunner, SamplingParams
 from mrv1.config import checkpoint_dir
+from mrv1.headwise import FULL, Visible
 from mrv1.kernels import reference
+from mrv1.runner import AsyncOutput, RequestId, StepPlan
+from tests.engine.test_head_policy import head_masks
 from tests.engine.test_llm import random_prompts
 from tests.models.families import tiny_checkpoint
 from tests.models.quantizing_cache import QuantizingCache
@@ -92,7 +98,6 @@ def test_greedy_tokens_with_quarter_scales_equal_transformers(checkpoint, device
         dtype="float32",
         kv_cache_dtype="fp8_e4m3",
         kv_scale="quarter",
-        enable_prefix_caching=False,
         block_size=block_size,
         max_num_batched_tokens=128,
         max_num_seqs=8,
@@ -100,6 +105,83 @@ def test_greedy_tokens_with_quarter_scales_equal_transformers(checkpoint, device
     ) as llm:
         outputs = llm.generate(prompts, GREEDY)
     assert [list(o.outputs[0].token_ids) for o in outputs] == expected
+
+
+class ChunkRecorder:
+    """Notes how many tokens each step computed of each request, since its last admission."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.chunks: dict[RequestId, list[list[int]]] = {}
+        self._execute, runner.execute = runner.execute, self._recorded  # type: ignore[method-assign]
+
+    def _recorded(self, plan: StepPlan) -> AsyncOutput:
+        for request in plan.entering:
+            self.chunks.setdefault(request.req_id, []).append([])
+        for req_id, count in zip(plan.req_ids, plan.num_scheduled_tokens.tolist(), strict=True):
+            self.chunks[req_id][-1].append(count)
+        return self._execute(plan)
+
+
+@torch.no_grad()
+def tokens_over_quarters(
+    model: PreTrainedModel, policy: HeadPolicy, tokens: list[int], admissions: list[list[int]]
+) -> dict[int, int]:
+    """Return transformers' likeliest token after each chunk of new tokens, by its position.
+
+    Its cache is filled by the chunks in which the engine has filled its own, anew after each
+    admission; ``tokens`` are the prompt's and the engine's.
+    """
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    found: dict[int, int] = {}
+    for chunks in admissions:
+        cache, done = QuantizingCache(quarter=4), 0
+        for count in chunks:
+            end = done + count
+
+            def masked(layer: int, first: int = done, end: int = end) -> Callable[..., Any]:
+                mask = head_masks(policy, layer, group, end)[:, :, first:]
+                return lambda _module, args, kwargs: (args, kwargs | {"attention_mask": mask})
+
+            handles = [
+                layer.self_attn.register_forward_pre_hook(masked(index), with_kwargs=True)
+                for index, layer in enumerate(model.model.layers)
+            ]
+            ids = torch.tensor([tokens[done:end]])
+            logits = model(ids, past_key_values=cache).logits[0, -1]
+            for handle in handles:
+                handle.remove()
+            found.setdefault(end, int(logits.argmax()))
+            done = end
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chunk", "num_blocks", "streams"), [(7, 64, False), (24, 7, False), (24, 7, True)]
+)
+def test_quarter_scales_with_chunks_preemption_and_policies(
+    checkpoint, chunk, num_blocks, streams
+):
+    """The bytes depend on the chunks, so the oracle fills its cache in the engine's chunks."""
+    path, model = checkpoint
+    config = model.config
+    policy = HeadPolicy.full(config.num_hidden_layers, config.num_key_value_heads)
+    if streams:
+        policy = HeadPolicy(((FULL, Visible(20, 5)), (Visible(9), FULL)))
+    exact = copy.deepcopy(model).to("cpu", torch.float64)
+    exact.set_attn_implementation("eager")
+    prompts = random_prompts((40, 38, 18))
+    with LLM(
+        str(path), device="cpu", dtype="float64", kv_cache_dtype="fp8_e4m3", kv_scale="quarter",
+        max_num_batched_tokens=chunk, num_kv_blocks=num_blocks, head_policy=policy,
+        overlap=False,  # else a preempted request may have sampled a token that is dropped
+    ) as llm:  # fmt: skip
+        recorder = ChunkRecorder(llm._engine.runner)
+        outputs = llm.generate(prompts, GREEDY)
+        assert (llm.metrics()["num_preemptions"] > 0) is (num_blocks == 7)
+    for output, admissions in zip(outputs, recorder.chunks.values(), strict=True):
+        prompt, answer = output.prompt_token_ids, list(output.outputs[0].token_ids)
+        found = tokens_over_quarters(exact, policy, [*prompt, *answer], admissions)
+        assert [found[len(prompt) + index] for index in range(len(answer))] == answer
 
 
 def test_the_embedded_model_recalls_a_fact_over_an_fp8_cache():

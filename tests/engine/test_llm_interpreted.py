@@ -109,7 +109,6 @@ def test_an_fp8_cache_gives_the_tokens_of_transformers_over_a_rounded_cache(
         dtype="float32",
         kv_cache_dtype="fp8_e4m3",
         kv_scale=kv_scale,
-        enable_prefix_caching=kv_scale != "quarter",
         max_num_seqs=4,
         max_num_batched_tokens=budget,
         num_kv_blocks=16,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis.strategies import DrawFn
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, KVScales, reference
 from mrv1.kernels._base.interpreter import number_formats as _number_formats
+from mrv1.kernels.cache import quarter_write
 from mrv1.kernels.cache.quarter_write import QuarterWriteConfig
 from mrv1.testing.strategies import LayoutCase, kv_layouts
 
@@ -171,18 +174,22 @@ def test_every_byte_is_as_plain_loops_leave_it(device, ops, case):
     _check(case, device, ops)
 
 
-@given(case=sequences(max_launches=2))
-def test_several_programs_and_tiles_of_slots(device, case):
+@given(case=sequences(max_launches=2), compares=st.booleans())
+def test_several_programs_and_tiles_of_slots(device, case, compares):
+    """With both ways to find the new tokens of a quarter."""
     with pytest.MonkeyPatch.context() as patch:
-        small = QuarterWriteConfig(tile_rows=8, tile_slots=4, num_warps=1)
-        patch.setattr(QuarterWriteConfig, "default_for", lambda: small)
+        small = QuarterWriteConfig(compares=compares, tile_rows=8, tile_slots=4, num_warps=1)
+        patch.setattr(QuarterWriteConfig, "default_for", lambda *_: small)
         _check(case, device)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_sizes(device, head_dim, block_size):
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "compared"),
+    [*itertools.product((16, 128), (64, 128, 256), (256,)), (16, 128, 0), (128, 64, 0)],
+)
+def test_sizes(device, block_size, head_dim, compared, monkeypatch):
     """The first launch has more tokens than a tile of slots; the second writes larger vectors."""
+    monkeypatch.setattr(quarter_write, "COMPARED_TOKENS", compared)
     layout = LayoutCase.hnd(
         num_kv_heads=2, head_dim=head_dim, block_size=block_size, max_seq_len=320
     )
@@ -262,10 +269,12 @@ def test_pages_beyond_two_to_the_31_elements(device):
 # --- properties --------------------------------------------------------------------------------
 
 
-@given(case=sequences(max_launches=1), data=st.data())
-def test_the_order_of_tokens_in_a_launch_does_not_matter(device, case, data):
+@given(case=sequences(max_launches=1), compares=st.booleans(), data=st.data())
+def test_the_order_of_tokens_in_a_launch_does_not_matter(device, case, compares, data):
     """The result does not show which token's program owned a quarter."""
     (launch,) = case.launches
+    limit = quarter_write.COMPARED_TOKENS if compares else -1
+    patched = mock.patch.object(quarter_write, "COMPARED_TOKENS", limit)
     order = data.draw(st.permutations(range(len(launch.slots[0]))))
     results = []
     for rows in (list(range(len(order))), order):
@@ -277,6 +286,8 @@ def test_the_order_of_tokens_in_a_launch_does_not_matter(device, case, data):
         held = KVScales.build(*scales, granularity="quarter", base=base, block_stride=block_stride)
         key, value = case.fused(0)[rows].to(device).split(case.layout.num_kv_heads, dim=1)
         slots = torch.tensor(slots, dtype=torch.int64, device=device)
-        kernels.kv_cache_write(key, value, *codes, slots, case.layout.layout(device), scales=held)
+        with patched:
+            layout = case.layout.layout(device)
+            kernels.kv_cache_write(key, value, *codes, slots, layout, scales=held)
         results.append([*codes, *(s.view(torch.int32) for s in scales)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -372,8 +372,8 @@ def qkv_cache_write(
         the last place of the oracle.
 
     Stream:
-        One launch on the current stream, two with a scale per quarter; no synchronisation,
-        CUDA-graph safe.
+        One launch on the current stream, and those of ``kv_cache_write`` with a scale per
+        quarter; no synchronisation, CUDA-graph safe.
     """
     heads = check_qkv(qkv, num_q_heads, layout, rope, norm, q_out, k_out, FLOAT_DTYPES)
     key, value = heads[:, num_q_heads:].chunk(2, dim=1)

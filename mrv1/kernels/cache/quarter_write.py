@@ -8,10 +8,15 @@ scale is not positive::
     code[t] = e4m3(x[t] / scale)                         new t
     code[t] = e4m3(value(code[t]) * old / scale)         other t, if scale > old > 0
 
-The owner is the program of the quarter's first new token, in the order of the launch. Slots may be
-in any order: to find out whether it is the owner, a program compares its slot with the slots of
-all earlier tokens, and an owner also with the slots of all later tokens. This work is quadratic
-in the launch's tokens: little for a decode step, much for a prefill of thousands.
+Slots may be in any order, so a program has to find the new tokens of its quarter among all tokens
+of the launch. A small launch compares slots: the owner is the program of the quarter's first new
+token in the order of the launch, which the program finds by looking at all slots; this work is
+quadratic. A larger launch has two small kernels before it, and their work is linear. The first
+stores each token's index where the token's key will be: in the first bytes of its row of the
+cache, for one head of each group. The second looks at the rows of a token's quarter. An index
+found there is a new token if that token's slot is this very row: the bytes of an older key cannot
+pass this test, because no new token has the slot of an older key. The owner is the program of the
+new token with the lowest slot.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, split_slot
 from mrv1.kernels.cache.fp8 import decode_e4m3, finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.kv_scales import QUARTERS, KVScales
 from mrv1.kernels.cache.scale_arguments import (
     cache_arguments,
     fp8_constexprs,
@@ -37,22 +42,36 @@ from mrv1.kernels.cache.scale_arguments import (
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
+COMPARED_TOKENS = 256
+"""Most tokens of a launch that compares slots: one launch, as decode steps want it. Not tuned."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarterWriteConfig:
     """Launch choices of one write."""
 
+    compares: bool
+    """Whether the launch compares slots; else two kernels find the new tokens of each quarter."""
     tile_rows: int
     """(token, head) rows per program."""
     tile_slots: int
-    """Slots compared at once."""
+    """Slots compared at once, or tokens per program of the two kernels."""
     num_warps: int
 
     @classmethod
-    def default_for(cls) -> QuarterWriteConfig:
-        """Return the configuration, not tuned; with 8 warps the largest kernel spills on sm_90."""
+    def default_for(cls, num_tokens: int, quarter_elements: int) -> QuarterWriteConfig:
+        """Return the configuration, not tuned; with 8 warps the largest kernel spills on sm_90.
+
+        Args:
+            num_tokens: tokens of the launch.
+            quarter_elements: elements of a quarter of a page.
+        """
+        compares = num_tokens <= COMPARED_TOKENS
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
-            return cls(tile_rows=128, tile_slots=64, num_warps=1)
-        return cls(tile_rows=1, tile_slots=128, num_warps=4)
+            return cls(compares=compares, tile_rows=128, tile_slots=64, num_warps=1)
+        # Most programs own no quarter and end at once: a program takes several heads of a token.
+        tile_rows = 1 if compares else max(1, 4096 // triton.next_power_of_2(quarter_elements))
+        return cls(compares=compares, tile_rows=tile_rows, tile_slots=128, num_warps=4)
 
 
 class Slots(NamedTuple):
@@ -81,6 +100,120 @@ def _position_in_quarter(slots, other, first_slot):
     slot_ptr = slots.row_ptr[:, None] + other.to(tl.int64)[None, :] * slots.stride_token
     slot = tl.load(slot_ptr, mask=(other < slots.num_tokens)[None, :], other=-1)
     return slot - first_slot[:, None]
+
+
+@triton.jit
+def _compared_members(slots, token, slot, first_slot, TOKENS: tl.constexpr, TILE: tl.constexpr):
+    """Return the new tokens [TILE_ROWS, TOKENS] int32 of each row's quarter by comparing slots.
+
+    -1 = this position is not new, or another program owns the quarter.
+    """
+    first_new = tl.full([token.shape[0], TILE], NO_TOKEN, tl.int32)
+    for begin in range(0, tl.max(token, axis=0) + 1, TILE):
+        other = begin + tl.arange(0, TILE)
+        position = _position_in_quarter(slots, other, first_slot)
+        is_member = (position >= 0) & (position < TOKENS)
+        first_new = tl.minimum(first_new, tl.where(is_member, other[None, :], NO_TOKEN))
+    is_owned = (slot >= 0) & (tl.min(first_new, axis=1) == token)
+    first_owned = tl.min(tl.where(is_owned, token, NO_TOKEN), axis=0)
+    member = tl.full([token.shape[0], TOKENS], -1, tl.int32)
+    for begin in range(first_owned, slots.num_tokens, TILE):
+        other = begin + tl.arange(0, TILE)
+        position = _position_in_quarter(slots, other, first_slot)
+        is_here = position[:, :, None] == tl.arange(0, TOKENS)[None, None, :]
+        members = tl.where(is_here & is_owned[:, None, None], other[None, :, None], -1)
+        member = tl.maximum(member, tl.max(members, axis=1))
+    return member
+
+
+@triton.jit
+def _marked_head(group_of_head_ptr, head_base_ptr, block_stride_ptr, NUM_KV_HEADS: tl.constexpr):
+    """Return base and block stride of the first head of this program's group, and its index.
+
+    The group is the second program id; the index is NUM_KV_HEADS if the group has no head here.
+    """
+    heads = tl.arange(0, triton.next_power_of_2(NUM_KV_HEADS))
+    group = tl.load(group_of_head_ptr + heads, mask=heads < NUM_KV_HEADS, other=-1)
+    head = tl.min(tl.where(group == tl.program_id(1), heads, NUM_KV_HEADS), axis=0)
+    has_head = head < NUM_KV_HEADS
+    head_base = tl.load(head_base_ptr + head, mask=has_head, other=0)
+    return head_base, tl.load(block_stride_ptr + head, mask=has_head, other=0), head
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _mark_tokens_kernel(
+    k_cache_ptr,  # one layer's keys, flat, as int32
+    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
+    stride_slot_group,
+    stride_slot_token,
+    group_of_head_ptr,  # [NUM_KV_HEADS] int32
+    head_base_ptr,  # [NUM_KV_HEADS] int64, in codes
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, in codes
+    token_stride,  # in codes
+    num_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Grid (cdiv(num_tokens, TILE_TOKENS), groups): store each token's index in its row."""
+    head_base, block_stride, head = _marked_head(
+        group_of_head_ptr, head_base_ptr, block_stride_ptr, NUM_KV_HEADS
+    )
+    token = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    slot_ptr = slot_mapping_ptr + tl.program_id(1).to(tl.int64) * stride_slot_group
+    slot_ptr += token.to(tl.int64) * stride_slot_token
+    slot = tl.load(slot_ptr, mask=token < num_tokens, other=-1)
+    block, offset = split_slot(slot, BLOCK_SIZE)
+    address = head_base + block * block_stride + offset * token_stride
+    tl.store(k_cache_ptr + address // 4, token, mask=(slot >= 0) & (head < NUM_KV_HEADS))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _find_members_kernel(
+    members_ptr,  # [groups, num_tokens, TOKENS] int32, *written*
+    k_cache_ptr,  # one layer's keys, flat, as int32, with the indices of the new tokens
+    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
+    stride_slot_group,
+    stride_slot_token,
+    group_of_head_ptr,  # [NUM_KV_HEADS] int32
+    head_base_ptr,  # [NUM_KV_HEADS] int64, in codes
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, in codes
+    token_stride,  # in codes
+    num_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a quarter
+    TILE_TOKENS: tl.constexpr,
+):
+    """Grid (cdiv(num_tokens, TILE_TOKENS), groups): list the new tokens of each token's quarter.
+
+    -1 = this position is not new, or the quarter has a new token at a lower position.
+    """
+    head_base, block_stride, head = _marked_head(
+        group_of_head_ptr, head_base_ptr, block_stride_ptr, NUM_KV_HEADS
+    )
+    token = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    group = tl.program_id(1).to(tl.int64)
+    slot_row_ptr = slot_mapping_ptr + group * stride_slot_group
+    in_range = token < num_tokens
+    slot_ptr = slot_row_ptr + token.to(tl.int64) * stride_slot_token
+    slot = tl.load(slot_ptr, mask=in_range, other=-1)
+    is_new = ((slot >= 0) & (head < NUM_KV_HEADS))[:, None]
+    first_slot = tl.where(slot >= 0, slot // TOKENS * TOKENS, 0)
+    position = tl.arange(0, TOKENS)[None, :]
+    block, first_offset = split_slot(first_slot, BLOCK_SIZE)
+    offset = first_offset[:, None] + position
+    address = (head_base + block * block_stride)[:, None] + offset * token_stride
+    found = tl.load(k_cache_ptr + address // 4, mask=is_new, other=-1)
+    is_index = (found >= 0) & (found < num_tokens)
+    found_ptr = slot_row_ptr + found.to(tl.int64) * stride_slot_token
+    found_slot = tl.load(found_ptr, mask=is_new & is_index, other=-1)
+    is_member = found_slot == first_slot[:, None] + position
+    lowest = tl.min(tl.where(is_member, position, TOKENS), axis=1)
+    is_owned = (slot - first_slot == lowest)[:, None]
+    member_ptr = members_ptr + (group * num_tokens + token)[:, None] * TOKENS + position
+    member = tl.where(is_member & is_owned, found, -1)
+    tl.store(member_ptr, member, mask=in_range[:, None])
 
 
 @triton.jit
@@ -131,6 +264,7 @@ def _quarter_write_kernel(
     block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
     token_stride,  # in elements
     num_tokens,
+    members_ptr,  # [groups, num_tokens, TOKENS] int32, or None = slots are compared
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -141,7 +275,7 @@ def _quarter_write_kernel(
 ):
     """Grid (cdiv(num_tokens * NUM_KV_HEADS, TILE_ROWS),): TILE_ROWS (token, head) rows a program.
 
-    A program writes the quarters whose first new token is in one of its rows.
+    A program writes the quarters that it owns.
     """
     TOKENS: tl.constexpr = BLOCK_SIZE // SCALES_PER_BLOCK
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -150,36 +284,26 @@ def _quarter_write_kernel(
     in_range = token < num_tokens
     group = tl.load(group_of_head_ptr + head, mask=in_range, other=0).to(tl.int64)
     slot_row_ptr = slot_mapping_ptr + group * stride_slot_group
-    slots = Slots(slot_row_ptr, stride_slot_token, num_tokens)
     slot_ptr = slot_row_ptr + token.to(tl.int64) * stride_slot_token
     slot = tl.load(slot_ptr, mask=in_range, other=-1)
     first_slot = tl.where(slot >= 0, slot // TOKENS * TOKENS, 0)
-
-    first_new = tl.full([TILE_ROWS, TILE_SLOTS], NO_TOKEN, tl.int32)
-    for begin in range(0, tl.max(token, axis=0) + 1, TILE_SLOTS):
-        other = begin + tl.arange(0, TILE_SLOTS)
-        position = _position_in_quarter(slots, other, first_slot)
-        is_member = (position >= 0) & (position < TOKENS)
-        first_new = tl.minimum(first_new, tl.where(is_member, other[None, :], NO_TOKEN))
-    is_owned = (slot >= 0) & (tl.min(first_new, axis=1) == token)
-    first_owned = tl.min(tl.where(is_owned, token, NO_TOKEN), axis=0)
-    if first_owned == NO_TOKEN:
+    position = tl.arange(0, TOKENS)[None, :]
+    if members_ptr is None:
+        slots = Slots(slot_row_ptr, stride_slot_token, num_tokens)
+        member = _compared_members(slots, token, slot, first_slot, TOKENS, TILE_SLOTS)
+    else:
+        member_ptr = members_ptr + (group * num_tokens + token)[:, None] * TOKENS + position
+        member = tl.load(member_ptr, mask=in_range[:, None], other=-1)
+    last_member = tl.max(member, axis=1)
+    if tl.max(last_member, axis=0) < 0:
         return
-
-    member = tl.full([TILE_ROWS, TOKENS], -1, tl.int32)
-    for begin in range(first_owned, num_tokens, TILE_SLOTS):
-        other = begin + tl.arange(0, TILE_SLOTS)
-        position = _position_in_quarter(slots, other, first_slot)
-        is_here = position[:, :, None] == tl.arange(0, TOKENS)[None, None, :]
-        members = tl.where(is_here & is_owned[:, None, None], other[None, :, None], -1)
-        member = tl.maximum(member, tl.max(members, axis=1))
-    is_first = tl.arange(0, TOKENS)[None, :] == 0
-    is_begun = tl.max(tl.where(is_first, member, -1), axis=1) >= 0
+    is_owned = last_member >= 0
+    is_begun = tl.max(tl.where(position == 0, member, -1), axis=1) >= 0
 
     block, first_offset = split_slot(first_slot, BLOCK_SIZE)
     head_base = tl.load(head_base_ptr + head, mask=is_owned, other=0)
     block_stride = tl.load(block_stride_ptr + head, mask=is_owned, other=0)
-    offset = first_offset[:, None] + tl.arange(0, TOKENS)[None, :]
+    offset = first_offset[:, None] + position
     address = (head_base + block * block_stride)[:, None] + offset * token_stride
     address = tl.multiple_of(address, [ALIGNED_CODES, ALIGNED_CODES])[:, :, None]
     scale_base = tl.load(scale_base_ptr + head, mask=is_owned, other=0)
@@ -212,16 +336,51 @@ def write_quarters(
     num_tokens = key.shape[0]
     if num_tokens == 0:
         return
-    config = QuarterWriteConfig.default_for()
+    quarter_tokens = layout.block_size // QUARTERS
+    config = QuarterWriteConfig.default_for(num_tokens, quarter_tokens * layout.head_dim)
+    members = None
+    if not config.compares:
+        members = _find_members(k_cache, slot_mapping, layout, quarter_tokens, config)
     _quarter_write_kernel[(triton.cdiv(num_tokens * layout.num_kv_heads, config.tile_rows),)](
         *cache_arguments(k_cache, v_cache, scales),
         *with_strides(key),
         *with_strides(value),
         *slot_arguments(slot_mapping, layout),
         num_tokens,
+        members,
         TILE_ROWS=config.tile_rows,
         TILE_SLOTS=config.tile_slots,
         **layout_constexprs(layout),
         **fp8_constexprs(scales, layout, key.device),
         num_warps=config.num_warps,
     )
+
+
+def _find_members(
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: KVLayout,
+    quarter_tokens: int,
+    config: QuarterWriteConfig,
+) -> torch.Tensor:
+    """Return the tokens that each token writes, ``[groups, tokens, quarter_tokens]`` int32.
+
+    ``k_cache`` is *written* at the slots, whose new keys come after.
+    """
+    groups, num_tokens = slot_mapping.shape
+    members = slot_mapping.new_empty((groups, num_tokens, quarter_tokens), dtype=torch.int32)
+    codes = k_cache.view(-1).view(torch.uint8)
+    words = codes[: codes.numel() // 4 * 4].view(torch.int32)
+    grid = (triton.cdiv(num_tokens, config.tile_slots), groups)
+    constexprs = {
+        "NUM_KV_HEADS": layout.num_kv_heads,
+        "BLOCK_SIZE": layout.block_size,
+        "TILE_TOKENS": config.tile_slots,
+        "num_warps": 4,
+    }
+    slots = slot_arguments(slot_mapping, layout)
+    _mark_tokens_kernel[grid](words, *slots, num_tokens, **constexprs)
+    _find_members_kernel[grid](
+        members, words, *slots, num_tokens, TOKENS=quarter_tokens, **constexprs
+    )
+    return members
