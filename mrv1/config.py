@@ -186,6 +186,14 @@ class EngineConfig:
     window_recycling: bool = True
     """Free the blocks that heads with a window no longer see. If off, and always with FlashInfer,
     all heads share one block table and keep all blocks."""
+    per_head_ids: bool = False
+    """Give each KV head a list of block ids of its own, the same in all layers, as FastDeploy's
+    head-wise block tables do; all heads keep all blocks. For comparisons, and for engines that
+    manage the pages of each head."""
+    visit_masked_pages: bool = False
+    """Let attention read also the pages that windows hide, and mask their keys, instead of
+    skipping these pages. Slower: a baseline to measure head policies against. It needs tables
+    that keep all blocks: ``per_head_ids``, or ``window_recycling`` off."""
     streaming_cache_blocks: int | None = None
     """Blocks of each group of heads with a window that the prefix cache may keep, in addition to
     the blocks of running requests. Default: the blocks of 64 requests."""
@@ -257,6 +265,16 @@ class EngineConfig:
                 "kv_scale, deterministic: expected not both, got 'quarter', whose bytes depend on "
                 "the order of writes, and deterministic=True"
             )
+        if self.visit_masked_pages and self.window_recycling and not self.per_head_ids:
+            raise ConfigError(
+                "visit_masked_pages: expected tables that keep all blocks "
+                "(window_recycling=False or per_head_ids=True), got neither"
+            )
+        for name in ("per_head_ids", "visit_masked_pages"):
+            if getattr(self, name) and self.attention_backend == "flashinfer":
+                raise ConfigError(
+                    f"{name}: expected attention_backend='triton' with it, got 'flashinfer'"
+                )
         share: object = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")

@@ -253,6 +253,32 @@ def test_quarter_scales_are_refused_with_determinism_and_switch_prefix_caching_o
         EngineConfig(**quarters, deterministic=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"visit_masked_pages": True},
+            r"visit_masked_pages: expected tables that keep all blocks \(window_recycling=False "
+            r"or per_head_ids=True\), got neither",
+        ),
+        (
+            {"per_head_ids": True, "attention_backend": "flashinfer"},
+            "per_head_ids: expected attention_backend='triton' with it, got 'flashinfer'",
+        ),
+        (
+            {
+                "visit_masked_pages": True, "window_recycling": False,
+                "attention_backend": "flashinfer",
+            },
+            "visit_masked_pages: expected attention_backend='triton' with it, got 'flashinfer'",
+        ),
+    ],
+)  # fmt: skip
+def test_options_that_no_table_can_have_are_refused(options, message):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        EngineConfig(model="tiny", **options)
+
+
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],

@@ -29,6 +29,9 @@ CHECKED_TOKENS = 64
 """Tokens that a lone request generates before anything is timed: the variants of a policy must
 agree on them. At most half of the context."""
 
+SAME_TOKENS = ("kept", "discrete", "recycled")
+"""Variants whose products are added in the same order: they must generate the same tokens."""
+
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 2, 32
 """Requests of the uncounted run before the counted runs, and the most tokens of each."""
 
@@ -75,7 +78,7 @@ def run_headwise(
         UnsupportedDeviceError: the device is not there or cannot run mrv1.
         CapacityError: the KV cache does not fit.
         StepError, RequestError: a request failed.
-        WrongResultError: recycling blocks changed a token.
+        WrongResultError: the table of blocks, or recycling, changed a token.
     """
     device = resolve_device(bench.device)
     model = bench.new_model(device)
@@ -84,7 +87,7 @@ def run_headwise(
     for name in bench.variants:
         with bench.engine(name, model, enable_prefix_caching=bench.planted) as core:
             say(core.runner.describe())
-            if name in ("kept", "recycled"):
+            if name in SAME_TOKENS:
                 alone = _checked(core, bench, alone)
             if bench.planted:
                 fill_randomly(core, bench.seed)
@@ -157,7 +160,9 @@ def _checked(core: EngineCore, bench: HeadwiseBench, expected: list[int] | None)
     prompt = np.random.default_rng(bench.seed).integers(vocab_size, size=length).tolist()
     (request,) = _run(core, [prompt], num_tokens)
     if expected is not None and request.output_token_ids != expected:
-        raise WrongResultError("kept and recycled: expected the same tokens, got different ones")
+        raise WrongResultError(
+            f"{', '.join(SAME_TOKENS)}: expected the same tokens, got different ones"
+        )
     return request.output_token_ids
 
 

@@ -26,17 +26,23 @@ class Variant(NamedTuple):
     """Else every head sees, and keeps, everything."""
     recycles: bool
     kv_cache_dtype: KVCacheDtypeName
+    per_head_ids: bool = False
+    visits_masked: bool = False
 
 
 VARIANTS = {
     "uniform": Variant(False, True, "auto"),
+    "masked": Variant(True, False, "auto", visits_masked=True),
     "kept": Variant(True, False, "auto"),
+    "discrete": Variant(True, False, "auto", per_head_ids=True),
     "recycled": Variant(True, True, "auto"),
     "uniform-fp8": Variant(False, True, "fp8_e4m3"),
     "recycled-fp8": Variant(True, True, "fp8_e4m3"),
 }
-"""``uniform`` reads every page of every head; ``kept`` reads the pages that heads see, but one
-table keeps all blocks; ``recycled`` also returns blocks outside the window to the pool."""
+"""``uniform`` reads every page of every head. With the policy, ``masked`` reads every page too,
+and masks what heads do not see; ``kept`` reads the pages that heads see, and its one table keeps
+all blocks; ``discrete`` has a table for each head instead; ``recycled`` returns blocks outside the
+window to the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +153,8 @@ class HeadwiseOptions(BenchOptions):
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             window_recycling=variant.recycles,
+            per_head_ids=variant.per_head_ids,
+            visit_masked_pages=variant.visits_masked,
             cuda_graphs=self.cuda_graphs,
             head_policy=None,  # whatever the environment says
         )

@@ -24,7 +24,9 @@ HELP = {
     "sink": "First tokens, which a streaming head always sees.",
     "full_layers_every": "Keep all heads full in every n-th layer. Default: in none.",
     "variants": f"Caches to compare, comma-separated: {', '.join(VARIANTS)}. uniform: without the "
-    "policy; kept: the policy masks, but keeps all blocks; recycled: blocks return to the pool.",
+    "policy; masked: all pages are read, and masked by the policy; kept: pages that no head sees "
+    "are skipped, but keep their blocks; discrete: the same with a table for each head; recycled: "
+    "blocks return to the pool.",
     "kv_cache_memory_bytes": "Bytes of each cache. Default: the memory that the GPU has left.",
     "prompt_tokens": "Tokens of each prompt.",
     "output_tokens": "Tokens to generate for each prompt.",

@@ -37,11 +37,13 @@ class HeadGroups:
         policy: which tokens each head sees.
         groups: groups of full heads come first.
         group_of_head: ``[layers][kv_heads]`` index of the head's group.
+        visits_masked: whether attention reads the blocks that windows hide, and masks them.
     """
 
     policy: HeadPolicy
     groups: tuple[HeadGroup, ...]
     group_of_head: tuple[tuple[int, ...], ...]
+    visits_masked: bool = False
 
     @classmethod
     def of_roles(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mrv1.config import EngineConfig, checkpoint_dir
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadGroups, HeadPolicy, policy_source
@@ -49,7 +51,7 @@ def resolve_policy(
 
 
 def resolve_head_groups(
-    config: EngineConfig, policy: HeadPolicy, max_model_len: int, *, per_head_ids: bool
+    config: EngineConfig, policy: HeadPolicy, max_model_len: int
 ) -> HeadGroups:
     """Return which heads share blocks.
 
@@ -57,12 +59,13 @@ def resolve_head_groups(
         config: the runner's configuration.
         policy: which tokens each KV head sees.
         max_model_len: most tokens of a request.
-        per_head_ids: whether every head index is a group of its own.
     """
     sizes = {"block_size": config.block_size, "max_model_len": max_model_len}
-    if per_head_ids:
-        return HeadGroups.of_heads(policy, **sizes)
+    if config.per_head_ids:
+        groups = HeadGroups.of_heads(policy, **sizes)
+        return replace(groups, visits_masked=config.visit_masked_pages)
     if not config.window_recycling or config.attention_backend == "flashinfer":
-        return HeadGroups.shared(policy, **sizes)  # FlashInfer has one block table for all heads
+        groups = HeadGroups.shared(policy, **sizes)  # FlashInfer has one table for all heads
+        return replace(groups, visits_masked=config.visit_masked_pages)
     max_query_len = min(config.max_num_batched_tokens, max_model_len)
     return HeadGroups.of_roles(policy, **sizes, max_query_len=max_query_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
@@ -122,13 +122,14 @@ def layer_layouts(
     for layer in range(spec.num_layers):
         roles = groups.roles(layer)
         if roles not in layouts:
-            layouts[roles] = KVLayout.head_groups(
+            layout = KVLayout.head_groups(
                 roles,
                 _group_bases(groups, num_blocks, layer, spec.page_elements),
                 spec.block_size,
                 spec.head_dim,
                 device=device,
             )
+            layouts[roles] = replace(layout, visits_masked=groups.visits_masked)
     return [layouts[groups.roles(layer)] for layer in range(spec.num_layers)]
 
 

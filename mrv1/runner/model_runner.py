@@ -81,7 +81,6 @@ class ModelRunner:
         *,
         model: DecoderModel | None = None,
         head_policy: HeadPolicy | None = None,
-        per_head_ids: bool = False,
         logits_processors: Sequence[LogitsProcessor] = (),
         allocates: bool = True,
         progress: bool = True,
@@ -94,8 +93,6 @@ class ModelRunner:
             head_policy: which tokens each KV head sees; None = the policy of
                 ``config.head_policy``, else the checkpoint's, else each head sees everything that
                 its layer sees.
-            per_head_ids: make every KV head index a head group of its own, with a block table of
-                full width. The caller of ``execute`` manages its blocks; none are recycled.
             logits_processors: custom processors, applied in this order in every step.
             allocates: whether the KV cache is allocated now; if not, the caller has to call
                 ``allocate_kv_cache`` before the first step.
@@ -120,7 +117,7 @@ class ModelRunner:
         self.device = resolve_device(config.device)
         self.path = kernel_path(self.device)
         with self._on_device():
-            self._build(model, head_policy, per_head_ids, progress)
+            self._build(model, head_policy, progress)
         self._unusable = _NO_CACHE
         if allocates:
             self.allocate_kv_cache(progress=progress)
@@ -129,7 +126,6 @@ class ModelRunner:
         self,
         model: DecoderModel | None,
         head_policy: HeadPolicy | None,
-        per_head_ids: bool,
         progress: bool,
     ) -> None:
         """Build everything but the KV cache, with the runner's GPU as the current device."""
@@ -155,9 +151,7 @@ class ModelRunner:
             config, model_config, head_policy, is_checkpoint=model is None
         )
         """Which tokens each KV head sees."""
-        self.head_groups = resolve_head_groups(
-            config, self.head_policy, self.max_model_len, per_head_ids=per_head_ids
-        )
+        self.head_groups = resolve_head_groups(config, self.head_policy, self.max_model_len)
         """Which KV heads share blocks."""
         head_scales = (
             load_kv_scales(checkpoint_dir(config.model), model_config)

@@ -154,7 +154,7 @@ def planted_core(name: str = "recycled") -> tuple[HeadwiseBench, EngineCore]:
     return bench, bench.engine(name, model, enable_prefix_caching=True)
 
 
-@pytest.mark.parametrize("name", ["uniform", "kept", "recycled", "recycled-fp8"])
+@pytest.mark.parametrize("name", ["uniform", "kept", "discrete", "recycled", "recycled-fp8"])
 def test_a_planted_prompt_is_a_prefix_hit_except_for_its_last_block(name):
     _, engine = planted_core(name)
     prompt = [7 + i % 300 for i in range(200)]
@@ -188,15 +188,16 @@ def test_no_code_of_a_planted_fp8_cache_is_nan():
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_every_variant_runs_the_same_requests(planted):
+    variants = ("uniform", "masked", "kept", "discrete", "recycled")
     bench = HeadwiseBench(
-        **SMALL, variants=("uniform", "kept", "recycled"), prompt_tokens=90, output_tokens=6,
-        num_requests=3, planted=planted,
+        **SMALL, variants=variants, prompt_tokens=90, output_tokens=6, num_requests=3,
+        planted=planted,
     )  # fmt: skip
     said: list[str] = []
     result = run_headwise(bench, said.append)
     assert json.loads(json.dumps(result)) == result
-    assert [entry["variant"] for entry in result["results"]] == ["uniform", "kept", "recycled"]
-    assert len(said) == 3 * 2  # the start line and one run
+    assert tuple(entry["variant"] for entry in result["results"]) == variants
+    assert len(said) == 5 * 2  # the start line and one run
     for entry in result["results"]:
         (run,) = entry["runs"]
         assert run["tokens_per_s"] == pytest.approx(3 * 6 / run["seconds"])
@@ -204,7 +205,7 @@ def test_every_variant_runs_the_same_requests(planted):
         assert 5 * run["between_tokens_ms"] < run["seconds"] * 1e3
         assert run["cached_tokens"] == (3 * 80 if planted else 0)
         assert run["crowded_tokens_per_s"] is entry["crowded_ratio"] is None, "no request waits"
-    first, _, last = result["results"]
+    first, *_, last = result["results"]
     assert last["throughput_ratio"] == pytest.approx(last["tokens_per_s"] / first["tokens_per_s"])
     assert last["between_tokens_speedup"] == pytest.approx(
         first["between_tokens_ms"] / last["between_tokens_ms"]

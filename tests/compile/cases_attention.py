@@ -72,6 +72,7 @@ def cases(target: Target) -> list[AotCase]:
             _prefill(target, torch.bfloat16, 128, False, 4096, soft_cap=True, sinks=True, **option)
             for option in ({"offsets": True}, {"folds": True})
         ),
+        _prefill(target, torch.bfloat16, 128, True, 4096, ring=False, visits_masked=True),
     ]
 
 
@@ -190,6 +191,7 @@ def _prefill(
     folds: bool = False,
     soft_cap: bool = False,
     sinks: bool = False,
+    visits_masked: bool = False,
 ) -> AotCase:
     group = 2
     config = PrefillAttentionConfig.default_for(
@@ -208,6 +210,7 @@ def _prefill(
             head_dim,
             f"q{max_query_len}",
             *(["ring" if ring else "window"] if streaming else []),
+            *(["masked"] if visits_masked else []),
             *(["offsets"] if offsets else []),
             *(["splits"] if splits else []),
             *(["deterministic"] if folds else []),
@@ -234,6 +237,7 @@ def _prefill(
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": BLOCK_SIZE,
             "HAS_WINDOW": streaming,
+            "VISITS_MASKED": visits_masked,
             "HAS_RING": streaming and ring,
             "TILE_QUERIES": config.tile_rows // group,
             "TILE_ROWS": config.tile_rows,

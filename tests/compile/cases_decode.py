@@ -71,6 +71,7 @@ def cases(target: Target) -> list[AotCase]:
         _decode(target, torch.bfloat16, 64, True, group=8, sinks=True),
         _decode(target, torch.bfloat16, 256, False, soft_cap=True),
         _decode(target, torch.bfloat16, 128, False, deterministic=True, soft_cap=True, sinks=True),
+        _decode(target, torch.bfloat16, 128, True, visits_masked=True),
     ]
 
 
@@ -101,6 +102,7 @@ def _decode(
     merges: bool = True,
     early: bool = True,
     deterministic: bool = False,
+    visits_masked: bool = False,
     fp8: dict[str, object] = NO_FP8,
     soft_cap: bool = False,
     sinks: bool = False,
@@ -131,7 +133,7 @@ def _decode(
             head_dim,
             f"rows{rows}",
             f"segments{segments}",
-            *(["ring"] if streaming else []),
+            *(["masked" if visits_masked else "ring"] if streaming else []),
             *(["rounds"] if in_rounds else []),
             *([] if merges else ["merge_launch"]),
             *(["deterministic"] if deterministic else []),
@@ -158,7 +160,8 @@ def _decode(
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": BLOCK_SIZE,
             "HAS_WINDOW": streaming,
-            "HAS_RING": streaming,
+            "VISITS_MASKED": visits_masked,
+            "HAS_RING": streaming and not visits_masked,
             "IN_ROUNDS": in_rounds,
             "TILE_ROWS": padded_rows(rows),
             "TILE_TOKENS": config.tile_tokens,

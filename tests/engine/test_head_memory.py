@@ -328,9 +328,10 @@ def test_a_caller_may_manage_the_pages_of_each_head(checkpoint):
     expected = core.add_request("a", prompt, greedy(num_tokens))
     run(core)
     config = EngineConfig(
-        model=str(checkpoint), dtype="float64", device="cpu", num_kv_blocks=12, debug=True
-    )
-    runner = ModelRunner(config, head_policy=POLICY, per_head_ids=True, progress=False)
+        model=str(checkpoint), dtype="float64", device="cpu", num_kv_blocks=12, debug=True,
+        per_head_ids=True,
+    )  # fmt: skip
+    runner = ModelRunner(config, head_policy=POLICY, progress=False)
     assert len(runner.kv_report()["groups"]) == 2
     ids = [random.Random(head).sample(range(12), 6) for head in range(2)]
     assert ids[0] != ids[1]

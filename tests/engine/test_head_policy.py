@@ -142,6 +142,38 @@ def test_float32_logprobs_equal_a_model_that_masks_by_head(
                 torch.testing.assert_close(got.double(), row, rtol=0, atol=1e-4)
 
 
+TABLES = {
+    "discrete": {"per_head_ids": True},
+    "uniform, skips": {"window_recycling": False},
+    "uniform, masks": {"window_recycling": False, "visit_masked_pages": True},
+    "discrete, masks": {"per_head_ids": True, "visit_masked_pages": True},
+}
+
+
+@settings(max_examples=2)
+@given(data=st.data())
+def test_tokens_do_not_depend_on_the_form_of_the_tables(checkpoint, model, data):
+    """In chunks, batched, as prefix hits and, with 9 blocks, after preemptions."""
+    policy = data.draw(policies(model))
+    num_blocks = data.draw(st.sampled_from([9, 32]))
+    prompts = [list(range(3, 3 + length)) for length in (60, 41, 5)]
+    expected = [greedy_under(model, policy, prompt, NUM_TOKENS) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for name, options in TABLES.items():
+        with LLM(
+            str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=num_blocks,
+            head_policy=policy, max_num_batched_tokens=16, **options,
+        ) as llm:  # fmt: skip
+            groups = llm.kv_report()["groups"]
+            assert len(groups) == (2 if "per_head_ids" in options else 1)
+            assert all(group["window"] == -1 for group in groups)
+            layout = llm._engine.runner.kv_cache.layers[0].layout
+            assert layout.visits_masked == ("visit_masked_pages" in options)
+            for _ in range(2):
+                outputs = llm.generate(prompts, params)
+                assert [list(each.outputs[0].token_ids) for each in outputs] == expected, name
+
+
 def test_a_policy_can_come_from_a_file_and_must_fit_the_model(checkpoint, model, tmp_path):
     config = model.config
     layers, heads = config.num_hidden_layers, config.num_key_value_heads

@@ -39,6 +39,18 @@ def make_queries(case: PagedCase, group: int, seed: int = 0, spare_rows: int = 0
     return fused.to(case.key.device)[:, : heads * group]
 
 
+def finite(case: PagedCase) -> PagedCase:
+    """Return the case with 3 instead of NaN in pages and scales that no query sees."""
+
+    def filled(x: torch.Tensor) -> torch.Tensor:
+        return x.float().nan_to_num(3.0).to(x.dtype)
+
+    scales = case.scales
+    if scales is not None:
+        scales = replace(scales, k_scale=filled(scales.k_scale), v_scale=filled(scales.v_scale))
+    return replace(case, k_cache=filled(case.k_cache), v_cache=filled(case.v_cache), scales=scales)
+
+
 def empty_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return strided out and lse full of the sentinel."""
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

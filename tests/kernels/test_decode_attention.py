@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv1 import kernels
@@ -26,6 +26,7 @@ from tests.kernels.paged_attention import (
     assert_in_budget,
     empty_outputs,
     exact,
+    finite,
     make_plan,
     make_queries,
     permuted,
@@ -329,6 +330,36 @@ def test_pages_that_no_query_sees_are_not_read(device, data):
         run_decode(ops, case, q, query_len=query_len, num_kv_splits=2, visited=visited)
         marks.append(visited)
     assert torch.equal(*marks)
+
+
+@settings(max_examples=settings.default.max_examples // 3)
+@given(data=st.data())
+def test_pages_that_windows_hide_may_be_visited_and_masked(device, data):
+    """The result is that of a launch that skips them; kernel and oracle visit the same pages."""
+    query_len = data.draw(st.sampled_from([1, 3]))
+    cases = paged_caches(
+        layouts=kv_layouts(
+            kinds=["hnd", "per_head_ids"],
+            head_dims=(16, 80),
+            num_kv_heads=(1, 2),
+            max_blocks=3,
+            gap_elements=16,
+        ),
+        granularities=[None, "quarter"],
+        uniform_query_len=query_len,
+    )
+    case = finite(data.draw(cases).to(device))
+    q = make_queries(case, 1)
+    visiting = replace(case.layout, visits_masked=True)
+    shape = (case.seq_lens.shape[0], case.layout.num_kv_heads, case.layout_case.row_width)
+    marks = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(3)]
+    options = {"query_len": query_len, "num_kv_splits": 2}
+    got = run_decode(kernels, case, q, layout=visiting, visited=marks[0], **options)
+    oracle = run_decode(reference, case, q, layout=visiting, visited=marks[1], **options)
+    assert_in_budget(got, oracle, exact(case, q), case)
+    assert torch.equal(marks[0], marks[1])
+    run_decode(kernels, case, q, visited=marks[2], **options)
+    assert (marks[2] <= marks[0]).all()
 
 
 @given(case=paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=1))

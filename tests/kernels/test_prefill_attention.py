@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv1 import kernels
@@ -28,6 +28,7 @@ from tests.kernels.paged_attention import (
     assert_in_budget,
     empty_outputs,
     exact,
+    finite,
     make_queries,
     make_splits,
     permuted,
@@ -360,6 +361,36 @@ def test_pages_that_no_query_sees_are_not_read(device, data):
         visited = torch.zeros(shape, dtype=torch.uint8, device=device)
         run_prefill(ops, case, q, attn_mask_offsets=offsets, splits=splits, visited=visited)
         marks.append(visited)
+    assert torch.equal(*marks)
+
+
+@pytest.mark.usefixtures("_any_share")
+@settings(max_examples=settings.default.max_examples // 3)
+@given(data=st.data())
+def test_pages_that_windows_hide_may_be_visited_and_masked(device, data):
+    """The result is that of a launch that skips them; kernel and oracle visit the same pages."""
+    layouts = kv_layouts(
+        kinds=["hnd", "per_head_ids"],
+        head_dims=(16, 80),
+        num_kv_heads=(1, 2),
+        max_blocks=3,
+        gap_elements=16,
+    )
+    case = finite(data.draw(paged_caches(layouts=layouts)).to(device))
+    q = make_queries(case, 1)
+    offsets = _draw_offsets(data.draw, case) if data.draw(st.booleans()) else None
+    splits = make_splits(case, q, data.draw(st.sampled_from([1, 3])))
+    visiting = replace(case.layout, visits_masked=True)
+    shape = (case.seq_lens.shape[0], case.layout.num_kv_heads, case.layout_case.row_width)
+    marks, results = [], []
+    for ops in (kernels, reference):
+        marks.append(torch.zeros(shape, dtype=torch.uint8, device=device))
+        options = {"attn_mask_offsets": offsets, "splits": splits, "visited": marks[-1]}
+        results.append(run_prefill(ops, case, q, layout=visiting, **options))
+    if offsets is None:
+        assert_in_budget(*results, exact(case, q), case)
+    else:
+        torch.testing.assert_close(results[0].out, results[1].out, rtol=2e-2, atol=2e-2)
     assert torch.equal(*marks)
 
 

@@ -117,6 +117,7 @@ class Cache(NamedTuple):
 
     BLOCK_SIZE: int
     HAS_WINDOW: bool
+    VISITS_MASKED: bool  # whether items have keys that windows hide
     HAS_RING: bool
     FP8_PATH: str | None  # None = not an fp8 cache
     SCALES_PER_BLOCK: int  # per head; 0 = one scale for all blocks
@@ -306,7 +307,8 @@ def _attend_item(
         if softmax.soft_cap is not None:
             scores = soft_capped(scores, softmax.soft_cap)
         visible = present[:, None]
-        if HEADS.QUERY_LEN > 1:  # a single query sees all keys of its item
+        # A single query sees all keys of its item, unless hidden keys are visited.
+        if HEADS.QUERY_LEN > 1 or CACHE.VISITS_MASKED:
             visible = visible & (position[:, None] <= queries.position[None, :])
             if CACHE.HAS_WINDOW:
                 visible &= (
@@ -448,7 +450,7 @@ def _write_item(
     req = item.req.to(tl.int64)
     head = item.head
     query_position = query
-    if HEADS.QUERY_LEN > 1:
+    if HEADS.QUERY_LEN > 1 or CACHE.VISITS_MASKED:
         query_position = tl.where(in_tile, item.seq_len - HEADS.QUERY_LEN + query, -1)
 
     out_row = req * HEADS.QUERY_LEN + query
@@ -534,6 +536,7 @@ def _paged_decode_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    VISITS_MASKED: tl.constexpr,  # whether items have keys that windows hide
     HAS_RING: tl.constexpr,
     IN_ROUNDS: tl.constexpr,  # whether there may be more items than programs
     TILE_ROWS: tl.constexpr,  # power of two >= max(8, QUERY_LEN * GROUP)
@@ -554,7 +557,9 @@ def _paged_decode_attention_kernel(
         let_next_start(OVERLAP)
     num_items = tl.load(counts_ptr, cache_modifier=".cg" if EARLY else "")
     HEADS: tl.constexpr = Heads(NUM_KV_HEADS, QUERY_LEN, GROUP, HEAD_DIM)
-    CACHE: tl.constexpr = Cache(BLOCK_SIZE, HAS_WINDOW, HAS_RING, FP8_PATH, SCALES_PER_BLOCK)
+    CACHE: tl.constexpr = Cache(
+        BLOCK_SIZE, HAS_WINDOW, VISITS_MASKED, HAS_RING, FP8_PATH, SCALES_PER_BLOCK
+    )
     TILES: tl.constexpr = Tiles(
         TILE_ROWS, TILE_TOKENS, TILE_DIM, PRECISION, MERGE_ROWS, LOADED_STATES, EARLY,
         DETERMINISTIC,
@@ -821,6 +826,7 @@ def paged_decode_attention(
         HEAD_DIM=layout.head_dim,
         BLOCK_SIZE=layout.block_size,
         HAS_WINDOW=layout.has_window,
+        VISITS_MASKED=layout.has_window and layout.visits_masked,
         HAS_RING=layout.has_ring,
         IN_ROUNDS=in_rounds,
         TILE_ROWS=padded_rows(plan.query_len * group),

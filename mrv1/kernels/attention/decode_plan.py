@@ -191,7 +191,7 @@ def _plan_decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,  # whether windows hide keys from items
     NUM_SPLITS: tl.constexpr,  # pieces of the longest segment; 0 = equal shares
     PIECE_TILES: tl.constexpr,  # tiles of the first fixed pieces; 0 = see NUM_SPLITS
     MIN_TILES: tl.constexpr,  # fewest of a piece, with equal shares
@@ -370,7 +370,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         NUM_KV_HEADS=plan.num_kv_heads,
         QUERY_LEN=plan.query_len,
         TILE_TOKENS=plan.config.tile_tokens,
-        HAS_WINDOW=layout.has_window,
+        HAS_WINDOW=layout.has_window and not layout.visits_masked,
         NUM_SPLITS=plan.num_kv_splits or 0,
         PIECE_TILES=PIECE_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
         MIN_TILES=plan.config.min_tiles,

@@ -345,7 +345,8 @@ class DecodePlan:
         # Every segment of several pieces adds at least one item to the number of segments.
         max_merges = min(segments, max_items - segments) if max_pieces > 1 else 0
         num_states = max_items if max_merges else 0
-        num_full = sum(role.window < 0 for role in layout.roles) or num_kv_heads
+        reads_all = [role.window < 0 or layout.visits_masked for role in layout.roles]
+        num_full = sum(reads_all) or num_kv_heads
         usual_pieces = min(most_items // max(1, max_reqs * num_full), max_pieces)
         return cls(
             config=config,

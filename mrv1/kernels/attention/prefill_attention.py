@@ -299,6 +299,7 @@ def _paged_prefill_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    VISITS_MASKED: tl.constexpr,  # whether the pages that windows hide are read and masked
     HAS_RING: tl.constexpr,
     TILE_QUERIES: tl.constexpr,  # TILE_ROWS // GROUP
     TILE_ROWS: tl.constexpr,
@@ -378,9 +379,10 @@ def _paged_prefill_attention_kernel(
     sink_end = 0
     if window is not None:
         window = tl.where(window < 0, NO_WINDOW, window)
-        sink_end = tl.minimum(sink, end)
-        start = tl.maximum(start, first_position + 1 - window)
-        start = tl.minimum(tl.maximum(start, sink_end), end)
+        if not VISITS_MASKED:
+            sink_end = tl.minimum(sink, end)
+            start = tl.maximum(start, first_position + 1 - window)
+            start = tl.minimum(tl.maximum(start, sink_end), end)
         inner_start = tl.maximum(inner_start, end_position - window)
     sink_tiles = tl.cdiv(sink_end, TILE_TOKENS)
     gap = tl.maximum(start // TILE_TOKENS, sink_tiles) - sink_tiles
@@ -409,6 +411,9 @@ def _paged_prefill_attention_kernel(
     table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_table_row + table_offset
     table_row = TableRow(table_row_ptr, 0, sink, ring_blocks)
     keys = VisibleKeys(start, end, sink_end, query_position, first_key, end_key, window, sink)
+    read = keys
+    if VISITS_MASKED:
+        read = VisibleKeys(start, end, sink_end, query_position, first_key, end_key, None, None)
     visited_row_ptr = None
     if visited_ptr is not None:
         visited_row = req.to(tl.int64) * num_kv_heads + head
@@ -450,7 +455,7 @@ def _paged_prefill_attention_kernel(
     lane = tl.arange(0, TILE_TOKENS)
     # Blocks are looked up a step ahead, so that no load of pages waits for a load of the table.
     next_tile = first_tile
-    next_block = _load_blocks(table_row, visited_row_ptr, keys, next_tile, BLOCK_SIZE, TILE_TOKENS)
+    next_block = _load_blocks(table_row, visited_row_ptr, read, next_tile, BLOCK_SIZE, TILE_TOKENS)
     for step in range(first_step, end_step):
         if FOLDS and step * TILE_TOKENS == cut:
             folded, folded_top, folded_total = fold_piece(
@@ -463,7 +468,7 @@ def _paged_prefill_attention_kernel(
         block = next_block.to(tl.int64)
         next_tile = tl.where(step + 1 < sink_tiles, step + 1, step + 1 + gap)
         next_block = _load_blocks(
-            table_row, visited_row_ptr, keys, next_tile, BLOCK_SIZE, TILE_TOKENS
+            table_row, visited_row_ptr, read, next_tile, BLOCK_SIZE, TILE_TOKENS
         )
         token_of_page = (tile * TILE_TOKENS % BLOCK_SIZE + lane % BLOCK_SIZE).to(tl.int64)
         address = head_base + token_of_page * token_stride + block * block_stride
@@ -730,6 +735,7 @@ def paged_prefill_attention(
         HEAD_DIM=layout.head_dim,
         BLOCK_SIZE=layout.block_size,
         HAS_WINDOW=layout.has_window,
+        VISITS_MASKED=layout.has_window and layout.visits_masked,
         HAS_RING=layout.has_ring,
         TILE_QUERIES=tile_queries,
         TILE_ROWS=config.tile_rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -143,6 +144,9 @@ def _attend_requests(
             if lse is not None:
                 lse[first:last] = tile_lse
             if visited is not None:
+                if layout.visits_masked:
+                    unmasked = replace(layout, has_window=False)
+                    visible = _visible(positions, present[:, keys], unmasked, ranges)
                 pages = visible.any(1).unflatten(1, (-1, layout.block_size)).any(2)
                 head, block = pages.nonzero(as_tuple=True)
                 visited[row, head, table_columns(layout, num_blocks)[head, block]] = 1
@@ -172,9 +176,10 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     for req, seq_len in enumerate(seq_lens.tolist()):
         for head, role in enumerate(layout.roles):
             window, sink = role.window, role.sink
-            sink_end = min(sink, seq_len) if window >= 0 else 0
+            hides = window >= 0 and not layout.visits_masked
+            sink_end = min(sink, seq_len) if hides else 0
             first = max(seq_len - plan.query_len - window + 1, sink_end)
-            start = min(first, seq_len) if window >= 0 else 0
+            start = min(first, seq_len) if hides else 0
             whole = Item(
                 req=req,
                 head=head,

@@ -94,6 +94,10 @@ class KVLayout:
     """Shapes of a four-dimensional cache without its first dimension, the blocks: ``(kv_heads,
     block_size, head_dim)`` for HND, ``(block_size, kv_heads, head_dim)`` for NHD, none for others
     (host fact)."""
+    visits_masked: bool = False
+    """Whether attention also reads the pages that windows hide, and masks their keys, instead of
+    skipping these pages (host fact). It is slower, for comparisons; no head has a ring then, and
+    the hidden values must be finite."""
 
     @classmethod
     def build(

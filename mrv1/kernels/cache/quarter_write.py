@@ -41,7 +41,6 @@ from mrv1.kernels.cache.scale_arguments import (
 
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
-
 COMPARED_TOKENS = 256
 """Most tokens of a launch that compares slots: one launch, as decode steps want it. Not tuned."""
 
