@@ -199,7 +199,7 @@ class EngineConfig:
     the blocks of running requests. Default: the blocks of 64 requests."""
     attention_backend: AttentionBackendName = "triton"
     """``triton``: mrv1's own kernels. ``flashinfer``: FlashInfer, which must be installed; on a
-    GPU, in float16 or bfloat16, without fp8."""
+    GPU, in float16 or bfloat16, without fp8 and not with ``deterministic``."""
     enable_prefix_caching: bool = True
     """Keep the blocks of prompts and outputs for later requests that begin with the same tokens.
     Off with the ``quarter`` scales of ``kv_scale``, whose bytes depend on the order of writes."""
@@ -270,7 +270,7 @@ class EngineConfig:
                 "visit_masked_pages: expected tables that keep all blocks "
                 "(window_recycling=False or per_head_ids=True), got neither"
             )
-        for name in ("per_head_ids", "visit_masked_pages"):
+        for name in ("deterministic", "per_head_ids", "visit_masked_pages"):
             if getattr(self, name) and self.attention_backend == "flashinfer":
                 raise ConfigError(
                     f"{name}: expected attention_backend='triton' with it, got 'flashinfer'"

@@ -262,6 +262,10 @@ def test_quarter_scales_are_refused_with_determinism_and_switch_prefix_caching_o
             r"or per_head_ids=True\), got neither",
         ),
         (
+            {"deterministic": True, "attention_backend": "flashinfer"},
+            "deterministic: expected attention_backend='triton' with it, got 'flashinfer'",
+        ),
+        (
             {"per_head_ids": True, "attention_backend": "flashinfer"},
             "per_head_ids: expected attention_backend='triton' with it, got 'flashinfer'",
         ),
