@@ -24,7 +24,7 @@ from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
 from mrv1.multimodal import MultimodalItem, as_items, in_order, visible_ranges, whole_spans
 from mrv1.multimodal.mrope import mrope_positions
-from mrv1.runner import AsyncOutput, KVUsage, ModelRunner, RequestId, StepPlan
+from mrv1.runner import AsyncOutput, KVListener, KVUsage, ModelRunner, RequestId, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
 from mrv1.sampler.params import short
@@ -393,6 +393,14 @@ class EngineCore:
         """End a request at its newest token, as a stop token would; ``reason``: a stop string."""
         self.scheduler.stop(request, reason)
         self._drain()
+
+    def set_kv_listener(self, listener: KVListener | None) -> None:
+        """Tell ``listener`` of the keys and values of every step launched from now on.
+
+        Args:
+            listener: see ``KVListener``; None = no listener.
+        """
+        self.runner.set_kv_listener(listener)
 
     @recovers
     def reset_prefix_cache(self) -> bool:

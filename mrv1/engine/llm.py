@@ -27,7 +27,7 @@ from mrv1.models import NamedTensors
 from mrv1.multimodal import VisionEncoder
 from mrv1.options import env_fields, takes
 from mrv1.progress import UseTqdm, counting_items
-from mrv1.runner import KVUsage
+from mrv1.runner import KVListener, KVUsage
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.params import short
 
@@ -478,6 +478,19 @@ class LLM:
         """
         self._abort_forgotten()
         self._engine.update_weights(named_tensors, partial=partial)
+
+    @in_turn
+    def set_kv_listener(self, listener: KVListener | None) -> None:
+        """Tell ``listener`` of the keys and values of every step launched from now on.
+
+        It is called layer by layer as soon as a layer's keys and values are on their way into
+        the cache, with the tokens of each request, and with those that the prefix cache had.
+
+        Args:
+            listener: see ``mrv1.runner.KVListener``. If it raises, the requests of that step end
+                with a ``StepError``, and the engine goes on. None = no listener.
+        """
+        self._engine.set_kv_listener(listener)
 
     # --- reports and end ------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The runner executes one step: slot state, batch, KV cache, layers, sampling, output."""
 
 from mrv1.runner.async_output import AsyncOutput
-from mrv1.runner.kv_listener import KVListener, KVReady
+from mrv1.runner.kv_listener import KVListener, KVReady, KVTokens
 from mrv1.runner.model_runner import ModelRunner
 from mrv1.runner.report import KVGroupReport, KVReport, KVUsage
 from mrv1.runner.step import (
@@ -20,6 +20,7 @@ __all__ = [
     "KVListener",
     "KVReady",
     "KVReport",
+    "KVTokens",
     "KVUsage",
     "ModelRunner",
     "RequestId",

@@ -112,25 +112,12 @@ class BlockTables:
         if keeps != (self._ids is not None):
             self._ids = {} if keeps else None
 
-    def written(
-        self, plan: StepPlan, num_before: Int32Array
-    ) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
-        """Return the blocks that each row of a staged plan writes, as ``KVReady.block_ids``.
-
-        Args:
-            plan: the step's plan.
-            num_before: ``[rows]`` tokens computed before the step.
-        """
-        ids, size = self._ids or {}, self._block_size
-        ends = num_before + plan.num_scheduled_tokens
-        return tuple(
-            tuple(tuple(known[first // size : -(-end // size)]) for known in ids[slot])
-            if slot in ids
-            else None
-            for slot, first, end in zip(
-                plan.slots.tolist(), num_before.tolist(), ends.tolist(), strict=True
-            )
-        )
+    def ids_of(self, slot: int, start: int, stop: int) -> tuple[tuple[int, ...], ...] | None:
+        """Return the blocks of positions ``start`` to ``stop`` - 1, as ``KVTokens.block_ids``."""
+        if self._ids is None or slot not in self._ids:
+            return None
+        size = self._block_size
+        return tuple(tuple(known[start // size : -(-stop // size)]) for known in self._ids[slot])
 
     def _check(self, plan: StepPlan) -> Int64Array:
         """Return the slots that get blocks; raise unless each has a row in the step."""

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mrv1.runner.step import StepPlan
+from mrv1.models.batch import LayerCache
+from mrv1.runner.block_table import BlockTables
+from mrv1.runner.step import Int32Array, RequestId, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTokens:
+    """Tokens of a request that a step adds to those whose keys and values are in its blocks."""
+
+    req_id: RequestId
+    slot: int
+    start: int
+    """Position of the first token; 0 in the step in which the request enters."""
+    stop: int
+    """Position after the last token: the request's next step starts here."""
+    num_cached: int
+    """Leading tokens of the range that the prefix cache had: earlier steps have written them. A
+    streaming head has them only where its sink and window are."""
+    block_ids: tuple[tuple[int, ...], ...] | None
+    """For each head group: the blocks in which these positions lie, in order; -1 = no page. None =
+    the request took its slot before there was a listener."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,40 +38,85 @@ class KVReady:
     """The step, its rows in any order. Each row writes the next ``num_scheduled_tokens`` positions
     of the request in its slot. Nothing is written for a request that had stopped, or that a custom
     processor refused."""
-    block_ids: WrittenBlocks
-    """Row by row of the plan, for each head group: the blocks in which these positions lie, in
-    order; -1 = no page. None = the request took its slot before there was a listener."""
+    tokens: tuple[KVTokens, ...]
+    """Row by row of the plan: the positions that it adds and their blocks, with those that the
+    prefix cache had when the request enters."""
     layer: int
+    cache: LayerCache
+    """The layer's pages, their layout, and the scales of an fp8 cache."""
     event: torch.cuda.Event | None
-    """Recorded after the write, or after the CUDA graph that contains the write: several layers
-    may share one event. None on a CPU, where the write is over."""
+    """Recorded after the write, or after the CUDA graph that contains the write: then all layers
+    of the step share one event. None on a CPU, where the write is over."""
 
-
-WrittenBlocks = tuple[tuple[tuple[int, ...], ...] | None, ...]
 
 KVListener = Callable[[KVReady], None]
 """Called once per layer, in order, on the thread that launches, during ``ModelRunner.execute`` or
-``forward``. It must not wait; an exception fails the step. With a listener, a step with prompts
-runs without a CUDA graph, and the calls come between its layers; a graph's calls come after it.
+``forward``. It must not wait. An exception fails the step: its requests end with a ``StepError``,
+others go on. With a listener, a step with prompts runs without a CUDA graph, and the calls come
+between its layers, each with an event of its own. A decode step stays one graph, because an event
+for each layer would need a graph that is captured with it: the calls come after the graph's
+launch, and share one event.
 
 Once ``KVReady.event``, recorded on the stream of the launch, has passed, another stream may read
 the keys, values and scales that the step wrote in that layer. They do not change until a step is
-launched whose requests were allocated the same blocks; the reader must be done by then. Rejected
-drafts, and everything with ``kv_scale="quarter"``, last only until the request's next step.
+launched whose requests were allocated the same blocks; the reader must be done by then, or the
+stream of the launch must wait for it. Rejected drafts, and everything with
+``kv_scale="quarter"``, last only until the request's next step.
 """
+
+
+def tokens_of(plan: StepPlan, num_before: Int32Array, tables: BlockTables) -> tuple[KVTokens, ...]:
+    """Return the tokens that each row of a staged plan adds.
+
+    Args:
+        plan: the step's plan.
+        num_before: ``[rows]`` tokens of each row that were computed before the step.
+        tables: keeps the ids of blocks.
+    """
+    cached = {request.slot: request.num_computed_tokens for request in plan.entering}
+    found = []
+    for req_id, slot, before, count in zip(
+        plan.req_ids,
+        plan.slots.tolist(),
+        num_before.tolist(),
+        plan.num_scheduled_tokens.tolist(),
+        strict=True,
+    ):
+        num_cached = cached.get(slot, 0)
+        start, stop = before - num_cached, before + count
+        found.append(
+            KVTokens(
+                req_id=req_id,
+                slot=slot,
+                start=start,
+                stop=stop,
+                num_cached=num_cached,
+                block_ids=tables.ids_of(slot, start, stop),
+            )
+        )
+    return tuple(found)
 
 
 def tell(
     listener: KVListener,
     plan: StepPlan,
-    block_ids: WrittenBlocks,
+    tokens: tuple[KVTokens, ...],
+    caches: Sequence[LayerCache],
     device: torch.device,
     *layers: int,
 ) -> None:
-    """Tell ``listener`` of layers whose writes are on the current stream; they share an event."""
+    """Tell ``listener`` of layers whose writes are on the current stream; they share an event.
+
+    Raises:
+        RuntimeError: the listener raised an exception, which is the cause.
+    """
     event = None
     if device.type == "cuda":
         event = torch.cuda.Event()
         event.record()
     for layer in layers:
-        listener(KVReady(plan=plan, block_ids=block_ids, layer=layer, event=event))
+        ready = KVReady(plan=plan, tokens=tokens, layer=layer, cache=caches[layer], event=event)
+        try:
+            listener(ready)
+        except Exception as error:  # of any type: it is the caller's code
+            raise RuntimeError(f"KV listener, layer {layer}: {error!r}") from error

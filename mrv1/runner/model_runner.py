@@ -29,7 +29,7 @@ from mrv1.runner.debug import check_block_ids, synced
 from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep, TokenMasks
 from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
-from mrv1.runner.kv_listener import KVListener, tell
+from mrv1.runner.kv_listener import KVListener, tell, tokens_of
 from mrv1.runner.logprobs import LogprobReport, LogprobRequests
 from mrv1.runner.profile import blocks_of_groups, kv_bytes, warm_up
 from mrv1.runner.report import KVReport, describe_runner, report_of
@@ -498,14 +498,16 @@ class ModelRunner:
         self._outputs.start()
         if plan.staged_features:
             self.features.copy(plan)
-        on_written = None
+        on_kv_written = None
         if self._kv_listener is not None:
-            blocks = self.block_tables.written(plan, self._num_before(plan))
-            on_written = partial(tell, self._kv_listener, plan, blocks, self.device)
+            tokens = tokens_of(plan, self._num_before(plan), self.block_tables)
+            on_kv_written = partial(
+                tell, self._kv_listener, plan, tokens, self.kv_cache.layers, self.device
+            )
         if staged is None:
             forwarded = self._graphs.replay(rows.shape)
-            if on_written is not None:
-                on_written(*range(self.spec.num_layers))
+            if on_kv_written is not None:
+                on_kv_written(*range(self.spec.num_layers))
             return _Launched(plan, rows, forwarded)
         with torch.inference_mode():
             forwarded = self._step.forward(
@@ -519,7 +521,7 @@ class ModelRunner:
                 check=partial(check_block_ids, plan, rows, self.kv_cache)
                 if self.config.debug
                 else None,
-                on_kv_written=on_written,
+                on_kv_written=on_kv_written,
             )
         return _Launched(plan, rows, forwarded)
 

@@ -213,13 +213,13 @@ def test_a_kv_listener_is_called_for_every_layer_of_a_prefill(checkpoint):
     assert [ready.layer for ready in heard] == [0, 1]
     assert all(ready.plan.req_ids == ("a",) for ready in heard)
     assert all((ready.event is None) == (runner.device.type == "cpu") for ready in heard)
-    assert all(ready.block_ids == (((2,),),) for ready in heard)
+    assert all([each.block_ids for each in ready.tokens] == [((2,),)] for ready in heard)
     runner.set_kv_listener(None)
     runner.execute(make_plan(1, {"a": (0, 1, ())})).result()
     assert len(heard) == 2
     runner.set_kv_listener(heard.append)  # it knows no blocks of requests that were here before
     runner.execute(make_plan(2, {"a": (0, 1, ())})).result()
-    assert [ready.block_ids for ready in heard[2:]] == [(None,)] * 2
+    assert [each.block_ids for ready in heard[2:] for each in ready.tokens] == [None] * 2
     runner.close()
 
 
@@ -253,7 +253,9 @@ def test_a_kv_listener_is_called_for_every_step_and_finds_its_keys_written(check
         ):
             first, last = computed[slot], computed[slot] + count - 1
             written = blocks[slot][first // BLOCK_SIZE : last // BLOCK_SIZE + 1]
-            assert ready.block_ids[[*plan.slots].index(slot)] == (tuple(written),)
+            (tokens,) = (each for each in ready.tokens if each.slot == slot)
+            assert (tokens.start, tokens.stop, tokens.num_cached) == (first, last + 1, 0)
+            assert tokens.block_ids == (tuple(written),)
             for position in range(computed[slot], computed[slot] + count):
                 block, offset = blocks[slot][position // BLOCK_SIZE], position % BLOCK_SIZE
                 written = layers[ready.layer].k[block, :, offset].clone()
