@@ -240,15 +240,15 @@ def test_a_prefix_whose_window_is_gone_is_computed_again(checkpoint):
 # --- any policy ----------------------------------------------------------------------------------
 
 seen = st.one_of(
-    st.just(FULL), st.builds(Visible, window=st.integers(1, 50), sink=st.integers(0, 24))
+    st.just(FULL), st.builds(Visible, window=st.integers(1, 90), sink=st.integers(0, 40))
 )
 
 
 @settings(max_examples=6)
 @given(
     heads=st.tuples(*[st.tuples(seen, seen)] * 2),
-    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
-    num_blocks=st.sampled_from([8, 30]),
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    num_blocks=st.sampled_from([12, 30]),
     budget=st.sampled_from([5, 16, 100]),
     caching=st.booleans(),
 )
@@ -258,7 +258,7 @@ def test_recycling_changes_no_token(checkpoint, heads, lengths, num_blocks, budg
     for options in ({"window_recycling": False, "overlap": False}, {}):
         core = make_core(
             checkpoint, policy, num_kv_blocks=num_blocks, max_num_batched_tokens=budget,
-            enable_prefix_caching=caching, max_model_len=120, **options,
+            enable_prefix_caching=caching, max_model_len=180, **options,
         )  # fmt: skip
         requests = []
         for round_ in range(2):
