@@ -251,6 +251,12 @@ class RequestState:
                 f"stop_token_sequences {name}: expected at most {max_num} of 1 to {max_len} "
                 f"tokens, got {len(lens)} of {lens}"
             )
+        spans = self.slots.mrope_spans
+        if spans is not None and len(request.multimodal) >= spans.shape[1]:  # one for the output
+            raise ValueError(
+                f"multimodal {name}: expected at most {spans.shape[1] - 1} items (max_mm_items), "
+                f"got {len(request.multimodal)}"
+            )
         # A newer epoch means that the former request of the slot has ended.
         if self._epochs_np[request.slot] >= request.epoch:
             raise ValueError(

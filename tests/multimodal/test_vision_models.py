@@ -20,12 +20,12 @@ from mrv1.config import EngineConfig
 from mrv1.device import kernel_path
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
-from mrv1.errors import RequestError
+from mrv1.errors import RequestError, StepError
 from mrv1.kernels import reference
 from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, load_model, stored_tensors
 from mrv1.multimodal import MultimodalItem
-from mrv1.runner.step import TokenLogprobs
+from mrv1.runner.step import SlotRequest, StepPlan, TokenLogprobs
 from mrv1.sampler import SamplingParams
 from tests.models.vision_families import (
     IMAGE,
@@ -396,6 +396,28 @@ def test_too_many_items_are_refused(case_of):
     ]
     with pytest.raises(RequestError, match=r"expected at most 2 items \(max_mm_items\), got 3"):
         engine.add_request("a", [IMAGE] * 6, SamplingParams(), multimodal=items)
+    request = SlotRequest(
+        req_id="a",
+        slot=0,
+        epoch=0,
+        token_ids=np.full(6, IMAGE, np.int32),
+        prompt_len=6,
+        sampling_params=SamplingParams(),
+        seed=0,
+        max_total_tokens=8,
+        multimodal=tuple(items),
+    )
+    plan = StepPlan(
+        step_id=0,
+        new=(request,),
+        req_ids=("a",),
+        slots=np.zeros(1, np.int32),
+        epochs=np.zeros(1, np.int32),
+        num_scheduled_tokens=np.array([6], np.int32),
+        new_block_ids={0: ((0,),)},
+    )
+    with pytest.raises(StepError, match=r"multimodal of 'a': expected at most 2 items"):
+        engine.runner.execute(plan)
 
 
 def test_qwen3_features_have_columns_for_early_layers(case_of):
