@@ -37,6 +37,7 @@ from mrv1.kernels import (
 from mrv1.kernels.attention import prefill_attention
 from mrv1.kernels.attention import splits as prefill_splits
 from mrv1.kernels.attention.plan import Item
+from mrv1.kernels.layers.contracts import FeatureRows
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
@@ -256,14 +257,31 @@ def _linear(ops: ModuleType, device: torch.device) -> Outputs:
             yield normed
 
 
+def _features(device: torch.device) -> FeatureRows:
+    """Return rows for two of three tokens, each with the embedding and 200 further columns."""
+    return FeatureRows(
+        rows=_normal(5, 400, device=device),
+        source=torch.tensor([2, -1, 4], dtype=torch.int32, device=device),
+        num_sources=torch.tensor([3], dtype=torch.int32, device=device),
+    )
+
+
+def _add_features(ops: ModuleType, device: torch.device) -> Outputs:
+    hidden = _normal(3, 200, device=device)
+    ops.add_features(hidden, _features(device), 200)
+    yield hidden
+
+
 def _embed_tokens(ops: ModuleType, device: torch.device) -> Outputs:
     ids = torch.tensor([0, 49, 7], device=device)
-    yield from ops.embed_tokens(
-        ids,
-        _normal(50, 200, device=device),
-        ids.flip(0),
-        _normal(50, 96, device=device).float(),
-    )
+    for features in (None, _features(device)):
+        yield from ops.embed_tokens(
+            ids,
+            _normal(50, 200, device=device),
+            ids.flip(0),
+            _normal(50, 96, device=device).float(),
+            features=features,
+        )
 
 
 def _fetch_upload(ops: ModuleType, device: torch.device) -> Outputs:
@@ -351,9 +369,9 @@ def _top_logprobs(ops: ModuleType, device: torch.device) -> Outputs:
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _apply_bad_words, _apply_rope, _apply_token_bitmask, _copy_pages, _edit_logits,
-        _embed_tokens, _fetch_upload, _gather_tokens, _kv_cache_write, _linear, _merge_states,
-        _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
+        _add_features, _apply_bad_words, _apply_rope, _apply_token_bitmask, _copy_pages,
+        _edit_logits, _embed_tokens, _fetch_upload, _gather_tokens, _kv_cache_write, _linear,
+        _merge_states, _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
         _post_update, _qkv_cache_write, _rms_norm, _sample_tokens, _scatter_segments,
         _silu_and_mul, _top_logprobs,
     )

@@ -130,7 +130,11 @@ BAD_LINES = [
     ("[1, 2]", "expected a JSON object, got list"),
     ("[" * 100_000, "expected a JSON object, got invalid JSON"),
     ('{"prompt_token_ids": [1], "text": 1}', r"got ['text']"),
-    ("{}", "prompt: expected a dict with one of ('prompt', 'prompt_token_ids'), got keys []"),
+    (
+        "{}",
+        "prompt: expected a dict with one of ('prompt', 'prompt_token_ids'), and maybe multimodal "
+        "or attn_mask_offsets, got keys []",
+    ),
     ('{"prompt": "x", "prompt_token_ids": [1]}', "expected a dict with one of"),
     ('{"prompt": "x"}', "prompt: expected token ids, because"),
     ('{"prompt_token_ids": []}', "prompt: expected at least one token, got none"),
