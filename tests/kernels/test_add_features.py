@@ -60,8 +60,14 @@ ROWS, SOURCE, COUNT = torch.zeros(5, 12), torch.zeros(3).int(), torch.zeros(1).i
             r"features\.rows: expected 4 columns from 9 on, got 12 columns",
         ),
         (torch.zeros(3, 4), (ROWS, SOURCE, COUNT), -1, ValueError, r"expected 4 columns from -1"),
-        (torch.zeros(3, 4), (ROWS.half(), SOURCE, COUNT), 4, TypeError, r"features\.rows: expec"),
-        (torch.zeros(3, 4), (ROWS, SOURCE.long(), COUNT), 4, TypeError, r"features\.source: exp"),
+        (torch.zeros(3, 4), (ROWS.half(), SOURCE, COUNT), 4, TypeError, r"features\.rows: expect"),
+        (
+            torch.zeros(3, 4),
+            (ROWS, SOURCE.long(), COUNT),
+            4,
+            TypeError,
+            r"features\.source: expect",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(device, hidden, features, first_column, error, message):

@@ -113,7 +113,7 @@ def test_fastdeploys_names_become_items_and_ranges(tmp_path):
     ("inputs", "message"),
     [
         ({"image_feature": [TWO]}, r"expected names of .*, got \['image_feature'\]"),
-        ({"generated_modality": 1}, "generated_modality: expected None, because the output is te"),
+        ({"generated_modality": 1}, "generated_modality: expected None, because the output"),
         ({"video_infinity_scales": [0.5]}, "video_infinity_scales: expected None, because"),
         ({"decode_states": [0, 2]}, "decode_states: expected 0 for every token"),
         (
