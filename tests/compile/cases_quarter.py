@@ -8,9 +8,10 @@ import torch
 
 from mrv1.kernels.cache.quarter_write import (
     QuarterWriteConfig,
-    _find_members_kernel,
+    _list_quarters_kernel,
     _mark_tokens_kernel,
-    _quarter_write_kernel,
+    _write_compared_kernel,
+    _write_listed_kernel,
 )
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import NUM_KV_HEADS, _caches, _fp8, _name
@@ -24,8 +25,9 @@ SHAPES = (
 
 def cases(target: Target) -> list[AotCase]:
     found = [_write(target, *shape, num) for shape in SHAPES for num in (33, 16384)]
+    found.append(_write(target, torch.bfloat16, 128, 16, 2048))  # small tiles
     for block_size in (16, 128):
-        found += [_mark(block_size), _find(block_size)]
+        found += [_mark(block_size), _list(block_size)]
     return found
 
 
@@ -41,24 +43,24 @@ def _write(
     config = QuarterWriteConfig.default_for(num_tokens, block_size // 4 * head_dim)
     fp8 = _fp8(target, "quarter")
     data, qkv_row = pointer(dtype), 4 * NUM_KV_HEADS * head_dim
-    members = None if config.compares else pointer(torch.int32)
-    how = "compared" if config.compares else "marked"
+    how = "compared" if config.compares else f"listed{config.tile_rows}"
+    listed = (pointer(torch.int32), pointer(torch.int64), pointer(torch.int32))
     return AotCase(
         name=_name("quarter_write", dtype, head_dim, f"block{block_size}_{how}"),
-        kernel=_quarter_write_kernel,
+        kernel=_write_compared_kernel if config.compares else _write_listed_kernel,
         args=(
             *_caches(dtype, fp8),
             *(data, qkv_row, head_dim),
             *(data, qkv_row, head_dim),
             *_slots(head_dim),
-            members,
+            *(() if config.compares else listed),
         ),
         constexprs={
             "NUM_KV_HEADS": NUM_KV_HEADS,
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": block_size,
             "TILE_ROWS": config.tile_rows,
-            "TILE_SLOTS": config.tile_slots,
+            **({"TILE_SLOTS": config.tile_slots} if config.compares else {}),
             **fp8,
         },
         num_warps=config.num_warps,
@@ -78,17 +80,20 @@ def _mark(block_size: int) -> AotCase:
     return AotCase(
         name=f"mark_tokens_block{block_size}",
         kernel=_mark_tokens_kernel,
-        args=(pointer(torch.int32), *_slots(128)),
+        args=(pointer(torch.int32), pointer(torch.int32), *_slots(128)),
         constexprs=_of_tokens(block_size),
         num_warps=4,
     )
 
 
-def _find(block_size: int) -> AotCase:
+def _list(block_size: int) -> AotCase:
     return AotCase(
-        name=f"find_members_block{block_size}",
-        kernel=_find_members_kernel,
-        args=(pointer(torch.int32), pointer(torch.int32), *_slots(128)),
+        name=f"list_quarters_block{block_size}",
+        kernel=_list_quarters_kernel,
+        args=(
+            *(pointer(torch.int32), pointer(torch.int64), pointer(torch.int32)),
+            *(pointer(torch.int32), *_slots(128)),
+        ),
         constexprs=_of_tokens(block_size) | {"TOKENS": block_size // 4},
         num_warps=4,
     )

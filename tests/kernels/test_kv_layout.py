@@ -89,6 +89,8 @@ def test_per_head_ids():
     assert torch.equal(layout.head_base, KVLayout.hnd(3, 16, 16).head_base)
     assert torch.equal(layout.block_stride, KVLayout.hnd(3, 16, 16).block_stride)
     assert layout.table_offset.tolist() == [0, 7, 14]
+    assert layout.full_heads.tolist() == [0]
+    assert layout.streaming_heads.tolist() == [1, 2]
     assert layout.group_of_head.tolist() == [0, 1, 2]
     assert layout.window.tolist() == [-1, 5, 9]
     assert layout.kinds.tolist() == [[-1, 0, 1], [5, 1, 1], [9, 2, 1]]
@@ -110,6 +112,7 @@ def test_dtypes_and_device():
         ("head_base", torch.int64),
         ("block_stride", torch.int64),
         ("table_offset", torch.int32),
+        ("full_heads", torch.int32),
         ("window", torch.int32),
         ("sink", torch.int32),
         ("ring_blocks", torch.int32),

@@ -178,7 +178,9 @@ def test_every_byte_is_as_plain_loops_leave_it(device, ops, case):
 def test_several_programs_and_tiles_of_slots(device, case, compares):
     """With both ways to find the new tokens of a quarter."""
     with pytest.MonkeyPatch.context() as patch:
-        small = QuarterWriteConfig(compares=compares, tile_rows=8, tile_slots=4, num_warps=1)
+        small = QuarterWriteConfig(
+            compares=compares, tile_rows=8, tile_slots=4, num_warps=1, programs_per_sm=1
+        )
         patch.setattr(QuarterWriteConfig, "default_for", lambda *_: small)
         _check(case, device)
 

@@ -76,6 +76,10 @@ class KVLayout:
     """[kv_heads] int32, row of ``slot_mapping``."""
     kinds: torch.Tensor
     """[kinds, 3] int32: each pair of window and sink, and the number of heads that have it."""
+    full_heads: torch.Tensor
+    """[full heads] int32: the heads without a window."""
+    streaming_heads: torch.Tensor
+    """[streaming heads] int32: the heads with a window."""
     num_groups: int
     """Rows of ``slot_mapping``."""
     address_unit: int
@@ -197,6 +201,8 @@ class KVLayout:
             kinds=torch.tensor(
                 [(*kind, count) for kind, count in kinds.items()], dtype=torch.int32, device=device
             ),
+            full_heads=column([h for h, r in enumerate(roles) if r.window < 0], torch.int32),
+            streaming_heads=column([h for h, r in enumerate(roles) if r.window >= 0], torch.int32),
             num_groups=num_groups,
             address_unit=math.gcd(head_dim, token_stride, *head_base, *block_stride),
             has_window=any(r.window >= 0 for r in roles),

@@ -15,8 +15,13 @@ quadratic. A larger launch has two small kernels before it, and their work is li
 stores each token's index where the token's key will be: in the first bytes of its row of the
 cache, for one head of each group. The second looks at the rows of a token's quarter. An index
 found there is a new token if that token's slot is this very row: the bytes of an older key cannot
-pass this test, because no new token has the slot of an older key. The owner is the program of the
-new token with the lowest slot.
+pass this test, because no new token has the slot of an older key. The new token with the lowest
+slot enters the quarter into its group's list, whose order does not matter, and the programs of
+each head share the list.
+
+On an H200 with 8 heads of 128 and blocks of 16, 16,384 tokens in the order of their slots, as an
+engine writes them, take 47.2 us, half of the copy bandwidth. In random order, which no engine
+produces, they take 314 us: the rows of a quarter are then read and written far apart in time.
 """
 
 from __future__ import annotations
@@ -26,9 +31,10 @@ from typing import NamedTuple
 
 import torch
 
+from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.cache.addresses import ALIGNED_CODES, split_slot
+from mrv1.kernels.cache.addresses import ALIGNED_CODES, PagedKV, split_slot
 from mrv1.kernels.cache.fp8 import decode_e4m3, finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import QUARTERS, KVScales
@@ -42,7 +48,13 @@ from mrv1.kernels.cache.scale_arguments import (
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
 COMPARED_TOKENS = 256
-"""Most tokens of a launch that compares slots: one launch, as decode steps want it. Not tuned."""
+"""Most tokens of a launch that compares slots: one launch, as decode steps want it. On an H200 it
+takes 9.9 us for 256 tokens and 17.6 us for 512; the three launches with a list take 16.5 us and
+17.5 us."""
+
+LARGE_TOKENS = 8192
+"""Fewest tokens of a launch with large tiles: on an H200 16,384 tokens take 47.2 us with tiles of
+16 quarters and 55.8 us with 4, and 2,048 tokens 16.8 us and 15.0 us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +68,12 @@ class QuarterWriteConfig:
     tile_slots: int
     """Slots compared at once, or tokens per program of the two kernels."""
     num_warps: int
+    programs_per_sm: int
+    """Programs of a launch that writes listed quarters, per streaming multiprocessor."""
 
     @classmethod
     def default_for(cls, num_tokens: int, quarter_elements: int) -> QuarterWriteConfig:
-        """Return the configuration, not tuned; with 8 warps the largest kernel spills on sm_90.
+        """Return the configuration, tuned on an H200 for a head of 128 and blocks of 16.
 
         Args:
             num_tokens: tokens of the launch.
@@ -67,10 +81,22 @@ class QuarterWriteConfig:
         """
         compares = num_tokens <= COMPARED_TOKENS
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
-            return cls(compares=compares, tile_rows=128, tile_slots=64, num_warps=1)
-        # Most programs own no quarter and end at once: a program takes several heads of a token.
-        tile_rows = 1 if compares else max(1, 4096 // triton.next_power_of_2(quarter_elements))
-        return cls(compares=compares, tile_rows=tile_rows, tile_slots=128, num_warps=4)
+            return cls(
+                compares=compares, tile_rows=128, tile_slots=64, num_warps=1, programs_per_sm=1
+            )
+        size = triton.next_power_of_2(quarter_elements)
+        elements = 2048
+        if (
+            num_tokens >= LARGE_TOKENS
+        ):  # with 8,192, quarters of other sizes spill on sm_90, sm_120
+            elements = 8192 if size == 512 else 4096
+        return cls(
+            compares=compares,
+            tile_rows=1 if compares else max(1, elements // size),
+            tile_slots=128,
+            num_warps=4,
+            programs_per_sm=16,
+        )
 
 
 class Slots(NamedTuple):
@@ -79,6 +105,14 @@ class Slots(NamedTuple):
     row_ptr: tl.tensor  # [TILE_ROWS]
     stride_token: tl.tensor
     num_tokens: tl.tensor
+
+
+class Vectors(NamedTuple):
+    """New keys or values, [num_tokens, NUM_KV_HEADS, HEAD_DIM]."""
+
+    ptr: tl.tensor
+    stride_token: tl.tensor
+    stride_head: tl.tensor
 
 
 class Quarters(NamedTuple):
@@ -141,6 +175,7 @@ def _marked_head(group_of_head_ptr, head_base_ptr, block_stride_ptr, NUM_KV_HEAD
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mark_tokens_kernel(
+    counts_ptr,  # [groups] int32, *written*: 0
     k_cache_ptr,  # one layer's keys, flat, as int32
     slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
     stride_slot_group,
@@ -155,6 +190,8 @@ def _mark_tokens_kernel(
     TILE_TOKENS: tl.constexpr,
 ):
     """Grid (cdiv(num_tokens, TILE_TOKENS), groups): store each token's index in its row."""
+    if tl.program_id(0) == 0:
+        tl.store(counts_ptr + tl.program_id(1), 0)
     head_base, block_stride, head = _marked_head(
         group_of_head_ptr, head_base_ptr, block_stride_ptr, NUM_KV_HEADS
     )
@@ -168,8 +205,10 @@ def _mark_tokens_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _find_members_kernel(
-    members_ptr,  # [groups, num_tokens, TOKENS] int32, *written*
+def _list_quarters_kernel(
+    counts_ptr,  # [groups] int32, quarters listed so far
+    first_slots_ptr,  # [groups, num_tokens] int64, *written*: first slot of each quarter
+    members_ptr,  # [groups, num_tokens, TOKENS] int32, *written*: its new tokens
     k_cache_ptr,  # one layer's keys, flat, as int32, with the indices of the new tokens
     slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
     stride_slot_group,
@@ -184,9 +223,10 @@ def _find_members_kernel(
     TOKENS: tl.constexpr,  # of a quarter
     TILE_TOKENS: tl.constexpr,
 ):
-    """Grid (cdiv(num_tokens, TILE_TOKENS), groups): list the new tokens of each token's quarter.
+    """Grid (cdiv(num_tokens, TILE_TOKENS), groups): list the quarters with new tokens.
 
-    -1 = this position is not new, or the quarter has a new token at a lower position.
+    The token at the lowest position of a quarter lists it. -1 = the token of this position is not
+    new.
     """
     head_base, block_stride, head = _marked_head(
         group_of_head_ptr, head_base_ptr, block_stride_ptr, NUM_KV_HEADS
@@ -194,25 +234,27 @@ def _find_members_kernel(
     token = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     group = tl.program_id(1).to(tl.int64)
     slot_row_ptr = slot_mapping_ptr + group * stride_slot_group
-    in_range = token < num_tokens
     slot_ptr = slot_row_ptr + token.to(tl.int64) * stride_slot_token
-    slot = tl.load(slot_ptr, mask=in_range, other=-1)
-    is_new = ((slot >= 0) & (head < NUM_KV_HEADS))[:, None]
+    slot = tl.load(slot_ptr, mask=token < num_tokens, other=-1)
+    is_new = (slot >= 0) & (head < NUM_KV_HEADS)
     first_slot = tl.where(slot >= 0, slot // TOKENS * TOKENS, 0)
     position = tl.arange(0, TOKENS)[None, :]
     block, first_offset = split_slot(first_slot, BLOCK_SIZE)
     offset = first_offset[:, None] + position
     address = (head_base + block * block_stride)[:, None] + offset * token_stride
-    found = tl.load(k_cache_ptr + address // 4, mask=is_new, other=-1)
+    found = tl.load(k_cache_ptr + address // 4, mask=is_new[:, None], other=-1)
     is_index = (found >= 0) & (found < num_tokens)
     found_ptr = slot_row_ptr + found.to(tl.int64) * stride_slot_token
-    found_slot = tl.load(found_ptr, mask=is_new & is_index, other=-1)
+    found_slot = tl.load(found_ptr, mask=is_index, other=-1)
     is_member = found_slot == first_slot[:, None] + position
     lowest = tl.min(tl.where(is_member, position, TOKENS), axis=1)
-    is_owned = (slot - first_slot == lowest)[:, None]
-    member_ptr = members_ptr + (group * num_tokens + token)[:, None] * TOKENS + position
-    member = tl.where(is_member & is_owned, found, -1)
-    tl.store(member_ptr, member, mask=in_range[:, None])
+    is_listed = is_new & (slot - first_slot == lowest)
+    place = tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
+    place += tl.atomic_add(counts_ptr + group, tl.sum(is_listed.to(tl.int32), axis=0))
+    index = group * num_tokens + place
+    tl.store(first_slots_ptr + index, first_slot, mask=is_listed)
+    member_ptr = members_ptr + index[:, None] * TOKENS + position
+    tl.store(member_ptr, tl.where(is_member, found, -1), mask=is_listed[:, None])
 
 
 @triton.jit
@@ -241,8 +283,43 @@ def _write_quarters(
     tl.store(cache_ptr + dim, code, mask=(is_new | is_moved) & in_head)
 
 
+@triton.jit
+def _write_rows(
+    pages, scales, key, value, head, first_slot, member, is_owned,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    FP8_PATH: tl.constexpr,
+):  # fmt: skip
+    """Write K and V of the quarters at ``first_slot`` of the heads ``head``, [TILE_ROWS] int64.
+
+    ``member``, [TILE_ROWS, TOKENS] int32, are their new tokens, -1 = not new.
+    """
+    position = tl.arange(0, TOKENS)[None, :]
+    is_begun = tl.max(tl.where(position == 0, member, -1), axis=1) >= 0
+    block, first_offset = split_slot(first_slot, BLOCK_SIZE)
+    head_base = tl.load(pages.base_ptr + head, mask=is_owned, other=0)
+    block_stride = tl.load(pages.block_stride_ptr + head, mask=is_owned, other=0)
+    offset = first_offset[:, None] + position
+    address = (head_base + block * block_stride)[:, None] + offset * pages.token_stride
+    address = tl.multiple_of(address, [ALIGNED_CODES, ALIGNED_CODES])[:, :, None]
+    scale_base = tl.load(scales.base_ptr + head, mask=is_owned, other=0)
+    scale_block_stride = tl.load(scales.block_stride_ptr + head, mask=is_owned, other=0)
+    scale_address = scale_base + block * scale_block_stride + first_offset // TOKENS
+    scale_address = scale_address[:, None, None]
+    member = member.to(tl.int64)[:, :, None]
+    head = head[:, None, None]
+    quarters = Quarters(member >= 0, is_owned[:, None, None], is_begun[:, None, None])
+    x_ptr = key.ptr + member * key.stride_token + head * key.stride_head
+    _write_quarters(
+        pages.k_ptr + address, scales.k_ptr + scale_address, x_ptr, quarters, HEAD_DIM, FP8_PATH
+    )
+    x_ptr = value.ptr + member * value.stride_token + head * value.stride_head
+    _write_quarters(
+        pages.v_ptr + address, scales.v_ptr + scale_address, x_ptr, quarters, HEAD_DIM, FP8_PATH
+    )
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
-def _quarter_write_kernel(
+def _write_compared_kernel(
     k_cache_ptr,  # one layer's keys, flat
     v_cache_ptr,  # one layer's values, flat
     k_scale_ptr,  # float32, flat
@@ -263,7 +340,6 @@ def _quarter_write_kernel(
     block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
     token_stride,  # in elements
     num_tokens,
-    members_ptr,  # [groups, num_tokens, TOKENS] int32, or None = slots are compared
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -286,40 +362,74 @@ def _quarter_write_kernel(
     slot_ptr = slot_row_ptr + token.to(tl.int64) * stride_slot_token
     slot = tl.load(slot_ptr, mask=in_range, other=-1)
     first_slot = tl.where(slot >= 0, slot // TOKENS * TOKENS, 0)
-    position = tl.arange(0, TOKENS)[None, :]
-    if members_ptr is None:
-        slots = Slots(slot_row_ptr, stride_slot_token, num_tokens)
-        member = _compared_members(slots, token, slot, first_slot, TOKENS, TILE_SLOTS)
-    else:
-        member_ptr = members_ptr + (group * num_tokens + token)[:, None] * TOKENS + position
-        member = tl.load(member_ptr, mask=in_range[:, None], other=-1)
+    slots = Slots(slot_row_ptr, stride_slot_token, num_tokens)
+    member = _compared_members(slots, token, slot, first_slot, TOKENS, TILE_SLOTS)
     last_member = tl.max(member, axis=1)
     if tl.max(last_member, axis=0) < 0:
         return
     is_owned = last_member >= 0
-    is_begun = tl.max(tl.where(position == 0, member, -1), axis=1) >= 0
+    _write_rows(
+        PagedKV(k_cache_ptr, v_cache_ptr, head_base_ptr, block_stride_ptr, token_stride),
+        PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1),
+        Vectors(key_ptr, stride_key_token, stride_key_head),
+        Vectors(value_ptr, stride_value_token, stride_value_head),
+        head, first_slot, member, is_owned, HEAD_DIM, BLOCK_SIZE, TOKENS, FP8_PATH,
+    )  # fmt: skip
 
-    block, first_offset = split_slot(first_slot, BLOCK_SIZE)
-    head_base = tl.load(head_base_ptr + head, mask=is_owned, other=0)
-    block_stride = tl.load(block_stride_ptr + head, mask=is_owned, other=0)
-    offset = first_offset[:, None] + position
-    address = (head_base + block * block_stride)[:, None] + offset * token_stride
-    address = tl.multiple_of(address, [ALIGNED_CODES, ALIGNED_CODES])[:, :, None]
-    scale_base = tl.load(scale_base_ptr + head, mask=is_owned, other=0)
-    scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=is_owned, other=0)
-    scale_address = scale_base + block * scale_block_stride + first_offset // TOKENS
-    scale_address = scale_address[:, None, None]
-    member = member.to(tl.int64)[:, :, None]
-    head = head[:, None, None]
-    quarters = Quarters(member >= 0, is_owned[:, None, None], is_begun[:, None, None])
-    x_ptr = key_ptr + member * stride_key_token + head * stride_key_head
-    _write_quarters(
-        k_cache_ptr + address, k_scale_ptr + scale_address, x_ptr, quarters, HEAD_DIM, FP8_PATH
-    )
-    x_ptr = value_ptr + member * stride_value_token + head * stride_value_head
-    _write_quarters(
-        v_cache_ptr + address, v_scale_ptr + scale_address, x_ptr, quarters, HEAD_DIM, FP8_PATH
-    )
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _write_listed_kernel(
+    k_cache_ptr,  # one layer's keys, flat
+    v_cache_ptr,  # one layer's values, flat
+    k_scale_ptr,  # float32, flat
+    v_scale_ptr,
+    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements
+    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
+    stride_key_token,
+    stride_key_head,
+    value_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
+    stride_value_token,
+    stride_value_head,
+    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
+    stride_slot_group,
+    stride_slot_token,
+    group_of_head_ptr,  # [NUM_KV_HEADS] int32
+    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
+    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    token_stride,  # in elements
+    num_tokens,
+    counts_ptr,  # [groups] int32, quarters in each group's list
+    first_slots_ptr,  # [groups, num_tokens] int64, first slot of each quarter
+    members_ptr,  # [groups, num_tokens, TOKENS] int32, its new tokens, -1 = not new
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    FP8_PATH: tl.constexpr,
+    SCALES_PER_BLOCK: tl.constexpr,  # per head
+):
+    """Grid (any number, NUM_KV_HEADS): the programs of a head share the quarters of its group."""
+    TOKENS: tl.constexpr = BLOCK_SIZE // SCALES_PER_BLOCK
+    head = tl.full([TILE_ROWS], tl.program_id(1), tl.int64)
+    group = tl.load(group_of_head_ptr + tl.program_id(1)).to(tl.int64)
+    count = tl.load(counts_ptr + group)
+    position = tl.arange(0, TOKENS)[None, :]
+    first, step = tl.program_id(0) * TILE_ROWS, tl.num_programs(0) * TILE_ROWS
+    for begin in range(first, count, step):
+        quarter = begin + tl.arange(0, TILE_ROWS)
+        is_owned = quarter < count
+        index = group * num_tokens + quarter
+        first_slot = tl.load(first_slots_ptr + index, mask=is_owned, other=0)
+        member_ptr = members_ptr + index[:, None] * TOKENS + position
+        member = tl.load(member_ptr, mask=is_owned[:, None], other=-1)
+        _write_rows(
+            PagedKV(k_cache_ptr, v_cache_ptr, head_base_ptr, block_stride_ptr, token_stride),
+            PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1),
+            Vectors(key_ptr, stride_key_token, stride_key_head),
+            Vectors(value_ptr, stride_value_token, stride_value_head),
+            head, first_slot, member, is_owned, HEAD_DIM, BLOCK_SIZE, TOKENS, FP8_PATH,
+        )  # fmt: skip
 
 
 def write_quarters(
@@ -337,36 +447,47 @@ def write_quarters(
         return
     quarter_tokens = layout.block_size // QUARTERS
     config = QuarterWriteConfig.default_for(num_tokens, quarter_tokens * layout.head_dim)
-    members = None
-    if not config.compares:
-        members = _find_members(k_cache, slot_mapping, layout, quarter_tokens, config)
-    _quarter_write_kernel[(triton.cdiv(num_tokens * layout.num_kv_heads, config.tile_rows),)](
+    slots = slot_arguments(slot_mapping, layout)
+    arguments = (
         *cache_arguments(k_cache, v_cache, scales),
         *with_strides(key),
         *with_strides(value),
-        *slot_arguments(slot_mapping, layout),
+        *slots,
         num_tokens,
-        members,
-        TILE_ROWS=config.tile_rows,
-        TILE_SLOTS=config.tile_slots,
+    )
+    options = {
         **layout_constexprs(layout),
         **fp8_constexprs(scales, layout, key.device),
-        num_warps=config.num_warps,
+        "TILE_ROWS": config.tile_rows,
+        "num_warps": config.num_warps,
+    }
+    if config.compares:
+        num_programs = triton.cdiv(num_tokens * layout.num_kv_heads, config.tile_rows)
+        _write_compared_kernel[(num_programs,)](
+            *arguments, TILE_SLOTS=config.tile_slots, **options
+        )
+        return
+    num_programs = config.programs_per_sm * device_info(key.device).num_sms
+    lists = _list_quarters(k_cache, slot_mapping, layout, quarter_tokens, config)
+    _write_listed_kernel[(max(1, num_programs // layout.num_kv_heads), layout.num_kv_heads)](
+        *arguments, *lists, **options
     )
 
 
-def _find_members(
+def _list_quarters(
     k_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     layout: KVLayout,
     quarter_tokens: int,
     config: QuarterWriteConfig,
-) -> torch.Tensor:
-    """Return the tokens that each token writes, ``[groups, tokens, quarter_tokens]`` int32.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the quarters with new tokens, by group: their number, first slots and new tokens.
 
     ``k_cache`` is *written* at the slots, whose new keys come after.
     """
     groups, num_tokens = slot_mapping.shape
+    counts = slot_mapping.new_empty(groups, dtype=torch.int32)
+    first_slots = slot_mapping.new_empty((groups, num_tokens))
     members = slot_mapping.new_empty((groups, num_tokens, quarter_tokens), dtype=torch.int32)
     codes = k_cache.view(-1).view(torch.uint8)
     words = codes[: codes.numel() // 4 * 4].view(torch.int32)
@@ -378,8 +499,9 @@ def _find_members(
         "num_warps": 4,
     }
     slots = slot_arguments(slot_mapping, layout)
-    _mark_tokens_kernel[grid](words, *slots, num_tokens, **constexprs)
-    _find_members_kernel[grid](
-        members, words, *slots, num_tokens, TOKENS=quarter_tokens, **constexprs
-    )
-    return members
+    _mark_tokens_kernel[grid](counts, words, *slots, num_tokens, **constexprs)
+    _list_quarters_kernel[grid](
+        counts, first_slots, members, words, *slots, num_tokens, TOKENS=quarter_tokens,
+        **constexprs,
+    )  # fmt: skip
+    return counts, first_slots, members
