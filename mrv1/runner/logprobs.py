@@ -29,6 +29,9 @@ logit."""
 FILTER_BYTES = 128
 """Bytes of device memory, including the scratch memory that a sort may need."""
 
+MAX_STORED = 32
+"""Most of the likeliest tokens that a row gets in a CUDA graph."""
+
 MAX_SEARCHED = 1024
 """Most likeliest tokens, or tokens by id, that a row gets from ``top_logprobs``, whose time grows
 with their number; for more, such as the whole vocabulary, the row is sorted."""
@@ -118,20 +121,22 @@ class LogprobRequests:
     def of_prompts(
         self, plan: StepPlan, rows: DeviceRows, num_before: Int32Array
     ) -> list[PromptPart]:
-        """Return the prompt tokens to report in a step, which has no padding before any prompt.
+        """Return the prompt tokens to report in a step.
 
         Args:
             plan: the step's plan.
             rows: the step's rows on the device.
             num_before: ``[rows of the plan]``, tokens of each computed before the step.
         """
-        slots, query_lens = plan.slots, rows.placed(plan.num_scheduled_tokens)
+        slots = plan.slots
         counts = np.minimum(self._prompt_end_np[slots] - num_before, plan.num_scheduled_tokens)
-        firsts = np.cumsum(query_lens) - query_lens
-        found = []
-        for row in (counts > 0).nonzero()[0].tolist():
+        asking = (counts > 0).nonzero()[0].tolist()
+        if not asking:
+            return []
+        found, firsts = [], rows.first_tokens
+        for row in asking:
             params, slot, count = self._params[slots[row]], int(slots[row]), int(counts[row])
-            first, following = int(firsts[rows.place(row)]), int(num_before[row]) + 1
+            first, following = int(firsts[row]), int(num_before[row]) + 1
             if params is not None:
                 found.append(
                     PromptPart(
@@ -265,6 +270,128 @@ class LogprobReport:
                 token_ids=token_ids[rows, columns],
                 logprobs=logprobs[rows, columns],
                 ranks=ranks[rows, columns],
+            )
+        return found
+
+
+class LogprobRing:
+    """Log-probabilities of every row of a captured step, on their way to the host.
+
+    A graph stores them at one place on the device; ``send`` copies them to the step's slot of a
+    pinned ring, as those of ``OutputRing``.
+
+    Args:
+        max_rows: most rows of a step.
+        max_top: most of the likeliest tokens that a request may ask for.
+        num_slots: slots of the ring.
+        device: the runner's device.
+        dtype: dtype of the model, whose logits are at least float32.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_top: int,
+        num_slots: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_top = min(max_top, MAX_STORED)
+        """Number of the likeliest tokens that a row has room for."""
+        real = torch.promote_types(dtype, torch.float32)
+        top = self.num_top
+        self._parts = (
+            (torch.int64, 1), (torch.int64, 1), (torch.int64, top), (real, 1), (real, top),
+            (real, top),
+        )  # fmt: skip
+        self._row_bytes = sum(dtype.itemsize * width for dtype, width in self._parts)
+        size = -(-max_rows * self._row_bytes // 8) * 8  # each slot starts at an int64
+        self._stored = torch.empty(size, dtype=torch.uint8, device=device)
+        on_gpu = device.type == "cuda"
+        self._host = torch.empty((num_slots, size), dtype=torch.uint8, pin_memory=on_gpu)
+
+    def store(
+        self,
+        logits: torch.Tensor,
+        drawn: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        num_top: torch.Tensor,
+        ops: Ops,
+    ) -> None:
+        """Store the log-probabilities of every row.
+
+        Args:
+            logits: ``[rows, vocab]``.
+            drawn: ``[rows]`` int64, the tokens; negative = none.
+            idx_mapping: ``[rows]`` int32, the slot of each row; -1 = padding.
+            num_top: ``[slots]`` int32, how many of the likeliest tokens each request asks for.
+            ops: the ops for the device of the tokens and logits.
+        """
+        asked = drawn[:, None]
+        logprobs, ranks, top, top_logprobs = ops.top_logprobs(
+            logits, asked, self.num_top, idx_mapping=idx_mapping, row_num_top=num_top
+        )
+        top_logits = logits.gather(1, top.clamp(min=0))
+        tensors = (asked, ranks, top, logprobs, top_logprobs, top_logits)
+        parts = [
+            tensor.to(dtype).view(torch.uint8).flatten()
+            for tensor, (dtype, _) in zip(tensors, self._parts, strict=True)
+        ]
+        torch.cat(parts, out=self._stored[: len(logits) * self._row_bytes])
+
+    def send(self, slot: int, num_rows: int, wanted: Sequence[Wanted]) -> StoredLogprobs:
+        """Copy what the step stored to its slot of the ring, on the current stream.
+
+        Args:
+            slot: the step's slot.
+            num_rows: rows of the step, padding included.
+            wanted: the rows that ask, each for at most ``num_top`` of the likeliest tokens.
+        """
+        size = num_rows * self._row_bytes
+        host = self._host[slot, :size].copy_(self._stored[:size], non_blocking=True)
+        sizes = [dtype.itemsize * width * num_rows for dtype, width in self._parts]
+        parts = [
+            part.view(dtype).view(num_rows, width)
+            for part, (dtype, width) in zip(host.split(sizes), self._parts, strict=True)
+        ]
+        return StoredLogprobs(wanted, parts)
+
+
+class StoredLogprobs:
+    """Log-probabilities that a graph has stored; call ``read`` after the copy to the host.
+
+    Args:
+        wanted: the rows that ask.
+        parts: ``[rows, any]`` each, in pinned memory: the drawn token and its rank, the likeliest
+            tokens, the log-probabilities of both, and the logits of the likeliest.
+    """
+
+    def __init__(self, wanted: Sequence[Wanted], parts: Sequence[torch.Tensor]) -> None:
+        self._wanted, self._parts = wanted, parts
+
+    def read(self, num_positions: Sequence[int] | None = None) -> dict[int, TokenLogprobs]:
+        """Return the log-probabilities by row of the plan, as ``LogprobReport.read`` does."""
+        places = np.array([each.device_row for each in self._wanted])
+        parts = (part.numpy()[places] for part in self._parts)
+        drawn, rank, top, logprob, top_logprobs, logits = parts
+        token_ids = np.concatenate([drawn, top], axis=1)
+        logprobs = np.concatenate([logprob, top_logprobs], axis=1)
+        # Of equal logits, all have the rank of the first.
+        column = np.arange(logits.shape[1])
+        firsts = np.zeros_like(top)
+        np.multiply(column[1:], logits[:, 1:] != logits[:, :-1], out=firsts[:, 1:])
+        ranks = np.concatenate([rank, 1 + np.maximum.accumulate(firsts, axis=1)], axis=1)
+        found = {}
+        for index, wanted in enumerate(self._wanted):
+            if num_positions is not None and num_positions[wanted.row] <= 0:
+                continue
+            row, end = slice(index, index + 1), 1 + wanted.num_top
+            # A copy: the arrays of the other rows must not live as long as this request.
+            found[wanted.row] = TokenLogprobs(
+                token_ids=token_ids[row, :end].copy(),
+                logprobs=logprobs[row, :end].copy(),
+                ranks=ranks[row, :end].copy(),
             )
         return found
 

@@ -52,7 +52,7 @@ def _top_logprobs(target: Target, dtype: torch.dtype, vocab_size: int) -> list[A
             kernel=_top_logprobs_kernel,
             args=(
                 *(float32, int64, int64, float32, float32, float32, int32),
-                *(pointer(dtype), vocab_size, int64, 1, int32, float32, 1, 20),
+                *(pointer(dtype), vocab_size, int64, 1, int32, float32, int32, 1, 20),
                 *(vocab_size, num_groups, num_parts),
             ),
             constexprs={

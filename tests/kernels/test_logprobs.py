@@ -39,6 +39,8 @@ class Case:
     slots: tuple[int, ...] | None = None
     temperature: tuple[float, ...] | None = None
     """Per row, or per slot where ``slots`` is given."""
+    row_num_top: tuple[int, ...] | None = None
+    """As ``temperature``."""
 
 
 def _run(ops, case: Case, device="cpu", *, as_on_gpu: bool = False) -> TopLogprobs:
@@ -56,6 +58,7 @@ def _run(ops, case: Case, device="cpu", *, as_on_gpu: bool = False) -> TopLogpro
             case.num_top,
             idx_mapping=vector(case.slots, torch.int32),
             temperature=vector(case.temperature, torch.float32),
+            row_num_top=vector(case.row_num_top, torch.int32),
         )
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     assert_gaps_untouched(logits)
@@ -84,7 +87,9 @@ def _by_hand(case: Case) -> TopLogprobs:
             logprob = [(x - largest) * scale - math.log(total) for x in row]
         best = sorted(range(len(row)), key=lambda v: (INF if row[v] != row[v] else -row[v], v))
         is_token = [0 <= v < len(row) for v in asked]
-        top = best[: case.num_top]
+        count = case.num_top if case.row_num_top is None else max(case.row_num_top[slot], 0)
+        top = best[: case.num_top][:count]
+        num_left = case.num_top - len(top)
         rows.append(
             (
                 [logprob[v] if ok else -INF for v, ok in zip(asked, is_token, strict=True)],
@@ -92,8 +97,8 @@ def _by_hand(case: Case) -> TopLogprobs:
                     1 + sum(x > row[v] for x in row) if ok else 0
                     for v, ok in zip(asked, is_token, strict=True)
                 ],
-                top,
-                [logprob[v] for v in top],
+                top + [-1] * num_left,
+                [logprob[v] for v in top] + [-INF] * num_left,
             )
         )
     columns = list(zip(*rows, strict=True)) if rows else [[]] * 4
@@ -151,18 +156,22 @@ def _cases(draw) -> Case:
     logits = torch.stack(rows) if rows else torch.zeros(0, vocab)
     token = st.one_of(st.integers(0, vocab - 1), st.sampled_from([-1, vocab, 2**40, -(2**40)]))
     asked = [[draw(token) for _ in range(n)] for _ in range(num_rows)]
-    slots, temperature = None, None
+    slots, temperature, row_num_top = None, None, None
     if draw(st.booleans()):
         slots = tuple(draw(st.integers(-1, 2)) for _ in range(num_rows))
     if draw(st.booleans()):
         values = st.sampled_from([0.0, 1.0, 0.6, 2.5])
         temperature = tuple(draw(values) for _ in range(num_rows if slots is None else 3))
+    if draw(st.booleans()):
+        counts = st.sampled_from([-1, 0, 1, 5, 32, 50, 10**9])
+        row_num_top = tuple(draw(counts) for _ in range(num_rows if slots is None else 3))
     return Case(
         logits.to(draw(st.sampled_from(DTYPES))),
         torch.tensor(asked, dtype=torch.int64).view(num_rows, n),
         min(draw(st.sampled_from([0, 1, 5, 20, 33, 70])), vocab),
         slots,
         temperature,
+        row_num_top,
     )
 
 
@@ -186,13 +195,16 @@ def test_kernel_results_equal_a_plain_loop(device, case, as_on_gpu):
 def test_a_row_does_not_depend_on_other_rows(device, case):
     together = _run(kernels, case, device, as_on_gpu=True)
     for i in {0, len(case.logits) - 1}:
-        temperature = case.temperature
+        of_row = [
+            values if case.slots is not None or not values else values[i : i + 1]
+            for values in (case.temperature, case.row_num_top)
+        ]
         alone = Case(
             case.logits[i : i + 1],
             case.token_ids[i : i + 1],
             case.num_top,
             None if case.slots is None else case.slots[i : i + 1],
-            temperature if case.slots is not None or not temperature else temperature[i : i + 1],
+            *of_row,
         )
         for whole, part in zip(
             together, _run(kernels, alone, device, as_on_gpu=True), strict=True

@@ -228,6 +228,7 @@ def check_top_logprobs(
     num_top: int,
     idx_mapping: torch.Tensor | None,
     temperature: torch.Tensor | None,
+    row_num_top: torch.Tensor | None,
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[int, int, int]:
     """Return rows, tokens per row and vocab, or raise as ``top_logprobs`` says."""
@@ -250,12 +251,16 @@ def check_top_logprobs(
         raise ValueError(f"num_top: expected 0 to {vocab_size}, got {num_top}")
     if idx_mapping is not None:
         check("idx_mapping", idx_mapping, shape=(num_rows,), dtype=torch.int32, contiguous=True)
-    if temperature is not None:
-        check(
-            "temperature",
-            temperature,
-            shape=(None if idx_mapping is not None else num_rows,),
-            dtype=torch.float32,
-            contiguous=True,
-        )
+    for name, tensor, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("row_num_top", row_num_top, torch.int32),
+    ):
+        if tensor is not None:
+            check(
+                name,
+                tensor,
+                shape=(None if idx_mapping is not None else num_rows,),
+                dtype=dtype,
+                contiguous=True,
+            )
     return num_rows, token_ids.shape[1], vocab_size

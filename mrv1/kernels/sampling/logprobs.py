@@ -73,7 +73,12 @@ def _inverse_temperature(temperature_ptr, slot):
 @triton.jit(
     # a value that differs from batch to batch must not compile another kernel
     do_not_specialize=["stride_token_ids_row", "num_tokens", "num_top"],
-    do_not_specialize_on_alignment=["token_ids_ptr", "idx_mapping_ptr", "temperature_ptr"],
+    do_not_specialize_on_alignment=[
+        "token_ids_ptr",
+        "idx_mapping_ptr",
+        "temperature_ptr",
+        "row_num_top_ptr",
+    ],
 )
 def _top_logprobs_kernel(
     logprobs_ptr,  # [num_rows, num_tokens] float32, contiguous
@@ -89,6 +94,7 @@ def _top_logprobs_kernel(
     stride_token_ids_row,
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: temperature is in row order
     temperature_ptr,  # [num_rows or slots] float32, or None
+    row_num_top_ptr,  # [num_rows or slots] int32, or None: num_top
     num_tokens,
     num_top,
     vocab_size,
@@ -117,6 +123,9 @@ def _top_logprobs_kernel(
 
     logits_row_ptr = logits_ptr + row * stride_logits_row
     inverse = _inverse_temperature(temperature_ptr, slot)
+    num_found = num_top
+    if row_num_top_ptr is not None:
+        num_found = tl.maximum(tl.minimum(tl.load(row_num_top_ptr + slot), num_top), 0)
     group = tl.arange(0, TILE_GROUPS)
     in_row = group < num_groups
     row_group = row * num_groups + group
@@ -143,8 +152,8 @@ def _top_logprobs_kernel(
     lane = tl.arange(0, GROUP)[None, :]
     last = tl.full([], 2**63 - 1, tl.int64)  # the key taken last
     nth = tl.arange(0, _ROUND)
-    for start in range(0, num_top, _ROUND):
-        size = tl.minimum(num_top - start, _ROUND)
+    for start in range(0, num_found, _ROUND):
+        size = tl.minimum(num_found - start, _ROUND)
         chosen = tl.full([_ROUND], -1, tl.int64)
         for i in range(size):
             key = tl.max(group_keys, axis=0)
@@ -164,13 +173,20 @@ def _top_logprobs_kernel(
         output = row * num_top + start + nth
         tl.store(top_token_ids_ptr + output, _index_of(best_keys), mask=nth < size)
         tl.store(top_logprobs_ptr + output, logprob, mask=nth < size)
-        if start + _ROUND < num_top:  # new keys for the chosen groups
+        if start + _ROUND < num_found:  # new keys for the chosen groups
             left = tl.max(keys, axis=1)
             left_keys = tl.where(left == _NO_KEY, _NO_KEY, _keys(_logit_of(left), chosen))
             for i in range(size):
                 key = tl.max(tl.where(nth == i, left_keys, _NO_KEY), axis=0)
                 index = tl.max(tl.where(nth == i, chosen, -1), axis=0)
                 group_keys = tl.where(group == index, key, group_keys)
+    if row_num_top_ptr is not None:
+        for start in range(num_found, num_top, _ROUND):
+            is_left = start + nth < num_top
+            output = row * num_top + start + nth
+            tl.store(top_token_ids_ptr + output, tl.full([_ROUND], -1, tl.int64), mask=is_left)
+            nothing = tl.full([_ROUND], float("-inf"), tl.float32)
+            tl.store(top_logprobs_ptr + output, nothing, mask=is_left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +231,7 @@ def top_logprobs(
     *,
     idx_mapping: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
+    row_num_top: torch.Tensor | None = None,
 ) -> TopLogprobs:
     """Return log-probabilities and ranks of given tokens, and the best tokens of each row.
 
@@ -230,6 +247,8 @@ def top_logprobs(
             in row order.
         temperature: [rows] float32 >= 0, contiguous: divides the logits. 0 (greedy) and None
             mean 1.
+        row_num_top: like ``temperature``, int32: number of best tokens of each row, if fewer than
+            ``num_top``; the row's later columns are as in padding rows. None = ``num_top``.
 
     Returns:
         logprobs [rows, n] float32; ranks [rows, n] int64: 1 + the number of tokens with a strictly
@@ -250,7 +269,7 @@ def top_logprobs(
         token asked for 4 bytes per program of its row (of 2048 logits on a GPU).
     """
     num_rows, num_tokens, vocab_size = check_top_logprobs(
-        logits, token_ids, num_top, idx_mapping, temperature, FLOAT_DTYPES
+        logits, token_ids, num_top, idx_mapping, temperature, row_num_top, FLOAT_DTYPES
     )
     check_launchable("logits", logits)
     empty = partial(torch.empty, device=logits.device)
@@ -302,6 +321,7 @@ def top_logprobs(
         token_ids.stride(0),
         idx_mapping,
         temperature,
+        row_num_top,
         num_tokens,
         num_top,
         vocab_size,

@@ -130,9 +130,12 @@ def top_logprobs(
     *,
     idx_mapping: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
+    row_num_top: torch.Tensor | None = None,
 ) -> TopLogprobs:
     """Oracle of :func:`mrv1.kernels.top_logprobs`: the whole log-softmax, and a stable sort."""
-    check_top_logprobs(logits, token_ids, num_top, idx_mapping, temperature, ORACLE_DTYPES)
+    check_top_logprobs(
+        logits, token_ids, num_top, idx_mapping, temperature, row_num_top, ORACLE_DTYPES
+    )
     x = wide(logits)
     rows = torch.arange(len(x), device=x.device)
     slots = rows if idx_mapping is None else idx_mapping.long()
@@ -147,6 +150,9 @@ def top_logprobs(
     ranks = torch.stack(better, 1) + 1 if better else torch.zeros_like(token_ids)
     best = x.masked_fill(x.isnan(), -torch.inf).sort(dim=1, descending=True, stable=True).indices
     best, padding = best[:, :num_top], (slots < 0)[:, None]
+    if row_num_top is not None and len(row_num_top):
+        column = torch.arange(num_top, device=x.device)
+        padding = padding | (column >= row_num_top[slots.clamp_min(0)][:, None])
     return TopLogprobs(
         logprobs.gather(1, asked).masked_fill(is_none, -torch.inf),
         ranks.masked_fill(is_none, 0),
