@@ -41,7 +41,7 @@ class Row:
     drafts: int = 0
     """Drafts after the known tokens."""
     spare: int = 0
-    """Query tokens after the last draft."""
+    """Query tokens more than are left to compute: the query starts this much earlier."""
     stopped: int = 0
 
     @property
@@ -225,13 +225,14 @@ def _by_hand(case: Case) -> Outputs:
         start, token = token, token + row.query_len
         if row.slot < 0 or row.stopped:
             continue
-        seq_len = row.computed + row.query_len
+        first = row.computed - (0 if row.unscheduled else row.spare)
+        seq_len = first + row.query_len
         outputs.seq_lens[index] = seq_len
         if row.computed < row.known and row.known + row.drafts <= seq_len:
-            outputs.logits_rows[index] = start + row.known - 1 - row.computed
-        for position in range(row.computed, min(seq_len, row.known + row.drafts)):
+            outputs.logits_rows[index] = start + row.known - 1 - first
+        for position in range(max(first, 0), min(seq_len, row.known + row.drafts)):
             if position < case.max_model_len:
-                at = start + position - row.computed
+                at = start + position - first
                 _by_hand_token(case, inputs, outputs, index, position, at)
         if outputs.block_table is not None:
             for g, group in enumerate(case.groups):
@@ -261,7 +262,7 @@ def _by_hand_token(
         if group.ring_blocks and column >= sink_blocks:
             column = sink_blocks + (column - sink_blocks) % group.ring_blocks
         block = inputs["block_tables"][row.slot][case.table_offsets[g] + column]
-        if block >= 0:
+        if block >= 0 and position >= row.computed:
             outputs.slot_mapping[g, at] = block * case.block_size + position % case.block_size
 
 
@@ -456,7 +457,10 @@ def test_slots_of_the_largest_block_id_do_not_overflow(device):
 
 
 def test_a_decode_step_with_drafts_in_numbers(device):
-    """20 known tokens and two drafts, 7 known and one draft, a stopped request; 3 tokens a row."""
+    """20 known tokens and two drafts, 7 known and one draft, a stopped request; 3 tokens a row.
+
+    The second row begins with its last computed token, which is not written again.
+    """
     rows = (
         Row(1, 3, computed=19, drafts=2),
         Row(0, 3, computed=6, drafts=1, spare=1),
@@ -466,12 +470,14 @@ def test_a_decode_step_with_drafts_in_numbers(device):
     outputs = _run(kernels, case, device)
     inputs = case.inputs()
     token_ids, drafts = inputs["token_ids"], inputs["draft_token_ids"]
-    want = [token_ids[1, 19], *drafts[0], token_ids[0, 6], drafts[1, 0], 0, 0, 0, 0]
+    want = [token_ids[1, 19], *drafts[0], *token_ids[0, 5:7], drafts[1, 0], 0, 0, 0]
     assert outputs.input_ids.tolist() == [int(token) for token in want]
-    assert outputs.positions.tolist() == [19, 20, 21, 6, 7, 0, 0, 0, 0]
-    assert outputs.seq_lens.tolist() == [22, 9, 0]
-    assert outputs.logits_rows.tolist() == [0, 3, -1]
-    assert outputs.slot_mapping[0, 5:].tolist() == [-1, -1, -1, -1]
+    assert outputs.positions.tolist() == [19, 20, 21, 5, 6, 7, 0, 0, 0]
+    assert outputs.seq_lens.tolist() == [22, 8, 0]
+    assert outputs.logits_rows.tolist() == [0, 4, -1]
+    assert outputs.slot_mapping[0, 3].tolist() == -1
+    assert min(outputs.slot_mapping[0, 4:6].tolist()) >= 0
+    assert outputs.slot_mapping[0, 6:].tolist() == [-1, -1, -1]
 
 
 @pytest.mark.parametrize("computed", [0, 15, 16, 80, 90, 95])

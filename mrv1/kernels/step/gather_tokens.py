@@ -1,9 +1,13 @@
 """Turn a step's row-to-slot map into the model's inputs, entirely on the device.
 
-Token ``j`` of row ``r`` is the token at position ``num_computed_tokens[slot] + j`` of the row's
-request: one of its ``num_tokens[slot]`` known tokens or, after them, one of the row's drafts. The
-token's cache slot in head group ``g`` is ``block * block_size + position % block_size``, with the
-block read from the group's segment of the request's table row (S = ceil(sink / block_size),
+Token ``j`` of row ``r`` is the token at position ``first + j`` of the row's request: one of its
+``num_tokens[slot]`` known tokens or, after them, one of the row's drafts. ``first`` is
+``num_computed_tokens[slot]``. If the query is longer than the tokens that are left to compute, it
+starts earlier, so that it ends with the last draft: then the length of the request, and so every
+key that attention may read, is exact.
+
+The token's cache slot in head group ``g`` is ``block * block_size + position % block_size``, with
+the block read from the group's segment of the request's table row (S = ceil(sink / block_size),
 L = position // block_size)::
 
     column = table_offset[g] + (L                              if ring_blocks[g] == 0 or L < S
@@ -102,10 +106,11 @@ def _find_rows(queries, token):
 
 @triton.jit
 def _load_queries(queries, row, is_row):
-    """Return (slot, lives, first token, tokens, computed tokens, known tokens, end) of rows.
+    """Return (slot, lives, start, length, first, computed tokens, known tokens, end) of rows.
 
-    A row lives if it is not padding and its request has not stopped. ``end`` is the position after
-    its last draft.
+    A row lives if it is not padding and its request has not stopped. Its first token is at
+    ``start`` in the batch and at position ``first``, which is negative if the request has fewer
+    tokens than the query. ``end`` is the position after its last draft.
     """
     slot = tl.load(queries.idx_mapping_ptr + row, mask=is_row, other=-1).to(tl.int64)
     lives = slot >= 0
@@ -122,7 +127,8 @@ def _load_queries(queries, row, is_row):
     end = known
     if queries.num_draft_tokens_ptr is not None:
         end += tl.load(queries.num_draft_tokens_ptr + row, mask=is_row, other=0)
-    return slot, lives, start, length, computed, known, end
+    first = tl.minimum(computed, end - length)
+    return slot, lives, start, length, first, computed, known, end
 
 
 @triton.jit
@@ -134,10 +140,10 @@ def _gather_rows(
 ):
     """Write the per-row outputs of a tile of rows."""
     is_row = row < queries.num_rows
-    _, lives, start, length, computed, known, end = _load_queries(queries, row, is_row)
-    seq_len = computed + length
+    _, lives, start, length, first, computed, known, end = _load_queries(queries, row, is_row)
+    seq_len = first + length
     samples = lives & (computed < known) & (seq_len >= end)
-    logits_row = (start + (known - 1 - computed)).to(tl.int64)
+    logits_row = (start + (known - 1 - first)).to(tl.int64)
     tl.store(seq_lens_ptr + row, tl.where(lives, seq_len, 0), mask=is_row)
     tl.store(logits_rows_ptr + row, tl.where(samples, logits_row, -1), mask=is_row)
 
@@ -219,9 +225,10 @@ def _gather_tile_of_tokens(
     else:
         row = _find_rows(queries, token)
     has_row = is_output & (row < queries.num_rows)
-    slot, is_token, start, _, computed, known, end = _load_queries(queries, row, has_row)
-    position = computed + (token - start)
-    is_token &= position < tl.minimum(end, sources.max_model_len)
+    slot, is_token, start, _, first, computed, known, end = _load_queries(queries, row, has_row)
+    position = first + (token - start)
+    is_token &= (position >= 0) & (position < tl.minimum(end, sources.max_model_len))
+    is_new = is_token & (position >= computed)
     position = tl.where(is_token, position, 0)
 
     if IS_FIRST_GROUP:
@@ -233,7 +240,7 @@ def _gather_tile_of_tokens(
     column = tl.where((ring_blocks == 0) | (logical < sink_blocks), logical, in_ring)
     entry_ptr = segment.block_tables_ptr + slot * segment.stride_block_tables_slot
     entry_ptr += segment.table_offset + column
-    block = tl.load(entry_ptr, mask=is_token, other=-1).to(tl.int64)
+    block = tl.load(entry_ptr, mask=is_new, other=-1).to(tl.int64)
     cache_slot = tl.where(block >= 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(outputs.slot_mapping_ptr + token, cache_slot, mask=is_output)
 
@@ -251,8 +258,8 @@ def _gather_block_table(
 ):
     """Copy the live columns of one group's segments for a tile of rows."""
     is_row = row < queries.num_rows
-    slot, lives, _, length, computed, _, _ = _load_queries(queries, row, is_row)
-    num_columns = tl.cdiv(tl.minimum(computed + length, max_model_len), BLOCK_SIZE)
+    slot, lives, _, length, first, _, _, _ = _load_queries(queries, row, is_row)
+    num_columns = tl.cdiv(tl.minimum(first + length, max_model_len), BLOCK_SIZE)
     in_ring = segment.sink_blocks + segment.ring_blocks
     num_columns = tl.where(segment.ring_blocks == 0, num_columns, in_ring)
     num_columns = tl.where(lives, num_columns, 0)
@@ -423,8 +430,9 @@ def gather_tokens(
     """Write a step's token ids, positions, lengths, cache slots, sampling rows and block table.
 
     A padding row has slot -1, or a slot whose request has stopped. Tokens of padding rows, tokens
-    past the last row, positions past the row's last draft and positions from ``max_model_len`` on
-    are padding: id 0, position 0, cache slot -1.
+    past the last row, and positions below 0 or from ``max_model_len`` on are padding: id 0,
+    position 0, cache slot -1. A row with more tokens than are left to compute begins with tokens
+    that the cache has already: their cache slot is -1, too, so that nothing is written.
 
     Args:
         idx_mapping: [num_reqs] int32, the request slot of each batch row; -1 = padding row.

@@ -59,17 +59,18 @@ def gather_tokens(
     lives = (idx_mapping >= 0) & (slots.stopped[slot] == RUNNING)
     computed, known = slots.num_computed_tokens[slot].long(), slots.num_tokens[slot].long()
     end = known if num_draft_tokens is None else known + num_draft_tokens
-    row_seq_lens = torch.where(lives, computed + query_lens, 0)
+    first = torch.minimum(computed, end - query_lens)
+    row_seq_lens = torch.where(lives, first + query_lens, 0)
     samples = lives & (computed < known) & (row_seq_lens >= end)
     out.seq_lens.copy_(row_seq_lens)
-    out.logits_rows.copy_(torch.where(samples, starts[:-1] + known - 1 - computed, -1))
+    out.logits_rows.copy_(torch.where(samples, starts[:-1] + known - 1 - first, -1))
     max_model_len, block_size = slots.token_ids.shape[1], tables.block_size
     columns_inside = -(-row_seq_lens.clamp_max(max_model_len) // block_size)
 
     rows = torch.repeat_interleave(query_lens)  # row of each token
     tokens = torch.arange(rows.numel(), device=rows.device)
-    positions = computed[rows] + tokens - starts[rows]
-    inside = lives[rows] & (positions < end[rows].clamp_max(max_model_len))
+    positions = first[rows] + tokens - starts[rows]
+    inside = lives[rows] & (positions >= 0) & (positions < end[rows].clamp_max(max_model_len))
     rows, tokens, positions = rows[inside], tokens[inside], positions[inside]
     for output, padding in ((out.input_ids, 0), (out.positions, 0), (out.slot_mapping, -1)):
         output.fill_(padding)
@@ -90,14 +91,15 @@ def gather_tokens(
         columns = offset + _ring_column(positions // block_size, sink_blocks, ring_blocks)
         blocks = tables.block_tables[slot[rows], columns].long()
         token_slots = blocks * block_size + positions % block_size
-        out.slot_mapping[group, tokens] = torch.where(blocks >= 0, token_slots, -1)
+        is_written = (blocks >= 0) & (positions >= computed[rows])
+        out.slot_mapping[group, tokens] = torch.where(is_written, token_slots, -1)
         if out.block_table is None:
             continue
-        first = int(offset)
+        column = int(offset)
         for row in lives.nonzero().flatten().tolist():
             width = int(sink_blocks + ring_blocks if ring_blocks else columns_inside[row])
-            segment = tables.block_tables[slot[row], first : first + width]
-            out.block_table[row, first : first + width] = segment
+            segment = tables.block_tables[slot[row], column : column + width]
+            out.block_table[row, column : column + width] = segment
 
 
 def _mrope_positions(
