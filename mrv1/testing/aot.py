@@ -209,43 +209,15 @@ def collect_cases(target: Target, modules: Iterable[str]) -> list[AotCase]:
     return [case for name in modules for case in importlib.import_module(name).cases(target)]
 
 
-class _StandInDriver:
-    """Enough of a driver for ``JITFunction.warmup``: names a target, never launches."""
-
-    def __init__(self, gpu_target: object) -> None:
-        self._gpu_target = gpu_target
-
-    def get_current_target(self) -> object:
-        return self._gpu_target
-
-    def get_current_device(self) -> str:
-        return repr(self._gpu_target)  # the key of a JITFunction's compiled kernels
-
-    def get_current_stream(self, device: object) -> int:
-        return 0
-
-    def set_current_device(self, device: object) -> None:
-        """Do nothing: there is no device."""
-
-    def map_python_to_cpp_type(self, type_name: str) -> str:
-        return type_name
-
-
 def compile_cases(target: Target, cases: Iterable[AotCase]) -> list[AotReport]:
     """Compile ``cases`` in this process, whose Triton driver is a stand-in from then on.
 
     Raises:
         ConfigError: this process interprets kernels.
     """
-    from mrv1.kernels._base.triton import INTERPRET
+    from mrv1.kernels._base.recording import use_stand_in_driver
 
-    if INTERPRET:
-        raise ConfigError("TRITON_INTERPRET: expected 0 in a process that compiles, got 1")
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
-
-    stand_in: Any = _StandInDriver(GPUTarget(target.backend, target.arch, target.warp_size))
-    driver.set_active(stand_in)
+    use_stand_in_driver(target.backend, target.arch, target.warp_size)
     return [_compile_case(target, case) for case in cases]
 
 

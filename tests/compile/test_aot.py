@@ -25,6 +25,21 @@ GROUPS = {
 """Modules of cases, and how many tests share a group on the quick target: cases take seconds."""
 QUICK = "sm_90"
 """The target of `make test`, which compiles the first share of each group: the measured GPU."""
+SIBLINGS = ("sm_86", "sm_89")
+"""Targets with the same limits, which compile every other case in turns."""
+
+
+def _shares(target: str, quick_shares: int) -> list[tuple[int, int]]:
+    """Return (share, shares) of each test of a group.
+
+    Fewer and longer tests for targets that are not quick: a child takes four seconds to start.
+    """
+    shares = quick_shares if target == QUICK else -(-quick_shares // 3)
+    if target not in SIBLINGS:
+        return [(share, shares) for share in range(shares)]
+    return [(2 * share + SIBLINGS.index(target), 2 * shares) for share in range(shares)]
+
+
 SHARES = [
     pytest.param(
         *(target, group, share, shares),
@@ -32,10 +47,8 @@ SHARES = [
     )
     for target in TARGETS
     for group, quick_shares in GROUPS.items()
-    for shares in [quick_shares if target == QUICK else -(-quick_shares // 3)]
-    for share in range(shares)
+    for share, shares in _shares(target, quick_shares)
 ]
-"""Fewer and longer tests for the other targets: a child process takes four seconds to start."""
 
 SLOWER_WITH_39 = frozenset(
     line
@@ -49,6 +62,12 @@ than 16 bytes over what the draw may park. It has never run on this GPU."""
 
 def _modules(group: str) -> list[str]:
     return [f"{__package__}.cases_{name}" for name in group.split()]
+
+
+def test_siblings_share_the_cases_of_a_target_between_them():
+    first, second = (set(_shares(target, 6)) for target in SIBLINGS)
+    assert first | second == {(share, 4) for share in range(4)}
+    assert len({TARGETS[target].shared_memory_bytes for target in SIBLINGS}) == 1
 
 
 def test_every_module_of_cases_is_in_a_group():

@@ -476,14 +476,16 @@ def _run_checked(*arguments: str) -> None:
     assert "skipped" not in printed
 
 
-@pytest.mark.parametrize("profile", ["quick", pytest.param("dev", marks=pytest.mark.full)])
-def test_small_kernels_pass_with_every_check_on(profile):
+@pytest.mark.parametrize(
+    ("profile", "others"),
+    [("quick", []), pytest.param("dev", ["sample_tokens"], marks=pytest.mark.full)],
+)
+def test_small_kernels_pass_with_every_check_on(profile, others):
     _run_checked(
-        "tests/kernels/test_rms_norm.py",
-        "tests/kernels/test_rope.py",
-        "tests/kernels/test_activation.py",
-        "tests/kernels/test_gather_tokens.py",
-        "tests/kernels/test_sample_tokens.py",
+        *(
+            f"tests/kernels/test_{kernel}.py"
+            for kernel in ["rms_norm", "rope", "activation", "gather_tokens", *others]
+        ),
         f"--hypothesis-profile={profile}",
         "-m",
         "not full",

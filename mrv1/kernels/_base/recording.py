@@ -1,0 +1,175 @@
+"""Record the kernels that a process would compile, for a GPU that it lacks, and compile them.
+
+After ``record_kernels`` every launch in this process is a no-op that leaves a note of its kernel:
+the input of Triton's compiler, with the specialization that the launch's arguments have. What is
+compiled from it has the same key in Triton's cache as the launch on the GPU.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+from mrv1.errors import ConfigError
+from mrv1.kernels._base.launchers import (
+    build_driver_module,
+    build_launcher,
+    driver_module_left_out,
+    modules_built_only,
+)
+from mrv1.kernels._base.triton import INTERPRET, triton
+
+
+class StandInDriver:
+    """Enough of a driver for Triton to specialize and compile kernels: it names a target.
+
+    Args:
+        gpu_target: the target, a ``triton.backends.compiler.GPUTarget``.
+    """
+
+    def __init__(self, gpu_target: object) -> None:
+        self._gpu_target = gpu_target
+
+    def get_current_target(self) -> object:
+        """Return the target."""
+        return self._gpu_target
+
+    def get_current_device(self) -> str:
+        """Return the key of a kernel's compiled variants."""
+        return repr(self._gpu_target)
+
+    def get_current_stream(self, device: object) -> int:
+        """Return the default stream."""
+        return 0
+
+    def set_current_device(self, device: object) -> None:
+        """Do nothing: there is no device."""
+
+    def map_python_to_cpp_type(self, type_name: str) -> str:
+        """Return the name itself: no launcher is built."""
+        return type_name
+
+
+def use_stand_in_driver(backend: str, arch: int | str, warp_size: int) -> object:
+    """Make Triton compile for a GPU that need not be there; return Triton's name of it.
+
+    Raises:
+        ConfigError: this process interprets kernels.
+    """
+    if INTERPRET:
+        raise ConfigError("TRITON_INTERPRET: expected 0 in a process that compiles, got 1")
+    target = triton.backends.compiler.GPUTarget(backend, arch, warp_size)
+    triton.runtime.driver.set_active(StandInDriver(target))
+    return target
+
+
+class RecordedKernel(NamedTuple):
+    """One kernel with one specialization: the arguments of Triton's compiler."""
+
+    source: Any
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel's function."""
+        return str(self.source.name)
+
+
+class _NotLaunched:
+    """Stands in for a compiled kernel: its launch does nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *args: object) -> None:
+        """Return no metadata."""
+
+    def run(self, *args: object) -> None:
+        """Launch nothing."""
+
+
+class KernelRecorder:
+    """Turns every launch in this process into a note of its kernel.
+
+    Args:
+        capability: CUDA compute capability of the GPU to compile for.
+
+    Raises:
+        ConfigError: this process interprets kernels.
+    """
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        major, minor = capability
+        self._target = use_stand_in_driver("cuda", 10 * major + minor, 32)
+        self._compile = triton.compiler.compile
+        self.kernels: list[RecordedKernel] = []
+        """Every kernel so far, each specialization once."""
+        # A kernel takes its compiler from here at its first launch.
+        triton.compiler.compile = self._record
+
+    def _record(self, source: Any, *, options: dict[str, Any], **_: object) -> _NotLaunched:  # noqa: ANN401 - Triton's ASTSource
+        self.kernels.append(RecordedKernel(source, dict(options)))
+        return _NotLaunched()
+
+    def compile(self, num_processes: int) -> Iterator[str]:
+        """Compile the recorded kernels into Triton's cache; yield the problem of each, or "".
+
+        The C modules through which they are launched are built, too; a problem of the module that
+        all share is yielded last.
+
+        Args:
+            num_processes: most processes, forked from this one, that compile at the same time.
+        """
+        # The longest sources first: they take longest, and nobody shall wait for them at the end.
+        self.kernels.sort(key=lambda kernel: -len(kernel.source.fn.src))
+        # Forked processes have the recorded kernels, which cannot be pickled.
+        with (
+            modules_built_only(),
+            ProcessPoolExecutor(
+                min(num_processes, len(self.kernels)),
+                mp_context=multiprocessing.get_context("fork"),
+                initializer=_Worker.start,
+                initargs=(self,),
+            ) as pool,
+        ):
+            driver_module = pool.submit(_Worker.build_driver_module)
+            indices = range(len(self.kernels))
+            for future in as_completed([pool.submit(_Worker.compile, i) for i in indices]):
+                yield future.result()
+            if problem := driver_module.result():
+                yield problem
+
+    def compile_one(self, index: int) -> str:
+        """Compile a recorded kernel, and what launches it; return the problem, or ""."""
+        kernel = self.kernels[index]
+        try:
+            compiled = self._compile(kernel.source, target=self._target, options=kernel.options)
+            build_launcher(compiled)
+        except Exception as error:
+            return f"{kernel.name}: {type(error).__name__}: {error}"
+        return ""
+
+
+class _Worker:
+    """A process that compiles the kernels of the recorder that it was forked with."""
+
+    recorder: KernelRecorder
+
+    @classmethod
+    def start(cls, recorder: KernelRecorder) -> None:
+        cls.recorder = recorder
+
+    @classmethod
+    def compile(cls, index: int) -> str:
+        return cls.recorder.compile_one(index)
+
+    @staticmethod
+    def build_driver_module() -> str:
+        if driver_module_left_out():
+            return ""
+        try:
+            build_driver_module()
+        except Exception as error:
+            return f"module of the driver: {type(error).__name__}: {error}"
+        return ""
