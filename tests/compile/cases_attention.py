@@ -73,6 +73,12 @@ def cases(target: Target) -> list[AotCase]:
             for option in ({"offsets": True}, {"folds": True})
         ),
         _prefill(target, torch.bfloat16, 128, True, 4096, ring=False, visits_masked=True),
+        *(
+            _prefill(
+                target, torch.bfloat16, 128, True, 4096, splits=True, some_heads=True, fp8=fp8
+            )
+            for fp8 in (NO_FP8, _fp8(target, "token"))
+        ),
     ]
 
 
@@ -192,6 +198,7 @@ def _prefill(
     soft_cap: bool = False,
     sinks: bool = False,
     visits_masked: bool = False,
+    some_heads: bool = False,
 ) -> AotCase:
     group = 2
     config = PrefillAttentionConfig.default_for(
@@ -211,6 +218,7 @@ def _prefill(
             f"q{max_query_len}",
             *(["ring" if ring else "window"] if streaming else []),
             *(["masked"] if visits_masked else []),
+            *(["some_heads"] if some_heads else []),
             *(["offsets"] if offsets else []),
             *(["splits"] if splits else []),
             *(["deterministic"] if folds else []),
@@ -229,6 +237,7 @@ def _prefill(
             *_pages(dtype, fp8),
             512,
             *(int32, int32, int32 if offsets else None, 33, NUM_KV_HEADS),
+            *((int32, 5) if some_heads else (None, NUM_KV_HEADS)),
             *_roles(head_dim),
             *_softmax(soft_cap, sinks),
         ),
@@ -262,18 +271,22 @@ def _warp_group_cases() -> list[AotCase]:
     """Prefill by warp groups, which only sm_90 has: every block size, shared tiles, a queue."""
     from mrv1.kernels.attention import prefill_hopper, prefill_queue
 
-    def case(dtype: torch.dtype, block_size: int, *, splits: bool = False) -> AotCase:
+    def case(
+        dtype: torch.dtype, block_size: int, *, splits: bool = False, some_heads: bool = False
+    ) -> AotCase:
         rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
         cache = torch.empty(4 * block_size, prefill_hopper.DIM.value, dtype=dtype)
         pages = prefill_hopper.describe(cache, block_size)
         shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
         return AotCase(
             name=f"prefill-hopper-{str(dtype).removeprefix('torch.')}-{block_size}"
+            + "-some_heads" * some_heads
             + "-splits" * splits,
             kernel=prefill_hopper._prefill_hopper_kernel,
             args=(
                 rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
                 rows, 4096, 128, pages, pages, lengths, 512, lengths, lengths, 8, NUM_KV_HEADS,
+                *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
                 pointer(torch.int64), pointer(torch.int64), lengths, 0.1,
             ),
             constexprs={
@@ -283,17 +296,19 @@ def _warp_group_cases() -> list[AotCase]:
             },
         )  # fmt: skip
 
-    def queue_case(dtype: torch.dtype, block_size: int) -> AotCase:
+    def queue_case(dtype: torch.dtype, block_size: int, *, some_heads: bool = False) -> AotCase:
         cache = torch.empty(4 * block_size, prefill_hopper.DIM.value, dtype=dtype)
         pages, lengths = prefill_hopper.describe(cache, block_size), pointer(torch.int32)
         queries = torch.empty(64, 4 * NUM_KV_HEADS, prefill_hopper.DIM.value, dtype=dtype)
         return AotCase(
-            name=f"prefill-queue-{str(dtype).removeprefix('torch.')}-{block_size}",
+            name=f"prefill-queue-{str(dtype).removeprefix('torch.')}-{block_size}"
+            + "-some_heads" * some_heads,
             kernel=prefill_queue._prefill_queue_kernel,
             args=(
                 pointer(dtype), 4096, 128, pointer(torch.float32), 32, 1, lengths,
                 prefill_queue.describe_queries(queries, 4), pages, pages,
-                lengths, 512, lengths, lengths, 8, NUM_KV_HEADS,
+                lengths, 512, lengths, lengths, 8,
+                *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
                 pointer(torch.int64), pointer(torch.int64), lengths, 0.1,
             ),
             constexprs={"GROUP": 4, "BLOCK_SIZE": block_size},
@@ -302,8 +317,12 @@ def _warp_group_cases() -> list[AotCase]:
 
     queue = [queue_case(torch.bfloat16, 16), queue_case(torch.bfloat16, 128)]
     queue.append(queue_case(torch.float16, 16))
+    queue.append(queue_case(torch.bfloat16, 16, some_heads=True))
     sizes = [case(torch.bfloat16, block_size) for block_size in (16, 32, 64, 128)]
     shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]
+    shared += [
+        case(torch.bfloat16, 16, splits=splits, some_heads=True) for splits in (False, True)
+    ]
     return [*sizes, *shared, *queue]
 
 
@@ -311,7 +330,9 @@ def _warp_group_fp8_cases() -> list[AotCase]:
     """The same from caches of e4m3 codes; scales of every granularity take the same code."""
     from mrv1.kernels.attention import prefill_hopper_fp8
 
-    def case(dtype: torch.dtype, block_size: int, *, splits: bool = False) -> AotCase:
+    def case(
+        dtype: torch.dtype, block_size: int, *, splits: bool = False, some_heads: bool = False
+    ) -> AotCase:
         rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
         codes = torch.empty(4 * block_size, prefill_hopper_fp8.DIM.value, dtype=torch.uint8)
         pages = prefill_hopper_fp8.describe(codes, block_size)
@@ -319,12 +340,15 @@ def _warp_group_fp8_cases() -> list[AotCase]:
         shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
         return AotCase(
             name=f"prefill-hopper-fp8-{str(dtype).removeprefix('torch.')}-{block_size}"
+            + "-some_heads" * some_heads
             + "-splits" * splits,
             kernel=prefill_hopper_fp8._prefill_hopper_fp8_kernel,
             args=(
                 rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
                 rows, 4096, 128, pages, pages, scratch, scratch, address, address, 1,
-                lengths, 512, lengths, lengths, 8, NUM_KV_HEADS, address, address, lengths, 0.1,
+                lengths, 512, lengths, lengths, 8, NUM_KV_HEADS,
+                *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
+                address, address, lengths, 0.1,
             ),
             constexprs={
                 "GROUP": 4, "BLOCK_SIZE": block_size,
@@ -336,4 +360,5 @@ def _warp_group_fp8_cases() -> list[AotCase]:
 
     sizes = [case(torch.bfloat16, block_size) for block_size in (16, 128)]
     shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]
+    shared.append(case(torch.bfloat16, 16, splits=True, some_heads=True))
     return [*sizes, *shared]

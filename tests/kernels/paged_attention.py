@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from mrv1.kernels import DecodePlan, PrefillSplits
+from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels._base.checks import FLOAT_DTYPES
 from mrv1.kernels.attention.plan import DecodeAttentionConfig
 from mrv1.kernels.attention.splits import PrefillAttentionConfig
-from mrv1.testing.strategies import PagedCase
+from mrv1.testing.strategies import LayoutCase, PagedCase
 
 SENTINEL = 7.0
 """The value of outputs before a launch; rows of no request must keep it."""
@@ -28,6 +28,28 @@ class Result:
 
     def rows(self, index) -> Result:
         return Result(self.out[index], self.lse[index])
+
+
+def streaming_layout(
+    num_kv_heads: int,
+    block_size: int,
+    max_seq_len: int,
+    max_reqs: int,
+    *,
+    ring: bool,
+    head_dim: int = 128,
+) -> LayoutCase:
+    """Return heads that are streaming and full in turns, in a head group each."""
+    ring_blocks = -(-(99 + max_seq_len) // block_size) + 1 if ring else 0
+    streaming = HeadRole(window=100, sink=20, ring_blocks=ring_blocks)
+    return LayoutCase.head_groups(
+        roles=[HeadRole(group=1) if head % 2 else streaming for head in range(num_kv_heads)],
+        head_dim=head_dim,
+        block_size=block_size,
+        max_seq_len=max_seq_len,
+        max_reqs=max_reqs,
+        max_query_len=max_seq_len,
+    )
 
 
 def make_queries(case: PagedCase, group: int, seed: int = 0, spare_rows: int = 0) -> torch.Tensor:

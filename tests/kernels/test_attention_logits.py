@@ -111,7 +111,8 @@ def _assert_one_sink(got: Result, num_keys: int, sinks: torch.Tensor) -> None:
     total = num_keys + sinks.double().exp()
     assert torch.allclose(got.lse.double(), total.log().expand_as(got.lse), rtol=1e-6)
     out = (num_keys / total)[:, None].expand_as(got.out)
-    assert torch.allclose(got.out.double(), out, rtol=1e-6)
+    rounding = num_keys * 2**-24  # of a sum in float32; equal weights may all round one way
+    assert torch.allclose(got.out.double(), out, rtol=rounding)
 
 
 @pytest.mark.parametrize("merged_pieces", [16, 0], ids=["merge in items", "merge launch"])

@@ -124,6 +124,18 @@ def test_rows_without_visible_keys_give_zeros_and_lse_minus_infinity(device, seq
     assert (got.lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_request_may_be_shorter_than_its_queries(device, splits):
+    """Queries before the first token see nothing; the others see what they see alone."""
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=64)
+    batch = RaggedBatch(query_lens=(4, 4, 4), seq_lens=(1, 3, 50))
+    case = build_paged_cache(layout, batch).to(device)
+    got = _check(case, 2, query_len=4, num_kv_splits=splits)
+    unseeing = [0, 1, 2, 4]  # three of the first request's, one of the second's
+    assert not got.out[unseeing].any()
+    assert (got.lse[unseeing] == -torch.inf).all()
+
+
 def test_outputs_are_optional(device):
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=40)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(1,), seq_lens=(40,))).to(device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv1 import kernels
-from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
+from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, attention, reference
 from mrv1.kernels.attention import prefill_attention
 from mrv1.kernels.attention import splits as prefill_splits
 from mrv1.kernels.attention.splits import PrefillAttentionConfig
@@ -36,6 +38,7 @@ from tests.kernels.paged_attention import (
     run_prefill,
     small_tiles,
     softmax_scale,
+    streaming_layout,
 )
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -261,6 +264,51 @@ def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
     info.capability = (9, 0)  # whose programs take whole tiles in turn
     assert [found(n) for n in (0, 256, 272)] == [None, 2, 1]
     assert found(16, num_splits=1) == 1
+    roles = [HeadRole()] * 3 + [HeadRole(window=64, sink=16)] * 5
+    layout = KVLayout.hnd(8, 16, 128, roles=roles, device=device)  # the three full heads count
+    assert [found(n) for n in (0, 1, 96, 256, 704, 720)] == [None, 16, 14, 5, 2, 1]
+
+
+@pytest.mark.usefixtures("_any_share")
+@settings(max_examples=settings.default.max_examples // 3)
+@given(data=st.data())
+def test_streaming_heads_are_computed_apart_where_full_heads_take_another_kernel(device, data):
+    """The other kernel, here a stand-in, writes the full heads, and nothing else touches them."""
+    layout = streaming_layout(
+        data.draw(st.sampled_from([2, 3, 5])), 16, 200, 3, ring=data.draw(st.booleans()),
+        head_dim=16,
+    )  # fmt: skip
+    seq_lens = data.draw(st.lists(st.integers(0, 200), min_size=1, max_size=3))
+    query_lens = [data.draw(st.integers(0, seq_len)) for seq_len in seq_lens]
+    batch = RaggedBatch(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens))
+    granularity = data.draw(st.sampled_from([None, "token"]))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity=granularity)
+    case = case.to(device)
+    q = make_queries(case, 2, spare_rows=1)
+    num_splits = data.draw(st.sampled_from([None, 3]))
+    splits = None if num_splits is None else make_splits(case, q, num_splits)
+    full = [head for head in range(2 * layout.num_kv_heads) if head // 2 % 2]
+    launched = []
+
+    def launch(*_args, out, lse, **_options):
+        launched.append(1)
+        out[:, full] = lse[:, full] = 3.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_attention, "fits_warp_groups", lambda *_, **__: True)
+        for name in ("prefill_hopper", "prefill_hopper_fp8", "prefill_queue"):
+            stand_in = SimpleNamespace(launch=launch)
+            patch.setattr(attention, name, stand_in, raising=False)
+            patch.setitem(sys.modules, f"{attention.__name__}.{name}", stand_in)
+        got = run_prefill(kernels, case, q, splits=splits)
+    assert launched == ([1] if any(query_lens) else [])
+    rows, oracle, want = slice(-1), run_prefill(reference, case, q), exact(case, q)
+    if launched:
+        assert (got.out[:, full] == 3.0).all()
+        assert (got.lse[:, full] == 3.0).all()
+    got.out[rows, full], got.lse[rows, full] = oracle.out[rows, full], oracle.lse[rows, full]
+    assert_in_budget(got.rows(rows), oracle.rows(rows), want, case)
+    assert splits is None or not splits.arrivals.any()
 
 
 @pytest.mark.parametrize("ops", [kernels, reference], ids=["kernel", "oracle"])

@@ -27,12 +27,14 @@ from tests.kernels.paged_attention import (
     assert_in_budget,
     empty_outputs,
     exact,
+    finite,
     make_queries,
     make_splits,
     permuted,
     query_rows,
     run_prefill,
     softmax_scale,
+    streaming_layout,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
@@ -81,15 +83,20 @@ def _cases(
     max_reqs: int = 4,
     block_sizes: Sequence[int] = (16, 32, 64, 128),
     dtypes: Sequence[torch.dtype] = DTYPES,
+    streaming: bool = False,
 ):
     """Ragged chunks over several tiles of 128 keys, in HND pages or as several head groups."""
     block_size = draw(st.sampled_from(block_sizes))
-    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    num_kv_heads = draw(st.sampled_from([2, 3, 5] if streaming else [1, 2, 3]))
     sizes = {
         "head_dim": 128, "block_size": block_size, "max_seq_len": max_seq_len,
         "max_reqs": max_reqs,
     }  # fmt: skip
-    if draw(st.booleans()):
+    if streaming:
+        layout = streaming_layout(
+            num_kv_heads, block_size, max_seq_len, max_reqs, ring=draw(st.booleans())
+        )
+    elif draw(st.booleans()):
         layout = LayoutCase.hnd(num_kv_heads=num_kv_heads, **sizes)
     else:
         layout = LayoutCase.head_groups(
@@ -125,6 +132,33 @@ def test_programs_that_share_a_tile_agree_with_the_oracle(device, case, group, n
     assert not splits.arrivals.any()
     splits.states.fill_(torch.nan)
     assert_equal(_check(case, group, splits=splits), first)
+
+
+@pytest.mark.usefixtures("_any_share")
+@given(
+    case=_cases(streaming=True), group=st.sampled_from([1, 4, 8]),
+    num_splits=st.sampled_from([None, 1, 3, 16]),
+)  # fmt: skip
+def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, case, group, num_splits):
+    """Full heads take this kernel and streaming heads the Triton kernel, with the same buffers."""
+    case = case.to(device)
+    splits = None
+    if num_splits is not None:
+        splits = make_splits(case, make_queries(case, group, spare_rows=1), num_splits)
+    first = _check(case, group, splits=splits)
+    if num_splits is not None and num_splits > 1:
+        assert not splits.arrivals.any()
+    assert_equal(_check(case, group, splits=splits), first)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+def test_full_heads_beside_heads_that_visit_masked_pages(device, num_splits):
+    layout = streaming_layout(4, 16, 700, 2, ring=False)
+    batch = RaggedBatch(query_lens=(300, 5), seq_lens=(700, 690))
+    case = finite(build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device))
+    q = make_queries(case, 4, spare_rows=1)
+    splits = None if num_splits is None else make_splits(case, q, num_splits)
+    _check(case, 4, splits=splits, layout=replace(case.layout, visits_masked=True))
 
 
 @pytest.fixture(params=[1, 3, 132])

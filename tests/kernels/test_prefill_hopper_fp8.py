@@ -31,6 +31,7 @@ from tests.kernels.paged_attention import (
     query_rows,
     run_prefill,
     softmax_scale,
+    streaming_layout,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
@@ -72,15 +73,19 @@ def _check(case, group, q=None, **options) -> Result:
 
 
 @st.composite
-def _cases(draw, max_seq_len: int = 700, max_reqs: int = 4):
+def _cases(draw, max_seq_len: int = 700, max_reqs: int = 4, streaming: bool = False):
     """Ragged chunks over several tiles of 128 keys, in HND pages or as several head groups."""
     block_size = draw(st.sampled_from([16, 32, 64, 128]))
-    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    num_kv_heads = draw(st.sampled_from([2, 3, 5] if streaming else [1, 2, 3]))
     sizes = {
         "head_dim": 128, "block_size": block_size, "max_seq_len": max_seq_len,
         "max_reqs": max_reqs,
     }  # fmt: skip
-    if draw(st.booleans()):
+    if streaming:
+        layout = streaming_layout(
+            num_kv_heads, block_size, max_seq_len, max_reqs, ring=draw(st.booleans())
+        )
+    elif draw(st.booleans()):
         layout = LayoutCase.hnd(num_kv_heads=num_kv_heads, **sizes)
     else:
         layout = LayoutCase.head_groups(
@@ -120,6 +125,23 @@ def test_programs_that_share_a_tile_agree_with_the_oracle(device, case, group, n
     first = _check(case, group, splits=splits)
     assert not splits.arrivals.any()
     splits.states.fill_(torch.nan)
+    assert_equal(_check(case, group, splits=splits), first)
+
+
+@pytest.mark.usefixtures("_any_share")
+@given(
+    case=_cases(streaming=True), group=st.sampled_from([1, 4, 8]),
+    num_splits=st.sampled_from([None, 3, 16]),
+)  # fmt: skip
+def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, case, group, num_splits):
+    """Full heads take this kernel and streaming heads the Triton kernel, with the same buffers."""
+    case = case.to(device)
+    splits = None
+    if num_splits is not None:
+        splits = make_splits(case, make_queries(case, group, spare_rows=1), num_splits)
+    first = _check(case, group, splits=splits)
+    if splits is not None:
+        assert not splits.arrivals.any()
     assert_equal(_check(case, group, splits=splits), first)
 
 

@@ -253,7 +253,11 @@ def _merge_tile(
             tl.store(target, natural_lse(top, total), mask=row.in_tile)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs"])
+@triton.jit(
+    do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs", "num_heads"],
+    # Behind decode rows they begin anywhere.
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_loc_ptr", "seq_lens_ptr"],
+)
 def _paged_prefill_attention_kernel(
     out_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
     stride_out_token,
@@ -285,6 +289,8 @@ def _paged_prefill_attention_kernel(
     mask_offsets_ptr,  # [num_tokens, 2] int32, contiguous, or None
     num_reqs,
     num_kv_heads,
+    heads_ptr,  # [num_heads] int32, KV heads of the launch, or None: all
+    num_heads,
     head_base_ptr,  # [kv_heads] int64, in elements
     block_stride_ptr,  # [kv_heads] int64, in elements
     table_offset_ptr,  # [kv_heads] int32
@@ -311,7 +317,7 @@ def _paged_prefill_attention_kernel(
     MIN_STEPS: tl.constexpr,  # fewest of a program that shares a tile
     FOLDS: tl.constexpr,  # whether the result is the fold of fixed pieces, see fold_state
 ):
-    """Grid (tiles * kv_heads,), plus num_programs - kv_heads where programs share tiles.
+    """Grid (tiles * num_heads,), plus num_programs - num_heads where programs share tiles.
 
     A program computes one query tile of one KV head, or a part of its keys. There are
     ``num_tokens // TILE_QUERIES + num_reqs`` tiles, padding included; the additional programs
@@ -325,21 +331,23 @@ def _paged_prefill_attention_kernel(
     """
     pairs = tl.num_programs(0)
     if states_ptr is not None:
-        pairs -= num_programs - num_kv_heads
+        pairs -= num_programs - num_heads
     # The last tiles of a chunk have the most keys, so they run first. Heads vary fastest.
     pair = pairs - 1 - tl.program_id(0)
     split = 0
     if states_ptr is not None:
         tiles = _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES)
-        num_splits = tl.minimum(num_splits, num_programs // (tiles * num_kv_heads))
+        num_splits = tl.minimum(num_splits, num_programs // (tiles * num_heads))
         num_splits = tl.maximum(num_splits, 1)
         if pair < 0:
-            split = 1 + (-1 - pair) // (tiles * num_kv_heads)
-            pair = (-1 - pair) % (tiles * num_kv_heads)
+            split = 1 + (-1 - pair) // (tiles * num_heads)
+            pair = (-1 - pair) % (tiles * num_heads)
         if split >= num_splits:
             return
-    head = pair % num_kv_heads
-    tile_of_batch = pair // num_kv_heads
+    head = pair % num_heads
+    tile_of_batch = pair // num_heads
+    if heads_ptr is not None:
+        head = tl.load(heads_ptr + head)
     req = _find_request(query_start_loc_ptr, tile_of_batch, num_reqs, TILE_QUERIES)
     queries = _load_tile(query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES)
     if queries.first_query >= queries.query_len:
@@ -638,7 +646,8 @@ def paged_prefill_attention(
 
     Stream:
         One launch on the current stream, its grid from shapes alone: CUDA-graph safe, no scratch
-        except ``splits``.
+        except ``splits``. Two launches where a layout has both full and streaming heads and the
+        full heads take a kernel for sm_90: one for either kind.
 
     Source:
         arXiv:2205.14135, as in the module docstring.
@@ -673,18 +682,16 @@ def paged_prefill_attention(
         config = config.with_folds(group, device_info(q.device).capability)
     tile_queries = config.tile_rows // group
     num_tiles = num_tokens // tile_queries + num_reqs
-    num_programs = num_tiles * layout.num_kv_heads
-    num_sharing = 0
-    if splits is not None and splits.arrivals is not None:
-        num_sharing = splits.num_programs
-        num_programs += num_sharing - layout.num_kv_heads
-        if splits.arrivals.numel() < num_tiles * layout.num_kv_heads:
-            raise ValueError(
-                f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
-                f"queries, got room for fewer tiles"
-            )
+    arrivals = None if splits is None else splits.arrivals
+    num_sharing = 0 if splits is None or arrivals is None else splits.num_programs
+    if arrivals is not None and arrivals.numel() < num_tiles * layout.num_kv_heads:
+        raise ValueError(
+            f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
+            f"queries, got room for fewer tiles"
+        )
     is_plain = attn_mask_offsets is None and visited is None and not deterministic
     is_plain = is_plain and not logits_soft_cap and sinks is None
+    heads, num_heads = None, layout.num_kv_heads
     if is_plain and fits_warp_groups(
         q, k_cache, v_cache, layout, max_query_len, splits, is_fp8=scales is not None
     ):
@@ -700,13 +707,19 @@ def paged_prefill_attention(
             prefill_queue.launch(*arguments, splits=splits, **options)
         else:
             prefill_hopper.launch(*arguments, splits=shared, **options)
-        return out
+        if not layout.has_window:
+            return out
+        heads, num_heads = layout.streaming_heads, len(layout.streaming_heads)
+    elif layout.has_window and len(layout.full_heads) and not layout.visits_masked:
+        # Beside long contexts of full heads, the programs of streaming heads end at once.
+        num_sharing = num_sharing * num_heads // len(layout.full_heads)
+    num_programs = num_tiles * num_heads + (num_sharing - num_heads if num_sharing else 0)
     _paged_prefill_attention_kernel[(num_programs,)](
         *with_strides(out),
         *with_strides(lse),
         None if splits is None else splits.states,
         None if splits is None else splits.states_lse,
-        None if splits is None else splits.arrivals,
+        arrivals,
         0 if splits is None else splits.num_splits,
         num_sharing,
         num_tokens,
@@ -721,6 +734,8 @@ def paged_prefill_attention(
         attn_mask_offsets,
         num_reqs,
         layout.num_kv_heads,
+        heads,
+        num_heads,
         layout.head_base,
         layout.block_stride,
         layout.table_offset,

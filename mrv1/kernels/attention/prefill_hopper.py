@@ -1,9 +1,9 @@
 """Paged prefill attention for Hopper (sm_90): warp groups that multiply beside one that copies.
 
 The same attention as ``prefill_attention``, which launches this kernel where ``fits_warp_groups``
-allows: for 16-bit caches of contiguous pages of 128 dimensions, full heads and causal masks. One
-program computes a tile of 128 (query, query head) rows of one KV head with three groups of warps,
-which signal each other through barriers in shared memory::
+allows: for the full heads of 16-bit caches of contiguous pages of 128 dimensions, with causal
+masks. One program computes a tile of 128 (query, query head) rows of one KV head with three groups
+of warps, which signal each other through barriers in shared memory::
 
     producer, 1 warp       K and V pages of the next tiles: one bulk copy (TMA) a page and half
     consumer 0, 4 warps    rows 0 to 63: scores, softmax, weights times V
@@ -373,7 +373,11 @@ def _merge_tile(
             gl.store(lse_ptr + lse_offset, lse, mask=in_tile)
 
 
-@gluon.jit(do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs"])
+@gluon.jit(
+    do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs", "num_heads"],
+    # Behind decode rows they begin anywhere.
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_loc_ptr", "seq_lens_ptr"],
+)
 def _prefill_hopper_kernel(
     out_ptr,  # [num_tokens, q_heads, DIM], unit last stride
     stride_out_token,
@@ -398,6 +402,8 @@ def _prefill_hopper_kernel(
     seq_lens_ptr,  # [num_reqs] int32
     num_reqs,
     num_kv_heads,
+    heads_ptr,  # [num_heads] int32, KV heads of the launch, or None: all
+    num_heads,
     head_base_ptr,  # [kv_heads] int64, elements
     block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
@@ -407,32 +413,34 @@ def _prefill_hopper_kernel(
     TILE_TOKENS: gl.constexpr,
     MIN_TILES: gl.constexpr,  # of a program that shares a tile
 ):
-    """Grid (tiles * kv_heads, and num_programs - kv_heads more where programs share tiles)."""
+    """Grid (tiles * num_heads, and num_programs - num_heads more where programs share tiles)."""
     TILE_QUERIES: gl.constexpr = ROWS // GROUP
     pairs = gl.num_programs(0)
     if states_ptr is not None:
-        pairs -= num_programs - num_kv_heads
+        pairs -= num_programs - num_heads
     pair = gl.program_id(0)
     split = gl.to_tensor(0)
     if states_ptr is not None:
         tiles = _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES)
-        num_splits = gl.minimum(num_splits, num_programs // (tiles * num_kv_heads))
+        num_splits = gl.minimum(num_splits, num_programs // (tiles * num_heads))
         num_splits = gl.maximum(num_splits, 1)
         if pair >= pairs:
-            split = 1 + (pair - pairs) // (tiles * num_kv_heads)
-            pair = (pair - pairs) % (tiles * num_kv_heads)
-            tile_of_batch = pair // num_kv_heads
-            head = pair % num_kv_heads
+            split = 1 + (pair - pairs) // (tiles * num_heads)
+            pair = (pair - pairs) % (tiles * num_heads)
+            tile_of_batch = pair // num_heads
+            head = pair % num_heads
         else:
-            tile_of_batch = pairs // num_kv_heads - 1 - pair // num_kv_heads
-            head = pair % num_kv_heads
+            tile_of_batch = pairs // num_heads - 1 - pair // num_heads
+            head = pair % num_heads
         if split >= num_splits:
             return
     else:
         # Head by head, so that the head's K and V stay in L2; the last tiles have the most keys.
-        num_tiles = pairs // num_kv_heads
+        num_tiles = pairs // num_heads
         head = pair // num_tiles
         tile_of_batch = num_tiles - 1 - pair % num_tiles
+    if heads_ptr is not None:
+        head = gl.load(heads_ptr + head)
     req = _find_request(query_start_loc_ptr, tile_of_batch, num_reqs, TILE_QUERIES)
     query_start = gl.load(query_start_loc_ptr + req)
     query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
@@ -539,6 +547,13 @@ def describe(cache: torch.Tensor, block_size: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(cache.view(-1, DIM.value), box, DESCRIPTOR_LAYOUT)
 
 
+def heads_of_launch(layout: KVLayout) -> tuple[torch.Tensor | None, int]:
+    """Return the full heads of a layout, None if all heads are full, and their number."""
+    if not layout.has_window:
+        return None, layout.num_kv_heads
+    return layout.full_heads, len(layout.full_heads)
+
+
 def launch(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -557,11 +572,12 @@ def launch(
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     group = num_q_heads // layout.num_kv_heads
-    num_programs = (num_tokens // (ROWS.value // group) + num_reqs) * layout.num_kv_heads
+    heads, num_heads = heads_of_launch(layout)
+    num_programs = (num_tokens // (ROWS.value // group) + num_reqs) * num_heads
     num_sharing = 0
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
-        num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, layout.num_kv_heads)
-        num_programs += num_sharing - layout.num_kv_heads
+        num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)
+        num_programs += num_sharing - num_heads
     _prefill_hopper_kernel[(num_programs,)](
         *with_strides(out),
         *with_strides(lse),
@@ -580,6 +596,8 @@ def launch(
         seq_lens,
         num_reqs,
         layout.num_kv_heads,
+        heads,
+        num_heads,
         layout.head_base,
         layout.block_stride,
         layout.table_offset,

@@ -54,6 +54,7 @@ from mrv1.kernels.attention.prefill_hopper import (
     _find_request,
     _merge_tile,
     _scores,
+    heads_of_launch,
 )
 from mrv1.kernels.attention.splits import PROGRAMS_PER_SM, PrefillSplits
 from mrv1.kernels.cache.kv_layout import KVLayout
@@ -429,8 +430,10 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "num_splits", "num_programs", "num_tokens", "num_reqs", "tokens_per_scale"
-    ]
+        "num_splits", "num_programs", "num_tokens", "num_reqs", "num_heads", "tokens_per_scale"
+    ],
+    # Behind decode rows they begin anywhere.
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_loc_ptr", "seq_lens_ptr"],
 )  # fmt: skip
 def _prefill_hopper_fp8_kernel(
     out_ptr,  # [num_tokens, q_heads, DIM], unit last stride
@@ -461,6 +464,8 @@ def _prefill_hopper_fp8_kernel(
     seq_lens_ptr,  # [num_reqs] int32
     num_reqs,
     num_kv_heads,
+    heads_ptr,  # [num_heads] int32, KV heads of the launch, or None: all
+    num_heads,
     head_base_ptr,  # [kv_heads] int64, elements
     block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
@@ -470,32 +475,34 @@ def _prefill_hopper_fp8_kernel(
     TILE_TOKENS: gl.constexpr,
     MIN_TILES: gl.constexpr,  # of a program that shares a tile
 ):
-    """Grid (tiles * kv_heads, and num_programs - kv_heads more where programs share tiles)."""
+    """Grid (tiles * num_heads, and num_programs - num_heads more where programs share tiles)."""
     TILE_QUERIES: gl.constexpr = ROWS // GROUP
     pairs = gl.num_programs(0)
     if states_ptr is not None:
-        pairs -= num_programs - num_kv_heads
+        pairs -= num_programs - num_heads
     pair = gl.program_id(0)
     split = gl.to_tensor(0)
     if states_ptr is not None:
         tiles = _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES)
-        num_splits = gl.minimum(num_splits, num_programs // (tiles * num_kv_heads))
+        num_splits = gl.minimum(num_splits, num_programs // (tiles * num_heads))
         num_splits = gl.maximum(num_splits, 1)
         if pair >= pairs:
-            split = 1 + (pair - pairs) // (tiles * num_kv_heads)
-            pair = (pair - pairs) % (tiles * num_kv_heads)
-            tile_of_batch = pair // num_kv_heads
-            head = pair % num_kv_heads
+            split = 1 + (pair - pairs) // (tiles * num_heads)
+            pair = (pair - pairs) % (tiles * num_heads)
+            tile_of_batch = pair // num_heads
+            head = pair % num_heads
         else:
-            tile_of_batch = pairs // num_kv_heads - 1 - pair // num_kv_heads
-            head = pair % num_kv_heads
+            tile_of_batch = pairs // num_heads - 1 - pair // num_heads
+            head = pair % num_heads
         if split >= num_splits:
             return
     else:
         # Head by head, so that the head's K and V stay in L2; the last tiles have the most keys.
-        num_tiles = pairs // num_kv_heads
+        num_tiles = pairs // num_heads
         head = pair // num_tiles
         tile_of_batch = num_tiles - 1 - pair % num_tiles
+    if heads_ptr is not None:
+        head = gl.load(heads_ptr + head)
     req = _find_request(query_start_loc_ptr, tile_of_batch, num_reqs, TILE_QUERIES)
     query_start = gl.load(query_start_loc_ptr + req)
     query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
@@ -635,12 +642,13 @@ def launch(
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     group = num_q_heads // layout.num_kv_heads
-    num_programs = (num_tokens // (ROWS.value // group) + num_reqs) * layout.num_kv_heads
+    heads, num_heads = heads_of_launch(layout)
+    num_programs = (num_tokens // (ROWS.value // group) + num_reqs) * num_heads
     per_block = scales_per_block(scales.granularity, layout.block_size)
     num_sharing = 0
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
-        num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, layout.num_kv_heads)
-        num_programs += num_sharing - layout.num_kv_heads
+        num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)
+        num_programs += num_sharing - num_heads
     _prefill_hopper_fp8_kernel[(num_programs,)](
         *with_strides(out),
         *with_strides(lse),
@@ -664,6 +672,8 @@ def launch(
         seq_lens,
         num_reqs,
         layout.num_kv_heads,
+        heads,
+        num_heads,
         layout.head_base,
         layout.block_stride,
         layout.table_offset,

@@ -52,6 +52,7 @@ from mrv1.kernels.attention.prefill_hopper import (
     _softmax,
     _step,
     describe,
+    heads_of_launch,
 )
 from mrv1.kernels.attention.prefill_hopper import TILE_TOKENS as KEYS_PER_TILE
 from mrv1.kernels.attention.splits import PrefillSplits
@@ -116,14 +117,14 @@ def _read(items, slot, FIELD: gl.constexpr):
 @gluon.jit
 def _schedule(
     items, item_ready, item_free, wanted, ticket_ptr,
-    block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr, num_reqs, num_kv_heads,
-    head_base_ptr, block_stride_ptr, table_offset_ptr,
+    block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr, num_reqs,
+    heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
     GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Take items from the launch's counter and describe them to the other warps."""
     TILE_QUERIES: gl.constexpr = ROWS // GROUP
     end = gl.load(query_start_loc_ptr + num_reqs)
-    num_items = (end // TILE_QUERIES + num_reqs) * num_kv_heads
+    num_items = (end // TILE_QUERIES + num_reqs) * num_heads
     ticket = gl.program_id(0)
     count = gl.to_tensor(0)
     while ticket < num_items:
@@ -132,22 +133,24 @@ def _schedule(
         # The last request first, and its tiles from the last one, which has the most keys. Heads
         # side by side, as many as the L2 cache holds the keys and values of.
         pair = num_items - 1 - ticket
-        tile = pair // num_kv_heads
+        tile = pair // num_heads
         req = _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES, WARP)
         query_start = gl.load(query_start_loc_ptr + req)
         query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
         seq_len = gl.load(seq_lens_ptr + req)
         context_len = seq_len - query_len
         tiles = gl.maximum(gl.cdiv(query_len, TILE_QUERIES), 1)
-        together = gl.minimum(gl.maximum(L2_KEYS // gl.maximum(seq_len, 1), 1), num_kv_heads)
-        rest = pair - (query_start // TILE_QUERIES + req) * num_kv_heads
-        is_tile = rest < tiles * num_kv_heads  # some requests have room for one tile more
+        together = gl.minimum(gl.maximum(L2_KEYS // gl.maximum(seq_len, 1), 1), num_heads)
+        rest = pair - (query_start // TILE_QUERIES + req) * num_heads
+        is_tile = rest < tiles * num_heads  # some requests have room for one tile more
         first_head = rest // (tiles * together) * together
         rest -= first_head * tiles
-        together = gl.maximum(gl.minimum(together, num_kv_heads - first_head), 1)
+        together = gl.maximum(gl.minimum(together, num_heads - first_head), 1)
         first_query = rest // together * TILE_QUERIES
         head = first_head + rest % together
         if is_tile & (first_query < query_len):
+            if heads_ptr is not None:
+                head = gl.load(heads_ptr + head)
             end_query = gl.minimum(first_query + TILE_QUERIES, query_len)
             # A padding row has queries and no keys: one tile, in which it sees none.
             end_position = gl.maximum(context_len + end_query, 0)
@@ -411,7 +414,11 @@ def _consume(
         num_tiles = _read(items, slot, NUM_TILES)
 
 
-@gluon.jit(do_not_specialize=["num_reqs", "num_kv_heads", "stride_lse_token", "stride_lse_head"])
+@gluon.jit(
+    do_not_specialize=["num_reqs", "num_heads", "stride_lse_token", "stride_lse_head"],
+    # Behind decode rows they begin anywhere.
+    do_not_specialize_on_alignment=["block_table_ptr", "query_start_loc_ptr", "seq_lens_ptr"],
+)
 def _prefill_queue_kernel(
     out_ptr,  # [num_tokens, q_heads, DIM], unit last stride
     stride_out_token,
@@ -428,7 +435,8 @@ def _prefill_queue_kernel(
     query_start_loc_ptr,  # [num_reqs + 1] int32
     seq_lens_ptr,  # [num_reqs] int32
     num_reqs,
-    num_kv_heads,
+    heads_ptr,  # [num_heads] int32, KV heads of the launch, or None: all
+    num_heads,
     head_base_ptr,  # [kv_heads] int64, elements
     block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
@@ -490,7 +498,7 @@ def _prefill_queue_kernel(
             (_schedule, (
                 items, item_ready, item_free, wanted, ticket_ptr,
                 block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr,
-                num_reqs, num_kv_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
+                num_reqs, heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
                 GROUP, BLOCK_SIZE,
             )),
         ],
@@ -526,7 +534,8 @@ def launch(
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     group = num_q_heads // layout.num_kv_heads
-    num_items = (num_tokens // (ROWS.value // group) + num_reqs) * layout.num_kv_heads
+    heads, num_heads = heads_of_launch(layout)
+    num_items = (num_tokens // (ROWS.value // group) + num_reqs) * num_heads
     _prefill_queue_kernel[(min(num_items, device_info(q.device).num_sms),)](
         *with_strides(out),
         *with_strides(lse),
@@ -539,7 +548,8 @@ def launch(
         query_start_loc,
         seq_lens,
         num_reqs,
-        layout.num_kv_heads,
+        heads,
+        num_heads,
         layout.head_base,
         layout.block_stride,
         layout.table_offset,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -187,16 +188,10 @@ class PrefillSplits:
         num_tiles = num_tokens // tile_queries + num_reqs
         if num_splits is None:
             num_programs = PROGRAMS_PER_SM * device_info(device).num_sms
-            fewest = max(num_tokens // tile_queries, 1) * layout.num_kv_heads
-            num_splits = min(num_programs // fewest, MAX_SPLITS)
+            num_splits = _choose_num_splits(layout, tile_queries, num_tokens)
         else:
             num_programs = num_splits * num_tiles * layout.num_kv_heads
-        has_queue = (
-            device_info(device).capability == WARP_GROUP_CAPABILITY
-            and layout.head_dim == WARP_GROUP_DIM
-            and not layout.has_window
-        )
-        if num_tokens == 0 or (num_splits < 2 and not has_queue):
+        if num_tokens == 0 or (num_splits < 2 and not _has_warp_groups(layout)):
             return None
         if num_splits < 2:
             ticket = torch.zeros(1, dtype=torch.int32, device=device)
@@ -236,6 +231,78 @@ def choose_config(
     return config.fit_rows(num_q_heads // layout.num_kv_heads, max(max_query_len, 1))
 
 
+def _choose_num_splits(layout: KVLayout, tile_queries: int, num_tokens: int) -> int:
+    """Return programs per tile so that those of all tiles fill the device; 0 and 1 = one."""
+    # Streaming heads have few keys beside long contexts: their programs do not count.
+    num_heads = len(layout.full_heads) or layout.num_kv_heads
+    fewest = max(num_tokens // tile_queries, 1) * num_heads
+    num_programs = PROGRAMS_PER_SM * device_info(layout.head_base.device).num_sms
+    return min(num_programs // fewest, MAX_SPLITS)
+
+
+def _has_warp_groups(layout: KVLayout) -> bool:
+    """Return whether there are kernels of warp groups for the device and some of the heads."""
+    return (
+        device_info(layout.head_base.device).capability == WARP_GROUP_CAPABILITY
+        and layout.head_dim == WARP_GROUP_DIM
+        and len(layout.full_heads) > 0
+    )
+
+
+class LaunchChoice(NamedTuple):
+    """All that decides which kernels the causal launches of one layout have."""
+
+    config: PrefillAttentionConfig
+    is_shared: bool
+    """Whether programs share tiles."""
+    has_warp_groups: bool
+    """Whether warp groups compute the full heads, if dtype and addresses suit them."""
+
+
+def choose_launch(
+    layout: KVLayout,
+    split_layout: KVLayout,
+    dtype: torch.dtype,
+    is_fp8: bool,
+    num_q_heads: int,
+    max_query_len: int,
+    num_tokens: int,
+) -> LaunchChoice:
+    """Return the choice for a launch; no choice comes back as queries or tokens grow.
+
+    Args:
+        layout: the launch's layout.
+        split_layout: the layout for which ``PrefillSplits.allocate`` makes the launch's splits.
+        dtype: of the queries.
+        is_fp8: whether the cache has scales.
+        num_q_heads: query heads.
+        max_query_len: as in ``paged_prefill_attention``.
+        num_tokens: rows of ``q``.
+    """
+    of_splits = choose_config(split_layout, dtype, is_fp8, num_q_heads, max_query_len)
+    tile_queries = of_splits.tile_rows * split_layout.num_kv_heads // num_q_heads
+    is_shared = _choose_num_splits(split_layout, tile_queries, num_tokens) > 1
+    group = num_q_heads // layout.num_kv_heads
+    is_queued = not is_shared and _has_warp_groups(split_layout)
+    return LaunchChoice(
+        choose_config(layout, dtype, is_fp8, num_q_heads, max_query_len),
+        is_shared,
+        _has_warp_groups(layout)
+        and _are_faster(group, max_query_len, is_fp8, is_shared, is_queued),
+    )
+
+
+def _are_faster(
+    group: int, max_query_len: int, is_fp8: bool, is_shared: bool, is_queued: bool
+) -> bool:
+    """Return whether warp groups are the faster kernel: see ``fits_warp_groups``."""
+    if is_fp8:
+        return group * max_query_len >= MIN_FP8_ROWS
+    if is_shared:
+        return group * max_query_len >= MIN_SHARED_ROWS
+    return max_query_len >= (MIN_QUEUED_QUERIES if is_queued else MIN_WARP_GROUP_QUERIES)
+
+
 def fits_warp_groups(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -247,29 +314,23 @@ def fits_warp_groups(
 ) -> bool:
     """Return whether warp groups can run a causal launch and are the faster kernel for it.
 
-    They copy whole pages in bulk, so a page must be contiguous and start at a multiple of 128
-    elements. Their programs take longer to start: on an H200 those of 16-bit caches are 1.2 to 2.5
-    times as fast where programs share tiles of 64 rows or more (0.6 times with 16 rows), 1.1 to
-    1.2 times where programs take tiles from a queue, and without a queue 1.1 to 1.2 times from
-    4,096 queries on, but 0.8 times as fast for requests of 512 tokens. ``prefill_hopper_fp8`` is
-    1.3 to 2.4 times as fast from 256 rows on, the fewest that were measured.
+    They compute the full heads, of which there must be some; the streaming heads get a launch of
+    the Triton kernel. They copy whole pages in bulk, so a page must be contiguous and start at a
+    multiple of 128 elements. Their programs take longer to start: on an H200 those of 16-bit
+    caches are 1.2 to 2.5 times as fast where programs share tiles of 64 rows or more (0.6 times
+    with 16 rows), 1.1 to 1.2 times where programs take tiles from a queue, and without a queue 1.1
+    to 1.2 times from 4,096 queries on, but 0.8 times as fast for requests of 512 tokens.
+    ``prefill_hopper_fp8`` is 1.3 to 2.4 times as fast from 256 rows on, the fewest that were
+    measured.
     """
     group = q.shape[1] // layout.num_kv_heads
-    if is_fp8:
-        is_faster = group * max_query_len >= MIN_FP8_ROWS
-    elif splits is not None and splits.num_splits > 1:
-        is_faster = group * max_query_len >= MIN_SHARED_ROWS
-    elif takes_turns(q, splits):
-        is_faster = max_query_len >= MIN_QUEUED_QUERIES
-    else:
-        is_faster = max_query_len >= MIN_WARP_GROUP_QUERIES
+    is_shared = splits is not None and splits.num_splits > 1
     return (
-        is_faster
+        _are_faster(group, max_query_len, is_fp8, is_shared, takes_turns(q, splits))
         and not INTERPRET
-        and device_info(q.device).capability == WARP_GROUP_CAPABILITY
+        and _has_warp_groups(layout)
         and q.dtype in (torch.float16, torch.bfloat16)
-        and not layout.has_window
-        and layout.head_dim == layout.token_stride == layout.address_unit == WARP_GROUP_DIM
+        and layout.token_stride == layout.address_unit == WARP_GROUP_DIM
         and WARP_GROUP_ROWS % group == 0
         and all(
             cache.numel() % WARP_GROUP_DIM == 0 and cache.data_ptr() % COPY_BYTES == 0
