@@ -1,0 +1,350 @@
+"""Compile the kernels of a runner in parallel processes, before the runner launches the first.
+
+A child process builds the same runner for a stand-in GPU, on which every tensor has only a shape
+and every launch leaves a note of its kernel, and walks through the runner's own start: profile,
+graphs, warm-up. It needs neither weights nor a GPU. Then it compiles what it has noted into
+Triton's cache, where the runner finds the kernels, and builds the modules that launch them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from mrv1.config import EngineConfig, checkpoint_dir, dtype_name
+from mrv1.device import FP_FUSION, DeviceInfo, kernel_path, resolve_dtype, stand_in, visible_gpus
+from mrv1.environment import child_environment
+from mrv1.errors import ConfigError, Mrv1Error
+from mrv1.headwise import HeadPolicy
+from mrv1.kernels.registry import select_ops
+from mrv1.models import DecoderModel, ModelConfig
+from mrv1.models.weights import empty_weights
+from mrv1.progress import progress_bar
+from mrv1.runner.head_groups import resolve_policy
+
+if TYPE_CHECKING:
+    from mrv1.kernels._base.recording import KernelRecorder
+    from mrv1.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+STAMP = "mrv1.json"
+"""File in Triton's cache that says which kernels were compiled together."""
+
+GPUS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188}
+"""GPUs that kernels can be compiled for without one, and their multiprocessors: those of A100,
+A40, L40S, H100 and H200, B200, RTX PRO 6000. Few kernels depend on this number."""
+_MEMORY_BYTES = 80 << 30
+"""Memory of a GPU that is not there: no kernel depends on the number of blocks."""
+
+IRRELEVANT = (
+    "model", "device", "gpu_memory_utilization", "num_kv_blocks", "kv_cache_memory_bytes",
+    "head_policy", "streaming_cache_blocks", "enable_prefix_caching", "vision_device",
+    "generation_config", "seed", "compile_processes", "target_inter_token_ms",
+)  # fmt: skip
+"""Options that change no kernel; the policy itself counts instead of ``head_policy``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSet:
+    """All that decides which kernels a runner launches."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    head_policy: HeadPolicy
+    dtype: torch.dtype
+    gpu: DeviceInfo
+
+    @classmethod
+    def of(cls, config: EngineConfig, target: str | None) -> Self:
+        """Return the set of a checkpoint that is configured but not loaded.
+
+        Args:
+            config: the configuration; its device does not matter.
+            target: one of ``GPUS``; None = the first GPU of this machine.
+
+        Raises:
+            ConfigError: the checkpoint or the target is wrong, or there is no GPU.
+        """
+        config = replace(config, model=str(checkpoint_dir(config.model)))
+        model = ModelConfig.from_pretrained(
+            config.model, generation_config=config.generation_config
+        )
+        gpu = _gpu(target)
+        return cls(
+            config=config,
+            model_config=model,
+            head_policy=resolve_policy(config, model, None, is_checkpoint=True),
+            dtype=resolve_dtype(dtype_name(config.dtype), model.torch_dtype, gpu.device),
+            gpu=gpu,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Name of the set in Triton's cache."""
+        options = {k: v for k, v in asdict(self.config).items() if k not in IRRELEVANT}
+        parts = (
+            options,
+            self.model_config,
+            self.head_policy,
+            self.dtype,
+            (self.gpu.capability, self.gpu.num_sms),
+            _sources(),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def is_compiled(self) -> bool:
+        """Whether Triton's cache has had every kernel of the set, and what launches it."""
+        return _cache(self.digest).get_file(STAMP) is not None
+
+    def with_few_layers(self) -> KernelSet:
+        """Return the set of a model with only one layer of each kind, which has the same kernels.
+
+        With static scales the model keeps its layers: the checkpoint has scales for each.
+        """
+        model, heads = self.model_config, self.head_policy.heads
+        if self.config.kv_scale == "head" or model.vision is not None:
+            return self
+        kinds = {kind: i for i, kind in enumerate(zip(model.layer_windows, heads, strict=True))}
+        layers = sorted(kinds.values())
+        return replace(
+            self,
+            model_config=replace(
+                model,
+                num_layers=len(layers),
+                layer_windows=tuple(model.layer_windows[i] for i in layers),
+            ),
+            head_policy=HeadPolicy(tuple(heads[i] for i in layers)),
+        )
+
+
+def _gpu(target: str | None) -> DeviceInfo:
+    """Return the facts about a GPU to compile for; None = the first of this machine."""
+    if target is None:
+        found = [gpu for gpu in visible_gpus() if torch.version.hip is None]
+        if not found:
+            raise ConfigError(f"target: expected one of {', '.join(GPUS)}, as no GPU is here")
+        return found[0]
+    if target not in GPUS:
+        raise ConfigError(f"target: expected one of {', '.join(GPUS)}, got {target!r}")
+    capability = divmod(int(target.removeprefix("sm_")), 10)
+    return DeviceInfo(
+        device=torch.device("cuda", 0),
+        name=target,
+        capability=capability,
+        num_sms=GPUS[target],
+        total_memory_bytes=_MEMORY_BYTES,
+    )
+
+
+@cache
+def _sources() -> str:
+    """Return a digest of mrv1's sources and of what else decides on Triton's keys."""
+    from mrv1.kernels._base.triton import triton
+
+    variables = triton._C.libtriton.get_cache_invalidating_env_vars()
+    of_modules = sysconfig.get_config_var("EXT_SUFFIX")  # a module is for one version of Python
+    about = (version("triton"), FP_FUSION, variables, of_modules)
+    digest = hashlib.sha256(repr(about).encode())
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _cache(key: str) -> Any:  # noqa: ANN401 - a class of triton
+    """Return Triton's cache manager of a key."""
+    from mrv1.kernels._base.triton import triton
+
+    return triton.runtime.cache.get_cache_manager(key)
+
+
+def left_out() -> str:
+    """Return what ``compile_kernels`` leaves to the first launch on this machine, or ""."""
+    from mrv1.kernels._base.launchers import driver_module_left_out
+
+    reason = driver_module_left_out()
+    return reason and f"left to a start: one C module of Triton's driver, as {reason}"
+
+
+class CompilationError(Mrv1Error, RuntimeError):
+    """Kernels could not be compiled ahead."""
+
+
+class AheadCompiler:
+    """A child process that compiles the kernels of a set.
+
+    Args:
+        kernels: the set.
+        num_processes: most processes that compile at the same time.
+    """
+
+    def __init__(self, kernels: KernelSet, num_processes: int) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``stop``
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # a group of processes, to be ended together
+            env=child_environment(
+                PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path),
+                CUDA_VISIBLE_DEVICES="",
+                TRITON_INTERPRET="0",
+                OMP_NUM_THREADS="1",
+            ),
+        )
+        stdin, stdout = self._child.stdin, self._child.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("expected pipes to the child, got none")
+        self._reports = stdout
+        with suppress(BrokenPipeError), stdin:  # ``wait`` reports a child that has ended
+            pickle.dump((kernels, num_processes), stdin)
+
+    def wait(self, show: Callable[[int, int], object]) -> int:
+        """Wait until every kernel is in the cache; return their number.
+
+        Args:
+            show: called with the number of kernels that are done, and of all.
+
+        Raises:
+            CompilationError: the child failed, or a kernel was not compiled.
+        """
+        done = total = 0
+        for line in self._reports:
+            done, total = map(int, line.split())
+            show(done, total)
+        if self._child.wait():
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else f"exit code {self._child.returncode}"
+            raise CompilationError(f"compile_processes: expected to compile ahead, got {reason}")
+        return total
+
+    def stop(self) -> None:
+        """End the child and its own children, if they still run."""
+        if self._child.returncode != 0:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+        self._reports.close()
+        self._errors.close()
+
+
+def num_cpus() -> int:
+    """Return the CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def compile_kernels(kernels: KernelSet, show: Callable[[int, int], object]) -> int:
+    """Compile a set; return the number of its kernels.
+
+    Args:
+        kernels: the set.
+        show: as in ``AheadCompiler.wait``.
+
+    Raises:
+        CompilationError: as in ``AheadCompiler.wait``.
+    """
+    compiler = AheadCompiler(kernels, kernels.config.compile_processes or num_cpus())
+    try:
+        return compiler.wait(show)
+    finally:
+        compiler.stop()
+
+
+@contextmanager
+def compiled_beside(kernels: KernelSet, *, progress: bool) -> Iterator[None]:
+    """Compile a set while the body runs, unless Triton's cache has it; wait for it at the end.
+
+    If that fails, a warning says why, and each kernel will be compiled when it is first launched.
+
+    Args:
+        kernels: the set.
+        progress: show a progress bar while the body is over and kernels still compile.
+    """
+    processes = kernels.config.compile_processes
+    num_processes = num_cpus() if processes is None else processes
+    if num_processes == 0 or kernels.is_compiled():
+        yield
+        return
+    compiler = AheadCompiler(kernels, num_processes)
+    try:
+        yield
+        with progress_bar(visible=progress) as bar:
+            task = bar.add_task("compile kernels", total=None)
+            compiler.wait(lambda done, total: bar.update(task, completed=done, total=total))
+    except CompilationError as error:
+        logger.warning("%s; each kernel is compiled when it is first launched", error)
+    finally:
+        compiler.stop()
+
+
+@contextmanager
+def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]]:
+    """Yield the kernels of a set, and the runner for a stand-in GPU that adds those of its steps.
+
+    This process cannot use a GPU afterwards.
+    """
+    from mrv1.kernels._base.recording import KernelRecorder
+    from mrv1.runner.model_runner import ModelRunner
+    from mrv1.runner.stand_in_device import stand_in_device
+
+    device = torch.device("cuda", 0)
+    stand_in(replace(kernels.gpu, device=device))
+    recorder = KernelRecorder(kernels.gpu.capability or (0, 0))
+    config = replace(
+        kernels.config,
+        device=str(device),
+        compile_processes=0,
+        num_kv_blocks=None,  # so that memory is measured: that launches kernels too
+        kv_cache_memory_bytes=None,
+        gpu_memory_utilization=1.0,
+    )
+    with stand_in_device(device), torch.inference_mode():
+        model = DecoderModel(
+            kernels.model_config,
+            empty_weights(kernels.model_config, device, kernels.dtype),
+            select_ops(kernel_path(device)),
+            deterministic=config.deterministic,
+        )
+        runner = ModelRunner(config, model=model, head_policy=kernels.head_policy, progress=False)
+        yield recorder, runner
+
+
+def record(kernels: KernelSet) -> KernelRecorder:
+    """Return the kernels of a set; this process cannot use a GPU afterwards."""
+    with recording(kernels) as (recorder, _):
+        return recorder
+
+
+def main() -> None:
+    """Compile the set of kernels that comes as a pickle on stdin; report progress on stdout."""
+    torch.set_num_threads(1)
+    kernels, num_processes = pickle.load(sys.stdin.buffer)
+    recorder = record(kernels.with_few_layers())
+    problems, total = [], len(recorder.kernels)
+    for done, problem in enumerate(recorder.compile(num_processes), start=1):
+        problems += [problem] if problem else []
+        sys.stdout.write(f"{done} {total}\n")
+        sys.stdout.flush()
+    if problems:
+        sys.exit("\n".join(problems))
+    names = sorted(kernel.name for kernel in recorder.kernels)
+    _cache(kernels.digest).put(json.dumps(names), STAMP, binary=False)

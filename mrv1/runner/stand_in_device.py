@@ -1,0 +1,113 @@
+"""A GPU without a GPU: tensors that have only shapes, for processes that record kernels.
+
+Torch's own fake tensors switch the current device when they are indexed, which fails without a
+GPU. Meta tensors do not; here they answer with the name of the GPU when they are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mrv1.runner.cuda_graph import Forwarded, StepGraphs
+from mrv1.runner.rows import StepShape, Tail
+
+_META = torch.device("meta")
+_get_device = torch.Tensor.device.__get__
+
+
+class StandInDevice(TorchFunctionMode):
+    """Makes tensors of ``device`` without memory; tensors of the host stay as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Iterable[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call a function of torch with the meta device instead of the GPU."""
+        del types
+        args, kwargs = [*args], dict(kwargs or {})
+        if func == _get_device:
+            found = func(*args)
+            return self._device if found == _META else found
+        if func == torch.Tensor.is_pinned:
+            return True
+        if func == torch.Tensor.copy_ and args[1].is_meta:
+            return args[0]  # a copy to the host, of values that are not there
+        kwargs.pop("pin_memory", None)
+        return func(
+            *map(self._without_gpu, args),
+            **{name: self._without_gpu(value) for name, value in kwargs.items()},
+        )
+
+    def _without_gpu(self, argument: object) -> object:
+        is_gpu = isinstance(argument, torch.device) and argument.type == "cuda"
+        return _META if is_gpu else argument
+
+
+class _Event:
+    """Stands in for ``torch.cuda.Event``: nothing runs, so nothing is awaited."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def record(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        del end
+        return 0.0
+
+
+def _run_all(
+    graphs: StepGraphs,
+    shapes: Iterable[StepShape],
+    run: Callable[[StepShape], Forwarded | None],
+    sample: Callable[[Forwarded, Tail], None],
+    tails: Callable[[StepShape], Sequence[Tail]],
+    **_: object,
+) -> None:
+    """Run each shape once, with each sampling after it, instead of capturing them."""
+    del graphs
+    for shape in shapes:
+        forwarded = run(shape)
+        if forwarded is not None:
+            for tail in tails(shape):
+                sample(forwarded, tail)
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+@contextmanager
+def stand_in_device(device: torch.device) -> Iterator[None]:
+    """Let the runner inside work with tensors without memory, and capture nothing."""
+    with ExitStack() as stack:
+        for owner, name, instead in (
+            (torch.cuda, "Event", _Event),
+            (torch.cuda, "synchronize", _do_nothing),
+            (torch.cuda, "empty_cache", _do_nothing),
+            (torch.cuda, "current_device", lambda: device.index),
+            (StepGraphs, "capture", _run_all),
+        ):
+            stack.enter_context(patch.object(owner, name, instead))
+        stack.enter_context(StandInDevice(device))
+        yield
