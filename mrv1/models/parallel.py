@@ -1,16 +1,22 @@
-"""What a model needs to know about the other tensor-parallel ranks; one rank for now."""
+"""The part of a model that one of several tensor-parallel ranks has, and what it tells the others.
+
+Each rank has whole KV heads with their query heads, rows of the MLP's first projection and of the
+vocabulary, and the columns of the second projections that go with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.models.config import ModelConfig
+from mrv1.models.files import raise_problems
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
-"""Takes this rank's part and returns the combined tensor."""
+"""Takes this rank's part and returns the combined tensor, the same on every rank."""
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -22,7 +28,7 @@ class ParallelContext:
     """Rank, world size and the two collectives a tensor-parallel decoder calls.
 
     Raises:
-        ConfigError: more than one rank (not supported yet), or an impossible rank.
+        ConfigError: an impossible rank, or several ranks without collectives.
     """
 
     rank: int = 0
@@ -30,7 +36,8 @@ class ParallelContext:
     size: int = 1
     """Tensor-parallel ranks."""
     all_reduce: Collective = _identity
-    """Sum over ranks; follows the row-parallel projections (attention output, MLP down)."""
+    """Sum over ranks, possibly in place; follows the embedding and the row-parallel projections
+    (attention output, MLP down)."""
     all_gather: Collective = _identity
     """Concatenation over ranks along the last dimension; follows the vocabulary-parallel head."""
 
@@ -40,10 +47,80 @@ class ParallelContext:
         return self.all_reduce is not _identity
 
     def __post_init__(self) -> None:
-        """Reject more than one rank, and an impossible rank."""
-        if self.size > 1:
-            raise ConfigError(f"size: expected 1 rank, got {self.size}: not supported yet")
+        """Reject an impossible rank, and several ranks that cannot speak to each other."""
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ConfigError(
                 f"rank, size: expected 0 <= rank < size, got rank {self.rank} of {self.size}"
             )
+        if self.size > 1 and _identity in (self.all_reduce, self.all_gather):
+            raise ConfigError(
+                f"all_reduce, all_gather: expected collectives of {self.size} ranks, got none"
+            )
+
+    def shard(self, config: ModelConfig) -> ModelConfig:
+        """Return the configuration of this rank's part of a model.
+
+        It has the rank's heads and MLP rows; ``vocab_size`` remains that of the whole model. If
+        there are more ranks than KV heads, several ranks have the same KV head.
+
+        Raises:
+            ConfigError: the model cannot be divided; the message lists every reason.
+        """
+        size, heads = self.size, config.num_kv_heads
+        if size == 1:
+            return config
+        problems = []
+        if max(heads, size) % min(heads, size):
+            problems.append(
+                f"expected a divisor or a multiple of {heads} KV heads (num_key_value_heads), "
+                f"got {size}"
+            )
+        for name, what in (
+            ("num_q_heads", "query heads (num_attention_heads)"),
+            ("intermediate_size", "rows of the MLP (intermediate_size)"),
+        ):
+            if getattr(config, name) % size:
+                problems.append(
+                    f"expected a divisor of {getattr(config, name)} {what}, got {size}"
+                )
+        if config.vocab_size < size**2:
+            problems.append(f"expected at least {size**2} tokens in the vocabulary for {size}, "
+                            f"got {config.vocab_size}")  # fmt: skip
+        if config.vision is not None:
+            problems.append(f"expected 1 for a model with a vision encoder, got {size}")
+        raise_problems("tensor_parallel_size", problems)
+        return replace(
+            config,
+            num_q_heads=config.num_q_heads // size,
+            num_kv_heads=max(heads // size, 1),
+            intermediate_size=config.intermediate_size // size,
+        )
+
+    def vocab_rows(self, vocab_size: int) -> int:
+        """Return the rows of a rank's embedding and head; the last rank's may end with padding."""
+        return -(-vocab_size // self.size)
+
+    def part(self, whole: Sequence[int], own: Sequence[int]) -> tuple[slice, ...]:
+        """Return where this rank's part of a whole tensor is.
+
+        Parts are in the order of ranks. If there are fewer parts than ranks, neighbouring ranks
+        have the same one.
+
+        Args:
+            whole: shape of the whole tensor.
+            own: shape of the part; a last part may have padding behind it.
+        """
+
+        def cut(num_all: int, num_own: int) -> slice:
+            num_parts = -(-num_all // num_own)
+            first = self.rank * num_parts // self.size * num_own
+            return slice(first, min(first + num_own, num_all))
+
+        return tuple(cut(*sizes) for sizes in zip(whole, own, strict=True))
+
+    def least(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Return the least value that any rank has for each of ``counts``."""
+        if self.size == 1:
+            return tuple(counts)
+        of_ranks = self.all_gather(torch.tensor(counts, dtype=torch.int64)[:, None])
+        return tuple(of_ranks.amin(dim=1).tolist())

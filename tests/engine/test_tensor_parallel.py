@@ -1,0 +1,353 @@
+"""Tensor-parallel ranks give the tokens of one rank, and end together when one of them fails."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from mrv1 import LLM, ConfigError, EngineConfig, RequestError, SamplingParams, StepError
+from mrv1.engine.core import EngineCore
+from mrv1.multimodal import MultimodalItem
+from mrv1.runner import ranks
+from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
+from tests.models.families import tiny_checkpoint
+from tests.models.test_fp8_cache import add_tensors, scale_tensors
+from tests.thread_ranks import ThreadRanks
+
+PROMPT = [5, 6, 7, 8] * 5
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+CASES = {
+    "plain": {},
+    # One of the two KV heads streams: each of two ranks has a head group that the other lacks.
+    "policy": {"head_policy": "ratio=0.5,window=32,sink=16"},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "quarter scales": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "quarter"},
+    "drafts": {"speculative": {"method": "ngram", "num_tokens": 3, "prompt_lookup_min": 1}},
+    "per head ids": {"per_head_ids": True},
+    "static scales and policy": {
+        "kv_cache_dtype": "fp8_e4m3", "kv_scale": "head",
+        "head_policy": "ratio=0.5,window=32,sink=0",
+    },
+}  # fmt: skip
+"""Options, by name."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """Return a model whose vocabulary ranks cannot divide evenly, with scales for each KV head."""
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_checkpoint(path, "qwen3", eos_token_id=EOS, vocab_size=VOCAB + 1)
+    add_tensors(path, scale_tensors(0))
+    return path
+
+
+def make_core(checkpoint: Path, size: int, **options: object) -> EngineCore:
+    """Return an engine in float64, where rounding flips no choice, with 9 blocks to preempt."""
+    config = EngineConfig(
+        **(
+            {
+                "model": str(checkpoint), "dtype": "float64", "device": "cpu", "num_kv_blocks": 9,
+                "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": MAX_LEN,
+                "tensor_parallel_size": size,
+            }
+            | options
+        )
+    )  # fmt: skip
+    return EngineCore(config, progress=False)
+
+
+@pytest.fixture(scope="module")
+def cores(checkpoint):
+    """Return a function that makes engines of one rank and of several, which are threads."""
+    made: dict[tuple[str, int], tuple[EngineCore, EngineCore]] = {}
+
+    def of(case: str, size: int) -> tuple[EngineCore, EngineCore]:
+        if (case, size) not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ranks, "Ranks", ThreadRanks)
+                one, several = (make_core(checkpoint, each, **CASES[case]) for each in (1, size))
+            made[case, size] = one, several
+        return made[case, size]
+
+    yield of
+    for pair in made.values():
+        for core in pair:
+            core.runner.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        ("static scales and policy", 2),
+        *(
+            pytest.param(case, size, marks=pytest.mark.full)
+            for case in CASES
+            for size in (2, 4)
+            if (case, size) != ("static scales and policy", 2)
+        ),
+    ],
+)
+@settings(max_examples=max(settings.default.max_examples // 24, 2))  # each is many steps of ranks
+@given(schedule=schedules())
+def test_ranks_give_the_tokens_of_one(cores, case, size, schedule):
+    """Requests join, stop, leave and are preempted; later schedules find cached prefixes."""
+    one, several = cores(case, size)
+    expected, got = run(one, schedule), run(several, schedule)
+    drained(one)
+    drained(several)
+    for request, other in zip(expected, got, strict=True):
+        assert other.error is None
+        assert other.output_token_ids == request.output_token_ids
+        assert other.finish_reason == request.finish_reason
+        assert other.stop_reason == request.stop_reason
+    for name in ("num_preemptions", "prefix_hit_tokens", "num_accepted_tokens", "num_steps"):
+        assert several.metrics()[name] == one.metrics()[name]
+
+
+class Evens:
+    """A grammar of even tokens, which cannot be pickled; also its own matcher."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def matcher(self) -> Evens:
+        return self
+
+    def fill_bitmask(self, bitmask: np.ndarray) -> None:
+        bitmask.fill(0x55555555)
+
+    def accept(self, token_id: int) -> bool:
+        return token_id % 2 == 0
+
+    def is_finished(self) -> bool:
+        return False
+
+
+def test_grammars_logprobs_and_edits_equal_those_of_one_rank(cores):
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, structured_output=Evens(), ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2),
+        SamplingParams(
+            temperature=0.7, seed=3, max_tokens=6, min_p=0.01, top_p=0.9, repetition_penalty=1.3,
+            logit_bias={9: 4.0}, bad_words_token_ids=[[11]],
+        ),
+    ]  # fmt: skip
+    outputs = []
+    for core in cores("plain", 2):
+        requests = [core.add_request(str(i), PROMPT, each) for i, each in enumerate(params)]
+        while core.has_unfinished_requests:
+            core.step()
+        outputs.append(requests)
+    for request, other in zip(*outputs, strict=True):
+        assert request.error is None
+        assert other.error is None
+        assert other.output_token_ids == request.output_token_ids
+    assert all(token % 2 == 0 for token in outputs[1][0].output_token_ids)
+    for name in ("output_logprobs", "prompt_logprobs"):
+        expected, got = (getattr(of[1], name) for of in outputs)
+        assert expected
+        for one, several in zip(expected, got, strict=True):
+            np.testing.assert_array_equal(several.token_ids, one.token_ids)
+            np.testing.assert_allclose(several.logprobs, one.logprobs, rtol=1e-5)
+
+
+def test_every_rank_has_its_share_of_the_cache(cores):
+    one, several = cores("policy", 2)
+    runners = [several.runner, *several.runner._ranks.runners.values()]
+    assert sum(runner.kv_cache.nbytes for runner in runners) == one.runner.kv_cache.nbytes
+    assert {runner.kv_cache.num_blocks for runner in runners} == {one.runner.kv_cache.num_blocks}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda core: core.sleep(), "sleep: expected tensor_parallel_size=1, got tensor_par"),
+        (lambda core: core.wake_up(), "wake_up: expected tensor_parallel_size=1, got tensor_par"),
+        (lambda core: core.update_weights({}), "update_weights: expected tensor_parallel_size=1"),
+        (lambda core: core.set_kv_listener(print), "set_kv_listener: expected tensor_parallel_si"),
+    ],
+)  # fmt: skip
+def test_calls_for_one_rank_are_refused(cores, call, message):
+    _, several = cores("plain", 2)
+    with pytest.raises(ConfigError, match=message):
+        call(several)
+    assert several.runner._unusable is None
+
+
+def test_an_item_is_refused_alone(cores):
+    _, several = cores("plain", 2)
+    item = MultimodalItem(start=1, features=torch.zeros(2, 64), modality="image")
+    with pytest.raises(RequestError, match="multimodal: expected no items with tensor_parallel_s"):
+        several.add_request("a", PROMPT, GREEDY, multimodal=[item])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "expected a divisor or a multiple of 2 KV heads"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected an integer >= 1"),
+        ({"deterministic": True}, "tensor_parallel_size, deterministic: expected not both"),
+        ({"logits_processors": [print]}, "logits_processors: expected none with tensor_parallel_"),
+    ],
+)  # fmt: skip
+def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, options, message):
+    given_options = {"device": "cpu", "tensor_parallel_size": 2} | options
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(checkpoint), **given_options)
+
+
+def test_a_gpu_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(ranks, "resolve_device", lambda name: torch.device("cuda:0"))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: expected 1 on cuda:0, got 2;"):
+        LLM(str(checkpoint), tensor_parallel_size=2)
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+def make_llm(checkpoint: Path, size: int = 2) -> LLM:
+    return LLM(
+        str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, max_num_seqs=4,
+        max_model_len=MAX_LEN, tensor_parallel_size=size, use_tqdm_on_load=False,
+    )  # fmt: skip
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def pids_of(llm: LLM) -> list[int]:
+    return [member.process.pid for member in llm._core.runner._ranks._members]
+
+
+def generated(llm: LLM) -> tuple[int, ...]:
+    return llm.generate([{"prompt_token_ids": PROMPT}], GREEDY)[0].outputs[0].token_ids
+
+
+def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint):
+    with make_llm(checkpoint, 1) as llm:
+        expected = generated(llm)
+    with make_llm(checkpoint) as llm:
+        assert generated(llm) == expected
+        (pid,) = pids_of(llm)
+        stream = llm.stream({"prompt_token_ids": PROMPT}, GREEDY)
+        next(stream)
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(StepError, match=r"step \d+ .*: rank 1: .* ended by SIGKILL") as caught:
+            list(stream)
+        assert caught.value.device_lost
+        with pytest.raises(StepError, match=r"the ranks have ended .*SIGKILL.*make a new engine"):
+            generated(llm)
+        assert time.monotonic() - start < ranks.TIMEOUT_SECONDS
+    assert not is_alive(pid)
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_ends_the_engine(checkpoint, monkeypatch):
+    monkeypatch.setattr(ranks, "TIMEOUT_SECONDS", 4.0)
+    with make_llm(checkpoint) as llm:
+        (pid,) = pids_of(llm)
+        generated(llm)
+        os.kill(pid, signal.SIGSTOP)
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY)
+        assert "rank 1: no answer within 4 s" in str(output.error)
+        assert str(output.error).startswith(f"step {output.error.step_id} (1 requests)")
+    assert not is_alive(pid)
+
+
+@pytest.mark.full
+def test_processes_end_with_a_close_and_with_the_engine_itself(checkpoint):
+    with make_llm(checkpoint, 4) as llm:
+        pids = pids_of(llm)
+        assert len(generated(llm)) == 12
+    assert not any(map(is_alive, pids))
+    llm = make_llm(checkpoint)
+    pids = pids_of(llm)
+    del llm
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_an_error_of_a_rank_at_the_start_is_raised(checkpoint, monkeypatch):
+    """Rank 1 finds a checkpoint that rank 0 has read before it was damaged."""
+    weights = checkpoint / "model.safetensors"
+    content = weights.read_bytes()
+    start = ranks.Ranks
+
+    def damaging(*args):
+        started = start(*args)
+        monkeypatch.setattr(ranks.ModelRunner, "__init__", lambda *args, **kwargs: None)
+        weights.write_bytes(content[:100])
+        return started
+
+    monkeypatch.setattr(ranks, "Ranks", damaging)
+    try:
+        with pytest.raises(ConfigError, match=r"rank 1: checkpoint .*model\.safetensors"):
+            make_llm(checkpoint)
+    finally:
+        weights.write_bytes(content)
+
+
+SCRIPT = """
+import json, os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mrv1 import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, num_kv_blocks=32)
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    stream = llm.stream({"prompt_token_ids": [5, 6, 7]}, params)
+    next(stream)
+    print(json.dumps([each.process.pid for each in llm._core.runner._ranks._members]), flush=True)
+    try:
+        for _ in stream:
+            pass
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_engine_that_is_interrupted_or_killed_leaves_no_process(checkpoint, tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(checkpoint)], stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )  # fmt: skip
+    with process:
+        pids = json.loads(process.stdout.readline())
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
+        output, _ = process.communicate(timeout=120)
+    if number == signal.SIGINT:  # the terminal's Ctrl-C goes to all processes
+        assert output == "interrupted\n"
+        assert process.returncode == 0
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,123 @@
+"""The parts of a model that ranks have: their logits, put together, are those of one rank.
+
+Those of one rank equal transformers': see test_equality.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrv1.errors import ConfigError
+from mrv1.headwise import HeadGroups, HeadPolicy, Visible
+from mrv1.kernels.registry import select_ops
+from mrv1.models import ModelConfig, ParallelContext, load_model
+from mrv1.models.weights import checkpoint_tensors
+from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.families import FAMILIES, random_model, tiny_checkpoint, tiny_config
+from tests.models.test_gguf import write_gguf
+from tests.thread_ranks import on_ranks
+
+PROMPT = [(7 * i) % 160 for i in range(40)]
+
+
+def logits_of_ranks(path: Path, size: int) -> list[torch.Tensor]:
+    """Return the logits of the prompt that each rank has, in float64, computed in chunks."""
+
+    def logits(parallel: ParallelContext) -> torch.Tensor:
+        model = load_model(
+            path, device="cpu", dtype=torch.float64, ops=select_ops("reference"),
+            progress=False, parallel=parallel,
+        )  # fmt: skip
+        blocks = blocks_needed([PROMPT], 16)
+        driver = PagedDriver(model, block_size=16, num_blocks=blocks)
+        return driver.logits([PROMPT], 24)[0]
+
+    return on_ranks(size, logits)
+
+
+def check_equal(path: Path, size: int) -> None:
+    """Check the logits of ranks against those of one rank."""
+    (expected,), of_ranks = logits_of_ranks(path, 1), logits_of_ranks(path, size)
+    torch.testing.assert_close(of_ranks[0], expected, rtol=1e-10, atol=1e-10)
+    assert all(torch.equal(logits, of_ranks[0]) for logits in of_ranks)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *(pytest.param(family, {}, marks=pytest.mark.full) for family in FAMILIES),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),  # o and down have one, too
+        ("qwen3", {"tie_word_embeddings": True, "vocab_size": 163}),  # the last shard is padded
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])  # of 2 KV heads: with 4 ranks, two have the same one
+def test_logits_of_ranks_equal_those_of_one(tmp_path, family, settings, size):
+    tiny_checkpoint(tmp_path, family, **settings)
+    check_equal(tmp_path, size)
+
+
+def test_logits_of_ranks_from_a_gguf_file_equal_those_of_one(tmp_path):
+    write_gguf(tmp_path / "model.gguf", random_model(tiny_config("llama")))
+    check_equal(tmp_path / "model.gguf", 2)
+
+
+def test_ranks_together_have_each_weight_once(tmp_path):
+    """Apart from norms, which every rank has, and the KV heads that pairs of 4 ranks share."""
+    tiny_checkpoint(tmp_path, "qwen2")
+    config = ModelConfig.from_pretrained(tmp_path)
+    options = {"device": "cpu", "dtype": torch.float32, "ops": select_ops("reference")}
+    whole = checkpoint_tensors(config, load_model(tmp_path, **options).weights)
+
+    def weights(parallel: ParallelContext) -> dict[str, torch.Tensor]:
+        model = load_model(tmp_path, **options, progress=False, parallel=parallel)
+        return checkpoint_tensors(model.config, model.weights)
+
+    of_ranks = on_ranks(4, weights)
+    for name, tensor in whole.items():
+        parts = [part[name] for part in of_ranks]
+        if "norm" in name:
+            joined = parts[0]
+        elif "k_proj" in name or "v_proj" in name:
+            assert torch.equal(parts[0], parts[1])
+            joined = torch.cat(parts[::2])
+        else:
+            has_columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+            joined = torch.cat(parts, dim=1 if has_columns else 0)
+        assert torch.equal(joined, tensor), name
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (3, {}, "expected a divisor or a multiple of 2 KV heads (num_key_value_heads), got 3"),
+        (8, {}, "expected a divisor of 4 query heads (num_attention_heads), got 8"),
+        (2, {"intermediate_size": 97}, "divisor of 97 rows of the MLP (intermediate_size), got 2"),
+        (4, {"vocab_size": 15}, "expected at least 16 tokens in the vocabulary for 4, got 15"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_divided_is_refused(size, changes, message):
+    config = replace(ModelConfig.from_hf(tiny_config("llama")), **changes)
+    context = ParallelContext(size=size, all_reduce=torch.clone, all_gather=torch.clone)
+    with pytest.raises(ConfigError) as caught:
+        context.shard(config)
+    assert str(caught.value).startswith("tensor_parallel_size: ")
+    assert message in str(caught.value)
+
+
+def test_ranks_keep_all_groups_and_their_own_heads():
+    full, window = Visible(), Visible(32, 16)
+    policy = HeadPolicy(((full, window, window, window), (full, full, window, full)))
+    groups = HeadGroups.of_roles(policy, block_size=16, max_model_len=512, max_query_len=16)
+    parts = [groups.slice(rank, 2) for rank in range(2)]
+    assert [part.policy for part in parts] == [policy.slice(rank, 2) for rank in range(2)]
+    assert [[g.num_heads for g in part.groups] for part in parts] == [
+        [(1, 2), (1, 0)],
+        [(0, 1), (2, 1)],
+    ]
+    for part in parts:
+        for own, whole in zip(part.groups, groups.groups, strict=True):
+            assert replace(own, num_heads=()) == replace(whole, num_heads=())

@@ -1,0 +1,126 @@
+"""Tensor-parallel ranks that are threads of one process: tests of what ranks compute are cheap."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from mrv1 import EngineConfig, HeadPolicy, ModelRunner
+from mrv1.models import ParallelContext
+from mrv1.runner.ranks import PeerError, make_call
+
+Result = TypeVar("Result")
+
+TIMEOUT_SECONDS = 60
+
+
+class Meeting:
+    """Collectives of threads: each gives its tensor, and takes those of all."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_SECONDS)
+        self._given: list[torch.Tensor | None] = [None] * size
+        self.contexts = [
+            ParallelContext(
+                rank=rank,
+                size=size,
+                all_reduce=lambda tensor, rank=rank: sum(self._exchange(rank, tensor)),
+                all_gather=lambda tensor, rank=rank: torch.cat(self._exchange(rank, tensor), -1),
+            )
+            for rank in range(size)
+        ]
+
+    def _exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._given[rank] = tensor.clone()
+        try:
+            self.barrier.wait()
+            taken = [*self._given]
+            self.barrier.wait()  # nobody gives the next one before all have taken this one
+        except threading.BrokenBarrierError as error:
+            raise PeerError("another thread has ended") from error
+        return taken
+
+
+def on_ranks(size: int, function: Callable[[ParallelContext], Result]) -> list[Result]:
+    """Return what ``function`` returns for each rank."""
+    if size == 1:
+        return [function(ParallelContext())]
+    meeting = Meeting(size)
+
+    def run(context: ParallelContext) -> Result:
+        try:
+            return function(context)
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return [each.result() for each in [pool.submit(run, c) for c in meeting.contexts]]
+
+
+class ThreadRanks:
+    """Stands in for ``mrv1.runner.ranks.Ranks``; what is sent is pickled as for a process."""
+
+    def __init__(self, config: EngineConfig, head_policy: HeadPolicy | None) -> None:
+        size = config.tensor_parallel_size
+        self._meeting = Meeting(size)
+        self._calls = [queue.Queue() for _ in range(1, size)]
+        self._errors: list[BaseException] = []
+        self._started = threading.Semaphore(0)
+        self.runners: dict[int, ModelRunner] = {}
+        """The other ranks' runners, by rank."""
+        self._threads = [
+            threading.Thread(target=partial(self._serve, rank, config, head_policy), daemon=True)
+            for rank in range(1, size)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self, rank: int, config: EngineConfig, head_policy: HeadPolicy | None) -> None:
+        context, calls = self._meeting.contexts[rank], self._calls[rank - 1]
+        try:
+            runner = self.runners[rank] = ModelRunner(
+                config, head_policy=head_policy, parallel=context, progress=False
+            )
+            self._started.release()
+            while (message := calls.get()) is not None:
+                name, args = pickle.loads(message)
+                make_call(runner, name, *args)
+        except BaseException as error:
+            self._errors.append(error)
+            self._meeting.barrier.abort()
+            self._started.release()
+
+    @property
+    def context(self) -> ParallelContext:
+        return self._meeting.contexts[0]
+
+    def connect(self) -> None: ...
+
+    def await_ready(self) -> None:
+        for _ in self._threads:
+            self._started.acquire()
+        if self._errors:
+            raise self._errors[0]
+
+    def send(self, name: str, *args: object) -> None:
+        for calls in self._calls:
+            calls.put(pickle.dumps((name, args)))
+
+    def cause(self, error: BaseException) -> str:
+        return "; ".join(map(repr, self._errors or [error]))
+
+    def stop(self, seconds: float = 0.0) -> None:
+        for calls in self._calls:
+            calls.put(None)
+        if seconds == 0.0:
+            self._meeting.barrier.abort()
+        for thread in self._threads:
+            thread.join(TIMEOUT_SECONDS)
