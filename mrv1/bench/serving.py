@@ -1,0 +1,356 @@
+"""mrv1 and vLLM serve the same workload: throughput, first token, between tokens, goodput."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrv1.bench.child import ChildError, run_in_child
+from mrv1.bench.client import Served
+from mrv1.bench.machine import Machine, prepare
+from mrv1.bench.provenance import version_of
+from mrv1.bench.serving_run import ServingJob, measure_serving
+from mrv1.bench.shapes import shape_config
+from mrv1.bench.vllm import FP8_NEAR_TIE, NEAR_TIE, NEAR_TIES, FirstTokens, agreement, describe
+from mrv1.bench.workload import Conversation, Workload
+from mrv1.config import KVCacheDtypeName, check_target_ms, checkpoint_dir
+from mrv1.errors import ConfigError
+from mrv1.models import ModelConfig
+
+SCHEMA = 1
+"""Version of the result's layout; raised when a field changes its meaning or goes."""
+
+ENGINES = ("mrv1", "vllm")
+LIMITS = ("ttft", "tpot", "e2el")
+"""Times of a request that ``goodput`` may limit, by vLLM's names."""
+
+NUM_PROBES, MOST_PROBE_TOKENS = 32, 1024
+"""Prompts whose first tokens are compared, and the tokens of the longest of them."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingBench(Workload):
+    """Options: the workload, the engines that serve it, and what counts as good.
+
+    Raises:
+        ConfigError: a field is out of its range; the message names it.
+    """
+
+    engines: tuple[str, ...] = ("mrv1",)
+    """Some of ``ENGINES``, each in a process of its own, in the order of measurement."""
+    goodput: tuple[tuple[str, float], ...] = ()
+    """Limits in milliseconds that a request must meet to count as good: ``ttft`` (first token),
+    ``tpot`` (mean time between its tokens), ``e2el`` (last token)."""
+    stream_outputs: bool = True
+    """Take each token when it is drawn. If off, engines give finished outputs only, as
+    ``LLM.generate`` does: the least work, and no times of tokens."""
+    temperature: float = 0.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    repeats: int = 3
+    """Counted runs, after one uncounted run."""
+    kv_cache_dtype: KVCacheDtypeName = "auto"
+    """KV cache of mrv1; vLLM keeps that of its weights."""
+    max_num_seqs: int = 256
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    target_inter_token_ms: float | None = None
+    """Time of mrv1's steps with decodes and prompts; vLLM has no such option."""
+
+    def __post_init__(self) -> None:
+        """Check the fields that the engines do not check."""
+        self.check_checkpoint()
+        self.check_workload()
+        unknown = [name for name in self.engines if name not in ENGINES]
+        if unknown or not self.engines or len({*self.engines}) < len(self.engines):
+            raise ConfigError(
+                f"engines: expected different ones of {', '.join(ENGINES)}, "
+                f"got {', '.join(self.engines) or 'none'}"
+            )
+        for name, limit in self.goodput:
+            if name not in LIMITS or not (0 < limit < math.inf):
+                raise ConfigError(
+                    f"goodput: expected {', '.join(LIMITS)} with milliseconds > 0, "
+                    f"got {name}:{limit}"
+                )
+        names = {name for name, _ in self.goodput}
+        if len(names) < len(self.goodput):
+            raise ConfigError("goodput: expected one limit of each kind, got two")
+        if not self.stream_outputs and names & {"ttft", "tpot"}:
+            raise ConfigError(
+                "goodput: expected e2el alone without stream_outputs, because the times of tokens "
+                f"are not known, got {', '.join(sorted(names))}"
+            )
+        self.check_least(repeats=1, max_num_seqs=1, long_prefill_token_threshold=0)
+        check_target_ms(self.target_inter_token_ms)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters, under names that both engines have."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+    def engine_options(self, conversations: Sequence[Conversation]) -> dict[str, Any]:
+        """Return the options that both engines get."""
+        return {
+            "max_model_len": max(each.num_tokens for each in conversations),
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "long_prefill_token_threshold": self.long_prefill_token_threshold,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
+            "seed": self.seed,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What is known of an engine; it may have failed at any point."""
+
+    start_s: float | None = None
+    first_tokens: FirstTokens | None = None
+    agreement: dict[str, int] | None = None
+    """First tokens against those of the first engine; None of that engine itself."""
+    figures: dict[str, Any] | None = None
+    """Medians over the runs; None if the engine did not finish them."""
+    runs: list[dict[str, Any]] | None = None
+    error: str | None = None
+
+
+def run_serving(bench: ServingBench, say: Say = lambda _: None) -> dict[str, Any]:
+    """Measure every engine in a process of its own and return the result, ready for JSON.
+
+    An engine that fails is recorded with its reason; the other one is measured all the same.
+
+    Args:
+        bench: the options.
+        say: receives messages about the progress, one line each.
+
+    Raises:
+        ConfigError: vLLM is asked for and not installed, or an option or the checkpoint is wrong.
+        ChildError: the device is not there, or the checkpoint could not be written.
+    """
+    version = version_of("vllm")
+    if "vllm" in bench.engines and version is None:
+        raise ConfigError(
+            "engines: expected the package vllm to be installed for vllm, got none; "
+            "pip install 'mrv1[vllm]'"
+        )
+    with tempfile.TemporaryDirectory(prefix="mrv1-bench-") as folder:
+        if bench.shape is None:
+            checkpoint = checkpoint_dir(str(bench.model))
+            config = ModelConfig.from_pretrained(checkpoint)
+        else:
+            checkpoint, config = Path(folder), shape_config(bench.shape)
+        conversations = bench.conversations(0, config.vocab_size)
+        options = bench.engine_options(conversations)
+        if bench.shape is not None:
+            longest = max(config.max_model_len, options["max_model_len"])
+            config = replace(config, max_model_len=longest)
+        (machine,) = run_in_child(prepare, bench, config, checkpoint)
+        engines: dict[str, Measured] = {}
+        for name in bench.engines:
+            job = _job(bench, name, checkpoint, config.vocab_size, machine, options)
+            first = next(iter(engines.values()), None)
+            engines[name] = _measure(bench, job, first, machine, say)
+    return {
+        "op": "serving",
+        "schema": SCHEMA,
+        "shape": bench.shape or bench.model,
+        "weights": "random" if bench.shape else "checkpoint",
+        "dtype": str(machine.dtype).removeprefix("torch."),
+        **machine.provenance,
+        "peers": {"vllm": version} if "vllm" in bench.engines else {},
+        "conditions": _conditions(bench, conversations, options),
+        "results": {name: asdict(measured) for name, measured in engines.items()},
+        "mrv1_over_vllm": _ratios(engines),
+    }
+
+
+def _job(
+    bench: ServingBench,
+    engine: str,
+    checkpoint: Path,
+    vocab_size: int,
+    machine: Machine,
+    options: Mapping[str, Any],
+) -> ServingJob:
+    own: dict[str, Any] = {
+        name: getattr(bench, name)
+        for name in ("device", "kv_cache_dtype", "target_inter_token_ms")
+    }
+    if engine == "vllm":
+        own = {"skip_tokenizer_init": True, "disable_log_stats": True}
+    generator = np.random.default_rng([bench.seed, 4])
+    lengths = np.linspace(1, min(options["max_model_len"] - 1, MOST_PROBE_TOKENS), NUM_PROBES)
+    return ServingJob(
+        engine=engine,
+        options={
+            "model": str(checkpoint),
+            "dtype": str(machine.dtype).removeprefix("torch."),
+            **options,
+            **own,
+        },
+        sampling=bench.sampling(),
+        on_cpu=machine.on_cpu,
+        stream_outputs=bench.stream_outputs,
+        probes=[generator.integers(vocab_size, size=int(each)).tolist() for each in lengths],
+        workload=bench,
+        vocab_size=vocab_size,
+        runs=bench.repeats + 1,
+    )
+
+
+def _measure(
+    bench: ServingBench, job: ServingJob, first: Measured | None, machine: Machine, say: Say
+) -> Measured:
+    """Return what an engine's process finished; its first tokens are compared with ``first``."""
+    measured, runs = Measured(), []
+    near_tie = NEAR_TIES.get(machine.dtype, NEAR_TIE)
+    if bench.kv_cache_dtype != "auto":
+        near_tie = FP8_NEAR_TIE
+    try:
+        events = run_in_child(measure_serving, job)
+        measured.start_s = next(events)
+        say(f"{job.engine}: started in {measured.start_s:.1f} s")
+        measured.first_tokens = next(events)
+        if first is not None and first.first_tokens is not None:
+            measured.agreement = agreement(first.first_tokens, measured.first_tokens, near_tie)
+            say(f"{job.engine}: first tokens: {describe(measured.agreement)}")
+        for served in events:
+            runs.append(figures(served, bench.goodput, streams=bench.stream_outputs))
+            say(
+                f"{job.engine}, run {len(runs)} of {bench.repeats}: "
+                f"{runs[-1]['output_throughput']:,.0f} output tokens/s"
+            )
+        measured.runs, measured.figures = runs, medians(runs)
+    except ChildError as error:
+        measured.error = str(error)
+        for line in error.log:
+            say(f"{job.engine} | {line}")
+        say(f"{job.engine}: failed: {error}")
+    return measured
+
+
+def _conditions(
+    bench: ServingBench, conversations: Sequence[Conversation], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    names = (
+        "num_conversations", "num_turns", "prefix_len", "input_len", "input_sigma", "input_max",
+        "output_len", "output_sigma", "output_max", "stream_outputs", "kv_cache_dtype", "repeats",
+        "target_inter_token_ms",
+    )  # fmt: skip
+    turns = [turn for each in conversations for turn in each.turns]
+    return {
+        **{name: getattr(bench, name) for name in names},
+        "lengths": "lognormal" if bench.lengths is None else bench.lengths.name,
+        "request_rate": bench.request_rate if math.isfinite(bench.request_rate) else "inf",
+        "new_input_tokens": sum(len(turn.tokens) for turn in turns),
+        "output_tokens": sum(turn.output_len for turn in turns),
+        "goodput": dict(bench.goodput),
+        "sampling": bench.sampling(),
+        "prompts": "random token ids, the same for all engines, others for every run",
+        **options,
+        "other_options": "each engine's defaults",
+        "warm_up_runs": 1,
+        "clocks": "as found, not locked",
+    }
+
+
+# --- arithmetic ----------------------------------------------------------------------------------
+
+
+def figures(
+    served: Sequence[Served], goodput: Sequence[tuple[str, float]], *, streams: bool
+) -> dict[str, Any]:
+    """Return the figures of one run.
+
+    Args:
+        served: all requests, with the times of their tokens.
+        goodput: limits in milliseconds that a good request meets.
+        streams: whether the times of tokens that are not the last are known.
+    """
+    duration = max(each.token_s[-1] for each in served)
+    times = {"e2el": np.array([each.token_s[-1] - each.arrival_s for each in served])}
+    gaps = None
+    if streams:
+        times["ttft"] = np.array([each.token_s[0] - each.arrival_s for each in served])
+        times["tpot"] = np.array(
+            [(each.token_s[-1] - each.token_s[0]) / max(each.output_len - 1, 1) for each in served]
+        )
+        gaps = np.concatenate([np.diff(each.token_s) for each in served])
+    is_good = np.ones(len(served), dtype=np.bool_)
+    for name, limit in goodput:
+        is_good &= times[name] * 1e3 <= limit
+    num_output = sum(each.output_len for each in served)
+    num_input = sum(each.input_len for each in served)
+    longer = np.array([each.output_len > 1 for each in served])
+    return {
+        "duration_s": duration,
+        "request_throughput": len(served) / duration,
+        "output_throughput": num_output / duration,
+        "total_token_throughput": (num_input + num_output) / duration,
+        "request_goodput": float(is_good.sum()) / duration if goodput else None,
+        "ttft_ms": _spread(times.get("ttft")),
+        "itl_ms": _spread(gaps),
+        "tpot_ms": _spread(times["tpot"][longer] if streams else None),
+        "e2el_ms": _spread(times["e2el"]),
+    }
+
+
+def _spread(seconds: np.ndarray[Any, np.dtype[np.float64]] | None) -> dict[str, Any] | None:
+    """Return mean, median, 99th and all percentiles in milliseconds; None = there is no value."""
+    if seconds is None or not len(seconds):
+        return None
+    percentiles = (np.percentile(seconds, range(101)) * 1e3).tolist()
+    return {
+        "mean": float(seconds.mean()) * 1e3,
+        "median": percentiles[50],
+        "p99": percentiles[99],
+        "percentiles": percentiles,
+    }
+
+
+def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the median of every figure over the runs."""
+    found: dict[str, Any] = {}
+    for name, value in runs[0].items():
+        values = [run[name] for run in runs]
+        if value is None:
+            found[name] = None
+        elif isinstance(value, dict):
+            found[name] = {
+                key: np.median([each[key] for each in values], axis=0).tolist() for key in value
+            }
+        else:
+            found[name] = statistics.median(values)
+    return found
+
+
+def _ratios(engines: Mapping[str, Measured]) -> dict[str, float] | None:
+    """Return mrv1's figures over vLLM's: throughputs above 1 and times below 1 are better."""
+    ours, theirs = (
+        engines[name].figures if name in engines else None for name in ("mrv1", "vllm")
+    )
+    if ours is None or theirs is None:
+        return None
+    ratios = {
+        name: ours[name] / theirs[name]
+        for name in ("output_throughput", "request_goodput")
+        if theirs[name]
+    }
+    for name in ("ttft_ms", "itl_ms"):
+        if theirs[name] is not None:
+            ratios |= {
+                f"{name}_{key}": ours[name][key] / theirs[name][key] for key in ("median", "p99")
+            }
+    return ratios
