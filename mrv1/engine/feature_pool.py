@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-
-import numpy as np
+from operator import attrgetter
 
 from mrv1.engine.request import Request
 from mrv1.multimodal import MultimodalItem
-from mrv1.runner.step import Int32Array, StagedFeatures
+from mrv1.runner.step import StagedFeatures
 
 
 @dataclass(slots=True)
 class _Entry:
     """The rows of an item's features."""
 
-    rows: Int32Array
+    rows: tuple[range, ...]
+    num_rows: int
     num_users: int = 0
     """How many items of running requests have these features and some tokens not computed yet."""
 
@@ -42,7 +42,8 @@ class FeaturePool:
     def reset(self) -> None:
         """Forget every item."""
         self.num_held = 0
-        self._is_free = np.ones(self.num_rows, dtype=np.bool_)
+        self._free = [range(self.num_rows)] if self.num_rows else []
+        """Runs of free rows, ascending, with rows in use or cached between them."""
         self._in_use: dict[bytes, _Entry] = {}
         self._cached: OrderedDict[bytes, _Entry] = OrderedDict()
         """Entries without users, least recently used first."""
@@ -50,9 +51,14 @@ class FeaturePool:
         """The items that each running request holds, in order."""
 
     @property
+    def num_free(self) -> int:
+        """Rows without features that anybody may use."""
+        return sum(map(len, self._free))
+
+    @property
     def num_cached(self) -> int:
         """Rows that no running request holds, with features that a later request may use."""
-        return sum(len(entry.rows) for entry in self._cached.values())
+        return sum(entry.num_rows for entry in self._cached.values())
 
     def reach(self, request: Request, start: int, end: int, *, takes: bool = True) -> int:
         """Return how far a chunk ``[start, end)`` gets with the rows that can be had.
@@ -95,7 +101,7 @@ class FeaturePool:
                 self.num_held += item.num_tokens
                 entry = self._cached.pop(key, None)
                 if entry is None:
-                    entry = _Entry(self._take(item.num_tokens))
+                    entry = _Entry(self._take(item.num_tokens), item.num_tokens)
                     staged.append(StagedFeatures(item=item, rows=entry.rows))
                 self._in_use[key] = entry
             entry.num_users += 1
@@ -111,7 +117,7 @@ class FeaturePool:
             entry.num_users -= 1
             if not entry.num_users:
                 self._cached[key] = self._in_use.pop(key)
-                self.num_held -= len(entry.rows)
+                self.num_held -= entry.num_rows
         if not held:
             self._items.pop(request, None)
 
@@ -119,16 +125,29 @@ class FeaturePool:
         """Record that an item's features were not copied: its requests have failed."""
         entry = self._cached.pop(staged.item.content_hash, None)
         if entry is not None:
-            self._is_free[entry.rows] = True
+            self._give_back(entry.rows)
 
-    def _take(self, count: int) -> Int32Array:
+    def _take(self, count: int) -> tuple[range, ...]:
         """Return ``count`` rows, taken from the least recently used entries if need be."""
-        num_free = int(np.count_nonzero(self._is_free))
+        num_free = self.num_free
         while num_free < count:
             _, entry = self._cached.popitem(last=False)
-            self._is_free[entry.rows] = True
-            num_free += len(entry.rows)
-        rows = np.flatnonzero(self._is_free)[:count].astype(np.int32)
-        self._is_free[rows] = False
-        rows.flags.writeable = False  # plans share the array
-        return rows
+            self._give_back(entry.rows)
+            num_free += entry.num_rows
+        rows = []
+        while count:
+            run = self._free.pop(0)
+            if len(run) > count:
+                self._free.insert(0, run[count:])
+            rows.append(run[:count])
+            count -= len(rows[-1])
+        return tuple(rows)
+
+    def _give_back(self, rows: tuple[range, ...]) -> None:
+        """Make rows free."""
+        free: list[range] = []
+        for run in sorted((*self._free, *rows), key=attrgetter("start")):
+            if free and free[-1].stop == run.start:
+                run = range(free.pop().start, run.stop)
+            free.append(run)
+        self._free = free

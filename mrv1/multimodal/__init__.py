@@ -9,17 +9,23 @@ from mrv1.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mrv1.multimodal.fastdeploy import from_fastdeploy
-    from mrv1.multimodal.item import Modality, MultimodalItem, as_items, in_order
+    from mrv1.multimodal.item import (
+        Modality,
+        MultimodalItem,
+        as_items,
+        check_placeholders,
+        in_order,
+    )
     from mrv1.multimodal.masks import Ranges, causal_ranges, visible_ranges, whole_spans
-    from mrv1.multimodal.vision_encoder import VisionEncoder, encode_images
+    from mrv1.multimodal.vision_encoder import Video, VisionEncoder, encode_images
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "fastdeploy": ["from_fastdeploy"],
-            "item": ["Modality", "MultimodalItem", "as_items", "in_order"],
+            "item": ["Modality", "MultimodalItem", "as_items", "check_placeholders", "in_order"],
             "masks": ["Ranges", "causal_ranges", "visible_ranges", "whole_spans"],
-            "vision_encoder": ["VisionEncoder", "encode_images"],
+            "vision_encoder": ["Video", "VisionEncoder", "encode_images"],
         },
     )
 
@@ -27,9 +33,11 @@ __all__ = [
     "Modality",
     "MultimodalItem",
     "Ranges",
+    "Video",
     "VisionEncoder",
     "as_items",
     "causal_ranges",
+    "check_placeholders",
     "encode_images",
     "from_fastdeploy",
     "in_order",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -57,6 +57,8 @@ class MultimodalItem:
     cache_key: str | bytes | None = None
     """Names the content, such as the digest of the image file: items with equal keys and equal
     other fields must have equal features. None = a digest of the features."""
+    num_tokens: int = field(init=False, repr=False)
+    """Rows of features, and placeholder tokens."""
 
     def __post_init__(self) -> None:
         """Check every field; load and join the features."""
@@ -82,17 +84,14 @@ class MultimodalItem:
             raise self._error("bidirectional", "True or False", self.bidirectional)
         if self.cache_key is not None and not isinstance(self.cache_key, str | bytes):
             raise self._error("cache_key", "a string or bytes", self.cache_key)
-        object.__setattr__(self, "features", self._joined(self.features))
+        features = self._joined(self.features)
+        object.__setattr__(self, "features", features)
+        object.__setattr__(self, "num_tokens", len(features))
 
     @property
     def tensor(self) -> torch.Tensor:
         """``features``, ``[n, hidden]``, as a tensor."""
         return cast("torch.Tensor", self.features)
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of features, and placeholder tokens."""
-        return len(self.tensor)
 
     @property
     def end(self) -> int:
@@ -127,6 +126,8 @@ class MultimodalItem:
     ) -> MultimodalItem:
         """Return the item with features for a model, and the same ``content_hash``.
 
+        An item whose features are already as the model needs them is returned itself.
+
         Args:
             hidden_size: the model's hidden size.
             dtype: the dtype of its embeddings.
@@ -146,9 +147,12 @@ class MultimodalItem:
                 raise self._error("features", f"values that fit {dtype}", "larger values")
         if pin_memory and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
+        tensor = tensor.contiguous()
         _ = self.content_hash  # of the features as they were given
+        if tensor is self.features:
+            return self
         prepared = copy.copy(self)
-        object.__setattr__(prepared, "features", tensor.contiguous())
+        object.__setattr__(prepared, "features", tensor)
         return prepared
 
     def _joined(self, source: object) -> torch.Tensor:
@@ -213,7 +217,7 @@ class MultimodalItem:
         )
 
 
-_FIELDS = tuple(field.name for field in fields(MultimodalItem))
+_FIELDS = tuple(field.name for field in fields(MultimodalItem) if field.init)
 
 
 def as_items(given: object) -> list[MultimodalItem]:
@@ -268,6 +272,41 @@ def in_order(
                 f"{item.end}, where the {item.name} ends, got {following.start}"
             )
     return tuple(ordered)
+
+
+def check_placeholders(
+    items: Iterable[MultimodalItem],
+    prompt_token_ids: Sequence[int],
+    placeholders: Mapping[str, int],
+) -> None:
+    """Check that items stand at placeholders, and that there is an item for each placeholder.
+
+    Args:
+        items: the request's items, within its prompt.
+        prompt_token_ids: the prompt.
+        placeholders: by modality, the token id that the model has for its features.
+
+    Raises:
+        RequestError: a token of an item is another one, or a placeholder belongs to no item.
+    """
+    token_ids = np.array(prompt_token_ids)
+    is_left = np.isin(token_ids, list(placeholders.values()))
+    for item in items:
+        expected = placeholders.get(item.modality)
+        is_left[item.start : item.end] = False
+        (wrong,) = (token_ids[item.start : item.end] != expected).nonzero()
+        if expected is not None and len(wrong):
+            at = item.start + int(wrong[0])
+            raise RequestError(
+                f"multimodal item ({item.name}): start: expected placeholders (token {expected}) "
+                f"at {item.start} to {item.end - 1}, got token {token_ids[at]} at {at}"
+            )
+    if is_left.any():
+        at = int(is_left.argmax())
+        raise RequestError(
+            f"multimodal: expected an item for every placeholder, got none for token "
+            f"{token_ids[at]} at {at}"
+        )
 
 
 def _is_int(value: object) -> bool:

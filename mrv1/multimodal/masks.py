@@ -37,10 +37,10 @@ def visible_ranges(
         RequestError: the ranges are not as described, or come with a bidirectional item.
     """
     both_ways = [item for item in items if item.bidirectional]
+    if attn_mask_offsets is None and not both_ways:
+        return None
     causal = causal_ranges(0, num_prompt_tokens)
     if attn_mask_offsets is None:
-        if not both_ways:
-            return None
         for item in both_ways:
             causal[item.start : item.end, 1] = item.end
         return causal

@@ -1,17 +1,20 @@
-"""Images to features: transformers runs a checkpoint's vision encoder and image processor."""
+"""Images and videos to features: transformers runs a checkpoint's encoder and its processors."""
 
 from __future__ import annotations
 
 import reprlib
 from base64 import b64decode
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mrv1.config import checkpoint_dir, dtype_name
@@ -26,6 +29,17 @@ if TYPE_CHECKING:
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Settings of the image processor: a checkpoint has one of these files."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Video:
+    """The frames of a video, all of which the model sees."""
+
+    frames: object
+    """A uint8 array ``[frames, height, width, 3]``, or a list of images of one size, each as in
+    ``VisionEncoder.prompt``."""
+    fps: float | None = None
+    """Frames for each second of the video; Qwen2.5-VL and Qwen3-VL need it."""
 
 
 class VisionEncoder:
@@ -67,6 +81,10 @@ class VisionEncoder:
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype_name(dtype), config.torch_dtype, self.device)
         self._processor, self._encoder, self._framing = self._load()
+        self._video_processor: Any = None
+        """Loaded for the first video: it needs torchvision."""
+        self._tokenizer: Any = None
+        """Loaded for the first video with text between its frames."""
 
     def _load(self) -> tuple[Any, Any, tuple[int, int]]:
         """Return the image processor, the encoder, and the tokens around an image."""
@@ -102,71 +120,169 @@ class VisionEncoder:
         }
 
     def prompt(
-        self, prompt_token_ids: Iterable[int] | None, images: Sequence[object]
+        self,
+        prompt_token_ids: Iterable[int] | None,
+        images: Sequence[object] = (),
+        videos: Sequence[Video] = (),
     ) -> dict[str, Any]:
-        """Return a prompt with images for ``LLM.generate``.
+        """Return a prompt with images and videos for ``LLM.generate``.
 
         Args:
-            prompt_token_ids: tokens with one placeholder for each image, in their order, as a chat
-                template writes them; None = the images alone.
+            prompt_token_ids: tokens with one placeholder for each image and each video, in their
+                order, as a chat template writes them; None = the images, then the videos alone.
             images: for each image a PIL image, a uint8 array ``[height, width, 3]``, the name of a
                 file, or a data URL.
+            videos: the videos.
 
         Returns:
             ``prompt_token_ids``, where each placeholder is repeated once per feature, and
-            ``multimodal``, the items.
+            ``multimodal``, the items. For Qwen3-VL, each video's frames have their times between
+            them as text.
 
         Raises:
-            RequestError: an image cannot be read, or there is not one placeholder per image.
+            RequestError: an image or a video cannot be read, or there is not one placeholder for
+                each.
+            ConfigError: the checkpoint's processor of videos cannot be loaded.
         """
-        placeholder = self.config.image_token_id
         start, end = self._framing
+        given = {self.config.image_token_id: images, self.config.video_token_id: videos}
         if prompt_token_ids is None:
-            prompt_token_ids = [token for _ in images for token in (start, placeholder, end)]
+            alone = [(start, token, end) for token, each in given.items() for _ in each]
+            prompt_token_ids = [token for tokens in alone for token in tokens]
         else:
             prompt_token_ids = list(prompt_token_ids)
-        count = prompt_token_ids.count(placeholder)
-        if count != len(images):
-            raise RequestError(
-                f"images: expected {count}, one for each placeholder (token {placeholder}) of the "
-                f"prompt, got {len(images)}"
-            )
+        for name, (placeholder, each) in zip(("images", "videos"), given.items(), strict=True):
+            count = prompt_token_ids.count(placeholder)
+            if count != len(each):
+                raise RequestError(
+                    f"{name}: expected {count}, one for each placeholder (token {placeholder}) of "
+                    f"the prompt, got {len(each)}"
+                )
+        if self.config.video_time == "text":  # each frame has a frame of tokens of its own
+            prompt_token_ids = _unframed(prompt_token_ids, self.config.video_token_id, start, end)
         expanded: list[int] = []
         items: list[MultimodalItem] = []
+        left = {token: iter(enumerate(each)) for token, each in given.items()}
         for token in prompt_token_ids:
-            if token == placeholder:
-                index = len(items)
-                item = self._item(f"images[{index}]", images[index], start=len(expanded))
-                items.append(item)
-                expanded += [token] * item.num_tokens
-            else:
+            if token not in left:
                 expanded.append(token)
+                continue
+            index, visual = next(left[token])
+            if token == self.config.image_token_id:
+                items.append(self._image(f"images[{index}]", visual, start=len(expanded)))
+                expanded += [token] * items[-1].num_tokens
+            else:
+                items += self._video(f"videos[{index}]", visual, expanded)
         return {"prompt_token_ids": expanded, "multimodal": items}
 
-    @torch.no_grad()
-    def _item(self, name: str, image: object, *, start: int) -> MultimodalItem:
+    def _image(self, name: str, image: object, *, start: int) -> MultimodalItem:
         """Return an image as an item at a place in the prompt."""
-        picture = _opened(name, image)
+        # A copy: with torchvision, transformers warns of arrays that cannot be written.
+        pixels = np.array(_opened(name, image))
         try:
-            inputs = self._processor(images=[picture], return_tensors="pt")
+            inputs = self._processor(
+                images=[pixels], input_data_format="channels_last", return_tensors="pt"
+            )
         except Exception as error:  # an image too long and narrow, for example
             raise RequestError(
                 f"{name}: expected an image for this model's processor: {error}"
             ) from error
-        pixels, grid = inputs["pixel_values"], inputs["image_grid_thw"]
+        grid = inputs["image_grid_thw"]
+        features, digest = self._encoded(inputs["pixel_values"], grid)
+        return MultimodalItem(
+            features=features, start=start, grid_thw=grid[0].tolist(), cache_key=digest
+        )
+
+    def _video(self, name: str, video: object, expanded: list[int]) -> list[MultimodalItem]:
+        """Append a video's tokens to a prompt and return its items."""
+        if not isinstance(video, Video):
+            raise RequestError(f"{name}: expected a Video, got {reprlib.repr(video)}")
+        times, fps = self.config.video_time, video.fps
+        if times != "frames" and (not isinstance(fps, int | float) or not 0 < fps < np.inf):
+            raise RequestError(f"{name}: fps: expected the frames of each second, got {fps!r}")
+        frames = _opened_frames(name, video.frames)
+        processor = self._processor_of_videos()
+        try:
+            inputs = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+        except Exception as error:  # frames too long and narrow, for example
+            raise RequestError(
+                f"{name}: expected a video for this model's processor: {error}"
+            ) from error
+        grid = inputs["video_grid_thw"]
+        features, digest = self._encoded(inputs["pixel_values_videos"], grid)
+        num_steps, *sides = grid[0].tolist()
+        frames_per_step = processor.temporal_patch_size
+        placeholder, (start, end) = self.config.video_token_id, self._framing
+        if times != "text":
+            item = MultimodalItem(
+                features=features,
+                start=len(expanded),
+                modality="video",
+                grid_thw=(num_steps, *sides),
+                second_per_grid=frames_per_step / fps if fps and times == "seconds" else None,
+                cache_key=digest,
+            )
+            expanded += [placeholder] * item.num_tokens
+            return [item]
+        items = []
+        for step, rows in enumerate(features.chunk(num_steps)):
+            first = step * frames_per_step
+            last = min(first + frames_per_step, len(frames)) - 1
+            expanded += [*self._time(first, last, fps), start]
+            items.append(
+                MultimodalItem(
+                    features=rows,
+                    start=len(expanded),
+                    modality="video",
+                    grid_thw=(1, *sides),
+                    cache_key=digest + step.to_bytes(4, "little"),
+                )
+            )
+            expanded += [*[placeholder] * len(rows), end]
+        return items
+
+    @torch.no_grad()
+    def _encoded(self, pixels: torch.Tensor, grid: torch.Tensor) -> tuple[torch.Tensor, bytes]:
+        """Return the features of pixels, and a digest of the pixels and the encoder."""
         encoded = self._encoder(pixels.to(self.device, self.dtype), grid_thw=grid.to(self.device))
         # Qwen3-VL adds features of the encoder's earlier layers to the text model's first layers.
         further = getattr(encoded, "deepstack_features", None) or []
         digest = blake2b(
             repr((str(self.directory), self.dtype)).encode(), digest_size=DIGEST_BYTES
         )
-        digest.update(pixels.contiguous().numpy().tobytes())
-        return MultimodalItem(
-            features=torch.cat([encoded.pooler_output, *further], dim=1),
-            start=start,
-            grid_thw=grid[0].tolist(),
-            cache_key=digest.digest(),  # of the pixels: no features are read back from a GPU
-        )
+        digest.update(pixels.contiguous().numpy().tobytes())  # no features are read from a GPU
+        return torch.cat([encoded.pooler_output, *further], dim=1), digest.digest()
+
+    def _loaded(self, auto_class: Any, what: str) -> Any:  # noqa: ANN401 - of transformers
+        """Return a part of the checkpoint, of one of transformers' classes."""
+        try:
+            return auto_class.from_pretrained(
+                self.directory, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # OSError, ValueError, ...
+            raise ConfigError(f"checkpoint {str(self.directory)!r}: {what}: {error}") from error
+
+    def _processor_of_videos(self) -> Any:  # noqa: ANN401 - a class of transformers
+        if self._video_processor is None:
+            if find_spec("torchvision") is None:
+                raise ConfigError(
+                    "torchvision: expected it installed for videos, found none; "
+                    'pip install "mrv1[video]"'
+                )
+            from transformers import AutoVideoProcessor
+
+            self._video_processor = self._loaded(AutoVideoProcessor, "video processor")
+        return self._video_processor
+
+    def _time(self, first: int, last: int, fps: Any) -> list[int]:  # noqa: ANN401 - checked
+        """Return the time between two frames as the tokens that Qwen3-VL has before its frames."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = self._loaded(AutoTokenizer, "tokenizer")
+        text = f"<{(first / fps + last / fps) / 2:.1f} seconds>"
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
 
 
 def encode_images(
@@ -194,6 +310,41 @@ def encode_images(
     """
     encoder = VisionEncoder(model, device=device, dtype=dtype)
     return encoder.prompt(prompt_token_ids, images)
+
+
+def _unframed(token_ids: list[int], placeholder: int, start: int, end: int) -> list[int]:
+    """Return tokens without the two around each placeholder that has them."""
+    framed = {
+        at
+        for at, token in enumerate(token_ids)
+        if token == placeholder and token_ids[at - 1 : at + 2] == [start, placeholder, end]
+    }
+    return [token for at, token in enumerate(token_ids) if not {at - 1, at + 1} & framed]
+
+
+def _opened_frames(name: str, frames: object) -> npt.NDArray[np.uint8]:
+    """Return a video's frames as an array ``[frames, height, width, 3]``."""
+    if isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.ndim == 4:
+        pictures = frames
+    elif isinstance(frames, Sequence) and not isinstance(frames, str | bytes) and len(frames):
+        opened = [_opened(f"{name}: frames[{i}]", each) for i, each in enumerate(frames)]
+        for one, other in pairwise(opened):
+            if one.size != other.size:
+                raise RequestError(
+                    f"{name}: frames: expected images of one size, got {one.size} and {other.size}"
+                )
+        pictures = np.stack([np.asarray(each) for each in opened])
+    else:
+        got = f"{frames.dtype} {[*frames.shape]}" if isinstance(frames, np.ndarray) else frames
+        raise RequestError(
+            f"{name}: frames: expected a uint8 array [frames, height, width, 3] or a list of "
+            f"images, got {reprlib.repr(got)}"
+        )
+    if 0 in pictures.shape or pictures.shape[3] != 3:
+        raise RequestError(
+            f"{name}: frames: expected [frames, height, width, 3], got {[*pictures.shape]}"
+        )
+    return pictures
 
 
 def _opened(name: str, image: object) -> Any:  # noqa: ANN401 - a PIL image

@@ -1,14 +1,13 @@
 """Features of images, video and audio on the device, in place of the embeddings of some tokens.
 
-The buffer is allocated once and never moves, so that CUDA graphs can read it. The scheduler says
-which rows of it an item gets and when (``StepPlan.staged_features``). All copies go to the stream
-of the steps: a row is overwritten after the older steps that read it.
+The buffer does not move while the runner is awake, so that CUDA graphs can read it. The scheduler
+says which rows of it an item gets and when (``StepPlan.staged_features``). All copies go to the
+stream of the steps, each before its step: a row is overwritten after the older steps that read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -36,13 +35,16 @@ NO_SOURCE = -1
 class FeatureBuffer:
     """Rows of features on the device, and the items of the requests that have yet to read them.
 
+    The rows have memory from the start if the configuration sets their bytes or the model has a
+    vision encoder; else from the first item on.
+
     Args:
         config: the runner's configuration.
         model: the model whose embeddings the rows replace.
         slots: the slots, whose fields include ``fields(config)``.
 
     Raises:
-        CapacityError: the device has no room.
+        CapacityError: the device has no room for rows that have memory from the start.
     """
 
     @staticmethod
@@ -55,29 +57,54 @@ class FeatureBuffer:
     def __init__(self, config: EngineConfig, model: DecoderModel, slots: SlotState) -> None:
         num_columns, dtype = model.config.feature_size, model.dtype
         row_bytes = num_columns * dtype.itemsize
-        num_rows = max(config.max_num_batched_tokens, LEAST_DEFAULT_ROWS)
+        self.num_rows = max(config.max_num_batched_tokens, LEAST_DEFAULT_ROWS)
+        """Rows that items can have; 0 = the runner takes no items."""
         if config.mm_cache_memory_bytes is not None:
-            num_rows = config.mm_cache_memory_bytes // row_bytes
-        try:
-            self.rows = torch.empty(num_rows, num_columns, dtype=dtype, device=model.device)
-            """[rows, feature_size], features of any request."""
-        except RuntimeError as error:  # a CPU has no OutOfMemoryError of its own
-            raise CapacityError(
-                f"mm_cache_memory_bytes: expected room for {num_rows * row_bytes} bytes on "
-                f"{model.device}, got less; lower it"
-            ) from error
+            self.num_rows = config.mm_cache_memory_bytes // row_bytes
+        self.rows = torch.empty(0, num_columns, dtype=dtype, device=model.device)
+        """[num_rows, feature_size], features of any request; [0, feature_size] = no memory."""
+        self.is_used = config.mm_cache_memory_bytes is not None or model.config.vision is not None
+        """Whether the rows have memory while the runner is awake."""
         self._source = slots[FEATURE_SOURCE][0]
         self._source_word = slots.first_word(FEATURE_SOURCE, 0)
-        self._staged: dict[bytes | None, Int32Array] = {}
-        """Content hash -> rows of an item's features, none of which was staged again since."""
-        self._owners = np.full(num_rows, None, dtype=np.object_)
-        """Content hash of the item that each row was staged for last."""
+        self._staged: dict[bytes, tuple[int, Int32Array]] = {}
+        """Content hash -> number of the last staging of an item's features, and their rows, none
+        of which was staged again since."""
+        self._stagings: dict[int, bytes] = {}
+        """The inverse: number of a staging -> content hash."""
+        self._num_stagings = 0
+        self._staging_of = np.zeros(self.num_rows, dtype=np.int64)
+        """Number of the staging that wrote each row last; 0 = none."""
         self._items: dict[int, tuple[MultimodalItem, ...]] = {}
         """Slot -> items of its request, until all their tokens are computed."""
+        if self.is_used:
+            self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the rows.
+
+        Raises:
+            CapacityError: the device has no room.
+        """
+        shape = self.num_rows, self.rows.shape[1]
+        try:
+            self.rows = self.rows.new_empty(shape)
+        except RuntimeError as error:  # a CPU has no OutOfMemoryError of its own
+            num_bytes = self.num_rows * self.rows.shape[1] * self.rows.itemsize
+            raise CapacityError(
+                f"mm_cache_memory_bytes: expected room for {num_bytes} bytes on "
+                f"{self.rows.device}, got less; lower it"
+            ) from error
+
+    def free(self) -> None:
+        """Free the rows, and forget which features they have."""
+        self.rows = self.rows[:0].clone()
+        self._staged.clear()
+        self._stagings.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer on the device."""
+        """Bytes of the rows on the device; 0 = they have no memory."""
         return self.rows.nbytes
 
     @property
@@ -95,48 +122,65 @@ class FeatureBuffer:
         return item.prepared(self.rows.shape[1], self.rows.dtype, pin_memory=on_gpu)
 
     def of(self, staged: Staged) -> FeatureRows | None:
-        """Return the features of a step's batch; None = the buffer has no rows."""
+        """Return the features of a step's batch; None = the rows have no memory."""
         if not len(self.rows):
             return None
         return FeatureRows(self.rows, self._source, staged.num_sources)
 
     def enter(self, plan: StepPlan) -> None:
-        """Bring the slots' items to the start of the step.
-
-        Raises:
-            ValueError: ``plan.staged_features`` has rows that the buffer or the item has not.
-        """
+        """Bring the slots' items to the start of the step."""
         for slot in (*plan.preempted, *plan.finished):
             self._items.pop(slot, None)
         for request in plan.entering:
             self._items.pop(request.slot, None)
             if request.multimodal:
                 self._items[request.slot] = request.multimodal
-        for staged in plan.staged_features:
-            self._give_rows(staged)
 
-    def _give_rows(self, staged: StagedFeatures) -> None:
-        rows, item = staged.rows, staged.item
-        count = item.num_tokens
-        distinct = np.unique(rows)
-        if not len(rows) == len(distinct) == count or not 0 <= rows.min() <= rows.max() < len(
-            self.rows
-        ):
+    def stage(self, plan: StepPlan) -> None:
+        """Copy the features that the plan stages, on the current stream.
+
+        The copies need nothing else of the step: launched first, they run while the host prepares
+        the rest.
+
+        Raises:
+            ValueError: ``plan.staged_features`` has rows that the buffer or the item has not.
+        """
+        for staged in plan.staged_features:
+            item, start = staged.item, 0
+            self._claim(staged)
+            for run in staged.rows:
+                part = item.tensor.narrow(0, start, len(run))
+                self.rows.narrow(0, run.start, len(run)).copy_(part, non_blocking=True)
+                start += len(run)
+            earlier, _ = self._staged.pop(item.content_hash, (0, None))
+            self._stagings.pop(earlier, None)
+            self._stagings[self._num_stagings] = item.content_hash
+            runs = [np.arange(run.start, run.stop, dtype=np.int32) for run in staged.rows]
+            self._staged[item.content_hash] = self._num_stagings, np.concatenate(runs)
+
+    def _claim(self, staged: StagedFeatures) -> None:
+        """Check an item's rows, which no longer have the features of other items."""
+        if sum(map(len, staged.rows)) != staged.item.num_tokens or not self._has(staged.rows):
             raise ValueError(
-                f"staged_features ({item.name}): expected {count} different rows in "
-                f"[0, {len(self.rows)}), got {rows}"
+                f"staged_features ({staged.item.name}): expected {staged.item.num_tokens} "
+                f"different rows in [0, {self.num_rows}), got {list(staged.rows)}"
             )
-        for former in set(self._owners[rows]):
-            self._staged.pop(former, None)
-        self._owners[rows] = item.content_hash
-        self._staged[item.content_hash] = rows
+        self._num_stagings += 1
+        for run in staged.rows:
+            former = self._staging_of[run.start : run.stop]
+            changes = former[1:][former[1:] != former[:-1]]
+            for number in map(int, (former[0], *changes)):
+                self._staged.pop(self._stagings.pop(number, b""), None)
+            former.fill(self._num_stagings)
 
-    def copy(self, plan: StepPlan) -> None:
-        """Copy the features that the plan stages, on the current stream."""
-        for staged in plan.staged_features:
-            for first, start, end in _runs(staged.rows):
-                part = staged.item.tensor[start:end]
-                self.rows[first : first + end - start].copy_(part, non_blocking=True)
+    def _has(self, rows: tuple[range, ...]) -> bool:
+        """Whether these are runs of different rows of the buffer."""
+        end = 0
+        for run in sorted(rows, key=attrgetter("start")):
+            if run.step != 1 or not end <= run.start < run.stop:
+                return False
+            end = run.stop
+        return end <= self.num_rows
 
     def put_sources(
         self, plan: StepPlan, num_before: Int32Array, rows: DeviceRows, upload: StepUpload
@@ -181,17 +225,10 @@ class FeatureBuffer:
         return num_sources
 
     def _rows_of(self, item: MultimodalItem) -> Int32Array:
-        rows = self._staged.get(item.content_hash)
+        _, rows = self._staged.get(item.content_hash, (0, None))
         if rows is None:
             raise ValueError(
                 f"staged_features: expected the item ({item.name}) staged before its first chunk, "
                 "got it not staged, or its rows given to another item since"
             )
         return rows
-
-
-def _runs(rows: Int32Array) -> Iterator[tuple[int, int, int]]:
-    """Yield (first row, start, end) of each run of consecutive rows, ``rows[start:end]``."""
-    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-    for start, end in pairwise([0, *map(int, cuts), len(rows)]):
-        yield int(rows[start]), start, end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +27,11 @@ TEMPLATE = (
     "{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %} w4 "
     "{% endfor %}{% if add_generation_prompt %}w5{% endif %}"
 )
-"""As Qwen's own templates: an image is one placeholder between two tokens."""
+"""As Qwen's own templates: an image or a video is one placeholder between two tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def checkpoints(tmp_path_factory):
             path = tmp_path_factory.mktemp(family)
             oracle = random_vision_model(tiny_vision_config(family))
             oracle.save_pretrained(path)
-            write_processor(path)
+            write_processors(path, "Qwen3" if family == "qwen3_vl" else "Qwen2")
             made[family] = Checkpoint(path, oracle)
         return made[family]
 
@@ -57,15 +59,14 @@ def checkpoints(tmp_path_factory):
     return checkpoint
 
 
-def write_processor(path: Path) -> None:
-    """Write an image processor, and a tokenizer of the words w0, w1, ... with a chat template."""
-    processor = Qwen2VLImageProcessorPil(
-        patch_size=4,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": 64, "longest_edge": 1024},
-    )
-    processor.save_pretrained(path)
+def write_processors(path: Path, generation: str) -> None:
+    """Write processors of images and of videos, and a tokenizer of the words w0, w1, ..."""
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    limits = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
+    Qwen2VLImageProcessorPil(**sizes, **limits).save_pretrained(path)
+    of_videos = {"video_processor_type": f"{generation}VLVideoProcessor"} | sizes
+    of_videos |= {"size": {"shortest_edge": 64, "longest_edge": 4096}}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(of_videos), "utf-8")
     special = {
         IMAGE: "<|image_pad|>",
         VIDEO: "<|video_pad|>",

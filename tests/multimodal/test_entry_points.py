@@ -8,14 +8,15 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv1 import LLM, RequestError, SamplingParams, StepError
 from mrv1.cli.batch import parse_lines, run_batch
 from mrv1.cli.report import Usage
+from mrv1.models import checkpoint_tensors
 from mrv1.multimodal import MultimodalItem, from_fastdeploy
-from tests.multimodal.oracle import HIDDEN_SIZE, features
+from tests.multimodal.oracle import HIDDEN_SIZE, features, tiny
 from tests.multimodal.test_generation import ROW_BYTES, make_core
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -154,6 +155,37 @@ def test_a_wrong_item_fails_alone(llm, expected, fields, message):
     assert llm.kv_report()["held_feature_bytes"] == 0
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_gives_the_buffer_back(expected, level):
+    core = make_core()
+
+    def tokens() -> tuple[int, ...]:
+        item = MultimodalItem(features=ROWS, start=3)
+        request = core.add_request("a", PROMPT, GREEDY, multimodal=[item])
+        while core.has_unfinished_requests:
+            core.step()
+        return tuple(request.output_token_ids)
+
+    assert core.kv_report()["feature_bytes"] == 0, "no item was there yet"
+    assert tokens() == expected
+    before = core.kv_report()
+    assert before["cached_feature_bytes"] == 5 * ROW_BYTES
+    weights = {name: tensor.clone() for name, tensor in tiny_weights().items()}
+    core.sleep(level)
+    asleep = core.kv_report()
+    assert (asleep["feature_bytes"], asleep["cached_feature_bytes"]) == (0, 0)
+    core.wake_up()
+    if level == 2:
+        core.update_weights(weights)
+    assert core.kv_report()["feature_bytes"] == before["feature_bytes"]
+    assert tokens() == expected
+
+
+def tiny_weights() -> dict[str, torch.Tensor]:
+    model = tiny()
+    return dict(checkpoint_tensors(model.config, model.weights))
+
+
 def test_overlapping_items_are_refused(llm):
     items = [MultimodalItem(features=ROWS[:3], start=start) for start in (3, 5)]
     with pytest.raises(RequestError, match=r"image at token 5\): start: expected no item before"):
@@ -237,26 +269,36 @@ def test_device_bytes_return_to_the_start(num_requests):
     after = core.kv_report()
     assert after | {"cached_feature_bytes": 0, "peak_held_bytes": 0} == before
     assert pool._items == pool._in_use == {}
-    assert int(pool._is_free.sum()) + pool.num_cached == 9
+    assert pool.num_free + pool.num_cached == 9
     assert core.runner.features._items == {}
 
 
-@given(step=st.integers(0, 6), stage=st.sampled_from(["copy", "put_sources", "attend"]))
+STAGES = ("stage", "enter", "put_sources", "of_step", "attend", "draw", "end")
+
+
+@given(step=st.integers(0, 6), stage=st.sampled_from(STAGES))
+@settings(max_examples=settings.default.max_examples // 2)  # each makes an engine
 def test_an_exception_at_any_stage_leaks_nothing_and_fails_only_its_step(expected, step, stage):
-    """The launch of a step fails: at the copies, while the upload is written, or in a layer."""
+    """The launch of a step fails: at the copies, in the upload, a layer or the sampling."""
     want = expected[:2]
     core = make_core(max_num_batched_tokens=4, enable_prefix_caching=False)
     item = MultimodalItem(features=ROWS, start=3)
+    narrow = [[max(0, token - 1), token + 1] for token in range(len(PROMPT))]
 
-    def run(name: str) -> tuple[int, ...] | None:
+    def run(name: str) -> tuple[tuple[int, ...] | None, bool]:
+        """Return the output with the item, and whether a request has failed."""
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         request = core.add_request(name, PROMPT, params, multimodal=[item])
+        masked = core.add_request(name + "-masked", PROMPT, params, attn_mask_offsets=narrow)
         while core.has_unfinished_requests:
             core.step()
-        assert request.error is None or isinstance(request.error, StepError)
-        return None if request.error else tuple(request.output_token_ids)
+        errors = [each.error for each in (request, masked) if each.error is not None]
+        assert all(isinstance(error, StepError) for error in errors)
+        return None if request.error else tuple(request.output_token_ids), bool(errors)
 
-    owner = core.runner.attention if stage == "attend" else core.runner.features
+    runner = core.runner
+    owners = (runner.features, runner._ranges, runner.attention, runner.sampler, runner._outputs)
+    owner = next(owner for owner in owners if hasattr(owner, stage))
     original, calls = getattr(owner, stage), []
 
     def failing(*args: object, **kwargs: object) -> object:
@@ -266,13 +308,14 @@ def test_an_exception_at_any_stage_leaks_nothing_and_fails_only_its_step(expecte
         return original(*args, **kwargs)
 
     setattr(owner, stage, failing)
-    first = run("a")
-    assert first is None or len(calls) <= step
+    first, has_failed = run("a")
+    assert has_failed == (len(calls) > step)
     setattr(owner, stage, original)
-    assert run("b") == want
+    assert run("b") == (want, False)
     assert first in (None, want)
     assert core.kv_report()["held_feature_bytes"] == 0
     assert core.scheduler.features._items == {}
+    assert [pool.num_free for pool in core.scheduler.pools] == [24]
 
 
 def test_a_slot_shows_nothing_of_its_former_request(expected):

@@ -7,13 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv1 import EngineConfig, SamplingParams
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
 from mrv1.multimodal import MultimodalItem, whole_spans
+from tests.engine.scheduler_model import KnownSpeculation
 from tests.multimodal.oracle import HIDDEN_SIZE, check_output, features, tiny
 
 ROW_BYTES = HIDDEN_SIZE * 4
@@ -92,6 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(prompt, items, both_ways, offsets)
 
 
+@settings(max_examples=settings.default.max_examples // 2)  # transformers runs in each
 @given(
     each=st.lists(cases(), min_size=1, max_size=2),
     budget=st.sampled_from([1, 2, 3, 7, 16, 33, 64]),
@@ -199,3 +201,24 @@ def test_a_bidirectional_span_as_long_as_a_step_runs_beside_decodes():
     case.check(request)
     for other in decodes:
         check_output(other, [])
+
+
+def test_drafts_follow_items_and_ranges():
+    """A request with a bidirectional image, one with ranges of keys and one of text draft."""
+    ranged = two_images()
+    ranged.offsets = np.array([[max(token - 20, 0), token + 1] for token in range(34)])
+    ranged.items, ranged.are_bidirectional = [], []
+    text = Case([*range(20, 30)], [], [], None)
+    cases = [two_images(are_bidirectional=[True, False]), ranged, text]
+    outputs = {}
+    for drafts in (False, True):
+        core = make_core(speculative={"method": "ngram"} if drafts else None)
+        if drafts:
+            core.scheduler._speculation = KnownSpeculation(outputs)
+        requests = [case.add(core, str(index), 12) for index, case in enumerate(cases)]
+        while core.has_unfinished_requests:
+            core.step()
+        outputs = {request.req_id: request.output_token_ids for request in requests}
+    assert core.scheduler._speculation.num_accepted > 0
+    for case, request in zip(cases, requests, strict=True):
+        case.check(request)

@@ -105,6 +105,7 @@ def test_a_step_with_items_is_a_graph_where_one_with_text_is(checkpoint, device)
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_no_step_with_items_synchronises(checkpoint, device):
     """Copies come from pinned memory, and nothing waits for them."""
     directory, model = checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
@@ -11,14 +12,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoVideoProcessor, Qwen3VLProcessor
 
 from mrv1 import LLM
 from mrv1.errors import ConfigError, RequestError
-from mrv1.multimodal import VisionEncoder, encode_images
+from mrv1.multimodal import Video, VisionEncoder, encode_images, vision_encoder
 from mrv1.sampler import SamplingParams
 from tests.cli.conftest import mrv1 as mrv1  # the fixture
-from tests.models.vision_families import IMAGE, VISION_END, VISION_FAMILIES, VISION_START
+from tests.models.vision_families import (
+    IMAGE,
+    VIDEO,
+    VISION_END,
+    VISION_FAMILIES,
+    VISION_START,
+)
+from tests.multimodal.test_vision_models import Prompt, expected
+
+# Where torchvision is installed, transformers uses it for images and warns of its own array.
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -83,8 +94,9 @@ def test_a_chat_with_images_equals_transformers(checkpoints, family, tmp_path):
     assert with_images.error is None
     token_ids = list(with_images.prompt_token_ids)
     counts = [len(run) for run in _runs(token_ids)]
-    grids = AutoImageProcessor.from_pretrained(checkpoint.path)(images=images)["image_grid_thw"]
-    assert counts == [int(np.prod(grid)) // 4 for grid in grids]
+    processor = AutoImageProcessor.from_pretrained(checkpoint.path)
+    grids = processor(images=images, return_tensors="pt")["image_grid_thw"]
+    assert counts == [int(grid.prod()) // 4 for grid in grids]
     collapsed = [t for i, t in enumerate(token_ids) if t != IMAGE or token_ids[i - 1] != IMAGE]
     one = [VISION_START, IMAGE, VISION_END]
     assert collapsed == [3, 10, *one, 20, 21, *one, 4, 3, 11, 30, 31, 4, 3, 10, 40, *one, 4, 5]
@@ -192,3 +204,114 @@ def test_the_command_line_takes_image_files(checkpoints, mrv1, tmp_path):
     result = mrv1("generate", *options, "--input", "x", "--output", "y", "--image", "a.png")
     assert result.exit_code == 2
     assert "--image: expected with --prompt TEXT" in result.stderr
+
+
+# --- videos --------------------------------------------------------------------------------------
+
+needs_torchvision = pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="not run: needs the extra 'video'"
+)
+
+
+def frames_of(seed: int, count: int = 5) -> np.ndarray[Any, Any]:
+    shape = (count, 20, 28, 3)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+@needs_torchvision
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_chat_with_a_video_and_an_image_equals_transformers(checkpoints, family):
+    """Five frames, the last of which the processor repeats, as an array and as images."""
+    checkpoint, frames, image = checkpoints(family), frames_of(1), picture(1)
+    answers = []
+    for each in (frames, [Image.fromarray(frame) for frame in frames]):
+        content = [
+            {"type": "text", "text": "w20 "},
+            {"type": "video", "video": each, "fps": 2.0},
+            {"type": "text", "text": " w21 "},
+            {"type": "image", "image": image},
+        ]
+        with make_llm(checkpoint.path) as llm:
+            (output,) = llm.chat([{"role": "w10", "content": content}], GREEDY)
+        answers.append((list(output.prompt_token_ids), list(output.outputs[0].token_ids)))
+    assert answers[0] == answers[1]
+    token_ids, got = answers[0]
+    of_video = AutoVideoProcessor.from_pretrained(checkpoint.path)(
+        videos=[frames], do_sample_frames=False, return_tensors="pt"
+    )
+    of_image = AutoImageProcessor.from_pretrained(checkpoint.path)(
+        images=[image], return_tensors="pt"
+    )
+    num_steps, height, width = of_video["video_grid_thw"][0].tolist()
+    step = [VIDEO] * (height * width // 4)
+    video = [VISION_START, *step * num_steps, VISION_END]
+    if family == "qwen3_vl":  # "<0.2 seconds>" is two unknown words
+        video = [0, 0, VISION_START, *step, VISION_END] * num_steps
+    places = [VISION_START, *[IMAGE] * (len(of_image["pixel_values"]) // 4), VISION_END]
+    assert token_ids == [3, 10, 20, *video, 21, *places, 4, 5]
+    ids = torch.tensor([token_ids])
+    types = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+    inputs = {**of_video, **of_image, "mm_token_type_ids": types}
+    if family == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = [1.0]
+    _, want, _ = expected(checkpoint.oracle, Prompt(token_ids, inputs=inputs), len(got))
+    assert got == want
+
+
+@needs_torchvision
+@pytest.mark.parametrize("count", [4, 5])
+def test_frames_are_told_apart_by_their_times(checkpoints, count):
+    """As transformers' processor writes them."""
+    encoder = VisionEncoder(checkpoints("qwen3_vl").path, device="cpu")
+    texts = []
+
+    class Spy:
+        def encode(self, text: str, **_: object) -> list[int]:
+            texts.append(text)
+            return [7]
+
+    encoder._tokenizer = Spy()
+    prompt = encoder.prompt([VIDEO], videos=[Video(frames=frames_of(2, count), fps=1.5)])
+    times = Qwen3VLProcessor._calculate_timestamps(None, [*range(count)], 1.5, 2)
+    assert texts == [f"<{time:.1f} seconds>" for time in times]
+    items = prompt["multimodal"]
+    assert len({item.content_hash for item in items}) == len(items) == len(texts)
+    assert all(prompt["prompt_token_ids"][item.start - 2] == 7 for item in items)
+
+
+@pytest.mark.parametrize(
+    ("video", "message"),
+    [
+        (frames_of(0), r"videos\[0\]: expected a Video, got array"),
+        (Video(frames=frames_of(0)), r"videos\[0\]: fps: expected the frames of each sec.* None"),
+        (Video(frames=frames_of(0), fps=0), "fps: expected the frames of each second, got 0"),
+        (Video(frames="a.mp4", fps=1), r"frames: expected a uint8 array .*, got 'a.mp4'"),
+        (Video(frames=frames_of(0)[0], fps=1), r"frames: expected .* got 'uint8 \[20, 28, 3\]'"),
+        (Video(frames=frames_of(0, 0), fps=1), r"expected \[frames, height, width, 3\], got \[0,"),
+        (Video(frames=[picture(1), "b.png"], fps=1), r"frames\[1\]: expected a PIL image"),
+        (
+            Video(frames=[picture(1), picture(2, 12)], fps=1),
+            r"expected images of one size, got \(28, 20\) and \(28, 12\)",
+        ),
+    ],
+)
+def test_a_wrong_video_is_named(checkpoints, video, message):
+    encoder = VisionEncoder(checkpoints("qwen2_5_vl").path, device="cpu")
+    with pytest.raises(RequestError, match=message):
+        encoder.prompt(None, videos=[video])
+
+
+def test_without_torchvision_a_conversation_with_a_video_fails_alone(checkpoints, monkeypatch):
+    monkeypatch.setattr(vision_encoder, "find_spec", lambda name: name == "PIL" or None)
+    part = {"type": "video", "video": frames_of(0), "fps": 2.0}
+    conversations = [[{"role": "w10", "content": each}] for each in ([part], "w20")]
+    with make_llm(checkpoints("qwen2_vl").path) as llm:
+        refused, good = llm.chat(conversations, GREEDY)
+    assert good.error is None
+    assert "videos: torchvision: expected it installed for videos" in str(refused.error)
+
+
+def test_placeholders_and_videos_are_counted(checkpoints):
+    encoder = VisionEncoder(checkpoints("qwen2_vl").path, device="cpu")
+    with pytest.raises(RequestError, match=r"videos: expected 1, one for each placeholder .*151"):
+        encoder.prompt([3, VIDEO, 4])

@@ -25,8 +25,9 @@ from mrv1.kernels import reference
 from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, load_model, stored_tensors
 from mrv1.multimodal import MultimodalItem
-from mrv1.runner.step import SlotRequest, StepPlan, TokenLogprobs
+from mrv1.runner.step import SlotRequest, StagedFeatures, StepPlan, TokenLogprobs
 from mrv1.sampler import SamplingParams
+from tests.engine.scheduler_model import KnownSpeculation
 from tests.models.vision_families import (
     IMAGE,
     VIDEO,
@@ -34,6 +35,7 @@ from tests.models.vision_families import (
     VISION_FAMILIES,
     VISION_START,
 )
+from tests.runner.test_model_runner import enter, make_plan
 
 TOLERANCE = 1e-4
 VOCAB = 160
@@ -142,7 +144,8 @@ MIXTURE: list[list[int | Visual]] = [
     [21],
     [3, Visual((1, 4, 6)), 5],
     [Visual((1, 6, 4)), 2, Visual((1, 4, 4)), 9],
-    [4, Visual((3, 4, 4), is_video=True, seconds=1.7), 6],
+    # Whole seconds: transformers before 5.18 rounds others down. test_mrope.py has fractions.
+    [4, Visual((3, 4, 4), is_video=True, seconds=2.0), 6],
     [2, Visual((1, 4, 4)), 3, Visual((5, 2, 2), is_video=True, seconds=3.0)],
 ]
 """Text alone, one image, two images, a video between text, an image and a video at the end."""
@@ -268,6 +271,20 @@ def test_logits_and_greedy_tokens_equal_transformers(case_of, device, family, ch
         check(request, answer, of_prompt=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_drafts_have_positions_of_their_own(case_of, device, family):
+    """Drafts after images and videos, where a token's positions are not its place."""
+    case = case_of(family)
+    engine = case.engine(device, speculative={"method": "ngram"})
+    answers = {f"0-{index}": tokens for index, (_, tokens, _) in enumerate(case.answers)}
+    engine.scheduler._speculation = KnownSpeculation(answers)
+    requests = generate(engine, case.prompts, NUM_TOKENS)
+    assert engine.scheduler._speculation.num_accepted > 0
+    for request, answer in zip(requests, case.answers, strict=True):
+        check(request, answer, of_prompt=False)
+
+
 FULL_POOL = {
     "family": "qwen3_vl",
     "chunk": 33,
@@ -312,6 +329,49 @@ def test_the_property_covers_preemption_and_hits(case_of):
         generate(engine, [case.prompts[index] for index in order], NUM_TOKENS, round=number)
     assert engine.scheduler.num_preemptions > 0
     assert engine.scheduler.prefix_hit_tokens > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_drafts_after_items_have_the_positions_of_the_tokens_that_they_become(
+    case_of, device, family
+):
+    """Right and wrong drafts after a video, beside a prompt whose tokens see later ones."""
+    case = case_of(family)
+    runner = case.engine(device, max_model_len=512).runner
+    prompt, (_, tokens, in_output) = case.prompts[3], case.answers[3]
+    items = [runner.prepared(item) for item in prompt.items]
+    staged, at = [], 0
+    for item in items:
+        staged.append(StagedFeatures(item=item, rows=(range(at, at + item.num_tokens),)))
+        at += item.num_tokens
+    params = SamplingParams(temperature=0, ignore_eos=True, logprobs=VOCAB)
+    own = enter("a", 0, prompt.token_ids, sampling_params=params, multimodal=tuple(items))
+    blocks = tuple(range(-(-(len(prompt.token_ids) + NUM_TOKENS) // 16)))
+    count = len(prompt.token_ids)
+    plans = [make_plan(0, {"a": (0, count, blocks)}, new=(own,), staged_features=tuple(staged))]
+    seen = np.array([[0, 9]] * 9, dtype=np.int32)
+    masked = enter("b", 1, [*range(3, 12)], attn_mask_offsets=seen)
+    drafts = [tokens[1], tokens[2], (tokens[3] + 1) % VOCAB]
+    plans.append(
+        make_plan(
+            1,
+            {"a": (0, 4, ()), "b": (1, 9, (63,))},
+            new=(masked,),
+            draft_token_ids=(tuple(drafts), ()),
+        )
+    )
+    drafts = [tokens[4], (tokens[5] + 1) % VOCAB]
+    plans.append(make_plan(2, {"a": (0, 3, ())}, draft_token_ids=(tuple(drafts),)))
+    outputs = [runner.execute(plan).result() for plan in plans]
+    assert [output.token_ids[0] for output in outputs] == [
+        tuple(tokens[:1]), tuple(tokens[1:4]), tuple(tokens[4:6]),
+    ]  # fmt: skip
+    got = by_token([output.logprobs[0] for output in outputs])
+    torch.testing.assert_close(got, in_output, rtol=0, atol=TOLERANCE)
+    alone = case.engine(device, max_model_len=512).runner
+    plan = make_plan(0, {"b": (1, 9, (63,))}, new=(masked,))
+    assert alone.execute(plan).result().token_ids[0] == outputs[1].token_ids[1]
 
 
 @pytest.mark.full
@@ -395,7 +455,7 @@ def test_too_many_items_are_refused(case_of):
         for start in (0, 2, 4)
     ]
     with pytest.raises(RequestError, match=r"expected at most 2 items \(max_mm_items\), got 3"):
-        engine.add_request("a", [IMAGE] * 6, SamplingParams(), multimodal=items)
+        engine.add_request("a", [IMAGE, 3] * 3, SamplingParams(), multimodal=items)
     request = SlotRequest(
         req_id="a",
         slot=0,
@@ -418,6 +478,29 @@ def test_too_many_items_are_refused(case_of):
     )
     with pytest.raises(StepError, match=r"multimodal of 'a': expected at most 2 items"):
         engine.runner.execute(plan)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([3, IMAGE, 4], r"image at token 1\): start: .* at 1 to 2, got token 4 at 2"),
+        ([3, VIDEO, IMAGE, 4], r"expected placeholders \(token 150\) .*, got token 151 at 1"),
+        ([3, *[IMAGE] * 3, 4], "item for every placeholder, got none for token 150 at 3"),
+        ([VIDEO, *[IMAGE] * 2], "item for every placeholder, got none for token 151 at 0"),
+    ],
+)
+def test_items_and_placeholders_are_counted(case_of, prompt, message):
+    engine = case_of("qwen2_vl").engine(torch.device("cpu"))
+    features = np.zeros((2, 64), np.float32)
+    item = MultimodalItem(features=features, start=1, grid_thw=(1, 4, 2))
+    with pytest.raises(RequestError, match=message):
+        engine.add_request("a", prompt, SamplingParams(), multimodal=[item])
+    assert not engine.has_unfinished_requests
+
+
+def test_a_model_with_a_vision_encoder_has_the_buffer_from_the_start(case_of):
+    engine = case_of("qwen3_vl").engine(torch.device("cpu"), mm_cache_memory_bytes=None)
+    assert engine.kv_report()["feature_bytes"] == 8192 * 192 * 4
 
 
 def test_qwen3_features_have_columns_for_early_layers(case_of):

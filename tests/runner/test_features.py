@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
-from mrv1 import StepError
+from mrv1 import CapacityError, StepError
 from mrv1.multimodal import MultimodalItem
-from mrv1.runner import StagedFeatures
-from mrv1.runner.features import _runs
+from mrv1.runner import StagedFeatures, StepPlan
 from tests.runner.test_model_runner import checkpoint, enter, make_plan, make_runner  # noqa: F401
 
 PROMPT = [5, 9, *[7] * 4, 8, 6]
@@ -27,7 +28,7 @@ def item_of(runner, seed: int = 0, size: int = 4, **fields: object) -> Multimoda
 
 
 def staged(item: MultimodalItem, *rows: int) -> StagedFeatures:
-    return StagedFeatures(item=item, rows=np.array(rows, dtype=np.int32))
+    return StagedFeatures(item=item, rows=tuple([range(row, row + 1) for row in rows]))
 
 
 def hidden_inputs(runner, plan) -> torch.Tensor:
@@ -85,11 +86,44 @@ def test_an_item_that_is_not_staged_fails_the_step(runner):
         runner.execute(takes_rows)
 
 
-@pytest.mark.parametrize("rows", [(0, 1, 2), (0, 1, 2, 10), (-1, 0, 1, 2), (0, 1, 1, 2)])
+def test_an_item_that_is_staged_again_elsewhere_leaves_its_former_rows(runner):
+    item, other, third = (item_of(runner, seed=seed) for seed in range(3))
+
+    def run(step: int, own: MultimodalItem, *stagings: StagedFeatures) -> None:
+        new = (enter("a", 0, PROMPT, epoch=step, multimodal=(own,)),)
+        plan = make_plan(step, {"a": (0, 8, (0,))}, epoch=step, new=new, staged_features=stagings)
+        runner.execute(plan).result()
+
+    run(0, item, staged(item, 0, 1, 2, 3))
+    run(1, item, staged(item, 5, 6, 7, 8))
+    run(2, other, staged(other, 0, 1, 2, 3))
+    run(3, item)  # still in the rows from 5 on
+    with pytest.raises(StepError, match="or its rows given to another item since"):
+        run(4, item, staged(third, 8, 9, 4, 3))
+    run(5, third)
+    assert sorted(runner.features._stagings.values()) == sorted(runner.features._staged)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (),
+        (range(3),),
+        (range(3), range(10, 11)),
+        (range(7, 11),),
+        (range(-1, 3),),
+        (range(2), range(1, 3)),
+        (range(1, 4), range(1, 2)),
+        (range(0, 8, 2),),
+        (range(4, 0, -1),),
+        (range(4), range(5, 5)),
+    ],
+)
 def test_wrong_rows_are_named(runner, rows):
     item = item_of(runner)
     new = (enter("a", 0, PROMPT, multimodal=(item,)),)
-    plan = make_plan(0, {"a": (0, 8, (0,))}, new=new, staged_features=(staged(item, *rows),))
+    own = StagedFeatures(item=item, rows=rows)
+    plan = make_plan(0, {"a": (0, 8, (0,))}, new=new, staged_features=(own,))
     with pytest.raises(StepError, match=r"expected 4 different rows in \[0, 10\), got \["):
         runner.execute(plan)
 
@@ -101,7 +135,95 @@ def test_a_chunk_that_ends_before_a_key_that_it_sees_fails_the_step(runner):
         runner.execute(make_plan(0, {"a": (0, 4, (0,))}, new=new))
 
 
-def test_runs_of_rows():
-    rows = np.array([4, 5, 6, 1, 2, 9], dtype=np.int32)
-    assert [*_runs(rows)] == [(4, 0, 3), (1, 3, 5), (9, 5, 6)]
-    assert [*_runs(rows[:1])] == [(4, 0, 1)]
+def test_features_are_copied_before_the_rest_of_the_step_is_prepared(runner, monkeypatch):
+    """So that a GPU copies while the host prepares; a CPU has copied when the call returns."""
+    item, other = item_of(runner), item_of(runner, seed=1, size=3, start=6)
+    new = (enter("a", 0, [*PROMPT, 3], multimodal=(item, other)),)
+    runs = StagedFeatures(item=item, rows=(range(6, 9), range(1)))
+    tail = StagedFeatures(item=other, rows=(range(2, 5),))
+    plan = make_plan(0, {"a": (0, 9, (0,))}, new=new, staged_features=(runs, tail))
+    seen = []
+
+    def spied(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def spy(*args: object, **kwargs: object) -> object:
+            rows = runner.features.rows
+            is_copied = torch.equal(rows[[6, 7, 8, 0]], item.tensor)
+            seen.append((name, is_copied and torch.equal(rows[2:5], other.tensor)))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, spy)
+
+    for owner, name in (
+        (runner.features, "stage"),
+        (runner.state, "stage"),
+        (runner._staging, "send"),
+        (runner._step, "forward"),
+    ):
+        spied(owner, name)
+    runner.execute(plan).result()
+    assert seen == [("stage", False), ("stage", True), ("send", True), ("forward", True)]
+
+
+def test_an_item_whose_copy_fails_is_not_staged(runner):
+    """Its rows have the features of no item, and the step may be given again."""
+    former, item = item_of(runner), item_of(runner, seed=1)
+
+    def run(step: int, own: MultimodalItem, *stagings: StagedFeatures) -> None:
+        new = (enter("a", 0, PROMPT, epoch=step, multimodal=(own,)),)
+        plan = make_plan(step, {"a": (0, 8, (0,))}, epoch=step, new=new, staged_features=stagings)
+        runner.execute(plan).result()
+
+    run(0, former, staged(former, 0, 1, 2, 3))
+    broken = copy.copy(item)
+    object.__setattr__(broken, "features", item.tensor[:, :-1])
+    with pytest.raises(StepError, match="size"):
+        run(1, broken, staged(broken, 0, 1, 2, 3))
+    for each in (former, item):
+        with pytest.raises(StepError, match=r"expected the item .* staged before its first chunk"):
+            run(2 if each is former else 3, each)
+    run(4, item, staged(item, 0, 1, 2, 3))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def item_plan(runner) -> StepPlan:
+    item = item_of(runner)
+    new = (enter("a", 0, PROMPT, multimodal=(item,)),)
+    return make_plan(0, {"a": (0, 8, (0,))}, new=new, staged_features=(staged(item, 2, 3, 4, 5),))
+
+
+def test_a_model_of_text_allocates_the_buffer_with_its_first_item(checkpoint, runner):  # noqa: F811
+    assert runner.kv_report()["feature_bytes"] == 10 * 64 * 4, "as configured, from the start"
+    want = runner.execute(item_plan(runner)).result().token_ids
+    late = make_runner(checkpoint)
+    text = enter("b", 1, PROMPT)
+    late.execute(make_plan(0, {"b": (1, 4, (1,))}, new=(text,))).result()
+    assert late.kv_report()["feature_bytes"] == 0
+    waiting = late.execute(make_plan(1, {"b": (1, 4, ())}))
+    assert late.execute(item_plan(late)).result().token_ids == want
+    assert late.kv_report()["feature_bytes"] == 8192 * 64 * 4
+    assert len(waiting.result().token_ids) == 1, "the result of the step in flight is not lost"
+
+
+@pytest.mark.parametrize("stage", ["allocate", "_capture"])
+def test_a_buffer_without_room_fails_its_step_alone(checkpoint, monkeypatch, stage):  # noqa: F811
+    runner, captures = make_runner(checkpoint), []
+    owner = runner.features if stage == "allocate" else runner
+    original = getattr(owner, stage)
+
+    def failing(**options: object) -> None:
+        captures.append(options)
+        if len(captures) == 1:
+            raise CapacityError("no room") if stage == "allocate" else torch.OutOfMemoryError()
+        original(**options)
+
+    monkeypatch.setattr(owner, stage, failing)
+    message = "no room" if stage == "allocate" else "CUDA graphs: expected room on cpu, got less"
+    with pytest.raises(StepError, match=message):
+        runner.execute(item_plan(runner))
+    assert runner.kv_report()["feature_bytes"] == 0
+    assert stage == "allocate" or len(captures) == 2, "graphs without the buffer"
+    assert runner.execute(item_plan(runner)).result().token_ids
