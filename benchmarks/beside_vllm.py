@@ -1,7 +1,6 @@
 """Measure mrv1 and vLLM on one random checkpoint and the same requests, in a process each.
 
 python -m benchmarks.beside_vllm OUTPUT.json [--batches 1,32,256] [--repeats 3] [--commit C]
-python -m benchmarks.beside_vllm RESULT.json --plot PICTURE.png
 
 Both engines read one checkpoint of the Qwen3-0.6B shape and generate greedily from the same
 random prompts, end-of-sequence tokens ignored, without prefix caching; each engine keeps its own
@@ -103,34 +102,6 @@ def run_engine(engine: str, checkpoint: str, arguments: argparse.Namespace) -> d
     return measured
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Write a PNG with a panel per batch, as throughputs of small and large batches lie apart."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = result["results"]
-    figure = Figure(figsize=(8.0, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    labels = {"mrv1": "mrv1", "vllm": f"vLLM {result['peers']['vllm']}"}
-    for axes, row in zip(figure.subplots(1, len(rows)), rows, strict=True):
-        heights = [row["tokens_per_s"][name] for name in labels]
-        bars = axes.bar(list(labels.values()), heights, color=["tab:blue", "lightgray"], width=0.6)
-        axes.bar_label(bars, [f"{height:,.0f}" for height in heights], padding=2)
-        requests = "request" if row["batch"] == 1 else "requests"
-        axes.set_title(f"{row['batch']} {requests}: {row['mrv1_over_vllm']:.2f}x")
-        axes.set_yticks([])
-        axes.margins(y=0.15)
-        axes.spines[["top", "left", "right"]].set_visible(False)
-    figure.supylabel("generated tokens/s", fontsize="medium")
-    conditions = result["conditions"]
-    figure.suptitle(
-        f"{result['shape']} shape, {result['dtype']}, {result['device']['name']}, "
-        f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output tokens",
-        fontsize="medium",
-    )
-    figure.savefig(path, format="png", dpi=150)
-
-
 def main() -> None:
     """Measure both engines, or in a child process the one that ``--engine`` names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -138,13 +109,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32,256")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--commit")
-    parser.add_argument("--plot", type=Path, help="plot OUTPUT, an existing file, to this PNG")
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.plot:
-        plot(json.loads(arguments.output.read_text("utf-8")), arguments.plot)
-        return
     batches = [int(batch) for batch in arguments.batches.split(",")]
     if arguments.engine:
         result = measure(arguments.engine, arguments.checkpoint, batches, arguments.repeats)

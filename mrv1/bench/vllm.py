@@ -13,15 +13,14 @@ import numpy as np
 import torch
 
 from mrv1.bench.attention_case import Cell
-from mrv1.bench.checkpoint import write_checkpoint
-from mrv1.bench.child import ChildError, Send, run_in_child
-from mrv1.bench.floor import copy_bandwidth, step_kv_bytes, step_weight_bytes
-from mrv1.bench.options import BenchOptions
+from mrv1.bench.child import ChildError, run_in_child
+from mrv1.bench.floor import step_kv_bytes, step_weight_bytes
+from mrv1.bench.machine import Machine, prepare
+from mrv1.bench.options import CheckpointBench
 from mrv1.bench.peers.vllm_engine import Job, measure_engine
-from mrv1.bench.provenance import provenance, version_of
+from mrv1.bench.provenance import version_of
 from mrv1.bench.shapes import shape_config
-from mrv1.config import Dtype, checkpoint_dir, dtype_name
-from mrv1.device import resolve_device, resolve_dtype
+from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.options import REQUEST_CHECK
 from mrv1.models import ModelConfig
@@ -62,17 +61,13 @@ FirstTokens = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VLLMBench(BenchOptions):
+class VLLMBench(CheckpointBench):
     """Options: all requests of a cell are added at once and generate greedily.
 
     Raises:
         ConfigError: a field is out of its range; the message names it.
     """
 
-    shape: str | None = "qwen3-0.6b"
-    """Name in ``SHAPES``, written as a checkpoint of random weights; None = ``model``."""
-    model: str | None = None
-    """Checkpoint to run instead of a shape."""
     modes: tuple[str, ...] = ("vllm", "backend", "backend-fp8", "worker")
     """Keys of ``MODES``, in the order of measurement; the first that runs is the reference."""
     cells: tuple[Cell, ...] = (Cell(1, 128), Cell(32, 128), Cell(256, 128))
@@ -81,17 +76,10 @@ class VLLMBench(BenchOptions):
     """Tokens to generate per request, >= 2; end-of-sequence tokens do not end a request."""
     repeats: int = 3
     """Counted runs per cell, after one uncounted run."""
-    dtype: Dtype = "auto"
-    max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check the fields that vLLM does not check."""
-        if (self.shape is None) == (self.model is None):
-            raise ConfigError(
-                f"shape, model: expected one of the two, got {self.shape!r} and {self.model!r}"
-            )
+        self.check_checkpoint()
         for name, values in (("modes", self.modes), ("cells", self.cells)):
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"{name}: expected different ones, got {[*map(str, values)]}")
@@ -156,7 +144,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             checkpoint, config = Path(folder), shape_config(bench.shape)
             longest = bench.engine_options()["max_model_len"]
             config = replace(config, max_model_len=max(config.max_model_len, longest))
-        (machine,) = run_in_child(_prepare, bench, config, checkpoint)
+        (machine,) = run_in_child(prepare, bench, config, checkpoint)
         modes: dict[str, Mode] = {}
         for name in bench.modes:
             job = _job(bench, name, config, checkpoint, machine)
@@ -202,18 +190,6 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What all modes run on."""
-
-    on_cpu: bool
-    dtype: torch.dtype
-    """Of weights and activations."""
-    bandwidth: float | None
-    """Bytes per second of a copy; None on a CPU."""
-    provenance: dict[str, object]
-
-
 @dataclass(slots=True, kw_only=True)
 class Mode:
     """What is known of a mode; it may have failed at any point."""
@@ -225,22 +201,6 @@ class Mode:
     cells: list[dict[str, Any]] = field(default_factory=list)
     """Figures of the cells, in order."""
     error: str | None = None
-
-
-def _prepare(bench: VLLMBench, config: ModelConfig, checkpoint: Path, send: Send) -> None:
-    """Measure the machine, and write the checkpoint of a shape, in a process of its own."""
-    device = resolve_device(bench.device)
-    dtype = resolve_dtype(dtype_name(bench.dtype), config.torch_dtype, device)
-    bandwidth = copy_bandwidth(device)
-    if bench.shape is not None:
-        write_checkpoint(checkpoint, config, device=device, dtype=dtype, seed=bench.seed)
-    machine = Machine(
-        on_cpu=device.type == "cpu",
-        dtype=dtype,
-        bandwidth=bandwidth,
-        provenance=provenance(device, bench.commit),
-    )
-    send(machine)
 
 
 def _job(

@@ -22,8 +22,9 @@ from mrv1.bench.attention_case import Cell
 from mrv1.bench.checkpoint import write_checkpoint
 from mrv1.bench.child import ChildError, run_in_child
 from mrv1.bench.floor import step_weight_bytes
+from mrv1.bench.machine import Machine
 from mrv1.bench.peers import vllm_engine
-from mrv1.bench.vllm import Machine, VLLMBench, agreement, cell_figures, run_vllm
+from mrv1.bench.vllm import VLLMBench, agreement, cell_figures, run_vllm
 from mrv1.errors import ConfigError
 from mrv1.models import ModelConfig, random_weights, stored_tensors
 from mrv1.models.weights import checkpoint_tensors
@@ -198,7 +199,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
     def run(function: Any, *arguments: Any) -> Iterator[Any]:
-        if function is vllm._prepare:
+        if function is vllm.prepare:
             yield Machine(
                 on_cpu=False, dtype=torch.bfloat16, bandwidth=BANDWIDTH,
                 provenance={"device": {"name": "H999"}},

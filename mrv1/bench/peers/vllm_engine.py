@@ -38,23 +38,32 @@ def measure_engine(job: Job, send: Send) -> None:
 
     The process that runs this can measure nothing else afterwards.
     """
-    export(VLLM_NO_USAGE_STATS="1")
-    if job.on_cpu:
-        _use_cpu()
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    start = time.perf_counter()
-    engine = LLMEngine.from_engine_args(EngineArgs(**job.engine), UsageContext.LLM_CLASS)
+    engine, start_s = start_engine(job.engine, on_cpu=job.on_cpu)
     try:
-        send(time.perf_counter() - start)
+        send(start_s)
         send(first_tokens(engine, job.probes))
         for runs in job.cells:
             samples = [time_run(engine, prompts, job.output_tokens) for prompts in runs]
             send(samples[1:])
     finally:
         engine.engine_core.shutdown()
+
+
+def start_engine(options: dict[str, Any], *, on_cpu: bool) -> tuple[Any, float]:
+    """Return vLLM's ``LLMEngine`` with these arguments of ``EngineArgs``, and its start's seconds.
+
+    Imports are not included.
+    """
+    export(VLLM_NO_USAGE_STATS="1")
+    if on_cpu:
+        _use_cpu()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    start = time.perf_counter()
+    engine = LLMEngine.from_engine_args(EngineArgs(**options), UsageContext.LLM_CLASS)
+    return engine, time.perf_counter() - start
 
 
 def _use_cpu() -> None:

@@ -6,9 +6,12 @@ implementation writes keys and values and attends. Rows of one token, or all row
 same 1 to 8, are decoded; other rows are prefilled.
 
 A step waits for nothing on the device. The host reads the shapes, ``max_query_len`` and the host's
-copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device. Full CUDA
-graphs serve batches of one query length (``UNIFORM_BATCH``); a mixed batch runs between the
-piecewise graphs, as its grid and tiles depend on which rows are prefilled.
+copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device.
+
+Full CUDA graphs serve any batch (``ALWAYS``). Where vLLM captures decodes apart, those graphs run
+the decode kernel, and mixed batches run between the piecewise graphs. With ``cudagraph_mode=FULL``
+one graph serves every batch of its size: which rows are decodes is not known at capture, so all
+rows are prefilled, in one launch that follows from the graph's numbers of rows and tokens.
 
 vLLM 0.26 asks for the shape of the cache tensor, 0.33 for the spec and its layouts: the backend
 has the methods of both.
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -242,7 +246,7 @@ def decode_rows(
 class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadata]):  # type: ignore[misc]
     """Prepares each step for the layers of one KV cache group."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     reorder_batch_threshold: int | None = 1  # rows of one token come first
 
     def __init__(
@@ -271,7 +275,8 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             )
         self._dtype = vllm_config.model_config.dtype
         self._captured: dict[tuple[int, int], dict[int, DecodePlan]] = {}
-        self._states = torch.empty(0, device=device)  # of all captured plans
+        self._captured_mixed: dict[tuple[int, int], dict[int, PrefillSplits | None]] = {}
+        self._states = torch.empty(0, device=device)  # of all captured launches
         self._capturing = False
         self._impls: tuple[Mrv1AttentionImpl, ...] = ()  # one for each layout
         self._ops = select_ops(kernel_path(device))
@@ -308,10 +313,21 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         if not self._impls:
             self._bind_layers()
         num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
-        starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
-        count, query_len = decode_rows(num_reqs, num_tokens, common.max_query_len, starts)
         block_table = common.block_table_tensor[:num_reqs]
         seq_lens = common.seq_lens[:num_reqs]
+        if self._has_one_graph(num_tokens):
+            rows = PrefillRows(
+                first_token=0,
+                end_token=num_tokens,
+                block_table=block_table,
+                seq_lens=seq_lens,
+                query_start_loc=common.query_start_loc[: num_reqs + 1],
+                max_query_len=num_tokens,
+                splits=self._splits_of_any_batch(num_reqs, num_tokens),
+            )
+            return Mrv1AttentionMetadata(decode=None, prefill=rows)
+        starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
+        count, query_len = decode_rows(num_reqs, num_tokens, common.max_query_len, starts)
         decode = prefill = None
         if count:
             decode = self._decode_rows(block_table[:count], seq_lens[:count], query_len)
@@ -331,7 +347,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> Mrv1AttentionMetadata:
-        """Return what a captured graph reads: its plans are kept, and ``build`` rewrites them."""
+        """Return what a captured graph reads: its buffers are kept, and ``build`` reuses them."""
         self._capturing = True
         try:
             return self.build(0, common_attn_metadata)
@@ -361,7 +377,10 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
                 for impl in self._impls
             }
             if self._capturing and key not in self._captured:
-                plans = {name: self._with_shared_states(plan) for name, plan in plans.items()}
+                plans = {
+                    name: replace(plan, states=self._shared_states(plan.states))
+                    for name, plan in plans.items()
+                }
                 self._captured[key] = plans
             for impl in self._impls:
                 layout = impl.pages.layout
@@ -374,16 +393,60 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             plans=plans,
         )
 
-    def _with_shared_states(self, plan: DecodePlan) -> DecodePlan:
-        """Return the plan with its partial results in one buffer for all captured graphs.
+    def _shared_states(self, states: torch.Tensor) -> torch.Tensor:
+        """Return memory for a launch's partial results, one buffer for all captured graphs.
 
         No launch reads those of another, and graphs run one after the other. Graphs are captured
         in many sizes, the largest first: buffers of their own would take hundreds of MiB.
         """
-        size = plan.states.numel()
+        size = states.numel()
         if size > self._states.numel():
-            self._states = plan.states.flatten()
-        return replace(plan, states=self._states[:size].view(plan.states.shape))
+            self._states = states.flatten()
+        return self._states[:size].view(states.shape)
+
+    def _has_one_graph(self, num_tokens: int) -> bool:
+        """Return whether vLLM has one graph for all batches of a size, decodes or not."""
+        config = self.vllm_config.compilation_config
+        mode, most = config.cudagraph_mode, config.max_cudagraph_capture_size
+        if mode is None or most is None or num_tokens > most:
+            return False
+        return bool(mode.mixed_mode() == CUDAGraphMode.FULL)
+
+    def _splits_of_any_batch(
+        self, num_reqs: int, num_tokens: int
+    ) -> Mapping[int, PrefillSplits | None]:
+        """Return the buffers that the graph of these sizes reads; before its capture, new ones.
+
+        The step that vLLM runs before a capture must launch what is captured: it compiles it.
+        """
+        key = num_reqs, num_tokens
+        if key in self._captured_mixed:
+            return self._captured_mixed[key]
+        splits = {
+            id(impl.pages.layout): self._splits(impl, num_reqs, num_tokens, num_tokens)
+            for impl in self._impls
+        }
+        if self._capturing:
+            self._captured_mixed[key] = splits = {
+                name: one
+                if one is None or one.states is None
+                else replace(one, states=self._shared_states(one.states))
+                for name, one in splits.items()
+            }
+        return splits
+
+    def _splits(
+        self, impl: Mrv1AttentionImpl, num_reqs: int, num_tokens: int, max_query_len: int
+    ) -> PrefillSplits | None:
+        return PrefillSplits.allocate(
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            max_query_len=max_query_len,
+            layout=impl.pages.layout,
+            num_q_heads=impl.num_heads,
+            dtype=self._dtype,
+            is_fp8=impl.pages.scales is not None,
+        )
 
     def _prefill_rows(
         self,
@@ -397,14 +460,8 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         splits: dict[int, PrefillSplits | None] = {}
         if not self._capturing:  # a graph would write to them after this step has freed them
             for impl in self._impls:
-                splits[id(impl.pages.layout)] = PrefillSplits.allocate(
-                    num_tokens=end_token - first_token,
-                    num_reqs=seq_lens.shape[0],
-                    max_query_len=max_query_len,
-                    layout=impl.pages.layout,
-                    num_q_heads=impl.num_heads,
-                    dtype=self._dtype,
-                    is_fp8=impl.pages.scales is not None,
+                splits[id(impl.pages.layout)] = self._splits(
+                    impl, seq_lens.shape[0], end_token - first_token, max_query_len
                 )
         return PrefillRows(
             first_token=first_token,

@@ -50,10 +50,32 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
 }  # fmt: skip
 
+SCALES = {
+    "embed_tokens.": 20.0,
+    "gate.": 16.0,
+    "router.": 16.0,
+    "down_proj": 2**-5,
+    "lm_head.": 2.0,
+}
+"""Part of a parameter's name -> factor of its random values, in models with experts.
+
+A router chooses other experts where rounding decides a near tie. Here the experts of such a tie
+weigh little in the sum, and all of them little beside attention, which is what is compared: so
+rounding moves the logits by less than most best tokens lead.
+"""
+
 DOORS: dict[str, dict[str, Any]] = {
     "FLASH_ATTN": {"attention_backend": "FLASH_ATTN"},
     "backend": {"attention_backend": "CUSTOM"},
     "backend-fp8": {"attention_backend": "CUSTOM", "kv_cache_dtype": "fp8_per_token_head"},
+    "backend-any-graph": {
+        "attention_backend": "CUSTOM",
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL",  # one graph for decodes, prompts and both together
+            "cudagraph_capture_sizes": [1, 4, 8, 16, 64, 256, 512],
+        },
+    },
     "worker": {
         "worker_cls": "mrv1.integrations.vllm.Worker",
         "logits_processors": [REQUEST_CHECK],
@@ -61,15 +83,24 @@ DOORS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, name: str) -> None:
-    """Write a checkpoint of one of ``CONFIGS``, without a tokenizer."""
+def random_model(name: str) -> transformers.PreTrainedModel:
+    """Return one of ``CONFIGS`` with random weights, in bfloat16."""
     torch.manual_seed(0)
     config = CONFIGS[name]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    has_experts = hasattr(config, "num_experts_per_tok")
     for key, tensor in model.named_parameters():
         if key.endswith(".sinks"):
             torch.nn.init.normal_(tensor)
-    model.save_pretrained(folder)
+        for part, factor in SCALES.items() if has_experts else ():
+            if part in key:
+                tensor.data *= factor
+    return model.eval()
+
+
+def write_model(folder: Path, name: str) -> None:
+    """Write a checkpoint of one of ``CONFIGS``, without a tokenizer."""
+    random_model(name).save_pretrained(folder)
 
 
 def engine_options(folder: Path, door: str) -> dict[str, Any]:

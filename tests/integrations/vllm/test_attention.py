@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("vllm", reason="not run: vLLM is not installed")
 
+from vllm.config import CUDAGraphMode
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention import backend as vllm_backend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -34,7 +35,7 @@ from mrv1.integrations.vllm.attention_backend import (
     decode_rows,
 )
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
-from mrv1.kernels import DecodePlan, HeadRole
+from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 
 HAS_SHAPES = hasattr(vllm_backend.AttentionBackend, "get_kv_cache_shape")  # vLLM 0.26
 HAS_SPECS = hasattr(vllm_backend.AttentionBackend, "customize_spec")  # vLLM 0.33
@@ -74,7 +75,7 @@ def test_both_versions_interfaces_are_there():
                  "supported_kv_cache_layouts", "customize_spec"):  # fmt: skip
         assert callable(getattr(Mrv1AttentionBackend, name))
     assert Mrv1AttentionMetadataBuilder.get_cudagraph_support(None, None) is (
-        vllm_backend.AttentionCGSupport.UNIFORM_BATCH
+        vllm_backend.AttentionCGSupport.ALWAYS
     )
 
 
@@ -358,6 +359,7 @@ class Model:
     has_sinks: bool = False
     sink: int = 0
     """Of layers with a window."""
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
     history: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=dict
     )
@@ -386,7 +388,11 @@ class Model:
             layer.impl.sink = self.sink if window is not None else 0
         spec = _spec(self.num_kv_heads, self.block_size, self.head_size, dtype, name)
         config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context=self.layers),
+            compilation_config=SimpleNamespace(
+                static_forward_context=self.layers,
+                cudagraph_mode=self.cudagraph_mode,
+                max_cudagraph_capture_size=12,
+            ),
             model_config=SimpleNamespace(dtype=torch.float32),
         )
         self.builder = Mrv1AttentionMetadataBuilder(
@@ -541,6 +547,48 @@ def _replay(model: Model) -> None:
 
 def test_a_captured_graph_serves_later_steps():
     _replay(Model(4, 2, 64, 16, (None, 12), is_fp8=False, seed=1))
+
+
+def _replay_any_batch(model: Model) -> list[Mrv1AttentionMetadata]:
+    """Capture graphs of 3 rows and 12 tokens, and of 2 rows and 2; replay them with any batch."""
+    model.step({0: 70, 1: 3})
+    # vLLM's dummy batches: all rows of one length. The real ones' rows differ.
+    capture = model.builder.build_for_cudagraph_capture
+    large, small = capture(model.common({0: 4, 1: 4, 2: 4})), capture(model.common({0: 1, 1: 1}))
+    model.step({0: 1, 1: 1, 2: 9}, pad_tokens=1, captured=large)  # decodes and a prompt
+    model.step({1: 12}, pad_reqs=2, captured=large)
+    model.step({2: 1, 0: 1}, captured=small)
+    model.step({1: 1, 0: 1, 2: 1}, pad_tokens=9, captured=large)  # decodes alone
+    model.step({2: 2}, pad_reqs=1, captured=small)
+    model.step({1: 5, 2: 1, 0: 3}, pad_tokens=3, captured=large)
+    model.step({2: 2, 0: 3})  # of a size without a graph
+    model.step({0: 1, 2: 3, 1: 20})  # larger than every graph: its first row is decoded
+    return [large, small]
+
+
+def test_a_graph_of_mixed_batches_serves_any_batch_of_its_size():
+    _replay_any_batch(
+        Model(4, 2, 64, 16, (None, 12), False, seed=3, cudagraph_mode=CUDAGraphMode.FULL)
+    )
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_kernels_serve_any_batch_with_the_buffers_of_a_captured_graph(
+    is_fp8: bool, monkeypatch: pytest.MonkeyPatch
+):
+    # Several programs per tile, which the interpreter's device does not ask for.
+    allocate = partial(PrefillSplits.allocate, num_splits=2)
+    monkeypatch.setattr(attention_backend, "PrefillSplits", SimpleNamespace(allocate=allocate))
+    model = Model(
+        2, 1, 16, 16, (None, 12), is_fp8, seed=4, rtol=2e-3 if is_fp8 else 1e-5,
+        soft_cap=3.0, has_sinks=True, sink=5, cudagraph_mode=CUDAGraphMode.FULL,
+    )  # fmt: skip
+    captured = _replay_any_batch(model)
+    splits = [one for each in captured for one in each.prefill.splits.values()]
+    assert len(splits) == 4  # one for each window and graph
+    assert len({one.states.untyped_storage().data_ptr() for one in splits}) == 1  # largest first
+    assert not any(one.arrivals.any() for one in splits)
 
 
 @pytest.mark.interp

@@ -103,7 +103,7 @@ class Runner:
             self.groups, support, self.block_sizes = attn_utils.init_attn_backend(
                 self.kv_cache_config, self.config, torch.device("cpu")
             )
-            assert support.min_cg_support.name == "UNIFORM_BATCH"
+            assert support.min_cg_support.name == "ALWAYS"
             self._allocate()
         groups = self.kv_cache_config.kv_cache_groups
         self.manager_sizes = [group.kv_cache_spec.block_size for group in groups]

@@ -1,10 +1,11 @@
-"""``mrv1 bench vllm`` with vLLM's own engine, on a CPU: only the worker's mode can run there."""
+"""``mrv1 bench vllm`` and ``serving`` with vLLM's own engine; on a CPU only mrv1's worker runs."""
 
 from __future__ import annotations
 
 import json
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ import torch
 from mrv1 import LLM
 from mrv1.bench.attention_case import Cell
 from mrv1.bench.checkpoint import write_checkpoint
+from mrv1.bench.child import run_in_child
+from mrv1.bench.serving import ServingBench
+from mrv1.bench.serving_run import ServingJob, measure_serving
 from mrv1.bench.shapes import SHAPES
-from mrv1.bench.vllm import VLLMBench
+from mrv1.bench.vllm import WORKER, VLLMBench
 from mrv1.config import checkpoint_dir
 from mrv1.models import ModelConfig
 from tests.cli.conftest import Mrv1, mrv1  # noqa: F401 - a fixture
@@ -67,3 +71,39 @@ def test_the_workers_first_tokens_are_mrv1s_and_it_has_times(
     for entry in written["results"]:
         assert list(entry["modes"]) == ["worker"]
         assert entry["modes"]["worker"]["tokens_per_s"] > 0
+
+
+def test_the_client_of_bench_serving_drives_vllms_engine():
+    """Two conversations of two turns; mrv1's worker computes them, so that the CPU can."""
+    bench = ServingBench(
+        shape=None, model="tiny", device="cpu", num_conversations=2, num_turns=2, prefix_len=5,
+        input_len=4, input_max=8, output_len=3, output_max=5, repeats=1, max_num_seqs=2,
+        kv_cache_memory_bytes=8_000_000,
+    )  # fmt: skip
+    checkpoint = checkpoint_dir("tiny")
+    vocab_size = ModelConfig.from_pretrained(checkpoint).vocab_size
+    conversations = bench.conversations(1, vocab_size)
+    probes = [[5], [*range(1, 12)]]
+    job = ServingJob(
+        engine="vllm",
+        options={
+            "model": str(checkpoint), "dtype": "float32", "skip_tokenizer_init": True,
+            "disable_log_stats": True, **bench.engine_options(conversations), **WORKER,
+        },
+        sampling=bench.sampling(),
+        on_cpu=True,
+        stream_outputs=True,
+        probes=probes,
+        workload=bench,
+        vocab_size=vocab_size,
+        runs=2,
+    )  # fmt: skip
+    start_s, first_tokens, served = run_in_child(measure_serving, job)
+    assert start_s > 0
+    with LLM("tiny", device="cpu", dtype="float32", num_kv_blocks=64) as llm:
+        expected = [own_tokens(llm, probe, max_tokens=1)[0] for probe in probes]
+    assert [token for token, _ in first_tokens] == expected
+    lengths = [[turn.output_len for turn in each.turns] for each in conversations]
+    assert sorted(len(each.token_s) for each in served) == sorted(chain(*lengths))
+    moments = [len({*each.token_s}) for each in served]
+    assert moments == [each.output_len for each in served]
