@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.readme_table import RECALL_KINDS
 from mrv1.bench.provenance import provenance
+from mrv1.bench.report.policies import RECALL_KINDS
 from mrv1.calibration import (
     CalibrateOptions,
     Calibration,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,9 @@ SAME_TOKENS = ("kept", "discrete", "recycled")
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 2, 32
 """Requests of the uncounted run before the counted runs, and the most tokens of each."""
+
+CONFIDENCE = 0.95
+"""Of the intervals of what a variant saves."""
 
 FILL_ELEMENTS = 1 << 24
 """Most random values drawn; copies of them fill the cache where contexts are planted."""
@@ -217,7 +221,7 @@ def _summary(
     runs: Sequence[dict[str, Any]],
     results: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return a variant's entry: medians, and ratios to the first variant."""
+    """Return a variant's entry: medians, ratios to the first variant, and savings over it."""
     entry: dict[str, Any] = {
         key: statistics.median(run[key] for run in runs)
         for key in ("tokens_per_s", "first_token_ms", "between_tokens_ms", "num_preemptions")
@@ -225,6 +229,11 @@ def _summary(
     crowded = [run["crowded_tokens_per_s"] for run in runs]
     entry["crowded_tokens_per_s"] = None if None in crowded else statistics.median(crowded)
     first = results[0] if results else entry
+
+    def saving(key: str) -> dict[str, float] | None:
+        base = [run[key] for run in results[0]["runs"]] if results else []
+        return paired_saving(base, [run[key] for run in runs])
+
     were_crowded = entry["crowded_tokens_per_s"] and first["crowded_tokens_per_s"]
     return {
         "variant": name,
@@ -235,8 +244,35 @@ def _summary(
         "throughput_ratio": entry["tokens_per_s"] / first["tokens_per_s"],
         "first_token_speedup": first["first_token_ms"] / entry["first_token_ms"],
         "between_tokens_speedup": first["between_tokens_ms"] / entry["between_tokens_ms"],
+        "first_token_saving": saving("first_token_ms"),
+        "between_tokens_saving": saving("between_tokens_ms"),
         "runs": list(runs),
     }
+
+
+def paired_saving(base_ms: Sequence[float], own_ms: Sequence[float]) -> dict[str, float] | None:
+    """Return what part of ``base_ms`` is saved, run by run: the mean, and its 95% interval.
+
+    The runs are pairs, as run ``i`` of every variant has the same prompts. The interval is
+    Student's, for normal differences; None with fewer than two pairs, which have no interval.
+    """
+    if len(base_ms) < 2:
+        return None
+    saved = [1 - own / base for base, own in zip(base_ms, own_ms, strict=True)]
+    mean = statistics.fmean(saved)
+    half = _student_t(len(saved) - 1) * statistics.stdev(saved) / math.sqrt(len(saved))
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def _student_t(degrees: int) -> float:
+    """Return t such that Student's distribution has ``CONFIDENCE`` between -t and t.
+
+    With t = sqrt(degrees) * tan(angle), its density over the angle is cos(angle) ** (degrees - 1).
+    """
+    edges = np.linspace(0, math.pi / 2, 1 << 16)
+    density = np.cos((edges[1:] + edges[:-1]) / 2) ** (degrees - 1)
+    below = np.concatenate([[0.0], density.cumsum() / density.sum()])
+    return math.sqrt(degrees) * math.tan(float(np.interp(CONFIDENCE, below, edges)))
 
 
 # --- planted contexts: cached blocks that no step computed ---------------------------------------

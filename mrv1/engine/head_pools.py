@@ -146,26 +146,45 @@ class HeadPools:
             digests: digests of the blocks of a prefix, in order.
             cut: maps a number of blocks to the number, no larger, that a hit may have.
         """
-        found = []
-        for pool, seen in zip(self._pools, self.keeps, strict=True):
+        found: dict[int, list[int]] = {}
+        for group, (pool, seen) in enumerate(zip(self._pools, self.keeps, strict=True)):
             if seen.is_full:
-                found.append(pool.find(digests))
-                digests = digests[: len(found[-1])]  # no hit is longer
-            else:
-                found.append(pool.known(digests))
+                found[group] = pool.find(digests)
+                digests = digests[: len(found[group])]  # no hit is longer
+        count = len(digests)
+        # Usually the streaming groups have what the whole prefix needs, which is few blocks.
+        if cut(count) < count or not all(
+            self._is_hit(group, digests) for group, _ in self.streaming
+        ):
+            count = self._longest(digests, cut)
+        for group, seen in self.streaming:
+            gap, known = self._gap(seen, count), self._pools[group].known
+            found[group] = known(digests[: gap.start]) + [GIVEN_UP] * len(gap)
+            found[group] += known(digests[gap.stop : count])
+        return [found[group][:count] for group in range(len(self._pools))]
+
+    def _gap(self, seen: Visible, num_blocks: int) -> range:
+        """Return the blocks of a prefix, between sink and window, that the next token sees not."""
+        first = int(seen.first_live(num_blocks * self.block_size, self.block_size))
+        sink = min(seen.sink_blocks(self.block_size), num_blocks)
+        return range(sink, min(first, num_blocks))
+
+    def _is_hit(self, group: int, digests: Sequence[bytes]) -> bool:
+        """Return whether a streaming group has the blocks of a prefix that the next token sees."""
+        gap = self._gap(self.keeps[group], len(digests))
+        visible = [*digests[: gap.start], *digests[gap.stop :]]
+        return GIVEN_UP not in self._pools[group].known(visible)
+
+    def _longest(self, digests: Sequence[bytes], cut: Callable[[int], int]) -> int:
+        """Return the length of the longest prefix that every streaming group has."""
         usable = np.ones(len(digests) + 1, dtype=np.bool_)
         """[len(digests) + 1] by number of blocks: whether every group has that prefix."""
         for group, seen in self.streaming:
-            usable &= self._has_windows(found[group], seen)
+            usable &= self._has_windows(self._pools[group].known(digests), seen)
         count = int(usable.nonzero()[0][-1])
         while (allowed := cut(count)) < count:
             count = int(usable[: allowed + 1].nonzero()[0][-1])
-        hit = [blocks[:count] for blocks in found]
-        for group, seen in self.streaming:
-            sink = min(seen.sink_blocks(self.block_size), count)
-            first = min(int(seen.first_live(count * self.block_size, self.block_size)), count)
-            hit[group][sink:first] = [GIVEN_UP] * (first - sink)
-        return hit
+        return count
 
     def _has_windows(self, blocks: Sequence[int], seen: Visible) -> npt.NDArray[np.bool_]:
         """Return, by prefix length, whether sink and window are cached; -1 in ``blocks`` = not."""
@@ -199,11 +218,14 @@ class HeadPools:
             num_tokens: known tokens of the request.
             end: tokens of the request that are computed after the step.
         """
-        return any(
-            self.blocks_for(num_tokens if seen.is_full else end) - len(own)
-            > pool.num_free - pool.num_evictable(_held(own))
-            for pool, seen, own in zip(self._pools, self.keeps, blocks, strict=True)
-        )
+        for pool, seen, own in zip(self._pools, self.keeps, blocks, strict=True):
+            num_blocks = self.blocks_for(num_tokens if seen.is_full else end)
+            # Usually there is room for all, whichever of its cached blocks count as free.
+            if num_blocks > pool.num_free:
+                num_evictable = pool.num_evictable(_held(own))
+                if num_blocks - len(own) > pool.num_free - num_evictable:
+                    return True
+        return False
 
     def reset_cache(self) -> None:
         """Forget all content; see ``BlockPool.reset_cache``."""
@@ -218,5 +240,10 @@ class HeadPools:
         blocks[start:end] = [GIVEN_UP] * (end - start)
 
 
-def _held(blocks: Sequence[int]) -> list[int]:
-    return [block for block in blocks if block != GIVEN_UP]
+def _held(blocks: Sequence[int]) -> Sequence[int]:
+    """Return a request's blocks of a group without ``GIVEN_UP``, which is one run of entries."""
+    num_gone = blocks.count(GIVEN_UP)
+    if not num_gone:
+        return blocks
+    start = blocks.index(GIVEN_UP)
+    return [*blocks[:start], *blocks[start + num_gone :]]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrv1.headwise.policy import FULL, HeadPolicy, Visible
 from mrv1.kernels.cache.kv_layout import HeadRole
@@ -127,6 +128,24 @@ class HeadGroups:
             )
             offset += width
         return cls(policy, tuple(groups), group_of_head)
+
+    def slice(self, rank: int, size: int) -> HeadGroups:
+        """Return the same groups with the heads of one of ``size`` tensor-parallel ranks.
+
+        A group may have no head of the rank: every rank takes the same block ids.
+
+        Raises:
+            ConfigError: as ``HeadPolicy.slice``.
+        """
+        policy = self.policy.slice(rank, size)
+        first = rank * self.policy.num_kv_heads // size
+        heads = builtins.slice(first, first + policy.num_kv_heads)
+        group_of_head = tuple(layer[heads] for layer in self.group_of_head)
+        groups = tuple(
+            replace(group, num_heads=tuple(layer.count(index) for layer in group_of_head))
+            for index, group in enumerate(self.groups)
+        )
+        return replace(self, policy=policy, groups=groups, group_of_head=group_of_head)
 
     def roles(self, layer: int) -> tuple[HeadRole, ...]:
         """Return a layer's heads in the form that kernels take."""

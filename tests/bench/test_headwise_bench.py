@@ -7,13 +7,20 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from mrv1.bench import headwise
 from mrv1.bench.capacity import num_admitted, predicted_requests, request_bytes, run_capacity
-from mrv1.bench.headwise import HeadwiseBench, fill_randomly, plant_prefix, run_headwise
+from mrv1.bench.headwise import (
+    HeadwiseBench,
+    fill_randomly,
+    paired_saving,
+    plant_prefix,
+    run_headwise,
+)
 from mrv1.bench.headwise_options import HeadwiseOptions
 from mrv1.bench.timing import WrongResultError
 from mrv1.cli import app
@@ -210,6 +217,35 @@ def test_every_variant_runs_the_same_requests(planted):
     assert last["between_tokens_speedup"] == pytest.approx(
         first["between_tokens_ms"] / last["between_tokens_ms"]
     )
+
+
+@pytest.mark.parametrize(("pairs", "t"), [(2, 12.7062), (3, 4.30265), (5, 2.77645), (31, 2.04227)])
+def test_savings_have_students_interval(pairs, t):
+    """The quantiles are those of printed tables; a run saves 10% or 20% in turns."""
+    saved = [0.1 + 0.1 * (run % 2) for run in range(pairs)]
+    base = [50.0 + run for run in range(pairs)]
+    own = [ms * (1 - share) for ms, share in zip(base, saved, strict=True)]
+    saving = paired_saving(base, own)
+    half = t * np.std(saved, ddof=1) / math.sqrt(pairs)
+    expected = {
+        "mean": np.mean(saved),
+        "low": np.mean(saved) - half,
+        "high": np.mean(saved) + half,
+    }
+    assert saving == pytest.approx(expected, abs=1e-6)
+    assert paired_saving(base[:1], own[:1]) is None
+
+
+def test_savings_pair_the_runs_of_a_variant_with_those_of_the_first():
+    bench = HeadwiseBench(
+        **SMALL, variants=("masked", "discrete"), prompt_tokens=40, output_tokens=4,
+        num_requests=1, repeats=3,
+    )  # fmt: skip
+    masked, discrete = run_headwise(bench)["results"]
+    assert masked["first_token_saving"] is masked["between_tokens_saving"] is None
+    for kind in ("first_token", "between_tokens"):
+        pairs = [[run[f"{kind}_ms"] for run in entry["runs"]] for entry in (masked, discrete)]
+        assert discrete[f"{kind}_saving"] == paired_saving(*pairs)
 
 
 def test_throughput_while_requests_wait_is_reported_apart(monkeypatch):

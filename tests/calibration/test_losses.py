@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,18 @@ def model(checkpoint, device) -> PolicyModel:
 
 
 @torch.no_grad()
-def masked_logits(oracle: PreTrainedModel, policy: HeadPolicy, tokens: list[int]) -> torch.Tensor:
-    """Return transformers' logits ``[len(tokens), vocab]`` under a policy."""
+def masked_logits(
+    oracle: PreTrainedModel,
+    policy: HeadPolicy,
+    tokens: list[int],
+    ranges: Sequence[Sequence[int]] = (),
+) -> torch.Tensor:
+    """Return transformers' logits ``[len(tokens), vocab]`` under a policy.
+
+    ``ranges``: the keys ``[lo, hi)`` that each of the first tokens sees; the others are causal.
+    """
+    causal = [(0, token + 1) for token in range(len(ranges), len(tokens))]
+    low, high = torch.tensor([*ranges, *causal], device=oracle.device)[:, :, None].unbind(1)
     group = oracle.config.num_attention_heads // oracle.config.num_key_value_heads
     query = torch.arange(len(tokens), device=oracle.device)[:, None]
     key = query.T
@@ -61,7 +72,7 @@ def masked_logits(oracle: PreTrainedModel, policy: HeadPolicy, tokens: list[int]
     def mask(heads: tuple[Visible, ...]) -> torch.Tensor:
         masks = []
         for seen in heads:
-            visible = key <= query
+            visible = (low <= key) & (key < high)
             if not seen.is_full:
                 visible &= (key > query - seen.window) | (key < seen.sink)
             hidden = torch.zeros_like(visible, dtype=torch.float64)
