@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from mrv1 import LLM, SamplingParams
+from tests.engine.soak import MAX_NUM_SEQS, Reading, Soak, check_books, growth
 from tests.engine.test_llm import random_prompts
 from tests.models.families import tiny_checkpoint
 
@@ -72,3 +76,66 @@ def test_a_long_run_in_a_small_pool_leaks_nothing_and_changes_no_output(tmp_path
         assert metrics["num_preemptions"] > 0
         assert metrics["num_free_blocks"] == 12
         assert num_live_tensors() <= tensors_after_warm_up
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soak]:
+    soak = Soak(tmp_path_factory.mktemp("soak"), "cpu", ["plain"], num_requests=6)
+    yield soak
+    soak.close()
+
+
+def test_cycles_of_a_soak_pass(soak: Soak):
+    """Random load, level 2 of sleep, books, the fixed workload, and a rebuilt engine."""
+    soak.sleep(soak.engines["plain"], 2)
+    soak.cycle()
+    soak.cycle()
+    first, last = soak.readings
+    assert last.num_requests == 12
+    assert last.num_tensors <= first.num_tensors
+
+
+@pytest.mark.slow
+def test_a_cycle_of_every_engine_passes(tmp_path: Path):
+    soak = Soak(tmp_path, "cpu")
+    soak.cycle()
+    soak.close()
+
+
+@pytest.mark.parametrize("book", ["slots not free", "blocks not free", "feature rows lost"])
+def test_the_books_of_a_soak_find_what_is_lost(soak: Soak, book: str, monkeypatch):
+    llm = soak.engines["plain"]
+    scheduler = llm._engine.scheduler
+    check_books(llm)
+    if book == "slots not free":
+        monkeypatch.setattr(scheduler._slots, "free", [*range(MAX_NUM_SEQS - 1)])
+    elif book == "blocks not free":
+        monkeypatch.setattr(scheduler.pools[0], "num_blocks", scheduler.pools[0].num_blocks + 1)
+    else:
+        monkeypatch.setattr(scheduler.features, "num_rows", scheduler.features.num_rows + 1)
+    with pytest.raises(AssertionError, match=f"'{book}': 1"):
+        check_books(llm)
+
+
+def test_a_soak_tells_growth_from_noise():
+    """A leak of one object, or one percent of time, a cycle is found; a busy moment is not."""
+    base = Reading(
+        seconds=0.0,
+        num_requests=0,
+        fixed_seconds=1.0,
+        resident_bytes=10**9,
+        device_bytes=0,
+        num_tensors=100,
+        num_objects=10_000,
+        num_threads=2,
+        num_files=9,
+    )
+    noisy = [
+        replace(base, fixed_seconds=1.0 + i % 3, num_objects=10_000 + i % 7) for i in range(90)
+    ]
+    assert growth(noisy).problems == []
+    slower = [replace(base, fixed_seconds=1.0 + 0.01 * i) for i in range(90)]
+    assert ["fixed_seconds" in problem for problem in growth(slower).problems] == [True]
+    for name, leaked in (("num_tensors", 1), ("num_objects", 9), ("resident_bytes", 10**6)):
+        leaks = [replace(base, **{name: getattr(base, name) + leaked * i}) for i in range(90)]
+        assert [problem.partition(":")[0] for problem in growth(leaks).problems] == [name]
