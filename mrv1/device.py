@@ -42,9 +42,21 @@ class DeviceInfo:
     """Device memory in bytes; 0 on a CPU."""
 
 
+_stand_ins: list[DeviceInfo] = []
+"""The GPU that this process is to describe instead of its own, if there is one."""
+
+
+def stand_in(info: DeviceInfo) -> None:
+    """From now on describe ``info`` as the only GPU of this process, which has none to use."""
+    _stand_ins[:] = [info]
+    device_info.cache_clear()
+
+
 @lru_cache(maxsize=16)
 def device_info(device: torch.device) -> DeviceInfo:
     """Return the facts about ``device`` (cached: they do not change while a process lives)."""
+    if _stand_ins and device.type == "cuda":
+        return _stand_ins[0]
     if device.type == "cpu":
         return DeviceInfo(
             device=device, name="cpu", capability=None, num_sms=0, total_memory_bytes=0
@@ -84,7 +96,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
             f"device: {device} was asked for, but TRITON_INTERPRET=1 makes this process run "
             "kernels in the CPU interpreter; unset it, or use device='cpu'"
         )
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else len(_stand_ins)
     index = resolved.index or 0
     if index >= num_devices:
         raise UnsupportedDeviceError(
@@ -187,6 +199,8 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
     """Return (free, total) bytes of a CUDA device, as the driver sees them."""
+    if _stand_ins:
+        return _stand_ins[0].total_memory_bytes, _stand_ins[0].total_memory_bytes
     free, total = torch.cuda.mem_get_info(device)
     return int(free), int(total)
 

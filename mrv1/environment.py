@@ -18,6 +18,7 @@ BAD_WORDS_LEN_VARIABLE = "MRV1_BAD_WORDS_MAX_LEN"
 MAX_STOP_SEQS_VARIABLE = "MRV1_MAX_STOP_SEQS_NUM"
 STOP_SEQS_LEN_VARIABLE = "MRV1_STOP_SEQS_MAX_LEN"
 HEAD_POLICY_VARIABLE = "MRV1_HEAD_POLICY"
+COMPILE_PROCESSES_VARIABLE = "MRV1_COMPILE_PROCESSES"
 
 INT32_MAX = 2**31 - 1
 """Counts, slots and block ids are int32 on the device."""
@@ -44,19 +45,26 @@ FP_FUSION = env_flag("TRITON_DEFAULT_FP_FUSION", default="1")
 """Whether compiled kernels fuse a product into a sum (Triton's own variable, read once)."""
 
 
-def env_count(name: str, default: int) -> int:
+def env_count(name: str, default: int | None, *, least: int = 1) -> int | None:
     """Return an environment variable as an integer; an unset variable has the value ``default``.
 
     Raises:
-        ConfigError: the value is not an integer >= 1, or does not fit int32.
+        ConfigError: the value is not an integer >= ``least``, or does not fit int32.
     """
-    value = os.environ.get(name, str(default))
-    digits = value.lstrip("0")
-    if not digits.isdecimal() or not digits.isascii():
-        raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    digits = value.lstrip("0") or value[-1:]
+    if not digits.isdecimal() or not digits.isascii() or int(digits[:20]) < least:
+        raise ConfigError(f"{name}: expected an integer >= {least}, got {value!r}")
     if len(digits) > len(str(INT32_MAX)) or int(digits) > INT32_MAX:
         raise ConfigError(f"{name}: expected at most {INT32_MAX}, got {value!r}")
     return int(digits)
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """Return the environment for a child process, with some variables set."""
+    return os.environ | variables
 
 
 def export(**variables: str) -> None:
@@ -72,6 +80,7 @@ VARIABLES: dict[str, Callable[[], Any]] = {
     MAX_STOP_SEQS_VARIABLE: partial(env_count, MAX_STOP_SEQS_VARIABLE, 5),
     STOP_SEQS_LEN_VARIABLE: partial(env_count, STOP_SEQS_LEN_VARIABLE, 8),
     HEAD_POLICY_VARIABLE: partial(os.environ.get, HEAD_POLICY_VARIABLE),
+    COMPILE_PROCESSES_VARIABLE: partial(env_count, COMPILE_PROCESSES_VARIABLE, None, least=0),
 }
 """mrv1's own variables -> the function that reads the value (wrong value: ``ConfigError``)."""
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from mrv1.config import Dtype
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.kernels.cache.kv_scales import scales_per_block
@@ -34,6 +35,27 @@ class BenchOptions:
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ConfigError(f"{name}: expected >= {value}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointBench(BenchOptions):
+    """Options of benchmarks in which engines in processes of their own share a checkpoint."""
+
+    shape: str | None = "qwen3-0.6b"
+    """Name in ``SHAPES``, written as a checkpoint of random weights; None = ``model``."""
+    model: str | None = None
+    """Checkpoint to run instead of a shape."""
+    dtype: Dtype = "auto"
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+
+    def check_checkpoint(self) -> None:
+        """Raise ``ConfigError`` unless there is a shape or a checkpoint, not both."""
+        if (self.shape is None) == (self.model is None):
+            raise ConfigError(
+                f"shape, model: expected one of the two, got {self.shape!r} and {self.model!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from mrv1.bench.engine import EngineBench, start_engine
+from mrv1.bench.first_requests import first_requests
 from mrv1.bench.host_clock import host_times
 from mrv1.bench.provenance import provenance
 from mrv1.bench.trace import trace_steps
@@ -45,6 +46,9 @@ class RunnerBench(EngineBench):
     """Counted steps of each measurement."""
     waiting: tuple[int, ...] = (0, 1_000, 10_000)
     """Requests that wait while the largest batch occupies every slot; several in turn."""
+    logprobs: int | None = 5
+    """Also measure the step's time with this many log-probabilities for every request; None = do
+    not."""
     compare_deterministic: bool = True
     """Also measure the step's time in an engine with ``deterministic=True``."""
 
@@ -52,6 +56,8 @@ class RunnerBench(EngineBench):
         """Check the fields that the engine does not check."""
         EngineBench.__post_init__(self)
         self.check_least(steps=2)
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ConfigError(f"logprobs: expected None or a number >= 0, got {self.logprobs}")
         if len(set(self.waiting)) < len(self.waiting) or min(self.waiting, default=0) < 0:
             raise ConfigError(
                 f"waiting: expected different numbers >= 0, got {list(self.waiting)}"
@@ -85,6 +91,13 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
     core = _start(bench, device)
     try:
         say(core.runner.describe())
+        vocab_size = core.runner.model_config.vocab_size
+        first = first_requests(core, lambda run: bench.prompts(1, vocab_size, run + 1)[0])
+        slowest = max(first, key=lambda each: each.first_ms - each.second_ms)
+        say(
+            f"first request of any kind: at most {slowest.first_ms - slowest.second_ms:.1f} ms "
+            f"more than the second ({slowest.kind})"
+        )
         entries = [
             _measure_batch(core, bench, batch, deterministic_ms.get(batch), say)
             for batch in bench.batches
@@ -104,9 +117,15 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
             "path": core.runner.path,
             **provenance(device, bench.commit),
             "conditions": bench.conditions(device)
-            | {"steps": bench.steps, "warm_steps": WARM_STEPS, "host_windows": HOST_WINDOWS},
+            | {
+                "logprobs": bench.logprobs,
+                "steps": bench.steps,
+                "warm_steps": WARM_STEPS,
+                "host_windows": HOST_WINDOWS,
+            },
             "results": entries,
             "waiting": waiting,
+            "first_requests": [asdict(each) for each in first],
         }
     finally:
         core.runner.close()
@@ -147,7 +166,11 @@ def _measure_batch(
         after = core.metrics()
     with steady(core, bench, batch):
         host = host_times(core, bench.steps, HOST_WINDOWS)
-    step_ms = float(np.median(steps_ms))
+    step_ms, logprobs_ms = float(np.median(steps_ms)), None
+    if bench.logprobs is not None:
+        with steady(core, bench, batch, bench.logprobs):
+            logprobs_ms = float(np.median(step_times(core, bench.steps)))
+        say(f"batch {batch}, logprobs={bench.logprobs}: {logprobs_ms:.3f} ms a step")
     say(
         f"batch {batch}: {step_ms:.3f} ms a step, host {host.total_us:.0f} us, "
         f"{host.quietest_us:.0f} at best"
@@ -163,6 +186,8 @@ def _measure_batch(
         "staging_waits": after["staging_waits"] - before["staging_waits"],
         "deterministic_step_ms": deterministic_ms,
         "deterministic_over_default": deterministic_ms and deterministic_ms / step_ms,
+        "logprobs_step_ms": logprobs_ms,
+        "logprobs_over_default": logprobs_ms and logprobs_ms / step_ms,
         "host": asdict(host),
         "samples_ms": steps_ms,
     }
@@ -192,14 +217,20 @@ def step_times(core: EngineCore, num_steps: int) -> list[float]:
 
 
 @contextmanager
-def steady(core: EngineCore, bench: RunnerBench, batch: int) -> Iterator[None]:
+def steady(
+    core: EngineCore, bench: RunnerBench, batch: int, logprobs: int | None = None
+) -> Iterator[None]:
     """Run ``batch`` requests, and no others, up to warm decode steps; abort them at the end.
+
+    ``logprobs`` is a parameter of each request.
 
     Raises:
         CapacityError: a request was preempted, or finished before the end.
         Mrv1Error: the error of a request that failed.
     """
-    params = SamplingParams(temperature=0, max_tokens=bench.output_tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=bench.output_tokens, ignore_eos=True, logprobs=logprobs
+    )
     prompts = bench.prompts(batch, core.runner.model_config.vocab_size)
     num_preemptions = core.scheduler.num_preemptions
     requests = [core.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]

@@ -20,7 +20,7 @@ class Sample:
     """Tokens that all requests together generated."""
     num_steps: int
     num_graph_steps: int
-    """Steps that ran as one CUDA graph."""
+    """Steps that ran as CUDA graphs, sampling included."""
     num_preemptions: int
     wall_s: float
     """Time from before the first request was added to after the last token arrived."""

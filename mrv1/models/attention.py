@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ import torch
 
 from mrv1.device import kernel_path
 from mrv1.kernels import DecodePlan, PrefillSplits
+from mrv1.kernels.attention.splits import LaunchChoice, choose_launch
 from mrv1.kernels.registry import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
 
@@ -123,24 +125,51 @@ class KernelBackend:
             prefill_start_loc=batch.query_start_loc[num_decodes:] - num_decodes
             if is_mixed
             else None,
-            splits=self._splits(batch, caches[0], num_decodes),
+            splits=self._splits(batch, caches, num_decodes),
         )
 
     def _splits(
-        self, batch: AttentionBatch, cache: LayerCache, num_decodes: int
+        self, batch: AttentionBatch, caches: Sequence[LayerCache], num_decodes: int
     ) -> PrefillSplits | None:
         """Return splits for all layers if the prefill tiles alone cannot fill the device."""
         is_masked = batch.attn_mask_offsets is not None
         if num_decodes == batch.num_reqs or self._deterministic or is_masked:
             return None
+        fewest = _with_fewest_full_heads(caches)
         return PrefillSplits.allocate(
             num_tokens=batch.num_tokens - num_decodes,
             num_reqs=batch.num_reqs - num_decodes,
             max_query_len=batch.max_query_len,
-            layout=cache.layout,
+            layout=fewest.layout,
             num_q_heads=self._num_q_heads,
             dtype=self._dtype,
-            is_fp8=cache.scales is not None,
+            is_fp8=fewest.scales is not None,
+        )
+
+    def prefill_choices(
+        self, caches: Sequence[LayerCache], max_query_len: int, num_tokens: int
+    ) -> tuple[LaunchChoice, ...]:
+        """Return what decides on the kernels of a causal prefill, for each layout of the layers.
+
+        Args:
+            caches: the caches of the layers.
+            max_query_len: tokens of the longest row.
+            num_tokens: tokens of all rows but those of one token.
+        """
+        if self._deterministic:  # one kernel for all
+            return ()
+        fewest = _with_fewest_full_heads(caches)
+        return tuple(
+            choose_launch(
+                cache.layout,
+                fewest.layout,
+                self._dtype,
+                cache.scales is not None,
+                self._num_q_heads,
+                max_query_len,
+                num_tokens,
+            )
+            for cache in {id(cache.layout): cache for cache in caches}.values()
         )
 
     def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
@@ -213,3 +242,8 @@ class KernelBackend:
             out=out,
             scales=cache.scales,
         )
+
+
+def _with_fewest_full_heads(caches: Sequence[LayerCache]) -> LayerCache:
+    """Return the layer whose splits serve all: the fewer full heads, the more programs a tile."""
+    return min(caches, key=lambda cache: len(cache.layout.full_heads) or math.inf)

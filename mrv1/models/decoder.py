@@ -25,7 +25,7 @@ class DecoderModel:
     pass can be captured in a CUDA graph.
 
     Args:
-        config: the model's shape and options.
+        config: the model's shape and options; of several ranks, ``ParallelContext.shard``'s.
         weights: as ``load_weights`` or ``random_weights`` return them; the model runs on their
             device and in their dtype.
         ops: the ops that ``select_ops`` returned for that device.
@@ -101,15 +101,7 @@ class DecoderModel:
         backend = backend or self._unplanned
         layers = self.weights.layers
         next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
-        hidden, cos_sin = self._ops.embed_tokens(
-            batch.input_ids,
-            self.weights.embed,
-            batch.positions,
-            self._cos_sin,
-            mrope_section=self.config.rope.mrope_section,
-            mrope_interleaved=self.config.rope.mrope_interleaved,
-            features=batch.features,
-        )
+        hidden, cos_sin = self._embed(batch)
         rope = Rope(cos_sin, interleaved=self.config.rope_interleaved)
         norms_ahead = self._norms_ahead(hidden)
         x = self._norm(hidden, layers[0].input_norm) if norms_ahead else hidden
@@ -138,7 +130,33 @@ class DecoderModel:
         logits = self._ops.linear(
             hidden_rows, lm_head, out=logits, deterministic=self.deterministic
         )
-        return self._parallel.all_gather(logits)
+        logits = self._parallel.all_gather(logits)
+        if logits.shape[1] == self.config.vocab_size:
+            return logits
+        return logits[:, : self.config.vocab_size].contiguous()  # the last rank has padding
+
+    def _embed(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the embeddings of the batch's tokens, and the rope of their positions.
+
+        A rank has some rows of the embedding: those of other ranks are added to its zeros.
+        """
+        ids, embed, is_foreign = batch.input_ids, self.weights.embed, None
+        if self._parallel.size > 1:
+            ids = ids - self._parallel.rank * len(embed)
+            is_foreign = (ids < 0) | (ids >= len(embed))
+            ids = ids.masked_fill(is_foreign, 0)
+        hidden, cos_sin = self._ops.embed_tokens(
+            ids,
+            embed,
+            batch.positions,
+            self._cos_sin,
+            mrope_section=self.config.rope.mrope_section,
+            mrope_interleaved=self.config.rope.mrope_interleaved,
+            features=batch.features,
+        )
+        if is_foreign is not None:
+            hidden = self._parallel.all_reduce(hidden.masked_fill_(is_foreign[:, None], 0))
+        return hidden, cos_sin
 
     def _norms_ahead(self, hidden: torch.Tensor) -> bool:
         """Return whether a residual sum is normed at once, not by the product that reads it.
@@ -191,6 +209,8 @@ class DecoderModel:
         eps = self.config.rms_norm_eps
         norms_ahead = self._norms_ahead(hidden)
         if self._parallel.sums_partials:
+            if self._parallel.rank > 0:
+                bias = None  # rank 0 adds it
             partial = self._ops.linear(x, weight, bias, deterministic=self.deterministic)
             partial = self._parallel.all_reduce(partial)
             if norms_ahead:

@@ -124,6 +124,10 @@ class GGUFFile:
         kinds = {tensor.tensor_type for tensor in self._tensors.values()}
         return sorted(kind.name for kind in kinds if not _is_supported(kind))
 
+    def get_slice(self, name: str) -> torch.Tensor:
+        """Return what a part of a tensor can be cut from: the tensor, dequantized as a whole."""
+        return self.get_tensor(name)
+
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor by its name in a Hugging Face checkpoint, float32 on the CPU."""
         from gguf import dequantize

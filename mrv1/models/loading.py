@@ -52,7 +52,8 @@ def load_model(
     """Return the decoder of a checkpoint, its weights on ``device`` in ``dtype``.
 
     Every tensor is copied once, from the memory-mapped file into its place in the fused weights:
-    the model is never in memory twice. Tensors of a GGUF file are dequantized one by one.
+    the model is never in memory twice. Of several ranks, each reads only its part. Tensors of a
+    GGUF file are dequantized one by one, as a whole.
 
     Args:
         path: whatever ``EngineConfig.model`` may be: a Hugging Face checkpoint with safetensors
@@ -70,8 +71,12 @@ def load_model(
     """
     directory = checkpoint_dir(path)
     config = ModelConfig.from_pretrained(directory)
-    weights = load_weights(directory, config, device=device, dtype=dtype, progress=progress)
-    return DecoderModel(config, weights, ops, parallel=parallel, deterministic=deterministic)
+    parallel = parallel or ParallelContext()
+    weights = load_weights(
+        directory, config, device=device, dtype=dtype, progress=progress, parallel=parallel
+    )
+    own = parallel.shard(config)
+    return DecoderModel(own, weights, ops, parallel=parallel, deterministic=deterministic)
 
 
 def load_weights(
@@ -81,16 +86,19 @@ def load_weights(
     device: torch.device | str,
     dtype: torch.dtype,
     progress: bool = True,
+    parallel: ParallelContext | None = None,
 ) -> ModelWeights:
-    """Return a checkpoint's weights; arguments and errors are as in :func:`load_model`."""
+    """Return a rank's part of a checkpoint's weights; arguments and errors as in `load_model`."""
+    parallel = parallel or ParallelContext()
+    own = parallel.shard(config)
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: expected one of {WEIGHT_DTYPES}, got {dtype}")
     scan = scan_checkpoint(directory, has_vision=config.vision is not None)
     wanted = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
     problems = scan.problems + _differences(scan, wanted, tied=config.tie_word_embeddings)
     raise_problems(f"checkpoint {str(directory)!r}", problems)
-    weights = empty_weights(config, device, dtype)
-    _copy(scan.entries, checkpoint_tensors(config, weights), progress)
+    weights = empty_weights(own, device, dtype, vocab_rows=parallel.vocab_rows(config.vocab_size))
+    _copy(scan.entries, checkpoint_tensors(own, weights), progress, parallel)
     return weights
 
 
@@ -129,9 +137,12 @@ def _untied_head(scan: Scan) -> list[str]:
 
 
 def _copy(
-    entries: Mapping[str, TensorEntry], targets: Mapping[str, torch.Tensor], progress: bool
+    entries: Mapping[str, TensorEntry],
+    targets: Mapping[str, torch.Tensor],
+    progress: bool,
+    parallel: ParallelContext,
 ) -> None:
-    """Fill ``targets`` shard by shard, one tensor at a time."""
+    """Fill ``targets`` file by file, one tensor at a time, with the rank's part of each."""
     names_of_file: dict[Path, list[str]] = defaultdict(list)
     for name in targets:
         names_of_file[entries[name].file].append(name)
@@ -140,8 +151,15 @@ def _copy(
         for file, names in names_of_file.items():
             with open_shard(file) as shard:
                 for name in names:
-                    targets[name].copy_(shard.get_tensor(entries[name].stored_name))
-                    bar.advance(task, targets[name].nbytes)
+                    entry, target = entries[name], targets[name]
+                    if entry.shape == target.shape:
+                        target.copy_(shard.get_tensor(entry.stored_name))
+                    else:
+                        part = parallel.part(entry.shape, target.shape)
+                        values = shard.get_slice(entry.stored_name)[part]
+                        target[: len(values)].copy_(values)
+                        target[len(values) :].zero_()  # rows that pad the vocabulary
+                    bar.advance(task, target.nbytes)
 
 
 def _columns() -> tuple[ProgressColumn, ...]:

@@ -55,9 +55,20 @@ class ModelWeights:
 
 
 def empty_weights(
-    config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    vocab_rows: int | None = None,
 ) -> ModelWeights:
-    """Return uninitialised weights on ``device``; on device ``meta`` they have only shapes."""
+    """Return uninitialised weights on ``device``; on device ``meta`` they have only shapes.
+
+    Args:
+        config: the model's shape; of several ranks, ``ParallelContext.shard``'s.
+        device: where the weights are.
+        dtype: dtype of every tensor.
+        vocab_rows: rows of embedding and head; None = one for each token of the vocabulary.
+    """
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -66,6 +77,7 @@ def empty_weights(
         return empty(size) if present else None
 
     hidden, intermediate = config.hidden_size, config.intermediate_size
+    vocab_rows = config.vocab_size if vocab_rows is None else vocab_rows
     q_size = config.num_q_heads * config.head_dim
     qkv_size = q_size + 2 * config.num_kv_heads * config.head_dim
 
@@ -85,12 +97,12 @@ def empty_weights(
             down_bias=bias(hidden, config.mlp_bias),
         )
 
-    embed = empty(config.vocab_size, hidden)
+    embed = empty(vocab_rows, hidden)
     return ModelWeights(
         embed=embed,
         layers=tuple(layer() for _ in range(config.num_layers)),
         final_norm=empty(hidden),
-        lm_head=embed if config.tie_word_embeddings else empty(config.vocab_size, hidden),
+        lm_head=embed if config.tie_word_embeddings else empty(vocab_rows, hidden),
     )
 
 

@@ -3,6 +3,7 @@
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_listener import KVListener, KVReady, KVTokens
 from mrv1.runner.model_runner import ModelRunner
+from mrv1.runner.ranks import ParallelRunner
 from mrv1.runner.report import KVGroupReport, KVReport, KVUsage
 from mrv1.runner.step import (
     RequestId,
@@ -23,6 +24,7 @@ __all__ = [
     "KVTokens",
     "KVUsage",
     "ModelRunner",
+    "ParallelRunner",
     "RequestId",
     "RowFailure",
     "SlotRequest",

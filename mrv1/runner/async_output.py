@@ -9,7 +9,7 @@ import torch
 
 from mrv1.errors import RequestError, StepError
 from mrv1.runner.gpu_clock import GpuClock
-from mrv1.runner.logprobs import LogprobReport
+from mrv1.runner.logprobs import LogprobReport, StoredLogprobs
 from mrv1.runner.step import (
     Int32Array,
     Int64Array,
@@ -154,7 +154,7 @@ class AsyncOutput:
         rows: Int32Array | None = None,
         refusals: Mapping[int, RequestError] | None = None,
         on_output: Callable[[StepOutput], None] | None = None,
-        logprobs: Sequence[LogprobReport] = (),
+        logprobs: Sequence[LogprobReport | StoredLogprobs] = (),
         prompt_logprobs: Sequence[LogprobReport] = (),
     ) -> None:
         """Store the arguments; nothing waits yet.
@@ -273,7 +273,7 @@ class AsyncOutput:
 
 
 def _read(
-    reports: Sequence[LogprobReport], num_positions: Sequence[int] | None = None
+    reports: Sequence[LogprobReport | StoredLogprobs], num_positions: Sequence[int] | None = None
 ) -> dict[int, TokenLogprobs]:
     """Return the log-probabilities of all reports, by row of the plan."""
     found: dict[int, TokenLogprobs] = {}

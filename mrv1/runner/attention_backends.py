@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +50,8 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
     """Raise unless FlashInfer supports the model and its cache.
 
     Raises:
-        ConfigError: FlashInfer does not support the dtype, the head size or the head roles.
+        ConfigError: FlashInfer does not support the dtype, the head size, the head roles or the
+            granularity of scales.
         UnsupportedDeviceError: the model is not on a GPU.
     """
     if model.device.type != "cuda":
@@ -63,7 +65,11 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
                 f"attention_backend: flashinfer expects {expected}, got {got}; {_INSTEAD}"
             )
 
-    require(spec.granularity is None, "kv_cache_dtype='auto', no scales", spec.dtype)
+    require(
+        spec.granularity in (None, "head"),
+        "kv_cache_dtype='auto' or static scales (kv_scale='head')",
+        f"kv_scale={spec.granularity!r}",
+    )
     require(model.dtype in FLASHINFER_DTYPES, "dtype float16 or bfloat16", model.dtype)
     require(
         spec.head_dim in FLASHINFER_HEAD_DIMS, f"head_dim of {FLASHINFER_HEAD_DIMS}", spec.head_dim
@@ -71,10 +77,8 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
     page = (spec.num_kv_heads, spec.block_size, spec.head_dim)
     for layout in layouts:
         # FlashInfer's own plan takes a window, but no sink and no ring.
-        role = HeadRole(window=layout.roles[0].window)
-        require(
-            set(layout.roles) == {role}, "heads with one window, no sink, one table", layout.roles
-        )
+        plain = tuple(HeadRole(window=role.window) for role in layout.roles)
+        require(layout.roles == plain, "heads of one table, without sinks", layout.roles)
         require(page in layout.page_shapes, f"pages {page} (HND)", layout.page_shapes)
 
 
@@ -93,8 +97,29 @@ def import_flashinfer() -> Any:  # noqa: ANN401 - a package without types
         ) from error
 
 
+class HeadRun(NamedTuple):
+    """Consecutive KV heads of a layer that have the same window: one launch of FlashInfer."""
+
+    window: int
+    first: int
+    end: int
+
+
+def head_runs(layout: KVLayout) -> list[HeadRun]:
+    """Return the runs of heads with the same window, in the order of the heads."""
+    runs = []
+    for window, heads in groupby(range(layout.num_kv_heads), lambda h: layout.roles[h].window):
+        first, *others = heads
+        runs.append(HeadRun(window, first, first + 1 + len(others)))
+    return runs
+
+
 class FlashInferBackend:
-    """FlashInfer's paged wrappers over HND pages: a decode and a prefill wrapper for each window.
+    """FlashInfer's paged wrappers over HND pages.
+
+    There is a decode and a prefill wrapper for each window and number of heads in a run of heads
+    that have the window. Static scales of an fp8 cache multiply queries and output, so that
+    FlashInfer reads bare codes.
 
     A step is planned from the lengths that the host knows, so that planning reads nothing back
     from the device; the page ids are gathered on the device. Only one thread may call it.
@@ -112,21 +137,24 @@ class FlashInferBackend:
         """
         flashinfer = import_flashinfer()
         workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=model.device)
-        windows = {layout.roles[0].window for layout in layouts}
-        self._decode: dict[int, Any] = {
-            window: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        self._runs: dict[int, list[HeadRun]] = {}
+        """Of the planned step, by the ``id`` of a layout."""
+        kinds = {
+            (run.window, run.end - run.first) for layout in layouts for run in head_runs(layout)
+        }
+        self._decode: dict[tuple[int, int], Any] = {
+            kind: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "HND", use_tensor_cores=True
             )
-            for window in windows
+            for kind in kinds
         }
-        self._prefill: dict[int, Any] = {
-            window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-            for window in windows
+        self._prefill: dict[tuple[int, int], Any] = {
+            kind: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+            for kind in kinds
         }
         self._block_size = spec.block_size
-        self._sizes = (
-            model.config.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.block_size,
-        )  # fmt: skip
+        self._head_dim = spec.head_dim
+        self._group = model.config.num_q_heads // spec.num_kv_heads
         self._options = {
             "sm_scale": model.softmax_scale,
             "q_data_type": model.dtype,
@@ -141,7 +169,7 @@ class FlashInferBackend:
         query_lens: Int32Array | None,
         seq_lens: Int32Array | None,
     ) -> None:
-        """Plan every window's wrapper for the step.
+        """Plan every wrapper for the step.
 
         Raises:
             ValueError: ``query_lens`` or ``seq_lens`` is None.
@@ -156,22 +184,34 @@ class FlashInferBackend:
             self._page_ids(batch, int(num_pages.sum())),
             torch.from_numpy((seq_lens - 1) % self._block_size + 1),
         )
+        layouts = {id(cache.layout): cache.layout for cache in caches}
+        self._runs = {key: head_runs(layout) for key, layout in layouts.items()}
         is_decode = _is_decode(batch)
-        for window, wrapper in (self._decode if is_decode else self._prefill).items():
+        for (window, num_heads), wrapper in (self._decode if is_decode else self._prefill).items():
+            sizes = (self._group * num_heads, num_heads, self._head_dim, self._block_size)
             options = {"window_left": max(window - 1, -1), **self._options}
             if is_decode:
-                wrapper.plan(*pages, *self._sizes, **options)
+                wrapper.plan(*pages, *sizes, **options)
             else:
-                wrapper.plan(_starts(query_lens), *pages, *self._sizes, causal=True, **options)
+                wrapper.plan(_starts(query_lens), *pages, *sizes, causal=True, **options)
         if batch.seq_lens.device.type == "cuda":
             self._planned = torch.cuda.Event()
             self._planned.record()
 
     def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
-        """Run the wrapper that was planned for this layer's window."""
+        """Run the wrapper that was planned for each run of this layer's heads."""
         wrappers = self._decode if _is_decode(batch) else self._prefill
-        out: torch.Tensor = wrappers[cache.layout.roles[0].window].run(q, (cache.k, cache.v))
-        return out
+        if cache.scales is not None:
+            q = _scaled(q, cache.scales.k_scale)
+        parts = [
+            wrappers[window, end - first].run(
+                q[:, self._group * first : self._group * end],
+                (cache.k[:, first:end], cache.v[:, first:end]),
+            )
+            for window, first, end in self._runs[id(cache.layout)]
+        ]
+        out: torch.Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return out if cache.scales is None else _scaled(out, cache.scales.v_scale)
 
     def _page_ids(self, batch: AttentionBatch, num_pages: int) -> torch.Tensor:
         """Return the ids of all rows' pages, ``[num_pages]`` int32, row by row."""
@@ -180,6 +220,12 @@ class FlashInferBackend:
         firsts = counts.cumsum(0) - counts
         columns = torch.arange(num_pages, device=counts.device) - firsts[rows]
         return batch.block_table[rows, columns]
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, [num_tokens, q_heads, head_dim], times a float32 scale for each KV head."""
+    by_kv_head: torch.Tensor = x.unflatten(1, (scale.numel(), -1)) * scale.view(-1, 1, 1)
+    return by_kv_head.flatten(1, 2).to(x.dtype)
 
 
 def _is_decode(batch: AttentionBatch) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from mrv1.headwise import HeadGroup
 from mrv1.kernels.step.contracts import SlotTables
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
-from mrv1.runner.step import Int32Array, Int64Array, StepPlan
+from mrv1.runner.step import Int64Array, StepPlan
 
 NO_PAGE = -1
 """Entry of a block table that names no page; kernels skip it."""
@@ -73,7 +72,8 @@ class BlockTables:
 
         Raises:
             ValueError: a slot without a row in the step, a wrong number of groups, an id outside
-                the pool, or more blocks than the longest request needs; nothing is counted then.
+                the pool (ids that a ring overwrites at once are not looked at), or more blocks
+                than the longest request needs; nothing is counted then.
         """
         if not (plan.new_block_ids or plan.new or plan.resumed):
             return
@@ -88,12 +88,20 @@ class BlockTables:
             for index, (group, ids) in enumerate(zip(self.groups, per_group, strict=True)):
                 starts = num_blocks[slots, index]
                 ends = starts + np.fromiter(map(len, ids), dtype=np.int32, count=len(ids))
-                _check_ids(group, slots, ends, ids, num_pool_blocks[index])
+                if ends.max() > group.max_blocks:
+                    longest = ends.argmax()
+                    raise ValueError(
+                        f"new_block_ids: expected at most {group.max_blocks} blocks in slot "
+                        f"{slots[longest]}, got {ends[longest]}"
+                    )
                 num_blocks[slots, index] = ends
                 firsts = (first_words + group.offset).tolist()
+                sent: list[int] = []
                 for first, start, own in zip(firsts, starts.tolist(), ids, strict=True):
                     for column, piece in _pieces(group, start, own):
                         upload.put(first + column, piece)
+                        sent += piece
+                _check_ids(group, sent, num_pool_blocks[index])
         for index, group in enumerate(self.groups if entering else ()):
             for slot, count in zip(entering, num_blocks[entering, index].tolist(), strict=True):
                 used = min(count, group.width)
@@ -156,22 +164,9 @@ def _pieces(
         first = last
 
 
-def _check_ids(
-    group: HeadGroup,
-    slots: Int64Array,
-    ends: Int32Array,
-    ids: Sequence[Sequence[int]],
-    num_pool_blocks: int,
-) -> None:
-    """Check that a group's new ids are in its pool, and that no request has too many blocks."""
-    if ends.max() > group.max_blocks:
-        longest = ends.argmax()
-        raise ValueError(
-            f"new_block_ids: expected at most {group.max_blocks} blocks in slot {slots[longest]}, "
-            f"got {ends[longest]}"
-        )
+def _check_ids(group: HeadGroup, ids: Sequence[int], num_pool_blocks: int) -> None:
+    """Check that the ids which enter the table are in the group's pool."""
     least = 0 if group.keeps.is_full else NO_PAGE  # a prefix hit's blocks before the window are -1
-    every = [*chain.from_iterable(ids)]
-    if every and not least <= min(every) <= max(every) < num_pool_blocks:
-        outside = tuple(block for block in every if not least <= block < num_pool_blocks)
+    if ids and not least <= min(ids) <= max(ids) < num_pool_blocks:
+        outside = tuple(block for block in ids if not least <= block < num_pool_blocks)
         raise ValueError(f"new_block_ids: expected ids in [0, {num_pool_blocks}), got {outside}")

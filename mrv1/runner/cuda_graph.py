@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from mrv1.progress import progress_bar
-from mrv1.runner.input_batch import InputBatch
-from mrv1.runner.rows import StepShape
+from mrv1.runner.input_batch import SampledRows
+from mrv1.runner.rows import StepShape, Tail
 
-Forwarded = tuple[InputBatch, torch.Tensor]
-"""A step's batch, and the hidden states after the last layer."""
+Forwarded = tuple[SampledRows, torch.Tensor]
+"""A step's rows, and the hidden states of its tokens after the last layer."""
 
 SMALL_DECODE = 32
 """A graph with prompts has room for 0, this many or ``max_num_reqs`` rows of one token."""
@@ -36,23 +36,31 @@ class StepGraphs:
 
     Everything that a graph reads or writes stays where it was at capture: the runner's state,
     caches, weights, the fetched upload and the ring of outputs. A decode step is padded to one of
-    ``decode_sizes``; each size has a graph of the whole step, and one that ends before the logits.
-    A graph with prompts has room for 0, ``SMALL_DECODE`` or all rows of one token, which come
-    first, and after them for one of ``prompt_sizes`` prompt tokens.
+    ``decode_sizes``. Each size has a graph of the whole step, and one that ends before the logits
+    with a graph for each ``Tail`` that may follow. With drafts, each size has one more graph, in
+    which every row has ``max_drafts`` drafts or fewer. A graph with prompts has room for 0,
+    ``SMALL_DECODE`` or all rows of one token, which come first, and after them for one of
+    ``prompt_sizes`` prompt tokens. It too ends before the logits, as its launch takes little of
+    its time: any sampling may follow, as a graph or kernel by kernel.
 
     Args:
         max_num_reqs: most rows of a step.
         max_num_tokens: most tokens of a step.
         max_query_len: most tokens of a row.
+        max_drafts: most drafts of a row; 0 = no graph has any.
     """
 
-    def __init__(self, max_num_reqs: int, max_num_tokens: int, max_query_len: int) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_num_tokens: int, max_query_len: int, max_drafts: int = 0
+    ) -> None:
+        self._max_drafts = max_drafts
         self._max_num_reqs = max_num_reqs
         self._max_query_len = max_query_len
         self._decode_sizes = decode_sizes(max_num_reqs)
         self._prompt_sizes = prompt_sizes(max_num_tokens)
         self._decodes_beside = sorted({0, min(SMALL_DECODE, max_num_reqs), max_num_reqs})
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Forwarded | None]] = {}
+        self._tails: dict[tuple[StepShape, Tail], torch.cuda.CUDAGraph] = {}
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -67,15 +75,24 @@ class StepGraphs:
             for samples in (True, False)
             for size in reversed(self._decode_sizes)
         ]
-        return [*prompts, *decodes]
+        return [*prompts, *self._of_drafts, *decodes]
 
     @property
     def largest(self) -> list[StepShape]:
-        """The two largest shapes: the memory of one of their graphs is enough for all graphs."""
+        """The largest shape of each kind: the memory of their graphs is enough for all graphs."""
         return [
             self._with_prompts(self._decodes_beside[-1], self._prompt_sizes[-1]),
             StepShape.decode(self._decode_sizes[-1]),
+            StepShape.decode(self._decode_sizes[-1], samples=False),
+            *self._of_drafts[:1],
         ]
+
+    @property
+    def _of_drafts(self) -> list[StepShape]:
+        if not self._max_drafts:
+            return []
+        sizes = reversed(self._decode_sizes)
+        return [StepShape.drafts(size, 1 + self._max_drafts) for size in sizes]
 
     def _with_prompts(self, num_decodes: int, num_prompt_tokens: int) -> StepShape:
         return StepShape(
@@ -84,12 +101,15 @@ class StepGraphs:
             max_query_len=min(num_prompt_tokens, self._max_query_len),
             query_len=None,
             num_decodes=num_decodes,
+            samples=False,
         )
 
     def capture(
         self,
         shapes: Iterable[StepShape],
         run: Callable[[StepShape], Forwarded | None],
+        sample: Callable[[Forwarded, Tail], None],
+        tails: Callable[[StepShape], Sequence[Tail]],
         *,
         progress: bool,
     ) -> None:
@@ -99,6 +119,9 @@ class StepGraphs:
             shapes: some of ``self.shapes``, the largest first: the others fit into its memory.
             run: launches a step of padding of a shape and returns the value that ``replay`` is to
                 return; called twice per shape, first to compile, then to capture.
+            sample: launches the sampling after a step of ``run`` that does not sample; called
+                twice per tail.
+            tails: returns the sampling to capture for a shape that does not sample.
             progress: show a progress bar.
         """
         # cuBLAS keeps a workspace for each stream, and all captures run on one stream. These
@@ -110,26 +133,38 @@ class StepGraphs:
         with progress_bar(visible=progress) as bar:
             task = bar.add_task("capture CUDA graphs", total=len(shapes))
             for shape in shapes:
-                run(shape)
+                forwarded = run(shape)
+                if forwarded is not None:  # a capture leaves no values that could be sampled
+                    for tail in tails(shape):
+                        sample(forwarded, tail)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
                     forwarded = run(shape)
                 self._graphs[shape] = graph, forwarded
+                if forwarded is not None:
+                    for tail in tails(shape):
+                        self._tails[shape, tail] = graph = torch.cuda.CUDAGraph()
+                        with torch.cuda.graph(graph, pool=pool):
+                            sample(forwarded, tail)
                 bar.advance(task)
 
     def clear(self) -> None:
         """Drop every graph."""
+        self._tails.clear()
         self._graphs.clear()
 
     def fit(self, shape: StepShape) -> StepShape | None:
         """Return the captured shape that a step is padded to; None if no graph fits."""
-        if shape.has_drafts or not self._graphs:
+        if not self._graphs:
             return None
+        if shape.has_drafts:
+            size = _least(self._decode_sizes, shape.num_rows)
+            if size is None or not shape.samples or shape.query_len != 1 + self._max_drafts:
+                return None
+            return StepShape.drafts(size, shape.query_len)
         if shape.query_len == 1:
             size = _least(self._decode_sizes, shape.num_rows)
             return None if size is None else StepShape.decode(size, samples=shape.samples)
-        if not shape.samples:
-            return None
         num_decodes = _least(self._decodes_beside, shape.num_decodes)
         num_prompt_tokens = _least(self._prompt_sizes, shape.num_tokens - shape.num_decodes)
         if num_decodes is None or num_prompt_tokens is None:
@@ -140,11 +175,20 @@ class StepGraphs:
         """Launch the graph of a captured shape on the current stream.
 
         Returns:
-            The sampler's input if the graph does not sample, valid until another graph runs.
+            The sampler's input if the graph does not sample, valid until another graph runs, its
+            tail excepted.
         """
         graph, forwarded = self._graphs[shape]
         graph.replay()
         return forwarded
+
+    def has_tail(self, shape: StepShape, tail: Tail) -> bool:
+        """Whether the sampling of ``tail`` is captured for a step of ``shape``."""
+        return (shape, tail) in self._tails
+
+    def replay_tail(self, shape: StepShape, tail: Tail) -> None:
+        """Launch the sampling after ``replay`` of a shape that does not sample."""
+        self._tails[shape, tail].replay()
 
 
 def _least(sizes: list[int], size: int) -> int | None:

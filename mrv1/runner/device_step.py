@@ -11,8 +11,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -27,19 +28,20 @@ from mrv1.runner.attention_backends import select_backend
 from mrv1.runner.block_table import BlockTables
 from mrv1.runner.cuda_graph import Forwarded
 from mrv1.runner.features import FEATURE_SOURCE, FeatureBuffer
-from mrv1.runner.input_batch import InputBatch
+from mrv1.runner.input_batch import InputBatch, SampledRows
 from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
 from mrv1.runner.logprobs import (
     FILTER_CHUNK,
     LOGITS_CHUNK,
     LogprobReport,
+    LogprobRing,
     PromptPart,
     Wanted,
     reports_of,
     rows_of,
 )
 from mrv1.runner.request_state import RequestState
-from mrv1.runner.rows import StepShape
+from mrv1.runner.rows import StepShape, Tail
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import Staged, Staging
 from mrv1.runner.step import Int32Array
@@ -52,22 +54,54 @@ SEGMENTS_PER_REQUEST = 40
 """Segments that an upload has room for per slot: enough for a new request, and a margin."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenMasks:
+class TokenMasks(NamedTuple):
     """Masks of the tokens that some rows of logits may draw, on the device."""
 
     bitmask: torch.Tensor
     """[masks, ceil(vocab / 32)] int32."""
     rows: torch.Tensor
-    """[masks] int32, the row of logits that each mask applies to."""
+    """[masks] int32, the row of logits that each mask applies to; -1 = none."""
 
-    @classmethod
-    def of(cls, bitmask: Int32Array, rows: Int32Array, device: torch.device) -> Self:
-        """Return the host's masks, copied to ``device``."""
-        return cls(
-            bitmask=torch.from_numpy(bitmask).to(device, non_blocking=True),
-            rows=torch.from_numpy(rows).to(device, non_blocking=True),
-        )
+
+class MaskBuffer:
+    """The place of a step's masks on the device, which never moves, and a pinned ring for them.
+
+    Args:
+        max_masks: most masks of a step.
+        mask_words: int32 words of a mask.
+        num_slots: slots of the ring, which belong to steps as those of ``OutputRing`` do.
+        device: the runner's device.
+    """
+
+    def __init__(
+        self, max_masks: int, mask_words: int, num_slots: int, device: torch.device
+    ) -> None:
+        self._bitmask = torch.zeros(max_masks, mask_words, dtype=torch.int32, device=device)
+        self._rows = torch.full((max_masks,), -1, dtype=torch.int32, device=device)
+        pinned = partial(torch.zeros, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host_bitmask = pinned(num_slots, max_masks, mask_words)
+        self._host_rows = pinned(num_slots, max_masks)
+
+    def first(self, num_masks: int) -> TokenMasks:
+        """Return the first masks of the step."""
+        return TokenMasks(self._bitmask[:num_masks], self._rows[:num_masks])
+
+    def put(self, slot: int, bitmask: Int32Array | None, rows: Int32Array) -> None:
+        """Copy the masks of a step to the device; its further masks are for no row.
+
+        Args:
+            slot: the step's slot of the ring.
+            bitmask: ``[masks, words]``; None = no mask.
+            rows: ``[masks]``, as in ``TokenMasks``.
+        """
+        host_rows = self._host_rows[slot]
+        host_rows.fill_(-1)
+        if bitmask is not None:
+            host_rows[: len(rows)] = torch.from_numpy(rows)
+            host_bitmask = self._host_bitmask[slot, : len(bitmask)]
+            host_bitmask.copy_(torch.from_numpy(bitmask))
+            self._bitmask[: len(bitmask)].copy_(host_bitmask, non_blocking=True)
+        self._rows.copy_(host_rows, non_blocking=True)
 
 
 class DeviceStep:
@@ -143,12 +177,31 @@ class DeviceStep:
         self._history = self.state.history()
         num_rows = 2 * num_slots  # a graph may have a decode row and a prompt row for each slot
         self.outputs = OutputRing(num_rows, MAX_SAMPLED_TOKENS, config.steps_in_flight, device)
+        self.masks = MaskBuffer(num_slots, limits.mask_words, self.outputs.num_slots, device)
+        self.logprobs = LogprobRing(
+            num_slots,
+            min(config.logprobs_limit(limits.vocab_size), limits.vocab_size),
+            self.outputs.num_slots,
+            device,
+            dtype=model.dtype,
+        )
         self.staging = Staging(
             num_rows,
             num_slots * SEGMENTS_PER_REQUEST,
             self.outputs.num_slots,
             device,
+            request_words=max_model_len + self.block_tables.row_width,
             max_sources=self.slots[FEATURE_SOURCE].shape[1],
+            captured_drafts=(num_slots, config.max_draft_tokens),
+        )
+        # Of the tokens of a graph with prompts, for its sampling. Graphs share it: each would keep
+        # tensors of its own out of the memory that they share.
+        num_tokens = num_slots + config.max_num_batched_tokens
+        self._hidden = torch.empty(
+            num_tokens if self.is_capturable else 0,
+            model.config.hidden_size,
+            dtype=model.dtype,
+            device=device,
         )
 
     @property
@@ -161,6 +214,17 @@ class DeviceStep:
             and not (config.debug or config.debug_sync)
             and config.attention_backend == "triton"
         )
+
+    def tails(self, shape: StepShape) -> list[Tail]:
+        """Return the ways to sample that graphs capture after the layers of a shape."""
+        if self._processors:
+            return []
+        if shape.query_len is None:
+            return [Tail(masks=False, logprobs=False)]
+        tails = [Tail(masks=True, logprobs=False)]
+        if self.config.logprobs_mode == "raw_logprobs":
+            tails += [Tail(masks=False, logprobs=True), Tail(masks=True, logprobs=True)]
+        return tails
 
     @property
     def max_logits_rows(self) -> int:
@@ -182,11 +246,21 @@ class DeviceStep:
         Returns:
             The input of ``sample`` if the shape does not sample.
         """
-        forwarded = self.forward(shape, self.staging.static_view(shape.num_rows))
-        if not shape.samples:
-            return forwarded
-        self.sample(*forwarded)
-        return None
+        batch, hidden = self.forward(
+            shape, self.staging.static_view(shape.num_rows, has_drafts=shape.has_drafts)
+        )
+        if shape.samples:
+            self.sample(batch, hidden)
+            return None
+        if shape.query_len is None:  # else a few rows
+            hidden = self._hidden[: len(hidden)].copy_(hidden)
+        return batch.sampled, hidden
+
+    def run_tail(self, forwarded: Forwarded, tail: Tail) -> None:
+        """Launch the sampling after a step's layers, for a graph to capture."""
+        batch, hidden = forwarded
+        masks = self.masks.first(batch.shape.num_rows) if tail.masks else None
+        self.sample(batch, hidden, masks=masks, stores_logprobs=tail.logprobs)
 
     def forward(
         self,
@@ -198,7 +272,7 @@ class DeviceStep:
         attn_mask_offsets: torch.Tensor | None = None,
         check: Callable[[InputBatch], None] | None = None,
         on_kv_written: Callable[[int], None] | None = None,
-    ) -> Forwarded:
+    ) -> tuple[InputBatch, torch.Tensor]:
         """Apply the upload, gather the step's tokens and run the layers.
 
         Args:
@@ -236,10 +310,12 @@ class DeviceStep:
 
     def sample(
         self,
-        batch: InputBatch,
+        batch: SampledRows,
         hidden: torch.Tensor,
         wanted: Sequence[Wanted] = (),
         masks: TokenMasks | None = None,
+        *,
+        stores_logprobs: bool = False,
     ) -> list[LogprobReport]:
         """Draw a token for each row that samples, append it, and find the requests that stop.
 
@@ -248,6 +324,7 @@ class DeviceStep:
             hidden: as ``forward`` returned it.
             wanted: log-probabilities to report, in the order of the rows.
             masks: masks of some rows, in a step without drafts.
+            stores_logprobs: whether ``logprobs`` stores those of all rows, in a decode step.
         """
         shape, staged = batch.shape, batch.staged
         if shape.has_drafts:
@@ -256,7 +333,11 @@ class DeviceStep:
             if shape.query_len != 1:  # else each row is one token
                 hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
             drawn, reports = self.draw(
-                self.model.compute_logits(hidden), staged.idx_mapping, wanted, masks
+                self.model.compute_logits(hidden),
+                staged.idx_mapping,
+                wanted,
+                masks,
+                stores_logprobs=stores_logprobs,
             )
             tokens, num_sampled = drawn[:, None], None
         num_output, output = self.outputs.views(shape.num_rows, tokens.shape[1])
@@ -281,11 +362,12 @@ class DeviceStep:
         *,
         ahead: torch.Tensor | None = None,
         draft_token_ids: torch.Tensor | None = None,
+        stores_logprobs: bool = False,
     ) -> tuple[torch.Tensor, list[LogprobReport]]:
         """Return tokens ``[rows]``, one per row of logits, and the requested log-probabilities.
 
-        The logits, ``[rows, vocab]``, are edited in place. ``wanted`` and ``masks`` are as in
-        ``sample``, other arguments as in ``Sampler.edit``.
+        The logits, ``[rows, vocab]``, are edited in place. ``wanted``, ``masks`` and
+        ``stores_logprobs`` are as in ``sample``, other arguments as in ``Sampler.edit``.
         """
         num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
         rows = rows_of(wanted, num_columns, self.device) if wanted else slice(0)
@@ -293,6 +375,7 @@ class DeviceStep:
         if is_raw and wanted and (self._processors or any(each.edits for each in wanted)):
             raw = logits[rows]  # before they are edited in place
             raw = raw.clone() if isinstance(rows, slice) else raw
+        unmasked = logits.clone() if stores_logprobs and masks is not None else logits
         history = self._history
         if masks is not None:
             self.ops.apply_token_bitmask(logits, masks.bitmask, rows=masks.rows)
@@ -303,6 +386,9 @@ class DeviceStep:
             context = LogitsContext(idx_mapping=idx_mapping, history=history)
             logits = self._processors.apply(logits, context)
         tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
+        if stores_logprobs:
+            num_top = self.sampler.num_logprobs
+            self.logprobs.store(unmasked, tokens, idx_mapping, num_top, self.ops)
         if not wanted:
             return tokens, []
         reported, slots = logits[rows] if raw is None else raw, idx_mapping[rows]
@@ -319,7 +405,7 @@ class DeviceStep:
         )
 
     def _draw_behind_drafts(
-        self, batch: InputBatch, hidden: torch.Tensor, wanted: Sequence[Wanted]
+        self, batch: SampledRows, hidden: torch.Tensor, wanted: Sequence[Wanted]
     ) -> tuple[torch.Tensor, torch.Tensor, list[LogprobReport]]:
         """Return the tokens drawn after each row's last known token and after each draft.
 

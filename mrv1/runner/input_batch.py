@@ -16,16 +16,27 @@ from mrv1.runner.staging import Staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputBatch:
-    """The batch of one step on the device."""
+class SampledRows:
+    """What the sampling of a step reads of its batch."""
 
     shape: StepShape
     staged: Staged
     """The upload that the batch was gathered from."""
-    attention: AttentionBatch
-    """The batch as the model reads it."""
     logits_rows: torch.Tensor
     """[rows] int64, token that the row samples from; -1 = padding, stopped or unfinished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputBatch(SampledRows):
+    """The batch of one step on the device."""
+
+    attention: AttentionBatch
+    """The batch as the model reads it."""
+
+    @property
+    def sampled(self) -> SampledRows:
+        """The part that the sampling reads, without the memory of the other part."""
+        return SampledRows(shape=self.shape, staged=self.staged, logits_rows=self.logits_rows)
 
 
 def gather(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -16,24 +17,32 @@ import numpy.typing as npt
 import torch
 
 from mrv1.config import EngineConfig, checkpoint_dir, dtype_name, resolve_max_model_len
-from mrv1.device import fp8_path, kernel_path, resolve_device, resolve_dtype
+from mrv1.device import device_info, fp8_path, kernel_path, resolve_device, resolve_dtype
 from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
 from mrv1.kernels.registry import select_ops
-from mrv1.models import DecoderModel, ModelConfig, NamedTensors, load_kv_scales, load_model
+from mrv1.models import (
+    DecoderModel,
+    ModelConfig,
+    NamedTensors,
+    ParallelContext,
+    load_kv_scales,
+    load_model,
+)
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
+from mrv1.runner.compile_ahead import KernelSet, compiled_beside
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.debug import check_block_ids, synced
-from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep, TokenMasks
+from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep
 from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
 from mrv1.runner.kv_listener import KVListener, tell, tokens_of
-from mrv1.runner.logprobs import LogprobReport, LogprobRequests
+from mrv1.runner.logprobs import LogprobReport, LogprobRequests, StoredLogprobs, Wanted
 from mrv1.runner.profile import blocks_of_groups, kv_bytes, warm_up
-from mrv1.runner.report import KVReport, describe_runner, report_of
-from mrv1.runner.rows import DeviceRows, StepShape
+from mrv1.runner.report import KVReport, StartClock, describe_runner, report_of
+from mrv1.runner.rows import DeviceRows, StepShape, Tail
 from mrv1.runner.sleep import SleepMode
 from mrv1.runner.staging import Staged, StepUpload
 from mrv1.runner.step import Int32Array, StepPlan
@@ -82,6 +91,7 @@ class ModelRunner:
         model: DecoderModel | None = None,
         head_policy: HeadPolicy | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
+        parallel: ParallelContext | None = None,
         allocates: bool = True,
         progress: bool = True,
     ) -> None:
@@ -94,6 +104,8 @@ class ModelRunner:
                 ``config.head_policy``, else the checkpoint's, else each head sees everything that
                 its layer sees.
             logits_processors: custom processors, applied in this order in every step.
+            parallel: this rank of ``config.tensor_parallel_size``; every rank executes the same
+                plans, and all draw the same tokens. None = a single rank.
             allocates: whether the KV cache is allocated now; if not, the caller has to call
                 ``allocate_kv_cache`` before the first step.
             progress: show progress bars while a model is downloaded, weights load and CUDA graphs
@@ -105,6 +117,7 @@ class ModelRunner:
             CapacityError: the KV cache does not fit.
         """
         self.config = config
+        self._parallel = parallel or ParallelContext()
         self._closed = False
         self._unusable: str | None = None
         """Why no step may run now: closed, or weights or cache are not there; None = it may."""
@@ -112,8 +125,11 @@ class ModelRunner:
         self._pending: _Launched | None = None
         """The step that ``forward`` has launched and ``sample`` has to complete."""
         self._kv_listener: KVListener | None = None
+        self._start_clock = StartClock()
         self.num_graph_steps = 0
-        """Steps that ran as one CUDA graph, sampling included."""
+        """Steps that ran as CUDA graphs, sampling included."""
+        self._timed_seconds = 0.0
+        """Seconds that the GPU has worked on steps of ``time_steps``."""
         self.device = resolve_device(config.device)
         self.path = kernel_path(self.device)
         with self._on_device():
@@ -129,7 +145,15 @@ class ModelRunner:
         progress: bool,
     ) -> None:
         """Build everything but the KV cache, with the runner's GPU as the current device."""
-        config, device = self.config, self.device
+        config, device, parallel = self.config, self.device, self._parallel
+        if parallel.size != config.tensor_parallel_size or (
+            parallel.size > 1 and model is not None
+        ):
+            raise ConfigError(
+                "tensor_parallel_size: expected a ParallelContext of as many ranks and no model "
+                f"of the caller's own with {config.tensor_parallel_size}, got {parallel.size} "
+                f"ranks and {'no' if model is None else 'a'} model"
+            )
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._fp8 = fp8_path(device) if is_fp8 else None  # fails before anything loads
         if model is None:  # once: the directory of a Hugging Face id may change between two calls
@@ -144,6 +168,7 @@ class ModelRunner:
             if model is None
             else model.config
         )
+        parallel.shard(model_config)  # a model that cannot be divided fails here
         self.max_model_len = resolve_max_model_len(
             config.max_model_len, model_config.max_model_len
         )
@@ -151,21 +176,31 @@ class ModelRunner:
             config, model_config, head_policy, is_checkpoint=model is None
         )
         """Which tokens each KV head sees."""
-        self.head_groups = resolve_head_groups(config, self.head_policy, self.max_model_len)
-        """Which KV heads share blocks."""
-        head_scales = (
-            load_kv_scales(checkpoint_dir(config.model), model_config)
-            if is_fp8 and config.kv_scale == "head"
-            else None
+        groups = resolve_head_groups(config, self.head_policy, self.max_model_len)
+        self.head_groups = groups.slice(parallel.rank, parallel.size)
+        """Which of this rank's KV heads share blocks."""
+        head_scales = None
+        if is_fp8 and config.kv_scale == "head":
+            head_scales = load_kv_scales(checkpoint_dir(config.model), model_config)
+            own_heads = (*head_scales.shape[:2], self.head_groups.policy.num_kv_heads)
+            head_scales = head_scales[parallel.part(head_scales.shape, own_heads)]
+        dtype = (
+            resolve_dtype(dtype_name(config.dtype), model_config.torch_dtype, device)
+            if model is None
+            else model.dtype
         )
-        self.model = model or load_model(
-            config.model,
-            device=device,
-            dtype=resolve_dtype(dtype_name(config.dtype), model_config.torch_dtype, device),
-            ops=ops,
-            progress=progress,
-            deterministic=config.deterministic,
-        )
+        with self._kernels_compiled(dtype, progress=progress):
+            self.model = model or load_model(
+                config.model,
+                device=device,
+                dtype=dtype,
+                ops=ops,
+                progress=progress,
+                parallel=parallel,
+                deterministic=config.deterministic,
+            )
+            self._start_clock.lap("weights")
+        self._start_clock.lap("kernels")
         if self.model.deterministic != config.deterministic:
             raise ConfigError(
                 f"model: expected one with deterministic={config.deterministic}, as configured"
@@ -189,12 +224,32 @@ class ModelRunner:
         self._next_upload_word = self._slots.first_word(NEXT_UPLOAD, 0)
         self._steady_rows: DeviceRows | None = None
         """Rows of the last step, if it was a captured decode: a steady step reuses them."""
+        self._steady_wanted: list[Wanted] | None = None
+        """The log-probabilities of a step of ``_steady_rows``."""
         self._sent: list[DeviceRows | None] = [None] * self._outputs.num_slots
         """By ring slot: the rows of its upload, if the upload has no requests or blocks to add."""
         self._ranges = VisibleRanges(self.device)
         self._graphs = StepGraphs(
-            config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            self.max_model_len,
+            config.max_draft_tokens,
         )
+
+    def _kernels_compiled(
+        self, dtype: torch.dtype, *, progress: bool
+    ) -> AbstractContextManager[None]:
+        """Return a context in which weights load; at its end the kernels are compiled."""
+        if self.path != "triton" or self.config.attention_backend != "triton" or torch.version.hip:
+            return nullcontext()  # FlashInfer compiles its own; a stand-in is an NVIDIA GPU
+        kernels = KernelSet(
+            config=self.config,
+            model_config=self.model_config,
+            head_policy=self.head_policy,
+            dtype=dtype,
+            gpu=device_info(self.device),
+        )
+        return compiled_beside(kernels, progress=progress)
 
     def measure_kv_cache_bytes(self) -> int:
         """Return the bytes for a KV cache: configured, or left by the weights and a full step.
@@ -222,23 +277,28 @@ class ModelRunner:
             RuntimeError: the runner was closed or has a KV cache.
         """
         self._check_without_cache("allocate_kv_cache")
-        step = self._step
+        step, clock = self._step, self._start_clock
         with self._on_device():
             num_blocks = (
                 blocks_of_groups(step, self._streaming_demand)
                 if num_kv_blocks is None
                 else self._streaming_demand.divide(self.head_groups, num_kv_blocks)
             )
+            num_blocks = self._parallel.least(num_blocks)
             self.kv_cache = step.kv_cache = step.new_kv_cache(num_blocks)
             self._sleep = SleepMode(self.model, self.kv_cache)
+            clock.lap("memory")
             self._capture(progress=progress)
+            clock.lap("graphs")
             if self.device.type == "cuda" and self.config.attention_backend == "triton":
                 warm_up(step)
+                clock.lap("warm-up")
         launches = self.path != "reference"  # without triton nothing is compiled
         self._compilations = watch_compilations() if launches else Counter()
         self._num_warm_up_compilations = self._compilations.total()
         self._unusable = None
         logger.info("%s", self.describe())
+        logger.info("%s", clock.describe())
 
     def _check_without_cache(self, call: str) -> None:
         if self._unusable != _NO_CACHE:
@@ -251,7 +311,11 @@ class ModelRunner:
             self._staging.clear()
             with torch.inference_mode():
                 self._graphs.capture(
-                    self._graphs.shapes, self._step.run_padding, progress=progress
+                    self._graphs.shapes,
+                    self._step.run_padding,
+                    self._step.run_tail,
+                    self._step.tails,
+                    progress=progress,
                 )
 
     def _on_device(self) -> AbstractContextManager[object]:
@@ -279,6 +343,30 @@ class ModelRunner:
                 awaits ``sample``.
         """
         return self._guarded(plan, self._execute)
+
+    def time_steps(self, plans: Iterable[StepPlan]) -> list[float]:
+        """Run steps one at a time, before the first request, and return the seconds of each.
+
+        On a GPU that is its time from the start of the launch on, on a CPU the host's time.
+        Afterwards every slot is free, and no counter knows of these steps.
+
+        Raises:
+            StepError, RuntimeError: as ``execute`` and ``AsyncOutput.result``.
+        """
+        seconds = []
+        for plan in plans:
+            start = self._clock()
+            self.execute(plan).result()
+            seconds.append(self._clock() - start)
+        self.state.free()
+        self._steady_rows = None
+        self._timed_seconds = self._outputs.gpu_seconds
+        self.num_graph_steps = 0
+        self._num_warm_up_compilations = self._compilations.total()
+        return seconds
+
+    def _clock(self) -> float:
+        return time.perf_counter() if self.device.type == "cpu" else self._outputs.gpu_seconds
 
     def forward(self, plan: StepPlan) -> None:
         """Launch one step up to the last layer; ``sample`` must complete it before the next step.
@@ -334,9 +422,14 @@ class ModelRunner:
                 self._give_up()
 
     @property
+    def captures_graphs(self) -> bool:
+        """Whether steps run as CUDA graphs."""
+        return self._step.is_capturable
+
+    @property
     def num_feature_rows(self) -> int:
         """Rows of the buffer for features of multimodal items; 0 = it takes none."""
-        return len(self.features.rows)
+        return self.features.num_rows
 
     def prepared(self, item: MultimodalItem) -> MultimodalItem:
         """Return an item for ``StepPlan``, which can be staged without a wait of the host.
@@ -356,6 +449,8 @@ class ModelRunner:
             raise self._awaits_sample(self._pending)
         try:
             with self._on_device():
+                if plan.staged_features and not self.features.is_used:
+                    self._allocate_features()
                 return launch(plan, *args)
         except Exception as error:
             raise StepError(
@@ -364,6 +459,19 @@ class ModelRunner:
                 req_ids=plan.req_ids,
                 device_lost=_is_of_device(error),
             ) from error
+
+    def _allocate_features(self) -> None:
+        """Allocate the buffer for features, which graphs read: wait, and capture them again."""
+        self._outputs.drain()
+        self._synchronize()
+        try:
+            self.features.allocate()
+            self._capture_again()
+        except BaseException:
+            self.features.free()
+            self._capture_again()
+            raise
+        self.features.is_used = True
 
     @staticmethod
     def _awaits_sample(pending: _Launched) -> RuntimeError:
@@ -396,11 +504,7 @@ class ModelRunner:
         rows: Sequence[int],
     ) -> AsyncOutput:
         try:
-            masks = None
-            if bitmask is not None:
-                places = np.array([launched.rows.place(row) for row in rows], dtype=np.int32)
-                masks = TokenMasks.of(bitmask, places, self.device)
-            return self._complete(launched, masks)
+            return self._complete(launched, bitmask, rows)
         except BaseException:
             self._give_up()
             raise
@@ -421,6 +525,8 @@ class ModelRunner:
         Returns:
             The step's rows, and its upload; None = a graph runs the step and knows its place.
         """
+        if plan.staged_features:
+            self.features.stage(plan)
         upload = StepUpload()
         continues = plan.continues is not None
         self.state.stage(plan, upload)
@@ -446,7 +552,7 @@ class ModelRunner:
             return rows, None  # the ring slot has the same upload already, word for word
         upload.put(self._next_upload_word, ((slot + 1) % self._outputs.num_slots,))
         if rows is None or not self._staging.fits(upload):
-            rows = self._rows(plan, upload, samples)
+            rows, self._steady_wanted = self._rows(plan, upload, samples), None
             is_steady = samples and rows.is_captured and rows.shape.query_len == 1
             self._steady_rows = rows if is_steady else None
         num_sources = 0
@@ -458,6 +564,7 @@ class ModelRunner:
             rows.idx_mapping,
             rows.query_lens,
             drafts=rows.draft_token_ids,
+            is_captured=rows.is_captured,
             num_sources=num_sources,
         )
         self._sent[slot] = rows if continues and not plan.new_block_ids else None
@@ -479,6 +586,12 @@ class ModelRunner:
             and not self._processors
             and not self._logprobs.any(plan.slots, self._num_before(plan)),
         )
+        query_len = 1 + self.config.max_draft_tokens
+        if shape.has_drafts and query_len > 1:  # no other length, which would be compiled first
+            if self._may_pad_drafts(plan, masked, query_len):
+                shape = StepShape.drafts(shape.num_rows, query_len, samples=shape.samples)
+            else:
+                shape = replace(shape, query_len=None)
         captured = None  # a graph has no ranges of keys
         if (
             masked is None
@@ -489,6 +602,27 @@ class ModelRunner:
         slots = self._processors.without_refused(plan.slots)
         return DeviceRows.of(plan, slots, shape, captured, masked)
 
+    def _may_pad_drafts(
+        self, plan: StepPlan, masked: npt.NDArray[np.bool_] | None, query_len: int
+    ) -> bool:
+        """Whether each row's query may begin earlier, so that all rows have ``query_len`` tokens.
+
+        The added tokens are in the cache already. A head that streams may have lost their keys,
+        and features have their places among the tokens of the plan.
+        """
+        query_lens = plan.num_scheduled_tokens
+        return (
+            masked is None
+            and not self.features.has_items
+            and self.config.attention_backend == "triton"
+            and self.state.all_rows_end
+            and int(query_lens.max()) <= query_len
+            and (
+                int(query_lens.min()) == query_len
+                or all(group.keeps.is_full for group in self.head_groups.groups)
+            )
+        )
+
     def _num_before(self, plan: StepPlan) -> Int32Array:
         """Return the tokens of each row computed before the step, which the mirrors count."""
         return self.state.num_computed_tokens_np[plan.slots] - plan.num_scheduled_tokens
@@ -496,8 +630,6 @@ class ModelRunner:
     def _launch(self, plan: StepPlan, rows: DeviceRows, staged: Staged | None) -> _Launched:
         """Launch a graph of the step or of its layers, or the layers kernel by kernel."""
         self._outputs.start()
-        if plan.staged_features:
-            self.features.copy(plan)
         on_kv_written = None
         if self._kv_listener is not None:
             tokens = tokens_of(plan, self._num_before(plan), self.block_tables)
@@ -525,35 +657,86 @@ class ModelRunner:
             )
         return _Launched(plan, rows, forwarded)
 
-    def _complete(self, launched: _Launched, masks: TokenMasks | None = None) -> AsyncOutput:
+    def _complete(
+        self,
+        launched: _Launched,
+        bitmask: Int32Array | None = None,
+        masked_rows: Sequence[int] = (),
+    ) -> AsyncOutput:
         """Launch the sampling after a step's layers, unless a graph has; return the output."""
         plan, rows, forwarded = launched
-        logprobs: Sequence[LogprobReport] = ()
+        logprobs: Sequence[LogprobReport | StoredLogprobs] = ()
         prompt_logprobs: Sequence[LogprobReport] = ()
         if forwarded is None:
             self.num_graph_steps += 1
+            num_columns = rows.shape.query_len or 1
         else:
             batch, hidden = forwarded
+            drafts = batch.staged.draft_token_ids
+            num_columns = 1 if drafts is None else 1 + drafts.shape[1]
             with torch.inference_mode():
-                wanted = self._logprobs.of_outputs(plan, rows)
-                logprobs = self._step.sample(batch, hidden, wanted, masks)
+                logprobs = self._sample_behind(plan, rows, forwarded, bitmask, masked_rows)
                 prompt_logprobs = [
                     self._step.report_prompt(part, hidden)
                     for part in self._logprobs.of_prompts(plan, rows, self._num_before(plan))
                 ]
-        has_drafts = rows.shape.has_drafts
-        num_columns = 1 + max(map(len, plan.draft_token_ids)) if has_drafts else 1
         output = AsyncOutput(
             plan,
             *self._outputs.end(rows.shape.num_rows, num_columns),
             rows=rows.of_plan,
             refusals=self._processors.refusals(plan.slots),
-            on_output=self.state.take_drafts if has_drafts else None,
+            on_output=self.state.take_drafts if rows.shape.has_drafts else None,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
         self._outputs.deliver(output)
         return output
+
+    def _sample_behind(
+        self,
+        plan: StepPlan,
+        rows: DeviceRows,
+        forwarded: Forwarded,
+        bitmask: Int32Array | None,
+        masked_rows: Sequence[int],
+    ) -> Sequence[LogprobReport | StoredLogprobs]:
+        """Launch the sampling after the layers, as a graph if one fits; return log-probabilities.
+
+        Args:
+            plan: the step's plan.
+            rows: the step's rows.
+            forwarded: the input of the sampling.
+            bitmask: as in ``sample``.
+            masked_rows: rows of the plan, as in ``sample``.
+        """
+        step, slot = self._step, self._outputs.next_slot
+        if rows is not self._steady_rows or self._steady_wanted is None:
+            self._steady_wanted = self._logprobs.of_outputs(plan, rows)
+        wanted = self._steady_wanted
+        tail = self._tail(rows, wanted, has_masks=bitmask is not None)
+        if bitmask is not None or (tail is not None and tail.masks):
+            places = np.array([rows.place(row) for row in masked_rows], dtype=np.int32)
+            step.masks.put(slot, bitmask, places)
+        if tail is None:
+            masks = None if bitmask is None else step.masks.first(len(bitmask))
+            return step.sample(*forwarded, wanted, masks)
+        self._graphs.replay_tail(rows.shape, tail)
+        self.num_graph_steps += 1
+        return [step.logprobs.send(slot, rows.shape.num_rows, wanted)] if wanted else []
+
+    def _tail(self, rows: DeviceRows, wanted: Sequence[Wanted], *, has_masks: bool) -> Tail | None:
+        """Return the captured sampling that the step needs; None = none has all of it."""
+        if not rows.is_captured:
+            return None
+        most = self._step.logprobs.num_top
+        if any(each.token_ids or each.num_top > most for each in wanted):
+            return None
+        keeps_raw = any(each.edits for each in wanted)
+        least = Tail(masks=has_masks or keeps_raw, logprobs=bool(wanted))
+        for tail in (least, least._replace(masks=True)):  # a row without a mask may draw any token
+            if self._graphs.has_tail(rows.shape, tail):
+                return tail
+        return None
 
     def set_kv_listener(self, listener: KVListener | None) -> None:
         """Tell ``listener`` of the keys and values of every step launched from now on.
@@ -599,8 +782,8 @@ class ModelRunner:
         """
         with self._between_steps():
             self._sleep.sleep(level)
+            self.features.free()
             self._graphs.clear()
-            self._steady_rows = None
             self._release_cached_memory()
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
@@ -618,7 +801,7 @@ class ModelRunner:
         """
         with self._between_steps():
             try:
-                self._sleep.wake_up(tags, self._capture_again)
+                self._sleep.wake_up(tags, self._make_ready)
             except BaseException:
                 self._release_cached_memory()
                 raise
@@ -641,16 +824,27 @@ class ModelRunner:
         with self._between_steps():
             self._sleep.update_weights(named_tensors, partial=partial)
 
+    def _make_ready(self) -> None:
+        """Allocate the buffer for features, if it is used, and capture graphs again."""
+        try:
+            if self.features.is_used:
+                self.features.allocate()
+            self._capture_again()
+        except BaseException:
+            self.features.free()
+            raise
+
     def _capture_again(self) -> None:
         self._graphs.clear()
+        self._steady_rows = None
         try:
             self._capture(progress=False)
         except BaseException as error:
             self._graphs.clear()
             if isinstance(error, torch.OutOfMemoryError):
                 raise CapacityError(
-                    f"wake_up: expected room for CUDA graphs on {self.device}, got less; free "
-                    "memory there and call it again"
+                    f"CUDA graphs: expected room on {self.device}, got less; free memory there "
+                    "and try again"
                 ) from error
             raise
 
@@ -692,7 +886,12 @@ class ModelRunner:
     @property
     def gpu_seconds(self) -> float:
         """Seconds that the GPU has worked on finished steps; 0 on a CPU."""
-        return self._outputs.gpu_seconds
+        return self._outputs.gpu_seconds - self._timed_seconds
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds of each part of the start: weights, kernels, ranks, memory, graphs, warm-up."""
+        return dict(self._start_clock.seconds)
 
     @property
     def num_compilations(self) -> int:

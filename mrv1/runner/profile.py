@@ -2,32 +2,37 @@
 
 After the layers a step needs at most
 
-    2 * R * V * b + R * V / 8 + FILTER_CHUNK * V * FILTER_BYTES + 64 * R * (1 + 2 * K)    bytes
+    2 * R * V * b + FILTER_CHUNK * V * FILTER_BYTES + 64 * R * (1 + 2 * K)    bytes
 
 and the kernels' own allocations, with R = max(max_num_seqs, LOGITS_CHUNK) rows of logits, b bytes
 per logit, V tokens in the vocabulary and K = max_logprobs, but at most MAX_SEARCHED. The terms are
-the logits and a copy of them from before the edits, the masks of grammars, the logits being
-filtered or sorted (only with ``processed_logprobs``, or if max_logprobs is more than
-MAX_SEARCHED), and the results with the parts they are joined from. More rows, of drafts
-(up to 8 a request) or of prompts with log-probabilities (up to max_num_batched_tokens), are
-computed R or fewer at a time, and results are copied to the host each time. The profile step runs
-all of this, custom processors too, on rows of padding.
+the logits and a copy of them from before the edits, the logits being filtered or sorted (only
+with ``processed_logprobs``, or if max_logprobs is more than MAX_SEARCHED), and the results with
+the parts they are joined from. More rows, of drafts (up to 8 a request) or of prompts with
+log-probabilities (up to max_num_batched_tokens), are computed R or fewer at a time, and results
+are copied to the host each time. The profile step runs all of this, custom processors too, on rows
+of padding.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from mrv1.device import memory_bytes
+from mrv1.kernels.attention.splits import LaunchChoice
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import NO_PAGE
 from mrv1.runner.cuda_graph import StepGraphs
-from mrv1.runner.device_step import DeviceStep, TokenMasks
+from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.kv_cache import CPU_KV_BYTES, StreamingDemand
 from mrv1.runner.logprobs import FILTER_CHUNK, LOGITS_CHUNK, MAX_SEARCHED, PromptPart, Wanted
 from mrv1.runner.rows import StepShape
 from mrv1.runner.staging import StepUpload
+from mrv1.runner.step import Int32Array
 
 
 def blocks_of_groups(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ...]:
@@ -67,11 +72,16 @@ def kv_bytes(step: DeviceStep) -> int:
 def _graph_bytes(step: DeviceStep) -> int:
     """Return the bytes that the graphs take: all share the memory of the largest."""
     config, step.kv_cache = step.config, step.new_kv_cache()
-    graphs = StepGraphs(config.max_num_seqs, config.max_num_batched_tokens, step.max_model_len)
+    graphs = StepGraphs(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        step.max_model_len,
+        config.max_draft_tokens,
+    )
     torch.cuda.empty_cache()  # a capture would do this too, and hide the memory that it takes
     before, _ = memory_bytes(step.device)
     with torch.inference_mode():
-        graphs.capture(graphs.largest, step.run_padding, progress=False)
+        graphs.capture(graphs.largest, step.run_padding, step.run_tail, step.tails, progress=False)
     after, _ = memory_bytes(step.device)
     del graphs, step.kv_cache
     torch.cuda.empty_cache()
@@ -121,10 +131,6 @@ def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
     most = min(step.config.logprobs_limit(limits.vocab_size), limits.vocab_size)
     searched = min(most, MAX_SEARCHED)
     most_ids, searched_ids = tuple(range(most)), tuple(range(searched))
-    masks = TokenMasks(
-        bitmask=torch.full((num_rows, limits.mask_words), -1, dtype=torch.int32, device=device),
-        rows=torch.arange(num_rows, dtype=torch.int32, device=device),
-    )
     rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
     step.draw(
         step.model.compute_logits(hidden.index_select(0, rows)),
@@ -135,25 +141,110 @@ def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
             else Wanted(row, searched, searched_ids, True, row)
             for row in range(num_rows)
         ],
-        masks,
+        step.masks.first(step.config.max_num_seqs),
     )
     tokens = slice(min(LOGITS_CHUNK, len(hidden), step.max_model_len))
     step.report_prompt(PromptPart(Wanted(0, searched), tokens, 0, tokens), hidden)
 
 
+@torch.inference_mode()
 def warm_up(step: DeviceStep) -> None:
-    """Launch steps of padding without a graph, so that no request waits for the compiler."""
+    """Launch steps of padding without a graph, so that no request waits for the compiler.
+
+    Each is sampled in every way that a step without a graph may be.
+    """
     most_rows, budget = step.config.max_num_seqs, step.config.max_num_batched_tokens
     most = max(min(step.max_model_len, budget - 1), 1)
-    # One short prompt, whose keys several programs share; the most prompts; a decode and a prompt.
-    for lengths in ([9], [20], [9] * most_rows, [20] * most_rows, [1, 40], [1, 600]):
-        query_lens = np.minimum(lengths, most).astype(np.int32)[-most_rows:]
+    # The most prompts; a decode and a prompt; prompts for every kernel of prefill attention.
+    steps = [
+        np.minimum(each, most) for each in ([9] * most_rows, [20] * most_rows, [1, 40], [1, 600])
+    ]
+    for lengths in (*steps, *_every_prefill(step)):
+        query_lens = np.array(lengths[-most_rows:], dtype=np.int32)
         query_lens = query_lens[query_lens[::-1].cumsum()[::-1] <= budget]
-        num_rows = len(query_lens)
-        upload, padding = StepUpload(), np.full(num_rows, -1, dtype=np.int32)
-        words = step.staging.send(0, upload, padding, query_lens)
-        staged = step.staging.staged(words, upload, num_rows)
-        with torch.inference_mode():
-            step.sample(*step.forward(StepShape.of(query_lens), staged))
-        if step.device.type == "cuda":
-            torch.cuda.synchronize()  # the next step overwrites the upload
+        _launch_padding(step, StepShape.of(query_lens), query_lens)
+    # A prompt's log-probabilities need the logits of any number of tokens. Products have a kernel
+    # for each range of numbers, and each range that has one ends at a power of two.
+    hidden_size = step.model.config.hidden_size
+    rows = torch.zeros(LOGITS_CHUNK, hidden_size, dtype=step.model.dtype, device=step.device)
+    for power in range(LOGITS_CHUNK.bit_length()):
+        step.model.compute_logits(rows[: 1 << power])
+    max_drafts = step.config.max_draft_tokens
+    if max_drafts:
+        drafts = ((0,) * max_drafts, ())
+        query_lens = np.array([1 + max_drafts, 20], dtype=np.int32)
+        ragged = StepShape.of(query_lens, has_drafts=True)
+        _launch_padding(step, StepShape.drafts(1, 1 + max_drafts), query_lens[:1], drafts[:1])
+        if most_rows > 1 and query_lens.sum() <= budget:
+            _launch_padding(step, ragged, query_lens, drafts)
+
+
+def _every_prefill(step: DeviceStep) -> list[list[int]]:
+    """Return lengths of prompts, a list a step, such that each kernel of prefill attention runs.
+
+    Prompts of one token are decoded.
+    """
+    backend = step.model.kernel_backend()
+    most_rows, budget = step.config.max_num_seqs, step.config.max_num_batched_tokens
+    caches = step.kv_cache.layers
+
+    def choice(longest: int, num_tokens: int) -> tuple[LaunchChoice, ...]:
+        return backend.prefill_choices(caches, longest, num_tokens)
+
+    def most_tokens(longest: int) -> int:
+        return min(longest * most_rows, budget)
+
+    found: dict[tuple[LaunchChoice, ...], list[int]] = {}
+    for longest in _least_of_each(
+        lambda longest: (choice(longest, longest), choice(longest, most_tokens(longest))),
+        2,
+        min(step.max_model_len, budget),
+    ):
+        for num_tokens in _least_of_each(partial(choice, longest), longest, most_tokens(longest)):
+            full, rest = divmod(num_tokens, longest)
+            lengths = [longest] * full + [max(rest, 2)] * (rest > 0)
+            found.setdefault(choice(longest, num_tokens), lengths)
+    return list(found.values())
+
+
+def _least_of_each(choice: Callable[[int], object], first: int, last: int) -> list[int]:
+    """Return the least of first..last for each choice, of which none comes back once left."""
+    if first > last:
+        return []
+    if choice(first) == choice(last):
+        return [first]
+    middle = (first + last) // 2
+    left = _least_of_each(choice, first, middle)
+    right = _least_of_each(choice, middle + 1, last)
+    return left + right[choice(left[-1]) == choice(right[0]) :]
+
+
+def _launch_padding(
+    step: DeviceStep,
+    shape: StepShape,
+    query_lens: Int32Array,
+    drafts: Sequence[tuple[int, ...]] = (),
+) -> None:
+    """Launch a step of padding, and all that may follow its layers, on a few rows."""
+    num_rows, upload = shape.num_rows, StepUpload()
+    padding = np.full(num_rows, -1, dtype=np.int32)
+    words = step.staging.send(0, upload, padding, query_lens, drafts=drafts)
+    staged = step.staging.staged(words, upload, num_rows, drafts)
+    batch, hidden = step.forward(shape, staged)
+    vocab_size = step.sampler.limits.vocab_size
+    most = min(step.config.logprobs_limit(vocab_size), vocab_size)
+    last, ids = num_rows - 1, tuple(range(min(most, 2)))
+    step.sample(batch, hidden)
+    if not drafts:
+        step.sample(batch, hidden, masks=step.masks.first(1))
+    for wanted in (
+        Wanted(0, min(most, 2)),
+        Wanted(last, min(most, 2), ids, edits=True, device_row=last),
+        Wanted(last, most, edits=True, device_row=last),  # sorted, if it is more than MAX_SEARCHED
+    ):
+        step.sample(batch, hidden, [wanted])
+    tokens = slice(min(len(hidden), 2))
+    for count in {min(most, 2), most}:
+        step.report_prompt(PromptPart(Wanted(0, count), tokens, 0, tokens), hidden)
+    if step.device.type == "cuda":
+        torch.cuda.synchronize()  # the next step overwrites the upload

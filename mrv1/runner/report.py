@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TypedDict
 
 from mrv1.config import EngineConfig, KVScaleName
@@ -60,7 +61,8 @@ class KVReport(TypedDict):
     """Bytes of allocated memory: the same number, but only static scales while it sleeps."""
     groups: list[KVGroupReport]
     feature_bytes: int
-    """Bytes of the buffer for features of multimodal items; no part of ``total_bytes``."""
+    """Bytes of the buffer for features of multimodal items, no part of ``total_bytes``; 0 = none
+    is allocated yet, or the runner sleeps."""
 
 
 class KVUsage(KVReport):
@@ -79,6 +81,26 @@ class KVUsage(KVReport):
     free_share: float
     """Share of all bytes that could be allocated to requests now: free blocks, and cached blocks
     that no request uses."""
+
+
+class StartClock:
+    """The seconds of each part of a start, from the creation of the clock on."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """End a part; the next begins."""
+        now = time.perf_counter()
+        self.seconds[part], self._last = now - self._last, now
+
+    def describe(self) -> str:
+        """Return one line: the seconds of the start, and of its parts."""
+        shown = {part: each for part, each in self.seconds.items() if each >= 0.05}
+        parts = ", ".join(f"{part} {each:.1f} s" for part, each in shown.items())
+        total = f"started in {sum(self.seconds.values()):.1f} s"
+        return f"{total}: {parts}" if parts else total
 
 
 def report_of(cache: KVCache, demand: StreamingDemand, feature_bytes: int) -> KVReport:

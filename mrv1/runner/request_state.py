@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mrv1.config import MAX_DRAFTS
 from mrv1.kernels.step.contracts import (
-    MAX_SAMPLED_TOKENS,
     MROPE_SPAN_WORDS,
     RUNNING,
     RequestSlots,
@@ -26,9 +26,6 @@ FREE = -1
 
 MAX_STOP_TOKENS = 16
 """Most stop tokens of a request that the device looks for, the model's own included."""
-
-MAX_DRAFTS = MAX_SAMPLED_TOKENS - 1
-"""Most drafts of a row."""
 
 
 @dataclass(slots=True)
@@ -116,8 +113,15 @@ class RequestState:
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
         self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
+        self.all_rows_end = False
+        """Whether each row of the step launched last ends with its last known token or draft."""
         self._sampled: _SampledStep | None = None
         """None = some row of the step launched last does not sample."""
+
+    def free(self) -> None:
+        """Free every slot, whichever request it has."""
+        self._epochs_np.fill(FREE)
+        self._sampled = None
 
     def history(self) -> History:
         """Return the fields of the slots that the sampler reads."""
@@ -330,6 +334,7 @@ class RequestState:
         computed = self.num_computed_tokens_np[index] + plan.num_scheduled_tokens
         self.num_computed_tokens_np[index] = computed
         samples = computed >= self.num_tokens_np[index]
+        self.all_rows_end = bool(samples.all())
         if plan.draft_token_ids:  # the result tells how many are accepted
             drafts = np.array([len(drafts) > 0 for drafts in plan.draft_token_ids])
             self._is_drafting_np[index] = drafts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,18 @@ BoolArray = npt.NDArray[np.bool_]
 
 MAX_DECODE_QUERY_LEN = 8
 """Longest query per row that the decode kernel takes."""
+
+
+class Tail(NamedTuple):
+    """The parts of a step's sampling besides the draw, in a graph that samples after the layers.
+
+    With both, the log-probabilities are those of the logits before masks and other edits.
+    """
+
+    masks: bool
+    """Whether rows may have masks of the tokens that they may draw."""
+    logprobs: bool
+    """Whether rows may ask for log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +45,8 @@ class StepShape:
     """Leading rows of one token each."""
     has_drafts: bool = False
     samples: bool = True
-    """Whether a graph of this shape draws too; not with log-probabilities or custom processors."""
+    """Whether a graph of this shape draws too; not with log-probabilities, masks or custom
+    processors."""
 
     @classmethod
     def of(
@@ -85,13 +98,31 @@ class StepShape:
             samples=samples,
         )
 
+    @classmethod
+    def drafts(cls, num_rows: int, query_len: int, *, samples: bool = True) -> Self:
+        """Return the shape of a step of ``num_rows`` rows with up to ``query_len - 1`` drafts.
+
+        Each row ends with its last known token or draft.
+        """
+        return cls(
+            num_rows=num_rows,
+            num_tokens=num_rows * query_len,
+            max_query_len=query_len,
+            query_len=query_len,
+            num_decodes=0,
+            has_drafts=True,
+            samples=samples,
+        )
+
     def rows_of(self, shape: StepShape) -> Int32Array:
         """Return the place of each row of ``shape``, padded to this shape.
 
-        Padding rows follow the rows of one token; more padding rows follow the other rows.
+        Padding rows follow the rows of one token, unless one kernel takes all rows; more padding
+        rows follow the other rows.
         """
         rows = np.arange(shape.num_rows, dtype=np.int32)
-        rows[shape.num_decodes :] += self.num_decodes - shape.num_decodes
+        if self.query_len is None:
+            rows[shape.num_decodes :] += self.num_decodes - shape.num_decodes
         return rows
 
 
@@ -135,7 +166,7 @@ class DeviceRows:
         query_lens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
         on_device = captured or shape
         of_plan = on_device.rows_of(shape)
-        if shape.query_len is None:
+        if on_device.query_len is None:
             order = np.argsort(~_is_decode(query_lens, masked), kind="stable")
             of_plan[order] = of_plan.copy()
             drafts = tuple(drafts[row] for row in order) if shape.has_drafts else ()

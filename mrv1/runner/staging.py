@@ -24,7 +24,8 @@ _FILL = -(1 << 30)
 """Source of a segment filled with -1: negative, even after the offset of the data is added."""
 
 FETCHED_WORDS = 1 << 16
-"""Words of data that a fetched upload has room for; a longer one (many prompts) is copied."""
+"""Words of data that a fetched upload has room for, besides the tokens and block ids of a request;
+a longer one (many prompts) is copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +105,16 @@ class StepUpload:
             np.concatenate(self._arrays, out=words[at : at + self._num_array_words])
 
 
-def _draft_words(drafts: Sequence[Sequence[int]]) -> Int32Array:
-    """Return the number of drafts of each row, then the rows' drafts, padded to one length."""
-    most = max(map(len, drafts))
+def _draft_words(drafts: Sequence[Sequence[int]], length: int) -> tuple[Int32Array, Int32Array]:
+    """Return the number of drafts of each row, and the rows' drafts, padded to ``length`` or more.
+
+    One length for all steps means one variant of each kernel.
+    """
+    most = max(length, *map(len, drafts))
     token_ids = np.full((len(drafts), most), -1, dtype=np.int32)
     for row, tokens in enumerate(drafts):
         token_ids[row, : len(tokens)] = tokens
-    return np.concatenate(
-        [np.array(list(map(len, drafts)), dtype=np.int32), token_ids.reshape(-1)]
-    )
+    return np.array(list(map(len, drafts)), dtype=np.int32), token_ids.reshape(-1)
 
 
 class Staging:
@@ -127,7 +129,11 @@ class Staging:
         max_segments: most segments of a step that a graph runs.
         num_slots: buffers, taken in turns.
         device: the runner's device.
+        request_words: tokens and block ids of the longest request. After a prefix hit a graph runs
+            the step that uploads them: a few tokens, which take a GPU less time than their kernels
+            take the host to launch one by one.
         max_sources: most tokens of a step that have a source of features.
+        captured_drafts: most rows of a graph with drafts, and its drafts of a row.
     """
 
     def __init__(
@@ -137,7 +143,9 @@ class Staging:
         num_slots: int,
         device: torch.device,
         *,
+        request_words: int = 0,
         max_sources: int = 0,
+        captured_drafts: tuple[int, int] = (0, 0),
     ) -> None:
         def padded(words: int) -> int:
             return -(-words // 4) * 4
@@ -145,9 +153,13 @@ class Staging:
         self._device = device
         self._rows_start = HEADER_WORDS
         self._query_start = self._rows_start + padded(max_num_reqs)
-        self._segments_start = self._query_start + padded(max_num_reqs + 1)
+        draft_rows, self._max_drafts = captured_drafts
+        self._counts_start = self._query_start + padded(max_num_reqs + 1)
+        self._drafts_start = self._counts_start + padded(draft_rows)
+        self._segments_start = self._drafts_start + padded(draft_rows * self._max_drafts)
         self.max_segments = max_segments + 1  # the last one for sources
-        self._num_data_words = self._segments_start + 3 * max_segments + FETCHED_WORDS
+        data_words = FETCHED_WORDS + request_words
+        self._num_data_words = self._segments_start + 3 * max_segments + data_words
         words = self._num_data_words + 3 + max_sources
         self.fetched = torch.zeros(words, dtype=torch.int32, device=device)
         """[words]: the upload of the step that runs."""
@@ -174,9 +186,17 @@ class Staging:
         words = self._segments_start + upload.num_words
         return upload.num_segments < self.max_segments and words <= self._num_data_words
 
-    def static_view(self, num_rows: int) -> Staged:
+    def static_view(self, num_rows: int, *, has_drafts: bool = False) -> Staged:
         """Return the views in which a graph of ``num_rows`` rows finds any upload that fits."""
-        return self._view(self.fetched, num_rows, self.max_segments)
+        staged = self._view(self.fetched, num_rows, self.max_segments)
+        if not has_drafts:
+            return staged
+        drafts = self.fetched[self._drafts_start : self._segments_start]
+        return replace(
+            staged,
+            num_draft_tokens=self.fetched[self._counts_start : self._counts_start + num_rows],
+            draft_token_ids=drafts[: num_rows * self._max_drafts].view(num_rows, -1),
+        )
 
     def _view(self, words: torch.Tensor, num_rows: int, num_segments: int) -> Staged:
         segments = words[self._segments_start : self._segments_start + 3 * num_segments]
@@ -200,6 +220,7 @@ class Staging:
         query_lens: Int32Array | None,
         *,
         drafts: Sequence[Sequence[int]] = (),
+        is_captured: bool = False,
         num_sources: int = 0,
     ) -> torch.Tensor | None:
         """Write an upload to ``slot`` of the ring for ``fetch_upload``; copy it if it is too long.
@@ -210,13 +231,16 @@ class Staging:
             idx_mapping: ``[rows]``, slots of requests; -1 = padding.
             query_lens: ``[rows]``; None = no kernel reads ``query_start_loc``.
             drafts: drafts of each row; () = none.
+            is_captured: whether a graph runs the step, and finds the drafts in ``static_view``.
             num_sources: how many of the first tokens have a source of features.
 
         Returns:
             None, or a long upload's words on the device, copied on the current stream.
         """
         end = self._segments_start + upload.num_words
-        draft_words = _draft_words(drafts) if any(drafts) else None
+        draft_words = None
+        if any(drafts) and not is_captured:
+            draft_words = np.concatenate(_draft_words(drafts, self._max_drafts))
         num_words = end if draft_words is None else end + len(draft_words)
         pinned, words = None, self._uploads[slot]
         if num_words > len(words):
@@ -229,6 +253,10 @@ class Staging:
         if query_lens is not None:
             starts = words[self._query_start : self._query_start + len(query_lens) + 1]
             np.cumsum(query_lens, out=starts[1:])
+        if any(drafts) and is_captured:
+            counts, token_ids = _draft_words(drafts, self._max_drafts)
+            words[self._counts_start : self._counts_start + len(counts)] = counts
+            words[self._drafts_start : self._drafts_start + len(token_ids)] = token_ids
         upload.write_to(words, self._segments_start)
         if draft_words is not None:
             words[end:num_words] = draft_words
@@ -255,7 +283,7 @@ class Staging:
         staged = self._view(words, num_rows, upload.num_segments)
         if not any(drafts):
             return staged
-        most = max(map(len, drafts))
+        most = max(self._max_drafts, *map(len, drafts))
         start = self._segments_start + upload.num_words
         counts = words[start : start + len(drafts)]
         token_ids = words[start + len(drafts) : start + len(drafts) * (most + 1)]

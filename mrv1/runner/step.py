@@ -74,8 +74,9 @@ class StagedFeatures:
     """An item whose features are copied to the runner's device before a step."""
 
     item: MultimodalItem
-    rows: Int32Array
-    """[n] rows of the runner's feature buffer, which has ``num_feature_rows``."""
+    rows: tuple[range, ...]
+    """Runs of rows of the runner's feature buffer, which has ``num_feature_rows``: as many rows in
+    all as the item has, in the order of its features."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +111,8 @@ class StepPlan:
     """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
     staged_features: tuple[StagedFeatures, ...] = ()
     """Items staged before this step: each item of which a row computes a token, unless it is
-    staged already and its rows were not given to another item since. A step whose launch fails
-    stages nothing."""
+    staged already and its rows were not given to another item since. Items of a step whose launch
+    fails must be staged again."""
 
     @property
     def entering(self) -> tuple[SlotRequest, ...]:
@@ -142,6 +143,19 @@ class TokenLogprobs:
             logprobs=self.logprobs[num_positions:],
             ranks=self.ranks[num_positions:],
         )
+
+    def one_by_one(self, num_positions: int) -> list[TokenLogprobs]:
+        """Return each of the first ``num_positions`` positions by itself."""
+        if num_positions == len(self) == 1:
+            return [self]
+        return [
+            TokenLogprobs(
+                token_ids=self.token_ids[at : at + 1],
+                logprobs=self.logprobs[at : at + 1],
+                ranks=self.ranks[at : at + 1],
+            )
+            for at in range(num_positions)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from mrv1.kernels.sampling.contracts import (
 )
 from mrv1.kernels.sampling.filters import kept_tokens
 from mrv1.sampler.bad_words import TOKENIZATIONS
-from mrv1.sampler.params import SamplingParams
+from mrv1.sampler.params import SamplingParams, num_likeliest
 
 Fields = dict[str, npt.NDArray[np.generic]]
 
@@ -74,6 +74,7 @@ class Sampler:
             "min_p": (torch.float32, None),
             "seed": (torch.int64, None),
             "child": (torch.int32, None),
+            "num_logprobs": (torch.int32, None),
             "edits": (torch.int32, None),  # bits of mrv1.kernels.edit_logits
             "repetition_penalty": (torch.float32, None),
             "frequency_penalty": (torch.float32, None),
@@ -108,6 +109,12 @@ class Sampler:
         self._logit_edits = LogitEdits(**self._of(LogitEdits))
         self._bad_words = BadWords(**self._of(BadWords))
 
+    @property
+    def num_logprobs(self) -> torch.Tensor:
+        """[slots] int32, how many of the likeliest tokens each request asks for."""
+        counts: torch.Tensor = self._slots["num_logprobs"]
+        return counts
+
     def _of(self, bundle: type[LogitEdits | BadWords]) -> dict[str, torch.Tensor]:
         """Return the tensors of a bundle, by its fields' names."""
         return {field.name: self._slots[field.name] for field in fields_of(bundle)}
@@ -127,6 +134,7 @@ class Sampler:
             have no effect on the request.
         """
         edits = self._edits(params)
+        num_top = num_likeliest(params.logprobs, self.limits.vocab_size)
         fields: Fields = {
             "temperature": np.array([params.temperature], dtype=np.float32),
             "top_k": np.array([params.top_k], dtype=np.int32),
@@ -134,6 +142,7 @@ class Sampler:
             "min_p": np.array([params.min_p], dtype=np.float32),
             "seed": np.array([seed], dtype=np.int64),
             "child": np.array([child], dtype=np.int32),
+            "num_logprobs": np.array([num_top], dtype=np.int32),
             "edits": np.array([edits], dtype=np.int32),
             "num_bad_words": np.array([len(banned_token_sequences)], dtype=np.int32),
         }

@@ -16,6 +16,7 @@ import torch
 
 from mrv1.bench import RunnerBench, host_clock, run_runner, runner
 from mrv1.bench.engine import start_engine
+from mrv1.bench.first_requests import KINDS
 from mrv1.bench.host_clock import host_times
 from mrv1.bench.runner import queued, steady, step_times
 from mrv1.bench.trace import STEPS_RANGE, Event, StepTrace, summarize, trace_steps
@@ -36,11 +37,12 @@ SMALL = {
 }
 KEYS = {
     "op", "schema", "shape", "weights", "dtype", "path", "device", "driver", "versions", "commit",
-    "date", "conditions", "results", "waiting",
+    "date", "conditions", "results", "waiting", "first_requests",
 }  # fmt: skip
 ENTRY_KEYS = {
     "batch", "step_ms", "step_p20_ms", "step_p80_ms", "gpu_ms", "staging_waits", "host", "trace",
-    "deterministic_step_ms", "deterministic_over_default", "samples_ms",
+    "deterministic_step_ms", "deterministic_over_default", "logprobs_step_ms",
+    "logprobs_over_default", "samples_ms",
 }  # fmt: skip
 HOST_KEYS = {
     "total_us", "mean_total_us", "quietest_us", "schedule_us", "execute_us", "read_us",
@@ -52,6 +54,7 @@ HOST_KEYS = {
 def _few_warm_steps(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "WARM_STEPS", 1)
     monkeypatch.setattr(runner, "HOST_WINDOWS", 3)
+    monkeypatch.setattr("mrv1.bench.first_requests.TOKENS", 2)
 
 
 # --- the trace -----------------------------------------------------------------------------------
@@ -348,19 +351,28 @@ def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch
         assert entry["deterministic_over_default"] == pytest.approx(
             entry["deterministic_step_ms"] / entry["step_ms"]
         )
+        assert entry["logprobs_over_default"] == pytest.approx(
+            entry["logprobs_step_ms"] / entry["step_ms"]
+        )
     assert [(e["batch"], e["waiting"]) for e in result["waiting"]] == [(3, 0), (3, 5)]
     assert all(entry["host"].keys() == HOST_KEYS for entry in result["waiting"])
+    assert [entry["kind"] for entry in result["first_requests"]] == [*KINDS]
+    for entry in result["first_requests"]:
+        assert entry.keys() == {"kind", "first_ms", "second_ms", "compilations"}
+        assert min(entry["first_ms"], entry["second_ms"]) > 0
+        assert entry["compilations"] == 0
     assert built == [True, False]
-    assert (
-        len(said) == 2 + 1 + 2 + 2
-    )  # messages: deterministic batches, the start line, batches, queues
+    # messages: deterministic batches, the start line, first requests, batches twice, queues
+    assert len(said) == 2 + 1 + 1 + 2 * 2 + 2
 
 
 @pytest.mark.parametrize("options", [{"compare_deterministic": False}, {"deterministic": True}])
-def test_without_comparison_there_is_no_deterministic_time(options: dict[str, bool]):
-    result: dict[str, Any] = run_runner(RunnerBench(**SMALL | {"waiting": ()}, **options))
+def test_without_comparison_there_is_no_other_time(options: dict[str, bool]):
+    small = SMALL | {"waiting": (), "logprobs": None}
+    result: dict[str, Any] = run_runner(RunnerBench(**small, **options))
     for entry in result["results"]:
         assert entry["deterministic_step_ms"] is entry["deterministic_over_default"] is None
+        assert entry["logprobs_step_ms"] is entry["logprobs_over_default"] is None
     assert result["waiting"] == []
 
 
@@ -391,7 +403,8 @@ def test_the_profiler_runs_after_all_timing(monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setattr(runner, "provenance", lambda *_: {})
     result: dict[str, Any] = run_runner(RunnerBench(**SMALL))
-    assert done == [*["steps"] * 2, *["steps", "host"] * 2, *["host"] * 2, *["trace"] * 2]
+    of_batches = ["steps", "host", "steps"] * 2
+    assert done == [*["steps"] * 2, *of_batches, *["host"] * 2, *["trace"] * 2]
     assert [entry["trace"] for entry in result["results"]] == [asdict(trace)] * 2
 
 

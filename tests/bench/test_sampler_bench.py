@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import readme_table
 from mrv1.bench import comparison
 from mrv1.bench.peers.sampler import SAMPLER_PEERS, plain_torch
+from mrv1.bench.report.files import ResultFile
+from mrv1.bench.report.kernels import sampler_table
 from mrv1.bench.sampler import DRAW, SamplerBench, run_sampler
 from mrv1.bench.sampler_cases import CASES, Work, target_us, works
 from mrv1.bench.timing import WrongResultError
@@ -218,7 +218,7 @@ def test_peers_of_the_draw_alone_have_no_other_case():
 # --- table, options ----------------------------------------------------------------------------
 
 
-def test_the_table_shows_targets_where_a_file_has_them(tmp_path: Path):
+def test_the_table_shows_targets_where_a_file_has_them():
     ours = {"median_us": 1234.56, "reads": 4.56, "share_of_copy_bandwidth": 0.4}
     entry = {
         "rows": 256, "std": 2.5, "params": "everything", "target_us": 180.0,
@@ -230,8 +230,7 @@ def test_the_table_shows_targets_where_a_file_has_them(tmp_path: Path):
         "versions": {}, "peers": {}, "path": "triton", "device": {"name": "GPU X"},
         "copy_bandwidth_bytes_per_s": 4e12, "commit": "0", "date": "2026-11-22",
     }  # fmt: skip
-    (tmp_path / "sampler-x.json").write_text(json.dumps(result))
-    table = readme_table.sampler_tables(tmp_path)
+    table = sampler_table(ResultFile("sampler-x.json", result, None))
     for said in (
         "| std of logits | case | us | target, us | reads | of copy bandwidth | mrv1-draw |",
         "| 256 | 2.5 | everything | 1,234.6 | 180.0 | 4.6 | 40% | 0.75x |",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -182,6 +182,7 @@ def configs(draw: st.DrawFn) -> PretrainedConfig:
 
 
 @pytest.mark.gpu
+@settings(max_examples=max(settings.default.max_examples // 2, 8))  # each makes two models
 @given(
     config=configs(),
     lens=st.lists(st.integers(1, 80), min_size=1, max_size=4),

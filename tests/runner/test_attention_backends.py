@@ -6,6 +6,7 @@ arguments and compute attention with the oracle, from their plan alone.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -20,18 +21,25 @@ import torch
 from mrv1 import LLM, ConfigError, SamplingParams, UnsupportedDeviceError
 from mrv1.config import checkpoint_dir
 from mrv1.device import kernel_path
-from mrv1.headwise import HeadGroups, HeadPolicy
+from mrv1.headwise import FULL, HeadGroups, HeadPolicy, Visible
 from mrv1.kernels import HeadRole, KVLayout, reference
 from mrv1.kernels.registry import select_ops
 from mrv1.models import attention, load_model
-from mrv1.runner.attention_backends import FlashInferBackend, check_flashinfer, select_backend
+from mrv1.runner.attention_backends import (
+    FlashInferBackend,
+    check_flashinfer,
+    head_runs,
+    select_backend,
+)
 from mrv1.runner.kv_cache import CacheSpec, layer_layouts
 from tests.engine.test_llm import random_prompts
 from tests.models.driver import PagedDriver, Request
 from tests.models.families import SLIDING, tiny_checkpoint
 from tests.models.test_decoder import no_waiting
+from tests.models.test_fp8_cache import add_tensors, scale_tensors
 
 NOT_INSTALLED = "not run: flashinfer is not installed"
+MIXED_HEADS = HeadPolicy(((Visible(20), FULL), (Visible(30), Visible(20))))
 
 
 # --- mrv1's kernels ------------------------------------------------------------------------------
@@ -81,6 +89,30 @@ def test_a_decode_plan_is_used_for_its_own_batch_only(tmp_path, monkeypatch):
     planned, unplanned = plans[:2], plans[2:]
     assert all(plan is not None for plan in planned)
     assert unplanned == [None, None]
+
+
+def test_programs_share_tiles_as_the_layer_with_the_fewest_full_heads_needs(monkeypatch):
+    """A layer without full heads does not count: no long context is computed there."""
+    roles = [HeadRole(), HeadRole(window=20)]
+    caches: list[Any] = [
+        SimpleNamespace(
+            layout=KVLayout.hnd(4, 16, 64, roles=[roles[w] for w in streams]), scales=None
+        )
+        for streams in ([1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1])
+    ]
+    batch: Any = SimpleNamespace(
+        num_decodes=0, query_len=None, num_reqs=1, num_tokens=16, max_query_len=16,
+        attn_mask_offsets=None, query_start_loc=torch.tensor([0, 16]), seq_lens=torch.tensor([90]),
+    )  # fmt: skip
+    chosen = []
+    monkeypatch.setattr(
+        attention.PrefillSplits, "allocate", lambda **options: chosen.append(options["layout"])
+    )
+    backend = attention.KernelBackend(
+        select_ops("reference"), num_q_heads=8, dtype=torch.bfloat16, softmax_scale=1.0
+    )
+    backend.plan(batch, caches, None, None)
+    assert chosen == [caches[2].layout]
 
 
 # --- a stand-in ----------------------------------------------------------------------------------
@@ -133,7 +165,10 @@ class Wrapper:
         k, v = paged_kv_cache
         assert q.shape == (self.query_starts[-1], num_q_heads, head_dim)
         assert k.shape[1:] == v.shape[1:] == (num_kv_heads, page_size, head_dim)
+        assert k.stride() == v.stride()
+        assert k.stride()[2:] == (head_dim, 1)
         assert (q.dtype, k.dtype) == self.dtypes
+        k, v = (pages.to(q.dtype).contiguous() for pages in (k, v))
         self.calls[f"{type(self).__name__}.run"] += 1
         return reference.paged_prefill_attention(
             q,
@@ -248,6 +283,41 @@ def test_flashinfers_plans_give_the_tokens_of_the_triton_backend(
         assert runs == 2 * plans / num_windows  # two runs a step, one per layer; a plan per window
 
 
+def test_head_runs_are_consecutive_heads_with_the_same_window():
+    windows = (20, 20, -1, 20, 9, 9)
+    layout = KVLayout.hnd(6, 16, 64, roles=[HeadRole(window=window) for window in windows])
+    assert head_runs(layout) == [(20, 0, 2), (-1, 2, 3), (20, 3, 4), (9, 4, 6)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"head_policy": MIXED_HEADS}, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}],
+    ids=["windows of heads", "static scales"],
+)
+def test_flashinfer_computes_the_logits_of_the_triton_backend(tmp_path, stand_in, options):
+    """Windows that differ from head to head of a layer; codes with a scale for each head."""
+    tiny_checkpoint(tmp_path, "qwen3")
+    add_tensors(tmp_path, scale_tensors(0))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+    logprobs = []
+    for backend in ("triton", "flashinfer"):
+        with LLM(
+            str(tmp_path), device="cpu", dtype="float32", attention_backend=backend,
+            max_num_batched_tokens=32, max_num_seqs=4, num_kv_blocks=16, **options,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate(random_prompts((1, 15, 16, 17, 70)), params)
+        logprobs.append(
+            [[list(step.items()) for step in output.outputs[0].logprobs] for output in outputs]
+        )
+    ours, theirs = (
+        [(token, entry.logprob) for steps in each for (token, entry), *_ in steps]
+        for each in logprobs
+    )
+    assert [token for token, _ in theirs] == [token for token, _ in ours]
+    assert [value for _, value in theirs] == pytest.approx([value for _, value in ours], abs=1e-4)
+    assert stand_in["BatchDecodeWithPagedKVCacheWrapper.run"] > 0
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -267,6 +337,9 @@ def some_cache(head_dim: int = 64, **options: Any) -> tuple[CacheSpec, list[KVLa
 def test_models_that_flashinfer_supports_pass_the_check():
     check_flashinfer(some_model(), *some_cache())
     check_flashinfer(some_model(dtype=torch.float16), *some_cache(256, dtype=torch.float16))
+    check_flashinfer(some_model(), *some_cache(dtype=torch.float8_e4m3fn, granularity="head"))
+    layout = KVLayout.hnd(2, 16, 64, roles=[HeadRole(window=20), HeadRole()])
+    check_flashinfer(some_model(), some_cache()[0], [layout])
 
 
 @pytest.mark.parametrize(
@@ -275,7 +348,8 @@ def test_models_that_flashinfer_supports_pass_the_check():
         (
             some_model(),
             some_cache(dtype=torch.float8_e4m3fn, granularity="token"),
-            r"expects kv_cache_dtype='auto', no scales, got torch\.float8_e4m3fn",
+            r"expects kv_cache_dtype='auto' or static scales \(kv_scale='head'\), got "
+            "kv_scale='token'",
         ),
         (
             some_model(dtype=torch.float32),
@@ -295,7 +369,7 @@ def test_models_that_flashinfer_does_not_support_are_refused_with_the_reason(
 @pytest.mark.parametrize(
     "roles",
     [
-        [HeadRole(), HeadRole(window=20)],
+        [HeadRole(), HeadRole(window=20, sink=4)],
         [HeadRole(window=20, sink=4)] * 2,
         [HeadRole(), HeadRole(table_offset=3, group=1)],
         [HeadRole(window=20, ring_blocks=3)] * 2,
@@ -304,9 +378,7 @@ def test_models_that_flashinfer_does_not_support_are_refused_with_the_reason(
 def test_head_roles_are_refused_for_flashinfer(roles):
     spec, _ = some_cache()
     layout = KVLayout.head_groups(roles, [0, 0], 16, 64)
-    with pytest.raises(
-        ConfigError, match="expects heads with one window, no sink, one table, got"
-    ):
+    with pytest.raises(ConfigError, match="expects heads of one table, without sinks, got"):
         check_flashinfer(some_model(), spec, [layout])
 
 
@@ -398,5 +470,43 @@ def test_both_backends_have_errors_of_the_same_size(device):
                 request.num_computed += query_len
         logits[name] = torch.cat(rows)
     error = {name: (x - logits["exact"]).abs().mean().item() for name, x in logits.items()}
+    assert error["flashinfer"] <= 1.5 * error["triton"]
+    assert error["triton"] <= 1.5 * error["flashinfer"]
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason=NOT_INSTALLED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_policy": HeadPolicy(((Visible(40), FULL, Visible(20), Visible(20)),) * 4)},
+        {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"},
+    ],
+    ids=["windows of heads", "static scales"],
+)
+def test_policies_and_static_scales_have_errors_of_the_same_size(tmp_path, device, options):
+    """The embedded model in bfloat16 on both backends, against float32 on mrv1's kernels."""
+    shutil.copytree(checkpoint_dir("tiny"), tmp_path, dirs_exist_ok=True)
+    add_tensors(
+        tmp_path,
+        {
+            f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([0.05])
+            for layer in range(4) for kind in "kv"
+        },
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    prompts, scores = [[7 + i % 900 for i in range(0, 11 * n, 11)] for n in (16, 33, 70)], {}
+    for name, dtype in (("exact", "float32"), ("triton", "bfloat16"), ("flashinfer", "bfloat16")):
+        with LLM(
+            str(tmp_path), device=str(device), dtype=dtype, num_kv_blocks=32,
+            attention_backend="flashinfer" if name == "flashinfer" else "triton",
+            max_num_batched_tokens=32, **options,
+        ) as llm:  # fmt: skip
+            entries = [output.prompt_logprobs[1:] for output in llm.generate(prompts, params)]
+        scores[name] = np.array(
+            [next(iter(step.values())).logprob for steps in entries for step in steps]
+        )
+    error = {name: np.abs(each - scores["exact"]).mean() for name, each in scores.items()}
     assert error["flashinfer"] <= 1.5 * error["triton"]
     assert error["triton"] <= 1.5 * error["flashinfer"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrv1 import SamplingParams, StepPlan
-from mrv1.engine.core import EngineCore
+from mrv1 import ModelRunner, SamplingParams, StepPlan
+from mrv1.bench.headwise import HeadwiseBench, plant_prefix
 from mrv1.runner import cuda_graph
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs, decode_sizes, prompt_sizes
-from mrv1.runner.rows import StepShape
+from mrv1.runner.rows import StepShape, Tail
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_on_gpu import add_many, make_core, run, tokens
 
@@ -52,11 +53,8 @@ def test_a_step_fits_its_graph_with_separate_rows_for_decodes_and_prompts(
     graphs = captured(StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN))
     shape = StepShape.of(query_lens, samples=samples)
     graph = graphs.fit(shape)
-    if prompts and not samples:
-        assert graph is None
-        return
     assert graph in graphs.shapes
-    assert graph.samples == samples
+    assert graph.samples == (samples and not prompts)
     assert graph.max_query_len >= shape.max_query_len
     rows = graph.rows_of(shape)
     assert (rows[:num_decodes] == np.arange(num_decodes)).all()
@@ -85,20 +83,50 @@ def test_steps_that_no_graph_covers_get_none():
     assert graphs.fit(drafts) is None
 
 
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 4), (9, 16)])
+def test_steps_with_drafts_have_graphs_of_their_own(num_rows, size):
+    graphs = captured(StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN, max_drafts=3))
+    shape = StepShape.drafts(num_rows, 4)
+    graph = graphs.fit(shape)
+    assert graph == StepShape.drafts(size, 4)
+    assert graph in graphs.shapes
+    assert graph.rows_of(shape).tolist() == list(range(num_rows))
+    assert graphs.fit(StepShape.drafts(num_rows, 3)) is None
+    assert graphs.fit(replace(shape, samples=False)) is None
+    assert StepShape.drafts(MAX_REQS, 4) in graphs.largest
+
+
 class LaunchedGraphs(StepGraphs):
     """Graphs on a CPU: a replay launches the ops that a graph would have captured."""
 
-    def __init__(self, core: EngineCore) -> None:
-        config = core.config
-        super().__init__(config.max_num_seqs, config.max_num_batched_tokens, core.max_model_len)
+    def __init__(self, runner: ModelRunner) -> None:
+        config = runner.config
+        super().__init__(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            runner.max_model_len,
+            config.max_draft_tokens,
+        )
         captured(self)
-        self.runner = core.runner
+        self.runner = runner
+        step = runner._step
+        layers = [shape for shape in self.shapes if not shape.samples]
+        self._tails = {(shape, tail): None for shape in layers for tail in step.tails(shape)}
+        most = config.max_num_seqs + config.max_num_batched_tokens
+        step._hidden = step._hidden.new_empty(most, step._hidden.shape[1])
         self.replayed: list[StepShape] = []
+        self.replayed_tails: list[Tail] = []
 
     def replay(self, shape: StepShape) -> Forwarded | None:
         self.replayed.append(shape)
         with torch.inference_mode():
-            return self.runner._step.run_padding(shape)
+            self.forwarded = self.runner._step.run_padding(shape)
+        return self.forwarded
+
+    def replay_tail(self, shape: StepShape, tail: Tail) -> None:
+        assert (shape, tail) in self._tails
+        self.replayed_tails.append(tail)
+        self.runner._step.run_tail(self.forwarded, tail)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +147,7 @@ def test_padding_changes_no_token(checkpoint, overlap, monkeypatch):
             num_kv_blocks=250, max_num_batched_tokens=100,
         )  # fmt: skip
         if padded:
-            core.runner._graphs = LaunchedGraphs(core)
+            core.runner._graphs = LaunchedGraphs(core.runner)
         requests = add_many(core, 2, max_tokens=20, seed=1)
         core.step()
         requests += add_many(core, 50, max_tokens=20, features=True)
@@ -128,14 +156,117 @@ def test_padding_changes_no_token(checkpoint, overlap, monkeypatch):
         steps += run(core)
         outputs.append(tokens(requests))
         if padded:
-            replayed = core.runner._graphs.replayed
+            graphs = core.runner._graphs
+            replayed, tails = graphs.replayed, graphs.replayed_tails
             whole = [shape for shape in replayed if shape.samples]
-            assert len(whole) == core.metrics()["num_graph_steps"] < len(replayed) < steps
-            with_prompts = [shape for shape in whole if shape.query_len is None]
+            assert len(replayed) == steps
+            # Log-probabilities beside a prompt are computed kernel by kernel, after its graph.
+            assert len(whole) + len(tails) == core.metrics()["num_graph_steps"] < steps
+            assert {*tails} == {Tail(masks=False, logprobs=asks) for asks in (False, True)}
+            with_prompts = [shape for shape in replayed if shape.query_len is None]
             assert {shape.num_decodes for shape in with_prompts} == {0, 4, 40}
-            assert len(with_prompts) < len(whole)
+            assert len(with_prompts) < len(replayed)
         core.runner.close()
     assert outputs[0] == outputs[1]
+
+
+class EvenTokens:
+    """A grammar, and its own matcher, that allows every token with an even id."""
+
+    def matcher(self) -> EvenTokens:
+        return self
+
+    def fill_bitmask(self, bitmask: np.ndarray) -> None:
+        bitmask[:] = 0x55555555
+
+    def accept(self, token_id: int) -> bool:
+        return token_id % 2 == 0
+
+    def is_finished(self) -> bool:
+        return False
+
+
+SAMPLED = {
+    "plain": {"logprobs": 3},
+    "greedy": {"temperature": 0, "logprobs": 5, "prompt_logprobs": 3},
+    "none": {},
+    "edited": {"logprobs": 2, "presence_penalty": 1.5, "logit_bias": {7: 3.0, 9: -3.0}},
+    "grammar": {"structured_output": EvenTokens()},
+    "both": {"structured_output": EvenTokens(), "logprobs": 0},
+    "ids": {"logprob_token_ids": [3, 4], "logprobs": 1},
+}
+"""Sampling parameters of requests, by name."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("names", "tail"),
+    [
+        (("plain", "none", "greedy"), Tail(masks=False, logprobs=True)),
+        (("plain", "edited"), Tail(masks=True, logprobs=True)),
+        (("none", "grammar"), Tail(masks=True, logprobs=False)),
+        (("both", "plain", "grammar", "edited", "none"), Tail(masks=True, logprobs=True)),
+        (("ids", "ids"), None),
+    ],
+)
+def test_captured_sampling_equals_that_of_a_step_without_graphs(checkpoint, device, names, tail):
+    """Tokens, log-probabilities and ranks are the same; raw values are those before the edits."""
+    found = []
+    for is_captured in (False, True):
+        on_gpu = device.type == "cuda"
+        core = make_core(
+            checkpoint, device=device.type, dtype="float32" if on_gpu else "float64",
+            cuda_graphs=is_captured, deterministic=on_gpu,
+        )  # fmt: skip
+        if is_captured and not on_gpu:
+            core.runner._graphs = LaunchedGraphs(core.runner)
+        requests = [
+            core.add_request(
+                str(i),
+                [5, 6, 7 + i],
+                SamplingParams(
+                    **{"seed": i, "max_tokens": 5 + i, "ignore_eos": True} | SAMPLED[n]
+                ),
+            )
+            for i, n in enumerate(names)
+        ]
+        num_steps = run(core)
+        logprobs = [[*r.prompt_logprobs, *r.output_logprobs] for r in requests]
+        found.append((tokens(requests), logprobs))
+        if is_captured:
+            num_graph_steps = core.metrics()["num_graph_steps"]
+            assert (num_graph_steps == 0) == (tail is None)
+            assert tail is None or num_graph_steps >= num_steps - 2
+        if is_captured and not on_gpu:
+            assert tail in {None, *core.runner._graphs.replayed_tails}
+        core.runner.close()
+    (tokens_before, before), (tokens_after, after) = found
+    assert tokens_before == tokens_after
+    for request_before, request_after in zip(before, after, strict=True):
+        for one, other in zip(request_before, request_after, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.ranks.tolist() == other.ranks.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+
+
+def test_a_graph_runs_the_step_after_a_prefix_hit_of_any_length():
+    """The step uploads the tokens and the block ids of the whole prompt."""
+    bench = HeadwiseBench(
+        shape="tiny-random", device="cpu", context=80_000, streaming_ratio=0.5, max_num_seqs=1,
+        max_num_batched_tokens=64, kv_cache_memory_bytes=100 << 20, planted=True,
+        prompt_tokens=79_000,
+    )  # fmt: skip
+    prompt = [5, 6, 7, 8] * (bench.prompt_tokens // 4)
+    model = bench.new_model(torch.device("cpu"))
+    with bench.engine("recycled", model, enable_prefix_caching=True) as core:
+        core.runner._graphs = LaunchedGraphs(core.runner)
+        plant_prefix(core, prompt)
+        core.add_request("a", prompt, SamplingParams(max_tokens=4))
+        plan = core.scheduler.schedule()
+        assert plan.num_scheduled_tokens.tolist() == [8]
+        rows, staged = core.runner._prepare(plan)
+    assert rows.is_captured
+    assert staged is None, "a graph finds the upload at its place"
 
 
 def copied(plan: StepPlan) -> StepPlan:
@@ -153,7 +284,7 @@ def test_a_step_that_continues_another_uploads_new_blocks_only(checkpoint, monke
     for changed in (lambda plan: plan, copied, lambda plan: replace(plan, continues=None)):
         core = make_core(checkpoint, device="cpu", dtype="float64", max_num_seqs=4)
         runner = core.runner
-        runner._graphs = LaunchedGraphs(core)
+        runner._graphs = LaunchedGraphs(runner)
         sent = []
         send, execute = runner._staging.send, runner.execute
         monkeypatch.setattr(
@@ -177,3 +308,39 @@ def test_a_step_that_continues_another_uploads_new_blocks_only(checkpoint, monke
     assert num_sent[0] == num_sent[1] <= most < steps
     assert num_sent[2] >= 60
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_capture_samples_no_values_of_the_captured_run(monkeypatch):
+    """Nothing has written them: rows that sample would be read at any index."""
+
+    class Capture:
+        is_on = False
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            Capture.is_on = True
+
+        def __exit__(self, *_: object) -> None:
+            Capture.is_on = False
+
+    for name in ("CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, Capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    graphs, tail = StepGraphs(4, 32, 32), Tail(masks=False, logprobs=False)
+    sampled = []
+
+    def run(shape: StepShape) -> Any:
+        return None if shape.samples else (shape, Capture.is_on)
+
+    def sample(forwarded: Any, tail: Tail) -> None:
+        shape, is_captured = forwarded
+        assert is_captured == Capture.is_on
+        sampled.append((shape, is_captured))
+
+    graphs.capture(graphs.shapes, run, sample, lambda shape: [tail], progress=False)
+    layers = [shape for shape in graphs.shapes if not shape.samples]
+    assert sampled == [(shape, is_on) for shape in layers for is_on in (False, True)]
+    assert all(graphs.has_tail(shape, tail) for shape in layers)

@@ -11,13 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import StepPlan
-from mrv1.kernels.step.contracts import RUNNING
+from mrv1.config import MAX_DRAFTS
+from mrv1.kernels.step.contracts import MAX_DRAFT_TOKENS, MAX_SAMPLED_TOKENS, RUNNING
 from mrv1.runner.request_state import RequestState
 from mrv1.runner.slot_state import SlotState
 from mrv1.runner.staging import StepUpload
 from tests.runner.host_state import AppliedUpload, entering, plan_of
 
 NUM_SLOTS, MAX_LEN = 5, 40
+
+
+def test_the_limits_of_drafts_agree():
+    assert MAX_DRAFTS == MAX_DRAFT_TOKENS == MAX_SAMPLED_TOKENS - 1
 
 
 def make_state(

@@ -57,6 +57,24 @@ def test_changes_arrive_in_the_state_and_nowhere_else(device, data, seed):
     np.testing.assert_array_equal(state.cpu().numpy(), expected)
 
 
+@pytest.mark.gpu
+def test_a_graph_finds_the_drafts_of_each_row_at_one_place(device):
+    staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, device, captured_drafts=(4, 3))
+    ops = select_ops(kernel_path(device))
+    view = staging.static_view(4, has_drafts=True)
+    for slot, drafts in enumerate((((1, 2, 3), (), (5,)), ((), (9, 8)), ((), (), (), (4,)))):
+        upload = StepUpload()
+        upload.put(0, [7] * (1 + slot))
+        rows = np.full(4, -1, np.int32)
+        assert staging.send(slot, upload, rows, None, drafts=drafts, is_captured=True) is None
+        ring_slot = torch.tensor([slot], dtype=torch.int32, device=device)
+        ops.fetch_upload(staging.uploads, ring_slot, staging.fetched)
+        counts, token_ids = view.num_draft_tokens.tolist(), view.draft_token_ids.tolist()
+        for count, row, expected in zip(counts, token_ids, drafts, strict=False):
+            assert tuple(row) == expected + (-1,) * (3 - count)
+        assert view.num_segments.item() == 1
+
+
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=MAX_REQS), slot=st.integers(0, 2))
 def test_staged_rows_have_their_slots_and_query_starts(lengths, slot):
     staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, torch.device("cpu"))
@@ -92,6 +110,18 @@ def test_an_upload_that_fits_has_room_for_sources_too():
     rows, lengths = np.array([0], np.int32), np.array([5], np.int32)
     assert staging.send(0, full, rows, lengths, num_sources=9) is None
     assert len(staging.static_view(1).segments) == full.num_segments
+
+
+def test_an_upload_has_room_for_a_request_of_any_length_beside_all_else():
+    staging = Staging(MAX_REQS, MAX_SEGMENTS, NUM_SLOTS, torch.device("cpu"), request_words=999)
+    upload = StepUpload()
+    upload.write(0, np.arange(FETCHED_WORDS, dtype=np.int32))
+    upload.write(FETCHED_WORDS, np.arange(999, dtype=np.int32))
+    assert staging.fits(upload)
+    staged = send(staging, 0, upload, [0], [1])
+    assert staged.words is staging.fetched
+    _, (_, src, length) = staged.segments.tolist()
+    assert staged.words[src : src + length].tolist() == [*range(999)]
 
 
 def test_a_graph_reads_padding_before_the_first_step():

@@ -115,7 +115,6 @@ def bound_of(runner: ModelRunner) -> int:
     most, is_sorted = runner.config.max_logprobs, runner.config.max_logprobs > MAX_SEARCHED
     return (
         2 * num_rows * VOCAB * 4
-        + num_rows * VOCAB // 8
         + (FILTER_CHUNK * VOCAB * FILTER_BYTES if is_sorted or not is_raw else 0)
         + 64 * num_rows * (1 + 2 * min(most, MAX_SEARCHED))
         + (24 + 4 * hidden_size) * num_tokens
