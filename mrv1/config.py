@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 from mrv1.environment import (
     BAD_WORDS_LEN_VARIABLE,
+    COMPILE_PROCESSES_VARIABLE,
     DEBUG_SYNC_VARIABLE,
     DEBUG_VARIABLE,
     HEAD_POLICY_VARIABLE,
@@ -36,6 +38,7 @@ KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
 KVScaleName = Literal["token", "quarter", "head"]
 """The granularities of ``mrv1.kernels.KVScales``."""
 AttentionBackendName = Literal["triton", "flashinfer"]
+SchedulingPolicyName = Literal["fcfs", "priority"]
 LogprobsModeName = Literal["raw_logprobs", "processed_logprobs"]
 
 EMBEDDED_MODEL = "tiny"
@@ -47,10 +50,26 @@ SMOLLM2 = "smollm2"
 BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
 
+MAX_DRAFTS = 7
+"""Most drafts of a request in a step."""
+
 UNLIMITED = -1
 """The value of ``max_logprobs`` that sets no limit."""
 
-LEAST = {"max_model_len": 2, "streaming_cache_blocks": 0, "mm_cache_memory_bytes": 0}
+DEFAULT_PROMPT_LOOKUP = 5
+"""Tokens that are looked up for drafts, vLLM's default."""
+
+MAX_PROMPT_LOOKUP = 32
+"""Longest sequence of tokens that is looked up for drafts."""
+
+LEAST = {
+    "max_model_len": 2,
+    "streaming_cache_blocks": 0,
+    "mm_cache_memory_bytes": 0,
+    "long_prefill_token_threshold": 0,
+    "max_draft_tokens": 0,
+    "compile_processes": 0,
+}
 """Least values of counts, if not 1; the shortest prompt and output have two tokens."""
 
 
@@ -66,6 +85,21 @@ def dtype_name(dtype: object) -> DtypeName:
     if not isinstance(name, str) or name not in get_args(DtypeName):
         raise ConfigError(f"dtype: expected one of {get_args(DtypeName)}, got {dtype!r}")
     return cast("DtypeName", name)
+
+
+def check_target_ms(target: object) -> None:
+    """Check a value of ``target_inter_token_ms``.
+
+    Raises:
+        ConfigError: it is neither None nor a number of milliseconds above 0.
+    """
+    if target is None:
+        return
+    is_number = isinstance(target, int | float) and not isinstance(target, bool)
+    if not (is_number and 0 < cast("float", target) < math.inf):
+        raise ConfigError(
+            f"target_inter_token_ms: expected milliseconds > 0 or None, got {target!r}"
+        )
 
 
 def checkpoint_dir(model: str | Path, *, progress: bool = True) -> Path:
@@ -127,6 +161,73 @@ def _smollm2_file() -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are proposed: the keys of ``EngineConfig.speculative``.
+
+    Raises:
+        ConfigError: a field is out of its range; the message names it.
+    """
+
+    method: str
+    """``ngram``: the last tokens of a request are looked up in its prompt and output, and the
+    tokens that followed there are the drafts."""
+    num_tokens: int = 4
+    """Drafts per request and step, 1 to 7."""
+    prompt_lookup_max: int | None = None
+    """Most tokens to look up, up to 32; the longest sequence that occurs before counts. Default:
+    ``prompt_lookup_min``, else 5, as in vLLM."""
+    prompt_lookup_min: int | None = None
+    """Fewest tokens to look up. Default: ``prompt_lookup_max``, else 5, as in vLLM."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if self.method != "ngram":
+            raise ConfigError(f"speculative: method: expected 'ngram', got {self.method!r}")
+        for name, most in (
+            ("num_tokens", MAX_DRAFTS),
+            ("prompt_lookup_max", MAX_PROMPT_LOOKUP),
+            ("prompt_lookup_min", MAX_PROMPT_LOOKUP),
+        ):
+            value: object = getattr(self, name)
+            if value is None and name != "num_tokens":
+                continue
+            if type(value) is not int or not 1 <= value <= most:
+                raise ConfigError(
+                    f"speculative: {name}: expected an integer from 1 to {most}, got {value!r}"
+                )
+        least, most = self.lookup_lengths
+        if least > most:
+            raise ConfigError(
+                f"speculative: prompt_lookup_min: expected at most prompt_lookup_max ({most}), "
+                f"got {least}"
+            )
+
+    @classmethod
+    def of(cls, given: object) -> Self:
+        """Return the configuration that a mapping of names and values describes.
+
+        Raises:
+            ConfigError: it is no mapping, or a key is missing, unknown or out of its range.
+        """
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f'speculative: expected a mapping such as {{"method": "ngram"}}, got {given!r}'
+            )
+        names = [each.name for each in fields(cls)]
+        unknown = [key for key in given if key not in names]
+        if unknown or "method" not in given:
+            got = f"{unknown[0]!r}" if unknown else "no method"
+            raise ConfigError(f"speculative: expected the keys {', '.join(names)}, got {got}")
+        return cls(**given)
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int]:
+        """Fewest and most tokens to look up."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        return least or most or DEFAULT_PROMPT_LOOKUP, most or least or DEFAULT_PROMPT_LOOKUP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The options of an engine and its runner.
 
@@ -147,6 +248,9 @@ class EngineConfig:
     CPU only."""
     device: str = "auto"
     """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
+    tensor_parallel_size: int = 1
+    """Processes (ranks) that share each layer's heads, its MLP and the vocabulary; more than 1 on
+    ``device="cpu"`` only so far. A divisor or a multiple of the model's KV heads."""
     kv_cache_dtype: KVCacheDtypeName = "auto"
     """Type of keys and values in the cache: ``auto`` is the same as ``dtype``; ``fp8_e4m3`` stores
     8-bit codes and their scales, whatever ``dtype`` is."""
@@ -164,6 +268,17 @@ class EngineConfig:
     """Most requests that run at the same time."""
     max_num_batched_tokens: int = 8192
     """Most tokens that one step computes; longer prompts are prefilled in chunks."""
+    scheduling_policy: SchedulingPolicyName = "fcfs"
+    """``fcfs``: first come, first served. ``priority``: requests with a lower ``priority`` first;
+    requests of one priority take turns by their ``fairness_id``, with about as many tokens for
+    each id."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one request in a step. Prompts with more tokens left share this many tokens
+    of each step, plus what shorter ones leave, so that they do not hold these up; 0 = no limit."""
+    target_inter_token_ms: float | None = None
+    """Milliseconds that a step with decodes and prompts shall take at most: the prompts get the
+    tokens that fit by a model of the step's time, which is calibrated at start-up. The oldest
+    prompt gets ``block_size`` tokens in each step in any case. Default: no target."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations and KV cache together."""
     num_kv_blocks: int | None = None
@@ -176,7 +291,8 @@ class EngineConfig:
     mm_cache_memory_bytes: int | None = None
     """Bytes on the device for the features of images, video and audio that requests bring, and for
     features that later requests may bring again; 0 refuses such requests. Default: room for
-    ``max_num_batched_tokens`` rows, at least 8192."""
+    ``max_num_batched_tokens`` rows, at least 8192; a model without a vision encoder allocates it
+    with the first item."""
     head_policy: str | None = field(default_factory=VARIABLES[HEAD_POLICY_VARIABLE])
     """Which tokens each KV head sees: ``ratio=0.5,window=256,sink=64`` (that share of each layer's
     heads streams; also ``full_layers_every``), the JSON file of a ``HeadPolicy``, the folder of a
@@ -199,7 +315,8 @@ class EngineConfig:
     the blocks of running requests. Default: the blocks of 64 requests."""
     attention_backend: AttentionBackendName = "triton"
     """``triton``: mrv1's own kernels. ``flashinfer``: FlashInfer, which must be installed; on a
-    GPU, in float16 or bfloat16, without fp8 and not with ``deterministic``."""
+    GPU, in float16 or bfloat16, without sinks, with no other fp8 scales than those of
+    ``kv_scale="head"``, and not with ``deterministic``."""
     enable_prefix_caching: bool = True
     """Keep the blocks of prompts and outputs for later requests that begin with the same tokens.
     Off with the ``quarter`` scales of ``kv_scale``, whose bytes depend on the order of writes."""
@@ -208,6 +325,20 @@ class EngineConfig:
     may change which requests share a step, and so the rounding of products, but nothing else."""
     cuda_graphs: bool = True
     """On a GPU, capture steps of a few sizes as CUDA graphs at start-up."""
+    speculative: Mapping[str, object] | None = None
+    """Propose drafts, which each step verifies, so that a step may give several tokens of a
+    request: ``{"method": "ngram", "num_tokens": 4}``; more keys are ``prompt_lookup_max`` and
+    ``prompt_lookup_min``. Faster where outputs repeat parts of prompts; never other tokens, except
+    by the rounding of products. ``max_draft_tokens`` is ``num_tokens`` at least. Not with custom
+    ``logits_processors``, FlashInfer or the ``quarter`` scales of ``kv_scale``. Default: no
+    drafts."""
+    max_draft_tokens: int = 0
+    """Most drafts of a request, up to 7, in a step with drafts that runs as a CUDA graph (see
+    ``StepPlan.draft_token_ids``). 0: none is captured; steps with drafts launch each kernel."""
+    compile_processes: int | None = field(default_factory=VARIABLES[COMPILE_PROCESSES_VARIABLE])
+    """Processes that compile kernels at start-up, while weights load, if Triton's cache lacks
+    them; 0 compiles each kernel when it is first launched. Default: the environment variable
+    ``MRV1_COMPILE_PROCESSES``, else one for every CPU core."""
     deterministic: bool = False
     """Compute logits whose bits depend on a request's tokens alone, not on other requests or on
     chunks. It is slower, and not possible with the ``quarter`` scales of ``kv_scale``."""
@@ -265,16 +396,32 @@ class EngineConfig:
                 "kv_scale, deterministic: expected not both, got 'quarter', whose bytes depend on "
                 "the order of writes, and deterministic=True"
             )
+        if self.tensor_parallel_size > 1 and self.deterministic:
+            raise ConfigError(
+                "tensor_parallel_size, deterministic: expected not both, got "
+                f"{self.tensor_parallel_size} ranks, whose sums have no fixed order, and "
+                "deterministic=True"
+            )
         if self.visit_masked_pages and self.window_recycling and not self.per_head_ids:
             raise ConfigError(
                 "visit_masked_pages: expected tables that keep all blocks "
                 "(window_recycling=False or per_head_ids=True), got neither"
             )
-        for name in ("deterministic", "per_head_ids", "visit_masked_pages"):
+        if self.speculation is not None and self.kv_scale == "quarter":
+            raise ConfigError(
+                "kv_scale, speculative: expected not both, got 'quarter', whose bytes also depend "
+                "on drafts that are not accepted, and speculative"
+            )
+        for name in ("deterministic", "per_head_ids", "visit_masked_pages", "speculative"):
             if getattr(self, name) and self.attention_backend == "flashinfer":
                 raise ConfigError(
                     f"{name}: expected attention_backend='triton' with it, got 'flashinfer'"
                 )
+        if self.max_draft_tokens > MAX_DRAFTS:
+            raise ConfigError(
+                f"max_draft_tokens: expected at most {MAX_DRAFTS}, got {self.max_draft_tokens}"
+            )
+        check_target_ms(self.target_inter_token_ms)
         share: object = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")
@@ -324,6 +471,11 @@ class EngineConfig:
         With ``kv_scale="quarter"`` the bytes also depend on the order of writes.
         """
         return self.enable_prefix_caching and self.kv_scale != "quarter"
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """``speculative`` with its defaults; None = no drafts."""
+        return None if self.speculative is None else SpeculativeConfig.of(self.speculative)
 
     @property
     def steps_in_flight(self) -> int:

@@ -23,6 +23,8 @@ torch.set_num_threads(1)
 
 HAS_GPU = torch.cuda.is_available() and not INTERPRET
 NO_GPU = "not run: no GPU"
+if HAS_GPU:  # each engine of a test has its own few kernels: a process for them takes longer
+    os.environ.setdefault("MRV1_COMPILE_PROCESSES", "0")
 _common = {
     "deadline": None,  # the interpreter needs seconds where a GPU needs microseconds
     "derandomize": bool(os.environ.get("CI")),  # a red CI run must be repeatable

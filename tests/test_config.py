@@ -225,6 +225,8 @@ def test_a_wrong_count_names_its_variable(monkeypatch, value, expected):
         ("max_num_seqs", 2**31, "an integer >= 1 that fits int32, got 2147483648"),
         ("max_model_len", 1, "an integer >= 2 that fits int32, got 1"),
         ("streaming_cache_blocks", -1, "an integer >= 0 that fits int32, got -1"),
+        ("max_draft_tokens", -1, "an integer >= 0 that fits int32, got -1"),
+        ("max_draft_tokens", 8, "at most 7, got 8"),
         ("kv_cache_memory_bytes", 0, "an integer >= 1, got 0"),
         ("gpu_memory_utilization", 0, r"\(0, 1\], got 0"),
         ("seed", True, "an integer, got True"),

@@ -49,6 +49,8 @@ class MoreOptions(EngineConfig):
     """Tints."""
     brush: str | None = None
     """Kind of brush."""
+    mixture: Mapping[str, object] | None = None
+    """Parts of colours."""
 
 
 def options_of(path: tuple[str, ...]) -> Mapping[str, Any]:
@@ -198,12 +200,12 @@ def test_a_new_field_is_an_option_of_a_command(paint):
     assert got["seed"] == 3
     result, got = paint(
         "--colour", "blue", "--num-shades", "2", "--is-bright", "--no-is-warm", "--tint-id", "5",
-        "--tint-id", "6", "--brush", "flat", "--debug-sync",
+        "--tint-id", "6", "--brush", "flat", "--debug-sync", "--mixture", '{"red": [1]}',
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     expected = {
         "colour": "blue", "num_shades": 2, "is_bright": True, "is_warm": False, "tint_ids": (5, 6),
-        "brush": "flat", "debug_sync": True,
+        "brush": "flat", "debug_sync": True, "mixture": {"red": [1]},
     }  # fmt: skip
     assert got["options"].items() >= expected.items()
 
@@ -234,7 +236,7 @@ def test_a_wrong_value_is_refused_by_name(paint, arguments, message):
 
 
 def test_a_field_that_text_cannot_express_must_be_left_out():
-    with pytest.raises(TypeError, match=r"SamplingParams.logit_bias: expected a type of options"):
+    with pytest.raises(TypeError, match=r"SamplingParams.structured_output: expected a type"):
         FieldsOf(cls=SamplingParams).options()
 
 

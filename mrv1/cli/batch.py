@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,10 @@ from mrv1.sampler.params import short
 INPUT_KEYS = (*PROMPT_KEYS, "messages")
 """Keys of which a line has one: what the model continues or answers."""
 
-KEYS = (*INPUT_KEYS, *MULTIMODAL_KEYS, "request_id", "sampling_params")
+ORDER_KEYS = ("priority", "fairness_id")
+"""Keys that say when a line's request runs, as ``LLM.add_request`` names them."""
+
+KEYS = (*INPUT_KEYS, *MULTIMODAL_KEYS, *ORDER_KEYS, "request_id", "sampling_params")
 """Keys that a line may have."""
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
@@ -45,6 +48,8 @@ class Line:
     """``prompt``, ``prompt_token_ids`` or ``messages``, and ``MULTIMODAL_KEYS``; the engine checks
     them."""
     params: SamplingParams | None = None
+    order: Mapping[str, Any] = field(default_factory=dict)
+    """``ORDER_KEYS`` and their values; the engine checks them."""
     error: Mrv1Error | None = None
 
 
@@ -102,10 +107,11 @@ def _parse(number: int, raw: bytes, sampling: Mapping[str, Any]) -> Line:
         if unknown:
             raise RequestError(f"expected keys among {', '.join(KEYS)}; got {short(unknown)}")
         prompt = {key: record[key] for key in (*INPUT_KEYS, *MULTIMODAL_KEYS) if key in record}
+        order = {key: record[key] for key in ORDER_KEYS if key in record}
         params = _params(record.get("sampling_params", {}), sampling)
     except RequestError as error:
         return Line(number=number, request_id=request_id, error=error)
-    return Line(number=number, request_id=request_id, prompt=prompt, params=params)
+    return Line(number=number, request_id=request_id, prompt=prompt, params=params, order=order)
 
 
 def _load_object(raw: bytes) -> dict[str, Any]:
@@ -223,6 +229,7 @@ def _add(llm: LLM, line: Line) -> RequestError | None:
             prompt,
             line.params or SamplingParams(),
             request_id=str(line.number),
+            **line.order,
         )
     except RequestError as error:
         return error

@@ -75,7 +75,8 @@ def generate(
         typer.Option(
             "--input",
             help='File of prompts, or - for stdin, one JSON object per line: "prompt", '
-            '"prompt_token_ids" or "messages", and optionally "sampling_params" and "request_id". '
+            '"prompt_token_ids" or "messages", and optionally "sampling_params", "request_id", '
+            '"priority" and "fairness_id". '
             "A field that is null counts as absent; blank lines are skipped.",
         ),
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import GenericAlias, NoneType, UnionType
@@ -80,6 +81,8 @@ class FieldsOf:
             option = self.names.get(name, option.removesuffix("s"))
             shown = ", ".join(map(str, default or ())) or False
             kind, default = GenericAlias(list, get_args(kind)[0]), None
+        elif get_origin(kind) is Mapping:  # read by ``values``
+            kind = str
         elif kind not in (str, int, float, bool):
             raise TypeError(f"{self.cls.__name__}.{name}: expected a type of options, got {kind}")
         default = self.defaults.get(name, default)
@@ -101,11 +104,18 @@ class FieldsOf:
         )
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of the fields, without options whose value is None or empty."""
+        """Return the values of the fields, without options whose value is None or empty.
+
+        Raises:
+            ConfigError: a mapping is not given as a JSON object.
+        """
         values = {}
+        kinds = {each.name: _without_none(each.annotation) for each in parameters(self.cls)}
         for name, value in given.items():
             if name in self.parsers and value is not None:
                 values[name] = self.parsers[name](value)
+            elif get_origin(kinds[name]) is Mapping and value is not None:
+                values[name] = _json_object(name, value)
             elif value is not None and value != []:
                 values[name] = tuple(value) if isinstance(value, list) else value
         return values
@@ -155,6 +165,21 @@ def counts(name: str, text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"{name}: expected counts such as 1,256, got {text!r}")
     return tuple(map(int, parts))
+
+
+def _json_object(name: str, text: str) -> dict[str, object]:
+    """Return the JSON object of a text.
+
+    Raises:
+        ConfigError: the text is something else.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: expected a JSON object, got {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: expected a JSON object, got {text!r}")
+    return value
 
 
 def _without_none(kind: object) -> object:

@@ -109,6 +109,9 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        fairness_id: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output of one prompt as it grows; the last output is finished.
 
@@ -118,6 +121,8 @@ class AsyncLLM:
             prompt: text, token ids, or a dict, as for ``LLM.generate``.
             sampling_params: None = ``get_default_sampling_params()``.
             request_id: a name for ``abort``, unique among unfinished requests; None = a new one.
+            priority: as in ``LLM.generate``.
+            fairness_id: as in ``LLM.generate``.
 
         Raises:
             RequestError: the prompt, the parameters or the id were refused, or the request failed,
@@ -135,8 +140,16 @@ class AsyncLLM:
         )
         is_finished = False
         try:
-            make = partial(self._llm._make_group, prompt, params, stream.req_id)
-            self._inputs.submit(self._engine.queue, stream, partial(make, is_awaited=True))
+            make = partial(
+                self._llm._make_group,
+                prompt,
+                params,
+                stream.req_id,
+                priority,
+                fairness_id,
+                is_awaited=True,
+            )
+            self._inputs.submit(self._engine.queue, stream, make)
             while not is_finished:
                 output = await stream.take()
                 is_finished = output.finished

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from mrv1.errors import CapacityError
 
@@ -143,17 +144,11 @@ class BlockPool:
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of ``digests``."""
-        blocks = []
-        for digest in digests:
-            block = self._cached.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        return [*iter(map(self._cached.get, digests).__next__, None)]  # up to the first None
 
     def known(self, digests: Iterable[bytes]) -> list[int]:
         """Return the block of every digest, -1 where no block is known."""
-        return [self._cached.get(digest, -1) for digest in digests]
+        return [*map(self._cached.get, digests, repeat(-1))]
 
     def watch(self, digests: Iterable[bytes]) -> None:
         """Reset ``has_changed``; it then reports freed blocks and changes of ``find(digests)``."""
@@ -163,17 +158,15 @@ class BlockPool:
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """Return how many of ``blocks`` count as free, but would not once they are shared."""
-        return sum(block in self._evictable for block in blocks)
+        return sum(map(self._evictable.__contains__, blocks))
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of ``blocks``, which ``find`` returned."""
+        num_refs, evict = self._num_refs, self._evictable.pop
         for block in blocks:
-            if not self._num_refs[block]:
-                if block in self._evictable:
-                    del self._evictable[block]
-                else:
-                    self._used_until[block] = self._quarantine.pop(block)
-            self._num_refs[block] += 1
+            if not num_refs[block] and evict(block, None) is None:
+                self._used_until[block] = self._quarantine.pop(block)
+            num_refs[block] += 1
 
     def reset_cache(self) -> None:
         """Forget all content: cached blocks become free, blocks in use stay in use."""

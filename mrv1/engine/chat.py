@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from mrv1.engine.tokenizer import ChatPrompt, Tokenizer
 from mrv1.errors import RequestError
+from mrv1.multimodal import Video
 from mrv1.sampler.params import short
 
 Message = Mapping[str, Any]
@@ -16,8 +17,15 @@ Message = Mapping[str, Any]
 
 MESSAGE = "a dict with role and content"
 
-ImagesEncoder = Callable[[Sequence[int], Sequence[object]], Mapping[str, Any]]
-"""From the tokens of a prompt and its images to the keys of a prompt with features."""
+VisualsEncoder = Callable[[Sequence[int], Sequence[object], Sequence[Video]], Mapping[str, Any]]
+"""From a prompt's tokens, images and videos to the keys of a prompt with features."""
+
+
+class Visuals(NamedTuple):
+    """The images and the videos of a conversation, in their order."""
+
+    images: list[object]
+    videos: list[Video]
 
 
 class ChatOptions(TypedDict, total=False):
@@ -44,7 +52,7 @@ class ChatTemplate:
     """
 
     tokenizer: Tokenizer
-    encode_images: ImagesEncoder
+    encode_visuals: VisualsEncoder
     """``VisionEncoder.prompt`` of the model's own encoder, which the first call loads."""
     chat_template: str | None = None
     add_generation_prompt: bool = True
@@ -76,20 +84,20 @@ class ChatTemplate:
 
         Raises:
             RequestError: a message has the wrong shape, the template refuses the conversation, or
-                an image cannot be read or does not fit the model.
+                an image or a video cannot be read or does not fit the model.
             ChatTemplateError: the template cannot be parsed.
         """
-        images: list[object] = []
+        visuals = Visuals([], [])
         prompt = self.tokenizer.chat_prompt(
-            checked_messages(messages, images),
+            checked_messages(messages, visuals),
             tools=None if self.tools is None else list(self.tools),
             chat_template=self.chat_template,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             variables=dict(self.chat_template_kwargs or {}),
         )
-        if images:
-            encoded = self.encode_images(self.tokenizer.encode(prompt), images)
+        if any(visuals):
+            encoded = self.encode_visuals(self.tokenizer.encode(prompt), *visuals)
             prompt.token_ids, prompt.items = encoded["prompt_token_ids"], encoded["multimodal"]
         return prompt
 
@@ -112,12 +120,12 @@ def split_conversations(messages: object) -> tuple[list[object], bool]:
     return [messages], True
 
 
-def checked_messages(messages: object, images: list[object]) -> list[dict[str, Any]]:
-    """Return a conversation's messages, with each content without images as one text.
+def checked_messages(messages: object, visuals: Visuals) -> list[dict[str, Any]]:
+    """Return a conversation's messages, with each content of text alone as one text.
 
     Args:
         messages: the conversation.
-        images: gets the images, in their order; they leave empty parts in the messages.
+        visuals: gets the images and videos, which leave empty parts in the messages.
 
     Raises:
         RequestError: a message has the wrong shape; the message names its index.
@@ -128,10 +136,10 @@ def checked_messages(messages: object, images: list[object]) -> list[dict[str, A
         )
     if not messages:
         raise RequestError("messages: expected at least one message, got none")
-    return [_checked_message(f"messages[{i}]", each, images) for i, each in enumerate(messages)]
+    return [_checked_message(f"messages[{i}]", each, visuals) for i, each in enumerate(messages)]
 
 
-def _checked_message(name: str, message: object, images: list[object]) -> dict[str, Any]:
+def _checked_message(name: str, message: object, visuals: Visuals) -> dict[str, Any]:
     """Return a message without None values; a content of text parts becomes one text."""
     if not isinstance(message, Mapping):
         raise RequestError(f"{name}: expected {MESSAGE}, got {short(message)}")
@@ -142,7 +150,7 @@ def _checked_message(name: str, message: object, images: list[object]) -> dict[s
     if not isinstance(checked["role"], str) or not checked["role"]:
         raise RequestError(f"{name}: expected a role such as 'user', got {short(checked['role'])}")
     if content is not None and not isinstance(content, str):
-        checked["content"] = _checked_content(name, content, images)
+        checked["content"] = _checked_content(name, content, visuals)
     if checked.get("tool_calls"):
         checked["tool_calls"] = _with_arguments(name, checked["tool_calls"])
     return checked
@@ -168,9 +176,7 @@ def _with_arguments(name: str, calls: object) -> list[object]:
     return parsed
 
 
-def _checked_content(
-    name: str, parts: object, images: list[object]
-) -> str | list[dict[str, object]]:
+def _checked_content(name: str, parts: object, visuals: Visuals) -> str | list[dict[str, object]]:
     """Return the parts of a content; of text alone, one text with each part on its own lines."""
     if not isinstance(parts, Sequence) or not _is_list(parts):
         raise RequestError(
@@ -193,12 +199,16 @@ def _checked_content(
                 | {"type": "image_url", "image_url": {"url": image}}
                 | {"type": "image_url", "image_url": str() as image}
             ):
-                images.append(image)
+                visuals.images.append(image)
                 checked.append({"type": "image"})
+            case {"type": "video", "video": frames}:
+                visuals.videos.append(Video(frames=frames, fps=part.get("fps")))
+                checked.append({"type": "video"})
             case _:
                 raise RequestError(
-                    f'{name}: expected content parts {{"type": "text", "text": ...}} or '
-                    f'{{"type": "image", "image": ...}}, got {short(part)}'
+                    f'{name}: expected content parts {{"type": "text", "text": ...}}, '
+                    f'{{"type": "image", "image": ...}} or {{"type": "video", "video": ...}}, got '
+                    f"{short(part)}"
                 )
     return "\n".join(texts) if len(texts) == len(checked) else checked
 

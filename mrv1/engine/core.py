@@ -8,6 +8,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import ParamSpec, TypedDict
 
 import numpy as np
@@ -17,14 +18,32 @@ from mrv1.config import EngineConfig
 from mrv1.engine.guards import recovers
 from mrv1.engine.prefix_cache import key_spans
 from mrv1.engine.request import Request, Status
-from mrv1.engine.request_limits import check_logprob_memory, check_params
+from mrv1.engine.request_limits import check_logprob_memory, check_order, check_params
 from mrv1.engine.scheduler import Scheduler
-from mrv1.errors import RequestError, StepError
+from mrv1.engine.speculation import Speculation
+from mrv1.engine.step_time import StepTarget, calibrate
+from mrv1.errors import ConfigError, RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
-from mrv1.multimodal import MultimodalItem, as_items, in_order, visible_ranges, whole_spans
+from mrv1.multimodal import (
+    MultimodalItem,
+    as_items,
+    check_placeholders,
+    in_order,
+    visible_ranges,
+    whole_spans,
+)
 from mrv1.multimodal.mrope import mrope_positions
-from mrv1.runner import AsyncOutput, KVListener, KVUsage, ModelRunner, RequestId, StepPlan
+from mrv1.runner import (
+    AsyncOutput,
+    KVListener,
+    KVUsage,
+    ModelRunner,
+    ParallelRunner,
+    RequestId,
+    StepPlan,
+)
+from mrv1.runner.step import Int32Array
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
 from mrv1.sampler.params import short
@@ -51,6 +70,8 @@ class Metrics(TypedDict):
     """Tokens of admitted requests, looked up in the prefix cache."""
     prefix_hit_tokens: int
     """Tokens of ``num_prefix_queries`` that the prefix cache had."""
+    num_prefix_waits: int
+    """Requests that waited for a running one to compute a prefix that both have."""
     wasted_tokens: int
     """Tokens of stale rows: their request had ended or was preempted when the result came."""
     staging_waits: int
@@ -58,9 +79,15 @@ class Metrics(TypedDict):
     num_compilations: int
     """Kernels that Triton compiled or loaded after start-up: each of them stalls a step."""
     num_graph_steps: int
-    """Steps that ran as one CUDA graph."""
+    """Steps that ran as CUDA graphs, sampling included."""
     num_nan_rows: int
     """Requests that failed because of NaN in their logits."""
+    num_drafts: int
+    """Times that a step verified drafts of a request."""
+    num_draft_tokens: int
+    """Drafts that steps verified."""
+    num_accepted_tokens: int
+    """Drafts among them that were accepted."""
     grammar_waits: int
     """Steps whose sampling waited for the tokens that a grammar's mask depends on."""
     host_seconds: float
@@ -69,12 +96,25 @@ class Metrics(TypedDict):
     """Time the host waited for results."""
     gpu_seconds: float
     """Time the GPU spent in steps, with gaps shorter than a launch; 0 on a CPU."""
+    predicted_seconds: float
+    """Time of all launched steps as predicted for ``target_inter_token_ms``, to be compared with
+    ``gpu_seconds`` (on a CPU with ``host_seconds``); 0 without a target."""
 
 
 def derive_seed(engine_seed: int, admission: int) -> int:
     """Return the 64-bit seed of the ``admission``-th request, which brought no seed of its own."""
     digest = hashlib.blake2b(f"{engine_seed}/{admission}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _as_array(token_ids: tuple[object, ...]) -> npt.NDArray[np.int64] | None:
+    """Return token ids as an array; None if one is not an ``int``, or of more than 64 bits."""
+    if {*map(type, token_ids)} != {int}:  # bool is not int
+        return None
+    try:
+        return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+    except OverflowError:
+        return None
 
 
 class EngineCore:
@@ -94,14 +134,25 @@ class EngineCore:
         progress: bool = True,
     ) -> None:
         """Build runner and scheduler; for arguments and errors see ``ModelRunner``."""
+        speculation = config.speculation
+        self._speculation = None if speculation is None else Speculation(speculation)
+        if speculation is not None:
+            if logits_processors:
+                raise ConfigError(
+                    "speculative: expected no logits_processors, which see no drafts, got some"
+                )
+            most = max(config.max_draft_tokens, speculation.num_tokens)
+            config = replace(config, max_draft_tokens=most)
         self.config = config
-        self.runner = ModelRunner(
+        make_runner = ModelRunner if config.tensor_parallel_size == 1 else ParallelRunner
+        self.runner: ModelRunner = make_runner(
             config,
             model=model,
             head_policy=head_policy,
             logits_processors=logits_processors,
             progress=progress,
         )
+        target = config.target_inter_token_ms
         self.scheduler = Scheduler(
             num_blocks=self.runner.kv_cache.num_blocks,
             keeps=[group.keeps for group in self.runner.head_groups.groups],
@@ -113,6 +164,12 @@ class EngineCore:
             enable_prefix_caching=config.caches_prefixes,
             custom_masks=("logits_processors",) if logits_processors else (),
             num_feature_rows=self.runner.num_feature_rows,
+            scheduling_policy=config.scheduling_policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            target=None if target is None else StepTarget(calibrate(self.runner), target * 1e-3),
+            speculation=self._speculation,
+            # Drafts with log-probabilities leave the CUDA graphs, which costs more than they gain.
+            drafts_beside_logprobs=not self.runner.captures_graphs,
         )
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
         self._changed: list[Request] = []
@@ -141,6 +198,8 @@ class EngineCore:
         encode: Callable[[str], Sequence[int]] | None = None,
         multimodal: Sequence[MultimodalItem] | None = None,
         attn_mask_offsets: object = None,
+        priority: int = 0,
+        fairness_id: str = "",
     ) -> Request:
         """Queue a request and return the ``Request`` of the first of its ``params.n`` outputs.
 
@@ -158,6 +217,8 @@ class EngineCore:
             attn_mask_offsets: ``[prompt tokens, 2]`` integers: the range ``[lo, hi)`` of positions
                 that each prompt token sees; tokens that see later ones are computed in one step
                 with them. None = each token sees all positions up to its own.
+            priority: with ``scheduling_policy="priority"``, requests with a lower value first.
+            fairness_id: under that policy, the key of the caller with which requests take turns.
 
         Raises:
             RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is
@@ -173,6 +234,8 @@ class EngineCore:
             encode=encode,
             multimodal=multimodal,
             attn_mask_offsets=attn_mask_offsets,
+            priority=priority,
+            fairness_id=fairness_id,
         )
         self.queue(request)
         return request
@@ -186,6 +249,8 @@ class EngineCore:
         encode: Callable[[str], Sequence[int]] | None = None,
         multimodal: Sequence[MultimodalItem] | None = None,
         attn_mask_offsets: object = None,
+        priority: int = 0,
+        fairness_id: str = "",
     ) -> Request:
         """Return a request for ``queue``; changes nothing, so that any thread may call it.
 
@@ -194,8 +259,9 @@ class EngineCore:
         Raises:
             RequestError: the prompt, a parameter, an item or a range is wrong.
         """
-        prompt = self._checked_prompt(prompt_token_ids)
+        prompt, prompt_array = self._checked_prompt(prompt_token_ids)
         params = copy.copy(params)  # the caller may change its own
+        check_order(priority, fairness_id, self.config)
         check_params(params, self.config, self.runner.model_config.vocab_size)
         banned = self._banned_token_sequences(params, encode)
         items = () if multimodal is None else self._prepared(multimodal, prompt)
@@ -213,6 +279,7 @@ class EngineCore:
         request = Request(
             req_id=req_id,
             prompt_token_ids=prompt,
+            prompt_array=prompt_array,
             multimodal=items,
             attn_mask_offsets=ranges,
             unsplittable=() if ranges is None else whole_spans(ranges),
@@ -223,6 +290,8 @@ class EngineCore:
             if params.max_tokens is None
             else min(longest, len(prompt) + params.max_tokens),
             banned_token_sequences=banned,
+            priority=priority,
+            fairness_id=fairness_id,
         )
         request.add_followers()
         return request
@@ -246,11 +315,13 @@ class EngineCore:
 
     def _check_device(self) -> None:
         if self._lost is not None:
-            raise StepError(
+            message = (
                 f"the GPU failed and serves this process no more ({self._lost}): make a new "
-                "engine in a new process",
-                step_id=self._lost.step_id,
-            ) from self._lost
+                "engine in a new process"
+                if self.config.tensor_parallel_size == 1
+                else f"the ranks have ended ({self._lost}): make a new engine"
+            )
+            raise StepError(message, step_id=self._lost.step_id) from self._lost
 
     @recovers
     def _queue(self, request: Request) -> None:
@@ -258,18 +329,19 @@ class EngineCore:
         self._num_added += 1
         self._num_prompt_tokens += len(request.prompt_token_ids)
 
-    def _checked_prompt(self, prompt_token_ids: object) -> tuple[int, ...]:
+    def _checked_prompt(self, prompt_token_ids: object) -> tuple[tuple[int, ...], Int32Array]:
+        """Return the tokens, and the same tokens as an array."""
         if not isinstance(prompt_token_ids, Iterable):
             raise RequestError(f"prompt_token_ids: expected a list, got {short(prompt_token_ids)}")
         prompt = tuple(prompt_token_ids)
         if not prompt:
             raise RequestError("prompt: expected at least one token, got none")
-        types = set(map(type, prompt))
-        if types != {int}:
+        array = _as_array(prompt)
+        if array is None:
             prompt = tuple([t.item() if isinstance(t, np.integer) else t for t in prompt])
-            types = set(map(type, prompt))
+            array = _as_array(prompt)
         vocab_size = self.runner.model_config.vocab_size
-        if types != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:  # bool is not int
+        if array is None or array.min() < 0 or array.max() >= vocab_size:
             index, token = next(
                 (index, token)
                 for index, token in enumerate(prompt)
@@ -284,7 +356,7 @@ class EngineCore:
                 f"prompt: expected fewer than {self.max_model_len} tokens (max_model_len, with "
                 f"one left to generate), got {len(prompt)}"
             )
-        return prompt
+        return prompt, array.astype(np.int32)
 
     def _prepared(
         self, multimodal: Sequence[MultimodalItem], prompt: tuple[int, ...]
@@ -296,6 +368,10 @@ class EngineCore:
                 f"multimodal: expected no items, because mm_cache_memory_bytes has room for none, "
                 f"got {len(items)}"
             )
+        vision = self.runner.model_config.vision
+        if items and vision is not None:
+            ids = {"image": vision.image_token_id, "video": vision.video_token_id}
+            check_placeholders(items, prompt, ids)
         return tuple([self.runner.prepared(item) for item in items])
 
     def _check_takes_ranges(self) -> None:
@@ -389,9 +465,9 @@ class EngineCore:
         return request
 
     @recovers
-    def stop(self, request: Request, reason: str) -> None:
-        """End a request at its newest token, as a stop token would; ``reason``: a stop string."""
-        self.scheduler.stop(request, reason)
+    def stop(self, request: Request, reason: str, num_output_tokens: int) -> None:
+        """End a request after some of its tokens; for arguments see ``Scheduler.stop``."""
+        self.scheduler.stop(request, reason, num_output_tokens)
         self._drain()
 
     def set_kv_listener(self, listener: KVListener | None) -> None:
@@ -457,6 +533,7 @@ class EngineCore:
     ) -> None:
         change(*args, **kwargs)
         self.scheduler.reset_prefix_cache()
+        self.scheduler.features.reset()
 
     def _drain(self) -> None:
         """Take in all steps in flight if no request is unfinished, so that blocks become free."""
@@ -567,7 +644,7 @@ class EngineCore:
 
     def metrics(self) -> Metrics:
         """Return the counters as a plain dict."""
-        scheduler, runner = self.scheduler, self.runner
+        scheduler, runner, speculation = self.scheduler, self.runner, self._speculation
         return Metrics(
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -580,13 +657,18 @@ class EngineCore:
             num_kv_blocks=scheduler.pools[0].num_blocks,
             num_prefix_queries=scheduler.num_prefix_queries,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            num_prefix_waits=scheduler.num_prefix_waits,
             wasted_tokens=scheduler.wasted_tokens,
             staging_waits=runner.num_staging_waits,
             num_compilations=runner.num_compilations,
             num_graph_steps=runner.num_graph_steps,
             num_nan_rows=scheduler.num_nan_rows,
+            num_drafts=0 if speculation is None else speculation.num_drafts,
+            num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
+            num_accepted_tokens=0 if speculation is None else speculation.num_accepted_tokens,
             grammar_waits=self._num_grammar_waits,
             host_seconds=self._host_seconds,
             wait_seconds=self._wait_seconds,
             gpu_seconds=runner.gpu_seconds,
+            predicted_seconds=scheduler.predicted_seconds,
         )

@@ -24,7 +24,7 @@ from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
 from mrv1.errors import ConfigError, RequestError, UnsupportedDeviceError
 from mrv1.headwise import HeadPolicy, policy_source
 from mrv1.models import NamedTensors
-from mrv1.multimodal import VisionEncoder
+from mrv1.multimodal import Video, VisionEncoder
 from mrv1.options import env_fields, takes
 from mrv1.progress import UseTqdm, counting_items
 from mrv1.runner import KVListener, KVUsage
@@ -173,6 +173,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
+        priority: int | Sequence[int] | None = None,
+        fairness_id: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Return the finished outputs of ``prompts``, in their order.
 
@@ -184,6 +186,10 @@ class LLM:
                 terminal has room for one bar, and only if stderr is a terminal. A class such as
                 ``tqdm.tqdm``, or another function of ``total`` and ``desc``, makes the bar
                 instead, wherever stderr goes; its ``update(n)`` and ``close()`` are called.
+            priority: with ``scheduling_policy="priority"``, prompts with a lower value run first;
+                for all, or a list of the same length; None = 0.
+            fairness_id: under that policy, prompts of one priority take turns by this key of their
+                caller; for all, or a list of the same length.
 
         Raises:
             RequestError: the arguments contradict each other, or a single prompt was refused. In a
@@ -198,11 +204,15 @@ class LLM:
         batch = cast("list[Prompt]", [prompts] if single else list(prompts))
         default = self.get_default_sampling_params()
         params = _params_per_prompt(sampling_params, len(batch), default)
+        priorities = _per_prompt("priority", 0 if priority is None else priority, len(batch))
+        fairness_ids = _per_prompt("fairness_id", fairness_id, len(batch))
         outputs: list[RequestOutput | None] = [None] * len(batch)
         rows: dict[str, int] = {}
         try:
-            for row, (prompt, prompt_params) in enumerate(zip(batch, params, strict=True)):
-                outputs[row] = self._add_awaited(prompt, prompt_params, rows, row)
+            for row, prompt in enumerate(batch):
+                outputs[row] = self._add_awaited(
+                    prompt, params[row], rows, row, priorities[row], fairness_ids[row]
+                )
             with counting_items(use_tqdm, "generate", len(batch), visible=not single) as advance:
                 advance(len(batch) - len(rows))
                 while rows:
@@ -217,11 +227,17 @@ class LLM:
         return finished
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        fairness_id: str = "",
     ) -> Generator[RequestOutput, None, None]:
         """Yield the output of one prompt as it grows; the last output is finished.
 
-        The request is queued at the first ``next``; a consumer that stops early aborts it.
+        The request is queued at the first ``next``; a consumer that stops early aborts it. For
+        ``priority`` and ``fairness_id`` see ``generate``.
 
         Raises:
             RequestError: the prompt was refused, or the request failed, as with NaN in its logits.
@@ -231,7 +247,7 @@ class LLM:
         try:
             if sampling_params is None:
                 sampling_params = self.get_default_sampling_params()
-            refused = self._add_awaited(prompt, sampling_params, rows, 0)
+            refused = self._add_awaited(prompt, sampling_params, rows, 0, priority, fairness_id)
             if refused is not None and refused.error is not None:
                 raise refused.error
             while rows:
@@ -264,9 +280,11 @@ class LLM:
         Args:
             messages: one conversation, a list of dicts with ``role`` and ``content``, or a list
                 of conversations. A content is text or a list of parts: texts, which are joined by
-                newlines if there are no images, and images, for a model with a vision encoder:
+                newlines if there is nothing else, and for a model with a vision encoder images and
+                videos:
                 ``{"type": "image", "image": ...}`` with an image as in ``VisionEncoder.prompt``,
-                or ``{"type": "image_url", "image_url": {"url": ...}}`` with a file or a data URL.
+                ``{"type": "image_url", "image_url": {"url": ...}}`` with a file or a data URL, or
+                ``{"type": "video", "video": frames, "fps": ...}`` with the fields of a ``Video``.
                 A message with ``tool_calls`` needs no content.
             sampling_params: for all, or a list of the same length; None as in ``generate``.
             use_tqdm: show a progress bar for a list of conversations, as in ``generate``.
@@ -289,7 +307,7 @@ class LLM:
         batch, single = split_conversations(messages)
         template = ChatTemplate(
             tokenizer=self._tokenizer,
-            encode_images=self._encode_images,
+            encode_visuals=self._encode_visuals,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -362,7 +380,7 @@ class LLM:
             RequestError: as in ``chat``.
         """
         template = ChatTemplate(
-            tokenizer=self._tokenizer, encode_images=self._encode_images, **options
+            tokenizer=self._tokenizer, encode_visuals=self._encode_visuals, **options
         )
         return template.prompt(messages)
 
@@ -371,15 +389,24 @@ class LLM:
     @in_turn
     @recovers
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        fairness_id: str = "",
     ) -> str:
         """Queue a request for ``step`` and return its id.
+
+        For ``priority`` and ``fairness_id`` see ``generate``.
 
         Raises:
             RequestError: the prompt, the parameters or the id are wrong; nothing is queued.
         """
         req_id = self._new_id() if request_id is None else request_id
-        self._add(prompt, sampling_params, req_id)
+        group = self._make_group(prompt, sampling_params, req_id, priority, fairness_id)
+        self._queue(group)
         return req_id
 
     @in_turn
@@ -420,9 +447,9 @@ class LLM:
         """Give most device memory back until ``wake_up``, without ending the process.
 
         The KV cache and the CUDA graphs are freed, the prefix cache is emptied, and the weights
-        leave the device. State of requests, the buffer for features of multimodal items, rope
-        tables and the CUDA context stay. A sleeping engine may be told to sleep again, on another
-        level too. An error changes nothing.
+        leave the device; so does the buffer for features of multimodal items. State of requests,
+        rope tables and the CUDA context stay. A sleeping engine may be told to sleep again, on
+        another level too. An error changes nothing.
 
         Args:
             level: 1 = the weights are copied to pinned host memory (on a CPU they stay where they
@@ -551,18 +578,21 @@ class LLM:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _encode_images(self, token_ids: Sequence[int], images: Sequence[object]) -> dict[str, Any]:
+    def _encode_visuals(
+        self, token_ids: Sequence[int], images: Sequence[object], videos: Sequence[Video]
+    ) -> dict[str, Any]:
         """Return a prompt with images, as ``VisionEncoder.prompt`` does; takes no turn."""
         with self._encoder_lock:
             config = self._engine.config
-            if self._encoder is None:
-                try:
+            try:
+                if self._encoder is None:
                     self._encoder = VisionEncoder(
                         config.model, device=config.vision_device, dtype=config.dtype
                     )
-                except (ConfigError, UnsupportedDeviceError) as error:
-                    raise RequestError(f"images: {error}") from error
-            return self._encoder.prompt(token_ids, images)
+                return self._encoder.prompt(token_ids, images, videos)
+            except (ConfigError, UnsupportedDeviceError) as error:
+                name = "videos" if videos else "images"
+                raise RequestError(f"{name}: {error}") from error
 
     @property
     def _engine(self) -> EngineCore:
@@ -576,25 +606,36 @@ class LLM:
     @in_turn
     @recovers
     def _add_awaited(
-        self, prompt: Prompt, params: object, rows: dict[str, int], row: int
+        self,
+        prompt: Prompt,
+        params: object,
+        rows: dict[str, int],
+        row: int,
+        priority: int,
+        fairness_id: str,
     ) -> RequestOutput | None:
         """Queue a request of ``generate`` or ``stream``; return its output if it is refused."""
         req_id = self._new_id()
         rows[req_id] = row  # before it is queued: an interrupt in between then aborts it
         try:
-            self._add(prompt, params, req_id, is_awaited=True)
+            group = self._make_group(
+                prompt, params, req_id, priority, fairness_id, is_awaited=True
+            )
+            self._queue(group)
         except RequestError as error:
             del rows[req_id]
             return _refused(req_id, prompt, error)
         return None
 
-    def _add(
-        self, prompt: Prompt, params: object, req_id: object, *, is_awaited: bool = False
-    ) -> None:
-        self._queue(self._make_group(prompt, params, req_id, is_awaited=is_awaited))
-
     def _make_group(
-        self, prompt: Prompt, params: object, req_id: object, *, is_awaited: bool = False
+        self,
+        prompt: Prompt,
+        params: object,
+        req_id: object,
+        priority: int = 0,
+        fairness_id: str = "",
+        *,
+        is_awaited: bool = False,
     ) -> RequestGroup:
         """Return a request for ``_queue``; changes nothing, so that it needs no turn."""
         if not isinstance(params, SamplingParams):
@@ -610,6 +651,8 @@ class LLM:
             self._token_ids(prompt),
             self._with_grammar(params),
             encode=self._tokenizer.encode_word if self._tokenizer.is_loaded else None,
+            priority=priority,
+            fairness_id=fairness_id,
             **_multimodal_of(prompt),
         )
         return RequestGroup(
@@ -684,7 +727,7 @@ class LLM:
             return  # aborted: an error ended the request's ``generate`` or ``stream``
         found = group.find_stop(request)
         if found is not None:
-            self._engine.stop(request, found)
+            self._engine.stop(request, *found)
         self._note_changed(group)
 
     def _note_changed(self, group: RequestGroup) -> None:
@@ -802,6 +845,17 @@ def _params_per_prompt(
             f"got {len(params)}"
         )
     return list(params)
+
+
+def _per_prompt(name: str, value: object, num_prompts: int) -> Sequence[Any]:
+    """Return a value for each prompt, from one for all or a list; the engine checks the values."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise RequestError(
+            f"{name}: expected one, or {num_prompts} for {num_prompts} prompts, got {len(value)}"
+        )
+    return value
 
 
 def _with_items(prompt: str, multimodal: Sequence[Any] | None) -> Prompt:

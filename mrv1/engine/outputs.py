@@ -17,6 +17,10 @@ class RequestMetrics:
     finish_time: float | None
     num_preemptions: int
     """How often the request was preempted and computed again."""
+    num_draft_tokens: int
+    """Drafts that steps verified for the request, with the option ``speculative``."""
+    num_accepted_tokens: int
+    """Drafts among them that were accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,10 +47,13 @@ def extend_chain(
     keys = _keys_of_blocks(
         key_spans, block_size, len(chain), len(chain) + len(data) // block_bytes
     )
+    append = chain.append
     for end in range(block_bytes, len(data) + 1, block_bytes):
-        content = parent + data[end - block_bytes : end] + keys.get(len(chain), b"")
+        content = parent + data[end - block_bytes : end]
+        if keys:
+            content += keys.get(len(chain), b"")
         parent = blake2b(content, digest_size=DIGEST_BYTES).digest()
-        chain.append(parent)
+        append(parent)
 
 
 def _keys_of_blocks(

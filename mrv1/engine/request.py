@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import InitVar, dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from mrv1.multimodal import MultimodalItem
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.runner.step import Int32Array, RequestId, SlotRequest, TokenLogprobs
 from mrv1.sampler import GrammarMatcher, SamplingParams
+
+if TYPE_CHECKING:
+    from mrv1.engine.speculation import Drafter
 
 KeySpan = tuple[int, int, bytes]
 """Start and end of a span of tokens, and a key of a fixed length for what it depends on."""
@@ -60,6 +63,12 @@ class Request:
     """Spans of the prompt whose K and V depend on more than tokens, such as an item's features."""
     cache_key: bytes = b""
     """Anything but tokens that K and V depend on: only requests with equal keys share prefixes."""
+    priority: int = 0
+    """Requests with a lower value run first, under the policy ``priority``."""
+    fairness_id: str = ""
+    """The caller's key: requests of one priority take turns by it, under that policy."""
+    has_waited: bool = False
+    """Whether the request has waited for another one to compute a prefix that both have."""
     arrival_time: float = field(default_factory=time.perf_counter)
     """Seconds on the ``time.perf_counter`` clock."""
     first_token_time: float | None = None
@@ -96,12 +105,21 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens of the prefix hit when the request was last admitted."""
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    """Drafts that steps have verified."""
+    num_accepted_tokens: int = 0
+    """Drafts among them that were accepted."""
+    drafter: Drafter | None = None
+    """Proposes its drafts; None before the first look for some, and once the request has ended."""
+    prompt_array: InitVar[Int32Array | None] = None
+    """[prompt tokens] ``prompt_token_ids`` as an array; None = the request makes it."""
     _prompt: Int32Array = field(init=False, repr=False)
-    """[prompt tokens] ``prompt_token_ids`` as an array."""
 
-    def __post_init__(self) -> None:
-        """Make the prompt's array and the grammar's matcher."""
-        self._prompt = np.array(self.prompt_token_ids, dtype=np.int32)
+    def __post_init__(self, prompt_array: Int32Array | None) -> None:
+        """Set the prompt's array, and make the grammar's matcher."""
+        if prompt_array is None:
+            prompt_array = np.array(self.prompt_token_ids, dtype=np.int32)
+        self._prompt = prompt_array
         self._prompt.flags.writeable = False  # plans share the array
         self.asks_logprobs = self.params.wants_logprobs or self.params.prompt_logprobs is not None
         grammar = self.params.structured_output
@@ -122,6 +140,7 @@ class Request:
             Request(
                 req_id=(self.name, child),
                 prompt_token_ids=self.prompt_token_ids,
+                prompt_array=self._prompt,
                 params=params,
                 seed=self.seed,
                 child=child,
@@ -132,6 +151,8 @@ class Request:
                 attn_mask_offsets=self.attn_mask_offsets,
                 key_spans=self.key_spans,
                 cache_key=self.cache_key,
+                priority=self.priority,
+                fairness_id=self.fairness_id,
                 arrival_time=self.arrival_time,
                 banned_token_sequences=self.banned_token_sequences,
             )
@@ -239,6 +260,7 @@ class Request:
             self.stop_reason = last if named else self.stop_sequence
         self.finish_reason = reason
         self.finish_time = time.perf_counter()
+        self.drafter = None
         self.status = Status.FINISHED
 
     @property

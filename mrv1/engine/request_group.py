@@ -52,10 +52,11 @@ class RequestGroup:
         """Whether every output has ended."""
         return all(request.finished for request in self.requests)
 
-    def find_stop(self, request: Request) -> str | None:
-        """Return the stop string that appeared in the output of ``request``, or None.
+    def find_stop(self, request: Request) -> tuple[str, int] | None:
+        """Return the stop string that appeared in the output of ``request``, and in which token.
 
-        Also None if the request has failed, or if a stop token, sequence or string of the caller
+        The token is given as the number of tokens up to it. None = no stop string appeared. Also
+        None if the request has failed, or if a stop token, sequence or string of the caller
         has ended it before.
         """
         return self._completions[request.child].find_stop()
@@ -83,6 +84,8 @@ class RequestGroup:
                 first_token_time=min(first_token_times, default=None),
                 finish_time=max(finish_times) if self.finished else None,
                 num_preemptions=sum(request.num_preemptions for request in requests),
+                num_draft_tokens=sum(request.num_draft_tokens for request in requests),
+                num_accepted_tokens=sum(request.num_accepted_tokens for request in requests),
             ),
         )
 
@@ -112,14 +115,24 @@ class _Completion:
         self._logprobs: list[dict[int, Logprob]] = []
         self._totals = [0.0]
         """[len(_logprobs) + 1] sums of the log-probabilities of the first output tokens."""
+        self._num_searched = 0
+        """Output tokens that were searched for stop strings."""
         self._last: CompletionOutput | None = None
         """The output of a request that has ended."""
 
-    def find_stop(self) -> str | None:
-        request = self._request
+    def find_stop(self) -> tuple[str, int] | None:
+        request, output = self._request, self._request.output_token_ids
         if not request.params.stop or request.error is not None or request.stop_reason is not None:
             return None
-        return self._text.find_stop(self._before_stop_token(), is_last=request.finished)
+        # One token at a time, as without drafts: a stop string ends the output in its last token.
+        for count in range(min(self._num_searched + 1, len(output)), len(output) + 1):
+            is_newest = count == len(output)
+            tokens = self._before_stop_token() if is_newest else output[:count]
+            found = self._text.find_stop(tokens, is_last=is_newest and request.finished)
+            if found is not None:
+                return found, count
+            self._num_searched = count
+        return None
 
     def output(self) -> CompletionOutput:
         if self._last is not None:

@@ -10,7 +10,7 @@ from mrv1.device import host_memory_bytes
 from mrv1.engine.feature_pool import FeaturePool
 from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.request import Request
-from mrv1.environment import MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE
+from mrv1.environment import INT32_MAX, MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE
 from mrv1.errors import RequestError
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.sampler import SamplingParams
@@ -18,6 +18,9 @@ from mrv1.sampler.params import num_likeliest, short
 
 NUM_SHOWN = 8
 """Most wrong token ids that a message lists."""
+
+FAIRNESS_ID_LEN = 256
+"""Most characters of a fairness id."""
 
 LOGPROB_BYTES, STEP_LOGPROB_BYTES = 256, 128
 """Host memory of one log-probability in a result, and while its step is taken in."""
@@ -88,6 +91,29 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
             raise RequestError(
                 f"{name}: expected at most {vocab_size}, the vocabulary size, "
                 f"got {getattr(params, name)}"
+            )
+
+
+def check_order(priority: object, fairness_id: object, config: EngineConfig) -> None:
+    """Raise unless the scheduling policy knows a request's priority and fairness id.
+
+    Raises:
+        RequestError: a value is out of range, or given with the policy ``fcfs``.
+    """
+    if type(priority) is not int or abs(priority) > INT32_MAX:
+        raise RequestError(
+            f"priority: expected an integer in [-{INT32_MAX}, {INT32_MAX}], got {short(priority)}"
+        )
+    if not isinstance(fairness_id, str) or len(fairness_id) > FAIRNESS_ID_LEN:
+        raise RequestError(
+            f"fairness_id: expected a string of at most {FAIRNESS_ID_LEN} characters, got "
+            f"{short(fairness_id)}"
+        )
+    for name, value, usual in (("priority", priority, 0), ("fairness_id", fairness_id, "")):
+        if value != usual and config.scheduling_policy != "priority":
+            raise RequestError(
+                f"{name}: expected {usual!r} with scheduling_policy={config.scheduling_policy!r}, "
+                f"got {short(value)}; choose scheduling_policy='priority'"
             )
 
 

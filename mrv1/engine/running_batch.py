@@ -88,7 +88,9 @@ class LaunchedStep:
     num_left: int
     """Steady steps that may follow; 0 unless all running requests are rows of it and sample."""
     last_rows: list[int]
-    """Rows whose request ends by length with the token of this step."""
+    """Rows whose request ends by length with the token of this step; not set with drafts."""
+    draft_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Drafts of each row; () = no row has any. Until the result has come, ``ends`` counts them."""
 
     @property
     def rows_with_grammars(self) -> list[tuple[int, Request]]:
@@ -100,6 +102,10 @@ class LaunchedStep:
             for row in self.samples.nonzero()[0].tolist()
             if self.rows.requests[row].matcher is not None
         ]
+
+    def num_drafts(self, row: int) -> int:
+        """Return the number of drafts of a row."""
+        return len(self.draft_token_ids[row]) if self.draft_token_ids else 0
 
     def start(self, row: int) -> int:
         """Return how many tokens of a row are computed before the step."""
@@ -270,24 +276,30 @@ class RunningBatch:
     # --- steps --------------------------------------------------------------------------------
 
     def launch(
-        self, step_id: int, rows: ScheduledRows, ends: Int64Array, continued: LaunchedStep | None
+        self,
+        step_id: int,
+        rows: ScheduledRows,
+        ends: Int64Array,
+        continued: LaunchedStep | None,
+        draft_token_ids: tuple[tuple[int, ...], ...] = (),
     ) -> LaunchedStep:
         """Record a launched step: count the tokens that it computes and samples.
 
         Args:
             step_id: number of the step.
             rows: rows of the requests that have tokens in the step.
-            ends: ``[rows]`` tokens that are computed after the step.
+            ends: ``[rows]`` tokens that are computed after the step, drafts included.
             continued: for a steady step, the step before it; else None.
+            draft_token_ids: drafts of each row; () = no row has any.
         """
         index, slots = rows.index, self._slots
         if continued is None:
             counts = (ends - slots.num_computed[index]).astype(np.int32)
             num_tokens = slots.num_tokens[index]
-            samples = ends == num_tokens
-            slots.num_tokens[index] = num_tokens + samples
+            samples = ends >= num_tokens
+            slots.num_tokens[index] = np.where(samples, ends + 1, num_tokens)
             all_sample, num_left = bool(samples.all()), 0
-            if all_sample and len(rows.requests) == len(self.requests):
+            if all_sample and not draft_token_ids and len(rows.requests) == len(self.requests):
                 num_left = int((slots.max_computed[index] - ends).min())
         else:
             counts, samples, all_sample = rows.ones, continued.samples, True
@@ -295,7 +307,7 @@ class RunningBatch:
             num_left = continued.num_left - 1
         slots.num_computed[index] = ends
         last_rows = []
-        if not num_left:
+        if not num_left and not draft_token_ids:
             last_rows = (ends == slots.max_computed[index]).nonzero()[0].tolist()
         self.newest = LaunchedStep(
             step_id=step_id,
@@ -306,8 +318,24 @@ class RunningBatch:
             all_sample=all_sample,
             num_left=num_left,
             last_rows=last_rows,
+            draft_token_ids=draft_token_ids,
         )
         return self.newest
+
+    def settle(self, step: LaunchedStep, succeeded: BoolArray | None) -> None:
+        """Count what a step with drafts has computed, once its tokens are appended to requests.
+
+        Args:
+            step: the step as it was launched.
+            succeeded: as in ``land``.
+        """
+        ones = np.ones(len(step.ends), dtype=np.bool_)
+        for row in (ones if succeeded is None else succeeded).nonzero()[0].tolist():
+            if step.draft_token_ids[row]:
+                request = step.rows.requests[row]
+                self._slots.num_tokens[request.slot] = request.num_tokens
+                self._slots.num_computed[request.slot] = request.num_tokens - 1
+                step.ends[row] = request.num_tokens - 1
 
     def note_first_tokens(self, requests: Sequence[Request]) -> list[Request]:
         """Set the time of first tokens; return the requests that have just got theirs."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 
+from mrv1.config import SchedulingPolicyName
 from mrv1.engine.feature_pool import FeaturePool
 from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.prefix_cache import PrefixCache
+from mrv1.engine.prefix_waits import LEAST_SHARED_TOKENS, PrefixWaits
 from mrv1.engine.request import FinishReason, Request, Status
 from mrv1.engine.request_limits import check_fits
 from mrv1.engine.running_batch import (
@@ -20,27 +23,47 @@ from mrv1.engine.running_batch import (
     ScheduledRows,
 )
 from mrv1.engine.slot_table import SlotTable
+from mrv1.engine.speculation import Speculation
 from mrv1.engine.step_results import take_output
-from mrv1.engine.waiting_queue import WaitingQueue
+from mrv1.engine.step_time import StepLoad, StepRoom, StepTarget
+from mrv1.engine.waiting_queue import PriorityQueue, WaitingQueue
 from mrv1.errors import Mrv1Error, RequestError
 from mrv1.headwise import FULL, Visible
 from mrv1.runner.step import Int64Array, RequestId, StagedFeatures, StepOutput, StepPlan
 
+Drafts = dict[int, tuple[int, ...]]
+"""Row -> drafts."""
+
 
 class Scheduler:
-    """First come, first served: continuous batching with chunked prefill under a token budget.
+    """Continuous batching with chunked prefill under a token budget; first come, first served.
 
     Running requests go before waiting requests, in order of arrival. When blocks run out, the
     running request that arrived last gives up its slot and blocks and is computed again later
     (preemption by recompute). A waiting request is admitted when enough blocks are free for all
     its known tokens. With ``enable_prefix_caching`` the followers of a request join the queue when
-    the request has its first token, so that the prompt is computed once.
+    the request has its first token, so that the prompt is computed once; and a request that has a
+    longer prefix in common with one that still computes it waits for those blocks.
+
+    With the policy ``priority`` the order is that of ``PriorityQueue``; running requests get their
+    tokens by priority, then in order of admission, and the last of them is preempted first. No
+    running request is preempted for a waiting one.
+
+    **Long prompts.** With ``long_prefill_token_threshold`` T, a request computes at most T tokens
+    in a step. The running requests with more than T tokens left share T tokens of the step, and
+    get what the other requests leave. So a prompt waits for those before it as if each of them had
+    T tokens at most, and each step T tokens less.
+
+    **Chunks that fit.** With a ``target`` for the time of a step, a step with rows of one token
+    gets chunks of prompts whose predicted time fits, in the order of the requests. The first chunk
+    has at least a block's tokens, or the span that it begins with.
 
     **Steps in flight.** ``schedule`` may be called again before the output of up to
     ``max_steps_in_flight - 1`` plans has come. A row that computes its last known token then has a
     *pending* token: the row is scheduled again before the token is known, up to its length.
-    Outputs come in the order of launches. A row is *stale* if its request ended or was preempted
-    after the launch: the epoch of its slot has then changed, and the row is dropped.
+    No step is planned while a step with drafts is in flight: only its result tells how many were
+    accepted. Outputs come in the order of launches. A row is *stale* if its request ended or was
+    preempted after the launch: the epoch of its slot has then changed, and the row is dropped.
 
     **Blocks.** A block that is freed while steps are in flight is quarantined until the newest of
     them is over. If steps in flight will free enough blocks, nothing is preempted: the request
@@ -65,6 +88,12 @@ class Scheduler:
         enable_prefix_caching: bool = False,
         custom_masks: tuple[str, ...] = (),
         num_feature_rows: int = 0,
+        scheduling_policy: SchedulingPolicyName = "fcfs",
+        long_prefill_token_threshold: int = 0,
+        target: StepTarget | None = None,
+        least_shared_tokens: int = LEAST_SHARED_TOKENS,
+        speculation: Speculation | None = None,
+        drafts_beside_logprobs: bool = True,
     ) -> None:
         """Make the pools of the head groups.
 
@@ -79,6 +108,12 @@ class Scheduler:
             enable_prefix_caching: keep blocks for requests that begin with the same tokens.
             custom_masks: names of features that may mask tokens of every request, for errors.
             num_feature_rows: rows of the runner's buffer for the features of multimodal items.
+            scheduling_policy: ``fcfs`` or ``priority``.
+            long_prefill_token_threshold: most tokens of a request in a step; 0 = no limit.
+            target: the time that a step with decodes shall take at most; None = no limit.
+            least_shared_tokens: tokens of a common prefix for which a request waits.
+            speculation: proposes drafts; None = no row has any.
+            drafts_beside_logprobs: whether steps with log-probabilities may have drafts.
         """
         self.pools = HeadPools(num_blocks, block_size, keeps)
         self.block_size = block_size
@@ -99,7 +134,17 @@ class Scheduler:
         """Tokens of admitted requests, looked up in the prefix cache."""
         self.prefix_hit_tokens = 0
         """Tokens of ``num_prefix_queries`` that the prefix cache had."""
+        self.num_prefix_waits = 0
+        """Requests that waited for another one to compute a prefix that both have."""
+        self.predicted_seconds = 0.0
+        """Predicted time of the launched steps; 0 without a target."""
         self.features = FeaturePool(num_feature_rows)
+        self._queue_class = PriorityQueue if scheduling_policy == "priority" else WaitingQueue
+        self._threshold = long_prefill_token_threshold
+        self._target = target
+        self._least_shared_tokens = least_shared_tokens
+        self._speculation = speculation
+        self._drafts_beside_logprobs = drafts_beside_logprobs
         self._custom_masks = custom_masks
         self._requests: dict[RequestId, Request] = {}
         """Unfinished requests by id, in order of arrival."""
@@ -113,14 +158,15 @@ class Scheduler:
         """Start empty: no request waits or runs, every block is free, no step is in flight."""
         self.pools.reset()
         self.features.reset()
-        self.waiting = WaitingQueue()
+        self.waiting = self._queue_class()
+        self._prefix_waits = PrefixWaits(self._slots, self.block_size, self._least_shared_tokens)
         self._batch = RunningBatch(self.pools, self._slots, self._prefix_cache)
         self.running = self._batch.requests
         """Running requests by id, in order of arrival."""
         self._in_flight: deque[LaunchedStep] = deque()
-        self._blocked: tuple[Request, int, int] | None = None
-        """The first waiting request if it could not be admitted, and the tokens and the rows of
-        features left for it then.
+        self._blocked: tuple[Request, int, int, StepLoad | None] | None = None
+        """The first waiting request if it could not be admitted, and the tokens, the rows of
+        features and, with a target, the time left for it then.
 
         It is looked up in the prefix cache again once the pools or one of these have changed.
         """
@@ -128,6 +174,9 @@ class Scheduler:
         """Running requests that have yet to compute tokens of items."""
         self._lacks_rows = False
         """Whether an item of a request got no rows in the step that is being planned."""
+        self._limited: list[Request] = []
+        """Running requests with a long prompt that got fewer than the threshold's tokens in the
+        step that is being planned."""
         self._promised: tuple[Request, int] | None = None
         """The request whose unsplittable span had too few tokens left in the last step, and the
         tokens of the span: they are kept for it in the next step, or decodes would always come
@@ -199,14 +248,26 @@ class Scheduler:
             self._finish(request, "abort")
         return request
 
-    def stop(self, request: Request, reason: str) -> None:
-        """End a request's output with its newest token, for a reason such as a stop string.
+    def stop(self, request: Request, reason: str, num_output_tokens: int) -> None:
+        """End a request's output with one of its tokens, for a reason such as a stop string.
 
         A request that has already ended gets this reason in place of its own.
+
+        Args:
+            request: the request.
+            reason: the stop string.
+            num_output_tokens: tokens of the output; later ones, which a step with drafts may have
+                given, are dropped.
         """
         if not request.finished:
             self._finish(request, "stop")
         request.finish_reason, request.stop_reason = "stop", reason
+        num_dropped = len(request.output_token_ids) - num_output_tokens
+        if num_dropped:
+            self.num_generated_tokens -= num_dropped
+            self.wasted_tokens += num_dropped
+            del request.output_token_ids[num_output_tokens:]
+            del request.output_logprobs[num_output_tokens:]
 
     def fail(self, request: Request, error: Mrv1Error) -> None:
         """End an unfinished request with an error."""
@@ -216,14 +277,15 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; no block that was computed until now is shared again."""
         self._prefix_cache.reset()
+        self._end_waits(self._prefix_waits.reset())
 
     # --- one step -------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """Return the plan of the next step, or None.
 
-        None means that no token can be computed at all, or none before ``update`` has the output
-        of a step in flight.
+        None means that no token can be computed at all, or that none shall be before ``update``
+        has the output of a step in flight.
 
         Raises:
             RuntimeError: ``max_steps_in_flight`` plans await their output.
@@ -234,33 +296,54 @@ class Scheduler:
                 f"(max_steps_in_flight), got {len(self._in_flight)}; call update first"
             )
         batch, slots = self._batch, self._slots
+        if self._speculation is not None:
+            if self._in_flight and self._in_flight[-1].draft_token_ids:
+                return None
+            drafts = self._proposed(self._speculation)
+            if drafts and self._in_flight:
+                return None  # they have to follow the tokens of the steps in flight
+            plan = self._plan_with_drafts(drafts) if drafts else None
+            if plan is not None:
+                return plan
         self._lacks_rows = False
+        self._limited.clear()
         promised, self._promised = self._promised, None
         if promised is not None and promised[0].finished:
             promised = None
         rows, continued, starved = batch.rows, batch.continued, False
+        room, cuts = None, False
         if continued is None:
             ends = np.minimum(slots.num_tokens[rows.index], slots.max_computed[rows.index])
             num_tokens = int((ends - slots.num_computed[rows.index]).sum())
         else:
             ends, num_tokens = continued.ends + 1, len(rows.requests)
+        if self._target is not None and (continued is None or self.waiting):
+            starts = slots.num_computed[rows.index]
+            is_decode = ends - starts == 1
+            if is_decode.any():
+                room = StepRoom(self._target, starts[is_decode])
+                cuts = num_tokens > int(np.count_nonzero(is_decode))
         if (
             num_tokens > self.max_num_batched_tokens
             or self._with_items
             or promised is not None
+            or cuts
+            or (continued is None and self._has_long(rows, ends))
             or not batch.has_blocks(ends, num_tokens)
         ):
-            ends, starved = self._ends_one_by_one(promised)
+            ends, starved = self._ends_one_by_one(promised, room)
             rows, continued = batch.rows, None
             num_tokens = int((ends - slots.num_computed[rows.index]).sum())
         new_blocks = batch.grow(ends)
         entering: list[Request] = []
         if self.waiting and not starved:
             budget = self.max_num_batched_tokens - num_tokens
-            entering, ends_of_entering = self._admit_waiting(new_blocks, budget)
+            entering, ends_of_entering = self._admit_waiting(new_blocks, budget, room)
             if entering:
                 rows, continued = batch.rows, None
                 ends = np.array([*ends.tolist(), *ends_of_entering], dtype=np.int64)
+        if self._limited and not starved:
+            self._give_rest(ends, new_blocks, room)
         if continued is None:
             is_scheduled = ends > slots.num_computed[rows.index]
             if not is_scheduled.all():
@@ -273,39 +356,88 @@ class Scheduler:
             return self.schedule()
         return self._launch(rows, ends, new_blocks, entering, continued)
 
+    def _has_long(self, rows: ScheduledRows, ends: Int64Array) -> bool:
+        """Return whether a request has more tokens to compute than a step may give it."""
+        threshold = self._threshold
+        return bool(threshold and (ends - self._slots.num_computed[rows.index] > threshold).any())
+
+    def _proposed(self, speculation: Speculation) -> Drafts:
+        """Return drafts that may follow the known tokens of running requests.
+
+        Only a step in which every row decodes has drafts, and none whose row samples under a
+        grammar: masks are made for one token.
+        """
+        rows, slots = self._batch.rows, self._slots
+        if rows.any_grammars or self._with_items or (self.waiting and slots.free):
+            return {}
+        if rows.any_logprobs and not self._drafts_beside_logprobs:
+            return {}
+        num_tokens = slots.num_tokens[rows.index]
+        if (slots.num_computed[rows.index] + 1 < num_tokens).any():
+            return {}
+        room = slots.max_computed[rows.index] - num_tokens
+        return speculation.propose(rows.requests, room.tolist())
+
+    def _plan_with_drafts(self, drafts: Drafts) -> StepPlan | None:
+        """Return the plan of a step of all running requests; None if tokens or blocks are short.
+
+        Drafts preempt no request.
+        """
+        rows = self._batch.rows
+        counts = np.array([1 + len(drafts.get(row, ())) for row in range(len(rows.requests))])
+        ends = self._slots.num_computed[rows.index] + counts
+        num_tokens = int(counts.sum())
+        if num_tokens > self.max_num_batched_tokens or not self._batch.has_blocks(
+            ends, num_tokens
+        ):
+            return None
+        return self._launch(rows, ends, self._batch.grow(ends), (), None, drafts)
+
     def rows_with_grammars(self) -> list[tuple[int, Request]]:
         """Return the rows of the newest plan that sample a token under a grammar."""
         newest = self._batch.newest
         return [] if newest is None else newest.rows_with_grammars
 
-    def _ends_one_by_one(self, promised: tuple[Request, int] | None) -> tuple[Int64Array, bool]:
+    def _ends_one_by_one(
+        self, promised: tuple[Request, int] | None, room: StepRoom | None
+    ) -> tuple[Int64Array, bool]:
         """Return how far each running request is computed, and whether blocks ran out.
 
-        For a step whose tokens or blocks do not suffice for all running requests. May preempt
-        requests: the ends, ``[running]``, are of the requests that still run. The end of a request
-        that computes nothing in this step is the number of its tokens that are computed already.
+        For a step whose tokens, time or blocks may not suffice for all running requests. May
+        preempt requests: the ends, ``[running]``, are of the requests that still run. The end of a
+        request that computes nothing in this step is the number of its tokens that are computed
+        already.
         """
         budget, claimed, starved = self.max_num_batched_tokens, 0, False
         favoured, num_kept = (None, 0) if promised is None else promised
         batch, slots = self._batch, self._slots
         ends: dict[RequestId, int] = {}
-        for request in tuple(self.running.values()):
+        for_long = self._threshold
+        """Tokens that are left for requests with a long prompt, together."""
+        for request in self._in_order():
             if request.req_id not in self.running:
-                continue  # preempted below, for an earlier arrival
+                continue  # preempted below, for a request before it
             slot = request.slot
             computed = int(slots.num_computed[slot])
             known = min(int(slots.num_tokens[slot]), int(slots.max_computed[slot]))
             if request is favoured:
                 num_kept = 0
             budget_left = max(budget - num_kept, 0)
-            count = self._chunk(request, computed, min(known - computed, budget_left))
+            count = min(known - computed, budget_left)
+            is_long = 0 < self._threshold < known - computed
+            if is_long:
+                count = min(count, max(for_long, request.span_size(computed)))
+            chunk_room = room if known - computed > 1 else None
+            if chunk_room is not None:
+                count = self._fitting(chunk_room, request, computed, count)
+            count = self._chunk(request, computed, count)
             needed = batch.num_lacking(request, computed + count)
             while needed > 0 and claimed + needed > self.pools.num_free:
                 starved = True
                 if claimed + needed <= batch.num_free_soon():
                     count = 0  # its blocks stay claimed, so that later rows do not take them
                     break
-                # The victim has no row in this step yet: rows are filled in order of arrival.
+                # The victim has no row in this step yet: rows are filled in order.
                 self._preempt(self._victim())
                 if request.req_id not in self.running:
                     break
@@ -314,9 +446,52 @@ class Scheduler:
             if request.req_id in self.running:
                 ends[request.req_id] = computed + count
                 self._hold_items(request, computed, computed + count)
+                if chunk_room is not None and count:
+                    chunk_room.take(computed, count)
                 budget -= count
                 claimed += max(needed, 0)
+                if is_long:
+                    for_long = max(for_long - count, 0)
+                    if count < self._threshold:
+                        self._limited.append(request)
         return np.array([ends[req_id] for req_id in self.running], dtype=np.int64), starved
+
+    def _fitting(self, room: StepRoom, request: Request, start: int, count: int) -> int:
+        """Return ``count``, or less: as much of the request as the step's time has room for."""
+        return room.fit(start, count, max(self.block_size, request.span_size(start)))
+
+    def _give_rest(self, ends: Int64Array, new_blocks: NewBlocks, room: StepRoom | None) -> None:
+        """Give the tokens that the step has left to the long prompts, up to the threshold of each.
+
+        Not to those with items or spans, which their turn in ``_ends_one_by_one`` serves; and no
+        request is preempted for them.
+
+        Args:
+            ends: ``[running]`` how far each request is computed; raised in place.
+            new_blocks: blocks of the step; extended in place.
+            room: the time that the step has left; None = any.
+        """
+        batch, slots = self._batch, self._slots
+        index = batch.rows.index
+        budget = self.max_num_batched_tokens - int((ends - slots.num_computed[index]).sum())
+        num_free = self.pools.num_free
+        for request in self._limited:
+            if not budget or request.unsplittable or request.multimodal:
+                continue
+            row = int((index == request.slot).nonzero()[0][0])
+            start, computed = int(ends[row]), int(slots.num_computed[request.slot])
+            capacity = int(slots.capacity[request.slot]) + num_free * self.block_size
+            end = min(computed + self._threshold, start + budget, capacity)
+            if room is not None and end > start:
+                end = start + self._fitting(room, request, start, end - start)
+                if end > start:
+                    room.take(start, end - start)
+            num_free -= max(batch.num_lacking(request, end), 0)
+            budget -= end - start
+            ends[row] = end
+        for slot, more in batch.grow(ends).items():
+            own = new_blocks.get(slot, ((),) * len(more))
+            new_blocks[slot] = tuple([a + b for a, b in zip(own, more, strict=True)])
 
     def _chunk(self, request: Request, start: int, count: int) -> int:
         """Return ``count``, or less: spans stay whole, and each item gets its rows of features."""
@@ -349,15 +524,19 @@ class Scheduler:
             if num_computed >= request.multimodal[-1].end:
                 del self._with_items[request.req_id]
 
+    def _in_order(self) -> list[Request]:
+        """Return the running requests by priority, then in order of admission."""
+        return sorted(self.running.values(), key=attrgetter("priority"))
+
     def _victim(self) -> Request:
-        """Return the last arrival that is not ending: ending requests free their blocks anyway."""
-        running = reversed(self.running.values())
+        """Return the last request that is not ending: ending requests free their blocks anyway."""
+        running = reversed(self._in_order())
         return next(request for request in running if not self._batch.is_ending(request))
 
     def _admit_waiting(
-        self, new_blocks: NewBlocks, budget: int
+        self, new_blocks: NewBlocks, budget: int, room: StepRoom | None
     ) -> tuple[list[Request], list[int]]:
-        """Admit waiting requests, in order, as long as slots, blocks and tokens suffice.
+        """Admit waiting requests, in order, as long as slots, blocks, tokens and time suffice.
 
         Returns:
             The requests that enter, and how many tokens of each are computed after the step.
@@ -366,14 +545,22 @@ class Scheduler:
         ends: list[int] = []
         if self.enable_prefix_caching and self._slots.free:
             self._batch.cache_blocks()
-        while budget and self.waiting and self._slots.free:
-            request = next(iter(self.waiting.values()))
-            left = request, budget, self.features.num_held
+        # Requests that wait for a prefix are as good as admitted: no more of them than free slots.
+        while budget and self.waiting and len(self._slots.free) > len(self._prefix_waits):
+            if room is not None and room.is_full:
+                break
+            request = self.waiting.peek()
+            left = request, budget, self.features.num_held, None if room is None else room.load
             if self._blocked == left and not self.pools.has_changed:
                 break
             hit = self._prefix_cache.find(request)
             num_cached = len(hit[0]) * self.block_size
-            count = self._chunk(request, num_cached, min(request.num_tokens - num_cached, budget))
+            count = min(request.num_tokens - num_cached, budget)
+            if 0 < self._threshold < count:
+                count = min(count, max(self._threshold, request.span_size(num_cached)))
+            if room is not None:
+                count = self._fitting(room, request, num_cached, count)
+            count = self._chunk(request, num_cached, count)
             end = num_cached + count
             if not count and not self.pools.lacks(
                 hit, request.num_tokens, num_cached + request.span_size(num_cached)
@@ -383,17 +570,25 @@ class Scheduler:
                 self._blocked = left
                 self.pools.watch(request.block_digests)
                 break
+            self._blocked = None
+            self.waiting.take(request)
             if self.enable_prefix_caching:
+                if self._prefix_waits.try_wait(request, num_cached):
+                    self.num_prefix_waits += 1
+                    continue
+                self._prefix_waits.enter(request, num_cached)
                 self.num_prefix_queries += request.num_tokens
                 self.prefix_hit_tokens += num_cached
-            self._blocked = None
-            del self.waiting[request.req_id]
+            if not request.num_preemptions:
+                self.waiting.charge(request, request.num_tokens - num_cached)
             blocks = self._batch.enter(request, hit, end)
             new_blocks[request.slot] = blocks
             self._hold_items(request, num_cached, end)
             entering.append(request)
             ends.append(end)
             budget -= count
+            if room is not None:
+                room.take(num_cached, count)
         return entering, ends
 
     def _launch(
@@ -403,9 +598,14 @@ class Scheduler:
         new_blocks: NewBlocks,
         entering: Sequence[Request],
         continued: LaunchedStep | None,
+        drafts: Drafts | None = None,
     ) -> StepPlan:
         """Record the step as launched, and return its plan."""
-        step = self._batch.launch(self._next_step_id, rows, ends, continued)
+        of_rows = () if not drafts else [drafts.get(row, ()) for row in range(len(rows.requests))]
+        step = self._batch.launch(self._next_step_id, rows, ends, continued, tuple(of_rows))
+        if self._target is not None:
+            model, starts = self._target.time, ends - step.num_scheduled_tokens
+            self.predicted_seconds += model.seconds(model.work.of_rows(starts, ends))
         new = [request.slot_request() for request in entering if not request.num_preemptions]
         resumed = [request.slot_request() for request in entering if request.num_preemptions]
         plan = StepPlan(
@@ -420,6 +620,7 @@ class Scheduler:
             epochs=rows.epochs,
             num_scheduled_tokens=step.num_scheduled_tokens,
             new_block_ids=new_blocks,
+            draft_token_ids=step.draft_token_ids,
             staged_features=tuple(self._staged),
         )
         self._staged = []
@@ -451,11 +652,17 @@ class Scheduler:
             )
         self._retire(step)
         result = take_output(step, output, self._live_rows(step), self._custom_masks)
-        self.num_generated_tokens += len(result.sampled)
+        self.num_generated_tokens += result.num_tokens
         self.num_nan_rows += result.num_nan_rows
+        if step.draft_token_ids:
+            self._batch.settle(step, result.succeeded)
+        if self._speculation is not None:
+            self._speculation.note(step, output, result.succeeded)
         for request in reversed(self._batch.note_first_tokens(result.sampled)):
             self.waiting.admit_followers(request)  # in reverse: each call puts its followers first
         self._batch.land(step, result.succeeded)
+        if self._prefix_waits:
+            self._end_waits(self._prefix_waits.computed())
         for request, reason in result.ended.items():
             self._finish(request, reason)
         return [*result.failed, *result.sampled]
@@ -492,7 +699,7 @@ class Scheduler:
         for request in self.unfinished:
             request.slot, request.block_ids = -1, []
             if request.status is Status.WAITING:
-                self.waiting[request.req_id] = request
+                self.waiting.add_last(request)
                 continue
             if request.status is Status.RUNNING:
                 request.error = error
@@ -524,8 +731,11 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._finished.append(request.slot)
             self._release(request)
+        elif request in self._prefix_waits:
+            self._prefix_waits.remove(request)
         else:
             self.waiting.remove(request)
+        self.waiting.charge(request, len(request.output_token_ids))
         self.waiting.admit_followers(request)
         request.end(reason)
         self.num_finished += 1
@@ -539,9 +749,15 @@ class Scheduler:
         request.status = Status.WAITING
         self.waiting.add_first(request)
 
+    def _end_waits(self, requests: Sequence[Request]) -> None:
+        """Put requests that have waited for a prefix before all others, in their order."""
+        for request in reversed(requests):
+            self.waiting.add_first(request)
+
     def _release(self, request: Request) -> None:
         """Free slot and blocks of a request, which the steps in flight may still use."""
         self._batch.leave(request, self._next_step_id - 1 if self._in_flight else None)
+        self._end_waits(self._prefix_waits.leave(request))
         if request.multimodal:
             self.features.release(request, len(request.prompt_token_ids))
             self._with_items.pop(request.req_id, None)

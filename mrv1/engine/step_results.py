@@ -20,6 +20,8 @@ class StepResult:
 
     sampled: Sequence[Request]
     """Requests that got a token, in the order of rows."""
+    num_tokens: int
+    """Tokens that were appended to requests."""
     failed: list[Request]
     ended: dict[Request, FinishReason]
     """Requests that have to be finished, failed requests first."""
@@ -46,7 +48,7 @@ def take_output(
     rows = step.rows
     requests: Sequence[Request] = rows.requests
     ended: dict[Request, FinishReason] = {}
-    tokens, num_nan_rows = None, 0
+    tokens, num_tokens, num_nan_rows = None, 0, 0
     if (
         step.all_sample
         and live is None
@@ -71,14 +73,18 @@ def take_output(
                     request.error.__cause__ = reason.__cause__
                 live[row] = False  # its blocks must not enter the prefix cache
                 continue
+            count = _append(request, row_tokens)
+            num_tokens += count
             if rows.any_logprobs:
-                _take_logprobs(step, output, row)
-            if row_tokens:  # empty: an unfinished prefill
+                _take_logprobs(step, output, row, count)
+            if count:  # else an unfinished prefill
                 requests.append(request)
-                tokens.append(row_tokens[0])
+                tokens.append(row_tokens[count - 1])
+    else:
+        num_tokens = len(tokens)
+        for request, token in zip(requests, tokens, strict=True):
+            request.output_token_ids.append(token)
     failed = [*ended]
-    for request, token in zip(requests, tokens, strict=True):
-        request.output_token_ids.append(token)
     if not rows.ending_token_ids.isdisjoint(tokens):
         for request, token in zip(requests, tokens, strict=True):
             if token in request.stop_token_ids or request.stop_sequence is not None:
@@ -88,9 +94,32 @@ def take_output(
     for row in step.last_rows:
         if live is None or live[row]:
             ended.setdefault(rows.requests[row], "length")
+    if step.draft_token_ids:  # only the result tells which rows are the last
+        for request in requests:
+            if request.num_tokens == request.max_total_tokens:
+                ended.setdefault(request, "length")
     return StepResult(
-        sampled=requests, failed=failed, ended=ended, succeeded=live, num_nan_rows=num_nan_rows
+        sampled=requests,
+        num_tokens=num_tokens,
+        failed=failed,
+        ended=ended,
+        succeeded=live,
+        num_nan_rows=num_nan_rows,
     )
+
+
+def _append(request: Request, tokens: tuple[int, ...]) -> int:
+    """Append a row's tokens up to the first that ends the request; return their number.
+
+    The device, which knows only some of the stop tokens, may have accepted drafts after it.
+    """
+    for count, token in enumerate(tokens, 1):
+        request.output_token_ids.append(token)
+        if count < len(tokens) and (
+            token in request.stop_token_ids or request.stop_sequence is not None
+        ):
+            return count
+    return len(tokens)
 
 
 def _end_finished_grammars(
@@ -109,21 +138,22 @@ def _failure(
     step: LaunchedStep, output: StepOutput, row: int, custom_masks: tuple[str, ...]
 ) -> str | RequestError | None:
     """Return why a row has failed; None = the row has not failed."""
-    request, num_expected = step.rows.requests[row], int(step.samples[row])
+    request, num_tokens = step.rows.requests[row], len(output.token_ids[row])
     reason = output.errors.get(row)
     if reason is not None:
         masks = request.params.masks(len(request.output_token_ids)) + custom_masks
         if reason == RowFailure.MASKED and masks:
             return f"{reason}, by {', '.join(masks)}"
         return reason
-    if len(output.token_ids[row]) != num_expected:
-        return (
-            f"expected {num_expected} tokens of step {step.step_id}, got {output.token_ids[row]}"
-        )
+    least = int(step.samples[row])
+    most = least + step.num_drafts(row)
+    if not least <= num_tokens <= most:
+        expected = f"{least} to {most}" if least < most else f"{least}"
+        return f"expected {expected} tokens of step {step.step_id}, got {output.token_ids[row]}"
     if not step.rows.any_logprobs:
         return None
     wants = (
-        ("logprobs", num_expected if request.params.wants_logprobs else 0, output.logprobs),
+        ("logprobs", num_tokens if request.params.wants_logprobs else 0, output.logprobs),
         ("prompt_logprobs", step.num_prompt_logprobs(row), output.prompt_logprobs),
     )
     for name, count, given in wants:
@@ -133,11 +163,18 @@ def _failure(
     return None
 
 
-def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int) -> None:
-    """Append a row's log-probabilities, without prompt positions that are known already."""
+def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int, num_tokens: int) -> None:
+    """Append a row's log-probabilities, without prompt positions that are known already.
+
+    Args:
+        step: the step as it was launched.
+        output: the output of the step.
+        row: the row.
+        num_tokens: how many of the row's tokens are appended to its request.
+    """
     request = step.rows.requests[row]
     if request.params.wants_logprobs and step.samples[row]:
-        request.output_logprobs.append(output.logprobs[row])
+        request.output_logprobs += output.logprobs[row].one_by_one(num_tokens)
     if step.num_prompt_logprobs(row):
         known = request.num_prompt_logprobs - step.start(row)
         fresh = output.prompt_logprobs[row].behind(known)

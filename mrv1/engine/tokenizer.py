@@ -39,9 +39,9 @@ class ChatPrompt(str):
     """A prompt that a chat template has written: its special tokens are part of the text."""
 
     token_ids: Sequence[int] | None = None
-    """Tokens of a prompt with images: each placeholder is repeated once per feature."""
+    """Tokens of a prompt with images or videos: each placeholder is repeated once per feature."""
     items: Sequence[MultimodalItem] = ()
-    """Images of the prompt."""
+    """Images and videos of the prompt."""
 
 
 class ChatTemplateError(RequestError):

@@ -141,6 +141,8 @@ BAD_LINES = [
     ('{"prompt_token_ids": [160]}', "prompt_token_ids: expected integers in [0, 160), got 160"),
     ('{"prompt_token_ids": [1], "request_id": 3}', "request_id: expected a string, got 3"),
     ('{"prompt_token_ids": [1], "sampling_params": 3}', "sampling_params: expected a JSON object"),
+    ('{"prompt_token_ids": [1], "priority": 1}', "priority: expected 0 with scheduling_policy='f"),
+    ('{"prompt_token_ids": [1], "fairness_id": 1}', "fairness_id: expected a string of at most"),
     (
         '{"prompt_token_ids": [1], "sampling_params": {"temprature": 1}}',
         "did you mean 'temperature'?",
@@ -212,7 +214,7 @@ def test_every_kind_of_bad_line_has_its_error(mrv1: Mrv1, checkpoint: str, tmp_p
 def test_a_null_field_counts_as_absent(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
     """The command line's options then hold, as for a field that is not there."""
     plain = {"prompt_token_ids": [5, 6]}
-    nulls = {"prompt": None, "request_id": None, "sampling_params": None}
+    nulls = dict.fromkeys(["prompt", "request_id", "sampling_params", "priority", "fairness_id"])
     params = {"max_tokens": None, "temperature": None, "stop": None, "logit_bias": None}
     lines = [
         json.dumps(line) for line in (plain, plain | nulls, plain | {"sampling_params": params})
@@ -221,6 +223,15 @@ def test_a_null_field_counts_as_absent(mrv1: Mrv1, checkpoint: str, tmp_path: Pa
     assert exit_code == 0
     assert len(records[0]["token_ids"]) == 8
     assert [record["token_ids"] for record in records] == [records[0]["token_ids"]] * 3
+
+
+def test_lines_have_priorities_and_fairness_ids(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
+    plain = {"prompt_token_ids": [5, 6]}
+    lines = [json.dumps(plain | more) for more in ({}, {"priority": -3, "fairness_id": "a"})]
+    options = ("--scheduling-policy", "priority", "--long-prefill-token-threshold", "1")
+    exit_code, records, _ = _run(mrv1, tmp_path, checkpoint, lines, *options)
+    assert exit_code == 0
+    assert records[0]["token_ids"] == records[1]["token_ids"]
 
 
 def test_a_dash_is_stdin_and_stdout(checkpoint: str, tmp_path: Path):

@@ -120,6 +120,12 @@ def test_shared_blocks_of_a_prompt_are_counted_once():
         assert report["peak_held_bytes"] == (1 + 2 + 2) * report["block_bytes"]
 
 
+def test_drafts_change_no_text(mrv1: Mrv1, expected: str):
+    option = '{"method": "ngram", "prompt_lookup_min": 1}'
+    result = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--speculative", option)
+    assert result.stdout == expected + "\n"
+
+
 def test_cache_options_reach_the_engine(mrv1: Mrv1):
     result = mrv1(*TINY, *GREEDY, "--prompt", "ROMEO:", "--kv-cache-dtype", "fp8_e4m3")
     assert result.exit_code == 0
@@ -173,6 +179,15 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
         (["--attention-backend", "fa3"], "attention_backend: expected one of ('triton', "),
         (["--device", "tpu"], "device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
         (["--max-model-len", "999999"], "max_model_len: expected <= 2048"),
+        (
+            ["--speculative", "ngram"],
+            "speculative: expected a JSON object, got 'ngram': Expecting",
+        ),
+        (["--speculative", "4"], "speculative: expected a JSON object, got '4'"),
+        (
+            ["--speculative", '{"method": "mtp"}'],
+            "speculative: method: expected 'ngram', got 'mtp'",
+        ),
         (["--prompt", ""], "prompt: expected at least one token, got none"),
         (["--prompt", "x " * 3000], "prompt: expected fewer than 2048 tokens"),
         (["--input", "README.md"], "expected one of --prompt TEXT and --input FILE"),

@@ -30,6 +30,7 @@ class FakeModelRunner:
         self.num_staging_waits = self.num_compilations = self.num_graph_steps = 0
         self.gpu_seconds = 0.0
         self.num_feature_rows = 0
+        self.captures_graphs = False
 
     def check_usable(self) -> None:
         pass

@@ -16,15 +16,77 @@ from dataclasses import dataclass, field
 
 from mrv1 import SamplingParams
 from mrv1.engine.request import FinishReason, Request
+from mrv1.engine.running_batch import LaunchedStep
 from mrv1.engine.scheduler import Scheduler
+from mrv1.engine.step_time import (
+    NO_LIMIT,
+    HeadKind,
+    StepCosts,
+    StepTarget,
+    StepTime,
+    StepWork,
+)
 from mrv1.headwise import FULL, Visible
 from mrv1.runner import RequestId, SlotRequest, StepOutput, StepPlan
 
 VOCAB = 24
 EOS = 0
 BLOCK_SIZE = 4
+MAX_KNOWN = 5
+"""Most drafts of a row of ``KnownSpeculation``."""
 POISON = None
 """Content of a cell that no step has written since its block was allocated."""
+
+
+STEP_TIME = StepTime(
+    StepWork(
+        weight_bytes=24,
+        token_flops=8,
+        heads=(
+            HeadKind(limit=NO_LIMIT, key_bytes=4, pair_flops=2),
+            HeadKind(limit=6, key_bytes=8, pair_flops=4),
+        ),
+    ),
+    StepCosts(step=1.0, row=0.5, byte=0.125, product_flop=0.125, attention_flop=0.0625),
+)
+"""A model of step time in exact binary fractions, whose formulas ``seconds_of`` writes out."""
+
+
+def seconds_of(rows: Iterable[tuple[int, int]]) -> float:
+    """Return the time of a step by ``STEP_TIME``; rows are [start, end) of a request's tokens."""
+    seconds, num_tokens = 1.0, 0
+    for start, end in rows:
+        seconds += 0.5 + 0.125 * (4 * end + 8 * min(end, 6))
+        for position in range(start, end):
+            seconds += 0.0625 * (2 * (position + 1) + 4 * min(position + 1, 6))
+        num_tokens += end - start
+    return seconds + max(0.125 * 24, 0.125 * 8 * num_tokens)
+
+
+def target_of(seconds: float | None) -> StepTarget | None:
+    return None if seconds is None else StepTarget(STEP_TIME, seconds)
+
+
+def check_time(scheduler: Scheduler, plan: StepPlan, target: float) -> None:
+    """Check the newest plan: with decodes it takes no longer than asked, or has the least chunk.
+
+    Steps with drafts have no chunks.
+    """
+    rows, chunks, num_decodes = [], [], 0
+    entering = {request.slot for request in plan.entering}
+    step = scheduler._batch.newest
+    for row, request in enumerate(step.rows.requests):
+        start, end = step.start(row), int(step.ends[row])
+        rows.append((start, end))
+        if end - start == 1 and step.samples[row] and request.slot not in entering:
+            num_decodes += 1
+        else:
+            chunks.append((request, start, end - start))
+    if plan.draft_token_ids or not num_decodes or seconds_of(rows) <= target:
+        return
+    assert len(chunks) <= 1
+    for request, start, count in chunks:
+        assert count <= max(scheduler.block_size, request.span_size(start))
 
 
 class DeviceError(AssertionError):
@@ -83,6 +145,8 @@ class Slot:
     blocks: list[list[int]]
     """Block ids per head group."""
     stopped: bool = False
+    num_reserved: int = 0
+    """Tokens for which the request has had blocks: drafts that were not accepted count too."""
 
     @property
     def num_tokens(self) -> int:
@@ -185,7 +249,9 @@ class FakeRunner:
                 tokens.append(())
                 continue
             broken = fails or row in fail_rows
-            tokens.append(self._run_row(state, int(plan.num_scheduled_tokens[row]), broken))
+            drafts = plan.draft_token_ids[row] if plan.draft_token_ids else ()
+            count = int(plan.num_scheduled_tokens[row])
+            tokens.append(self._run_row(state, count, drafts, broken))
             if broken:
                 state.stopped = True
                 errors[row] = "no token"
@@ -209,12 +275,23 @@ class FakeRunner:
             request, hashes, request.num_computed_tokens, output, blocks
         )
 
-    def _run_row(self, state: Slot, count: int, broken: bool) -> tuple[int, ...]:
-        """Write K and V of ``count`` tokens, read all visible tokens, sample after the last."""
+    def _run_row(
+        self, state: Slot, count: int, drafts: Sequence[int], broken: bool
+    ) -> tuple[int, ...]:
+        """Write K and V of ``count`` tokens, read all visible tokens, sample after the last.
+
+        The last tokens may be drafts: the row samples after each that it would have drawn itself.
+        """
         start, end = state.num_computed_tokens, state.num_computed_tokens + count
-        assert end <= state.num_tokens, "only known tokens are computed"
+        assert end <= state.num_tokens + len(drafts), "only known tokens and drafts are computed"
+        assert not drafts or end == state.num_tokens + len(drafts), "drafts follow known tokens"
+        hashes = [*state.hashes]
+        for draft in drafts:
+            hashes.append(extend_hash(hashes[-1], draft))
+        state.num_reserved = max(state.num_reserved, end)
         for cells, seen, blocks in zip(self.cells, self.keeps, state.blocks, strict=True):
-            assert len(blocks) == -(-end // self.block_size), "blocks for exactly these tokens"
+            num_blocks = -(-state.num_reserved // self.block_size)
+            assert len(blocks) == num_blocks, "blocks for exactly these tokens"
             # the oldest position of the window of the first token computed here
             oldest = 0 if seen.is_full else start - seen.window + 1
             for position in range(end):
@@ -227,12 +304,26 @@ class FakeRunner:
                 if position >= start:
                     if block[offset] is not POISON:
                         raise DeviceError(f"{name} is in use")
-                    block[offset] = POISON if broken else state.hashes[position + 1]
+                    block[offset] = POISON if broken else hashes[position + 1]
                 elif block[offset] != state.hashes[position + 1]:
                     raise DeviceError(f"{name} was overwritten")
         state.num_computed_tokens = end
         if broken or end < state.num_tokens:
             return ()
+        tokens: list[int] = []
+        for draft in (*drafts, None):
+            tokens.append(self._sample(state))
+            if state.stopped or tokens[-1] != draft:
+                break
+        state.num_computed_tokens = state.num_tokens - 1
+        for cells, blocks in zip(self.cells, state.blocks, strict=True):
+            for position in range(state.num_computed_tokens, end):  # drafts that were wrong
+                block = blocks[position // self.block_size]
+                cells[block][position % self.block_size] = POISON
+        return tuple(tokens)
+
+    def _sample(self, state: Slot) -> int:
+        """Append the next token of a request and return it."""
         request = state.request
         is_early = state.num_tokens < request.min_total_tokens
         masked = request.late_token_ids if is_early else ()
@@ -247,7 +338,36 @@ class FakeRunner:
                 or (may_end and ends_with_any(state.output, sequences))
                 or state.num_tokens == request.max_total_tokens
             )
-        return (token,)
+        return token
+
+
+@dataclass
+class KnownSpeculation:
+    """Proposes drafts of which some are right; equal requests get equal drafts."""
+
+    outputs: dict[RequestId, list[int]] = field(default_factory=dict)
+    num_accepted: int = 0
+
+    def propose(
+        self, requests: Sequence[Request], room: Sequence[int]
+    ) -> dict[int, tuple[int, ...]]:
+        drafts = {}
+        for row, (request, most) in enumerate(zip(requests, room, strict=True)):
+            if request.req_id not in self.outputs:
+                self.outputs[request.req_id] = expected_output(request)[0]
+            known = len(request.output_token_ids)
+            seed = zlib.crc32(f"{request.req_id} {known}".encode())
+            found = self.outputs[request.req_id][known : known + min(most, seed % (MAX_KNOWN + 1))]
+            if found and seed & 64:
+                found[seed % len(found)] = EOS  # mostly wrong
+            if found:
+                drafts[row] = tuple(found)
+        return drafts
+
+    def note(self, step: LaunchedStep, output: StepOutput, succeeded: object) -> None:
+        """Count accepted drafts."""
+        for drafts, tokens in zip(step.draft_token_ids, output.token_ids, strict=False):
+            self.num_accepted += max(len(tokens) - 1, 0) if drafts else 0
 
 
 def make_request(
@@ -256,6 +376,8 @@ def make_request(
     *,
     unsplittable: tuple[tuple[int, int], ...] = (),
     cache_key: bytes = b"",
+    priority: int = 0,
+    fairness_id: str = "",
     **params: object,
 ) -> Request:
     sampling_params = SamplingParams(**params)
@@ -267,6 +389,8 @@ def make_request(
         max_total_tokens=len(prompt) + sampling_params.max_tokens,
         unsplittable=unsplittable,
         cache_key=cache_key,
+        priority=priority,
+        fairness_id=fairness_id,
     )
     request.add_followers()
     return request

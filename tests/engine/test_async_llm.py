@@ -553,6 +553,46 @@ def test_a_full_queue_refuses_requests_until_one_has_ended(monkeypatch):
     llm.shutdown()
 
 
+def test_an_overloaded_engine_loses_nothing_that_it_has_accepted(monkeypatch):
+    """Tasks in bursts, five places: each is refused at once, or gets all of its own output."""
+    llm = make_llm(
+        monkeypatch, AsyncLLM, max_num_queued_reqs=5, scheduling_policy="priority",
+        long_prefill_token_threshold=8,
+    )  # fmt: skip
+    source = random.Random(1)
+    found: Counter[str] = Counter()
+
+    async def one(size: int, priority: int, fairness_id: str) -> None:
+        params = SamplingParams(max_tokens=4)
+        stream = llm.generate(
+            list(prompt_of(size)), params, priority=priority, fairness_id=fairness_id
+        )
+        try:
+            last = await last_of(stream)
+        except CapacityError:
+            found["refused"] += 1
+            return
+        assert last.finished
+        assert last.outputs[0].token_ids == expected_tokens(size, max_tokens=4)
+        found["served"] += 1
+
+    async def main() -> None:
+        for _ in range(6):
+            orders = [
+                (source.randint(1, 30), source.randint(-2, 2), source.choice("ab"))
+                for _ in range(12)
+            ]
+            await asyncio.gather(*[one(*order) for order in orders])
+        await settled(llm)
+
+    run(main())
+    assert found.total() == 72
+    assert found["served"] >= 30
+    assert found["refused"] > 0
+    check_idle(llm)
+    llm.shutdown()
+
+
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "3"])
 def test_a_limit_of_the_queue_is_at_least_one(limit):
     with pytest.raises(ConfigError, match=r"max_num_queued_reqs: expected an integer >= 1"):

@@ -171,7 +171,7 @@ BAD_MESSAGES = [
     ([{"role": "user", "content": 3}], "messages[0]: expected content that is text or a list of "),
     (
         [{"role": "user", "content": [{"type": "audio", "audio": "x"}]}],
-        'messages[0]: expected content parts {"type": "text", "text": ...} or ',
+        'messages[0]: expected content parts {"type": "text", "text": ...}, {"type": "image", ',
     ),
     (
         [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],

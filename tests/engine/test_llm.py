@@ -156,7 +156,7 @@ def requests(checkpoint) -> list[tuple[list[int], SamplingParams, list[int]]]:
     return list(zip(prompts, params, alone, strict=True))
 
 
-@settings(max_examples=settings.default.max_examples // 2)  # each makes an engine
+@settings(max_examples=max(settings.default.max_examples // 8, 2))  # each makes an engine
 @given(
     order=st.permutations(range(5)),
     arrivals=st.lists(st.integers(0, 3), max_size=8),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv1 import EngineConfig, SamplingParams, StepError
@@ -94,6 +94,7 @@ def drained(core: EngineCore) -> None:
     assert core.scheduler.num_free_slots == core.config.max_num_seqs
 
 
+@settings(max_examples=max(settings.default.max_examples // 2, 8))  # each makes two engines
 @given(schedule=schedules(), caching=st.booleans(), blocks=st.sampled_from([9, 12, 30]))
 def test_overlap_changes_no_token(model, schedule, caching, blocks):
     """Tokens equal those of the engine with one step in flight; 9 blocks force preemption."""

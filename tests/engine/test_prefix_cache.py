@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import StepError
 from mrv1.engine import prefix_cache
+from mrv1.engine.block_pool import BlockPool
+from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.prefix_cache import extend_chain
 from mrv1.engine.scheduler import Scheduler
+from mrv1.headwise import FULL, Visible
 from tests.engine.scheduler_model import (
     DeviceError,
     drain,
@@ -242,6 +247,54 @@ def test_digests_are_computed_only_when_a_request_is_looked_up_or_leaves(monkeyp
     assert blocks == [3, 3, 1], "b's three, and c's own"
 
 
+def work_of_a_hit(monkeypatch, keeps: tuple[Visible, ...], num_blocks: int) -> tuple[int, list]:
+    """Admit a request whose ``num_blocks`` blocks of prompt are cached.
+
+    Returns:
+        How many digests were computed for it, and how many each group looked up.
+    """
+    scheduler = caching_scheduler(
+        num_blocks=300, keeps=keeps, max_num_batched_tokens=8192, max_steps_in_flight=1
+    )
+    shared = prompt_of(16 * num_blocks)
+    scheduler.add(make_request("a", (*shared, 3), max_tokens=2, ignore_eos=True))
+    drain(scheduler, make_runner(scheduler))
+    num_digests, num_lookups = 0, [0] * len(keeps)
+
+    def digest(*args, **options):
+        nonlocal num_digests
+        num_digests += 1
+        return blake2b(*args, **options)
+
+    class Counted(dict):
+        def get(self, key, default=None):
+            num_lookups[self.group] += 1
+            return super().get(key, default)
+
+    for group, pool in enumerate(scheduler.pools):
+        pool._cached = Counted(pool._cached)
+        pool._cached.group = group
+    monkeypatch.setattr(prefix_cache, "blake2b", digest)
+    scheduler.add(make_request("b", (*shared, 5), max_tokens=2, ignore_eos=True))
+    assert scheduled(scheduler.schedule()) == {"b": 1}
+    monkeypatch.undo()
+    return num_digests, num_lookups
+
+
+@pytest.mark.parametrize("num_blocks", [32, 256])
+def test_a_hit_hashes_a_block_once_and_looks_up_what_each_group_sees(monkeypatch, num_blocks):
+    """However many groups there are, and however long the hit is for a streaming group.
+
+    A window of 64 and a sink of 16 are at most six blocks of 16, which a lookup asks for twice.
+    """
+    streaming = Visible(window=64, sink=16)
+    for keeps in ((FULL,), (FULL, streaming), (FULL, streaming, Visible(window=48, sink=16))):
+        num_digests, (of_full, *of_streaming) = work_of_a_hit(monkeypatch, keeps, num_blocks)
+        assert num_digests <= num_blocks + 1, "and the root"
+        assert of_full == num_blocks
+        assert all(0 < count <= 2 * 6 for count in of_streaming)
+
+
 def test_a_preempted_request_finds_its_own_blocks_again():
     scheduler = make_scheduler(
         num_blocks=8, max_num_batched_tokens=64, enable_prefix_caching=True, max_steps_in_flight=1
@@ -457,3 +510,65 @@ def test_followers_wait_in_the_order_of_their_first_requests():
     assert plan.req_ids == tuple(names)
     scheduler.update(output_of(plan, *[(5,)] * len(names)))
     assert list(scheduler.waiting) == [(name, 1) for name in names]
+
+
+# --- head groups ---------------------------------------------------------------------------------
+
+
+@st.composite
+def cached_groups(draw) -> tuple[list[Visible], list[list[bool]], list[bool]]:
+    """Draw windows of head groups, which blocks each group has, and which lengths are allowed."""
+    windows = st.builds(Visible, st.integers(1, 70), st.integers(0, 40))
+    keeps = draw(st.sampled_from([[], [FULL]])) + draw(st.lists(windows, max_size=2))
+    keeps = keeps or [FULL]
+    count = draw(st.integers(0, 9))
+    mostly = st.integers(0, 5).map(bool)
+    cached = [draw(st.lists(mostly, min_size=count, max_size=count)) for _ in keeps]
+    return keeps, cached, [True, *draw(st.lists(mostly, min_size=count, max_size=count))]
+
+
+@given(case=cached_groups())
+def test_the_longest_prefix_has_the_blocks_that_its_next_token_sees_in_every_group(case):
+    keeps, cached, allowed = case
+    digests = [bytes([index]) for index in range(len(cached[0]))]
+    pools = HeadPools([len(digests)] * len(keeps), 16, keeps)
+    blocks = pools.allocate(len(digests))
+    for pool, own, has in zip(pools, blocks, cached, strict=True):
+        for block, digest, is_cached in zip(own, digests, has, strict=True):
+            if is_cached:
+                pool.cache(block, digest)
+
+    def seen_blocks(seen: Visible, count: int) -> list[int]:
+        tokens = range(16 * count)
+        if not seen.is_full:
+            tokens = [t for t in tokens if t < seen.sink or t > 16 * count - seen.window]
+        return sorted({token // 16 for token in tokens})
+
+    def fits(count: int) -> bool:
+        return allowed[count] and all(
+            has[block] for seen, has in zip(keeps, cached, strict=True)
+            for block in seen_blocks(seen, count)
+        )  # fmt: skip
+
+    longest = max(count for count in range(len(digests) + 1) if fits(count))
+    expected = [[-1] * longest for _ in keeps]
+    for seen, own, found in zip(keeps, blocks, expected, strict=True):
+        for block in seen_blocks(seen, longest):
+            found[block] = own[block]
+    last_allowed = [max(n for n in range(c + 1) if allowed[n]) for c in range(len(allowed))]
+    assert pools.find(digests, last_allowed.__getitem__) == expected
+
+
+def test_a_window_is_looked_up_only_where_the_next_token_sees_it(monkeypatch):
+    """A prompt of 1,600 tokens costs a group with a window no more than a short one."""
+    pools = HeadPools([100, 100], 16, [FULL, Visible(32, 16)])
+    digests = [bytes([index]) for index in range(100)]
+    for pool, own in zip(pools, pools.allocate(100), strict=True):
+        for block, digest in zip(own, digests, strict=True):
+            pool.cache(block, digest)
+    asked, known = [], BlockPool.known
+    monkeypatch.setattr(
+        BlockPool, "known", lambda pool, digests: asked.extend(digests) or known(pool, digests)
+    )
+    assert [len(own) for own in pools.find(digests)] == [100, 100]
+    assert set(asked) == {digests[0], digests[98], digests[99]}

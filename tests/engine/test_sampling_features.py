@@ -17,7 +17,7 @@ from mrv1 import LLM, LogitsContext, SamplingParams
 from mrv1.errors import ConfigError, RequestError, StepError
 from mrv1.runner import AsyncOutput
 from mrv1.runner.async_output import OutputRing
-from mrv1.runner.device_step import DeviceStep, TokenMasks
+from mrv1.runner.device_step import DeviceStep, MaskBuffer
 from tests.models.families import tiny_checkpoint
 from tests.sampler.rules import edited
 
@@ -364,13 +364,13 @@ def test_a_grammar_that_fails_ends_its_request_alone(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("fails", ["take", "of", "sample"])
+@pytest.mark.parametrize("fails", ["take", "put", "sample"])
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_gpu_that_fails_while_a_step_awaits_its_masks_ends_every_request(
     checkpoint, monkeypatch, overlap, fails, at
 ):
     """From the first or third result, upload of masks or launch on, every driver call fails."""
-    owner = {"take": AsyncOutput, "of": TokenMasks, "sample": DeviceStep}[fails]
+    owner = {"take": AsyncOutput, "put": MaskBuffer, "sample": DeviceStep}[fails]
     method, calls = getattr(owner, fails), itertools.count(1)
 
     def failing(*arguments, **options):
@@ -384,8 +384,7 @@ def test_a_gpu_that_fails_while_a_step_awaits_its_masks_ends_every_request(
     def refused(self) -> None:
         raise torch.AcceleratorError("an illegal memory access")
 
-    # ``TokenMasks.of`` is a class method: ``method`` is already bound to the class.
-    monkeypatch.setattr(owner, fails, staticmethod(failing) if fails == "of" else failing)
+    monkeypatch.setattr(owner, fails, failing)
     monkeypatch.setattr(OutputRing, "give_up", refused)
     with LLM(
         str(checkpoint), device="cpu", num_kv_blocks=32, overlap=overlap, max_num_seqs=2

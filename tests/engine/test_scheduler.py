@@ -21,8 +21,11 @@ from mrv1.runner import StepOutput, StepPlan
 from tests.engine.scheduler_model import (
     BLOCK_SIZE,
     EOS,
+    MAX_KNOWN,
     VOCAB,
     DeviceError,
+    KnownSpeculation,
+    check_time,
     drain,
     expected_output,
     make_request,
@@ -31,6 +34,7 @@ from tests.engine.scheduler_model import (
     output_of,
     prompt_of,
     scheduled,
+    target_of,
 )
 
 
@@ -93,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests arrive, run, abort and fail in any order, in a pool that is often too small.
 
     A second scheduler, which keeps nothing from one step to the next, must make the same plans.
+    Where the first has no target for the time of a step, the second has one that all steps meet.
     """
 
     @initialize(
@@ -106,10 +111,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         caching=st.booleans(),
         stops_on_device=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        threshold=st.sampled_from([0, 0, 1, 5]),
+        least_shared=st.sampled_from([1, 1, 9, 256]),
+        drafts=st.booleans(),
+        step_seconds=st.sampled_from([None, None, 1.0, 20.0, 40.0]),
     )
     def start(
         self, num_blocks, streaming, all_stream, max_num_seqs, budget, depth, caching,
-        stops_on_device,
+        stops_on_device, policy, threshold, least_shared, drafts, step_seconds,
     ):  # fmt: skip
         keeps, pools = [Visible(window, sink) for window, sink, _ in streaming], []
         for seen, (_, _, spare) in zip(keeps, streaming, strict=True):
@@ -127,9 +137,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 eos_token_ids=[EOS],
                 max_steps_in_flight=depth,
                 enable_prefix_caching=caching,
+                scheduling_policy=policy,
+                long_prefill_token_threshold=threshold,
+                least_shared_tokens=least_shared,
+                speculation=KnownSpeculation() if drafts else None,
+                target=target_of(seconds),
             )
-            for made in (Scheduler, ForgetfulScheduler)
+            for made, seconds in (
+                (Scheduler, step_seconds),
+                (ForgetfulScheduler, 1e9 if step_seconds is None else step_seconds),
+            )
         )
+        self.step_seconds = step_seconds
         self.max_num_seqs, self.budget = max_num_seqs, budget
         self.runner = make_runner(self.scheduler, stops_on_device=stops_on_device)
         self.requests: dict[str, Request] = {}
@@ -137,8 +156,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.plans: list[StepPlan] = []
 
     @rule(
-        family=st.integers(0, 2),
-        num_shared=st.integers(0, 40),
+        family=st.sampled_from([0, 0, 1, 2]),
+        num_shared=st.sampled_from([20, 20, 40]) | st.integers(0, 40),
         own=st.lists(st.integers(1, VOCAB - 1), max_size=12),
         max_tokens=st.integers(1, 24),
         min_tokens=st.sampled_from([0, 0, 5]),
@@ -147,11 +166,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
         span=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 12)),
-        cache_key=st.sampled_from([b"", b"image"]),
+        cache_key=st.sampled_from([b"", b"", b"image"]),
+        priority=st.integers(-1, 1),
+        fairness_id=st.sampled_from(["", "a", "b"]),
     )
     def add(
         self, family, num_shared, own, max_tokens, min_tokens, n, sequence, ignore_eos, stops,
-        span, cache_key,
+        span, cache_key, priority, fairness_id,
     ):  # fmt: skip
         shared = [1 + (family + 7 * i) % (VOCAB - 1) for i in range(num_shared)]
         prompt = (*shared, *own) or (1,)
@@ -175,6 +196,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt,
                 unsplittable=spans,
                 cache_key=cache_key,
+                priority=priority,
+                fairness_id=fairness_id,
                 n=n,
                 **params,
             )
@@ -212,6 +235,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def launch(self, fails):
         plan = self.scheduler.schedule()
         check_same_plan(plan, self.forgetful.schedule())
+        if plan is not None and self.step_seconds is not None:
+            check_time(self.scheduler, plan, self.step_seconds)
         if plan is None:
             assert self.scheduler.num_steps_in_flight or not self.scheduler.has_unfinished_requests
             return
@@ -256,7 +281,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner.poison_free(self.scheduler)
         assert list(map(how_far, changed)) == list(map(how_far, same))
         for request in changed:
-            assert len(request.output_token_ids) - before[request.req_id] in (0, 1)
+            num_new = len(request.output_token_ids) - before[request.req_id]
+            assert num_new in range(2 if not plan.draft_token_ids else 2 + MAX_KNOWN)
             if request.finish_reason == "error":
                 self.ended_by_hand.add(request.req_id)
 
@@ -299,7 +325,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     and index * BLOCK_SIZE >= seen.sink
                     and landed - ((index + 1) * BLOCK_SIZE - 1) >= seen.window
                 ]
-        for name in ("wasted_tokens", "num_stale_outputs", "num_preemptions", "prefix_hit_tokens"):
+        for name in (
+            "wasted_tokens", "num_stale_outputs", "num_preemptions", "prefix_hit_tokens",
+            "num_prefix_waits",
+        ):  # fmt: skip
             assert getattr(scheduler, name) == getattr(self.forgetful, name), name
         assert scheduler.num_free_slots + len(running) == self.max_num_seqs
         assert len({r.slot for r in running}) == len(running)
@@ -307,10 +336,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(r.status is Status.WAITING for r in scheduler.waiting.values())
         held = [r for followers in scheduler.waiting.held.values() for r in followers]
         assert all(r.leader in scheduler.waiting.held and not r.leader.finished for r in held)
-        assert scheduler.num_waiting == len(scheduler.waiting) + len(held)
+        waits = scheduler._prefix_waits._leaders
+        assert all(r.status is Status.WAITING and r not in waits.values() for r in waits)
+        assert all(leader.status is Status.RUNNING for leader in waits.values())
+        assert scheduler.num_waiting == len(scheduler.waiting) + len(held) + len(waits)
         for request in self.requests.values():
             pending = scheduler.num_pending(request)
-            assert 0 <= pending <= scheduler.num_steps_in_flight
+            drafting = bool(self.plans and self.plans[-1].draft_token_ids)
+            assert 0 <= pending <= scheduler.num_steps_in_flight + MAX_KNOWN * drafting
+            assert not drafting or len(self.plans) == 1
             assert request.num_tokens + pending <= request.max_total_tokens
             expected, reason = expected_output(request)
             if request.finished and request.req_id not in self.ended_by_hand:
@@ -351,7 +385,7 @@ def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(s
     source = random.Random(seed)
     for _ in range(4):
         keeps = source.choice([(FULL,), (FULL, Visible(5, 4)), (Visible(9),)])
-        budget = source.choice([6, 9, 16, 40])
+        budget, seconds = source.choice([6, 9, 16, 40]), source.choice([None, 1.0, 20.0])
         options = {
             "num_blocks": [
                 11 if seen.is_full else min(11, seen.num_blocks(BLOCK_SIZE, budget) + 2)
@@ -364,14 +398,24 @@ def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(s
             "eos_token_ids": [EOS],
             "max_steps_in_flight": source.choice([1, 2]),
             "enable_prefix_caching": True,
+            "scheduling_policy": source.choice(["fcfs", "priority"]),
+            "long_prefill_token_threshold": source.choice([0, 5]),
+            "least_shared_tokens": source.choice([4, 256]),
+            "target": target_of(seconds),
         }
         scheduler, forgetful = Scheduler(**options), ForgetfulScheduler(**options)
         runner = make_runner(scheduler)
+        requests = []
         for name in range(12):
             prompt = prompt_of(source.randint(1, 30), source.choice([0, 0, 9]))
-            max_tokens = source.randint(1, 10)
+            params = {
+                "max_tokens": source.randint(1, 10),
+                "priority": source.choice([0, 0, 1]),
+                "fairness_id": source.choice("ab"),
+            }
             for each in (scheduler, forgetful):
-                each.add(make_request(str(name), prompt, max_tokens=max_tokens, ignore_eos=True))
+                requests.append(make_request(str(name), prompt, ignore_eos=True, **params))
+                each.add(requests[-1])
         while scheduler.has_unfinished_requests:
             chance = source.random()
             for each in (scheduler, forgetful):
@@ -383,12 +427,17 @@ def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(s
             if scheduler.num_steps_in_flight < scheduler.max_steps_in_flight:
                 plan = scheduler.schedule()
                 check_same_plan(plan, forgetful.schedule())
+                if plan is not None and seconds is not None:
+                    check_time(scheduler, plan, seconds)
             if plan is not None:
                 runner.execute(plan)
             elif scheduler.num_steps_in_flight:
                 output = runner.result()
                 scheduler.update(output)
                 forgetful.update(output)
+        for request in requests:
+            if request.finish_reason != "abort":
+                assert request.output_token_ids == expected_output(request)[0]
 
 
 # --- order, chunks, ends -------------------------------------------------------------------------
@@ -461,7 +510,7 @@ def test_a_stop_by_the_caller_has_precedence_over_length():
     scheduler.add(request)
     drain(scheduler, make_runner(scheduler))
     assert (request.finish_reason, request.stop_reason) == ("length", None)
-    scheduler.stop(request, "a stop string")
+    scheduler.stop(request, "a stop string", len(request.output_token_ids))
     assert (request.finish_reason, request.stop_reason) == ("stop", "a stop string")
 
 

@@ -295,7 +295,7 @@ def test_a_wake_up_without_room_leaves_everything_asleep(llm, weights, before, m
             no_room_for_the_cache,
             r"wake_up: expected room for \d+",
         ),
-        (llm._engine.runner, "_capture", no_room_for_graphs, "wake_up: expected room for CUDA gr"),
+        (llm._engine.runner, "_capture", no_room_for_graphs, "CUDA graphs: expected room on cpu"),
     ):
         llm.sleep(level=2)
         with monkeypatch.context() as patch:
