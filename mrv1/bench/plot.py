@@ -1,4 +1,4 @@
-"""A result of ``bench attention`` as a picture: each cell's share of the copy bandwidth."""
+"""Results as pictures: shares of the copy bandwidth, and times of tokens in serving."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import Any
 from mrv1.errors import ConfigError
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(what: str = "--plot") -> None:
     """Refuse to plot before anything is measured, rather than after.
+
+    Args:
+        what: the option or command that needs it, for the message.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
         raise ConfigError(
-            "--plot: expected the package matplotlib to be installed, got none; "
+            f"{what}: expected the package matplotlib to be installed, got none; "
             "pip install 'mrv1[bench]'"
         )
 
@@ -90,3 +93,36 @@ def cell_label(entry: dict[str, Any]) -> str:
     if 1 < entry["query_len"] < entry["context"]:
         return f"{entry['batch']} x {entry['query_len']} of {context}"
     return f"{entry['batch']} x {context}"
+
+
+def plot_serving(result: dict[str, Any], path: Path) -> None:
+    """Write a PNG of a result of ``bench serving``: the share of times up to each time.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = {"ttft_ms": "first token", "itl_ms": "between tokens", "e2el_ms": "last token"}
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(names), sharey=True)
+    for axes, (name, label) in zip(panels, names.items(), strict=True):
+        for engine, measured in result["results"].items():
+            times = measured["figures"] and measured["figures"][name]
+            if times:
+                axes.plot(times["percentiles"], range(101), label=engine)
+                axes.legend(fontsize="small")
+        axes.set_xlabel(f"{label}, ms")
+        axes.grid(visible=True, alpha=0.3)
+    panels[0].set_ylabel("percentile")
+    conditions = result["conditions"]
+    figure.suptitle(
+        f"{result['shape']}, {result['dtype']}, {result['device']['name']}: "
+        f"{conditions['num_conversations']} conversations of {conditions['num_turns']} turns, "
+        f"{conditions['request_rate']} a second",
+        fontsize="medium",
+    )
+    figure.savefig(path, format="png", dpi=150)

@@ -23,15 +23,16 @@ def git_commit() -> str:
     project's checkout is not that project's commit.
     """
     root = Path(mrv1.__file__).resolve().parents[1]
-    if _git(root, "rev-parse", "--show-toplevel") != str(root):
+    if git(root, "rev-parse", "--show-toplevel") != str(root):
         return UNKNOWN
-    commit = _git(root, "rev-parse", "HEAD")
+    commit = git(root, "rev-parse", "HEAD")
     if commit is None:
         return UNKNOWN
-    return commit + ("-dirty" if _git(root, "status", "--porcelain", "-uno") else "")
+    return commit + ("-dirty" if git(root, "status", "--porcelain", "-uno") else "")
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def git(root: Path, *arguments: str) -> str | None:
+    """Return what a git command prints in a folder, or None if it fails or git is missing."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True

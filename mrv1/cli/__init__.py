@@ -1,4 +1,4 @@
-"""The ``mrv1`` command: generate, chat, calibrate, policy, doctor, bench.
+"""The ``mrv1`` command: generate, chat, calibrate, policy, compile, doctor, bench.
 
 Modules of commands import torch, so each is imported when its command runs.
 """
@@ -26,6 +26,10 @@ COMMANDS = {
         "Find the KV heads that need the whole context; the others may stream.",
     ),
     "policy": ("policy.app", "Show, make and compare head policies."),
+    "compile": (
+        "compile.compile_command",
+        "Compile the kernels of a model ahead of its first start, for a container image.",
+    ),
     "doctor": (
         "doctor.doctor",
         "Show versions, GPUs and the implementation of each part of a step; warn of problems.",

@@ -8,7 +8,14 @@ import typer
 from rich.table import Table
 
 from mrv1.bench import SHAPES, GenerateBench, RunnerBench, run_generate, run_runner
-from mrv1.cli import bench_headwise, bench_kernels, bench_sampler, bench_vllm
+from mrv1.cli import (
+    bench_headwise,
+    bench_kernels,
+    bench_report,
+    bench_sampler,
+    bench_serving,
+    bench_vllm,
+)
 from mrv1.cli.bench_kernels import Output, check_target, write_result
 from mrv1.cli.console import say, second_interrupt_ends, show_table
 from mrv1.cli.help import Command, Group
@@ -27,7 +34,9 @@ app.command("kv-write", cls=Command)(bench_kernels.kv_write)
 app.command("sampler", cls=Command)(bench_sampler.sampler)
 app.command("capacity", cls=Command)(bench_headwise.capacity)
 app.command("headwise", cls=Command)(bench_headwise.headwise)
+app.command("serving", cls=Command)(bench_serving.serving)
 app.command("vllm", cls=Command)(bench_vllm.vllm)
+app.command("report", cls=Command)(bench_report.report)
 
 DEFAULT_SHAPE = "qwen3-0.6b"
 CPU_SHAPE = "tiny-random"
@@ -131,9 +140,10 @@ def _step_table(result: dict[str, Any]) -> Table:
     table = Table(
         title=_title(result),
         caption=f"{conditions['prompt_tokens']} prompt tokens, then {conditions['steps']} steady "
-        f"decode steps, medians; {_engine(result)}; deterministic: its ms/step over the default's",
+        f"decode steps, medians; {_engine(result)}; deterministic, logprobs: ms/step with them "
+        "over the default's",
     )
-    for heading in ("batch", "ms/step", "p20", "p80", "GPU ms", "deterministic"):
+    for heading in ("batch", "ms/step", "p20", "p80", "GPU ms", "deterministic", "logprobs"):
         table.add_column(heading, justify="right")
     for entry in result["results"]:
         table.add_row(
@@ -143,6 +153,7 @@ def _step_table(result: dict[str, Any]) -> Table:
             f"{entry['step_p80_ms']:.3f}",
             _optional(entry["gpu_ms"], "{:.3f}"),
             _optional(entry["deterministic_over_default"], "{:.2f}x"),
+            _optional(entry["logprobs_over_default"], "{:.2f}x"),
         )
     return table
 

@@ -1,0 +1,45 @@
+"""The machine that several engines run on in turn, and the checkpoint that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mrv1.bench.checkpoint import write_checkpoint
+from mrv1.bench.child import Send
+from mrv1.bench.floor import copy_bandwidth
+from mrv1.bench.options import CheckpointBench
+from mrv1.bench.provenance import provenance
+from mrv1.config import dtype_name
+from mrv1.device import resolve_device, resolve_dtype
+from mrv1.models import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What all modes run on."""
+
+    on_cpu: bool
+    dtype: torch.dtype
+    """Of weights and activations."""
+    bandwidth: float | None
+    """Bytes per second of a copy; None on a CPU."""
+    provenance: dict[str, object]
+
+
+def prepare(bench: CheckpointBench, config: ModelConfig, checkpoint: Path, send: Send) -> None:
+    """Measure the machine, and write the checkpoint of a shape, in a process of its own."""
+    device = resolve_device(bench.device)
+    dtype = resolve_dtype(dtype_name(bench.dtype), config.torch_dtype, device)
+    bandwidth = copy_bandwidth(device)
+    if bench.shape is not None:
+        write_checkpoint(checkpoint, config, device=device, dtype=dtype, seed=bench.seed)
+    machine = Machine(
+        on_cpu=device.type == "cpu",
+        dtype=dtype,
+        bandwidth=bandwidth,
+        provenance=provenance(device, bench.commit),
+    )
+    send(machine)

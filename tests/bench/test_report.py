@@ -1,0 +1,686 @@
+"""``mrv1 bench report``: what is written equals the files; tables, pictures, ages, mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mrv1.bench import plot
+from mrv1.bench.report import history, make_report
+from mrv1.bench.report.charts import Chart, Panel, Series, by_kind, charts
+from mrv1.bench.report.draw import digest, draw, drawn_digest
+from mrv1.bench.report.engines import (
+    generate_table,
+    modes_table,
+    runner_table,
+    serving_table,
+    start_table,
+    summary_table,
+    vllm_table,
+)
+from mrv1.bench.report.features import (
+    async_table,
+    features_table,
+    speculation_table,
+    start_parts_table,
+)
+from mrv1.bench.report.files import MARK, ResultFile, load
+from mrv1.bench.report.kernels import kernel_table, sampler_table
+from mrv1.bench.report.other import ABOUT, other_file
+from mrv1.bench.report.page import BEGIN, END, KNOWN, NONE_YET, with_excerpt
+from mrv1.bench.report.policies import capacity_table, headwise_table
+from mrv1.cli import app
+from mrv1.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[2]
+RESULTS = REPO / "benchmarks" / "results"
+MAX_PICTURE_BYTES = 60_000
+ORIGIN = "commit 0123456789ab, 2030-01-02."
+
+
+def _result(**changes: Any) -> dict[str, Any]:
+    entry = {
+        "batch": 256,
+        "tokens_per_s": 1234.5,
+        "decode_step_ms": 4.0,
+        "floor_ms": 2.0,
+        "share_of_floor": 0.5,
+        "prefill_ms": 30.04,
+    }
+    result = {
+        "op": "generate",
+        "schema": 2,
+        "shape": "qwen3-0.6b",
+        "weights": "random",
+        "dtype": "bfloat16",
+        "path": "triton",
+        "device": {"name": "GPU X"},
+        "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+        "commit": "0123456789abcdef",
+        "date": "2030-01-02",
+        "copy_bandwidth_bytes_per_s": 4.3e12,
+        "conditions": {
+            "prompt_tokens": 128,
+            "output_tokens": 256,
+            "sampling": "greedy",
+            "repeats": 3,
+            "clocks": "as found",
+        },
+        "results": [entry, entry | {"batch": 1, "floor_ms": None, "share_of_floor": None}],
+    }
+    return result | changes
+
+
+def _file(
+    result: dict[str, Any], name: str = "x.json", is_older: bool | None = None
+) -> ResultFile:
+    return ResultFile(name, result, is_older)
+
+
+# --- the report that is written -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report():
+    return make_report(RESULTS, REPO / "docs" / "benchmarks.md", REPO / "README.md")
+
+
+def test_page_pictures_and_readme_equal_the_results_files(report):
+    command = "run: mrv1 bench report --readme README.md"
+    assert [str(path.relative_to(REPO)) for path in report.differences()] == [], command
+
+
+def test_the_page_names_every_file_with_its_commit(report):
+    page = report.texts[REPO / "docs" / "benchmarks.md"]
+    for path in RESULTS.glob("*.json"):
+        result = json.loads(path.read_text("utf-8"))
+        commit = str(result.get("commit") or "")[:12]
+        assert re.search(rf"^\| `{re.escape(path.name)}` .*{commit}", page, re.M), path.name
+        assert page.count(f"`{path.name}`") >= 2, path.name
+
+
+def test_every_file_that_is_described_exists():
+    names = {path.stem.rpartition("-")[0] or path.stem for path in RESULTS.glob("*.json")}
+    assert ABOUT.keys() <= names
+
+
+def test_the_readme_has_two_pictures_and_all_pictures_are_small(report):
+    readme = report.texts[REPO / "README.md"]
+    shown = re.findall(r"^!\[.+\]\((docs/benchmarks/.+\.svg)\)$", readme, re.M)
+    assert len(shown) == 2
+    for path in report.pictures:
+        assert path.stat().st_size < MAX_PICTURE_BYTES, path.name
+
+
+# --- writing, comparing, refusing ---------------------------------------------------------------
+
+
+def test_a_changed_result_changes_the_report_and_check_tells(tmp_path: Path):
+    results, page, readme = tmp_path / "results", tmp_path / "page.md", tmp_path / "README.md"
+    results.mkdir()
+    beside = _result(
+        op="beside vllm", schema=1, peers={"vllm": "0.26.0"}, start_s={"mrv1": 5.0, "vllm": 9.0},
+        results=[{"batch": 1, "tokens_per_s": {"mrv1": 30.0, "vllm": 15.0}, "mrv1_over_vllm": 2}],
+    )  # fmt: skip
+    (results / "beside-vllm-x.json").write_text(json.dumps(beside))
+    (results / "new.json").write_text(json.dumps({"op": "new", "conditions": {"seed": 3}}))
+    readme.write_text(f"a\n{BEGIN}\n{END}\nb\n")
+    options = ["--results", results, "--output", page, "--readme", readme]
+
+    def run(*more: str) -> int:
+        return CliRunner().invoke(app, [*map(str, ["bench", "report", *options]), *more]).exit_code
+
+    assert run("--check") == 1
+    assert not page.exists()
+    assert run() == 0
+    assert run("--check") == 0
+    assert re.findall(r"^!\[(\w+)", readme.read_text(), re.M) == ["Generation"]
+    assert "`new.json`: new; device unknown; seed: 3; commit unknown." in page.read_text()
+    pictures = {path.name for path in (tmp_path / "page").glob("*.svg")}
+    assert pictures == {"beside-vllm-x.svg", "start.svg"}
+
+    beside["results"][0]["tokens_per_s"]["mrv1"] = 31.0
+    (results / "beside-vllm-x.json").write_text(json.dumps(beside))
+    changed = make_report(results, page, readme).differences()
+    assert changed == [page, tmp_path / "page" / "beside-vllm-x.svg"]
+    (results / "beside-vllm-x.json").unlink()
+    (tmp_path / "page" / "my own.svg").write_text("<svg/>")
+    gone = make_report(results, page, readme)
+    drawn = [tmp_path / "page" / name for name in ("beside-vllm-x.svg", "start.svg")]
+    assert gone.differences() == [page, readme, *drawn]
+    gone.write()
+    assert not gone.differences()
+    assert [path.name for path in (tmp_path / "page").glob("*.svg")] == ["my own.svg"]
+    assert NONE_YET in readme.read_text()
+
+
+def test_marks_are_not_compared_where_git_lacks_a_commit(tmp_path: Path):
+    (tmp_path / "generate.json").write_text(json.dumps(_result()))
+    page = tmp_path / "page.md"
+    report = make_report(tmp_path, page)
+    report.write()
+    page.write_text(page.read_text().replace(ORIGIN, f"{ORIGIN[:-1]}{MARK}."))
+    assert MARK in page.read_text()
+    assert report.differences() == []
+    page.write_text(page.read_text().replace("1,234", "1,235"))
+    assert report.differences() == [page]
+
+
+def test_mistakes_are_refused_by_name(tmp_path: Path):
+    page = tmp_path / "page.md"
+    for results, output, readme, message in (
+        (tmp_path / "no", page, None, "--results: expected an existing directory"),
+        (tmp_path, tmp_path / "no" / "page.md", None, "--output: expected an existing directory"),
+        (tmp_path, tmp_path / "page", None, "--output: expected a file with a suffix"),
+        (tmp_path, page, tmp_path / "README.md", "--readme: expected an existing file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_report(results, output, readme)
+    for text, message in (("{", "x.json: expected JSON"), ("[]", "expected a JSON object, got l")):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            make_report(tmp_path, page)
+
+
+def test_a_report_without_matplotlib_is_refused_before_it_is_written(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    page = tmp_path / "page.md"
+    options = ["--results", str(tmp_path), "--output", str(page)]
+    refused = CliRunner().invoke(app, ["bench", "report", *options], env={"COLUMNS": "200"})
+    assert refused.exit_code != 0
+    assert "bench report: expected the package matplotlib to be installed" in refused.output
+    assert not page.exists()
+
+
+def test_only_the_text_between_the_markers_changes():
+    text = f"a\n{BEGIN}\nold\n{END}\nb\n"
+    assert with_excerpt(text, "new") == f"a\n{BEGIN}\nnew\n{END}\nb\n"
+    for broken in ("a", f"{BEGIN}", f"{END} {BEGIN}", text + text):
+        with pytest.raises(ConfigError, match="expected <!-- results:generate -->"):
+            with_excerpt(broken, "new")
+
+
+# --- ages ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of one commit that mrv1 seems to run from: a kernel that imports another."""
+    (tmp_path / "mrv1" / "kernels" / "attention").mkdir(parents=True)
+    for name, text in (
+        ("attention/decode_attention", "from mrv1.kernels.base import helper\nX = 1\n"),
+        ("attention/prefill_attention", "X = 1\n"),
+        ("base", "from mrv1.kernels import deep\nhelper = 1\n"),
+        ("deep", "X = 1\n"),
+        ("other", "X = 1\n"),
+    ):
+        (tmp_path / "mrv1" / "kernels" / f"{name}.py").write_text(text)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(history, "ROOT", tmp_path)
+    history.has_changed.cache_clear()
+    history._with_imports.cache_clear()
+    yield tmp_path
+    history.has_changed.cache_clear()
+    history._with_imports.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_older"),
+    [
+        ("attention/decode_attention.py", "from mrv1.kernels.base import helper\nX = 2\n", True),
+        ("attention/decode_attention.py",
+         '"""Text."""\nfrom mrv1.kernels.base import helper\n\nX = 1  # why\n', False),
+        ("base.py", "helper = 2\n", True),
+        ("deep.py", "X = 2\n", True),
+        ("attention/prefill_attention.py", "X = 2\n", False),
+        ("other.py", "X = 2\n", False),
+    ],
+)  # fmt: skip
+def test_a_file_is_older_where_code_of_its_kernel_has_changed(
+    checkout: Path, name: str, text: str, is_older: bool
+):
+    (checkout / "mrv1" / "kernels" / name).write_text(text)
+    result = _result(op="attention", mode="decode", commit="HEAD")
+    (checkout / "x.json").write_text(json.dumps(result))
+    (file,) = load(checkout)
+    assert file.is_older is is_older
+    assert file.origin == f"commit HEAD, 2030-01-02{MARK if is_older else ''}"
+    (checkout / "x.json").write_text(json.dumps(_result(commit="HEAD-dirty")))
+    (engine,) = load(checkout)
+    assert engine.is_older is ("why" not in text)
+
+
+def test_a_changed_file_that_is_no_python_counts_unread(checkout: Path):
+    (checkout / "mrv1" / "weights").write_bytes(b"\xff")
+    subprocess.run(["git", "add", "."], cwd=checkout, check=True)
+    assert history.has_changed("HEAD", history.ENGINE) is True
+
+
+def test_an_age_is_unknown_without_the_commit_or_the_checkout(checkout: Path, monkeypatch):
+    assert history.has_changed("0" * 40, ("mrv1",)) is None
+    monkeypatch.setattr(history, "ROOT", checkout / "mrv1")
+    assert history.has_changed("HEAD", ("mrv1",)) is None
+
+
+def test_every_kernel_that_is_measured_is_found():
+    for kind, mode in (("attention", "decode"), ("attention", "prefill"),
+                       ("kv_cache_write", None), ("sample_tokens", None)):  # fmt: skip
+        paths = history.measured_paths(kind, mode)
+        assert len(paths) > 4
+        assert all((REPO / path).is_file() for path in paths)
+    assert "mrv1/kernels/attention/decode_attention.py" in history.measured_paths(
+        "attention", "decode"
+    )
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+def test_a_picture_is_an_svg_with_its_data_names_and_units():
+    rising = Series("mrv1", ((0.0, 1.0), (1.0, 2.0)), ("1", "2"))
+    close = Series("vllm", ((0.0, 0.0), (1.0, 1.99)))
+    panels = tuple(
+        Panel("a panel", "requests", "tokens/s", ((0.0, "1"), (1.0, "32")), (rising, close), scale)
+        for scale in ("linear", "log", "share")
+    )
+    bars = tuple(Series(name, ((x, 3.0),), ("3.0 s",)) for x, name in ((0.0, "mrv1"), (1.0, "b")))
+    ticks = ((0.0, "mrv1"), (1.0, "b"))
+    chart = Chart(
+        "x", "A title", (*panels, Panel("", "", "seconds", ticks, bars, is_bars=True)), ()
+    )
+    picture = draw(chart)
+    assert draw(chart) == picture
+    assert drawn_digest(picture) == digest(chart)
+    assert drawn_digest("<svg/>") is None
+    words = re.findall(r"<text [^>]*>([^<]*)</text>", picture)
+    for word in ("A title", "a panel", "requests", "tokens/s", "vllm", "seconds", "3.0 s", "100%"):
+        assert word in words
+    assert 'style="fill: #ffffff"' in picture
+
+
+def test_charts_show_the_figures_of_their_files():
+    known = by_kind(file for file in load(RESULTS) if file.key in KNOWN)
+    drawn = {chart.name: chart for chart in charts(known)}
+    decode = drawn["decode-attention"]
+    assert [panel.title.partition(",")[0] for panel in decode.panels] == [
+        "bfloat16 cache", "fp8_e4m3 cache",
+    ]  # fmt: skip
+    for panel, name in zip(decode.panels, decode.files, strict=True):
+        rows = json.loads((RESULTS / name).read_text("utf-8"))["results"]
+        shares = {row["variants"]["mrv1"]["share_of_copy_bandwidth"] for row in rows}
+        (ours,) = (series for series in panel.series if series.name == "mrv1")
+        assert {y for _, y in ours.points} == shares
+        assert len(panel.ticks) == len(rows)
+
+
+def test_a_chart_of_serving_has_a_panel_for_each_time():
+    chart = next(charts({"serving": [_file(_serving(), "serving-x.json")]}))
+    assert chart.title == "Serving: qwen3-0.6b, 5 requests/s, GPU X"
+    assert [panel.y_label for panel in chart.panels] == ["first token, ms", "whole request, ms"]
+    assert [series.name for series in chart.panels[0].series] == ["mrv1"]
+    assert chart.panels[0].series[0].points[100] == (100.0, 110.0)
+
+
+def _policies_files() -> dict[str, list[ResultFile]]:
+    conditions = {"full_share": 0.25, "context": 131_072}
+    fits = [{"variant": name, "ratio": ratio} for name, ratio in (("uniform", 1), ("recycled", 4))]
+    capacity = _result(op="capacity", schema=2, conditions=conditions, results=fits)
+    conditions = {"full_share": 0.5, "prompt_tokens": 8192, "output_tokens": 4096}
+    times = [
+        {"variant": name, "between_tokens_ms": ms} for name, ms in (("uniform", 4), ("kept", 3))
+    ]
+    served = _result(op="headwise", schema=1, conditions=conditions, results=times)
+    return {"capacity": [_file(capacity)], "headwise": [_file(served), _file(served)]}
+
+
+def test_a_chart_of_policies_has_requests_and_times_by_share():
+    fits, times = next(charts(_policies_files())).panels
+    assert fits.series[0].points == ((0.25, 4), (1.0, 1))
+    assert times.series[0].points == ((0.5, 0.75), (1.0, 1.0))
+    assert times.ticks == ((0.25, "25%"), (0.5, "50%"), (1.0, "100%"))
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def test_kernel_tables_show_our_time_and_the_ratios_of_peers():
+    def variant(us: float) -> dict[str, object]:
+        return {"median_us": us, "share_of_copy_bandwidth": 0.956, "flops_per_s": 4.5e14}
+
+    cell = {"batch": 8, "context": 4096, "query_len": 1, "peer_time_over_ours": {"peer": 1.238}}
+    alone = cell | {"batch": 1, "peer_time_over_ours": {}, "variants": {"mrv1": variant(9)}}
+    shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
+    result = _result(
+        op="attention", schema=2, mode="decode", kv_dtype="auto", conditions=shape,
+        peers={"peer": "1.2", "other": "not installed"}, geometric_mean_over_ours={"peer": 1.238},
+        results=[cell | {"variants": {"mrv1": variant(1234.56), "peer": variant(1528)}}, alone],
+    )  # fmt: skip
+    table = kernel_table(_file(result))
+    for said in (
+        "| batch x context | us | of copy bandwidth | peer |",
+        "| 8 x 4096 | 1,234.6 | 96% | 1.24x |",
+        "| 1 x 4096 | 9.0 | 96% | - |",
+        "| geometric mean |  |  | 1.24x |",
+        "`x.json`: bfloat16, cache auto, triton path on one GPU X; 32 query heads, 8 KV heads of "
+        "128, blocks of 16; copy bandwidth 4.3e+12 bytes/s; torch 2.11.0, triton 3.6.0, peer 1.2; "
+        + ORIGIN,
+    ):
+        assert said in table
+    roles = {"full_heads": 0.25, "window": 4096, "sink": 64}
+    result["mode"] = "prefill"
+    result["conditions"] = shape | {"head_roles": roles, "soft_cap": 50.0, "logit_sinks": True}
+    for query_len, label in ((4096, "8 x 4096"), (64, "8 x 64 of 4096")):
+        result["results"][0]["query_len"] = query_len
+        table = kernel_table(_file(result))
+        assert f"| {label} | 1,234.6 | 450 | 1.24x |" in table
+    assert (
+        "25% of the heads full, the others see 4,096 tokens and 64 in front; soft cap 50; "
+        in table
+    )
+    assert "; logit sinks; " in table
+
+
+def test_writes_of_random_blocks_are_named():
+    ours = {"median_us": 2.5, "share_of_copy_bandwidth": None}
+    shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
+    result = _result(
+        op="kv_cache_write", schema=2, kv_dtype="auto", geometric_mean_over_ours={},
+        conditions=shape | {"slot_order": "blocks"},
+        results=[{"tokens": 2048, "variants": {"mrv1": ours}, "peer_time_over_ours": {}}],
+    )  # fmt: skip
+    table = kernel_table(_file(result))
+    assert "| tokens | us | of copy bandwidth |" in table
+    assert "| 2,048 | 2.5 | - |" in table
+    assert "cache auto, blocks in random order, triton path" in table
+
+
+def test_table_shows_the_figures_and_their_conditions():
+    table = generate_table(_file(_result()))
+    assert "| 256 | 1,234 | 4.00 | 2.00 | 50% | 30.0 |" in table
+    assert "| 1 | 1,234 | 4.00 | - | - | 30.0 |" in table
+    for said in ("GPU X", "128 prompt + 256 output", "4.30 TB/s", "clocks as found", ORIGIN):
+        assert said in table
+    assert f"2030-01-02{MARK}." in generate_table(_file(_result(), is_older=True))
+
+
+def test_table_shows_optional_figures_and_options_that_are_not_the_default():
+    result = _result(start={"seconds": 18.85, "triton_cache": "empty"})
+    result["results"] = [entry | {"host_ms": 0.0584} for entry in result["results"]]
+    result["conditions"] |= {
+        "deterministic": True, "overlap": True, "cuda_graphs": False, "kv_cache_dtype": "fp8_e4m3",
+        "kv_scale": "token", "attention_backend": "flashinfer",
+    }  # fmt: skip
+    table = generate_table(_file(result))
+    for said in (
+        "| batch | tokens/s | ms per decode step | of it host, ms | floor, ms | share of floor |",
+        "| 256 | 1,234 | 4.00 | 0.058 | 2.00 | 50% | 30.0 |",
+        "bfloat16, KV fp8_e4m3 with a scale per token, attention by flashinfer, "
+        "deterministic=True, cuda_graphs=False, triton path",
+        "engine started in 18.9 s, Triton's cache empty; commit",
+    ):
+        assert said in table
+    assert "overlap" not in table
+    assert "| mrv1, qwen3-0.6b, Triton's cache empty | 18.9 | `x.json`, GPU X; " in start_table(
+        [_file(result)]
+    )
+
+
+def test_summary_shows_both_shapes():
+    large = _result(shape="llama3-8b", date="2030-01-03")
+    large["conditions"] = large["conditions"] | {"repeats": 1}
+    table = summary_table([_file(_result()), _file(large)])
+    for said in (
+        "| qwen3-0.6b | 256 | 1,234 | 4.00 | 2.00 | 50% |",
+        "| llama3-8b | 1 | 1,234 | 4.00 | - | - |",
+        "qwen3-0.6b: 3 runs, commit 0123456789ab, 2030-01-02; "
+        "llama3-8b: 1 run, commit 0123456789ab, 2030-01-03",
+    ):
+        assert said in table
+
+
+def test_vllm_table_shows_both_throughputs_and_their_ratio():
+    entry = {"batch": 32, "tokens_per_s": {"mrv1": 3000.4, "vllm": 1500.2}, "mrv1_over_vllm": 2.0}
+    table = vllm_table(_file(_result(results=[entry], peers={"vllm": "0.26.0"})))
+    assert "| 32 | 3,000 | 1,500 | 2.00x |" in table
+    assert "torch 2.11.0, triton 3.6.0, vllm 0.26.0" in table
+
+
+def test_modes_of_vllm_show_figures_and_failures():
+    figures = {"tokens_per_s": 1234.5, "ttft_ms": 10.04, "tpot_ms": 2.5, "speedup": 1.5}
+    modes = {"vllm": {"error": None}, "worker": {"error": "no memory"}}
+    cell = {"batch": 32, "prompt_tokens": 8192, "modes": {"vllm": figures}}
+    cell["modes"]["vllm"]["share_of_floor"] = None
+    table = modes_table(_file(_result(results=[cell], modes=modes)))
+    assert "| 32 x 8,192 | vllm | 1,234 | 1.50x | 10.0 | 2.50 | - |" in table
+    assert "; worker failed: no memory; commit" in table
+
+
+def _serving() -> dict[str, Any]:
+    spread = {
+        "mean": 1.0, "median": 60.0, "p99": 109.0,
+        "percentiles": [float(10 + each) for each in range(101)],
+    }  # fmt: skip
+    figures = {"output_throughput": 1234.5, "request_goodput": None, "ttft_ms": spread,
+               "itl_ms": None, "e2el_ms": spread}  # fmt: skip
+    conditions = {
+        "num_conversations": 100, "num_turns": 3, "lengths": "lognormal", "request_rate": 5.0,
+        "new_input_tokens": 10_000, "output_tokens": 2000, "repeats": 3,
+        "goodput": {"ttft": 500.0}, "kv_cache_dtype": "auto", "prefix_len": 64,
+        "max_num_seqs": 256, "sampling": {"temperature": 0.0},
+    }  # fmt: skip
+    engines = {"mrv1": {"figures": figures, "error": None},
+               "vllm": {"figures": None, "error": "no memory"}}  # fmt: skip
+    ratios = {"output_throughput": 1.5}
+    return _result(
+        op="serving", schema=1, conditions=conditions, results=engines, mrv1_over_vllm=ratios
+    )
+
+
+def test_serving_table_shows_medians_and_99th_percentiles():
+    table = serving_table(_file(_serving()))
+    for said in (
+        "| mrv1 | 1,234 | - | 60.0 / 109.0 | - | 60.0 / 109.0 |",
+        "| vllm | - | - | - | - | - |",
+        "100 conversations, turns of each: 3, 5 a second; 10,000 new input + 2,000 output tokens",
+        "at most 256 requests at a time, temperature 0; ",
+        "medians of 3 runs after a warm-up",
+        "mrv1 over vLLM, output_throughput: 1.50x; ",
+        "a good request has at most ttft 500 ms",
+        "vllm failed: no memory",
+    ):
+        assert said in table
+
+
+def test_sampler_tables_show_reads_and_peers():
+    variants = {"mrv1": {"median_us": 1234.56, "share_of_copy_bandwidth": 0.4}}
+    variants |= {name: {"median_us": 1.0} for name in ("flashinfer", "vllm-mask")}
+    entry = {
+        "rows": 256, "std": 2.5, "params": "top-k 50", "variants": variants,
+        "peer_time_over_ours": {"flashinfer": 8.444},
+    }  # fmt: skip
+    result = _result(results=[entry], peers={"flashinfer": "0.6"})
+    result["conditions"] |= {"vocab_size": 151_936, "temperature": 0.8}
+    table = sampler_table(_file(result))
+    for said in (
+        "| rows | std of logits | parameters | us | reads | flashinfer | vllm-mask |",
+        "| 256 | 2.5 | top-k 50 | 1,234.6 | 2.5 | 8.44x | - |",
+        "151,936 ids, ",
+        "flashinfer 0.6",
+    ):
+        assert said in table
+
+
+def test_runner_tables_show_step_times_and_host_times():
+    names = ("schedule", "execute", "read", "update")
+    host = {f"{name}_us": 10.4 * 10**i for i, name in enumerate(names)} | {
+        "total_us": 12_345.6, "quietest_us": 11_111.1
+    }  # fmt: skip
+    trace = {
+        "idle_share": 0.0346, "idle_between_launches_share": 0.0315, "graph_launches": 1.0,
+        "kernel_launches": 0.0, "host_to_device_copies": 1.0, "event_waits": 0.98,
+        "other_waits": 0.0,
+    }  # fmt: skip
+    entry = {"batch": 256, "step_ms": 2.7506, "deterministic_over_default": 1.149, "host": host}
+    cpu = entry | {"batch": 1, "deterministic_over_default": None, "trace": None}
+    result = _result(
+        results=[entry | {"trace": trace, "logprobs_over_default": 1.041}, cpu],
+        first_requests=[
+            {"kind": "grammar", "first_ms": 25.44, "second_ms": 25.0, "compilations": 0}
+        ],
+        waiting=[{"batch": 256, "waiting": 10_000, "host": host | {"total_us": 999.9}}],
+    )
+    del result["copy_bandwidth_bytes_per_s"]
+    result["conditions"]["steps"] = 50
+    table = runner_table(_file(result))
+    for said in (
+        "| 256 | 2.751 | 1.15x | 1.04x | 3.5% | 3.1% | 1 | 1 | 0 | 0.98 | 0 |",
+        "| 1 | 2.751 | - | - | - | - | - | - | - | - | - |",
+        "| 256 | none | 12,346 | 11,111 | 10 | 104 | 1,040 | 10,400 |",
+        "| 256 | 10,000 | 1,000 | 11,111 | 10 | 104 | 1,040 | 10,400 |",
+        "| grammar | 25.4 | 25.0 | 0 |",
+        "128 prompt tokens, then 50 steps; torch 2.11.0, triton 3.6.0; clocks as found; commit",
+    ):
+        assert said in table
+    del result["first_requests"]
+    assert "kernels compiled" not in runner_table(_file(result))
+
+
+def test_start_parts_show_each_start_and_its_parts():
+    parts = {"weights": 0.007, "kernels": 14.58, "memory": 6.91}
+    start = {"seconds": 28.94, "parts": parts}
+    results = {
+        "empty": start,
+        "filled": {"seconds": 5.04, "parts": parts | {"kernels": 0.0}},
+        "compile": {"seconds": 15.8, "num_kernels": 65},
+        "compiled": start,
+    }
+    table = start_parts_table(_file(_result(op="start", results=results)))
+    for said in (
+        "| start | seconds | kernels | memory |",
+        "| with an empty Triton cache | 28.9 | 14.6 | 6.9 |",
+        "| with what the first start has left | 5.0 | 0.0 | 6.9 |",
+        "| `mrv1 compile`, into an empty cache | 15.8 | - | - |",
+    ):
+        assert said in table
+
+
+def test_features_table_shows_times_over_text():
+    def entry(first: float, over: float, gpu: float | None) -> dict[str, Any]:
+        return {
+            "first_token_ms": first, "first_token_over_text": over, "gpu_ms": gpu,
+            "gpu_over_text": over, "num_steps": 2, "num_graph_steps": 1,
+        }  # fmt: skip
+
+    result = _result(
+        prefill={
+            "text": entry(10.0, 1.0, 9.5),
+            "gpu": entry(10.25, 1.025, 9.6),
+            "pinned": entry(11.0, 1.1, None),
+        },
+        text=[{"batch": 32, "with_over_without": 0.9979}],
+    )
+    result["conditions"]["rows"] = 4096
+    table = features_table(_file(result))
+    for said in (
+        "| 4,096 tokens | first token, ms | GPU, ms | graph steps |",
+        "| as text | 10.00 (1.000x) | 9.50 (1.000x) | 1 of 2 |",
+        "| features on the GPU | 10.25 (1.025x) | 9.60 (1.025x) | 1 of 2 |",
+        "| features in pinned host memory | 11.00 (1.100x) | - | 1 of 2 |",
+        "0.998x at batch 32 (128 + 256 tokens)",
+    ):
+        assert said in table
+
+
+def test_speculation_and_async_tables_show_ratios():
+    entry = {
+        "batch": 8, "text": "repeat", "tokens_per_s": {"plain": 8139.8, "ngram": 14889.4},
+        "ngram_over_plain": 1.8292, "num_steps": {"plain": 258, "ngram": 98},
+        "accepted_share": 0.87,
+    }  # fmt: skip
+    result = _result(results=[entry, entry | {"text": "random", "accepted_share": None}])
+    result["conditions"] |= {"edit_every": 32, "num_tokens": 4}
+    table = speculation_table(_file(result))
+    assert "| repeat | 8 | 8,140 | 14,889 | 1.83x | 98 for 258 | 87% |" in table
+    assert "| random | 8 | 8,140 | 14,889 | 1.83x | 98 for 258 | - |" in table
+    assert "4 drafts; in the text `repeat` one token of 32 is new" in table
+    entry = {"batch": 32, "tokens_per_s": {"LLM": 28323.9, "AsyncLLM": 27954.9},
+             "async_over_llm": 0.98697}  # fmt: skip
+    table = async_table(_file(_result(results=[entry])))
+    assert "| 32 | 28,324 | 27,955 | 0.987x |" in table
+
+
+def test_headwise_tables_show_ratios_to_the_first_cache():
+    conditions = {
+        "context": 32_768, "full_share": 0.5, "roles": [[-1, 0], [4096, 0]], "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 5_000_000_000,
+        "num_requests": 6, "prompt_tokens": 8192, "output_tokens": 4096, "planted": True,
+    }  # fmt: skip
+    result = _result(conditions=conditions)
+    capacity = {
+        "variant": "uniform", "kv_cache": {"allocated_bytes": 3 * 2**30},
+        "request_bytes": [2**30, 2**29], "predicted_requests": 7, "requests": 6, "ratio": 4.1666,
+        "longest_context": 123_456,
+    }  # fmt: skip
+    served = {
+        "variant": "recycled", "tokens_per_s": 1234.5, "throughput_ratio": 1.3049,
+        "crowded_tokens_per_s": 1500.4, "crowded_ratio": 1.4, "first_token_ms": 10_000.2,
+        "first_token_speedup": 0.9, "between_tokens_ms": 2.345, "between_tokens_speedup": 2.0,
+        "num_preemptions": 3.0,
+    }  # fmt: skip
+    calm = served | {
+        "crowded_tokens_per_s": None, "crowded_ratio": None,
+        "first_token_saving": {"mean": 0.1, "low": -0.012, "high": 0.1999},
+        "between_tokens_saving": None,
+    }  # fmt: skip
+    everywhere = conditions | {"roles": [[-1, 0]], "kv_cache_memory_bytes": None, "planted": False}
+    table = capacity_table(_file(result | {"results": [capacity, capacity | {"ratio": None}]}))
+    table += headwise_table(_file(result | {"results": [served, calm]}))
+    table += headwise_table(_file(result | {"results": [calm], "conditions": everywhere}))
+    for said in (
+        "| uniform | 3.0 | 1.50 | 7 | 6 | 4.17x | 123,456 |",
+        "| uniform | 3.0 | 1.50 | 7 | 6 | - | 123,456 |",
+        "| recycled | 1,234 (1.30x) | 1,500 (1.40x) | 10,000 (0.90x) | 2.35 (2.00x) | 3 |",
+        "| recycled | 1,234 (1.30x) | - | 10,000 (0.90x), -1.2% to 20.0% less | 2.35 (2.00x) |",
+        "`x.json`: qwen3-0.6b shape, requests of 32,768 tokens; 50% of the heads full, "
+        "the others see 4,096 tokens and 0 in front; KV cache of 5 GB, at most 8 requests and ",
+        "6 requests of 8,192 + 4,096 tokens, prompts found cached; 50%",
+        "4,096 tokens; 50% of the heads full; KV cache as the GPU allows",
+    ):
+        assert said in table
+
+
+def test_a_file_of_an_unknown_kind_shows_its_conditions_and_short_results():
+    rows = [{"batch": 1, "ratio": 1.23456, "times": {"a|b": 2.0, "samples": [1, 2]}}, {"batch": 8}]
+    conditions = {"seed": 0, "note": "as found", "sizes": [1, 2]}
+    shown = other_file(
+        _file(
+            _result(op="new op", conditions=conditions, results=rows, long=[{}] * 99),
+            is_older=True,
+        )
+    )
+    for said in (
+        "| batch | ratio | times.a|b |",
+        "| 1 | 1.235 | 2 |",
+        "| 8 |  |  |",
+        "`x.json`: new op; GPU X; seed: 0, note: as found, sizes: [1, 2]; commit 0123456789ab",
+        MARK,
+    ):
+        assert said in shown
+    assert other_file(_file({"before": "a" * 40, "after": "b", "device": "GPU Y"})) == (
+        f"`x.json`: results of no named kind; GPU Y; before {'a' * 12}, after b."
+    )
+
+
+def test_a_newer_schema_is_listed_as_an_unknown_kind(tmp_path: Path):
+    (tmp_path / "generate-x.json").write_text(json.dumps(_result(schema=99, results=[])))
+    page = make_report(tmp_path, tmp_path / "page.md").texts[tmp_path / "page.md"]
+    assert "## Whole-engine generation" not in page
+    assert "`generate-x.json`: generate; GPU X; prompt_tokens: 128" in page
