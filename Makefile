@@ -6,6 +6,8 @@
 #   make test-full  `make test`, then the API reference, many more hypothesis examples, soak tests,
 #                   every compile target, vLLM's engine and server, Ray Data
 #   make docs       the documents and the API reference as a site, in build/site
+#   make notebooks  run the notebooks and write what they show to docs/notebooks
+#   make soak       an hour of random load on a CPU (SECONDS=3600), for every night: nothing leaks
 #   make test-gpu   the GPU suite, run by the Python that PYTHON names; installs nothing
 
 SHELL := bash
@@ -52,9 +54,9 @@ print(*(name for name in found if name.startswith(("AVX512", "X86_V4"))))
 endef
 export BEYOND_AVX2
 
-.PHONY: help demo chat-model test test-full test-gpu install lint types hooks \
+.PHONY: help demo chat-model test test-full test-gpu soak install lint types hooks \
 	test-host test-interp test-compile \
-	full-host full-interp full-avx2 full-compile full-triton39 full-vllm full-ray docs lock clean
+	full-host full-interp full-avx2 full-compile full-triton39 full-vllm full-ray docs notebooks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -172,15 +174,17 @@ $(VENV)/vllm-%/.installed: tests/integrations/vllm/requirements.txt | $(VENV)/.d
 		--target $(@D) --requirement $<
 	@touch $@
 
-# One process for each version: importing vLLM takes most of a lane's time.
+# One process for each version, side by side: importing vLLM takes most of a lane's time.
+full-vllm: RUNS := test_notebook_runs_from_top_to_bottom_without_a_warning
 full-vllm: $(VLLM_FOLDERS:%=%/.installed)
-	@for folder in $(VLLM_FOLDERS); do \
-		echo "full-vllm: $$folder"; \
-		export PYTHONPATH=$(CURDIR)/$$folder; \
-		$(ONE_THREAD) $(BIN)/python -m pytest --durations=5 tests/integrations/vllm; \
-		TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -m interp \
+	@printf '%s\n' $(VLLM_FOLDERS) | xargs --max-procs=$(WORKERS) --replace={} bash -euo pipefail -c '\
+		export PYTHONPATH=$(CURDIR)/{} $(ONE_THREAD); \
+		{ $(BIN)/python -m pytest --durations=5 tests/integrations/vllm \
+			"tests/test_notebooks.py::$(RUNS)[inside_vllm]" && \
+		TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interp \
 			tests/integrations/vllm/test_attention.py; \
-	done
+		} >{}/log 2>&1 && result=0 || result=$$?; \
+		echo "full-vllm: {}"; cat {}/log; exit $$result'
 
 $(RAY)/.installed: | $(VENV)/.dev
 	@echo "installing Ray into $(RAY) (415 MB)"
@@ -205,10 +209,19 @@ full-avx2: $(VENV)/.dev
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+# With a GPU they show a GPU's figures. The tests tell when a page is older than its notebook.
+notebooks: $(VENV)/.dev $(VENV)/.chat-model $(lastword $(VLLM_FOLDERS))/.installed
+	PYTHONPATH=$(CURDIR)/$(lastword $(VLLM_FOLDERS)) $(BIN)/python docs/render_notebooks.py
+
 # --- other ----------------------------------------------------------------------------------------
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu --durations=15
+
+# A GPU's: `python -m tests.engine.soak --seconds 480 --device cuda`.
+SECONDS ?= 3600
+soak: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python -m tests.engine.soak --seconds $(SECONDS)
 
 # Pin the packages of .venv as they are now (after installing newer releases into it by hand).
 lock: $(VENV)/.docs

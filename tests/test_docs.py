@@ -47,6 +47,18 @@ def test_a_broken_link_is_found(tmp_path):
     assert _broken_links(page) == ["#no-title", "none.md"]
 
 
+def test_no_page_of_the_site_links_to_a_file_outside_of_it():
+    files = {*REPO.glob("docs/**/*"), *REPO.glob("benchmarks/*.md")}
+    files |= set(REPO.glob("benchmarks/results/*.png"))
+    outside = [
+        (page.name, target)
+        for page in REPO.glob("docs/**/*.md")
+        for target in re.findall(r"\]\(([^)\s#]+)", page.read_text("utf-8"))
+        if "://" not in target and (page.parent / target).resolve() not in files
+    ]
+    assert outside == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"])
 def test_every_source_file_that_a_page_names_exists(page):
     names = re.findall(
