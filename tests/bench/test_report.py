@@ -264,7 +264,13 @@ def test_a_changed_file_that_is_no_python_counts_unread(checkout: Path):
     assert history.has_changed("HEAD", history.ENGINE) is True
 
 
+def test_a_commit_that_a_whole_history_lacks_counts_as_changed(checkout: Path):
+    assert history.has_changed("0" * 40, ("mrv1",)) is True
+
+
 def test_an_age_is_unknown_without_the_commit_or_the_checkout(checkout: Path, monkeypatch):
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=checkout)
+    (checkout / ".git" / "shallow").write_bytes(head)
     assert history.has_changed("0" * 40, ("mrv1",)) is None
     monkeypatch.setattr(history, "ROOT", checkout / "mrv1")
     assert history.has_changed("HEAD", ("mrv1",)) is None

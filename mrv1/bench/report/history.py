@@ -50,13 +50,14 @@ def has_changed(commit: str, paths: tuple[str, ...]) -> bool | None:
 
     Comments, docstrings and layout do not count. The checkout includes what is not committed, so
     that the answer is the same before and after a commit. It is unknown outside of a checkout, and
-    where git lacks the commit.
+    where a shallow one lacks the commit. A commit that a whole history lacks was not kept, and
+    counts as another code.
     """
     if git(ROOT, "rev-parse", "--show-toplevel") != str(ROOT):
         return None
     changed = git(ROOT, "diff", "--name-only", "--no-renames", commit, "--", *paths)
     if changed is None:
-        return None
+        return None if git(ROOT, "rev-parse", "--is-shallow-repository") == "true" else True
     return any(
         not name.endswith(".py") or _code_before(commit, name) != _code_now(name)
         for name in changed.splitlines()

@@ -39,8 +39,8 @@ HEAD = """# Measured results
 Written by `mrv1 bench report` from the JSON files of `{folder}`: not edited by hand. A line below
 each table names the file, the device, the conditions and the commit. Where it says that **the
 measured code has changed since**, the figures are of that commit, and later code may be faster or
-slower. In a table of kernels, the column of another variant is that variant's time over ours:
-above 1, mrv1 is faster."""
+slower; it says so too where the history lacks that commit. In a table of kernels, the column of
+another variant is that variant's time over ours: above 1, mrv1 is faster."""
 
 Table = Callable[[ResultFile], str]
 SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
