@@ -44,10 +44,15 @@ def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _own_kernel() -> AsyncKernelManager:
-    """Return a manager whose "python3" is this interpreter, regardless of installed kernels."""
+    """Return a manager whose "python3" is this interpreter, regardless of installed kernels.
+
+    It gives a kernel a minute to end: one that has vLLM may need more than the default of 5 s.
+    """
     specs = KernelSpecManager(kernel_dirs=[])
     assert specs.get_kernel_spec("python3").argv[0] == sys.executable
-    return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
+    return AsyncKernelManager(
+        kernel_name="python3", kernel_spec_manager=specs, shutdown_wait_time=60
+    )
 
 
 def test_the_documents_name_every_notebook_and_no_other():
@@ -61,8 +66,9 @@ def _outputs(path: Path) -> list[list[nbformat.NotebookNode]]:
     """Run a notebook; return the outputs of each code cell."""
     notebook = _read(path)
     client = NotebookClient(
-        notebook, km=_own_kernel(), timeout=600, resources={"metadata": {"path": path.parent}}
-    )
+        notebook, km=_own_kernel(), timeout=600, startup_timeout=300,
+        resources={"metadata": {"path": path.parent}},
+    )  # fmt: skip
     search_path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": search_path}
     del env["PYTEST_CURRENT_TEST"]  # ipykernel takes it as a sign not to capture file descriptors
