@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -128,7 +129,13 @@ class StepGraphs:
         # graphs must not use a workspace in the memory pool of other graphs: free it first.
         # Torch has only a private call to free a workspace.
         torch._C._cuda_clearCublasWorkspaces()
-        pool = torch.cuda.graph_pool_handle()
+        # Requests that come in meanwhile pin their features in other threads: with the default
+        # mode, CUDA would refuse those calls and end the capture.
+        captured = partial(
+            torch.cuda.graph,
+            pool=torch.cuda.graph_pool_handle(),
+            capture_error_mode="thread_local",
+        )
         shapes = list(shapes)
         with progress_bar(visible=progress) as bar:
             task = bar.add_task("capture CUDA graphs", total=len(shapes))
@@ -138,13 +145,13 @@ class StepGraphs:
                     for tail in tails(shape):
                         sample(forwarded, tail)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with captured(graph):
                     forwarded = run(shape)
                 self._graphs[shape] = graph, forwarded
                 if forwarded is not None:
                     for tail in tails(shape):
                         self._tails[shape, tail] = graph = torch.cuda.CUDAGraph()
-                        with torch.cuda.graph(graph, pool=pool):
+                        with captured(graph):
                             sample(forwarded, tail)
                 bar.advance(task)
 

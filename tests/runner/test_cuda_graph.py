@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -94,6 +96,30 @@ def test_steps_with_drafts_have_graphs_of_their_own(num_rows, size):
     assert graphs.fit(StepShape.drafts(num_rows, 3)) is None
     assert graphs.fit(replace(shape, samples=False)) is None
     assert StepShape.drafts(MAX_REQS, 4) in graphs.largest
+
+
+def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch):
+    """The first item has graphs captured again, while other requests pin their features."""
+    modes = []
+
+    @contextmanager
+    def graph(_: object, *, pool: object, capture_error_mode: str = "global") -> Iterator[None]:
+        modes.append(capture_error_mode)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    tail = Tail(masks=False, logprobs=False)
+    StepGraphs(1, 16, 16).capture(
+        [StepShape.decode(1, samples=False)],
+        lambda _: (object(), torch.zeros(0)),  # type: ignore[arg-type, return-value]
+        lambda *_: None,
+        lambda _: [tail],
+        progress=False,
+    )
+    assert modes == ["thread_local"] * 2  # the layers and the sampling
 
 
 class LaunchedGraphs(StepGraphs):
