@@ -173,7 +173,7 @@ def _marked_head(group_of_head_ptr, head_base_ptr, block_stride_ptr, NUM_KV_HEAD
     return head_base, tl.load(block_stride_ptr + head, mask=has_head, other=0), head
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["stride_slot_group", "num_tokens"])
 def _mark_tokens_kernel(
     counts_ptr,  # [groups] int32, *written*: 0
     k_cache_ptr,  # one layer's keys, flat, as int32
@@ -204,7 +204,7 @@ def _mark_tokens_kernel(
     tl.store(k_cache_ptr + address // 4, token, mask=(slot >= 0) & (head < NUM_KV_HEADS))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["stride_slot_group", "num_tokens"])
 def _list_quarters_kernel(
     counts_ptr,  # [groups] int32, quarters listed so far
     first_slots_ptr,  # [groups, num_tokens] int64, *written*: first slot of each quarter
@@ -318,7 +318,7 @@ def _write_rows(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["stride_slot_group", "num_tokens"])
 def _write_compared_kernel(
     k_cache_ptr,  # one layer's keys, flat
     v_cache_ptr,  # one layer's values, flat
@@ -377,7 +377,7 @@ def _write_compared_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["stride_slot_group", "num_tokens"])
 def _write_listed_kernel(
     k_cache_ptr,  # one layer's keys, flat
     v_cache_ptr,  # one layer's values, flat
