@@ -13,7 +13,12 @@ import torch
 
 from mrv1.device import kernel_path
 from mrv1.kernels import DecodePlan, PrefillSplits
-from mrv1.kernels.attention.splits import LaunchChoice, choose_launch
+from mrv1.kernels.attention.splits import (
+    LaunchChoice,
+    PrefillAttentionConfig,
+    choose_config,
+    choose_launch,
+)
 from mrv1.kernels.registry import Ops
 from mrv1.models.batch import AttentionBatch, LayerCache
 
@@ -168,6 +173,27 @@ class KernelBackend:
                 self._num_q_heads,
                 max_query_len,
                 num_tokens,
+            )
+            for cache in {id(cache.layout): cache for cache in caches}.values()
+        )
+
+    def masked_choices(
+        self, caches: Sequence[LayerCache], max_query_len: int
+    ) -> tuple[PrefillAttentionConfig, ...]:
+        """Return what decides on the kernels of a prefill whose tokens have ranges of keys.
+
+        Args:
+            caches: the caches of the layers.
+            max_query_len: tokens of the longest row.
+        """
+        return tuple(
+            choose_config(
+                cache.layout,
+                self._dtype,
+                cache.scales is not None,
+                self._num_q_heads,
+                max_query_len,
+                has_offsets=True,
             )
             for cache in {id(cache.layout): cache for cache in caches}.values()
         )

@@ -163,6 +163,10 @@ def warm_up(step: DeviceStep) -> None:
         query_lens = np.array(lengths[-most_rows:], dtype=np.int32)
         query_lens = query_lens[query_lens[::-1].cumsum()[::-1] <= budget]
         _launch_padding(step, StepShape.of(query_lens), query_lens)
+    for longest in _every_masked_prefill(step):
+        query_lens = np.array([longest], dtype=np.int32)
+        masked = StepShape.of(query_lens, masked=np.array([True]))
+        _launch_padding(step, masked, query_lens, is_masked=True)
     # A prompt's log-probabilities need the logits of any number of tokens. Products have a kernel
     # for each range of numbers, and each range that has one ends at a power of two.
     hidden_size = step.model.config.hidden_size
@@ -207,6 +211,15 @@ def _every_prefill(step: DeviceStep) -> list[list[int]]:
     return list(found.values())
 
 
+def _every_masked_prefill(step: DeviceStep) -> list[int]:
+    """Return lengths of prompts such that each kernel for ranges of keys runs."""
+    if step.config.deterministic:  # the engine refuses ranges
+        return []
+    choice = partial(step.model.kernel_backend().masked_choices, step.kv_cache.layers)
+    longest = min(step.max_model_len, step.config.max_num_batched_tokens)
+    return _least_of_each(choice, 1, longest)
+
+
 def _least_of_each(choice: Callable[[int], object], first: int, last: int) -> list[int]:
     """Return the least of first..last for each choice, of which none comes back once left."""
     if first > last:
@@ -224,13 +237,18 @@ def _launch_padding(
     shape: StepShape,
     query_lens: Int32Array,
     drafts: Sequence[tuple[int, ...]] = (),
+    *,
+    is_masked: bool = False,
 ) -> None:
     """Launch a step of padding, and all that may follow its layers, on a few rows."""
     num_rows, upload = shape.num_rows, StepUpload()
     padding = np.full(num_rows, -1, dtype=np.int32)
     words = step.staging.send(0, upload, padding, query_lens, drafts=drafts)
     staged = step.staging.staged(words, upload, num_rows, drafts)
-    batch, hidden = step.forward(shape, staged)
+    ranges = None
+    if is_masked:
+        ranges = torch.zeros(shape.num_tokens, 2, dtype=torch.int32, device=step.device)
+    batch, hidden = step.forward(shape, staged, attn_mask_offsets=ranges)
     vocab_size = step.sampler.limits.vocab_size
     most = min(step.config.logprobs_limit(vocab_size), vocab_size)
     last, ids = num_rows - 1, tuple(range(min(most, 2)))

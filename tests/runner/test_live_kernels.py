@@ -33,6 +33,12 @@ rng = np.random.default_rng(0)
 wants = ({}, {"logprobs": 2}, {"logprobs": 2, "logit_bias": {6: 2.0}}, {"prompt_logprobs": 1})
 
 
+def some_ranges(num_tokens):
+    # Each token sees the later half of the tokens before it.
+    end = np.arange(1, num_tokens + 1, dtype=np.int32)
+    return np.stack([end // 2, end], axis=1)
+
+
 def random_plan(step_id):
     # Rows of 1 token, and of up to the budget in equal shares of its logarithm.
     budget, query_lens = config.max_num_batched_tokens, []
@@ -51,6 +57,7 @@ def random_plan(step_id):
             token_ids=np.full(computed + query_len, 5, dtype=np.int32),
             prompt_len=computed + query_len, num_computed_tokens=computed,
             max_total_tokens=config.max_model_len,
+            attn_mask_offsets=some_ranges(computed + query_len) if rng.random() < 0.1 else None,
             sampling_params=SamplingParams(**wants[rng.integers(len(wants))]),
         ))
     return StepPlan(
@@ -78,6 +85,7 @@ print(json.dumps([at_start, late]))
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 POLICY = {"head_policy": "ratio=0.5,window=16,sink=4,full_layers_every=2"}
 WIDE = {"head_dim": 128}
+LISTED = {"max_num_batched_tokens": 512, "max_model_len": 512}
 LARGE = {"max_num_seqs": 40, "max_num_batched_tokens": 3000, "max_model_len": 1900}
 
 
@@ -92,6 +100,7 @@ LARGE = {"max_num_seqs": 40, "max_num_batched_tokens": 3000, "max_model_len": 19
                 (FP8 | LARGE, WIDE, "sm_90"),
                 (POLICY | LARGE, WIDE, "sm_90"),
                 (FP8 | POLICY | {"kv_scale": "quarter", "block_size": 32}, WIDE, "sm_90"),
+                (FP8 | {"kv_scale": "quarter"} | LISTED, WIDE, "sm_90"),
             )
         ),
     ],

@@ -256,7 +256,12 @@ def _merge_tile(
 @triton.jit(
     do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs", "num_heads"],
     # Behind decode rows they begin anywhere.
-    do_not_specialize_on_alignment=["block_table_ptr", "query_start_loc_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+        "mask_offsets_ptr",
+    ],
 )
 def _paged_prefill_attention_kernel(
     out_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
