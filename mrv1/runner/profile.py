@@ -2,16 +2,18 @@
 
 After the layers a step needs at most
 
-    2 * R * V * b + FILTER_CHUNK * V * FILTER_BYTES + 64 * R * (1 + 2 * K)    bytes
+    (L + R) * V * b + FILTER_CHUNK * V * FILTER_BYTES + 64 * R * (1 + 2 * K)    bytes
 
-and the kernels' own allocations, with R = max(max_num_seqs, LOGITS_CHUNK) rows of logits, b bytes
-per logit, V tokens in the vocabulary and K = max_logprobs, but at most MAX_SEARCHED. The terms are
-the logits and a copy of them from before the edits, the logits being filtered or sorted (only
-with ``processed_logprobs``, or if max_logprobs is more than MAX_SEARCHED), and the results with
-the parts they are joined from. More rows, of drafts (up to 8 a request) or of prompts with
-log-probabilities (up to max_num_batched_tokens), are computed R or fewer at a time, and results
-are copied to the host each time. The profile step runs all of this, custom processors too, on rows
-of padding.
+and the kernels' own allocations, with R = max(max_num_seqs, LOGITS_CHUNK) rows, L rows of logits,
+b bytes per logit, V tokens in the vocabulary and K = max_logprobs, but at most MAX_SEARCHED. L is
+R, or if steps run as graphs at least 2 * max_num_seqs: a graph with prompts has a row for the
+decode and one for the prompt of each slot, and the sampling after it may be launched kernel by
+kernel. The terms are the logits and a copy of the requests' rows from before the edits, the logits
+being filtered or sorted (only with ``processed_logprobs``, or if max_logprobs is more than
+MAX_SEARCHED), and the results with the parts they are joined from. More rows, of drafts (up to 8 a
+request) or of prompts with log-probabilities (up to max_num_batched_tokens), are computed R or
+fewer at a time, and results are copied to the host each time. The profile step runs all of this,
+custom processors too, on rows of padding.
 """
 
 from __future__ import annotations
@@ -131,10 +133,11 @@ def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
     most = min(step.config.logprobs_limit(limits.vocab_size), limits.vocab_size)
     searched = min(most, MAX_SEARCHED)
     most_ids, searched_ids = tuple(range(most)), tuple(range(searched))
-    rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    with_padding = max(num_rows, 2 * step.config.max_num_seqs) if step.is_capturable else num_rows
+    rows = torch.zeros(with_padding, dtype=torch.int64, device=device)
     step.draw(
         step.model.compute_logits(hidden.index_select(0, rows)),
-        torch.full((num_rows,), -1, dtype=torch.int32, device=device),
+        torch.full((with_padding,), -1, dtype=torch.int32, device=device),
         [
             Wanted(row, most, most_ids, True, row)
             if row < FILTER_CHUNK  # more rows are not sorted at a time

@@ -188,6 +188,22 @@ def test_whole_vocabularies_need_no_more_memory_than_the_profile_step_and_the_bo
     runner.close()
 
 
+def test_the_padding_of_a_graph_with_prompts_is_profiled(checkpoint, monkeypatch):
+    """It has two rows for each slot, and log-probabilities beside prompts are in no graph."""
+    runner = runner_of(checkpoint, monkeypatch, LOGITS_CHUNK, "raw_logprobs")
+    monkeypatch.setattr(type(runner._step), "is_capturable", True)
+    step, num_reqs = runner._step, runner.config.max_num_seqs
+
+    def run() -> None:
+        logits = torch.zeros(2 * num_reqs, VOCAB)
+        padding = torch.full((2 * num_reqs,), -1, dtype=torch.int32)
+        prompts = range(num_reqs, 2 * num_reqs)
+        step.draw(logits, padding, [Wanted(0, MAX_LOGPROBS, device_row=row) for row in prompts])
+
+    assert peak_of(run) <= peak_of(lambda: run_profile_step(step))
+    runner.close()
+
+
 def test_the_profile_step_needs_the_memory_of_a_full_step(checkpoint, monkeypatch):
     """Each row of logits has a copy: half of the bound's first term would be too little."""
     runner = runner_of(checkpoint, monkeypatch, 64, "raw_logprobs")
