@@ -452,7 +452,7 @@ class EngineConfig:
             return
         elif name == "block_size":
             if type(value) is not int or value not in BLOCK_SIZES:
-                raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {value}")
+                raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {value!r}")
         else:
             least, most = LEAST.get(name, 1), math.inf if name.endswith("_bytes") else INT32_MAX
             if type(value) is not int or not least <= value <= most:

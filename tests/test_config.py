@@ -218,6 +218,7 @@ def test_a_wrong_count_names_its_variable(monkeypatch, value, expected):
         ("dtype", "int8", r"one of \('auto', 'float32', .*, 'float64'\), got 'int8'"),
         ("kv_scale", ["token"], r"one of \('token', 'quarter', 'head'\), got \['token'\]"),
         ("overlap", 1, "True or False, got 1"),
+        ("block_size", "16", r"one of \(16, 32, 64, 128\), got '16'"),
         ("block_size", 16.0, r"one of \(16, 32, 64, 128\), got 16.0"),
         ("max_num_seqs", 0, "an integer >= 1 that fits int32, got 0"),
         ("max_num_seqs", True, "an integer >= 1 that fits int32, got True"),

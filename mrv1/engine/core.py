@@ -257,8 +257,14 @@ class EngineCore:
         For arguments see ``add_request``.
 
         Raises:
-            RequestError: the prompt, a parameter, an item or a range is wrong.
+            RequestError: the id, the prompt, a parameter, an item or a range is wrong.
         """
+        name: object = req_id
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"request_id: expected a string that is not empty, got {name!r}")
+        given: object = params
+        if not isinstance(given, SamplingParams):
+            raise RequestError(f"params: expected SamplingParams, got {type(given).__name__}")
         prompt, prompt_array = self._checked_prompt(prompt_token_ids)
         params = copy.copy(params)  # the caller may change its own
         check_order(priority, fairness_id, self.config)

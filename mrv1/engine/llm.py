@@ -631,7 +631,7 @@ class LLM:
         self,
         prompt: Prompt,
         params: object,
-        req_id: object,
+        req_id: str,
         priority: int = 0,
         fairness_id: str = "",
         *,
@@ -642,8 +642,6 @@ class LLM:
             raise RequestError(
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
             )
-        if not isinstance(req_id, str) or not req_id:
-            raise RequestError(f"request_id: expected a string that is not empty, got {req_id!r}")
         if params.stop and not self._tokenizer.is_loaded:
             raise RequestError("stop: expected none, because the checkpoint has no tokenizer")
         request = self._engine.make_request(
@@ -665,10 +663,13 @@ class LLM:
         if former is not None and former.finished:
             giver = "generate() or stream()" if former.is_awaited else "step()"
             raise RequestError(
-                f"request_id: {req_id!r} has an output that {giver} has yet to return"
+                f"request_id: expected an id without an output that {giver} has yet to return, "
+                f"got {req_id!r}"
             )
         if former is not None:
-            raise RequestError(f"request_id: {req_id!r} is in use by an unfinished request")
+            raise RequestError(
+                f"request_id: expected an id that no unfinished request has, got {req_id!r}"
+            )
         self._engine.queue(group.requests[0])
         self._groups[req_id] = group
 

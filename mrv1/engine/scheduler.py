@@ -233,7 +233,9 @@ class Scheduler:
         """
         family = (request, *request.followers)
         if any(member.req_id in self._requests for member in family):
-            raise RequestError(f"request_id: {request.name!r} is in use by an unfinished request")
+            raise RequestError(
+                f"request_id: expected an id that no unfinished request has, got {request.name!r}"
+            )
         for member in family:
             member.set_ending_tokens(self._eos_token_ids)
         check_fits(request, self.pools, self.features, self.max_num_batched_tokens)

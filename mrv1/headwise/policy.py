@@ -294,7 +294,9 @@ class HeadPolicy:
             weights = np.loadtxt(table, delimiter="\t", ndmin=2, dtype=float)
             config = json.loads(sizes.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"DuoAttention pattern {folder}: {error!r}") from error
+            raise ConfigError(
+                f"DuoAttention pattern {folder}: expected readable files, got {error}"
+            ) from error
         finite = np.isfinite(weights)
         _expect(
             weights.size > 0 and bool(finite.all()),
@@ -325,7 +327,7 @@ class HeadPolicy:
         try:
             content = json.loads(Path(path).read_text("utf-8"))
         except (OSError, TypeError, ValueError) as error:
-            raise ConfigError(f"{name}: {error!r}") from error
+            raise ConfigError(f"{name}: expected a readable JSON file, got {error}") from error
         is_ours = isinstance(content, dict) and content.get("version") == VERSION
         _expect(is_ours, name, f"an object of version {VERSION}", content)
         unknown = [key for key in content if key not in KEYS]

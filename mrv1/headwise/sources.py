@@ -41,8 +41,17 @@ def policy_source(source: str) -> PolicySource:
             missing, wrong or do not fit the model.
     """
     path = Path(source)
-    if re.match(r"\s*\w+\s*=", source) and not path.exists():
+    try:
+        exists = bool(source) and path.exists()
+    except OSError:  # longer than a path may be
+        exists = False
+    if not exists and re.match(r"\s*\w+\s*=", source):
         return _rule(source)
+    if not exists:
+        raise ConfigError(
+            "head_policy: expected a rule such as ratio=0.5,window=256, or a file or folder, got "
+            f"{source!r:.500}, which does not exist"
+        )
     if not path.is_dir():
         policy = HeadPolicy.load(source)
     elif (path / DUO_ATTENTION_TABLE).is_file():
@@ -103,7 +112,7 @@ def _checkpoint(folder: Path) -> PolicySource:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"head_policy: expected a DuoAttention pattern ({DUO_ATTENTION_TABLE}) or a "
-            f"checkpoint in {str(folder)!r}, got {error!r}"
+            f"checkpoint in {str(folder)!r}, got {error}"
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"head_policy: expected an object in {file}, got {config!r:.500}")

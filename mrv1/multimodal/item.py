@@ -63,27 +63,27 @@ class MultimodalItem:
     def __post_init__(self) -> None:
         """Check every field; load and join the features."""
         if not _is_int(self.start) or self.start < 0:
-            raise self._error("start", "an integer >= 0", self.start)
+            raise self._error("start", "an integer >= 0", repr(self.start))
         if self.modality not in get_args(Modality):
-            raise self._error("modality", f"one of {get_args(Modality)}", self.modality)
+            raise self._error("modality", f"one of {get_args(Modality)}", repr(self.modality))
         grid: object = self.grid_thw
         if grid is not None:
             sizes = _plain_sizes(grid)
             if sizes is None or self.modality == "audio":
                 expected = "None for audio" if sizes else "three integers >= 1"
-                raise self._error("grid_thw", expected, grid)
+                raise self._error("grid_thw", expected, repr(grid))
             object.__setattr__(self, "grid_thw", sizes)
         seconds: object = self.second_per_grid
         if seconds is not None:
             is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
             if not is_number or not 0 < cast("float", seconds) < math.inf:
-                raise self._error("second_per_grid", "a number of seconds > 0", seconds)
+                raise self._error("second_per_grid", "a number of seconds > 0", repr(seconds))
             if self.modality != "video":
                 raise self._error("second_per_grid", f"None for {self.modality}", seconds)
         if not isinstance(self.bidirectional, bool):
-            raise self._error("bidirectional", "True or False", self.bidirectional)
+            raise self._error("bidirectional", "True or False", repr(self.bidirectional))
         if self.cache_key is not None and not isinstance(self.cache_key, str | bytes):
-            raise self._error("cache_key", "a string or bytes", self.cache_key)
+            raise self._error("cache_key", "a string or bytes", repr(self.cache_key))
         features = self._joined(self.features)
         object.__setattr__(self, "features", features)
         object.__setattr__(self, "num_tokens", len(features))
@@ -182,7 +182,9 @@ class MultimodalItem:
                 raise self._error("features", "an array of floats", source.dtype) from error
         if not isinstance(source, torch.Tensor):
             raise self._error(
-                "features", "a tensor, an array, a file name or a list of these", type(source)
+                "features",
+                "a tensor, an array, a file name or a list of these",
+                type(source).__name__,
             )
         if not source.dtype.is_floating_point:
             raise self._error("features", "a floating dtype", source.dtype)

@@ -293,7 +293,7 @@ def test_a_checkpoint_or_the_environment_can_set_the_policy(checkpoint, tmp_path
     assert make_core(tmp_path, None).runner.head_policy == POLICY
     assert make_core(tmp_path, by_ratio).runner.head_policy == by_ratio
     monkeypatch.setenv("MRV1_HEAD_POLICY", str(tmp_path / "none.json"))
-    with pytest.raises(ConfigError, match=r"head policy .*none\.json"):
+    with pytest.raises(ConfigError, match=r"head_policy: .*none\.json"):
         make_core(tmp_path, None)
 
 

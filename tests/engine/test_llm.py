@@ -295,10 +295,18 @@ def test_a_request_id_must_be_a_nonempty_string(llm, request_id):
         llm.add_request(PROMPT, SHORT, request_id=request_id)
 
 
+def test_the_core_refuses_a_wrong_id_and_wrong_parameters(llm):
+    with pytest.raises(RequestError, match=r"request_id: expected a string .*, got 1"):
+        llm._engine.add_request(1, [5], SamplingParams())
+    with pytest.raises(RequestError, match="params: expected SamplingParams, got NoneType"):
+        llm._engine.add_request("a", [5], None)
+    assert not llm.has_unfinished_requests()
+
+
 def test_a_request_id_can_be_reused_once_its_output_was_returned(llm):
     llm.add_request(PROMPT, SHORT, request_id="a")
     llm.abort("a")
-    with pytest.raises(RequestError, match=r"'a' has an output that step\(\) has yet to return"):
+    with pytest.raises(RequestError, match=r"an output that step\(\) has yet to return, got 'a'"):
         llm.add_request(PROMPT, SHORT, request_id="a")
     assert [output.outputs[0].finish_reason for output in llm.step()] == ["abort"]
     llm.add_request(PROMPT, SHORT, request_id="a")

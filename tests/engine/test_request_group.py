@@ -142,7 +142,8 @@ def test_a_request_id_is_in_use_until_the_last_of_several_outputs_has_ended(llm,
     while group.requests[0].status is not Status.RUNNING:
         llm.step()
     llm._engine.abort("r")
-    with pytest.raises(RequestError, match="request_id: 'r' is in use by an unfinished request"):
+    in_use = "request_id: expected an id that no unfinished request has, got 'r'"
+    with pytest.raises(RequestError, match=in_use):
         llm.add_request(PROMPT, GREEDY, request_id="r")
     outputs = []
     while llm.has_unfinished_requests():

@@ -25,7 +25,7 @@ DAMAGED_FILES = [
     ("config.json", "{broken", "config.json: expected a readable JSON file"),
 ]
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"head_policy": "none.json"}, "head policy none.json: "),
+    ({"head_policy": "none.json"}, "head_policy: expected a rule such as ratio=0.5,window=256, "),
     ({"max_model_len": 10**9}, "max_model_len: expected <= 512"),
     ({"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}, "k_scale: missing"),
 ]

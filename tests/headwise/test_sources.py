@@ -80,6 +80,19 @@ def test_a_wrong_rule_is_one_line_that_names_the_setting(text, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("source", ["", "none.json", "a" * 5000])
+def test_a_source_that_does_not_exist_is_named(source):
+    with pytest.raises(ConfigError, match=r"^head_policy: expected a rule such .*not exist$") as e:
+        policy_source(source)
+    assert f"got '{source[:490]}" in str(e.value)
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path):
+    (tmp_path / "policy.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"policy\.json: expected a readable JSON file, got Exp"):
+        policy_source(str(tmp_path / "policy.json"))
+
+
 def test_a_path_names_a_file_a_pattern_or_a_checkpoint(tmp_path, pattern, monkeypatch):
     file = tmp_path / "policy.json"
     DUO.save(file)
