@@ -9,7 +9,7 @@ import typer
 
 from mrv1.bench.plot import require_matplotlib
 from mrv1.bench.report import make_report
-from mrv1.cli.console import say
+from mrv1.cli.console import FAILURE, say
 from mrv1.cli.options import command
 
 
@@ -41,5 +41,9 @@ def report(
             say(f"differs from the results files: {path}")
         raise typer.Exit(1 if differences else 0)
     require_matplotlib("bench report")
-    made.write()
+    try:
+        made.write()
+    except OSError as error:
+        say(f"error: cannot write {str(error.filename)!r}: {error.strerror}")
+        raise typer.Exit(FAILURE) from None
     say(f"written: {', '.join(map(str, [*made.texts, *made.pictures]))}")

@@ -24,7 +24,7 @@ from mrv1.cli.console import (
 )
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command
 from mrv1.config import EngineConfig
-from mrv1.errors import ConfigError
+from mrv1.errors import ConfigError, Mrv1Error
 from mrv1.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -147,11 +147,15 @@ def _generate_one(
         parts = [{"type": "image", "image": file} for file in images]
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
         text = ""
-        for output in llm.stream(llm.chat_prompt(messages) if images else prompt, params):
-            usage.observe([output])
-            if stream or output.finished:
-                show(output.outputs[0].text[len(text) :], newline=False)
-                text = output.outputs[0].text
+        try:
+            for output in llm.stream(llm.chat_prompt(messages) if images else prompt, params):
+                usage.observe([output])
+                if stream or output.finished:
+                    show(output.outputs[0].text[len(text) :], newline=False)
+                    text = output.outputs[0].text
+        except Mrv1Error:
+            say("")  # the error begins a line, behind the prompt and the text so far
+            raise
         show("")
         say(usage.line(path_name(engine["device"])))
 

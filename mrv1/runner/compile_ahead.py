@@ -81,8 +81,14 @@ class KernelSet:
             target: one of ``GPUS``; None = the first GPU of this machine.
 
         Raises:
-            ConfigError: the checkpoint or the target is wrong, or there is no GPU.
+            ConfigError: the checkpoint or the target is wrong, there is no GPU, or several ranks
+                are asked for, which have none.
         """
+        if config.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size: expected 1 on a GPU, got {config.tensor_parallel_size}; "
+                "several ranks run on device='cpu' only so far, without compiled kernels"
+            )
         config = replace(config, model=str(checkpoint_dir(config.model)))
         model = ModelConfig.from_pretrained(
             config.model, generation_config=config.generation_config
@@ -169,10 +175,19 @@ def _sources() -> str:
 
 
 def _cache(key: str) -> Any:  # noqa: ANN401 - a class of triton
-    """Return Triton's cache manager of a key."""
+    """Return Triton's cache manager of a key.
+
+    Raises:
+        ConfigError: the cache's folder can be neither found nor made.
+    """
     from mrv1.kernels._base.triton import triton
 
-    return triton.runtime.cache.get_cache_manager(key)
+    try:
+        return triton.runtime.cache.get_cache_manager(key)
+    except OSError as error:
+        raise ConfigError(
+            f"TRITON_CACHE_DIR: expected a folder that can be written, got {error}"
+        ) from error
 
 
 def left_out() -> str:
@@ -338,7 +353,10 @@ def main() -> None:
     """Compile the set of kernels that comes as a pickle on stdin; report progress on stdout."""
     torch.set_num_threads(1)
     kernels, num_processes = pickle.load(sys.stdin.buffer)
-    recorder = record(kernels.with_few_layers())
+    try:
+        recorder = record(kernels.with_few_layers())
+    except Mrv1Error as error:
+        sys.exit(str(error))
     problems, total = [], len(recorder.kernels)
     for done, problem in enumerate(recorder.compile(num_processes), start=1):
         problems += [problem] if problem else []

@@ -182,10 +182,25 @@ def test_mistakes_are_refused_by_name(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match=message):
             make_report(results, output, readme)
-    for text, message in (("{", "x.json: expected JSON"), ("[]", "expected a JSON object, got l")):
+    for text, message in (
+        ("{", "x.json: expected JSON"),
+        ("[]", "expected a JSON object, got l"),
+        (
+            '{"op": "generate", "schema": 2}',
+            r"x\.json: expected the fields of 'generate' results, got KeyError\('results'\)",
+        ),
+    ):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(ConfigError, match=message):
             make_report(tmp_path, page)
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path):
+    (tmp_path / "page.md").symlink_to(tmp_path / "none" / "page.md")
+    options = ["--results", str(tmp_path), "--output", str(tmp_path / "page.md")]
+    failed = CliRunner().invoke(app, ["bench", "report", *options])
+    assert failed.exit_code == 1
+    assert re.fullmatch(r"error: cannot write '.*/page\.md': No such file.*\n", failed.stderr)
 
 
 def test_a_report_without_matplotlib_is_refused_before_it_is_written(tmp_path: Path, monkeypatch):

@@ -47,6 +47,10 @@ def test_the_kernels_of_a_model_are_compiled_once(mrv1: Mrv1, checkpoint: str, m
         (("--target", "sm_70"), "target: expected one of sm_80, sm_86, .*, got 'sm_70'"),
         ((), "target: expected one of sm_80, .*, as no GPU is here"),
         (("--target", "sm_90", "--block-size", 7), "block_size: expected one of"),
+        (
+            ("--target", "sm_90", "--tensor-parallel-size", 2),
+            "tensor_parallel_size: expected 1 on a GPU, got 2",
+        ),
     ],
 )
 def test_a_wrong_argument_is_one_line(
@@ -57,6 +61,18 @@ def test_a_wrong_argument_is_one_line(
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert re.match(f"error: {message}", result.stderr)
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    mrv1: Mrv1, checkpoint: str, tmp_path: Path, monkeypatch
+):
+    from mrv1.kernels._base.triton import triton
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    result = mrv1("compile", "--model", checkpoint, "--target", "sm_90")
+    assert result.exit_code == 2
+    assert re.fullmatch("error: TRITON_CACHE_DIR: expected a folder .*, got .*\n", result.stderr)
 
 
 def test_a_failed_compilation_is_one_line(mrv1: Mrv1, checkpoint: str, monkeypatch):

@@ -127,6 +127,7 @@ def make_report(results: Path, output: Path, readme: Path | None = None) -> Repo
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{option}: expected an existing directory, got {path.parent}")
     files = load(results)
+    _check_fields(files, results)
     known = by_kind(file for file in files if file.key in KNOWN)
     folder = output.with_suffix("")
     if folder == output:
@@ -140,6 +141,20 @@ def make_report(results: Path, output: Path, readme: Path | None = None) -> Repo
         texts[readme] = with_excerpt(readme.read_text("utf-8"), excerpt)
     are_known = all(file.is_older is not None for file in files if file.result.get("commit"))
     return Report(texts, pictures, folder, are_known)
+
+
+def _check_fields(files: Sequence[ResultFile], results: Path) -> None:
+    """Raise unless each file of a known kind has what its table shows."""
+    for file in files:
+        for tables in SECTIONS.values():
+            try:
+                if file.key in tables:
+                    tables[file.key](file)
+            except (KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{results / file.name}: expected the fields of {file.kind!r} results, got "
+                    f"{error!r}"
+                ) from error
 
 
 def _page(
