@@ -18,8 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import torch
 
@@ -121,9 +123,6 @@ def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
 
 
 def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
-    prefill_attention.MIN_SPLIT_STEPS = 1  # so that short contexts too are split
-    prefill_splits.MIN_WARP_GROUP_QUERIES = 1  # so that Hopper's kernels run, without splits too
-    prefill_splits.MIN_QUEUED_QUERIES = 1
     plain = LayoutCase.hnd(num_kv_heads=4, head_dim=128, max_seq_len=1100)
     batch = RaggedBatch(query_lens=(40, 33, 1), seq_lens=(1100, 49, 300))
     full_heads = build_paged_cache(plain, batch, dtype=torch.bfloat16).to(device)
@@ -378,8 +377,23 @@ OPS: dict[str, Op] = {
 }  # fmt: skip
 
 
+LEAST_SIZES = (
+    (prefill_attention, "MIN_SPLIT_STEPS"),  # 1, so that short contexts too are split
+    (prefill_splits, "MIN_WARP_GROUP_QUERIES"),  # so that Hopper's kernels run, without splits too
+    (prefill_splits, "MIN_QUEUED_QUERIES"),
+)
+"""Thresholds that are 1 while the kernels run."""
+
+
 def run(device: torch.device) -> None:
     """Run every kernel and its oracle; raise where they differ."""
+    with ExitStack() as patched:
+        for module, name in LEAST_SIZES:
+            patched.enter_context(patch.object(module, name, 1))
+        _run_all(device)
+
+
+def _run_all(device: torch.device) -> None:
     for name, op in OPS.items():
         results = op(kernels, device), op(reference, torch.device("cpu"))
         for got, want in zip(*results, strict=True):

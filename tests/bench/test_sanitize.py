@@ -31,6 +31,19 @@ def test_the_script_launches_every_kernel_with_valid_arguments(
     assert capsys.readouterr().out.splitlines() == [f"ran {name}" for name in sanitize.OPS]
 
 
+def test_thresholds_are_low_only_while_the_kernels_run(monkeypatch: pytest.MonkeyPatch):
+    def thresholds(*_: object) -> list[torch.Tensor]:
+        return [torch.tensor([getattr(*each) for each in sanitize.LEAST_SIZES])]
+
+    (before,) = thresholds()
+    during = []
+    monkeypatch.setattr(sanitize, "OPS", {"op": lambda *_: during.extend(thresholds()) or []})
+    sanitize.run(torch.device("cpu"))
+    assert [each.tolist() for each in during] == [[1, 1, 1]] * 2
+    assert thresholds()[0].tolist() == before.tolist()
+    assert before.min() > 1
+
+
 def _said(tool: str, found: int) -> str:
     ran = "".join(f"ran {name}\n" for name in sanitize.OPS)
     if tool == "memcheck":
