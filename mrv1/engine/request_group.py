@@ -55,9 +55,8 @@ class RequestGroup:
     def find_stop(self, request: Request) -> tuple[str, int] | None:
         """Return the stop string that appeared in the output of ``request``, and in which token.
 
-        The token is given as the number of tokens up to it. None = no stop string appeared. Also
-        None if the request has failed, or if a stop token, sequence or string of the caller
-        has ended it before.
+        The token is given as the number of tokens up to it. None = no stop string appeared before
+        a stop token, sequence or string of the caller ended the request.
         """
         return self._completions[request.child].find_stop()
 
@@ -122,13 +121,16 @@ class _Completion:
 
     def find_stop(self) -> tuple[str, int] | None:
         request, output = self._request, self._request.output_token_ids
-        if not request.params.stop or request.error is not None or request.stop_reason is not None:
+        if not request.params.stop:
             return None
         # One token at a time, as without drafts: a stop string ends the output in its last token.
         for count in range(min(self._num_searched + 1, len(output)), len(output) + 1):
             is_newest = count == len(output)
+            if is_newest and request.stop_reason is not None:
+                return None  # a stop token or sequence goes before a string that it completes
             tokens = self._before_stop_token() if is_newest else output[:count]
-            found = self._text.find_stop(tokens, is_last=is_newest and request.finished)
+            is_last = is_newest and request.finished and request.error is None
+            found = self._text.find_stop(tokens, is_last=is_last)
             if found is not None:
                 return found, count
             self._num_searched = count

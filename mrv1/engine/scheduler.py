@@ -253,7 +253,8 @@ class Scheduler:
     def stop(self, request: Request, reason: str, num_output_tokens: int) -> None:
         """End a request's output with one of its tokens, for a reason such as a stop string.
 
-        A request that has already ended gets this reason in place of its own.
+        A request that has already ended, even with an error, gets this reason in place of its own:
+        without drafts it would have ended with that token.
 
         Args:
             request: the request.
@@ -263,7 +264,7 @@ class Scheduler:
         """
         if not request.finished:
             self._finish(request, "stop")
-        request.finish_reason, request.stop_reason = "stop", reason
+        request.finish_reason, request.stop_reason, request.error = "stop", reason, None
         num_dropped = len(request.output_token_ids) - num_output_tokens
         if num_dropped:
             self.num_generated_tokens -= num_dropped

@@ -67,16 +67,18 @@ def take_output(
             if reason is None and row_tokens and request.matcher is not None:
                 reason = _refusal(request, request.matcher, row_tokens[0])
             if reason is not None:
+                live[row] = False  # its blocks must not enter the prefix cache
+                row_tokens = row_tokens if row in output.errors else ()
+            count = _append(request, row_tokens)
+            num_tokens += count
+            if rows.any_logprobs and (count or reason is None):
+                _take_logprobs(step, output, row, count)
+            if reason is not None and not (count and _is_stop(request, row_tokens[count - 1])):
                 ended[request] = "error"
                 request.error = RequestError(f"request {request.name!r}: {reason}")
                 if isinstance(reason, RequestError):
                     request.error.__cause__ = reason.__cause__
-                live[row] = False  # its blocks must not enter the prefix cache
                 continue
-            count = _append(request, row_tokens)
-            num_tokens += count
-            if rows.any_logprobs:
-                _take_logprobs(step, output, row, count)
             if count:  # else an unfinished prefill
                 requests.append(request)
                 tokens.append(row_tokens[count - 1])
@@ -87,7 +89,7 @@ def take_output(
     failed = [*ended]
     if not rows.ending_token_ids.isdisjoint(tokens):
         for request, token in zip(requests, tokens, strict=True):
-            if token in request.stop_token_ids or request.stop_sequence is not None:
+            if _is_stop(request, token):
                 ended[request] = "stop"
     if rows.any_grammars:
         _end_finished_grammars(requests, ended)
@@ -115,11 +117,14 @@ def _append(request: Request, tokens: tuple[int, ...]) -> int:
     """
     for count, token in enumerate(tokens, 1):
         request.output_token_ids.append(token)
-        if count < len(tokens) and (
-            token in request.stop_token_ids or request.stop_sequence is not None
-        ):
+        if count < len(tokens) and _is_stop(request, token):
             return count
     return len(tokens)
+
+
+def _is_stop(request: Request, token: int) -> bool:
+    """Return whether the newest token of a request, ``token``, ends it."""
+    return token in request.stop_token_ids or request.stop_sequence is not None
 
 
 def _end_finished_grammars(
@@ -141,7 +146,7 @@ def _failure(
     request, num_tokens = step.rows.requests[row], len(output.token_ids[row])
     reason = output.errors.get(row)
     if reason is not None:
-        masks = request.params.masks(len(request.output_token_ids)) + custom_masks
+        masks = request.params.masks(len(request.output_token_ids) + num_tokens) + custom_masks
         if reason == RowFailure.MASKED and masks:
             return f"{reason}, by {', '.join(masks)}"
         return reason

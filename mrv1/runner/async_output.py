@@ -256,9 +256,11 @@ class AsyncOutput:
             token_ids = tuple(zip(tokens[:, 0].tolist(), strict=True))
         else:
             counts = num_output.tolist()
-            pairs = zip(tokens.tolist(), counts, strict=True)
-            token_ids = tuple([tuple(row[: max(count, 0)]) for row, count in pairs])
             errors = {row: FAILURES[count] for row, count in enumerate(counts) if count < 0}
+            for row in errors:  # drafts may have been accepted before: the others are -1
+                counts[row] = int((tokens[row] >= 0).sum())
+            pairs = zip(tokens.tolist(), counts, strict=True)
+            token_ids = tuple([tuple(row[:count]) for row, count in pairs])
             errors |= self._refusals
         return StepOutput(
             step_id=plan.step_id,
@@ -267,7 +269,7 @@ class AsyncOutput:
             epochs=plan.epochs,
             token_ids=token_ids,
             errors=errors,
-            logprobs=_read(self._logprobs, num_output.tolist() if self._logprobs else None),
+            logprobs=_read(self._logprobs, [*map(len, token_ids)] if self._logprobs else None),
             prompt_logprobs=_read(self._prompt_logprobs),
         )
 

@@ -169,7 +169,8 @@ class StepOutput:
     epochs: Int32Array
     """[rows] as at launch: a row whose slot has another epoch by now is stale and is dropped."""
     token_ids: tuple[tuple[int, ...], ...]
-    """Per row: the sampled tokens; empty for an unfinished prefill or a failed row."""
+    """Per row: the sampled tokens; empty for an unfinished prefill, and for a failed row but for
+    the drafts that were accepted before the failure."""
     errors: dict[int, str | RequestError] = field(default_factory=dict)
     """Row -> why it failed: a ``RowFailure`` of the sampler, or the error of a request that a
     custom processor refused; the other rows are not affected."""

@@ -278,6 +278,66 @@ def test_no_token_follows_a_stop_string():
     assert len(output.logprobs) == 8
 
 
+def test_a_stop_string_goes_before_a_stop_token_of_the_same_step():
+    """A step gives five tokens; the string ends in the second of them, the fourth is a stop."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM("tiny", device="cpu", num_kv_blocks=64, speculative=NGRAM) as llm:
+        drafts = llm._engine.scheduler._speculation = RightDrafts({"0": []})
+        free = llm.generate("ROMEO:", params)[0].outputs[0]
+        texts = [llm.get_tokenizer().decode(list(free.token_ids[:n])) for n in (7, 8)]
+        params = params.clone()
+        params.stop = [texts[1][len(texts[0]) - 3 :]]
+        params.stop_token_sequences = [free.token_ids[8:11]]
+        drafts.outputs = {"1": list(free.token_ids)}
+        output = llm.generate("ROMEO:", params)[0].outputs[0]
+    assert output.token_ids == free.token_ids[:8]
+    assert (output.finish_reason, output.stop_reason) == ("stop", params.stop[0])
+
+
+@pytest.mark.parametrize("ends", ["error", "stop token", "stop string"])
+def test_drafts_accepted_before_nan_are_delivered(ends, monkeypatch):
+    """The third row of five has NaN: the request fails, unless a token before it is its last."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+    with LLM("tiny", device="cpu", num_kv_blocks=64, speculative=NGRAM) as llm:
+        drafts = llm._engine.scheduler._speculation = RightDrafts({"0": []})
+        free = llm.generate("ROMEO:", params)[0].outputs[0]
+        drafts.outputs = {"1": list(free.token_ids)}
+        params = params.clone()
+        if ends == "stop token":  # the last of those that only the host knows
+            others = [t for t in range(3, 60) if t not in free.token_ids][:16]
+            assert free.token_ids[2] not in free.token_ids[:2]
+            params.stop_token_ids = [*others, free.token_ids[2]]
+        elif ends == "stop string":
+            params.stop = [llm.get_tokenizer().decode(list(free.token_ids[:3]))]
+        model = llm._engine.runner.model
+        compute = model.compute_logits
+
+        def broken(hidden):
+            logits = compute(hidden)
+            if len(hidden) == 5:
+                logits[2] = torch.nan
+            return logits
+
+        monkeypatch.setattr(model, "compute_logits", broken)
+        llm.add_request("ROMEO:", params, request_id="1")
+        while llm.has_unfinished_requests():
+            outputs = llm.step()
+        (output,) = outputs[0].outputs
+        drained(llm._engine)
+    assert output.token_ids == free.token_ids[:3]
+    found, expected = (
+        [each[token].logprob for each, token in zip(o.logprobs, o.token_ids, strict=False)]
+        for o in (output, free)
+    )
+    assert found == pytest.approx(expected[:3], abs=1e-4)
+    if ends == "error":
+        assert "NaN" in str(output.error)
+        assert output.finish_reason == "error"
+    else:
+        assert output.error is None
+        assert output.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_ngrams_save_steps_where_an_output_repeats(model, temperature):
     """A bias makes outputs repeat."""

@@ -51,7 +51,7 @@ def launch(
 @pytest.mark.gpu
 def test_rows_that_sampled_have_a_token_and_other_rows_have_none(device):
     ring = OutputRing(MAX_REQS, 1, DEPTH, device)
-    output = launch(ring, [11, 12, 99, 13], [-2, -1, 0, 1], on=device)
+    output = launch(ring, [-1, -1, 99, 13], [-2, -1, 0, 1], on=device)
     result = output.result()
     assert result.token_ids == ((), (), (), (13,))
     assert result.errors == {0: RowFailure.NAN, 1: RowFailure.MASKED}
@@ -64,7 +64,7 @@ def test_rows_that_sampled_have_a_token_and_other_rows_have_none(device):
 def test_rows_come_back_in_the_plans_order_without_padding():
     ring = OutputRing(MAX_REQS, 1, DEPTH, torch.device("cpu"))
     rows = np.array([1, 3, 0])  # where the plan's three rows are among the device's four
-    result = launch(ring, [12, 10, 99, 11], [-1, 1, 0, 1], num_planned=3, rows=rows).result()
+    result = launch(ring, [-1, 10, 99, 11], [-1, 1, 0, 1], num_planned=3, rows=rows).result()
     assert result.token_ids == ((10,), (11,), ())
     assert list(result.errors) == [2]
     padded = launch(ring, [1, 2, 99, 99], [1, 1, 0, 0], num_planned=2)
