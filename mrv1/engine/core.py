@@ -152,7 +152,13 @@ class EngineCore:
             logits_processors=logits_processors,
             progress=progress,
         )
-        target = config.target_inter_token_ms
+        target = None
+        if config.target_inter_token_ms is not None:
+            try:
+                target = StepTarget(calibrate(self.runner), config.target_inter_token_ms * 1e-3)
+            except BaseException:
+                self.runner.close()  # or ranks would run on, and a GPU's memory would stay taken
+                raise
         self.scheduler = Scheduler(
             num_blocks=self.runner.kv_cache.num_blocks,
             keeps=[group.keeps for group in self.runner.head_groups.groups],
@@ -166,7 +172,7 @@ class EngineCore:
             num_feature_rows=self.runner.num_feature_rows,
             scheduling_policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            target=None if target is None else StepTarget(calibrate(self.runner), target * 1e-3),
+            target=target,
             speculation=self._speculation,
             # Drafts with log-probabilities leave the CUDA graphs, which costs more than they gain.
             drafts_beside_logprobs=not self.runner.captures_graphs,

@@ -348,22 +348,31 @@ class ModelRunner:
         """Run steps one at a time, before the first request, and return the seconds of each.
 
         On a GPU that is its time from the start of the launch on, on a CPU the host's time.
-        Afterwards every slot is free, and no counter knows of these steps.
+        Custom processors do not see these steps. Afterwards every slot is free, and no counter
+        knows of the steps.
 
         Raises:
             StepError, RuntimeError: as ``execute`` and ``AsyncOutput.result``.
         """
         seconds = []
-        for plan in plans:
-            start = self._clock()
-            self.execute(plan).result()
-            seconds.append(self._clock() - start)
-        self.state.free()
-        self._steady_rows = None
+        self._processors.is_paused = True
+        try:
+            for plan in plans:
+                start = self._clock()
+                self.execute(plan).result()
+                seconds.append(self._clock() - start)
+        finally:
+            self._processors.is_paused = False
+        self.free_slots()
         self._timed_seconds = self._outputs.gpu_seconds
         self.num_graph_steps = 0
         self._num_warm_up_compilations = self._compilations.total()
         return seconds
+
+    def free_slots(self) -> None:
+        """Free every slot, whichever request it has, while no step is in flight."""
+        self.state.free()
+        self._steady_rows = None
 
     def _clock(self) -> float:
         return time.perf_counter() if self.device.type == "cpu" else self._outputs.gpu_seconds

@@ -257,6 +257,43 @@ def test_a_calibration_that_explains_nothing_is_refused(monkeypatch):
         LLM("tiny", max_model_len=63, **options)
 
 
+def test_an_engine_whose_calibration_fails_is_closed(monkeypatch):
+    """Or its ranks would run on."""
+    closed = []
+    monkeypatch.setattr(ModelRunner, "close", lambda runner: closed.append(runner))
+    with pytest.raises(ConfigError, match="target_inter_token_ms: expected max_model_len >= 64"):
+        LLM("tiny", device="cpu", num_kv_blocks=8, max_model_len=63, target_inter_token_ms=5)
+    assert len(closed) == 1
+
+
+def test_custom_processors_see_real_requests_only(monkeypatch):
+    class Recorder:
+        def __init__(self) -> None:
+            self.prompts, self.num_calls = [], 0
+
+        def add_request(self, slot, params, token_ids):
+            self.prompts.append(token_ids.tolist())
+
+        def apply(self, logits, context):
+            self.num_calls += 1
+            return logits
+
+    recorder = Recorder()
+
+    def calibrated(runner: ModelRunner) -> StepTime:
+        steps = [[(16, 17)], [(16, 24)]]
+        assert len(runner.time_steps(step_time._plans(runner, steps, epoch=0))) == 4
+        assert (recorder.prompts, recorder.num_calls) == ([], 0)
+        return STEP_TIME
+
+    monkeypatch.setattr("mrv1.engine.core.calibrate", calibrated)
+    options = {"device": "cpu", "num_kv_blocks": 64, "max_num_seqs": 2, "max_model_len": 96}
+    with LLM("tiny", target_inter_token_ms=5, logits_processors=[recorder], **options) as llm:
+        llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2))
+    assert recorder.prompts == [[5, 6, 7]]
+    assert recorder.num_calls > 0
+
+
 def test_the_clock_of_a_runner_is_the_time_of_its_steps(monkeypatch):
     """Every slot is free afterwards, and nothing is counted."""
     times = iter(range(1000))
