@@ -59,6 +59,9 @@ HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 60.0
 """Longest wait of a rank for the other ranks within a step; one that takes longer hangs."""
 
+START_SECONDS = 600.0
+"""Longest wait for a rank to be ready, once rank 0 is: ranks load equal parts of the weights."""
+
 REPORT_SECONDS = 2.0
 """Longest wait for the report of a failed rank, after another rank has noticed the failure."""
 
@@ -166,13 +169,21 @@ class Member:
         self.rank, self.process, self.connection = rank, process, connection
         self._failure: RankFailure | None = None
 
-    def await_ready(self) -> None:
+    def await_ready(self, deadline: float) -> None:
         """Wait until the rank has said that it is ready, or has failed.
 
+        Args:
+            deadline: until when, on the clock of ``time.monotonic``.
+
         Raises:
-            ConfigError, CapacityError, UnsupportedDeviceError, RuntimeError: it has failed.
+            ConfigError, CapacityError, UnsupportedDeviceError, RuntimeError: it has failed, or
+                has said nothing in time.
         """
-        wait([self.connection])  # without a limit: loading may take minutes
+        if not wait([self.connection], max(deadline - time.monotonic(), 0.0)):
+            raise RuntimeError(
+                f"tensor_parallel_size: rank {self.rank}: not ready within {START_SECONDS:g} s "
+                "after rank 0"
+            )
         failure = self.failure()
         if failure is not None:
             error = _START_ERRORS.get(failure.kind, RuntimeError)
@@ -262,10 +273,12 @@ class Ranks:
         """Wait until every rank has said that it is ready.
 
         Raises:
-            ConfigError, CapacityError, UnsupportedDeviceError, RuntimeError: one has failed.
+            ConfigError, CapacityError, UnsupportedDeviceError, RuntimeError: one has failed, or
+                was not ready within ``START_SECONDS``.
         """
+        deadline = time.monotonic() + START_SECONDS
         for member in self._members:
-            member.await_ready()
+            member.await_ready(deadline)
 
     def send(self, name: str, *args: object) -> None:
         """Have every rank make a call.

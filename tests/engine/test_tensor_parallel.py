@@ -282,6 +282,24 @@ def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint):
     assert not is_alive(pid)
 
 
+def test_a_rank_that_hangs_at_the_start_ends_the_start(checkpoint, monkeypatch):
+    """Rank 1 is stopped before it has imported anything; rank 0 loads nothing."""
+    pids, start = [], ranks.Ranks
+
+    def stopping(*args):
+        started = start(*args)
+        pids.extend(member.process.pid for member in started._members)
+        os.kill(pids[0], signal.SIGSTOP)
+        monkeypatch.setattr(ranks.ModelRunner, "__init__", lambda *args, **kwargs: None)
+        return started
+
+    monkeypatch.setattr(ranks, "START_SECONDS", 0.1)
+    monkeypatch.setattr(ranks, "Ranks", stopping)
+    with pytest.raises(RuntimeError, match=r"rank 1: not ready within 0\.1 s after rank 0"):
+        make_llm(checkpoint)
+    assert not is_alive(pids[0])
+
+
 @pytest.mark.full
 def test_a_rank_that_hangs_ends_the_engine(checkpoint, monkeypatch):
     monkeypatch.setattr(ranks, "TIMEOUT_SECONDS", 4.0)
