@@ -68,7 +68,8 @@ def take_output(
                 reason = _refusal(request, request.matcher, row_tokens[0])
             if reason is not None:
                 live[row] = False  # its blocks must not enter the prefix cache
-                row_tokens = row_tokens if row in output.errors else ()
+                num_accepted = step.num_drafts(row) if row in output.errors else 0
+                row_tokens = row_tokens[:num_accepted]  # before the failure
             count = _append(request, row_tokens)
             num_tokens += count
             if rows.any_logprobs and (count or reason is None):
