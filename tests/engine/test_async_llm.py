@@ -544,7 +544,7 @@ def test_a_full_queue_refuses_requests_until_one_has_ended(monkeypatch):
         assert (await last_of(third)).outputs[0].token_ids == expected_tokens(7, max_tokens=2)
         for _ in range(4):  # a refused request takes no place
             await ends_with(RequestError, "prompt", anext(llm.generate([])))
-            await ends_with(RequestError, "in use", anext(generate(llm, 7, "b", **LONG)))
+            await ends_with(RequestError, "no unfinished", anext(generate(llm, 7, "b", **LONG)))
         await second.aclose()
         await settled(llm)
 

@@ -190,7 +190,7 @@ def test_a_policy_can_come_from_a_file_and_must_fit_the_model(checkpoint, model,
     for wrong, message in (
         (HeadPolicy.full(layers + 1, heads), f"expected {layers} layers"),
         (HeadPolicy.full(layers, heads + 1), f"expected {heads} KV heads"),
-        (str(tmp_path / "none.json"), "head policy"),
+        (str(tmp_path / "none.json"), "head_policy: expected a rule"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(str(checkpoint), device="cpu", num_kv_blocks=32, head_policy=wrong)
