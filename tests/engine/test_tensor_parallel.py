@@ -360,8 +360,9 @@ if __name__ == "__main__":
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     stream = llm.stream({"prompt_token_ids": [5, 6, 7]}, params)
     next(stream)
-    print(json.dumps([each.process.pid for each in llm._core.runner._ranks._members]), flush=True)
-    try:
+    pids = [each.process.pid for each in llm._core.runner._ranks._members]
+    try:  # the signal may come as soon as the pids are printed
+        print(json.dumps(pids), flush=True)
         for _ in stream:
             pass
     except KeyboardInterrupt:
