@@ -12,7 +12,8 @@ from mrv1.bench.child import Send
 from mrv1.bench.floor import copy_bandwidth
 from mrv1.bench.options import CheckpointBench
 from mrv1.bench.provenance import provenance
-from mrv1.config import dtype_name
+from mrv1.bench.shapes import shape_config
+from mrv1.config import checkpoint_dir, dtype_name
 from mrv1.device import resolve_device, resolve_dtype
 from mrv1.models import ModelConfig
 
@@ -27,6 +28,19 @@ class Machine:
     bandwidth: float | None
     """Bytes per second of a copy; None on a CPU."""
     provenance: dict[str, object]
+
+
+def shared_checkpoint(bench: CheckpointBench, folder: Path) -> tuple[Path, ModelConfig]:
+    """Return where the engines' checkpoint is, or for a shape will be, and its configuration.
+
+    Args:
+        bench: the options.
+        folder: where ``prepare`` writes the checkpoint of a shape.
+    """
+    if bench.shape is not None:
+        return folder, shape_config(bench.shape)
+    checkpoint = checkpoint_dir(str(bench.model))
+    return checkpoint, ModelConfig.from_pretrained(checkpoint)
 
 
 def prepare(bench: CheckpointBench, config: ModelConfig, checkpoint: Path, send: Send) -> None:

@@ -14,15 +14,13 @@ import numpy as np
 
 from mrv1.bench.child import ChildError, run_in_child
 from mrv1.bench.client import Served
-from mrv1.bench.machine import Machine, prepare
+from mrv1.bench.machine import Machine, prepare, shared_checkpoint
 from mrv1.bench.provenance import version_of
 from mrv1.bench.serving_run import ServingJob, measure_serving
-from mrv1.bench.shapes import shape_config
 from mrv1.bench.vllm import FP8_NEAR_TIE, NEAR_TIE, NEAR_TIES, FirstTokens, agreement, describe
 from mrv1.bench.workload import Conversation, Workload
-from mrv1.config import KVCacheDtypeName, check_target_ms, checkpoint_dir
+from mrv1.config import KVCacheDtypeName, check_target_ms
 from mrv1.errors import ConfigError
-from mrv1.models import ModelConfig
 
 SCHEMA = 1
 """Version of the result's layout; raised when a field changes its meaning or goes."""
@@ -146,11 +144,7 @@ def run_serving(bench: ServingBench, say: Say = lambda _: None) -> dict[str, Any
             "pip install 'mrv1[vllm]'"
         )
     with tempfile.TemporaryDirectory(prefix="mrv1-bench-") as folder:
-        if bench.shape is None:
-            checkpoint = checkpoint_dir(str(bench.model))
-            config = ModelConfig.from_pretrained(checkpoint)
-        else:
-            checkpoint, config = Path(folder), shape_config(bench.shape)
+        checkpoint, config = shared_checkpoint(bench, Path(folder))
         conversations = bench.conversations(0, config.vocab_size)
         options = bench.engine_options(conversations)
         if bench.shape is not None:

@@ -15,12 +15,10 @@ import torch
 from mrv1.bench.attention_case import Cell
 from mrv1.bench.child import ChildError, run_in_child
 from mrv1.bench.floor import step_kv_bytes, step_weight_bytes
-from mrv1.bench.machine import Machine, prepare
+from mrv1.bench.machine import Machine, prepare, shared_checkpoint
 from mrv1.bench.options import CheckpointBench
 from mrv1.bench.peers.vllm_engine import Job, measure_engine
 from mrv1.bench.provenance import version_of
-from mrv1.bench.shapes import shape_config
-from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.options import REQUEST_CHECK
 from mrv1.models import ModelConfig
@@ -137,11 +135,8 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             "vllm: expected the package vllm to be installed, got none; pip install 'mrv1[vllm]'"
         )
     with tempfile.TemporaryDirectory(prefix="mrv1-bench-") as folder:
-        if bench.shape is None:
-            checkpoint = checkpoint_dir(str(bench.model))
-            config = ModelConfig.from_pretrained(checkpoint)
-        else:
-            checkpoint, config = Path(folder), shape_config(bench.shape)
+        checkpoint, config = shared_checkpoint(bench, Path(folder))
+        if bench.shape is not None:
             longest = bench.engine_options()["max_model_len"]
             config = replace(config, max_model_len=max(config.max_model_len, longest))
         (machine,) = run_in_child(prepare, bench, config, checkpoint)
