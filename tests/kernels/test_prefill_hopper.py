@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -332,22 +333,23 @@ def test_where_the_triton_kernel_is_faster_it_runs():
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "make",
     [
-        KVLayout.nhd(2, 16, 128),
-        KVLayout.hnd(2, 16, 64),
-        KVLayout.hnd(2, 16, 128, window=40),
+        partial(KVLayout.nhd, 2, 16, 128),
+        partial(KVLayout.hnd, 2, 16, 64),
+        partial(KVLayout.hnd, 2, 16, 128, window=40),
     ],
     ids=["nhd", "head_dim 64", "window"],
 )
-def test_other_layouts_take_the_triton_kernel(layout):
+def test_other_layouts_take_the_triton_kernel(make):
+    layout = make(device="cuda")
     q = torch.empty(1, 8, layout.head_dim, dtype=torch.bfloat16, device="cuda")
     cache = torch.empty(4 * 16 * 2 * layout.head_dim, dtype=torch.bfloat16, device="cuda")
     assert not fits_warp_groups(q, cache, cache, layout, 8192, None)
 
 
 def test_float32_odd_groups_and_unaligned_caches_take_the_triton_kernel():
-    layout = KVLayout.hnd(2, 16, 128)
+    layout = KVLayout.hnd(2, 16, 128, device="cuda")
     q = torch.empty(1, 8, 128, dtype=torch.bfloat16, device="cuda")
     cache = torch.empty(4 * 16 * 2 * 128 + 8, dtype=torch.bfloat16, device="cuda")
     whole = cache[:-8]
