@@ -129,25 +129,21 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.gpu
 @pytest.mark.gpu_only
 @pytest.mark.parametrize(
-    ("model", "door", "tolerance", "least_sure"),
+    ("model", "door", "tolerance"),
     [
-        ("llama", "backend", ROUNDING, 0.25),
-        ("llama", "backend-fp8", FP8_NEAR_TIE, 0.1),  # rows part sooner
-        ("llama", "backend-any-graph", ROUNDING, 0.25),
-        ("llama", "worker", ROUNDING, 0.25),
-        ("qwen3_moe", "backend", ROUNDING, 0.25),
-        ("gemma2", "backend", ROUNDING, 0.25),
-        ("gpt_oss", "backend", ROUNDING, 0.25),
+        ("llama", "backend", ROUNDING),
+        ("llama", "backend-fp8", FP8_NEAR_TIE),
+        ("llama", "backend-any-graph", ROUNDING),
+        ("llama", "worker", ROUNDING),
+        ("qwen3_moe", "backend", ROUNDING),
+        ("gemma2", "backend", ROUNDING),
+        ("gpt_oss", "backend", ROUNDING),
     ],
 )
 def test_outputs_are_those_of_flash_attention(
-    outputs: Callable[[str, str], Outputs],
-    model: str,
-    door: str,
-    tolerance: float,
-    least_sure: float,
+    outputs: Callable[[str, str], Outputs], model: str, door: str, tolerance: float
 ):
     expected, found = outputs(model, "FLASH_ATTN"), outputs(model, door)
     assert problems(expected, found, tolerance) == []
     num_tokens = len(expected) * MAX_TOKENS
-    assert num_sure(expected, found) >= least_sure * num_tokens, "hardly a token is sure"
+    assert num_sure(expected, found) >= num_tokens // 4, "hardly a token is sure"
