@@ -86,6 +86,10 @@ class MaskBuffer:
         """Return the first masks of the step."""
         return TokenMasks(self._bitmask[:num_masks], self._rows[:num_masks])
 
+    def clear(self) -> None:
+        """Make every mask one for no row, on the current stream."""
+        self._rows.fill_(-1)
+
     def put(self, slot: int, bitmask: Int32Array | None, rows: Int32Array) -> None:
         """Copy the masks of a step to the device; its further masks are for no row.
 
@@ -240,8 +244,16 @@ class DeviceStep:
         blocks = [1] * len(self.head_groups.groups) if num_blocks is None else num_blocks
         return KVCache(self.spec, self.head_groups, blocks, self.device, self._head_scales)
 
+    def clear_inputs(self) -> None:
+        """Make uploads and masks those of a step of padding; no step may be in flight.
+
+        A mask of an older step may be for a row that a smaller shape does not have.
+        """
+        self.staging.clear()
+        self.masks.clear()
+
     def run_padding(self, shape: StepShape) -> Forwarded | None:
-        """Launch a step of padding, for a graph to capture.
+        """Launch a step of padding, for a graph to capture, after ``clear_inputs``.
 
         Returns:
             The input of ``sample`` if the shape does not sample.
@@ -257,7 +269,7 @@ class DeviceStep:
         return batch.sampled, hidden
 
     def run_tail(self, forwarded: Forwarded, tail: Tail) -> None:
-        """Launch the sampling after a step's layers, for a graph to capture."""
+        """Launch the sampling after ``run_padding``, for a graph to capture."""
         batch, hidden = forwarded
         masks = self.masks.first(batch.shape.num_rows) if tail.masks else None
         self.sample(batch, hidden, masks=masks, stores_logprobs=tail.logprobs)

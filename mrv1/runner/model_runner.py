@@ -308,8 +308,8 @@ class ModelRunner:
     def _capture(self, *, progress: bool) -> None:
         """Capture a graph of every shape, unless steps cannot run as graphs."""
         if self._step.is_capturable:
-            self._staging.clear()
             with torch.inference_mode():
+                self._step.clear_inputs()
                 self._graphs.capture(
                     self._graphs.shapes,
                     self._step.run_padding,

@@ -19,8 +19,10 @@ from mrv1 import ModelRunner, SamplingParams, StepPlan
 from mrv1.bench.headwise import HeadwiseBench, plant_prefix
 from mrv1.runner import cuda_graph
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs, decode_sizes, prompt_sizes
+from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.rows import StepShape, Tail
 from tests.models.families import tiny_checkpoint
+from tests.runner.test_model_runner import enter, make_plan, make_runner
 from tests.runner.test_on_gpu import add_many, make_core, run, tokens
 
 MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN = 40, 700, 500
@@ -273,6 +275,31 @@ def test_captured_sampling_equals_that_of_a_step_without_graphs(checkpoint, devi
             assert one.token_ids.tolist() == other.token_ids.tolist()
             assert one.ranks.tolist() == other.ranks.tolist()
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+
+
+def test_a_later_capture_applies_no_mask_of_an_older_step(checkpoint, monkeypatch):
+    """The older step's mask is for a row that the smaller shapes do not have."""
+    captured_tails = []
+
+    def capture(graphs, shapes, run, sample, tails, *, progress):
+        for shape in shapes:
+            if shape.query_len == 1 and not shape.samples:
+                forwarded = run(shape)
+                for tail in tails(shape):
+                    sample(forwarded, tail)  # the oracle refuses a row out of range
+                    captured_tails.append((shape.num_rows, tail))
+
+    monkeypatch.setattr(DeviceStep, "is_capturable", True)
+    monkeypatch.setattr(StepGraphs, "capture", capture)
+    runner = make_runner(checkpoint, device="cpu")
+    new = enter("a", 0, [5, 6]), enter("b", 1, [7, 8])
+    runner.forward(make_plan(0, {"a": (0, 2, (0,)), "b": (1, 2, (1,))}, new=new))
+    masks = np.full((1, runner.sampler.limits.mask_words), 1, dtype=np.int32)
+    runner.sample(masks, [1]).result()
+    captured_tails.clear()
+    runner._capture_again()
+    assert (1, Tail(masks=True, logprobs=False)) in captured_tails
+    runner.close()
 
 
 def test_a_graph_runs_the_step_after_a_prefix_hit_of_any_length():
