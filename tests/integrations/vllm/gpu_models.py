@@ -12,6 +12,9 @@ import transformers
 from mrv1.bench.child import Send
 from mrv1.integrations.vllm.options import REQUEST_CHECK
 
+Outputs = Sequence[Sequence[tuple[int, dict[int, float]]]]
+"""For each row and step the token, and the best tokens' log-probabilities."""
+
 HIDDEN, LAYERS, VOCAB = 512, 4, 4096
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -125,27 +128,61 @@ def engine_options(folder: Path, door: str) -> dict[str, Any]:
 
 
 def generate(
-    options: dict[str, Any], prompts: Sequence[Sequence[int]], max_tokens: int, send: Send
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    expected: Outputs | None,
+    send: Send,
 ) -> None:
     """Send, for each prompt, its greedy tokens and each one's two best log-probabilities.
 
-    The first three prompts are asked once more, when their blocks are cached.
+    The first three prompts are asked once more, when their blocks are cached. A row that parts
+    from ``expected``, another engine's outputs, is asked again with the expected tokens up to
+    there: so every token follows the expected ones, and none is left out of a comparison.
     """
     from vllm import LLM, SamplingParams
 
     llm = LLM(**options)
-    params = SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2
-    )
-    found = []
-    for part in (prompts, prompts[:3]):
-        asked = [{"prompt_token_ids": [*prompt]} for prompt in part]
-        for output in llm.generate(asked, params, use_tqdm=False):
-            (one,) = output.outputs
-            found.append(
-                [
-                    (token, {key: value.logprob for key, value in best.items()})
-                    for token, best in zip(one.token_ids, one.logprobs, strict=True)
-                ]
+    asked = [*prompts, *prompts[:3]]
+
+    def answers(rows: Sequence[int], given: Sequence[Sequence[int]]) -> Outputs:
+        params = [
+            SamplingParams(
+                temperature=0, max_tokens=max_tokens - len(tokens), ignore_eos=True,
+                detokenize=False, logprobs=2,
             )
+            for tokens in given
+        ]  # fmt: skip
+        inputs = [
+            {"prompt_token_ids": [*asked[row], *tokens]}
+            for row, tokens in zip(rows, given, strict=True)
+        ]
+        return [
+            [
+                (token, {key: value.logprob for key, value in best.items()})
+                for token, best in zip(one.token_ids, one.logprobs, strict=True)
+            ]
+            for (one,) in (
+                output.outputs for output in llm.generate(inputs, params, use_tqdm=False)
+            )
+        ]
+
+    of_prompts = range(len(prompts)), range(len(prompts), len(asked))
+    found = [row for rows in of_prompts for row in answers(rows, [[]] * len(rows))]
+    wanted = [[token for token, _ in row] for row in expected or found]
+    parted = [0] * len(asked)  # steps that follow the expected tokens
+    while True:
+        again = []
+        for row, tokens in enumerate(wanted):
+            given = [token for token, _ in found[row]]
+            at = next((i for i in range(parted[row], max_tokens) if given[i] != tokens[i]), None)
+            parted[row] = max_tokens if at is None else at + 1
+            if parted[row] < max_tokens:
+                again.append(row)
+        if not again:
+            break
+        for row, tail in zip(
+            again, answers(again, [wanted[row][: parted[row]] for row in again]), strict=True
+        ):
+            found[row] = [*found[row][: parted[row]], *tail]
     send(found)
