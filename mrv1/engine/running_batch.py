@@ -40,6 +40,8 @@ class ScheduledRows:
     """Tokens that may end at least one of the requests."""
     any_logprobs: bool
     """Whether any of the requests asks for log-probabilities."""
+    logprob_rows: tuple[int, ...] | None
+    """Rows that ask for log-probabilities of outputs; None = some ask for those of prompts."""
     any_grammars: bool
     """Whether any of the requests has a grammar."""
 
@@ -60,6 +62,7 @@ class ScheduledRows:
                 chain.from_iterable({request.ending_token_ids for request in requests})
             ),
             any_logprobs=any(request.asks_logprobs for request in requests),
+            logprob_rows=_logprob_rows(requests),
             any_grammars=any(request.matcher is not None for request in requests),
         )
         for shared in (rows.slots, rows.epochs, rows.ones):
@@ -71,6 +74,12 @@ class ScheduledRows:
         if mask is None:
             return self.requests
         return [self.requests[row] for row in mask.nonzero()[0].tolist()]
+
+
+def _logprob_rows(requests: Sequence[Request]) -> tuple[int, ...] | None:
+    if any(request.params.prompt_logprobs is not None for request in requests):
+        return None
+    return tuple([row for row, each in enumerate(requests) if each.params.wants_logprobs])
 
 
 @dataclass(slots=True, eq=False)

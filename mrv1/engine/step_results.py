@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mrv1.engine.request import FinishReason, Request
-from mrv1.engine.running_batch import BoolArray, LaunchedStep
+from mrv1.engine.running_batch import BoolArray, LaunchedStep, ScheduledRows
 from mrv1.errors import RequestError
-from mrv1.runner.step import RowFailure, StepOutput
+from mrv1.runner.step import RowFailure, StepOutput, TokenLogprobs
 from mrv1.sampler import GrammarMatcher
 
 
@@ -53,8 +53,8 @@ def take_output(
         step.all_sample
         and live is None
         and not output.errors
-        and not rows.any_logprobs
         and not rows.any_grammars
+        and (not rows.any_logprobs or _has_one_each(rows, output.logprobs))
     ):
         tokens = _one_each(output.token_ids)
     if tokens is None:
@@ -87,6 +87,8 @@ def take_output(
         num_tokens = len(tokens)
         for request, token in zip(requests, tokens, strict=True):
             request.output_token_ids.append(token)
+        for row in rows.logprob_rows or ():
+            requests[row].output_logprobs.append(output.logprobs[row])
     failed = [*ended]
     if not rows.ending_token_ids.isdisjoint(tokens):
         for request, token in zip(requests, tokens, strict=True):
@@ -109,6 +111,14 @@ def take_output(
         succeeded=live,
         num_nan_rows=num_nan_rows,
     )
+
+
+def _has_one_each(rows: ScheduledRows, logprobs: Mapping[int, TokenLogprobs]) -> bool:
+    """Return whether the rows ask for log-probabilities of one output token each and have them."""
+    asking = rows.logprob_rows
+    if asking is None or len(asking) != len(logprobs):
+        return False
+    return all(row in logprobs and len(logprobs[row]) == 1 for row in asking)
 
 
 def _append(request: Request, tokens: tuple[int, ...]) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from operator import attrgetter
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mrv1.kernels.registry import Ops
@@ -56,6 +57,36 @@ class Wanted:
     def is_sorted(self) -> bool:
         """Whether the row is sorted."""
         return max(self.num_top, len(self.token_ids)) > MAX_SEARCHED
+
+
+class WantedRows(list[Wanted]):
+    """The rows of a step that ask, with what steps of the same rows would compute again."""
+
+    @cached_property
+    def num_top(self) -> int:
+        """Most of the likeliest tokens that a row asks for."""
+        return max((each.num_top for each in self), default=0)
+
+    @cached_property
+    def has_token_ids(self) -> bool:
+        """Whether a row asks for tokens by id."""
+        return any(each.token_ids for each in self)
+
+    @cached_property
+    def edits(self) -> bool:
+        """Whether the logits of a row are edited before a token is drawn."""
+        return any(each.edits for each in self)
+
+    @cached_property
+    def by_num_top(self) -> list[tuple[int, list[int], npt.NDArray[np.int64]]]:
+        """For each number of likeliest tokens: who asks for it, by plan row and device row."""
+        groups: dict[int, list[Wanted]] = {}
+        for each in self:
+            groups.setdefault(each.num_top, []).append(each)
+        return [
+            (num_top, [each.row for each in own], np.array([each.device_row for each in own]))
+            for num_top, own in groups.items()
+        ]
 
 
 class PromptPart(NamedTuple):
@@ -107,7 +138,7 @@ class LogprobRequests:
         asks = self._asks_np[slots] | (num_before < self._prompt_end_np[slots])
         return bool(asks.any())
 
-    def of_outputs(self, plan: StepPlan, rows: DeviceRows) -> list[Wanted]:
+    def of_outputs(self, plan: StepPlan, rows: DeviceRows) -> WantedRows:
         """Return the log-probabilities to report for the tokens of a step, in device order."""
         found = []
         for row in self._asks_np[plan.slots].nonzero()[0].tolist():
@@ -116,7 +147,7 @@ class LogprobRequests:
                 num_top = num_likeliest(params.logprobs, self._vocab_size)
                 ids, edits = params.logprob_token_ids, params.edits_logits
                 found.append(Wanted(row, num_top, ids, edits, rows.place(row)))
-        return sorted(found, key=attrgetter("device_row"))
+        return WantedRows(sorted(found, key=attrgetter("device_row")))
 
     def of_prompts(
         self, plan: StepPlan, rows: DeviceRows, num_before: Int32Array
@@ -340,7 +371,7 @@ class LogprobRing:
         ]
         torch.cat(parts, out=self._stored[: len(logits) * self._row_bytes])
 
-    def send(self, slot: int, num_rows: int, wanted: Sequence[Wanted]) -> StoredLogprobs:
+    def send(self, slot: int, num_rows: int, wanted: WantedRows) -> StoredLogprobs:
         """Copy what the step stored to its slot of the ring, on the current stream.
 
         Args:
@@ -367,33 +398,86 @@ class StoredLogprobs:
             tokens, the log-probabilities of both, and the logits of the likeliest.
     """
 
-    def __init__(self, wanted: Sequence[Wanted], parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, wanted: WantedRows, parts: Sequence[torch.Tensor]) -> None:
         self._wanted, self._parts = wanted, parts
 
     def read(self, num_positions: Sequence[int] | None = None) -> dict[int, TokenLogprobs]:
         """Return the log-probabilities by row of the plan, as ``LogprobReport.read`` does."""
-        places = np.array([each.device_row for each in self._wanted])
-        parts = (part.numpy()[places] for part in self._parts)
-        drawn, rank, top, logprob, top_logprobs, logits = parts
-        token_ids = np.concatenate([drawn, top], axis=1)
-        logprobs = np.concatenate([logprob, top_logprobs], axis=1)
-        # Of equal logits, all have the rank of the first.
-        column = np.arange(logits.shape[1])
-        firsts = np.zeros_like(top)
-        np.multiply(column[1:], logits[:, 1:] != logits[:, :-1], out=firsts[:, 1:])
-        ranks = np.concatenate([rank, 1 + np.maximum.accumulate(firsts, axis=1)], axis=1)
-        found = {}
-        for index, wanted in enumerate(self._wanted):
-            if num_positions is not None and num_positions[wanted.row] <= 0:
-                continue
-            row, end = slice(index, index + 1), 1 + wanted.num_top
-            # A copy: the arrays of the other rows must not live as long as this request.
-            found[wanted.row] = TokenLogprobs(
-                token_ids=token_ids[row, :end].copy(),
-                logprobs=logprobs[row, :end].copy(),
-                ranks=ranks[row, :end].copy(),
-            )
+        found: dict[int, TokenLogprobs] = {}
+        for num_top, rows, places in self._wanted.by_num_top:
+            parts = (part.numpy()[places] for part in self._parts)
+            drawn, rank, top, logprob, *of_top = parts
+            top, top_logprobs, logits = (part[:, :num_top] for part in (top, *of_top))
+            # Of equal logits, all have the rank of the first.
+            firsts = np.zeros_like(top)
+            is_lower = logits[:, 1:] != logits[:, :-1]
+            np.multiply(np.arange(1, num_top), is_lower, out=firsts[:, 1:])
+            packed = np.empty(len(rows), _packed_dtype(1 + num_top, logprob.dtype))
+            for name, first, others in (
+                ("token_ids", drawn, top),
+                ("logprobs", logprob, top_logprobs),
+                ("ranks", rank, 1 + np.maximum.accumulate(firsts, axis=1)),
+            ):
+                packed[name][:, 0, :1] = first
+                packed[name][:, 0, 1:] = others
+            data, dtype = packed.tobytes(), packed.dtype
+            for index, row in enumerate(rows):
+                if num_positions is None or num_positions[row] > 0:
+                    start = index * dtype.itemsize
+                    # A copy: the other rows' values must not live as long as this request.
+                    found[row] = PackedPosition(data[start : start + dtype.itemsize], dtype)
         return found
+
+
+@lru_cache(maxsize=256)
+def _packed_dtype(num_ids: int, real: np.dtype[np.floating]) -> np.dtype[np.void]:
+    """Return the dtype of a row's position: three arrays ``[1, num_ids]``."""
+    kinds = {"token_ids": np.dtype(np.int64), "logprobs": real, "ranks": np.dtype(np.int64)}
+    return np.dtype([(name, kind, (1, num_ids)) for name, kind in kinds.items()])
+
+
+class PackedPosition(TokenLogprobs):
+    """One position of one request as bytes: a step makes one for each row, few are read.
+
+    Arrays would take the host several times as long to make, and its garbage collector to visit.
+
+    Args:
+        data: an element of ``dtype``.
+        dtype: with the fields ``token_ids``, ``logprobs`` and ``ranks``.
+    """
+
+    __slots__ = ("_data", "_dtype")
+    _data: bytes
+    _dtype: np.dtype[np.void]
+
+    def __init__(self, data: bytes, dtype: np.dtype[np.void]) -> None:
+        object.__setattr__(self, "_data", data)  # the class is frozen
+        object.__setattr__(self, "_dtype", dtype)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PackedPosition, (self._data, self._dtype)
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.integer]:
+        """As in ``TokenLogprobs``, read-only."""
+        return self._array("token_ids")
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.floating]:
+        """As in ``TokenLogprobs``, read-only."""
+        return self._array("logprobs")
+
+    @property
+    def ranks(self) -> npt.NDArray[np.integer]:
+        """As in ``TokenLogprobs``, read-only."""
+        return self._array("ranks")
+
+    def _array(self, name: str) -> npt.NDArray[Any]:
+        array: npt.NDArray[Any] = np.frombuffer(self._data, self._dtype)[0][name]
+        return array
 
 
 def _of_chunk(ops: Ops, logits: torch.Tensor, by_id: torch.Tensor, num_top: int) -> _Chunk:

@@ -39,7 +39,7 @@ from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep
 from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
 from mrv1.runner.kv_listener import KVListener, tell, tokens_of
-from mrv1.runner.logprobs import LogprobReport, LogprobRequests, StoredLogprobs, Wanted
+from mrv1.runner.logprobs import LogprobReport, LogprobRequests, StoredLogprobs, WantedRows
 from mrv1.runner.profile import blocks_of_groups, kv_bytes, warm_up
 from mrv1.runner.report import KVReport, StartClock, describe_runner, report_of
 from mrv1.runner.rows import DeviceRows, StepShape, Tail
@@ -224,7 +224,7 @@ class ModelRunner:
         self._next_upload_word = self._slots.first_word(NEXT_UPLOAD, 0)
         self._steady_rows: DeviceRows | None = None
         """Rows of the last step, if it was a captured decode: a steady step reuses them."""
-        self._steady_wanted: list[Wanted] | None = None
+        self._steady_wanted: WantedRows | None = None
         """The log-probabilities of a step of ``_steady_rows``."""
         self._sent: list[DeviceRows | None] = [None] * self._outputs.num_slots
         """By ring slot: the rows of its upload, if the upload has no requests or blocks to add."""
@@ -733,15 +733,13 @@ class ModelRunner:
         self.num_graph_steps += 1
         return [step.logprobs.send(slot, rows.shape.num_rows, wanted)] if wanted else []
 
-    def _tail(self, rows: DeviceRows, wanted: Sequence[Wanted], *, has_masks: bool) -> Tail | None:
+    def _tail(self, rows: DeviceRows, wanted: WantedRows, *, has_masks: bool) -> Tail | None:
         """Return the captured sampling that the step needs; None = none has all of it."""
         if not rows.is_captured:
             return None
-        most = self._step.logprobs.num_top
-        if any(each.token_ids or each.num_top > most for each in wanted):
+        if wanted.has_token_ids or wanted.num_top > self._step.logprobs.num_top:
             return None
-        keeps_raw = any(each.edits for each in wanted)
-        least = Tail(masks=has_masks or keeps_raw, logprobs=bool(wanted))
+        least = Tail(masks=has_masks or wanted.edits, logprobs=bool(wanted))
         for tail in (least, least._replace(masks=True)):  # a row without a mask may draw any token
             if self._graphs.has_tail(rows.shape, tail):
                 return tail

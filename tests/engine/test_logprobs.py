@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from mrv1.engine.outputs import Logprob
 from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.runner import StepOutput, StepPlan
+from mrv1.runner.logprobs import PackedPosition, _packed_dtype
 from mrv1.runner.step import RowFailure, TokenLogprobs
 from tests.engine.scheduler_model import (
     BLOCK_SIZE,
@@ -225,3 +228,16 @@ def test_nan_rows_are_counted_unless_their_request_has_ended():
     assert [r.finish_reason for r in requests] == ["error", "abort", None]
     assert str(requests[0].error) == "request 'a': its logits hold NaN or +inf"
     assert scheduler.num_nan_rows == 1
+
+
+def test_a_packed_position_reads_like_arrays_and_is_pickled():
+    dtype = _packed_dtype(3, np.dtype(np.float32))
+    element = np.zeros(1, dtype)
+    element["token_ids"], element["logprobs"], element["ranks"] = [7, 8, 9], [-1, -2, -3], 4
+    packed = PackedPosition(element.tobytes(), dtype)
+    for each in (packed, pickle.loads(pickle.dumps(packed)), *packed.one_by_one(1)):
+        assert len(each) == 1
+        assert each.token_ids.tolist() == [[7, 8, 9]]
+        assert each.logprobs.tolist() == [[-1, -2, -3]]
+        assert each.ranks.tolist() == [[4, 4, 4]]
+    assert len(packed.behind(1)) == 0
