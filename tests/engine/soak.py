@@ -65,7 +65,7 @@ class Phrase:
         return self.at == len(self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # without a __dict__, one object to the garbage collector
 class Reading:
     """The process after a cycle, with every engine idle."""
 
@@ -80,6 +80,7 @@ class Reading:
     """Allocated on the GPU."""
     num_tensors: int
     num_objects: int
+    """That the garbage collector tracks, without the soak's readings."""
     num_threads: int
     num_files: int
 
@@ -171,11 +172,15 @@ class Soak:
         """Take every engine in turn, then measure the process."""
         fixed_seconds = 0.0
         for name, llm in self.engines.items():
-            self.random_round(llm)
-            if self.source.random() < 0.3:
-                self.sleep(llm, self.source.choice([1, 2]))
-            check_books(llm)
-            fixed_seconds += self.fixed_round(name)
+            try:
+                self.random_round(llm)
+                if self.source.random() < 0.3:
+                    self.sleep(llm, self.source.choice([1, 2]))
+                check_books(llm)
+                fixed_seconds += self.fixed_round(name)
+            except Exception as error:
+                error.add_note(f"in cycle {len(self.readings)}, engine {name!r}")
+                raise
         rebuilt = [*self.engines][len(self.readings) % len(self.engines)]
         self.num_preemptions += self.engines[rebuilt].metrics()["num_preemptions"]
         self.engines[rebuilt].close()
@@ -241,7 +246,8 @@ class Soak:
             resident_bytes=resident * os.sysconf("SC_PAGE_SIZE"),
             device_bytes=torch.cuda.memory_allocated() if self.device == "cuda" else 0,
             num_tensors=sum(issubclass(type(x), torch.Tensor) for x in objects),
-            num_objects=len(objects),
+            # The readings are kept: one more object a cycle, which no engine has leaked.
+            num_objects=len(objects) - len(self.readings),
             num_threads=threading.active_count(),
             num_files=len(os.listdir("/proc/self/fd")),
         )

@@ -117,6 +117,12 @@ def test_the_books_of_a_soak_find_what_is_lost(soak: Soak, book: str, monkeypatc
         check_books(llm)
 
 
+def test_the_readings_of_a_soak_are_no_leak(soak: Soak, monkeypatch):
+    first = soak.measure(0.0)
+    monkeypatch.setattr(soak, "readings", [*soak.readings, *(replace(first) for _ in range(1000))])
+    assert abs(soak.measure(0.0).num_objects - first.num_objects) < 100
+
+
 def test_a_soak_tells_growth_from_noise():
     """A leak of one object, or one percent of time, a cycle is found; a busy moment is not."""
     base = Reading(
