@@ -412,7 +412,10 @@ def run_planted(device: torch.device) -> None:
 def sanitize(tool: str, mode: str) -> dict[str, object]:
     """Run ``mode`` under a tool in a process of its own; return findings, summary, time."""
     # Every tensor gets an allocation of its own, past whose end no access is allowed.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # of this process
+    }
     command = ["compute-sanitizer", "--tool", tool, sys.executable, str(Path(__file__)), mode]
     start = time.monotonic()
     done = subprocess.run(
