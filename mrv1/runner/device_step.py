@@ -253,7 +253,7 @@ class DeviceStep:
         self.masks.clear()
 
     def run_padding(self, shape: StepShape) -> Forwarded | None:
-        """Launch a step of padding, for a graph to capture, after ``clear_inputs``.
+        """Launch a step of padding, for a capture: the first step, or after ``clear_inputs``.
 
         Returns:
             The input of ``sample`` if the shape does not sample.

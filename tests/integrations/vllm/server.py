@@ -64,4 +64,4 @@ def _wait(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
                 return
         except OSError:  # nobody listens yet
             time.sleep(0.5)
-    raise RuntimeError(f"vllm serve did not start: {log.read_text(errors='replace')[-4000:]}")
+    raise RuntimeError(f"vllm serve did not start: {log.read_text(errors='replace')[-20_000:]}")

@@ -71,6 +71,7 @@ def test_outputs_may_differ_by_rounding_alone():
     assert len(problems(theirs, [[(1, {1: -0.5}), (4, {4: -1.0})]], 0.2)) == 1
     assert num_sure(theirs, theirs) == 1
     assert num_sure(theirs, [[(1, {1: -0.5}), (4, {4: -1.0})]]) == 0
+    assert num_sure([theirs[0][::-1]], [theirs[0]]) == 0
     assert num_sure(theirs, [[(2, {}), theirs[0][1]]]) == 1
 
 
