@@ -159,8 +159,11 @@ def _peer(data: AttentionData, peer: Peer[Adapter]) -> Contender:
         NotComparedError: the peer does not compute such a cell.
     """
     case = data.case
-    if not case.is_uniform:
+    windows = not case.num_full_heads and not case.sink  # the same window in every head
+    if not case.is_uniform and not (windows and "windows" in peer.extras):
         raise NotComparedError("has no head roles")
+    if case.cell.num_decodes and "decodes" not in peer.extras:
+        raise NotComparedError("is measured with as many queries in every request")
     if case.soft_cap or case.has_sinks:
         raise NotComparedError("is measured without soft cap and logit sinks")
     if case.cell.shortest:

@@ -14,44 +14,71 @@ INT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """A batch of requests of one length, or of lengths spaced evenly between two."""
+    """A batch of requests of one length, or of lengths spaced evenly between two.
+
+    In a prefill, further requests may bring one query each to the same launch.
+    """
 
     batch: int
     context: int
     """Tokens of the longest request, the queries included."""
     shortest: int = 0
     """Tokens of the shortest request; 0 = all have ``context``."""
+    num_decodes: int = 0
+    """Requests of one query, beside ``batch``."""
+    decode_context: int = 0
+    """Tokens of each of them, at most ``context``."""
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """Return the cell that ``"8x4096"`` or ``"8x100-4096"`` names: batch x contexts.
+        """Return the cell that a text names: batch x contexts, and decodes x their context.
+
+        ``"8x4096"``, ``"8x100-4096"``, or ``"4x16384+60x2048"``: 4 prefills and 60 decodes.
 
         Raises:
             ConfigError: the text names no cell.
         """
-        found = re.fullmatch(r"([0-9]+)x(?:([0-9]+)-)?([0-9]+)", text.strip())
+        found = re.fullmatch(
+            r"([0-9]+)x(?:([0-9]+)-)?([0-9]+)(?:\+([0-9]+)x([0-9]+))?", text.strip()
+        )
         if found is None:
             raise ConfigError(
-                f"cells: expected BATCHxCONTEXT such as 8x4096 or 8x100-4096, got {text!r}"
+                "cells: expected BATCHxCONTEXT such as 8x4096, 8x100-4096 or 4x16384+60x2048, "
+                f"got {text!r}"
             )
-        cell = cls(int(found[1]), int(found[3]), int(found[2] or 0))
+        batch, shortest, context, decodes, decode_context = (
+            int(part or 0) for part in found.groups()
+        )
+        cell = cls(batch, context, shortest, decodes, decode_context)
         if cell.batch < 1 or cell.context < 1:
             raise ConfigError(f"cells: expected batch and context >= 1, got {text!r}")
+        if found[4] and not (decodes and 1 <= decode_context <= context):
+            raise ConfigError(
+                f"cells: expected decodes of 1 to {context} tokens after +, got {text!r}"
+            )
         if found[2] and not 1 <= cell.shortest < cell.context:
             raise ConfigError(f"cells: expected a shorter context first, got {text!r}")
         return cell
 
     @property
+    def num_requests(self) -> int:
+        """``batch`` and the decodes beside it."""
+        return self.batch + self.num_decodes
+
+    @property
     def lengths(self) -> list[int]:
-        """Tokens of each request, in rising order."""
+        """Tokens of each request: the decodes beside the batch, then the batch in rising order."""
+        decodes = [self.decode_context] * self.num_decodes
         if not self.shortest:
-            return [self.context] * self.batch
+            return decodes + [self.context] * self.batch
         step = (self.context - self.shortest) / max(1, self.batch - 1)
-        return [self.context - round(index * step) for index in reversed(range(self.batch))]
+        batch = [self.context - round(index * step) for index in reversed(range(self.batch))]
+        return decodes + batch
 
     def __str__(self) -> str:
         first = f"{self.shortest}-" if self.shortest else ""
-        return f"{self.batch}x{first}{self.context}"
+        beside = f"+{self.num_decodes}x{self.decode_context}" if self.num_decodes else ""
+        return f"{self.batch}x{first}{self.context}{beside}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +87,7 @@ class AttentionCase(CacheCase):
 
     cell: Cell
     query_len: int
-    """Queries of each request: its last tokens."""
+    """Queries of each request of the batch: its last tokens."""
     num_full_heads: int
     """KV heads that see everything; the others see ``sink`` and ``window``."""
     window: int = -1
@@ -72,7 +99,12 @@ class AttentionCase(CacheCase):
     @property
     def num_tokens(self) -> int:
         """Queries of all requests together."""
-        return self.cell.batch * self.query_len
+        return sum(self.query_lens)
+
+    @property
+    def query_lens(self) -> list[int]:
+        """Queries of each request, in the order of ``cell.lengths``."""
+        return [1] * self.cell.num_decodes + [self.query_len] * self.cell.batch
 
     @property
     def is_uniform(self) -> bool:
@@ -137,15 +169,15 @@ class AttentionCase(CacheCase):
     def flops(self) -> int:
         """Operations of both products over the visible (query, key) pairs: 2 per multiply-add."""
         pairs = sum(
-            self._visible_pairs(head, context)
+            self._visible_pairs(head, context, query_len)
             for head in range(self.num_kv_heads)
-            for context in self.cell.lengths
+            for context, query_len in zip(self.cell.lengths, self.query_lens, strict=True)
         )
         group = self.num_q_heads // self.num_kv_heads
         return 2 * 2 * group * pairs * self.head_dim
 
-    def _visible_pairs(self, head: int, context: int) -> int:
-        positions = range(context - self.query_len, context)
+    def _visible_pairs(self, head: int, context: int, query_len: int) -> int:
+        positions = range(context - query_len, context)
         if self.is_full(head):
             return sum(positions) + len(positions)
         return sum(

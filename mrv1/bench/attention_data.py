@@ -54,6 +54,19 @@ class AttentionData:
     sinks: torch.Tensor | None
     """[q_heads] float32; None without logit sinks."""
 
+    @property
+    def block_of_page(self) -> torch.Tensor:
+        """[batch, pages of the longest request] int32: ``block_table`` with the rings unrolled.
+
+        All KV heads share it, so that they have to see the same.
+        """
+        (group,) = self.cache.groups.groups
+        pages = torch.arange(-(-self.case.cell.context // self.case.block_size))
+        if group.ring_blocks:
+            turn = group.sink_blocks + (pages - group.sink_blocks) % group.ring_blocks
+            pages = torch.where(pages < group.sink_blocks, pages, turn)
+        return self.block_table[:, group.offset + pages.to(self.block_table.device)]
+
     def clear(self) -> None:
         """Fill every layer's ``out`` with NaN."""
         for layer in self.layers:
@@ -74,7 +87,7 @@ class AttentionData:
         """Return the buffers of a plan for one query per request."""
         case = self.case
         return DecodePlan.allocate(
-            max_reqs=case.cell.batch,
+            max_reqs=case.cell.num_requests,
             max_keys=self.block_table.shape[1] * case.block_size,
             layout=self.layout,
             num_q_heads=case.num_q_heads,
@@ -90,7 +103,7 @@ class AttentionData:
             return None
         return PrefillSplits.allocate(
             num_tokens=case.num_tokens,
-            num_reqs=case.cell.batch,
+            num_reqs=case.cell.num_requests,
             max_query_len=case.query_len,
             layout=self.layout,
             num_q_heads=case.num_q_heads,
@@ -119,7 +132,7 @@ def cache_shape(
         # A prefill writes its whole chunk before it reads: its ring must hold all of the chunk.
         max_query_len=1 if case.query_len == 1 else case.cell.context,
     )
-    return spec, groups, tuple(case.cell.batch * group.width for group in groups.groups)
+    return spec, groups, tuple(case.cell.num_requests * group.width for group in groups.groups)
 
 
 def make_data(
@@ -131,13 +144,18 @@ def make_data(
     """
     generator = torch.Generator(device).manual_seed(seed)
     cache = KVCache(*cache_shape(case, num_layers), device)
-    batch = case.cell.batch
+    batch = case.cell.num_requests
 
     def ids(count: int) -> torch.Tensor:
         return torch.randperm(count, generator=generator, device=device).view(batch, -1)
 
     q_shape = (case.num_tokens, case.num_q_heads, case.head_dim)
-    order = torch.randperm(batch, generator=generator, device=device)
+    seq_lens = torch.tensor(case.cell.lengths, dtype=torch.int32, device=device)
+    if (
+        not case.cell.num_decodes
+    ):  # all have as many queries, so that lengths may come in any order
+        seq_lens = seq_lens[torch.randperm(batch, generator=generator, device=device)]
+    query_lens = torch.tensor([0, *case.query_lens], dtype=torch.int32, device=device)
     layers = []
     for layer in cache.layers:
         k, v, scales = layer.k, layer.v, layer.scales
@@ -158,8 +176,8 @@ def make_data(
         cache=cache,
         layout=cache.layers[0].layout,
         block_table=torch.cat([*map(ids, cache.num_blocks)], dim=1).to(torch.int32),
-        seq_lens=torch.tensor(case.cell.lengths, dtype=torch.int32, device=device)[order],
-        query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * case.query_len,
+        seq_lens=seq_lens,
+        query_start_loc=query_lens.cumsum(0, dtype=torch.int32),
         layers=layers,
         sinks=sinks,
     )
@@ -187,11 +205,12 @@ def relative_error(data: AttentionData, layer: Layer) -> float:
     between them. A NaN in ``out`` makes the result NaN.
     """
     case, lengths = data.case, data.seq_lens.tolist()
+    starts = data.query_start_loc.tolist()
     errors = []
-    queries = _spread(case.query_len, NUM_CHECKED_QUERIES)
-    for req in _spread(case.cell.batch, NUM_CHECKED_REQUESTS):
-        rows = torch.tensor(queries, device=layer.q.device) + req * case.query_len
-        positions = rows - req * case.query_len + lengths[req] - case.query_len
+    for req in _spread(case.cell.num_requests, NUM_CHECKED_REQUESTS):
+        queries = _spread(case.query_lens[req], NUM_CHECKED_QUERIES)
+        rows = torch.tensor(queries, device=layer.q.device) + starts[req]
+        positions = rows - starts[req + 1] + lengths[req]
         for head in range(case.num_kv_heads):
             exact = _exact_rows(data, layer, head, req, rows, positions)
             out = layer.out.view(len(layer.out), case.num_kv_heads, -1, case.head_dim)
@@ -231,7 +250,7 @@ def _exact_rows(
         logical = torch.where(logical < group.sink_blocks, logical, turn)
     blocks = data.block_table[req, group.offset + logical].long()
     index = of_head[:head].count(of_head[head])
-    num_pages = [case.cell.batch * each.width * each.num_heads[0] for each in groups]
+    num_pages = [case.cell.num_requests * each.width * each.num_heads[0] for each in groups]
 
     def gather(vectors: torch.Tensor, per_block: int) -> torch.Tensor:
         page = (per_block, *vectors.shape[1:])

@@ -66,6 +66,11 @@ class AttentionBench(CacheBench):
                     f"query_len: expected 2 to {shortest}, the shortest context, "
                     f"got {self.query_len}"
                 )
+        mixed = [str(cell) for cell in self.chosen_cells if cell.num_decodes]
+        if mixed and (self.query_len is None or self.full_heads != 1.0):
+            raise ConfigError(
+                f"cells: expected query_len and full heads beside decodes, got {mixed}"
+            )
         if self.deterministic and self.mode != "decode":
             raise ConfigError(f"deterministic: expected mode decode, got {self.mode}")
         if self.mode == "prefill" and self.query_len is None:

@@ -53,7 +53,8 @@ def attention(
             names=NAMES,
             help=HELP
             | {
-                "cells": "BATCHxCONTEXT pairs, such as 1x8192,8x4096. Default: a grid.",
+                "cells": "BATCHxCONTEXT pairs, such as 1x8192,8x4096; 4x16384+60x2048 adds 60 "
+                "decodes to a prefill. Default: a grid.",
                 "query_len": "Tokens a prefill computes, the last of each request. Default: all.",
             },
             parsers={"cells": _cells, "peers": words},

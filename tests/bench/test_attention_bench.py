@@ -43,7 +43,8 @@ KEYS = {
     "geometric_mean_over_ours",
 }  # fmt: skip
 ENTRY_KEYS = {
-    "batch", "context", "shortest", "query_len", "bytes_moved", "kv_bytes", "flops",
+    "batch", "context", "shortest", "num_decodes", "decode_context", "query_len",
+    "bytes_moved", "kv_bytes", "flops",
     "buffer_sets", "variants", "peer_time_over_ours", "failed_peers",
 }  # fmt: skip
 VARIANT_KEYS = {
@@ -267,6 +268,30 @@ def test_a_prefill_of_the_last_tokens_is_timed_with_and_without_splits(
     assert entry["variants"].keys() == {"mrv1"}
 
 
+def test_decodes_ride_along_in_a_prefill():
+    options = SMALL | {"cells": (Cell(2, 40, num_decodes=3, decode_context=17),)}
+    result = run_attention(AttentionBench(**options, mode="prefill", query_len=5))
+    (entry,) = result["results"]  # the check has compared rows of both kinds with the exact ones
+    assert entry["variants"].keys() == {"mrv1"}
+    why = "is measured with as many queries in every request"
+    assert set(entry["failed_peers"].values()) == {why}
+    assert entry["kv_bytes"] == (2 * 40 + 3 * 17) * 2 * 2 * 16 * 2
+    pairs = 2 * sum(range(36, 41)) + 3 * 17
+    assert entry["flops"] == 2 * 2 * 4 * pairs * 16
+
+
+def test_a_uniform_table_names_the_pages_of_a_ring():
+    """The peer reads our pages: one that looks back a window finds each token's page."""
+    case = replace(FULL, cell=Cell(3, 200), num_full_heads=0, window=40, sink=0)
+    data = make_data(case, 1, torch.device("cpu"), seed=0)
+    table = data.block_of_page
+    assert table.shape == (3, 13)
+    ring = data.cache.groups.groups[0].ring_blocks
+    assert 0 < ring < 13
+    assert torch.equal(table[:, -1], data.block_table[:, 12 % ring])
+    assert len(set(table[0, -3:].tolist())) == 3
+
+
 def test_share_and_ratios_follow_from_bytes_and_times(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comparison, "copy_bandwidth", lambda _: 1e9)
     result = run_attention(AttentionBench(**SMALL, peers=("torch-sdpa",)))
@@ -437,6 +462,10 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
             {"mode": "prefill", "cells": (Cell(2, 20, shortest=10),)},
             r"cells: expected one length in whole prompts, got \['2x10-20'\]",
         ),
+        (
+            {"mode": "prefill", "cells": (Cell(2, 20, num_decodes=1, decode_context=9),)},
+            r"cells: expected query_len and full heads beside decodes, got \['2x20\+1x9'\]",
+        ),
         ({"repeats": 0}, "repeats: expected >= 1, got 0"),
         ({"window": 0}, "window: expected >= 1, got 0"),
         ({"soft_cap": -1.0}, r"soft_cap: expected >= 0 and finite, got -1\.0"),
@@ -458,7 +487,7 @@ def test_unknown_peers_are_refused():
 @pytest.mark.parametrize("text", ["8", "x", "8x", "ax4", "-1x4", "8*4"])
 def test_a_cell_is_batch_x_context(text: str):
     with pytest.raises(
-        ConfigError, match="cells: expected BATCHxCONTEXT such as 8x4096 or 8x100-4096, got"
+        ConfigError, match=r"cells: expected BATCHxCONTEXT such as 8x4096, .*\+60x2048, got"
     ):
         Cell.parse(text)
 
@@ -466,7 +495,15 @@ def test_a_cell_is_batch_x_context(text: str):
 def test_an_empty_cell_is_refused_and_a_valid_cell_is_parsed():
     with pytest.raises(ConfigError, match="cells: expected batch and context >= 1, got '0x4'"):
         Cell.parse("0x4")
+    with pytest.raises(
+        ConfigError, match=r"cells: expected decodes of 1 to 9 .*, got '1x9\+2x10'"
+    ):
+        Cell.parse("1x9+2x10")
     assert Cell.parse(" 8x4096 ") == Cell(8, 4096)
+    mixed = Cell.parse("4x100-400+2x50")
+    assert mixed == Cell(4, 400, 100, num_decodes=2, decode_context=50)
+    assert mixed.lengths == [50, 50, 100, 200, 300, 400]
+    assert Cell.parse(str(mixed)) == mixed
 
 
 def test_a_cell_of_several_lengths_spaces_them_evenly():

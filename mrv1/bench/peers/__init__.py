@@ -35,6 +35,8 @@ class Peer(Generic[Adapter]):
     static_scale_error: float | None = None
     """For a peer whose fp8 cache has one static scale: the largest relative error that rounding
     explains, against the exact result. None = the peer reads our codes and scales."""
+    extras: tuple[str, ...] = ()
+    """What its adapter can do beyond the plain case, by name."""
 
 
 def peer_versions(names: tuple[str, ...], peers: Mapping[str, Peer[Any]]) -> dict[str, str]:

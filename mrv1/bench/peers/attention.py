@@ -1,8 +1,9 @@
 """Other attention kernels.
 
-An adapter takes the data of a cell, in which all heads see everything, and returns a function that
-makes a layer's launch; the launch writes the layer's ``out``. A peer whose fp8 cache has one
-static scale gets our values quantised again, so its error includes the rounding of its cache.
+An adapter takes the data of a cell and returns a function that makes a layer's launch; the launch
+writes the layer's ``out``. All heads see everything, and all requests have as many queries, unless
+the peer has more to it (``Peer.extras``). A peer whose fp8 cache has one static scale gets our
+values quantised again, so its error includes the rounding of its cache.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def flash_attention_3(data: AttentionData) -> LayerLaunch:
 
     With an fp8 cache the queries are fp8 too; q, K and V have one static scale each.
     """
-    attend, shape = _flash_attention_3(data), (data.case.cell.batch, data.case.num_kv_heads)
+    case = data.case
+    attend, shape = _flash_attention_3(data), (case.cell.num_requests, case.num_kv_heads)
 
     def launch(layer: Layer) -> Launch:
         q, k, v, scales, options = layer.q, layer.k, layer.v, layer.scales, {}
@@ -66,9 +68,10 @@ def _flash_attention_3(data: AttentionData) -> Callable[..., Any]:
     )
 
     case = data.case
+    window = (-1, -1) if case.is_uniform else (case.window - 1, 0)
     lengths = {"max_seqlen_q": case.query_len, "max_seqlen_k": case.cell.context}
     schedule = get_scheduler_metadata(
-        batch_size=case.cell.batch,
+        batch_size=case.cell.num_requests,
         num_heads_q=case.num_q_heads,
         num_heads_kv=case.num_kv_heads,
         headdim=case.head_dim,
@@ -77,15 +80,17 @@ def _flash_attention_3(data: AttentionData) -> Callable[..., Any]:
         cu_seqlens_q=data.query_start_loc,
         page_size=case.block_size,
         causal=True,
+        window_size=window,
         **lengths,
     )
     return partial(
         flash_attn_varlen_func,
         cu_seqlens_q=data.query_start_loc,
         seqused_k=data.seq_lens,
-        block_table=data.block_table,
+        block_table=data.block_of_page,
         softmax_scale=data.softmax_scale,
         causal=True,
+        window_size=window,
         fa_version=3,
         scheduler_metadata=schedule,
         **lengths,
@@ -256,6 +261,7 @@ PEERS: Mapping[str, Peer[Adapter]] = {
     "flash-attn-3": Peer(
         module="vllm",
         adapter=flash_attention_3,
+        extras=("windows", "decodes"),
         kv_dtypes=BOTH,
         static_scale_error=0.25,  # q, K, V and the probabilities rounded to e4m3: 0.14 on an H200
     ),
