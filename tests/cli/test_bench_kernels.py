@@ -85,7 +85,7 @@ def test_kv_write_measures_an_fp8_cache(mrv1: Mrv1):
         (
             "attention",
             ["--cells", "8"],
-            "cells: expected BATCHxCONTEXT such as 8x4096 or 8x100-4096, got '8'",
+            "cells: expected BATCHxCONTEXT such as 8x4096, 8x100-4096 or 4x16384+60x2048, got '8'",
         ),
         ("attention", ["--mode", "x"], "mode: expected decode or prefill, got 'x'"),
         ("attention", ["--kv-dtype", "fp8"], "kv_dtype: expected one of auto, fp8_e4m3"),
