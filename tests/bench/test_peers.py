@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from enum import IntEnum
 from types import ModuleType
 
@@ -36,25 +37,26 @@ def _attend(q, k, v, table, query_start_loc, seq_lens, layout, softmax_scale, ou
 
 def _get_scheduler_metadata(
     batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
-    qkv_dtype, cu_seqlens_q, page_size, causal,
+    qkv_dtype, cu_seqlens_q, page_size, causal, window_size,
 ):  # fmt: skip
     assert causal
     return {"q": num_heads_q, "kv": num_heads_kv, "dim": headdim, "page": page_size} | {
         "dtype": qkv_dtype, "reqs": batch_size, "queries": max_seqlen_q, "keys": max_seqlen_k,
+        "window": window_size,
     }  # fmt: skip
 
 
 def _flash_attn_varlen_func(
     q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, *, seqused_k, softmax_scale, causal,
-    block_table, out, fa_version, scheduler_metadata, q_descale=None, k_descale=None,
-    v_descale=None,
+    window_size, block_table, out, fa_version, scheduler_metadata, q_descale=None,
+    k_descale=None, v_descale=None,
 ):  # fmt: skip
     """vLLM's: [blocks, tokens, heads, dim], contiguous pages; all fp8 or nothing."""
     assert causal
     assert scheduler_metadata == {
         "q": q.shape[1], "kv": k.shape[2], "dim": q.shape[2], "page": k.shape[1],
         "dtype": k.dtype, "reqs": seqused_k.shape[0], "queries": max_seqlen_q,
-        "keys": max_seqlen_k,
+        "keys": max_seqlen_k, "window": window_size,
     }  # fmt: skip
     assert fa_version == 3
     assert max_seqlen_k == int(seqused_k.max())
@@ -69,6 +71,10 @@ def _flash_attn_varlen_func(
         q, k, v = q.float() * q_descale[0, 0], k.float() * k_descale[0, 0], v.float()
         v = v * v_descale[0, 0]
     layout = KVLayout.nhd(k.shape[2], k.shape[1], k.shape[3])
+    before, after = window_size  # keys before and after a query's own
+    if before >= 0:
+        assert after == 0
+        layout = replace(layout, window=torch.full_like(layout.window, before + 1))
     return _attend(q, k, v, block_table, cu_seqlens_q, seqused_k, layout, softmax_scale, out)
 
 
@@ -182,6 +188,17 @@ def test_every_peer_gives_our_result_on_our_data(mode: str):
         for variant in entry["variants"].values():
             assert variant["relative_error"] < variant["max_relative_error"] == 1e-2
     assert result["geometric_mean_over_ours"].keys() == ran
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_flash_attention_3_sees_our_window():
+    window = {"full_heads": 0, "window": 20, "sink": 0}
+    result = run_attention(
+        AttentionBench(**SMALL, **window, mode="prefill", peers=("flash-attn-3",))
+    )
+    for entry in result["results"]:
+        assert entry["failed_peers"] == {}
+        assert entry["variants"]["flash-attn-3"]["relative_error"] < 1e-2
 
 
 @pytest.mark.usefixtures("stand_ins")
