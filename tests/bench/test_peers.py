@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from enum import IntEnum
 from types import ModuleType
 
@@ -70,11 +69,10 @@ def _flash_attn_varlen_func(
             assert descale.dtype == torch.float32
         q, k, v = q.float() * q_descale[0, 0], k.float() * k_descale[0, 0], v.float()
         v = v * v_descale[0, 0]
-    layout = KVLayout.nhd(k.shape[2], k.shape[1], k.shape[3])
     before, after = window_size  # keys before and after a query's own
-    if before >= 0:
-        assert after == 0
-        layout = replace(layout, window=torch.full_like(layout.window, before + 1))
+    assert (before < 0) == (after < 0)
+    window = -1 if before < 0 else before + 1
+    layout = KVLayout.nhd(k.shape[2], k.shape[1], k.shape[3], window=window)
     return _attend(q, k, v, block_table, cu_seqlens_q, seqused_k, layout, softmax_scale, out)
 
 
