@@ -3,9 +3,13 @@
 python -m benchmarks.multimodal OUTPUT.json [--shape qwen3-0.6b] [--batches 1,32,256] [--rows 4096]
 
 Two engines share the model's random weights: one takes items, one has no buffer for features. Both
-generate the same text in turns. The first one then prefills the same prompt as text, with features
-on the GPU and with features in pinned host memory. The features are the embeddings of the prompt,
-so that all three must draw the same token.
+generate the same text in turns. The engine that is built first in a process has other memory than
+the second one, and may be slower or faster for that alone. So the pair is built twice, each time
+in a new process, with another engine first.
+
+In a third process an engine prefills the same prompt as text, with features on the GPU and with
+features in pinned host memory. The features are the embeddings of the prompt, so that all three
+must draw the same token.
 """
 
 from __future__ import annotations
@@ -14,62 +18,43 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from mrv1.bench.child import Send, run_in_child
 from mrv1.bench.engine import random_model
 from mrv1.bench.provenance import provenance
 from mrv1.bench.shapes import shape_config
 from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
+from mrv1.models.decoder import DecoderModel
 from mrv1.multimodal import MultimodalItem
 from mrv1.sampler import SamplingParams
 
 PROMPT_TOKENS = 128
 """Of each request of text."""
 
-Place = Callable[[torch.Tensor], torch.Tensor]
+ENGINES = {"with_features": True, "without_features": False}
+"""Whether an engine takes items."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
     """Return the result, ready for JSON."""
     device = resolve_device(options.device)
-    model = random_model(shape_config(options.shape), "auto", device, seed=0)
-    batches = [int(batch) for batch in options.batches.split(",")]
-    text_blocks = max(batches) * -(-(PROMPT_TOKENS + options.output_tokens) // 16)
-
-    def engine(num_rows: int) -> EngineCore:
-        row_bytes = model.config.feature_size * model.dtype.itemsize
-        config = EngineConfig(
-            model=options.shape,
-            device=str(device),
-            max_model_len=max(PROMPT_TOKENS + options.output_tokens, options.rows + 1),
-            max_num_seqs=max(batches),
-            max_num_batched_tokens=options.rows,
-            num_kv_blocks=max(text_blocks, -(-(options.rows + 1) // 16)),
-            enable_prefix_caching=False,
-            mm_cache_memory_bytes=num_rows * row_bytes,
-        )
-        return EngineCore(config, model=model, progress=False)
-
-    engines = {"with_features": engine(2 * options.rows), "without_features": engine(0)}
-    try:
-        text = [_text(engines, batch, options) for batch in batches]
-        prefill = _prefill(engines["with_features"], options)
-    finally:
-        for core in engines.values():
-            core.runner.close()
+    orders = {}
+    for first in ENGINES:
+        (orders[f"{first}_first"],) = run_in_child(_measure_text, options, first)
+    ((dtype, prefill),) = run_in_child(_measure_prefill, options)
     return {
         "op": "multimodal",
-        "schema": 2,
+        "schema": 3,
         "shape": options.shape,
         "weights": "random",
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype,
         **provenance(device, options.commit),
         "conditions": {
             "prompt_tokens": PROMPT_TOKENS,
@@ -80,9 +65,71 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             "warm_up_runs": 1,
             "clocks": "as found, not locked",
         },
-        "text": text,
+        "text": [
+            {
+                "batch": batch,
+                "with_over_without": statistics.geometric_mean(
+                    rows[index]["with_over_without"] for rows in orders.values()
+                ),
+                "orders": {name: rows[index] for name, rows in orders.items()},
+            }
+            for index, batch in enumerate(_batches(options))
+        ],
         "prefill": prefill,
     }
+
+
+def _batches(options: argparse.Namespace) -> list[int]:
+    return [int(batch) for batch in options.batches.split(",")]
+
+
+def _engine(
+    options: argparse.Namespace, model: DecoderModel, *, takes_features: bool
+) -> EngineCore:
+    """Return an engine that has room for every batch of text, and for the prompt of features."""
+    row_bytes = model.config.feature_size * model.dtype.itemsize
+    max_num_seqs = max(_batches(options))
+    text_blocks = max_num_seqs * -(-(PROMPT_TOKENS + options.output_tokens) // 16)
+    config = EngineConfig(
+        model=options.shape,
+        device=str(model.device),
+        max_model_len=max(PROMPT_TOKENS + options.output_tokens, options.rows + 1),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=options.rows,
+        num_kv_blocks=max(text_blocks, -(-(options.rows + 1) // 16)),
+        enable_prefix_caching=False,
+        mm_cache_memory_bytes=2 * options.rows * row_bytes if takes_features else 0,
+    )
+    return EngineCore(config, model=model, progress=False)
+
+
+def _model(options: argparse.Namespace) -> DecoderModel:
+    return random_model(
+        shape_config(options.shape), "auto", resolve_device(options.device), seed=0
+    )
+
+
+def _measure_text(options: argparse.Namespace, first: str, send: Send) -> None:
+    """Send a row for each batch, measured with the engine ``first`` built before the other."""
+    model = _model(options)
+    engines: dict[str, EngineCore] = {}
+    try:
+        for name in sorted(ENGINES, key=lambda name: name != first):
+            engines[name] = _engine(options, model, takes_features=ENGINES[name])
+        send([_text(engines, batch, options) for batch in _batches(options)])
+    finally:
+        for core in engines.values():
+            core.runner.close()
+
+
+def _measure_prefill(options: argparse.Namespace, send: Send) -> None:
+    """Send the dtype and, for each variant of the prompt, its times."""
+    model = _model(options)
+    core = _engine(options, model, takes_features=True)
+    try:
+        send((str(model.dtype).removeprefix("torch."), _prefill(core, options)))
+    finally:
+        core.runner.close()
 
 
 def _text(
@@ -104,7 +151,6 @@ def _text(
     medians = {name: statistics.median(own[1:]) for name, own in samples.items()}
     tokens_per_s = {name: batch * options.output_tokens / own for name, own in medians.items()}
     return {
-        "batch": batch,
         "tokens_per_s": tokens_per_s,
         "with_over_without": tokens_per_s["with_features"] / tokens_per_s["without_features"],
         "samples_s": {name: own[1:] for name, own in samples.items()},

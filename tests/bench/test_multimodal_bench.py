@@ -21,7 +21,15 @@ def run(tmp_path, *options: str) -> dict:
 def test_every_variant_is_measured(tmp_path, capsys):
     result = run(tmp_path, "--device", "cpu")
     assert [row["batch"] for row in result["text"]] == [1, 2]
-    assert all(row["with_over_without"] > 0 for row in result["text"])
+    for row in result["text"]:
+        first, second = row["orders"].values()
+        assert [*row["orders"]] == ["with_features_first", "without_features_first"]
+        both = first["with_over_without"] * second["with_over_without"]
+        assert row["with_over_without"] == pytest.approx(both**0.5)
+        for order in (first, second):
+            samples = order["samples_s"]  # one run: the ratio of the rates is that of the times
+            (without,), (own,) = samples["without_features"], samples["with_features"]
+            assert order["with_over_without"] == pytest.approx(without / own)
     assert [*result["prefill"]] == ["text", "gpu", "pinned"]
     for row in result["prefill"].values():
         assert (row["num_steps"], row["gpu_over_text"]) == (1, None)
