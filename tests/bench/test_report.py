@@ -27,6 +27,7 @@ from mrv1.bench.report.engines import (
 from mrv1.bench.report.features import (
     async_table,
     features_table,
+    sleep_table,
     speculation_table,
     start_parts_table,
 )
@@ -615,7 +616,30 @@ def test_features_table_shows_times_over_text():
         "| as text | 10.00 (1.000x) | 9.50 (1.000x) | 1 of 2 |",
         "| features on the GPU | 10.25 (1.025x) | 9.60 (1.025x) | 1 of 2 |",
         "| features in pinned host memory | 11.00 (1.100x) | - | 1 of 2 |",
-        "0.998x at batch 32 (128 + 256 tokens)",
+        "0.998x at batch 32 (128 + 256 tokens; geometric means of two pairs of engines, "
+        "each kind built first once)",
+    ):
+        assert said in table
+
+
+def test_sleep_table_shows_seconds_and_freed_bytes():
+    level_1 = {"level": 1, "sleep_s": 0.8073, "freed_bytes": 16_588_472_320, "wake_up_s": 2.5971}
+    level_2 = {
+        "level": 2, "sleep_s": 0.0283, "freed_bytes": 16_267_608_064, "wake_weights_s": 0.0037,
+        "update_weights_s": 0.1729, "wake_up_s": 2.7805,
+    }  # fmt: skip
+    result = _result(
+        weights="random", weight_bytes=1_192_099_840, kv_cache_bytes=15_032_385_536,
+        results=[level_1, level_1, level_2, {"update_weights_on_device_s": 0.0025}],
+    )  # fmt: skip
+    result["conditions"]["level_2_weights"] = "from pageable host memory"
+    table = sleep_table(_file(result))
+    for said in (
+        "| level 1, the first time | 0.807 | - | - | - | 2.597 | 16.6 |",
+        "| level 2 | 0.028 | 0.004 | 0.173 | - | 2.780 | 16.3 |",
+        "| new weights on the GPU | - | - | - | 0.003 | - | - |",
+        "random weights of 1.2 GB, KV cache of 15.0 GB",
+        "level 2: weights from pageable host memory",
     ):
         assert said in table
 

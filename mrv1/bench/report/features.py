@@ -1,4 +1,4 @@
-"""Tables of what a feature costs or gains: starts, features of images, drafts, AsyncLLM."""
+"""Tables of what a feature costs or gains: starts, sleep, features of images, drafts, AsyncLLM."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ ROWS = {
     "pinned": "features in pinned host memory",
 }
 """Variants of a prompt in a file of ``benchmarks.multimodal``."""
+SLEEPS = ("level 1, the first time", "level 1 again", "level 2", "new weights on the GPU")
+"""What a file of ``benchmarks.sleep`` measures, in this order."""
+SLEEP_CALLS = {
+    "sleep_s": "`sleep`",
+    "wake_weights_s": '`wake_up(["weights"])`',
+    "update_weights_s": "`update_weights` from the host",
+    "update_weights_on_device_s": "`update_weights` on the GPU",
+    "wake_up_s": "`wake_up`",
+}
 
 
 def start_parts_table(file: ResultFile) -> str:
@@ -64,8 +73,33 @@ def features_table(file: ResultFile) -> str:
         file,
         f"{result['shape']} shape, random weights, {result['dtype']}, one {file.device}",
         f"tokens/s of text with a buffer for features over without: {ratios} "
-        f"({conditions['prompt_tokens']} + {conditions['output_tokens']} tokens)",
+        f"({conditions['prompt_tokens']} + {conditions['output_tokens']} tokens; geometric means "
+        "of two pairs of engines, each kind built first once)",
         f"medians of {conditions['repeats']} runs after a warm-up",
+        versions(result),
+        f"clocks {conditions['clocks']}",
+    )
+
+
+def sleep_table(file: ResultFile) -> str:
+    """Return the seconds of each call, and the bytes that sleep frees."""
+    result = file.result
+    body = [
+        [
+            text,
+            *(optional(entry.get(call), "{:.3f}") for call in SLEEP_CALLS),
+            "-" if "freed_bytes" not in entry else f"{entry['freed_bytes'] / 1e9:.1f}",
+        ]
+        for text, entry in zip(SLEEPS, result["results"], strict=True)
+    ]
+    conditions = result["conditions"]
+    return with_conditions(
+        table(["seconds", *SLEEP_CALLS.values(), "freed, GB"], body, num_texts=1),
+        file,
+        f"{result['shape']} shape, {result['weights']} weights of "
+        f"{result['weight_bytes'] / 1e9:.1f} GB, KV cache of {result['kv_cache_bytes'] / 1e9:.1f} "
+        f"GB, one {file.device}",
+        f"level 2: weights {conditions['level_2_weights']}",
         versions(result),
         f"clocks {conditions['clocks']}",
     )

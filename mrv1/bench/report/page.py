@@ -23,6 +23,7 @@ from mrv1.bench.report.engines import (
 from mrv1.bench.report.features import (
     async_table,
     features_table,
+    sleep_table,
     speculation_table,
     start_parts_table,
 )
@@ -54,10 +55,11 @@ SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
     "Sampler": {("sample_tokens", 1): sampler_table},
     "Head policies": {("capacity", 2): capacity_table, ("headwise", 1): headwise_table},
     "Recall under head policies": {("recall", None): recall_table},
-    "Features of images": dict.fromkeys([("multimodal", 1), ("multimodal", 2)], features_table),
+    "Features of images": {("multimodal", 3): features_table},
     "Speculation": {("speculation", 1): speculation_table},
     "AsyncLLM beside LLM": {("async llm", 1): async_table},
     "Starts, part by part": {("start", None): start_parts_table},
+    "Sleep and new weights": {("sleep", 1): sleep_table},
 }
 """Section -> the kinds and schemas in it, and their tables."""
 
