@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from mrv1.device import DeviceInfo, choose_fp8_path
@@ -11,10 +13,13 @@ from mrv1.kernels.attention.prefill_attention import (
     MIN_SPLIT_STEPS,
     _paged_prefill_attention_kernel,
 )
-from mrv1.kernels.attention.splits import PrefillAttentionConfig
+from mrv1.kernels.attention.splits import WARP_GROUP_TILES, PrefillAttentionConfig
 from mrv1.kernels.cache.kv_cache_write import KVCacheWriteConfig, _kv_cache_write_kernel
 from mrv1.kernels.cache.kv_scales import ScaleGranularity, scales_per_block
 from mrv1.testing.aot import AotCase, Target, pointer
+
+if TYPE_CHECKING:
+    from mrv1.kernels._base.gluon import TensorDescriptor
 
 SHAPES = (
     *((torch.bfloat16, head_dim) for head_dim in (64, 80, 128, 256)),
@@ -272,14 +277,14 @@ def _warp_group_cases() -> list[AotCase]:
     from mrv1.kernels.attention import prefill_hopper, prefill_queue
 
     def case(
-        dtype: torch.dtype, block_size: int, *, splits: bool = False, some_heads: bool = False
-    ) -> AotCase:
+        dtype: torch.dtype, block_size: int, head_dim: int = 128, *, group: int = 4,
+        splits: bool = False, some_heads: bool = False,
+    ) -> AotCase:  # fmt: skip
         rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
-        cache = torch.empty(4 * block_size, prefill_hopper.DIM.value, dtype=dtype)
-        pages = prefill_hopper.describe(cache, block_size)
+        pages = _pages(dtype, block_size, head_dim)
         shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
         return AotCase(
-            name=f"prefill-hopper-{str(dtype).removeprefix('torch.')}-{block_size}"
+            name=_name("prefill-hopper", dtype, block_size, head_dim, group)
             + "-some_heads" * some_heads
             + "-splits" * splits,
             kernel=prefill_hopper._prefill_hopper_kernel,
@@ -290,40 +295,70 @@ def _warp_group_cases() -> list[AotCase]:
                 pointer(torch.int64), pointer(torch.int64), lengths, 0.1,
             ),
             constexprs={
-                "GROUP": 4, "BLOCK_SIZE": block_size,
-                "TILE_TOKENS": prefill_hopper.TILE_TOKENS,
+                **_tile(head_dim), "GROUP": group, "BLOCK_SIZE": block_size,
                 "MIN_TILES": prefill_hopper.MIN_SHARED_TILES,
             },
+            parked_bytes=24 if splits and head_dim > 128 else 0,  # over the loops
         )  # fmt: skip
 
-    def queue_case(dtype: torch.dtype, block_size: int, *, some_heads: bool = False) -> AotCase:
-        cache = torch.empty(4 * block_size, prefill_hopper.DIM.value, dtype=dtype)
-        pages, lengths = prefill_hopper.describe(cache, block_size), pointer(torch.int32)
-        queries = torch.empty(64, 4 * NUM_KV_HEADS, prefill_hopper.DIM.value, dtype=dtype)
+    def queue_case(
+        dtype: torch.dtype, block_size: int, head_dim: int = 128, *, group: int = 4,
+        some_heads: bool = False,
+    ) -> AotCase:  # fmt: skip
+        pages, lengths = _pages(dtype, block_size, head_dim), pointer(torch.int32)
+        q = torch.empty(64, group * NUM_KV_HEADS, head_dim, dtype=dtype)
+        queries = (None, pointer(dtype), 4096, 128)
+        if 128 % group == 0:
+            queries = (prefill_queue.describe_queries(q, group), None, 0, 0)
         return AotCase(
-            name=f"prefill-queue-{str(dtype).removeprefix('torch.')}-{block_size}"
+            name=_name("prefill-queue", dtype, block_size, head_dim, group)
             + "-some_heads" * some_heads,
             kernel=prefill_queue._prefill_queue_kernel,
             args=(
                 pointer(dtype), 4096, 128, pointer(torch.float32), 32, 1, lengths,
-                prefill_queue.describe_queries(queries, 4), pages, pages,
+                *queries, pages, pages,
                 lengths, 512, lengths, lengths, 8,
                 *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
                 pointer(torch.int64), pointer(torch.int64), lengths, 0.1,
             ),
-            constexprs={"GROUP": 4, "BLOCK_SIZE": block_size},
-            parked_bytes=32,  # by the scheduler, outside all loops over keys
+            constexprs={**_tile(head_dim), "GROUP": group, "BLOCK_SIZE": block_size},
+            parked_bytes=40,  # by the scheduler, outside all loops over keys
         )  # fmt: skip
 
     queue = [queue_case(torch.bfloat16, 16), queue_case(torch.bfloat16, 128)]
     queue.append(queue_case(torch.float16, 16))
     queue.append(queue_case(torch.bfloat16, 16, some_heads=True))
+    queue += [queue_case(torch.bfloat16, 16, head_dim) for head_dim in (64, 256)]
+    queue.append(queue_case(torch.bfloat16, 16, group=7))
     sizes = [case(torch.bfloat16, block_size) for block_size in (16, 32, 64, 128)]
+    sizes += [
+        case(torch.bfloat16, 16, head_dim, splits=splits)
+        for head_dim in (64, 256)
+        for splits in (False, True)
+    ]
     shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]
+    shared.append(case(torch.bfloat16, 16, group=7, splits=True))
     shared += [
         case(torch.bfloat16, 16, splits=splits, some_heads=True) for splits in (False, True)
     ]
     return [*sizes, *shared, *queue]
+
+
+def _pages(dtype: torch.dtype, block_size: int, head_dim: int) -> TensorDescriptor:
+    from mrv1.kernels.attention import prefill_hopper
+
+    cache = torch.empty(4 * block_size, head_dim, dtype=dtype)
+    return prefill_hopper.describe(cache, block_size, head_dim)
+
+
+def _tile(head_dim: int) -> dict[str, int]:
+    tile_tokens, stages = WARP_GROUP_TILES[head_dim]
+    return {"DIM": head_dim, "TILE_TOKENS": tile_tokens, "STAGES": stages}
+
+
+def _name(kernel: str, dtype: torch.dtype, block_size: int, head_dim: int, group: int) -> str:
+    name = f"{kernel}-{str(dtype).removeprefix('torch.')}-{block_size}"
+    return name + f"-dim{head_dim}" * (head_dim != 128) + f"-group{group}" * (group != 4)
 
 
 def _warp_group_fp8_cases() -> list[AotCase]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
 from mrv1.kernels.attention import splits as prefill_splits
-from mrv1.kernels.attention.splits import fits_warp_groups, takes_turns
+from mrv1.kernels.attention.splits import WARP_GROUP_TILES, fits_warp_groups, takes_turns
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
     SENTINEL,
@@ -86,11 +86,13 @@ def _cases(
     dtypes: Sequence[torch.dtype] = DTYPES,
     streaming: bool = False,
 ):
-    """Ragged chunks over several tiles of 128 keys, in HND pages or as several head groups."""
-    block_size = draw(st.sampled_from(block_sizes))
+    """Ragged chunks over several tiles of keys, in HND pages or as several head groups."""
+    head_dim = 128 if streaming else draw(st.sampled_from([64, 128, 256]))
+    tile_tokens, _ = WARP_GROUP_TILES[head_dim]
+    block_size = draw(st.sampled_from([size for size in block_sizes if size <= tile_tokens]))
     num_kv_heads = draw(st.sampled_from([2, 3, 5] if streaming else [1, 2, 3]))
     sizes = {
-        "head_dim": 128, "block_size": block_size, "max_seq_len": max_seq_len,
+        "head_dim": head_dim, "block_size": block_size, "max_seq_len": max_seq_len,
         "max_reqs": max_reqs,
     }  # fmt: skip
     if streaming:
@@ -112,7 +114,7 @@ def _cases(
     return build_paged_cache(layout, batch, dtype=draw(st.sampled_from(dtypes)))
 
 
-@given(case=_cases(), group=st.sampled_from([1, 2, 4, 8, 16]))
+@given(case=_cases(), group=st.sampled_from([1, 2, 3, 4, 7, 8, 16]))
 def test_warp_groups_agree_with_the_oracle(device, case, group):
     """Pages that no query sees hold NaN, and so do the values after the last token."""
     _check(case.to(device), group)
@@ -120,7 +122,7 @@ def test_warp_groups_agree_with_the_oracle(device, case, group):
 
 @pytest.mark.usefixtures("_any_share")
 @given(
-    case=_cases(), group=st.sampled_from([1, 4, 8]),
+    case=_cases(), group=st.sampled_from([1, 4, 7, 8]),
     num_splits=st.sampled_from([2, 3, 16]), fewer=st.sampled_from([0, 3, 30]),
 )  # fmt: skip
 def test_programs_that_share_a_tile_agree_with_the_oracle(device, case, group, num_splits, fewer):
@@ -137,7 +139,7 @@ def test_programs_that_share_a_tile_agree_with_the_oracle(device, case, group, n
 
 @pytest.mark.usefixtures("_any_share")
 @given(
-    case=_cases(streaming=True), group=st.sampled_from([1, 4, 8]),
+    case=_cases(streaming=True), group=st.sampled_from([1, 4, 7, 8]),
     num_splits=st.sampled_from([None, 1, 3, 16]),
 )  # fmt: skip
 def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, case, group, num_splits):
@@ -177,14 +179,14 @@ def _run_with_programs(patch, count):
 @pytest.mark.usefixtures("_programs")
 @given(
     case=_cases(max_reqs=6, block_sizes=(16,), dtypes=(torch.bfloat16,)),
-    other_count=st.sampled_from([2, 7]),
+    group=st.sampled_from([3, 4, 7]), other_count=st.sampled_from([2, 7]),
 )  # fmt: skip
-def test_tiles_from_a_queue_are_the_same_whoever_takes_them(device, case, other_count):
+def test_tiles_from_a_queue_are_the_same_whoever_takes_them(device, case, group, other_count):
     """Empty requests and padding among them; the second launch follows at once."""
     case = case.to(device)
-    q = make_queries(case, 4, spare_rows=1)
+    q = make_queries(case, group, spare_rows=1)
     splits = make_splits(case, q, 1)
-    first = _check(case, 4, splits=splits)
+    first = _check(case, group, splits=splits)
     with pytest.MonkeyPatch.context() as patch:
         _run_with_programs(patch, other_count)
         second, third = (run_prefill(kernels, case, q, splits=splits) for _ in range(2))
@@ -336,26 +338,30 @@ def test_where_the_triton_kernel_is_faster_it_runs():
     "make",
     [
         partial(KVLayout.nhd, 2, 16, 128),
-        partial(KVLayout.hnd, 2, 16, 64),
+        partial(KVLayout.hnd, 2, 16, 80),
+        partial(KVLayout.hnd, 2, 128, 256),
         partial(KVLayout.hnd, 2, 16, 128, window=40),
     ],
-    ids=["nhd", "head_dim 64", "window"],
+    ids=["nhd", "head_dim 80", "a page larger than a tile", "window"],
 )
 def test_other_layouts_take_the_triton_kernel(make):
     layout = make(device="cuda")
     q = torch.empty(1, 8, layout.head_dim, dtype=torch.bfloat16, device="cuda")
-    cache = torch.empty(4 * 16 * 2 * layout.head_dim, dtype=torch.bfloat16, device="cuda")
+    pages = 4 * layout.block_size * 2 * layout.head_dim
+    cache = torch.empty(pages, dtype=torch.bfloat16, device="cuda")
     assert not fits_warp_groups(q, cache, cache, layout, 8192, None)
 
 
-def test_float32_odd_groups_and_unaligned_caches_take_the_triton_kernel():
+def test_float32_large_odd_groups_and_unaligned_caches_take_the_triton_kernel():
     layout = KVLayout.hnd(2, 16, 128, device="cuda")
-    q = torch.empty(1, 8, 128, dtype=torch.bfloat16, device="cuda")
+    q = torch.empty(1, 66, 128, dtype=torch.bfloat16, device="cuda")
     cache = torch.empty(4 * 16 * 2 * 128 + 8, dtype=torch.bfloat16, device="cuda")
     whole = cache[:-8]
+    odd, q = q, q[:, :8]
     assert fits_warp_groups(q, whole, whole, layout, 1, None)
+    assert fits_warp_groups(q[:, :6], whole, whole, layout, 1, None)
     assert not fits_warp_groups(q.float(), whole, whole, layout, 1, None)
-    assert not fits_warp_groups(q[:, :6], whole, whole, layout, 1, None)
+    assert not fits_warp_groups(odd, whole, whole, layout, 1, None)
     assert not fits_warp_groups(q, cache, cache, layout, 1, None)
     assert not fits_warp_groups(q, cache[1:-7], whole, layout, 1, None)
 

@@ -1,11 +1,11 @@
 """Paged prefill attention for Hopper (sm_90): warp groups that multiply beside one that copies.
 
 The same attention as ``prefill_attention``, which launches this kernel where ``fits_warp_groups``
-allows: for the full heads of 16-bit caches of contiguous pages of 128 dimensions, with causal
-masks. One program computes a tile of 128 (query, query head) rows of one KV head with three groups
-of warps, which signal each other through barriers in shared memory::
+allows: for the full heads of 16-bit caches of contiguous pages of 64, 128 or 256 dimensions, with
+causal masks. One program computes a tile of 128 (query, query head) rows of one KV head with three
+groups of warps, which signal each other through barriers in shared memory::
 
-    producer, 1 warp       K and V pages of the next tiles: one bulk copy (TMA) a page and half
+    producer, 1 warp       K and V pages of the next tiles: bulk copies (TMA) of 64 dimensions
     consumer 0, 4 warps    rows 0 to 63: scores, softmax, weights times V
     consumer 1, 4 warps    rows 64 to 127, on the same keys
 
@@ -35,18 +35,15 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from mrv1.kernels.attention.splits import PROGRAMS_PER_SM, PrefillSplits
+from mrv1.kernels.attention.splits import PROGRAMS_PER_SM, WARP_GROUP_TILES, PrefillSplits
 from mrv1.kernels.cache.kv_layout import KVLayout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(128)
 """(query, query head) rows of a program: 64 for each consumer."""
-DIM = gl.constexpr(128)
-HALF_DIM = gl.constexpr(64)
-"""A row of 64 16-bit elements is 128 bytes, the widest that a bulk copy swizzles."""
-STAGES = gl.constexpr(3)
-"""Tiles of K and of V in shared memory: 3 * (32 + 32) KiB, and 32 KiB of queries."""
+BOX_DIM = gl.constexpr(64)
+"""Dimensions of a bulk copy: 64 16-bit elements are 128 bytes, the widest that it swizzles."""
 CONSUMER_REGISTERS = gl.constexpr(232)
 """Registers of a consumer's thread: accumulators of scores and output, and weights."""
 PRODUCER_REGISTERS = gl.constexpr(40)
@@ -57,10 +54,20 @@ MERGED_ROWS = gl.constexpr(16)
 """Rows that are merged at a time, so that they fit registers."""
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 WIDE_VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-ROWS_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-OUT_LAYOUT = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
-)
+
+
+@gluon.constexpr_function
+def rows_layout(dim):
+    """Return the layout of whole rows, 16 bytes a lane."""
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Return the layout of a consumer's product of so many columns."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
 
 
 @gluon.jit
@@ -95,12 +102,29 @@ def _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: gl.constexpr):
 
 
 @gluon.jit
+def copy_pages(desc, smem, ready, rows):
+    """Begin to copy the pages at ``rows`` of a cache to one tile."""
+    TILE_TOKENS: gl.constexpr = smem.shape[0]
+    DIM: gl.constexpr = smem.shape[1]
+    BLOCK_SIZE: gl.constexpr = desc.block_shape[0]
+    PAGES: gl.constexpr = TILE_TOKENS // BLOCK_SIZE
+    PARTS: gl.constexpr = DIM // BOX_DIM
+    boxes = as_boxes(smem, desc, PARTS * PAGES)
+    mbarrier.expect(ready, TILE_TOKENS * DIM * 2)
+    for page in gl.static_range(PAGES):
+        for part in gl.static_range(PARTS):
+            copy_box(desc, [rows[page], part * BOX_DIM], ready, boxes.index(part * PAGES + page))
+
+
+@gluon.jit
 def _produce(
     k_desc, v_desc, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
     table_row_ptr, head_row, block_rows, first_tile, num_tiles, last_column,
-    BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Copy the pages of ``num_tiles`` tiles, from the last to ``first_tile``."""
+    STAGES: gl.constexpr = k_smem.shape[0]
+    TILE_TOKENS: gl.constexpr = k_smem.shape[1]
     PAGES: gl.constexpr = TILE_TOKENS // BLOCK_SIZE
     for step in range(num_tiles):
         first_column = (first_tile + num_tiles - 1 - step) * PAGES
@@ -113,28 +137,16 @@ def _produce(
             # No page: a row before the first one, for which the copy writes zeros.
             row = gl.where(block < 0, -BLOCK_SIZE, head_row + block * block_rows)
             rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
-        pages = as_boxes(k_smem.index(stage), k_desc, 2 * PAGES)
         mbarrier.wait(k_free.index(stage), phase)
-        mbarrier.expect(k_ready.index(stage), TILE_TOKENS * DIM * 2)
-        for page in gl.static_range(PAGES):
-            bar = k_ready.index(stage)
-            copy_box(k_desc, [rows[page], 0], bar, pages.index(page))
-            copy_box(k_desc, [rows[page], HALF_DIM], bar, pages.index(PAGES + page))
-        pages = as_boxes(v_smem.index(stage), v_desc, 2 * PAGES)
+        copy_pages(k_desc, k_smem.index(stage), k_ready.index(stage), rows)
         mbarrier.wait(v_free.index(stage), phase)
-        mbarrier.expect(v_ready.index(stage), TILE_TOKENS * DIM * 2)
-        for page in gl.static_range(PAGES):
-            bar = v_ready.index(stage)
-            copy_box(v_desc, [rows[page], 0], bar, pages.index(page))
-            copy_box(v_desc, [rows[page], HALF_DIM], bar, pages.index(PAGES + page))
+        copy_pages(v_desc, v_smem.index(stage), v_ready.index(stage), rows)
 
 
 @gluon.jit
-def _scores(
-    q_smem, k_smem, stage,
-    GROUP_OF_ROWS: gl.constexpr, TILE_TOKENS: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
+def _scores(q_smem, k_smem, stage, GROUP_OF_ROWS: gl.constexpr, SCORES: gl.constexpr):
     """Begin the product of this consumer's queries with a stage's keys."""
+    TILE_TOKENS: gl.constexpr = k_smem.shape[1]
     zeros = gl.zeros([64, TILE_TOKENS], gl.float32, SCORES)
     keys = k_smem.index(stage).permute((1, 0))
     return warpgroup_mma(q_smem.index(GROUP_OF_ROWS), keys, zeros, use_acc=False, is_async=True)
@@ -180,9 +192,12 @@ def _step(
 
     The previous tile's values have arrived; when it returns, this tile's have too.
     """
+    STAGES: gl.constexpr = k_smem.shape[0]
+    DIM: gl.constexpr = k_smem.shape[2]
+    OUT_LAYOUT: gl.constexpr = product_layout(DIM)
     stage = step % STAGES
     mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
-    scores = _scores(q_smem, k_smem, stage, GROUP_OF_ROWS, TILE_TOKENS, SCORES)
+    scores = _scores(q_smem, k_smem, stage, GROUP_OF_ROWS, SCORES)
     previous = step - 1
     v_stage = previous % STAGES
     acc = warpgroup_mma(weights, v_smem.index(v_stage), acc, is_async=True)
@@ -220,9 +235,11 @@ def _consume(
     GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Attend from 64 of the program's rows to tiles [first_tile, first_tile + num_tiles)."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_TOKENS, 16]
-    )
+    DIM: gl.constexpr = k_smem.shape[2]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    ROWS_LAYOUT: gl.constexpr = rows_layout(DIM)
+    OUT_LAYOUT: gl.constexpr = product_layout(DIM)
+    SCORES: gl.constexpr = product_layout(TILE_TOKENS)
     row = GROUP_OF_ROWS * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS_LAYOUT))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROWS_LAYOUT))
     query = first_query + row // GROUP
@@ -255,7 +272,7 @@ def _consume(
     acc = gl.zeros([64, DIM], gl.float32, OUT_LAYOUT)
 
     mbarrier.wait(k_ready.index(0), 0)
-    scores = _scores(q_smem, k_smem, 0, GROUP_OF_ROWS, TILE_TOKENS, SCORES)
+    scores = _scores(q_smem, k_smem, 0, GROUP_OF_ROWS, SCORES)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_free.index(0), count=1)
     if has_gaps:
@@ -334,9 +351,10 @@ def _consume(
 def _merge_tile(
     out_ptr, stride_out_token, stride_out_head, lse_ptr, stride_lse_token, stride_lse_head,
     states_ptr, states_lse_ptr, num_tokens, num_q_heads, splits,
-    query_start, first_query, end_query, head, GROUP: gl.constexpr,
+    query_start, first_query, end_query, head, GROUP: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Weigh the states of a tile by their log-sum-exp, in order, and write its rows."""
+    ROWS_LAYOUT: gl.constexpr = rows_layout(DIM)
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROWS_LAYOUT))
     for first_row in range(0, ROWS, MERGED_ROWS):
         row = first_row + gl.arange(0, MERGED_ROWS, layout=gl.SliceLayout(1, ROWS_LAYOUT))
@@ -394,7 +412,7 @@ def _prefill_hopper_kernel(
     q_ptr,  # [num_tokens, q_heads, DIM], unit last stride
     stride_q_token,
     stride_q_head,
-    k_desc,  # [elements / DIM, DIM] of one layer's keys, boxes of [BLOCK_SIZE, HALF_DIM]
+    k_desc,  # [elements / DIM, DIM] of one layer's keys, boxes of [BLOCK_SIZE, BOX_DIM]
     v_desc,
     block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
     stride_table_row,
@@ -408,9 +426,11 @@ def _prefill_hopper_kernel(
     block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
     softmax_scale,
+    DIM: gl.constexpr,
     GROUP: gl.constexpr,  # query heads per KV head
     BLOCK_SIZE: gl.constexpr,
-    TILE_TOKENS: gl.constexpr,
+    TILE_TOKENS: gl.constexpr,  # and STAGES: see ``WARP_GROUP_TILES``
+    STAGES: gl.constexpr,
     MIN_TILES: gl.constexpr,  # of a program that shares a tile
 ):
     """Grid (tiles * num_heads, and num_programs - num_heads more where programs share tiles)."""
@@ -514,7 +534,7 @@ def _prefill_hopper_kernel(
             (_produce, (
                 k_desc, v_desc, k_smem, v_smem, k_ready, v_ready, k_free, v_free,
                 table_row_ptr, head_row, block_rows, first_tile, num_tiles, last_column,
-                BLOCK_SIZE, TILE_TOKENS,
+                BLOCK_SIZE,
             )),
         ],
         [4, 1],
@@ -531,20 +551,19 @@ def _prefill_hopper_kernel(
                     out_ptr, stride_out_token, stride_out_head,
                     lse_ptr, stride_lse_token, stride_lse_head, states_ptr, states_lse_ptr,
                     num_tokens, num_q_heads, splits,
-                    query_start, first_query, end_query, head, GROUP,
+                    query_start, first_query, end_query, head, GROUP, DIM,
                 )  # fmt: skip
 
 
 DESCRIPTOR_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-TILE_TOKENS = 128
 MIN_SHARED_TILES = 4
 """Tiles of a program that shares a query tile's keys with others, at least."""
 
 
-def describe(cache: torch.Tensor, block_size: int) -> TensorDescriptor:
-    """Return a cache as rows of 128 elements, copied in boxes of a page's half rows."""
-    box = [block_size, HALF_DIM.value]
-    return TensorDescriptor.from_tensor(cache.view(-1, DIM.value), box, DESCRIPTOR_LAYOUT)
+def describe(cache: torch.Tensor, block_size: int, head_dim: int) -> TensorDescriptor:
+    """Return a cache as rows of a head, copied in boxes of a page and 64 dimensions."""
+    box = [block_size, BOX_DIM.value]
+    return TensorDescriptor.from_tensor(cache.view(-1, head_dim), box, DESCRIPTOR_LAYOUT)
 
 
 def heads_of_launch(layout: KVLayout) -> tuple[torch.Tensor | None, int]:
@@ -572,6 +591,7 @@ def launch(
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     group = num_q_heads // layout.num_kv_heads
+    tile_tokens, stages = WARP_GROUP_TILES[layout.head_dim]
     heads, num_heads = heads_of_launch(layout)
     num_programs = (num_tokens // (ROWS.value // group) + num_reqs) * num_heads
     num_sharing = 0
@@ -588,8 +608,8 @@ def launch(
         num_sharing,
         num_tokens,
         *with_strides(q),
-        describe(k_cache, layout.block_size),
-        describe(v_cache, layout.block_size),
+        describe(k_cache, layout.block_size, layout.head_dim),
+        describe(v_cache, layout.block_size, layout.head_dim),
         table,
         table.stride(0),
         query_start_loc,
@@ -602,9 +622,11 @@ def launch(
         layout.block_stride,
         layout.table_offset,
         softmax_scale,
+        DIM=layout.head_dim,
         GROUP=group,
         BLOCK_SIZE=layout.block_size,
-        TILE_TOKENS=TILE_TOKENS,
+        TILE_TOKENS=tile_tokens,
+        STAGES=stages,
         MIN_TILES=MIN_SHARED_TILES,
         num_warps=4,
     )

@@ -41,25 +41,27 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma_wait,
 )
 from mrv1.kernels.attention.prefill_hopper import (
-    DIM,
     LN_2,
     LOG2_E,
     MIN_SHARED_TILES,
-    OUT_LAYOUT,
     ROWS,
-    ROWS_LAYOUT,
-    TILE_TOKENS,
     VECTOR,
     _count_tiles,
     _find_request,
     _merge_tile,
     _scores,
     heads_of_launch,
+    product_layout,
+    rows_layout,
 )
 from mrv1.kernels.attention.splits import PROGRAMS_PER_SM, PrefillSplits
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
 
+DIM = gl.constexpr(128)
+ROWS_LAYOUT = gl.constexpr(rows_layout(128))
+OUT_LAYOUT = gl.constexpr(product_layout(128))
+TILE_TOKENS = 128
 STAGES = gl.constexpr(2)
 """Tiles of fp16 keys and values in shared memory: 2 * (32 + 32) KiB, and 32 KiB of queries."""
 SLOTS = gl.constexpr(3)
@@ -294,7 +296,7 @@ def _step(
     """Multiply this tile's keys beside the previous tile's values; return the new weights."""
     stage = step % STAGES
     mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
-    scores = _scores(q_smem, k_smem, stage, GROUP_OF_ROWS, TILE_TOKENS, SCORES)
+    scores = _scores(q_smem, k_smem, stage, GROUP_OF_ROWS, SCORES)
     previous = step - 1
     v_stage = previous % STAGES
     mbarrier.wait(v_ready.index(v_stage), (previous // STAGES) & 1)
@@ -360,7 +362,7 @@ def _consume(
     acc = gl.zeros([64, DIM], gl.float32, OUT_LAYOUT)
 
     mbarrier.wait(k_ready.index(0), 0)
-    scores = _scores(q_smem, k_smem, 0, GROUP_OF_ROWS, TILE_TOKENS, SCORES)
+    scores = _scores(q_smem, k_smem, 0, GROUP_OF_ROWS, SCORES)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_free.index(0), count=1)
     visible_keys = query_position + 1 - (end_tile - 1) * TILE_TOKENS
@@ -613,7 +615,7 @@ def _prefill_hopper_fp8_kernel(
                     out_ptr, stride_out_token, stride_out_head,
                     lse_ptr, stride_lse_token, stride_lse_head, states_ptr, states_lse_ptr,
                     num_tokens, num_q_heads, splits,
-                    query_start, first_query, end_query, head, GROUP,
+                    query_start, first_query, end_query, head, GROUP, DIM,
                 )  # fmt: skip
 
 

@@ -36,53 +36,31 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma_wait,
 )
 from mrv1.kernels.attention.prefill_hopper import (
+    BOX_DIM,
     CONSUMER_REGISTERS,
-    DIM,
-    HALF_DIM,
     LN_2,
     LOG2_E,
-    OUT_LAYOUT,
     PRODUCER_REGISTERS,
     ROWS,
-    ROWS_LAYOUT,
-    STAGES,
     _find_request,
     _hide_missing,
     _scores,
     _softmax,
     _step,
+    copy_pages,
     describe,
     heads_of_launch,
+    product_layout,
+    rows_layout,
 )
-from mrv1.kernels.attention.prefill_hopper import TILE_TOKENS as KEYS_PER_TILE
-from mrv1.kernels.attention.splits import PrefillSplits
+from mrv1.kernels.attention.splits import WARP_GROUP_TILES, PrefillSplits
 from mrv1.kernels.cache.kv_layout import KVLayout
 
-TILE_TOKENS = gl.constexpr(KEYS_PER_TILE)
-L2_KEYS = gl.constexpr(65536)
-"""Keys whose K and V, 512 bytes each, stay in the L2 cache: 32 MiB."""
+L2_BYTES = gl.constexpr(1 << 25)
+"""Keys and values that stay in the L2 cache."""
 SCAN_BLOCKS = gl.constexpr(512)
 WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 WIDE_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
-HALFWAY_LAYOUT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]],
-        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 128],
-    )
-)
-STORE_LAYOUT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 128],
-    )
-)
-"""``OUT_LAYOUT`` with 16 bytes of a row in a lane; halfway, one exchange of lanes is done."""
 SLOTS = gl.constexpr(2)
 """Items in shared memory: the one in work and the next one. Their int32 fields:"""
 NUM_TILES = gl.constexpr(0)  # of keys; 0 = no more items
@@ -99,6 +77,32 @@ END_QUERY = gl.constexpr(10)
 CONTEXT_LEN = gl.constexpr(11)
 SEQ_LEN = gl.constexpr(12)
 FIELDS = gl.constexpr(13)
+
+
+@gluon.constexpr_function
+def halfway_layout(dim):
+    """Return a product's layout with one of ``store_layout``'s exchanges of lanes done."""
+    wide = [[0, 1 << bit] for bit in range(5, dim.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], *wide],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, dim],
+    )
+
+
+@gluon.constexpr_function
+def store_layout(dim):
+    """Return a product's layout with 16 bytes of a row in a lane."""
+    wide = [[0, 1 << bit] for bit in range(5, dim.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *wide],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, dim],
+    )
 
 
 @gluon.jit
@@ -119,10 +123,11 @@ def _schedule(
     items, item_ready, item_free, wanted, ticket_ptr,
     block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr, num_reqs,
     heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
-    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    DIM: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Take items from the launch's counter and describe them to the other warps."""
     TILE_QUERIES: gl.constexpr = ROWS // GROUP
+    L2_KEYS: gl.constexpr = L2_BYTES // (4 * DIM)
     end = gl.load(query_start_loc_ptr + num_reqs)
     num_items = (end // TILE_QUERIES + num_reqs) * num_heads
     ticket = gl.program_id(0)
@@ -200,17 +205,12 @@ def _schedule(
 
 
 @gluon.jit
-def _copy_tile(desc, smem, ready, free, copy, rows, BLOCK_SIZE: gl.constexpr):
+def _copy_tile(desc, smem, ready, free, copy, rows):
     """Copy the pages that begin at ``rows`` to the stage of tile ``copy``, once it is free."""
-    PAGES: gl.constexpr = TILE_TOKENS // BLOCK_SIZE
+    STAGES: gl.constexpr = smem.shape[0]
     stage = copy % STAGES
-    bar = ready.index(stage)
-    pages = as_boxes(smem.index(stage), desc, 2 * PAGES)
     mbarrier.wait(free.index(stage), ((copy // STAGES) & 1) ^ 1)
-    mbarrier.expect(bar, TILE_TOKENS * DIM * 2)
-    for page in gl.static_range(PAGES):
-        copy_box(desc, [rows[page], 0], bar, pages.index(page))
-        copy_box(desc, [rows[page], HALF_DIM], bar, pages.index(PAGES + page))
+    copy_pages(desc, smem.index(stage), ready.index(stage), rows)
 
 
 @gluon.jit
@@ -220,7 +220,10 @@ def _produce(
     GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries of each item, and the pages of its tiles from the last to the first."""
+    TILE_TOKENS: gl.constexpr = k_smem.shape[1]
+    DIM: gl.constexpr = k_smem.shape[2]
     PAGES: gl.constexpr = TILE_TOKENS // BLOCK_SIZE
+    PARTS: gl.constexpr = DIM // BOX_DIM
     item = gl.to_tensor(0)
     copy = gl.to_tensor(0)  # tiles of keys of all items
     mbarrier.wait(item_ready.index(0), 0)
@@ -245,18 +248,21 @@ def _produce(
                 # No page: a row before the first one, for which the copy writes zeros.
                 row = gl.where(block < 0, -BLOCK_SIZE, head_row + block * block_rows)
                 rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
-            _copy_tile(k_desc, k_smem, k_ready, k_free, copy, rows, BLOCK_SIZE)
-            if step == 0:
-                for part in gl.static_range(2):
-                    boxes = as_boxes(q_smem.index(part), q_desc, 2)
-                    bar = q_ready.index(part)
-                    token = first_token + part * 64 // GROUP
-                    q_head = first_head + part * 64 % GROUP
-                    mbarrier.wait(q_free.index(part), (item & 1) ^ 1)
-                    mbarrier.expect(bar, 64 * DIM * 2)
-                    copy_box(q_desc, [token, q_head, 0], bar, boxes.index(0))
-                    copy_box(q_desc, [token, q_head, HALF_DIM], bar, boxes.index(1))
-            _copy_tile(v_desc, v_smem, v_ready, v_free, copy, rows, BLOCK_SIZE)
+            _copy_tile(k_desc, k_smem, k_ready, k_free, copy, rows)
+            if q_desc is not None:  # noqa: SIM102
+                if step == 0:
+                    for consumer in gl.static_range(2):
+                        boxes = as_boxes(q_smem.index(consumer), q_desc, PARTS)
+                        bar = q_ready.index(consumer)
+                        token = first_token + consumer * 64 // GROUP
+                        q_head = first_head + consumer * 64 % GROUP
+                        mbarrier.wait(q_free.index(consumer), (item & 1) ^ 1)
+                        mbarrier.expect(bar, 64 * DIM * 2)
+                        for part in gl.static_range(PARTS):
+                            copy_box(
+                                q_desc, [token, q_head, part * BOX_DIM], bar, boxes.index(part)
+                            )
+            _copy_tile(v_desc, v_smem, v_ready, v_free, copy, rows)
             copy += 1
         item += 1
         slot = item % SLOTS
@@ -267,11 +273,12 @@ def _produce(
 @gluon.jit
 def _store_rows(
     out_ptr, stride_out_token, stride_out_head, value, query_start, first_query, end_query, head,
-    GROUP_OF_ROWS: gl.constexpr, GROUP: gl.constexpr,
+    GROUP_OF_ROWS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Store 64 rows of output, 16 bytes a lane; in the products' layout it would be 4."""
+    STORE_LAYOUT: gl.constexpr = store_layout(DIM)
     # Two exchanges among four lanes, by shuffles: in one step it would take shared memory.
-    value = gl.convert_layout(value.to(out_ptr.dtype.element_ty), HALFWAY_LAYOUT)
+    value = gl.convert_layout(value.to(out_ptr.dtype.element_ty), halfway_layout(DIM))
     value = gl.convert_layout(value.to(gl.int16, bitcast=True), STORE_LAYOUT)
     value = value.to(out_ptr.dtype.element_ty, bitcast=True)
     row = GROUP_OF_ROWS * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE_LAYOUT))
@@ -285,11 +292,30 @@ def _store_rows(
 
 
 @gluon.jit
+def _load_queries(
+    q_ptr, stride_q_token, stride_q_head, smem, items, slot,
+    GROUP_OF_ROWS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Copy 64 rows of an item, which no box holds, through registers."""
+    DIM: gl.constexpr = smem.shape[1]
+    ROWS_LAYOUT: gl.constexpr = rows_layout(DIM)
+    row = GROUP_OF_ROWS * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS_LAYOUT))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROWS_LAYOUT))
+    query = _read(items, slot, FIRST_QUERY) + row // GROUP
+    token = (_read(items, slot, QUERY_START) + query).to(gl.int64)
+    q_head = (_read(items, slot, HEAD) * GROUP + row % GROUP).to(gl.int64)
+    offset = token * stride_q_token + q_head * stride_q_head
+    mask = (query < _read(items, slot, END_QUERY))[:, None] & (dim < DIM)[None, :]
+    smem.store(gl.load(q_ptr + offset[:, None] + dim[None, :], mask=mask, other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
 def _attend(
     GROUP_OF_ROWS: gl.constexpr, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready,
     q_free, k_free, v_free, cleared, items, slot, item, num_tiles, copy, num_clears,
-    block_table_ptr, out_ptr, stride_out_token, stride_out_head,
-    lse_ptr, stride_lse_token, stride_lse_head, scale,
+    block_table_ptr, q_ptr, stride_q_token, stride_q_head,
+    out_ptr, stride_out_token, stride_out_head, lse_ptr, stride_lse_token, stride_lse_head, scale,
     GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Attend from 64 rows of an item; return how often the consumers have cleared values.
@@ -297,9 +323,12 @@ def _attend(
     Fields are read again where they are needed: kept in registers, they would take those of the
     loops.
     """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_TOKENS, 16]
-    )
+    STAGES: gl.constexpr = k_smem.shape[0]
+    TILE_TOKENS: gl.constexpr = k_smem.shape[1]
+    DIM: gl.constexpr = k_smem.shape[2]
+    ROWS_LAYOUT: gl.constexpr = rows_layout(DIM)
+    OUT_LAYOUT: gl.constexpr = product_layout(DIM)
+    SCORES: gl.constexpr = product_layout(TILE_TOKENS)
     row = GROUP_OF_ROWS * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     query = gl.minimum(
         _read(items, slot, FIRST_QUERY) + row // GROUP, _read(items, slot, END_QUERY) - 1
@@ -315,9 +344,15 @@ def _attend(
 
     stage = copy % STAGES
     phase = (copy // STAGES) & 1
-    mbarrier.wait(q_ready.index(GROUP_OF_ROWS), item & 1)
+    if q_ptr is None:
+        mbarrier.wait(q_ready.index(GROUP_OF_ROWS), item & 1)
+    else:
+        _load_queries(
+            q_ptr, stride_q_token, stride_q_head, q_smem.index(GROUP_OF_ROWS), items, slot,
+            GROUP_OF_ROWS, GROUP,
+        )  # fmt: skip
     mbarrier.wait(k_ready.index(stage), phase)
-    scores = _scores(q_smem, k_smem, stage, GROUP_OF_ROWS, TILE_TOKENS, SCORES)
+    scores = _scores(q_smem, k_smem, stage, GROUP_OF_ROWS, SCORES)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_free.index(stage), count=1)
     if has_gaps:
@@ -372,7 +407,7 @@ def _attend(
     head = _read(items, slot, HEAD)
     _store_rows(
         out_ptr, stride_out_token, stride_out_head, acc * factor[:, None],
-        query_start, first_query, end_query, head, GROUP_OF_ROWS, GROUP,
+        query_start, first_query, end_query, head, GROUP_OF_ROWS, GROUP, DIM,
     )  # fmt: skip
     if lse_ptr is not None:
         lse = gl.where(seen, (top + gl.log2(total)) * LN_2, float("-inf"))
@@ -388,8 +423,8 @@ def _attend(
 def _consume(
     GROUP_OF_ROWS: gl.constexpr, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready,
     q_free, k_free, v_free, cleared, items, item_ready, item_free,
-    block_table_ptr, out_ptr, stride_out_token, stride_out_head,
-    lse_ptr, stride_lse_token, stride_lse_head, scale,
+    block_table_ptr, q_ptr, stride_q_token, stride_q_head,
+    out_ptr, stride_out_token, stride_out_head, lse_ptr, stride_lse_token, stride_lse_head, scale,
     GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Attend from 64 of the rows of each item."""
@@ -403,7 +438,8 @@ def _consume(
         num_clears = _attend(
             GROUP_OF_ROWS, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready,
             q_free, k_free, v_free, cleared, items, slot, item, num_tiles, copy, num_clears,
-            block_table_ptr, out_ptr, stride_out_token, stride_out_head,
+            block_table_ptr, q_ptr, stride_q_token, stride_q_head,
+            out_ptr, stride_out_token, stride_out_head,
             lse_ptr, stride_lse_token, stride_lse_head, scale, GROUP, BLOCK_SIZE,
         )  # fmt: skip
         mbarrier.arrive(item_free.index(slot), count=1)
@@ -427,8 +463,11 @@ def _prefill_queue_kernel(
     stride_lse_token,
     stride_lse_head,
     ticket_ptr,  # [1] int32, 0 before and after a launch
-    q_desc,  # [num_tokens, q_heads, DIM], boxes of 64 (query, query head) rows of HALF_DIM
-    k_desc,  # [elements / DIM, DIM] of one layer's keys, boxes of [BLOCK_SIZE, HALF_DIM]
+    q_desc,  # [num_tokens, q_heads, DIM], boxes of 64 (query, query head) rows of BOX_DIM, or None
+    q_ptr,  # the same without boxes, if there is no descriptor, or None
+    stride_q_token,
+    stride_q_head,
+    k_desc,  # [elements / DIM, DIM] of one layer's keys, boxes of [BLOCK_SIZE, BOX_DIM]
     v_desc,
     block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
     stride_table_row,
@@ -441,11 +480,14 @@ def _prefill_queue_kernel(
     block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
     softmax_scale,
+    DIM: gl.constexpr,
     GROUP: gl.constexpr,  # query heads per KV head
     BLOCK_SIZE: gl.constexpr,
+    TILE_TOKENS: gl.constexpr,  # and STAGES: see ``WARP_GROUP_TILES``
+    STAGES: gl.constexpr,
 ):
     """Grid: any number of programs; one a multiprocessor runs at a time."""
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, 64, DIM], k_desc.layout)
+    q_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 64, DIM], k_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, TILE_TOKENS, DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, TILE_TOKENS, DIM], v_desc.layout)
     FIELD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -481,13 +523,15 @@ def _prefill_queue_kernel(
             (_consume, (
                 0, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
                 cleared, items, item_ready, item_free,
-                block_table_ptr, out_ptr, stride_out_token, stride_out_head,
+                block_table_ptr, q_ptr, stride_q_token, stride_q_head,
+                out_ptr, stride_out_token, stride_out_head,
                 lse_ptr, stride_lse_token, stride_lse_head, scale, GROUP, BLOCK_SIZE,
             )),
             (_consume, (
                 1, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
                 cleared, items, item_ready, item_free,
-                block_table_ptr, out_ptr, stride_out_token, stride_out_head,
+                block_table_ptr, q_ptr, stride_q_token, stride_q_head,
+                out_ptr, stride_out_token, stride_out_head,
                 lse_ptr, stride_lse_token, stride_lse_head, scale, GROUP, BLOCK_SIZE,
             )),
             (_produce, (
@@ -499,7 +543,7 @@ def _prefill_queue_kernel(
                 items, item_ready, item_free, wanted, ticket_ptr,
                 block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr,
                 num_reqs, heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
-                GROUP, BLOCK_SIZE,
+                DIM, GROUP, BLOCK_SIZE, TILE_TOKENS,
             )),
         ],
         [4, 1, 1],
@@ -511,8 +555,8 @@ QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16,
 
 
 def describe_queries(q: torch.Tensor, group: int) -> TensorDescriptor:
-    """Return the queries, copied in boxes of the half rows of 64 (query, query head) pairs."""
-    box = [max(64 // group, 1), min(group, 64), HALF_DIM.value]
+    """Return the queries, copied in boxes of 64 (query, query head) pairs and 64 dimensions."""
+    box = [max(64 // group, 1), min(group, 64), BOX_DIM.value]
     return TensorDescriptor.from_tensor(q, box, QUERY_LAYOUT)
 
 
@@ -534,15 +578,18 @@ def launch(
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     group = num_q_heads // layout.num_kv_heads
+    tile_tokens, stages = WARP_GROUP_TILES[layout.head_dim]
+    is_boxed = ROWS.value % group == 0
     heads, num_heads = heads_of_launch(layout)
     num_items = (num_tokens // (ROWS.value // group) + num_reqs) * num_heads
     _prefill_queue_kernel[(min(num_items, device_info(q.device).num_sms),)](
         *with_strides(out),
         *with_strides(lse),
         splits.ticket,
-        describe_queries(q, group),
-        describe(k_cache, layout.block_size),
-        describe(v_cache, layout.block_size),
+        describe_queries(q, group) if is_boxed else None,
+        *with_strides(None if is_boxed else q),
+        describe(k_cache, layout.block_size, layout.head_dim),
+        describe(v_cache, layout.block_size, layout.head_dim),
         table,
         table.stride(0),
         query_start_loc,
@@ -554,7 +601,10 @@ def launch(
         layout.block_stride,
         layout.table_offset,
         softmax_scale,
+        DIM=layout.head_dim,
         GROUP=group,
         BLOCK_SIZE=layout.block_size,
+        TILE_TOKENS=tile_tokens,
+        STAGES=stages,
         num_warps=4,
     )
