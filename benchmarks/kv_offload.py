@@ -152,7 +152,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     return {
         "op": "kv_offload",
         "shape": options.shape,
-        **provenance(device, None),
+        **provenance(device, options.commit),
         "conditions": {
             name: getattr(options, name)
             for name in ("prompt_tokens", "output_tokens", "num_requests", "repeats")
@@ -198,6 +198,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--num-requests", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--commit", help="commit of the source; default: ask git")
     parser.add_argument("--output", type=Path)
     return parser.parse_args(arguments)
 

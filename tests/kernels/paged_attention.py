@@ -38,10 +38,12 @@ def streaming_layout(
     *,
     ring: bool,
     head_dim: int = 128,
+    window: int = 100,
+    sink: int = 20,
 ) -> LayoutCase:
     """Return heads that are streaming and full in turns, in a head group each."""
-    ring_blocks = -(-(99 + max_seq_len) // block_size) + 1 if ring else 0
-    streaming = HeadRole(window=100, sink=20, ring_blocks=ring_blocks)
+    ring_blocks = -(-(window - 1 + max_seq_len) // block_size) + 1 if ring else 0
+    streaming = HeadRole(window=window, sink=sink, ring_blocks=ring_blocks)
     return LayoutCase.head_groups(
         roles=[HeadRole(group=1) if head % 2 else streaming for head in range(num_kv_heads)],
         head_dim=head_dim,

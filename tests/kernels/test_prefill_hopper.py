@@ -41,6 +41,8 @@ from tests.kernels.paged_attention import (
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 
 DTYPES = (torch.bfloat16, torch.float16)
+SHAPES = [(128, 1), (128, 4), (128, 16), (128, 7), (64, 3), (64, 8), (256, 2)]
+"""head_dim, and query heads per KV head; each pair is compiled for itself."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -85,20 +87,27 @@ def _cases(
     block_sizes: Sequence[int] = (16, 32, 64, 128),
     dtypes: Sequence[torch.dtype] = DTYPES,
     streaming: bool = False,
+    has_no_full_head: bool = False,
 ):
-    """Ragged chunks over several tiles of keys, in HND pages or as several head groups."""
-    head_dim = 128 if streaming else draw(st.sampled_from([64, 128, 256]))
+    """Ragged chunks over several tiles of keys, in HND pages or as several head groups.
+
+    Returns the case, and query heads per KV head.
+    """
+    head_dim, group = draw(st.sampled_from(SHAPES))
     tile_tokens, _ = WARP_GROUP_TILES[head_dim]
     block_size = draw(st.sampled_from([size for size in block_sizes if size <= tile_tokens]))
     num_kv_heads = draw(st.sampled_from([2, 3, 5] if streaming else [1, 2, 3]))
+    if has_no_full_head:
+        num_kv_heads = 1
     sizes = {
         "head_dim": head_dim, "block_size": block_size, "max_seq_len": max_seq_len,
         "max_reqs": max_reqs,
     }  # fmt: skip
     if streaming:
         layout = streaming_layout(
-            num_kv_heads, block_size, max_seq_len, max_reqs, ring=draw(st.booleans())
-        )
+            num_kv_heads, ring=draw(st.booleans()), window=draw(st.sampled_from([1, 100, 300])),
+            sink=draw(st.sampled_from([0, 20, 130])), **sizes,
+        )  # fmt: skip
     elif draw(st.booleans()):
         layout = LayoutCase.hnd(num_kv_heads=num_kv_heads, **sizes)
     else:
@@ -111,23 +120,21 @@ def _cases(
     seq_lens = draw(st.lists(lens, min_size=1, max_size=max_reqs))
     query_lens = [draw(st.integers(0, seq_len)) for seq_len in seq_lens]
     batch = RaggedBatch(query_lens=tuple(query_lens), seq_lens=tuple(seq_lens))
-    return build_paged_cache(layout, batch, dtype=draw(st.sampled_from(dtypes)))
+    return build_paged_cache(layout, batch, dtype=draw(st.sampled_from(dtypes))), group
 
 
-@given(case=_cases(), group=st.sampled_from([1, 2, 3, 4, 7, 8, 16]))
-def test_warp_groups_agree_with_the_oracle(device, case, group):
+@given(drawn=_cases())
+def test_warp_groups_agree_with_the_oracle(device, drawn):
     """Pages that no query sees hold NaN, and so do the values after the last token."""
+    case, group = drawn
     _check(case.to(device), group)
 
 
 @pytest.mark.usefixtures("_any_share")
-@given(
-    case=_cases(), group=st.sampled_from([1, 4, 7, 8]),
-    num_splits=st.sampled_from([2, 3, 16]), fewer=st.sampled_from([0, 3, 30]),
-)  # fmt: skip
-def test_programs_that_share_a_tile_agree_with_the_oracle(device, case, group, num_splits, fewer):
+@given(drawn=_cases(), num_splits=st.sampled_from([2, 3, 16]), fewer=st.sampled_from([0, 3, 30]))
+def test_programs_that_share_a_tile_agree_with_the_oracle(device, drawn, num_splits, fewer):
     """Launched twice: the second launch starts with the buffers as the first launch left them."""
-    case = case.to(device)
+    case, group = drawn[0].to(device), drawn[1]
     splits = make_splits(case, make_queries(case, group, spare_rows=1), num_splits)
     num_programs = max(splits.num_programs - fewer, case.layout.num_kv_heads)
     splits = replace(splits, num_programs=num_programs)
@@ -138,13 +145,13 @@ def test_programs_that_share_a_tile_agree_with_the_oracle(device, case, group, n
 
 
 @pytest.mark.usefixtures("_any_share")
-@given(
-    case=_cases(streaming=True), group=st.sampled_from([1, 4, 7, 8]),
-    num_splits=st.sampled_from([None, 1, 3, 16]),
-)  # fmt: skip
-def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, case, group, num_splits):
-    """Full heads take this kernel and streaming heads the Triton kernel, with the same buffers."""
-    case = case.to(device)
+@given(drawn=_cases(streaming=True), num_splits=st.sampled_from([None, 1, 3, 16]))
+def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, drawn, num_splits):
+    """Full heads take this kernel, and streaming heads the Triton kernel with the same buffers.
+
+    With a queue streaming heads take this kernel too.
+    """
+    case, group = drawn[0].to(device), drawn[1]
     splits = None
     if num_splits is not None:
         splits = make_splits(case, make_queries(case, group, spare_rows=1), num_splits)
@@ -152,6 +159,15 @@ def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, case, g
     if num_splits is not None and num_splits > 1:
         assert not splits.arrivals.any()
     assert_equal(_check(case, group, splits=splits), first)
+
+
+@given(drawn=_cases(streaming=True, has_no_full_head=True))
+def test_a_queue_of_streaming_heads_agrees_with_the_oracle(device, drawn):
+    case, group = drawn[0].to(device), drawn[1]
+    splits = make_splits(case, make_queries(case, group, spare_rows=1), 1)
+    first = _check(case, group, splits=splits)
+    assert_equal(_check(case, group, splits=splits), first)
+    assert not splits.ticket.any()
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
@@ -178,12 +194,12 @@ def _run_with_programs(patch, count):
 
 @pytest.mark.usefixtures("_programs")
 @given(
-    case=_cases(max_reqs=6, block_sizes=(16,), dtypes=(torch.bfloat16,)),
-    group=st.sampled_from([3, 4, 7]), other_count=st.sampled_from([2, 7]),
-)  # fmt: skip
-def test_tiles_from_a_queue_are_the_same_whoever_takes_them(device, case, group, other_count):
+    drawn=_cases(max_reqs=6, block_sizes=(16,), dtypes=(torch.bfloat16,)),
+    other_count=st.sampled_from([2, 7]),
+)
+def test_tiles_from_a_queue_are_the_same_whoever_takes_them(device, drawn, other_count):
     """Empty requests and padding among them; the second launch follows at once."""
-    case = case.to(device)
+    case, group = drawn[0].to(device), drawn[1]
     q = make_queries(case, group, spare_rows=1)
     splits = make_splits(case, q, 1)
     first = _check(case, group, splits=splits)
@@ -223,6 +239,18 @@ def test_a_queue_of_long_contexts(device):
 @pytest.mark.parametrize("hole", [0, 5, 43])
 def test_a_queue_skips_a_missing_page(device, hole):
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
+    batch = RaggedBatch(query_lens=(300,), seq_lens=(700,))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    case.block_table[0, hole] = -1
+    keys = torch.arange(700, device=device) // 16 != hole
+    case = replace(case, visible=tuple(mask & keys for mask in case.visible))
+    _check(case, 4, splits=make_splits(case, make_queries(case, 4, spare_rows=1), 1))
+
+
+@pytest.mark.parametrize("hole", [0, 2, 20, 43])
+def test_a_queue_skips_a_missing_page_of_a_window(device, hole):
+    role = HeadRole(window=300, sink=20)
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700, role=role)
     batch = RaggedBatch(query_lens=(300,), seq_lens=(700,))
     case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
     case.block_table[0, hole] = -1
@@ -273,10 +301,10 @@ def test_lists_of_blocks_per_head(device):
     _check(build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device), 2)
 
 
-@given(case=_cases(max_seq_len=300), data=st.data())
-def test_a_row_has_the_same_bits_in_any_batch(device, case, data):
-    case = case.to(device)
-    q = make_queries(case, 4)
+@given(drawn=_cases(max_seq_len=300), data=st.data())
+def test_a_row_has_the_same_bits_in_any_batch(device, drawn, data):
+    case, group = drawn[0].to(device), drawn[1]
+    q = make_queries(case, group)
     order = data.draw(st.permutations(range(len(case.batch.seq_lens))))
     rows = query_rows(case, order)
     got = run_prefill(kernels, permuted(case, order), q[rows])
@@ -350,6 +378,21 @@ def test_other_layouts_take_the_triton_kernel(make):
     pages = 4 * layout.block_size * 2 * layout.head_dim
     cache = torch.empty(pages, dtype=torch.bfloat16, device="cuda")
     assert not fits_warp_groups(q, cache, cache, layout, 8192, None)
+
+
+def test_streaming_heads_alone_take_the_queue_and_no_shared_tiles():
+    layout = KVLayout.hnd(2, 16, 128, window=40, device="cuda")
+    q = torch.empty(64, 8, 128, dtype=torch.bfloat16, device="cuda")
+    cache = torch.empty(4 * 16 * 2 * 128, dtype=torch.bfloat16, device="cuda")
+    shared = PrefillSplits.allocate(
+        num_tokens=64, num_reqs=1, max_query_len=64, layout=layout, num_q_heads=8,
+        dtype=torch.bfloat16, num_splits=3,
+    )  # fmt: skip
+    queue = replace(shared, num_splits=1)
+    assert fits_warp_groups(q, cache, cache, layout, 8192, queue)
+    assert not fits_warp_groups(q, cache, cache, layout, 8192, shared)
+    masked = replace(layout, visits_masked=True)
+    assert not fits_warp_groups(q, cache, cache, masked, 8192, queue)
 
 
 def test_float32_large_odd_groups_and_unaligned_caches_take_the_triton_kernel():

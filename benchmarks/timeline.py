@@ -1,0 +1,179 @@
+"""Record what the host and the GPU do in a few decode steps, on one clock.
+
+python -m benchmarks.timeline OUTPUT.json [--shape qwen3-0.6b] [--batch 32] [--steps 3]
+
+A recording by torch's profiler of steady steps: the host's calls (``schedule``, ``execute``,
+``read``, which may wait for the GPU, and ``update``), and each kernel and copy on the GPU with the
+step that launched it. The profiler makes the host's calls slow, so the times of the host are upper
+bounds; ``mrv1 bench runner`` measures them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from mrv1.bench.engine import random_model
+from mrv1.bench.provenance import provenance
+from mrv1.bench.shapes import shape_config
+from mrv1.bench.trace import DEVICE_WORK, HOST_CALLS, Event
+from mrv1.config import EngineConfig
+from mrv1.device import resolve_device
+from mrv1.engine import EngineCore
+from mrv1.engine.scheduler import Scheduler
+from mrv1.runner import ModelRunner
+from mrv1.runner.async_output import AsyncOutput
+from mrv1.sampler import SamplingParams
+
+PROMPT_TOKENS = 128
+WARM_STEPS = 20
+PREFIX = "timeline "
+PARTS = {
+    "schedule": (Scheduler, "schedule"),
+    "execute": (ModelRunner, "execute"),
+    "read": (AsyncOutput, "take"),
+    "update": (Scheduler, "update"),
+}
+"""The host's part of a step, and the method that does it."""
+
+
+def timeline(events: Iterable[Event], num_steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the host's calls and the GPU's work of the last ``num_steps`` whole steps of a trace.
+
+    Steps are counted from 0 by their ``execute``. Times are in microseconds, from the first call
+    or kernel on.
+
+    Args:
+        events: of a Chrome trace, with a range for each part of a step.
+        num_steps: that the trace has at least, before the last two, whose results nobody reads.
+
+    Raises:
+        ValueError: the trace has fewer steps.
+    """
+    complete = [event for event in events if event.get("ph") == "X"]
+    calls: dict[str, list[Event]] = {part: [] for part in PARTS}
+    for event in sorted(complete, key=lambda event: event["ts"]):
+        name = event["name"].removeprefix(PREFIX)
+        if event.get("cat") == "user_annotation" and name in calls:
+            calls[name].append(event)
+    found = len(calls["execute"]) - 2
+    if found < num_steps:
+        raise ValueError(f"num_steps: expected at most {found} of the trace, got {num_steps}")
+    starts = [call["ts"] for call in calls["execute"]]
+    step_of = {}  # a launch's correlation -> its step, of all in the trace
+    for event in complete:
+        if event.get("cat") in HOST_CALLS:
+            step = bisect_right(starts, event["ts"]) - 1
+            execute = calls["execute"][max(step, 0)]
+            if step >= 0 and event["ts"] < execute["ts"] + execute["dur"]:
+                step_of[event["args"].get("correlation")] = step
+    first = found - num_steps
+    gpu = [
+        (step_of[event["args"]["correlation"]] - first, event)
+        for event in complete
+        if event.get("cat") in DEVICE_WORK and event["args"]["correlation"] in step_of
+    ]
+    work = sorted(((s, e) for s, e in gpu if 0 <= s < num_steps), key=lambda each: each[1]["ts"])
+    begin = min(work[0][1]["ts"], starts[first])
+    end = work[-1][1]["ts"] + work[-1][1]["dur"]
+    return {
+        "host": sorted(
+            (
+                {"part": part, **_times(call, begin)}
+                for part, own in calls.items()
+                for call in own
+                if begin <= call["ts"] <= end
+            ),
+            key=lambda call: call["start_us"],
+        ),
+        "gpu": [{"step": s, "name": event["name"], **_times(event, begin)} for s, event in work],
+    }
+
+
+def _times(event: Event, begin: float) -> dict[str, float]:
+    return {"start_us": round(event["ts"] - begin, 1), "us": round(event["dur"], 1)}
+
+
+def _named(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: object, **options: object) -> Any:  # noqa: ANN401 - whatever it returns
+        with record_function(PREFIX + part):
+            return call(*arguments, **options)
+
+    return run
+
+
+def record(core: EngineCore, batch: int, num_steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Decode ``batch`` requests and return the timeline of steady steps."""
+    vocab_size = core.runner.model_config.vocab_size
+    prompts = np.random.default_rng(0).integers(vocab_size, size=(batch, PROMPT_TOKENS)).tolist()
+    params = SamplingParams(temperature=0, max_tokens=4 * WARM_STEPS, ignore_eos=True)
+    requests = [core.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    while any(not request.output_token_ids for request in requests):
+        core.step()
+    for _ in range(WARM_STEPS):
+        core.step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        patches = [
+            patch.object(owner, name, _named(part, getattr(owner, name)))
+            for part, (owner, name) in PARTS.items()
+        ]
+        for each in patches:
+            each.start()
+        try:
+            for _ in range(WARM_STEPS + num_steps + 2):
+                core.step()
+        finally:
+            for each in patches:
+                each.stop()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return timeline(json.loads(path.read_text("utf-8"))["traceEvents"], num_steps)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Record and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--commit", help="commit of the source; default: ask git")
+    options = parser.parse_args(arguments)
+    device = resolve_device("cuda")
+    config = EngineConfig(
+        model=options.shape, max_model_len=1024, max_num_seqs=options.batch,
+        num_kv_blocks=options.batch * 16,
+    )  # fmt: skip
+    model = random_model(shape_config(options.shape), "auto", device, seed=0)
+    core = EngineCore(config, model=model, progress=False)
+    try:
+        recorded = record(core, options.batch, options.steps)
+    finally:
+        core.runner.close()
+    torch.cuda.synchronize()
+    result = {
+        "op": "timeline", "schema": 1, "shape": options.shape, "weights": "random",
+        **provenance(device, options.commit),
+        "conditions": {
+            "batch": options.batch, "prompt_tokens": PROMPT_TOKENS, "warm_steps": 2 * WARM_STEPS,
+            "recorded": "by torch's profiler, which makes the host's calls slow",
+        },
+        **recorded,
+    }  # fmt: skip
+    options.output.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    print(f"{len(recorded['gpu'])} kernels and copies, {len(recorded['host'])} calls")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The script that records steps of the host and the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import timeline
+
+
+def _trace(num_steps: int) -> list[dict[str, Any]]:
+    """Return steps of 100 us: a launch in ``execute``, whose kernels run from 60 us later on."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
+
+    def add(category: str, name: str, start: float, duration: float, **args: object) -> None:
+        events.append({
+            "ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": args
+        })  # fmt: skip
+
+    for step in range(num_steps):
+        start = 1000 + 100.0 * step
+        add("user_annotation", "timeline schedule", start, 5)
+        add("user_annotation", "timeline execute", start + 10, 20)
+        add("cuda_runtime", "cudaGraphLaunch", start + 15, 3, correlation=step)
+        add("cuda_runtime", "cudaEventQuery", start + 40, 3, correlation=1000 + step)
+        add("kernel", "first", start + 70, 50, correlation=step)
+        add("gpu_memcpy", "second", start + 120, 40, correlation=step)
+        add("kernel", "elsewhere", start + 160, 1, correlation=1000 + step)
+        add("user_annotation", "timeline read", start + 50, 30)
+        add("user_annotation", "timeline update", start + 85, 4)
+        add("user_annotation", "another range", start + 90, 4)
+    return events
+
+
+def test_the_last_whole_steps_are_returned_from_their_first_event_on():
+    found = timeline.timeline(_trace(6), 2)
+    assert found["gpu"] == [
+        {"step": 0, "name": "first", "start_us": 60, "us": 50},
+        {"step": 0, "name": "second", "start_us": 110, "us": 40},
+        {"step": 1, "name": "first", "start_us": 160, "us": 50},
+        {"step": 1, "name": "second", "start_us": 210, "us": 40},
+    ]
+    parts = [(call["part"], call["start_us"]) for call in found["host"]]
+    assert parts == [
+        ("execute", 0), ("read", 40), ("update", 75), ("schedule", 90), ("execute", 100),
+        ("read", 140), ("update", 175), ("schedule", 190), ("execute", 200), ("read", 240),
+    ]  # fmt: skip
+    assert found["host"][1]["us"] == 30
+
+
+def test_a_trace_with_too_few_steps_is_refused():
+    with pytest.raises(ValueError, match="num_steps: expected at most 4 of the trace, got 5"):
+        timeline.timeline(_trace(6), 5)
+
+
+def test_the_methods_of_a_step_exist():
+    assert all(callable(getattr(owner, name)) for owner, name in timeline.PARTS.values())
