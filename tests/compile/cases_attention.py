@@ -303,7 +303,7 @@ def _warp_group_cases() -> list[AotCase]:
 
     def queue_case(
         dtype: torch.dtype, block_size: int, head_dim: int = 128, *, group: int = 4,
-        some_heads: bool = False, window: bool = False,
+        some_heads: bool = False,
     ) -> AotCase:  # fmt: skip
         pages, lengths = _pages(dtype, block_size, head_dim), pointer(torch.int32)
         q = torch.empty(64, group * NUM_KV_HEADS, head_dim, dtype=dtype)
@@ -312,19 +312,17 @@ def _warp_group_cases() -> list[AotCase]:
             queries = (prefill_queue.describe_queries(q, group), None, 0, 0)
         return AotCase(
             name=_name("prefill-queue", dtype, block_size, head_dim, group)
-            + "-some_heads" * some_heads
-            + "-window" * window,
+            + "-some_heads" * some_heads,
             kernel=prefill_queue._prefill_queue_kernel,
             args=(
                 pointer(dtype), 4096, 128, pointer(torch.float32), 32, 1, lengths,
                 *queries, pages, pages,
                 lengths, 512, lengths, lengths, 8,
                 *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
-                pointer(torch.int64), pointer(torch.int64), lengths,
-                *([lengths] * 3 if window else [None] * 3), 0.1,
+                pointer(torch.int64), pointer(torch.int64), lengths, 0.1,
             ),
             constexprs={**_tile(head_dim), "GROUP": group, "BLOCK_SIZE": block_size},
-            parked_bytes=112 if window else 40,  # by the scheduler, outside all loops over keys
+            parked_bytes=40,  # by the scheduler, outside all loops over keys
         )  # fmt: skip
 
     queue = [queue_case(torch.bfloat16, 16), queue_case(torch.bfloat16, 128)]
@@ -332,10 +330,6 @@ def _warp_group_cases() -> list[AotCase]:
     queue.append(queue_case(torch.bfloat16, 16, some_heads=True))
     queue += [queue_case(torch.bfloat16, 16, head_dim) for head_dim in (64, 256)]
     queue.append(queue_case(torch.bfloat16, 16, group=7))
-    queue += [
-        queue_case(torch.bfloat16, 16, head_dim, some_heads=True, window=True)
-        for head_dim in (64, 128, 256)
-    ]
     sizes = [case(torch.bfloat16, block_size) for block_size in (16, 32, 64, 128)]
     sizes += [
         case(torch.bfloat16, 16, head_dim, splits=splits)

@@ -87,7 +87,6 @@ def _cases(
     block_sizes: Sequence[int] = (16, 32, 64, 128),
     dtypes: Sequence[torch.dtype] = DTYPES,
     streaming: bool = False,
-    has_no_full_head: bool = False,
 ):
     """Ragged chunks over several tiles of keys, in HND pages or as several head groups.
 
@@ -97,8 +96,6 @@ def _cases(
     tile_tokens, _ = WARP_GROUP_TILES[head_dim]
     block_size = draw(st.sampled_from([size for size in block_sizes if size <= tile_tokens]))
     num_kv_heads = draw(st.sampled_from([2, 3, 5] if streaming else [1, 2, 3]))
-    if has_no_full_head:
-        num_kv_heads = 1
     sizes = {
         "head_dim": head_dim, "block_size": block_size, "max_seq_len": max_seq_len,
         "max_reqs": max_reqs,
@@ -147,10 +144,7 @@ def test_programs_that_share_a_tile_agree_with_the_oracle(device, drawn, num_spl
 @pytest.mark.usefixtures("_any_share")
 @given(drawn=_cases(streaming=True), num_splits=st.sampled_from([None, 1, 3, 16]))
 def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, drawn, num_splits):
-    """Full heads take this kernel, and streaming heads the Triton kernel with the same buffers.
-
-    With a queue streaming heads take this kernel too.
-    """
+    """Full heads take this kernel and streaming heads the Triton kernel, with the same buffers."""
     case, group = drawn[0].to(device), drawn[1]
     splits = None
     if num_splits is not None:
@@ -159,15 +153,6 @@ def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, drawn, 
     if num_splits is not None and num_splits > 1:
         assert not splits.arrivals.any()
     assert_equal(_check(case, group, splits=splits), first)
-
-
-@given(drawn=_cases(streaming=True, has_no_full_head=True))
-def test_a_queue_of_streaming_heads_agrees_with_the_oracle(device, drawn):
-    case, group = drawn[0].to(device), drawn[1]
-    splits = make_splits(case, make_queries(case, group, spare_rows=1), 1)
-    first = _check(case, group, splits=splits)
-    assert_equal(_check(case, group, splits=splits), first)
-    assert not splits.ticket.any()
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
@@ -239,18 +224,6 @@ def test_a_queue_of_long_contexts(device):
 @pytest.mark.parametrize("hole", [0, 5, 43])
 def test_a_queue_skips_a_missing_page(device, hole):
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
-    batch = RaggedBatch(query_lens=(300,), seq_lens=(700,))
-    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
-    case.block_table[0, hole] = -1
-    keys = torch.arange(700, device=device) // 16 != hole
-    case = replace(case, visible=tuple(mask & keys for mask in case.visible))
-    _check(case, 4, splits=make_splits(case, make_queries(case, 4, spare_rows=1), 1))
-
-
-@pytest.mark.parametrize("hole", [0, 2, 20, 43])
-def test_a_queue_skips_a_missing_page_of_a_window(device, hole):
-    role = HeadRole(window=300, sink=20)
-    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700, role=role)
     batch = RaggedBatch(query_lens=(300,), seq_lens=(700,))
     case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
     case.block_table[0, hole] = -1
@@ -378,21 +351,6 @@ def test_other_layouts_take_the_triton_kernel(make):
     pages = 4 * layout.block_size * 2 * layout.head_dim
     cache = torch.empty(pages, dtype=torch.bfloat16, device="cuda")
     assert not fits_warp_groups(q, cache, cache, layout, 8192, None)
-
-
-def test_streaming_heads_alone_take_the_queue_and_no_shared_tiles():
-    layout = KVLayout.hnd(2, 16, 128, window=40, device="cuda")
-    q = torch.empty(64, 8, 128, dtype=torch.bfloat16, device="cuda")
-    cache = torch.empty(4 * 16 * 2 * 128, dtype=torch.bfloat16, device="cuda")
-    shared = PrefillSplits.allocate(
-        num_tokens=64, num_reqs=1, max_query_len=64, layout=layout, num_q_heads=8,
-        dtype=torch.bfloat16, num_splits=3,
-    )  # fmt: skip
-    queue = replace(shared, num_splits=1)
-    assert fits_warp_groups(q, cache, cache, layout, 8192, queue)
-    assert not fits_warp_groups(q, cache, cache, layout, 8192, shared)
-    masked = replace(layout, visits_masked=True)
-    assert not fits_warp_groups(q, cache, cache, masked, 8192, queue)
 
 
 def test_float32_large_odd_groups_and_unaligned_caches_take_the_triton_kernel():

@@ -710,8 +710,6 @@ def paged_prefill_attention(
             prefill_hopper_fp8.launch(*arguments, scales=scales, splits=shared, **options)
         elif splits is not None and takes_turns(q, splits):
             prefill_queue.launch(*arguments, splits=splits, **options)
-            if not layout.visits_masked:
-                return out
         else:
             prefill_hopper.launch(*arguments, splits=shared, **options)
         if not layout.has_window:

@@ -144,15 +144,6 @@ def _produce(
 
 
 @gluon.jit
-def ring_column(block, sink, ring_blocks, BLOCK_SIZE: gl.constexpr):
-    """Return the block-table columns of logical blocks (the ring rule of ``kv_layout``)."""
-    sink_blocks = (sink + BLOCK_SIZE - 1) // BLOCK_SIZE
-    behind_sink = gl.maximum(block - sink_blocks, 0)  # "%" of a negative number truncates
-    in_ring = sink_blocks + behind_sink % gl.maximum(ring_blocks, 1)
-    return gl.where((ring_blocks == 0) | (block < sink_blocks), block, in_ring)
-
-
-@gluon.jit
 def _scores(q_smem, k_smem, stage, GROUP_OF_ROWS: gl.constexpr, SCORES: gl.constexpr):
     """Begin the product of this consumer's queries with a stage's keys."""
     TILE_TOKENS: gl.constexpr = k_smem.shape[1]
@@ -164,19 +155,12 @@ def _scores(q_smem, k_smem, stage, GROUP_OF_ROWS: gl.constexpr, SCORES: gl.const
 @gluon.jit
 def _softmax(
     scores, top, total, scale, visible_keys,
-    MASKED: gl.constexpr, TILE_TOKENS: gl.constexpr, SCORES: gl.constexpr, tile=0, window=None,
+    MASKED: gl.constexpr, TILE_TOKENS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Return (weights, top, total, rescale); a row sees the first ``visible_keys`` of the tile.
-
-    With a window it sees the last ones of these, and those of the sink.
-    """
+    """Return (weights, top, total, rescale); a row sees the first ``visible_keys`` of the tile."""
     if MASKED:
         key = gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, SCORES))
-        visible = key[None, :] < visible_keys[:, None]
-        if window is not None:
-            near = key[None, :] >= (visible_keys - window.size)[:, None]
-            visible &= near | (key < window.sink - tile * TILE_TOKENS)[None, :]
-        scores = gl.where(visible, scores, float("-inf"))
+        scores = gl.where(key[None, :] < visible_keys[:, None], scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 1) * scale)
     shift = new_top
     if MASKED:
@@ -189,14 +173,11 @@ def _softmax(
 @gluon.jit
 def _hide_missing(
     scores, table_row_ptr, tile, last_column,
-    BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr, SCORES: gl.constexpr, window=None,
+    BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Hide the keys of a tile that have no page."""
     key = tile * TILE_TOKENS + gl.arange(0, TILE_TOKENS, layout=gl.SliceLayout(0, SCORES))
-    column = gl.minimum(key // BLOCK_SIZE, last_column)
-    if window is not None:
-        column = ring_column(column, window.sink, window.ring_blocks, BLOCK_SIZE)
-    block = gl.load(table_row_ptr + column)
+    block = gl.load(table_row_ptr + gl.minimum(key // BLOCK_SIZE, last_column))
     return gl.where((block >= 0)[None, :], scores, float("-inf"))
 
 
@@ -205,7 +186,7 @@ def _step(
     q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, table_row_ptr, last_column, has_gaps,
     weights, acc, top, total, step, tile, scale, query_position,
     GROUP_OF_ROWS: gl.constexpr, MASKED: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    TILE_TOKENS: gl.constexpr, SCORES: gl.constexpr, window=None,
+    TILE_TOKENS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Multiply this tile's keys beside the previous tile's values; return the new weights.
 
@@ -230,10 +211,10 @@ def _step(
     if MASKED:  # noqa: SIM102 - the compiler knows this condition, the program the next one
         if has_gaps:
             scores = _hide_missing(
-                scores, table_row_ptr, tile, last_column, BLOCK_SIZE, TILE_TOKENS, SCORES, window
+                scores, table_row_ptr, tile, last_column, BLOCK_SIZE, TILE_TOKENS, SCORES
             )
     exact, top, total, rescale = _softmax(
-        scores, top, total, scale, visible_keys, MASKED, TILE_TOKENS, SCORES, tile, window
+        scores, top, total, scale, visible_keys, MASKED, TILE_TOKENS, SCORES
     )
     # Its loop keeps ptxas from moving the softmax behind the wait for the product.
     mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)

@@ -10,9 +10,6 @@ warps, which go through the same tiles, each at its own pace::
     consumer 0, 4 warps    rows 0 to 63: scores, softmax, weights times V, output
     consumer 1, 4 warps    rows 64 to 127, on the same keys
 
-Heads with a window have a launch of their own, whose items are the tiles of the sink and of the
-window alone. A page of these that no row of the item sees is not copied: its values become zeros.
-
 The scheduler takes a tile when the producer begins with the last pages of the tile before, no
 sooner, so that a program with much to do leaves tiles to others. Which program computes a tile
 changes no bit of it.
@@ -21,8 +18,6 @@ Source: FlashAttention-3 (arXiv:2407.08608) for programs that stay and take tile
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
@@ -56,7 +51,6 @@ from mrv1.kernels.attention.prefill_hopper import (
     describe,
     heads_of_launch,
     product_layout,
-    ring_column,
     rows_layout,
 )
 from mrv1.kernels.attention.splits import WARP_GROUP_TILES, PrefillSplits
@@ -82,26 +76,7 @@ FIRST_QUERY = gl.constexpr(9)
 END_QUERY = gl.constexpr(10)
 CONTEXT_LEN = gl.constexpr(11)
 SEQ_LEN = gl.constexpr(12)
-END_INNER = gl.constexpr(13)  # tile of keys, in the order of work, behind those without a mask
-# Of heads with a window; their keys are those before SINK_END and those from START on:
-WINDOW = gl.constexpr(14)
-SINK = gl.constexpr(15)
-RING_BLOCKS = gl.constexpr(16)
-SINK_END = gl.constexpr(17)
-START = gl.constexpr(18)
-SINK_TILES = gl.constexpr(19)
-GAP = gl.constexpr(20)  # tiles between those of the sink and those of the window
-FIELDS = gl.constexpr(21)
-CLEARED_ROWS = gl.constexpr(16)
-"""Rows of values that are cleared at a time inside the loops, so that they fit registers."""
-
-
-class Window(NamedTuple):
-    """What a head with a window sees, besides the causal mask."""
-
-    size: gl.tensor
-    sink: gl.tensor
-    ring_blocks: gl.tensor
+FIELDS = gl.constexpr(13)
 
 
 @gluon.constexpr_function
@@ -144,27 +119,10 @@ def _read(items, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def _read_window(items, slot):
-    """Return a slot's ``Window``."""
-    return Window(
-        _read(items, slot, WINDOW), _read(items, slot, SINK), _read(items, slot, RING_BLOCKS)
-    )
-
-
-@gluon.jit
-def _tile_of_window(items, slot, num_tiles, step):
-    """Return which tile of keys comes at ``step``: from the window's last to the sink's first."""
-    index = num_tiles - 1 - step
-    gap = gl.where(index < _read(items, slot, SINK_TILES), 0, _read(items, slot, GAP))
-    return index + gap
-
-
-@gluon.jit
 def _schedule(
     items, item_ready, item_free, wanted, ticket_ptr,
     block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr, num_reqs,
     heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
-    window_ptr, sink_ptr, ring_blocks_ptr,
     DIM: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Take items from the launch's counter and describe them to the other warps."""
@@ -201,61 +159,25 @@ def _schedule(
             end_query = gl.minimum(first_query + TILE_QUERIES, query_len)
             # A padding row has queries and no keys: one tile, in which it sees none.
             end_position = gl.maximum(context_len + end_query, 0)
-            end_tile = gl.maximum(gl.cdiv(end_position, TILE_TOKENS), 1)
-            num_inner = (context_len + first_query + 1) // TILE_TOKENS
-            num_masked = gl.maximum(end_tile - num_inner, 1)
-            num_tiles = end_tile
-            end_inner = end_tile
-            first_block = gl.to_tensor(0)
-            if window_ptr is not None:
-                window = gl.load(window_ptr + head)
-                sink = gl.load(sink_ptr + head)
-                sink_end = gl.minimum(sink, end_position)
-                start = gl.maximum(context_len + first_query + 1 - window, sink_end)
-                start = gl.minimum(start, end_position)
-                sink_tiles = gl.cdiv(sink_end, TILE_TOKENS)
-                gap = gl.maximum(start // TILE_TOKENS, sink_tiles) - sink_tiles
-                num_tiles = gl.maximum(end_tile - gap, 1)
-                first_inner = gl.cdiv(gl.maximum(end_position - window, 0), TILE_TOKENS)
-                end_inner = gl.minimum(end_tile - first_inner, num_tiles)
-                first_block = start // BLOCK_SIZE
-                _write(items, slot, WINDOW, window)
-                _write(items, slot, SINK, sink)
-                _write(items, slot, RING_BLOCKS, gl.load(ring_blocks_ptr + head))
-                _write(items, slot, SINK_END, sink_end)
-                _write(items, slot, START, start)
-                _write(items, slot, SINK_TILES, sink_tiles)
-                _write(items, slot, GAP, gap)
+            num_tiles = gl.maximum(gl.cdiv(end_position, TILE_TOKENS), 1)
             table_row = req * stride_table_row + gl.load(table_offset_ptr + head)
             head_row = (gl.load(head_base_ptr + head) // DIM).to(gl.int32)
             block_rows = (gl.load(block_stride_ptr + head) // DIM).to(gl.int32)
             last_column = gl.maximum(gl.cdiv(end_position, BLOCK_SIZE) - 1, 0)
-            # A page that is missing among those that some row sees makes all tiles masked ones.
+            # A page that is missing among those that every row sees makes all tiles masked ones.
             lowest = gl.full([SCAN_BLOCKS], 0, gl.int32, WIDE_WARP)
-            for first in range(first_block, last_column + 1, SCAN_BLOCKS):
-                block = first + gl.arange(0, SCAN_BLOCKS, layout=WIDE_WARP)
-                column = block
-                if window_ptr is not None:
-                    ring_blocks = gl.load(ring_blocks_ptr + head)
-                    column = ring_column(block, sink, ring_blocks, BLOCK_SIZE)
-                page = gl.load(
-                    block_table_ptr + table_row + column, mask=block <= last_column, other=0
+            for first in range(0, last_column + 1, SCAN_BLOCKS):
+                column = first + gl.arange(0, SCAN_BLOCKS, layout=WIDE_WARP)
+                block = gl.load(
+                    block_table_ptr + table_row + column, mask=column <= last_column, other=0
                 )
-                lowest = gl.minimum(lowest, page)
-            if window_ptr is not None:
-                for first in range(0, gl.cdiv(sink_end, BLOCK_SIZE), SCAN_BLOCKS):
-                    block = first + gl.arange(0, SCAN_BLOCKS, layout=WIDE_WARP)
-                    page = gl.load(
-                        block_table_ptr + table_row + block,
-                        mask=block < gl.cdiv(sink_end, BLOCK_SIZE), other=0,
-                    )  # fmt: skip
-                    lowest = gl.minimum(lowest, page)
+                lowest = gl.minimum(lowest, block)
             has_gaps = gl.min(lowest, axis=0) < 0
-            num_masked = gl.where(has_gaps, num_tiles, gl.minimum(num_masked, num_tiles))
+            num_inner = (context_len + first_query + 1) // TILE_TOKENS
+            num_masked = gl.where(has_gaps, num_tiles, gl.maximum(num_tiles - num_inner, 1))
 
             _write(items, slot, NUM_TILES, num_tiles)
-            _write(items, slot, NUM_MASKED, num_masked)
-            _write(items, slot, END_INNER, gl.maximum(end_inner, num_masked))
+            _write(items, slot, NUM_MASKED, gl.minimum(num_masked, num_tiles))
             _write(items, slot, HAS_GAPS, has_gaps.to(gl.int32))
             _write(items, slot, TABLE_ROW, table_row)
             _write(items, slot, LAST_COLUMN, last_column)
@@ -295,7 +217,7 @@ def _copy_tile(desc, smem, ready, free, copy, rows):
 def _produce(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready,
     q_free, k_free, v_free, items, item_ready, item_free, wanted, block_table_ptr,
-    HAS_WINDOW: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Copy the queries of each item, and the pages of its tiles from the last to the first."""
     TILE_TOKENS: gl.constexpr = k_smem.shape[1]
@@ -314,30 +236,15 @@ def _produce(
         last_column = _read(items, slot, LAST_COLUMN)
         first_token = _read(items, slot, QUERY_START) + _read(items, slot, FIRST_QUERY)
         first_head = _read(items, slot, HEAD) * GROUP
-        if HAS_WINDOW:
-            window = _read_window(items, slot)
-            sink_end = _read(items, slot, SINK_END)
-            start = _read(items, slot, START)
-            sink_tiles = _read(items, slot, SINK_TILES)
-            gap = _read(items, slot, GAP)
         mbarrier.arrive(item_free.index(slot), count=1)
         for step in range(num_tiles):
             if step == num_tiles - 1:
                 mbarrier.arrive(wanted, count=1)
-            tile = num_tiles - 1 - step
-            if HAS_WINDOW:
-                tile += gl.where(tile < sink_tiles, 0, gap)
+            first_column = (num_tiles - 1 - step) * PAGES
             rows = ()
             for page in gl.static_range(PAGES):
                 # Past the last column any page will do: its keys are masked, its values cleared.
-                column = gl.minimum(tile * PAGES + page, last_column)
-                if HAS_WINDOW:
-                    first = column * BLOCK_SIZE
-                    seen = (first < sink_end) | (first + BLOCK_SIZE > start)
-                    column = ring_column(column, window.sink, window.ring_blocks, BLOCK_SIZE)
-                    block = gl.load(table_row_ptr + column, mask=seen, other=-1)
-                else:
-                    block = gl.load(table_row_ptr + column)
+                block = gl.load(table_row_ptr + gl.minimum(first_column + page, last_column))
                 # No page: a row before the first one, for which the copy writes zeros.
                 row = gl.where(block < 0, -BLOCK_SIZE, head_row + block * block_rows)
                 rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
@@ -404,42 +311,12 @@ def _load_queries(
 
 
 @gluon.jit
-def _clear_hidden(
-    values, cleared, num_clears, items, slot, tile, GROUP_OF_ROWS: gl.constexpr
-):  # fmt: skip
-    """Clear the values of a tile between sink and window, which may be NaN; return the clears.
-
-    Each consumer clears its half, and both wait.
-    """
-    TILE_TOKENS: gl.constexpr = values.shape[0]
-    DIM: gl.constexpr = values.shape[1]
-    ROWS_LAYOUT: gl.constexpr = rows_layout(DIM)
-    BEGIN: gl.constexpr = GROUP_OF_ROWS * TILE_TOKENS // 2
-    END: gl.constexpr = BEGIN + TILE_TOKENS // 2
-    sink_end = _read(items, slot, SINK_END) - tile * TILE_TOKENS
-    start = _read(items, slot, START) - tile * TILE_TOKENS
-    if gl.maximum(sink_end, 0) < gl.minimum(start, TILE_TOKENS):
-        for first in gl.static_range(BEGIN, END, CLEARED_ROWS):
-            if (first < start) & (first + CLEARED_ROWS > sink_end):
-                rows = values.slice(first, CLEARED_ROWS)
-                key = first + gl.arange(0, CLEARED_ROWS, layout=gl.SliceLayout(1, ROWS_LAYOUT))
-                value = rows.load(ROWS_LAYOUT)
-                is_seen = (key < sink_end) | (key >= start)
-                rows.store(gl.where(is_seen[:, None], value, gl.zeros_like(value)))
-        fence_async_shared()
-        mbarrier.arrive(cleared, count=1)
-        mbarrier.wait(cleared, num_clears & 1)
-        num_clears += 1
-    return num_clears
-
-
-@gluon.jit
 def _attend(
     GROUP_OF_ROWS: gl.constexpr, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready,
     q_free, k_free, v_free, cleared, items, slot, item, num_tiles, copy, num_clears,
     block_table_ptr, q_ptr, stride_q_token, stride_q_head,
     out_ptr, stride_out_token, stride_out_head, lse_ptr, stride_lse_token, stride_lse_head, scale,
-    HAS_WINDOW: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Attend from 64 rows of an item; return how often the consumers have cleared values.
 
@@ -458,10 +335,6 @@ def _attend(
     )
     query_position = _read(items, slot, CONTEXT_LEN) + query
     last_tile = num_tiles - 1
-    window = None
-    if HAS_WINDOW:
-        last_tile = _tile_of_window(items, slot, num_tiles, 0)
-        window = _read_window(items, slot)
     table_row_ptr = block_table_ptr + _read(items, slot, TABLE_ROW)
     last_column = _read(items, slot, LAST_COLUMN)
     has_gaps = _read(items, slot, HAS_GAPS) != 0
@@ -484,11 +357,11 @@ def _attend(
     mbarrier.arrive(k_free.index(stage), count=1)
     if has_gaps:
         scores = _hide_missing(
-            scores, table_row_ptr, last_tile, last_column, BLOCK_SIZE, TILE_TOKENS, SCORES, window
+            scores, table_row_ptr, last_tile, last_column, BLOCK_SIZE, TILE_TOKENS, SCORES
         )
     visible_keys = query_position + 1 - last_tile * TILE_TOKENS
     exact, top, total, _ = _softmax(
-        scores, top, total, scale, visible_keys, True, TILE_TOKENS, SCORES, last_tile, window
+        scores, top, total, scale, visible_keys, True, TILE_TOKENS, SCORES
     )
     weights = gl.convert_layout(exact.to(q_smem.dtype), gl.DotOperandLayout(0, OUT_LAYOUT, 2))
 
@@ -506,52 +379,21 @@ def _attend(
         mbarrier.wait(cleared, num_clears & 1)
         num_clears += 1
 
-    if HAS_WINDOW:
-        num_clears = _clear_hidden(
-            v_smem.index(stage), cleared, num_clears, items, slot, last_tile, GROUP_OF_ROWS
-        )
-
     num_masked = _read(items, slot, NUM_MASKED)
     for step in range(1, num_masked):
-        tile = last_tile - step
-        if HAS_WINDOW:
-            tile = _tile_of_window(items, slot, num_tiles, step)
-            window = _read_window(items, slot)
         weights, acc, top, total = _step(
             q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, table_row_ptr, last_column,
-            has_gaps, weights, acc, top, total, copy + step, tile, scale,
-            query_position, GROUP_OF_ROWS, True, BLOCK_SIZE, TILE_TOKENS, SCORES, window,
+            has_gaps, weights, acc, top, total, copy + step, last_tile - step, scale,
+            query_position, GROUP_OF_ROWS, True, BLOCK_SIZE, TILE_TOKENS, SCORES,
         )  # fmt: skip
-        if HAS_WINDOW:
-            values = v_smem.index((copy + step) % STAGES)
-            num_clears = _clear_hidden(
-                values, cleared, num_clears, items, slot, tile, GROUP_OF_ROWS
-            )
-    end_inner = num_tiles
-    if HAS_WINDOW:
-        end_inner = _read(items, slot, END_INNER)
-    for step in range(num_masked, end_inner):
-        # Without a mask, the tile's number is of no use.
+    for step in range(num_masked, num_tiles):
         weights, acc, top, total = _step(
             q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, table_row_ptr, last_column,
             has_gaps, weights, acc, top, total, copy + step, last_tile - step, scale,
             query_position, GROUP_OF_ROWS, False, BLOCK_SIZE, TILE_TOKENS, SCORES,
         )  # fmt: skip
-    if HAS_WINDOW:
-        for step in range(end_inner, num_tiles):
-            tile = _tile_of_window(items, slot, num_tiles, step)
-            weights, acc, top, total = _step(
-                q_smem, k_smem, v_smem, k_ready, v_ready, k_free, v_free, table_row_ptr,
-                last_column, has_gaps, weights, acc, top, total, copy + step, tile, scale,
-                query_position, GROUP_OF_ROWS, True, BLOCK_SIZE, TILE_TOKENS, SCORES,
-                _read_window(items, slot),
-            )  # fmt: skip
-            values = v_smem.index((copy + step) % STAGES)
-            num_clears = _clear_hidden(
-                values, cleared, num_clears, items, slot, tile, GROUP_OF_ROWS
-            )
     mbarrier.arrive(q_free.index(GROUP_OF_ROWS), count=1)
-    v_stage = (copy + num_tiles - 1) % STAGES
+    v_stage = (copy + last_tile) % STAGES
     acc = warpgroup_mma(weights, v_smem.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_free.index(v_stage), count=1)
@@ -583,7 +425,7 @@ def _consume(
     q_free, k_free, v_free, cleared, items, item_ready, item_free,
     block_table_ptr, q_ptr, stride_q_token, stride_q_head,
     out_ptr, stride_out_token, stride_out_head, lse_ptr, stride_lse_token, stride_lse_head, scale,
-    HAS_WINDOW: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Attend from 64 of the rows of each item."""
     item = gl.to_tensor(0)
@@ -598,7 +440,7 @@ def _consume(
             q_free, k_free, v_free, cleared, items, slot, item, num_tiles, copy, num_clears,
             block_table_ptr, q_ptr, stride_q_token, stride_q_head,
             out_ptr, stride_out_token, stride_out_head,
-            lse_ptr, stride_lse_token, stride_lse_head, scale, HAS_WINDOW, GROUP, BLOCK_SIZE,
+            lse_ptr, stride_lse_token, stride_lse_head, scale, GROUP, BLOCK_SIZE,
         )  # fmt: skip
         mbarrier.arrive(item_free.index(slot), count=1)
         copy += num_tiles
@@ -637,9 +479,6 @@ def _prefill_queue_kernel(
     head_base_ptr,  # [kv_heads] int64, elements
     block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
-    window_ptr,  # [kv_heads] int32, of heads with a window, or None: all are full
-    sink_ptr,  # [kv_heads] int32
-    ring_blocks_ptr,  # [kv_heads] int32
     softmax_scale,
     DIM: gl.constexpr,
     GROUP: gl.constexpr,  # query heads per KV head
@@ -679,7 +518,6 @@ def _prefill_queue_kernel(
     mbarrier.init(cleared, count=2)
     fence_async_shared()
     scale = softmax_scale * LOG2_E
-    HAS_WINDOW: gl.constexpr = window_ptr is not None
     gl.warp_specialize(
         [
             (_consume, (
@@ -687,25 +525,25 @@ def _prefill_queue_kernel(
                 cleared, items, item_ready, item_free,
                 block_table_ptr, q_ptr, stride_q_token, stride_q_head,
                 out_ptr, stride_out_token, stride_out_head,
-                lse_ptr, stride_lse_token, stride_lse_head, scale, HAS_WINDOW, GROUP, BLOCK_SIZE,
+                lse_ptr, stride_lse_token, stride_lse_head, scale, GROUP, BLOCK_SIZE,
             )),
             (_consume, (
                 1, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
                 cleared, items, item_ready, item_free,
                 block_table_ptr, q_ptr, stride_q_token, stride_q_head,
                 out_ptr, stride_out_token, stride_out_head,
-                lse_ptr, stride_lse_token, stride_lse_head, scale, HAS_WINDOW, GROUP, BLOCK_SIZE,
+                lse_ptr, stride_lse_token, stride_lse_head, scale, GROUP, BLOCK_SIZE,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready,
                 q_free, k_free, v_free, items, item_ready, item_free, wanted, block_table_ptr,
-                HAS_WINDOW, GROUP, BLOCK_SIZE,
+                GROUP, BLOCK_SIZE,
             )),
             (_schedule, (
                 items, item_ready, item_free, wanted, ticket_ptr,
                 block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr,
                 num_reqs, heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
-                window_ptr, sink_ptr, ring_blocks_ptr, DIM, GROUP, BLOCK_SIZE, TILE_TOKENS,
+                DIM, GROUP, BLOCK_SIZE, TILE_TOKENS,
             )),
         ],
         [4, 1, 1],
@@ -736,48 +574,37 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Launch the kernel on checked arguments of ``paged_prefill_attention``, once a kind of head.
-
-    All heads that skip pages are computed; a layout that visits masked pages gets its full heads.
-    """
+    """Launch the kernel on checked arguments of ``paged_prefill_attention``."""
     num_tokens, num_q_heads, _ = q.shape
     num_reqs = seq_lens.shape[0]
     group = num_q_heads // layout.num_kv_heads
     tile_tokens, stages = WARP_GROUP_TILES[layout.head_dim]
     is_boxed = ROWS.value % group == 0
-    tiles = num_tokens // (ROWS.value // group) + num_reqs
-    no_windows: tuple[torch.Tensor | None, ...] = (None, None, None)
-    launches = [(*heads_of_launch(layout), no_windows)]
-    if layout.has_window and not layout.visits_masked:
-        windows = (layout.window, layout.sink, layout.ring_blocks)
-        launches.append((layout.streaming_heads, len(layout.streaming_heads), windows))
-    for heads, num_heads, roles in launches:
-        if not num_heads:
-            continue
-        _prefill_queue_kernel[(min(tiles * num_heads, device_info(q.device).num_sms),)](
-            *with_strides(out),
-            *with_strides(lse),
-            splits.ticket,
-            describe_queries(q, group) if is_boxed else None,
-            *with_strides(None if is_boxed else q),
-            describe(k_cache, layout.block_size, layout.head_dim),
-            describe(v_cache, layout.block_size, layout.head_dim),
-            table,
-            table.stride(0),
-            query_start_loc,
-            seq_lens,
-            num_reqs,
-            heads,
-            num_heads,
-            layout.head_base,
-            layout.block_stride,
-            layout.table_offset,
-            *roles,
-            softmax_scale,
-            DIM=layout.head_dim,
-            GROUP=group,
-            BLOCK_SIZE=layout.block_size,
-            TILE_TOKENS=tile_tokens,
-            STAGES=stages,
-            num_warps=4,
-        )
+    heads, num_heads = heads_of_launch(layout)
+    num_items = (num_tokens // (ROWS.value // group) + num_reqs) * num_heads
+    _prefill_queue_kernel[(min(num_items, device_info(q.device).num_sms),)](
+        *with_strides(out),
+        *with_strides(lse),
+        splits.ticket,
+        describe_queries(q, group) if is_boxed else None,
+        *with_strides(None if is_boxed else q),
+        describe(k_cache, layout.block_size, layout.head_dim),
+        describe(v_cache, layout.block_size, layout.head_dim),
+        table,
+        table.stride(0),
+        query_start_loc,
+        seq_lens,
+        num_reqs,
+        heads,
+        num_heads,
+        layout.head_base,
+        layout.block_stride,
+        layout.table_offset,
+        softmax_scale,
+        DIM=layout.head_dim,
+        GROUP=group,
+        BLOCK_SIZE=layout.block_size,
+        TILE_TOKENS=tile_tokens,
+        STAGES=stages,
+        num_warps=4,
+    )

@@ -197,9 +197,7 @@ class PrefillSplits:
             num_splits = _choose_num_splits(layout, tile_queries, num_tokens)
         else:
             num_programs = num_splits * num_tiles * layout.num_kv_heads
-        if num_tokens == 0 or (
-            num_splits < 2 and not _has_warp_groups(layout, is_fp8, is_queued=not is_fp8)
-        ):
+        if num_tokens == 0 or (num_splits < 2 and not _has_warp_groups(layout, is_fp8)):
             return None
         if num_splits < 2:
             ticket = torch.zeros(1, dtype=torch.int32, device=device)
@@ -248,15 +246,14 @@ def _choose_num_splits(layout: KVLayout, tile_queries: int, num_tokens: int) -> 
     return min(num_programs // fewest, MAX_SPLITS)
 
 
-def _has_warp_groups(layout: KVLayout, is_fp8: bool, is_queued: bool) -> bool:
+def _has_warp_groups(layout: KVLayout, is_fp8: bool) -> bool:
     """Return whether there are kernels of warp groups for the device and some of the heads."""
     head_dims = (WARP_GROUP_FP8_DIM,) if is_fp8 else WARP_GROUP_TILES
-    has_streaming = is_queued and layout.has_window and not layout.visits_masked
     return (
         device_info(layout.head_base.device).capability == WARP_GROUP_CAPABILITY
         and layout.head_dim in head_dims
         and layout.block_size <= WARP_GROUP_TILES[layout.head_dim][0]
-        and (len(layout.full_heads) > 0 or has_streaming)
+        and len(layout.full_heads) > 0
     )
 
 
@@ -294,12 +291,11 @@ def choose_launch(
     tile_queries = of_splits.tile_rows * split_layout.num_kv_heads // num_q_heads
     is_shared = _choose_num_splits(split_layout, tile_queries, num_tokens) > 1
     group = num_q_heads // layout.num_kv_heads
-    is_queued = not is_fp8 and not is_shared
-    is_queued = is_queued and _has_warp_groups(split_layout, is_fp8, is_queued)
+    is_queued = not is_shared and _has_warp_groups(split_layout, is_fp8)
     return LaunchChoice(
         choose_config(layout, dtype, is_fp8, num_q_heads, max_query_len),
         is_shared,
-        _has_warp_groups(layout, is_fp8, is_queued)
+        _has_warp_groups(layout, is_fp8)
         and _are_faster(group, max_query_len, is_fp8, is_shared, is_queued),
     )
 
@@ -326,22 +322,21 @@ def fits_warp_groups(
 ) -> bool:
     """Return whether warp groups can run a causal launch and are the faster kernel for it.
 
-    They compute the full heads, and where tiles come from a queue the streaming heads too, which
-    otherwise get a launch of the Triton kernel. They copy whole pages in bulk, so a page must be
-    contiguous and start at a multiple of ``head_dim`` elements. Their programs take longer to
-    start: on an H200 those of 16-bit caches of 128 dimensions are 1.2 to 2.5 times as fast where
-    programs share tiles of 64 rows or more (0.6 times with 16 rows), 1.1 to 1.2 times where
-    programs take tiles from a queue, and without a queue 1.1 to 1.2 times from 4,096 queries on,
-    but 0.8 times as fast for requests of 512 tokens. ``prefill_hopper_fp8`` is 1.3 to 2.4 times as
-    fast from 256 rows on, the fewest that were measured.
+    They compute the full heads, of which there must be some; the streaming heads get a launch of
+    the Triton kernel. They copy whole pages in bulk, so a page must be contiguous and start at a
+    multiple of ``head_dim`` elements. Their programs take longer to start: on an H200 those of
+    16-bit caches of 128 dimensions are 1.2 to 2.5 times as fast where programs share tiles of 64
+    rows or more (0.6 times with 16 rows), 1.1 to 1.2 times where programs take tiles from a queue,
+    and without a queue 1.1 to 1.2 times from 4,096 queries on, but 0.8 times as fast for requests
+    of 512 tokens. ``prefill_hopper_fp8`` is 1.3 to 2.4 times as fast from 256 rows on, the fewest
+    that were measured.
     """
     group = q.shape[1] // layout.num_kv_heads
     is_shared = splits is not None and splits.num_splits > 1
-    is_queued = not is_fp8 and takes_turns(q, splits)
     return (
-        _are_faster(group, max_query_len, is_fp8, is_shared, is_queued)
+        _are_faster(group, max_query_len, is_fp8, is_shared, takes_turns(q, splits))
         and not INTERPRET
-        and _has_warp_groups(layout, is_fp8, is_queued)
+        and _has_warp_groups(layout, is_fp8)
         and q.dtype in (torch.float16, torch.bfloat16)
         and layout.token_stride == layout.address_unit == layout.head_dim
         and (WARP_GROUP_ROWS % group == 0 or (not is_fp8 and group <= MAX_ODD_GROUP))
