@@ -86,13 +86,19 @@ def cells_by_bytes(
 
 
 def cell_label(entry: dict[str, Any]) -> str:
-    """Return "batch x context", or "batch x queries of context" for the end of a prompt."""
+    """Return "batch x context", or "batch x queries of context" for the end of a prompt.
+
+    Requests of one query in the same launch come behind: "+ number x context".
+    """
     context = f"{entry['context']}"
     if entry.get("shortest"):
         context = f"{entry['shortest']} to {context}"
     if 1 < entry["query_len"] < entry["context"]:
-        return f"{entry['batch']} x {entry['query_len']} of {context}"
-    return f"{entry['batch']} x {context}"
+        context = f"{entry['query_len']} of {context}"
+    label = f"{entry['batch']} x {context}"
+    if entry.get("num_decodes"):
+        label += f" + {entry['num_decodes']} x {entry['decode_context']}"
+    return label
 
 
 def plot_serving(result: dict[str, Any], path: Path) -> None:

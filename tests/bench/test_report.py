@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mrv1.bench import plot
+from mrv1.bench.plot import cell_label
 from mrv1.bench.report import history, make_report
 from mrv1.bench.report.charts import Chart, Panel, Series, by_kind, charts
 from mrv1.bench.report.draw import digest, draw, drawn_digest
@@ -22,11 +23,13 @@ from mrv1.bench.report.engines import (
     serving_table,
     start_table,
     summary_table,
+    timeline_table,
     vllm_table,
 )
 from mrv1.bench.report.features import (
     async_table,
     features_table,
+    kv_offload_table,
     sleep_table,
     speculation_table,
     start_parts_table,
@@ -642,6 +645,49 @@ def test_sleep_table_shows_seconds_and_freed_bytes():
         "level 2: weights from pageable host memory",
     ):
         assert said in table
+
+
+def test_kv_offload_table_shows_times_over_none():
+    variants = {"none": (0.22, 94.1), "empty": (0.33, 188.2), "copies": (0.44, 282.3)}
+    result = _result(
+        results={
+            name: {"seconds": seconds, "first_token_ms": first}
+            for name, (seconds, first) in variants.items()
+        }
+    )
+    result["conditions"] |= {"num_requests": 4, "prompt_tokens": 8192, "output_tokens": 64}
+    table = kv_offload_table(_file(result))
+    assert "| none | 0.22 (1.00x) | 94.1 (1.00x) |" in table
+    assert "| does nothing | 0.33 (1.50x) | 188 (2.00x) |" in table
+    assert "| copies each full block to host memory | 0.44 (2.00x) | 282 (3.00x) |" in table
+    assert "4 requests of 8,192 + 64 tokens" in table
+
+
+def test_timeline_table_shows_when_steps_run():
+    gpu = [
+        {"step": 0, "name": "a", "start_us": 60.0, "us": 50.0},
+        {"step": 0, "name": "b", "start_us": 100.0, "us": 60.0},
+        {"step": 1, "name": "a", "start_us": 163.5, "us": 1036.5},
+    ]
+    host = [
+        {"part": "execute", "start_us": 0.0, "us": 40.0},
+        {"part": "read", "start_us": 50.0, "us": 40.0},
+        {"part": "execute", "start_us": 95.0, "us": 40.0},
+    ]
+    result = _result(host=host, gpu=gpu, weights="random")
+    result["conditions"] |= {"batch": 32, "recorded": "by a profiler"}
+    table = timeline_table(_file(result))
+    assert "| 0 | 2 | 0 | 60 | 160 | - |" in table
+    assert "| 1 | 1 | 95 | 164 | 1,200 | 3.5 |" in table
+    assert "32 requests of one token a step" in table
+    assert "recorded by a profiler" in table
+
+
+def test_a_cell_names_the_decodes_beside_its_prefills():
+    cell = {"batch": 4, "context": 16384, "query_len": 256}
+    assert cell_label(cell) == "4 x 256 of 16384"
+    beside = cell | {"num_decodes": 60, "decode_context": 2048}
+    assert cell_label(beside) == "4 x 256 of 16384 + 60 x 2048"
 
 
 def test_speculation_and_async_tables_show_ratios():

@@ -198,6 +198,29 @@ def runner_table(file: ResultFile) -> str:
     return with_conditions("\n\n".join(tables), file, *_conditions(file), asked)
 
 
+def timeline_table(file: ResultFile) -> str:
+    """Return when the GPU begins and ends each recorded step, and when the host launches it."""
+    result = file.result
+    executes = [call["start_us"] for call in result["host"] if call["part"] == "execute"]
+    body, end = [], None
+    for step in range(1 + max(each["step"] for each in result["gpu"])):
+        own = [each for each in result["gpu"] if each["step"] == step]
+        begin = own[0]["start_us"]
+        idle = "-" if end is None else f"{begin - end:.1f}"
+        end = max(each["start_us"] + each["us"] for each in own)
+        times = [f"{time:,.0f}" for time in (executes[step], begin, end)]
+        body.append([f"{step}", f"{len(own)}", *times, idle])
+    head = ["step", "kernels and copies", "the host launches it at, us", "the GPU begins at, us"]
+    return with_conditions(
+        table([*head, "ends at, us", "idle before, us"], body),
+        file,
+        f"{result['shape']} shape, {result['weights']} weights, {result['conditions']['batch']} "
+        f"requests of one token a step, one {file.device}",
+        f"recorded {result['conditions']['recorded']}",
+        versions(result),
+    )
+
+
 def starts(files: Sequence[ResultFile]) -> list[tuple[str, float, ResultFile]]:
     """Return (engine, seconds, file) of every start that a file of generation records."""
     found = []

@@ -1,4 +1,4 @@
-"""Tables of what a feature costs or gains: starts, sleep, features of images, drafts, AsyncLLM."""
+"""Tables of what a feature costs or gains: starts, sleep, listeners, images, drafts, AsyncLLM."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ ROWS = {
     "pinned": "features in pinned host memory",
 }
 """Variants of a prompt in a file of ``benchmarks.multimodal``."""
+LISTENERS = {
+    "none": "none",
+    "empty": "does nothing",
+    "copies": "copies each full block to host memory",
+}
+"""Variants in a file of ``benchmarks.kv_offload``."""
 SLEEPS = ("level 1, the first time", "level 1 again", "level 2", "new weights on the GPU")
 """What a file of ``benchmarks.sleep`` measures, in this order."""
 SLEEP_CALLS = {
@@ -102,6 +108,25 @@ def sleep_table(file: ResultFile) -> str:
         f"level 2: weights {conditions['level_2_weights']}",
         versions(result),
         f"clocks {conditions['clocks']}",
+    )
+
+
+def kv_offload_table(file: ResultFile) -> str:
+    """Return what a KV listener costs, over serving without one."""
+    result, names = file.result, ("seconds", "first_token_ms")
+    none, conditions = result["results"]["none"], result["conditions"]
+    body = [
+        [text, *(f"{entry[name]:.3g} ({entry[name] / none[name]:.2f}x)" for name in names)]
+        for text, entry in ((text, result["results"][key]) for key, text in LISTENERS.items())
+    ]
+    return with_conditions(
+        table(["KV listener", "seconds", "first token, ms"], body, num_texts=1),
+        file,
+        f"{result['shape']} shape, random weights, one {file.device}",
+        f"{conditions['num_requests']} requests of {conditions['prompt_tokens']:,} + "
+        f"{conditions['output_tokens']} tokens",
+        f"medians of {conditions['repeats']} runs in turns",
+        versions(result),
     )
 
 

@@ -18,11 +18,13 @@ from mrv1.bench.report.engines import (
     start_table,
     starts,
     summary_table,
+    timeline_table,
     vllm_table,
 )
 from mrv1.bench.report.features import (
     async_table,
     features_table,
+    kv_offload_table,
     sleep_table,
     speculation_table,
     start_parts_table,
@@ -49,7 +51,7 @@ SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
     "Serving": {("serving", 1): serving_table},
     "vLLM with mrv1": {("vllm", 1): modes_table},
     "Whole-engine generation": {("generate", 2): generate_table},
-    "A decode step": {("runner", 1): runner_table},
+    "A decode step": {("runner", 1): runner_table, ("timeline", 1): timeline_table},
     "Attention": {("attention", 2): kernel_table},
     "KV cache write": {("kv_cache_write", 2): kernel_table},
     "Sampler": {("sample_tokens", 1): sampler_table},
@@ -59,6 +61,7 @@ SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
     "Speculation": {("speculation", 1): speculation_table},
     "AsyncLLM beside LLM": {("async llm", 1): async_table},
     "Starts, part by part": {("start", None): start_parts_table},
+    "KV listeners": {("kv_offload", None): kv_offload_table},
     "Sleep and new weights": {("sleep", 1): sleep_table},
 }
 """Section -> the kinds and schemas in it, and their tables."""
