@@ -412,6 +412,13 @@ class EngineConfig:
                 "kv_scale, speculative: expected not both, got 'quarter', whose bytes also depend "
                 "on drafts that are not accepted, and speculative"
             )
+        if self.speculation is not None and (
+            self.speculation.num_tokens >= self.max_num_batched_tokens
+        ):
+            raise ConfigError(
+                "speculative: num_tokens: expected fewer than max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), got {self.speculation.num_tokens}"
+            )
         for name in ("deterministic", "per_head_ids", "visit_masked_pages", "speculative"):
             if getattr(self, name) and self.attention_backend == "flashinfer":
                 raise ConfigError(

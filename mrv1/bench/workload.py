@@ -82,6 +82,12 @@ class Workload(CheckpointBench):
         for name in ("input_sigma", "output_sigma"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name}: expected a finite number, got {getattr(self, name)}")
+        for kind in ("input", "output"):
+            median, most = getattr(self, f"{kind}_len"), getattr(self, f"{kind}_max")
+            if self.lengths is None and median > most:
+                raise ConfigError(
+                    f"{kind}_len: expected at most {kind}_max ({most}), got {median}"
+                )
         if not self.request_rate > 0:  # NaN, too
             raise ConfigError(
                 f"request_rate: expected a number > 0, or inf, got {self.request_rate}"

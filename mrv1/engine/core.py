@@ -302,7 +302,7 @@ class EngineCore:
             if params.max_tokens is None
             else min(longest, len(prompt) + params.max_tokens),
             banned_token_sequences=banned,
-            priority=priority,
+            priority=int(priority),
             fairness_id=fairness_id,
         )
         request.add_followers()

@@ -6,7 +6,8 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -111,6 +112,12 @@ class LLM:
         given: dict[str, Any] = {
             name: value for name, value in options.items() if value is not None or name not in made
         }
+        known = [each.name for each in fields(EngineConfig)]
+        for name in given:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise TypeError(f"{name}: expected an option of LLM, got an unknown one{hint}")
         policy = head_policy if isinstance(head_policy, HeadPolicy) else None
         if policy is None and head_policy is not None:
             is_path = isinstance(head_policy, Path)

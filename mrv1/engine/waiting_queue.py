@@ -12,6 +12,9 @@ QUANTUM = 512
 """Tokens that a turn gives to a fairness id. A turn ends with the request that uses them up: of
 two ids that always have a request waiting, none is ahead by more than two quanta and a request."""
 
+FEW_PRIORITIES = 16
+"""Priorities of which no request waits that the queue keeps without more ado."""
+
 
 class WaitingQueue(OrderedDict[RequestId, Request]):
     """Requests by id, first come, first served.
@@ -136,6 +139,8 @@ class PriorityQueue(WaitingQueue):
         self._sizes[request.priority] -= 1
         if not self._sizes[request.priority]:  # nobody waits for a turn: debts are void
             del self._sizes[request.priority], self._lanes[request.priority]
+            if len(self._priorities) > 2 * len(self._sizes) + FEW_PRIORITIES:
+                self._priorities = sorted(self._sizes)  # without those that it has no more
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Lower the credit of a request's fairness id, if anybody waits at its priority."""

@@ -110,6 +110,8 @@ def test_recorded_lengths_are_taken_in_order(tmp_path: Path):
         ({"prefix_len": -1}, "prefix_len: expected >= 0, got -1"),
         ({"input_sigma": -1.0}, "input_sigma: expected >= 0, got -1.0"),
         ({"output_sigma": math.inf}, "output_sigma: expected a finite number, got inf"),
+        ({"input_len": 9000}, r"input_len: expected at most input_max \(8000\), got 9000"),
+        ({"output_len": 30, "output_max": 20}, r"output_len: expected at most output_max \(20\)"),
         ({"output_max": 0}, "output_max: expected >= 1, got 0"),
         ({"engines": ()}, "engines: expected different ones of mrv1, vllm, got none"),
         ({"engines": ("mrv1", "x")}, "engines: expected different ones of .*, got mrv1, x"),

@@ -281,10 +281,10 @@ def _warp_group_cases() -> list[AotCase]:
         splits: bool = False, some_heads: bool = False,
     ) -> AotCase:  # fmt: skip
         rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
-        pages = _pages(dtype, block_size, head_dim)
+        pages = _page_boxes(dtype, block_size, head_dim)
         shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
         return AotCase(
-            name=_name("prefill-hopper", dtype, block_size, head_dim, group)
+            name=_warp_group_name("prefill-hopper", dtype, block_size, head_dim, group)
             + "-some_heads" * some_heads
             + "-splits" * splits,
             kernel=prefill_hopper._prefill_hopper_kernel,
@@ -305,13 +305,13 @@ def _warp_group_cases() -> list[AotCase]:
         dtype: torch.dtype, block_size: int, head_dim: int = 128, *, group: int = 4,
         some_heads: bool = False,
     ) -> AotCase:  # fmt: skip
-        pages, lengths = _pages(dtype, block_size, head_dim), pointer(torch.int32)
+        pages, lengths = _page_boxes(dtype, block_size, head_dim), pointer(torch.int32)
         q = torch.empty(64, group * NUM_KV_HEADS, head_dim, dtype=dtype)
         queries = (None, pointer(dtype), 4096, 128)
         if 128 % group == 0:
             queries = (prefill_queue.describe_queries(q, group), None, 0, 0)
         return AotCase(
-            name=_name("prefill-queue", dtype, block_size, head_dim, group)
+            name=_warp_group_name("prefill-queue", dtype, block_size, head_dim, group)
             + "-some_heads" * some_heads,
             kernel=prefill_queue._prefill_queue_kernel,
             args=(
@@ -344,7 +344,7 @@ def _warp_group_cases() -> list[AotCase]:
     return [*sizes, *shared, *queue]
 
 
-def _pages(dtype: torch.dtype, block_size: int, head_dim: int) -> TensorDescriptor:
+def _page_boxes(dtype: torch.dtype, block_size: int, head_dim: int) -> TensorDescriptor:
     from mrv1.kernels.attention import prefill_hopper
 
     cache = torch.empty(4 * block_size, head_dim, dtype=dtype)
@@ -356,7 +356,9 @@ def _tile(head_dim: int) -> dict[str, int]:
     return {"DIM": head_dim, "TILE_TOKENS": tile_tokens, "STAGES": stages}
 
 
-def _name(kernel: str, dtype: torch.dtype, block_size: int, head_dim: int, group: int) -> str:
+def _warp_group_name(
+    kernel: str, dtype: torch.dtype, block_size: int, head_dim: int, group: int
+) -> str:
     name = f"{kernel}-{str(dtype).removeprefix('torch.')}-{block_size}"
     return name + f"-dim{head_dim}" * (head_dim != 128) + f"-group{group}" * (group != 4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +270,16 @@ def test_a_bad_request_fails_alone_and_the_error_names_the_argument(llm, prompt,
     with pytest.raises(RequestError, match=message):
         llm.add_request(prompt, params or SamplingParams())
     assert not llm.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("max_num_seq", "; did you mean max_num_seqs?"), ("zzz", "")],
+)
+def test_an_unknown_option_names_itself_and_a_likely_one(option, hint):
+    message = f"{option}: expected an option of LLM, got an unknown one{hint}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        LLM("tiny", **{option: 1})
 
 
 def test_a_prompt_of_an_unknown_type_is_refused(llm):

@@ -6,13 +6,14 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import LLM, ConfigError, RequestError, SamplingParams, StepError
 from mrv1.config import EngineConfig
-from mrv1.engine import waiting_queue
+from mrv1.engine import EngineCore, waiting_queue
 from mrv1.engine.request import Request
 from mrv1.engine.scheduler import Scheduler
 from tests.engine.fake_llm import make_llm
@@ -415,6 +416,33 @@ def test_generate_and_stream_take_priorities_and_fairness_ids(monkeypatch):
     with pytest.raises(RequestError, match="priority: expected one, or 4 for 4 prompts, got 2"):
         llm.generate(prompts, params, priority=[1, 2])
     llm.close()
+
+
+def test_a_priority_may_be_any_integer_type():
+    core = EngineCore(
+        EngineConfig(model="tiny", device="cpu", num_kv_blocks=8, scheduling_policy="priority"),
+        progress=False,
+    )
+    request = core.add_request("a", [1, 2], SamplingParams(), priority=np.int64(-3))
+    assert (request.priority, type(request.priority)) == (-3, int)
+    core.runner.close()
+
+
+def test_priorities_that_come_and_go_leave_nothing_behind():
+    """A thousand urgent requests come and are aborted while one of priority -1 waits."""
+    queue = waiting_queue.PriorityQueue()
+    first = make_request("first", prompt_of(3), max_tokens=1, priority=-1)
+    queue.add(first, holds_followers=False)
+    for number in range(1000):
+        other = make_request(f"{number}", prompt_of(3), max_tokens=1, priority=number)
+        queue.add(other, holds_followers=False)
+        assert queue.peek() is first
+        queue.remove(other)
+    assert len(queue._priorities) < 50
+    queue.take(first)
+    last = make_request("last", prompt_of(3), max_tokens=1, priority=500)
+    queue.add(last, holds_followers=False)
+    assert queue.peek() is last
 
 
 @pytest.mark.parametrize(

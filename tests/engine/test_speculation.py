@@ -556,6 +556,15 @@ def test_mistakes_are_config_errors(given, message):
         EngineConfig(model="tiny", speculative=given)
 
 
+def test_drafts_that_fit_no_step_are_refused():
+    speculative = {"method": "ngram", "num_tokens": 4}
+    EngineConfig(model="tiny", speculative=speculative, max_num_batched_tokens=5)
+    with pytest.raises(
+        ConfigError, match=r"num_tokens: expected fewer than max_num_batched_tokens \(4\), got 4"
+    ):
+        EngineConfig(model="tiny", speculative=speculative, max_num_batched_tokens=4)
+
+
 @pytest.mark.parametrize(
     ("given", "lengths"),
     [({}, (5, 5)), ({"prompt_lookup_max": 3}, (3, 3)), ({"prompt_lookup_min": 2}, (2, 2))],
