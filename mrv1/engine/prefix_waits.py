@@ -39,6 +39,10 @@ class PrefixWaits:
         """Whether a request waits."""
         return request in self._leaders
 
+    def num_before(self, request: Request) -> int:
+        """Return how many of the requests that wait are at least as urgent as another one."""
+        return sum(each.priority <= request.priority for each in self._leaders)
+
     def enter(self, request: Request, num_cached: int) -> None:
         """Note that an admitted request computes its known tokens from ``num_cached`` on."""
         digests = request.block_digests[num_cached // self._block_size :]

@@ -548,11 +548,14 @@ class Scheduler:
         ends: list[int] = []
         if self.enable_prefix_caching and self._slots.free:
             self._batch.cache_blocks()
-        # Requests that wait for a prefix are as good as admitted: no more of them than free slots.
-        while budget and self.waiting and len(self._slots.free) > len(self._prefix_waits):
+        while budget and self.waiting and self._slots.free:
             if room is not None and room.is_full:
                 break
             request = self.waiting.peek()
+            # Requests that wait for a prefix are as good as admitted: no more of them than free
+            # slots. A more urgent request takes such a slot, and they follow it.
+            if len(self._slots.free) <= self._prefix_waits.num_before(request):
+                break
             left = request, budget, self.features.num_held, None if room is None else room.load
             if self._blocked == left and not self.pools.has_changed:
                 break

@@ -309,6 +309,30 @@ def test_no_more_requests_wait_than_slots_are_free():
     assert scheduled(scheduler.schedule()) == {"first": 1, "second": 1, "third": 3}
 
 
+def test_an_urgent_request_takes_the_slot_of_one_that_waits():
+    scheduler = make_scheduler(
+        max_num_seqs=2, enable_prefix_caching=True, least_shared_tokens=8,
+        scheduling_policy="priority",
+    )  # fmt: skip
+    for name, priority, prompt in (
+        ("first", 1, (*prompt_of(24), 1)), ("waits", 1, (*prompt_of(24), 2)),
+        ("later", 1, prompt_of(3, 5)), ("urgent", 0, prompt_of(4, 9)),
+    ):  # fmt: skip
+        if name == "urgent":  # it arrives when the others have been looked at
+            plan = scheduler.schedule()
+            assert scheduled(plan) == {"first": 25}
+            assert len(scheduler._prefix_waits) == 1
+        request = make_request(name, prompt, max_tokens=2, ignore_eos=True, priority=priority)
+        scheduler.add(request)
+    runner = make_runner(scheduler)
+    runner.execute(plan)
+    urgent = scheduler.schedule()
+    assert scheduled(urgent) == {"first": 1, "urgent": 4}
+    runner.execute(urgent)
+    drain(scheduler, runner)
+    assert not scheduler.has_unfinished_requests
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_after_an_interrupt_those_that_waited_are_queued(policy):
     scheduler, requests = start_sharing(scheduling_policy=policy)
