@@ -215,11 +215,21 @@ class Soak:
             llm.update_weights(load_file(self.folder / "model.safetensors").items())
 
     def fixed_round(self, name: str) -> float:
-        """Run the same requests as always, from an empty prefix cache; return the seconds."""
+        """Run the same requests as always, from an empty prefix cache; return the seconds.
+
+        One has features: their buffer is there at every reading, also after a sleep.
+        """
         llm = self.engines[name]
         llm.reset_prefix_cache()
         source = random.Random(1)
-        prompts = [[source.randrange(3, VOCAB) for _ in range(n)] for n in (3, 50, 17, 90, 33, 8)]
+        prompts: list[Any] = [
+            [source.randrange(3, VOCAB) for _ in range(n)] for n in (3, 50, 17, 90, 33, 8)
+        ]
+        features = torch.randn(9, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
+        prompts[2] = {
+            "prompt_token_ids": [*[5] * 9, *prompts[2]],
+            "multimodal": [MultimodalItem(features=features, start=0)],
+        }
         params = [
             SamplingParams(temperature=i % 2, seed=i, max_tokens=24, ignore_eos=True, logprobs=1)
             for i in range(len(prompts))
