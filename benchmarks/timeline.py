@@ -14,19 +14,18 @@ import argparse
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from mrv1.bench.engine import random_model
 from mrv1.bench.provenance import provenance
 from mrv1.bench.shapes import shape_config
-from mrv1.bench.trace import DEVICE_WORK, HOST_CALLS, Event
+from mrv1.bench.trace import DEVICE_WORK, HOST_CALLS, Event, profiled
 from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
@@ -122,23 +121,16 @@ def record(core: EngineCore, batch: int, num_steps: int) -> dict[str, list[dict[
         core.step()
     for _ in range(WARM_STEPS):
         core.step()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        patches = [
-            patch.object(owner, name, _named(part, getattr(owner, name)))
-            for part, (owner, name) in PARTS.items()
-        ]
-        for each in patches:
-            each.start()
-        try:
-            for _ in range(WARM_STEPS + num_steps + 2):
-                core.step()
-        finally:
-            for each in patches:
-                each.stop()
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return timeline(json.loads(path.read_text("utf-8"))["traceEvents"], num_steps)
+
+    def run() -> None:
+        for _ in range(WARM_STEPS + num_steps + 2):
+            core.step()
+
+    with ExitStack() as patches:
+        for part, (owner, name) in PARTS.items():
+            named = _named(part, getattr(owner, name))
+            patches.enter_context(patch.object(owner, name, named))
+        return timeline(profiled(run), num_steps)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -161,7 +153,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         recorded = record(core, options.batch, options.steps)
     finally:
         core.runner.close()
-    torch.cuda.synchronize()
     result = {
         "op": "timeline", "schema": 1, "shape": options.shape, "weights": "random",
         **provenance(device, options.commit),

@@ -58,18 +58,27 @@ def trace_steps(run_step: Callable[[], object], num_steps: int, num_warm_steps: 
     Raises:
         ValueError: the trace has no kernel of the steps.
     """
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities, acc_events=True) as profiler:
+
+    def run() -> None:
         for _ in range(num_warm_steps):
             run_step()
         with record_function(STEPS_RANGE):
             for _ in range(num_steps):
                 run_step()
+
+    return summarize(profiled(run), num_steps)
+
+
+def profiled(run: Callable[[], None]) -> list[Event]:
+    """Run under the profiler; return the events of its Chrome trace."""
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiler:
+        run()
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events: list[Event] = json.loads(path.read_text("utf-8"))["traceEvents"]
-    return summarize(events, num_steps)
+    return events
 
 
 def summarize(events: Iterable[Event], num_steps: int) -> StepTrace:

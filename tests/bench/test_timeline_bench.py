@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from benchmarks import timeline
+from mrv1.config import EngineConfig
+from mrv1.engine import EngineCore
 
 
 def _trace(num_steps: int) -> list[dict[str, Any]]:
@@ -54,5 +57,20 @@ def test_a_trace_with_too_few_steps_is_refused():
         timeline.timeline(_trace(6), 5)
 
 
-def test_the_methods_of_a_step_exist():
-    assert all(callable(getattr(owner, name)) for owner, name in timeline.PARTS.values())
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_every_part_of_a_step_has_a_range_and_the_methods_are_themselves_again(monkeypatch):
+    config = EngineConfig(model="tiny", device="cpu", num_kv_blocks=64, max_num_seqs=2)
+    core = EngineCore(config, progress=False)
+    recorded: list[dict[str, Any]] = []
+
+    def keep(events: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+        recorded.extend(events)
+        return {"num_steps": num_steps}
+
+    monkeypatch.setattr(timeline, "timeline", keep)
+    methods = [getattr(owner, name) for owner, name in timeline.PARTS.values()]
+    assert timeline.record(core, 2, 3) == {"num_steps": 3}
+    core.runner.close()
+    found = Counter(event["name"] for event in recorded if event.get("cat") == "user_annotation")
+    assert found == dict.fromkeys((f"timeline {part}" for part in timeline.PARTS), 25)
+    assert methods == [getattr(owner, name) for owner, name in timeline.PARTS.values()]
