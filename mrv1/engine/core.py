@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mrv1.config import EngineConfig
 from mrv1.engine.guards import recovers
+from mrv1.engine.padding import Padding
 from mrv1.engine.prefix_cache import key_spans
 from mrv1.engine.request import Request, Status
 from mrv1.engine.request_limits import check_logprob_memory, check_order, check_params
@@ -173,6 +174,7 @@ class EngineCore:
             scheduling_policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             target=target,
+            padding=Padding.of(self.runner),
             speculation=self._speculation,
             # Drafts with log-probabilities leave the CUDA graphs, which costs more than they gain.
             drafts_beside_logprobs=not self.runner.captures_graphs,

@@ -260,6 +260,27 @@ class RunningBatch:
             new_blocks[slot] = own
         return new_blocks
 
+    def shrink(self, request: Request, end: int, new_blocks: NewBlocks) -> None:
+        """Give back the blocks that a request's first ``end`` tokens do not need.
+
+        Args:
+            request: a request that computes tokens in the step that is being planned.
+            end: tokens of the request that are computed after the step.
+            new_blocks: blocks that the step has allocated, of which some are given back: no step
+                has used them; *changed* in place.
+        """
+        pools, slot = self._pools, request.slot
+        count = int(self._slots.capacity[slot]) // pools.block_size - pools.blocks_for(end)
+        if count <= 0:
+            return
+        pools.free([held[-count:] for held in request.block_ids], last_step=None)
+        for held in request.block_ids:
+            del held[-count:]
+        self._slots.capacity[slot] -= count * pools.block_size
+        new_blocks[slot] = tuple([blocks[:-count] for blocks in new_blocks[slot]])
+        if not new_blocks[slot][0]:
+            del new_blocks[slot]
+
     def num_free_soon(self) -> int:
         """Return how many blocks of every group will be free when the steps in flight are over.
 

@@ -11,6 +11,7 @@ import numpy as np
 from mrv1.config import SchedulingPolicyName
 from mrv1.engine.feature_pool import FeaturePool
 from mrv1.engine.head_pools import HeadPools
+from mrv1.engine.padding import Padding
 from mrv1.engine.prefix_cache import PrefixCache
 from mrv1.engine.prefix_waits import LEAST_SHARED_TOKENS, PrefixWaits
 from mrv1.engine.request import FinishReason, Request, Status
@@ -58,6 +59,10 @@ class Scheduler:
     gets chunks of prompts whose predicted time fits, in the order of the requests. The first chunk
     has at least a block's tokens, or the span that it begins with.
 
+    **Padding.** With ``padding``, a step that is not full leaves the last tokens of its newest
+    chunks to the next step, where a smaller CUDA graph then runs it and that saves time. Each
+    chunk keeps at least a block's tokens.
+
     **Steps in flight.** ``schedule`` may be called again before the output of up to
     ``max_steps_in_flight - 1`` plans has come. A row that computes its last known token then has a
     *pending* token: the row is scheduled again before the token is known, up to its length.
@@ -91,6 +96,7 @@ class Scheduler:
         scheduling_policy: SchedulingPolicyName = "fcfs",
         long_prefill_token_threshold: int = 0,
         target: StepTarget | None = None,
+        padding: Padding | None = None,
         least_shared_tokens: int = LEAST_SHARED_TOKENS,
         speculation: Speculation | None = None,
         drafts_beside_logprobs: bool = True,
@@ -111,6 +117,7 @@ class Scheduler:
             scheduling_policy: ``fcfs`` or ``priority``.
             long_prefill_token_threshold: most tokens of a request in a step; 0 = no limit.
             target: the time that a step with decodes shall take at most; None = no limit.
+            padding: sizes of the graphs that run steps with prompts; None = no step is padded.
             least_shared_tokens: tokens of a common prefix for which a request waits.
             speculation: proposes drafts; None = no row has any.
             drafts_beside_logprobs: whether steps with log-probabilities may have drafts.
@@ -142,6 +149,7 @@ class Scheduler:
         self._queue_class = PriorityQueue if scheduling_policy == "priority" else WaitingQueue
         self._threshold = long_prefill_token_threshold
         self._target = target
+        self._padding = padding
         self._least_shared_tokens = least_shared_tokens
         self._speculation = speculation
         self._drafts_beside_logprobs = drafts_beside_logprobs
@@ -347,6 +355,8 @@ class Scheduler:
                 ends = np.array([*ends.tolist(), *ends_of_entering], dtype=np.int64)
         if self._limited and not starved:
             self._give_rest(ends, new_blocks, room)
+        if self._padding is not None and continued is None:
+            self._leave_out_padding(self._padding, ends, new_blocks)
         if continued is None:
             is_scheduled = ends > slots.num_computed[rows.index]
             if not is_scheduled.all():
@@ -495,6 +505,41 @@ class Scheduler:
         for slot, more in batch.grow(ends).items():
             own = new_blocks.get(slot, ((),) * len(more))
             new_blocks[slot] = tuple([a + b for a, b in zip(own, more, strict=True)])
+
+    def _leave_out_padding(
+        self, padding: Padding, ends: Int64Array, new_blocks: NewBlocks
+    ) -> None:
+        """Shorten the newest chunks, if the step then fills a smaller graph and that saves time.
+
+        A step that is full stays so, for the bounds of prompts that wait. Items and spans are not
+        cut.
+
+        Args:
+            padding: the sizes of the graphs.
+            ends: ``[running]`` how far each request is computed; lowered in place.
+            new_blocks: blocks of the step; those that are no longer needed are given back.
+        """
+        batch = self._batch
+        counts = ends - self._slots.num_computed[batch.rows.index]
+        if int(counts.sum()) == self.max_num_batched_tokens:
+            return
+        surplus = padding.surplus(int(counts[counts > 1].sum()))
+        if not surplus:
+            return
+        rows = {request: row for row, request in enumerate(batch.rows.requests)}
+        shorter: dict[Request, int] = {}
+        for request in reversed(self._in_order()):
+            row = rows[request]
+            if not request.unsplittable and not request.multimodal:
+                cut = min(surplus, max(int(counts[row]) - self.block_size, 0))
+                shorter[request] = int(ends[row]) - cut
+                surplus -= cut
+        if surplus:
+            return  # a step between two sizes is padded all the same
+        for request, end in shorter.items():
+            if end < ends[rows[request]]:
+                ends[rows[request]] = end
+                batch.shrink(request, end, new_blocks)
 
     def _chunk(self, request: Request, start: int, count: int) -> int:
         """Return ``count``, or less: spans stay whole, and each item gets its rows of features."""

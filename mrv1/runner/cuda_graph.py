@@ -58,7 +58,8 @@ class StepGraphs:
         self._max_num_reqs = max_num_reqs
         self._max_query_len = max_query_len
         self._decode_sizes = decode_sizes(max_num_reqs)
-        self._prompt_sizes = prompt_sizes(max_num_tokens)
+        self.prompt_sizes = tuple(prompt_sizes(max_num_tokens))
+        """Prompt tokens of the graphs with prompts, in rising order."""
         self._decodes_beside = sorted({0, min(SMALL_DECODE, max_num_reqs), max_num_reqs})
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Forwarded | None]] = {}
         self._tails: dict[tuple[StepShape, Tail], torch.cuda.CUDAGraph] = {}
@@ -68,7 +69,7 @@ class StepGraphs:
         """Every shape that is captured, the largest of each kind first."""
         prompts = [
             self._with_prompts(decodes, tokens)
-            for tokens in reversed(self._prompt_sizes)
+            for tokens in reversed(self.prompt_sizes)
             for decodes in reversed(self._decodes_beside)
         ]
         decodes = [
@@ -82,7 +83,7 @@ class StepGraphs:
     def largest(self) -> list[StepShape]:
         """The largest shape of each kind: the memory of their graphs is enough for all graphs."""
         return [
-            self._with_prompts(self._decodes_beside[-1], self._prompt_sizes[-1]),
+            self._with_prompts(self._decodes_beside[-1], self.prompt_sizes[-1]),
             StepShape.decode(self._decode_sizes[-1]),
             StepShape.decode(self._decode_sizes[-1], samples=False),
             *self._of_drafts[:1],
@@ -173,7 +174,7 @@ class StepGraphs:
             size = _least(self._decode_sizes, shape.num_rows)
             return None if size is None else StepShape.decode(size, samples=shape.samples)
         num_decodes = _least(self._decodes_beside, shape.num_decodes)
-        num_prompt_tokens = _least(self._prompt_sizes, shape.num_tokens - shape.num_decodes)
+        num_prompt_tokens = _least(self.prompt_sizes, shape.num_tokens - shape.num_decodes)
         if num_decodes is None or num_prompt_tokens is None:
             return None
         return self._with_prompts(num_decodes, num_prompt_tokens)
@@ -198,7 +199,7 @@ class StepGraphs:
         self._tails[shape, tail].replay()
 
 
-def _least(sizes: list[int], size: int) -> int | None:
+def _least(sizes: Sequence[int], size: int) -> int | None:
     """Return the least of the sorted ``sizes`` that is at least ``size``; None if none is."""
     at = bisect_left(sizes, size)
     return sizes[at] if at < len(sizes) else None

@@ -436,6 +436,11 @@ class ModelRunner:
         return self._step.is_capturable
 
     @property
+    def prompt_graph_sizes(self) -> tuple[int, ...]:
+        """Prompt tokens of the graphs that run steps with prompts, in rising order; () = none."""
+        return self._graphs.prompt_sizes if self.captures_graphs else ()
+
+    @property
     def num_feature_rows(self) -> int:
         """Rows of the buffer for features of multimodal items; 0 = it takes none."""
         return self.features.num_rows

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mrv1 import SamplingParams
+from mrv1.engine.padding import Padding
 from mrv1.engine.request import FinishReason, Request
 from mrv1.engine.running_batch import LaunchedStep
 from mrv1.engine.scheduler import Scheduler
@@ -87,6 +88,26 @@ def check_time(scheduler: Scheduler, plan: StepPlan, target: float) -> None:
     assert len(chunks) <= 1
     for request, start, count in chunks:
         assert count <= max(scheduler.block_size, request.span_size(start))
+
+
+def check_padding(scheduler: Scheduler, plan: StepPlan, padding: Padding) -> None:
+    """Check the newest plan: no smaller graph would have saved more than a step's time.
+
+    Steps with drafts have no chunks, and a full step is not cut.
+    """
+    counts = plan.num_scheduled_tokens.tolist()
+    if plan.draft_token_ids or sum(counts) == scheduler.max_num_batched_tokens:
+        return
+    num_tokens = sum(count for count in counts if count > 1)
+    smaller = [size for size in padding.sizes if size <= num_tokens]
+    larger = [size for size in padding.sizes if size >= num_tokens]
+    if smaller and larger and larger[0] - num_tokens >= padding.worth_a_step:
+        rows = zip(scheduler._batch.newest.rows.requests, counts, strict=True)
+        could_go = sum(
+            max(count - scheduler.block_size, 0) for request, count in rows
+            if not request.unsplittable
+        )  # fmt: skip
+        assert could_go < num_tokens - smaller[-1]
 
 
 class DeviceError(AssertionError):

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mrv1 import RequestError, StepError
 from mrv1.engine.block_pool import BlockPool
+from mrv1.engine.padding import Padding
 from mrv1.engine.request import Request, Status
 from mrv1.engine.scheduler import Scheduler
 from mrv1.headwise import FULL, Visible
@@ -25,6 +26,7 @@ from tests.engine.scheduler_model import (
     VOCAB,
     DeviceError,
     KnownSpeculation,
+    check_padding,
     check_time,
     drain,
     expected_output,
@@ -116,10 +118,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         least_shared=st.sampled_from([1, 1, 9, 256]),
         drafts=st.booleans(),
         step_seconds=st.sampled_from([None, None, 1.0, 20.0, 40.0]),
+        padding=st.sampled_from([None, None, Padding((2, 8, 12), 2), Padding((4, 16), 5)]),
     )
     def start(
         self, num_blocks, streaming, all_stream, max_num_seqs, budget, depth, caching,
-        stops_on_device, policy, threshold, least_shared, drafts, step_seconds,
+        stops_on_device, policy, threshold, least_shared, drafts, step_seconds, padding,
     ):  # fmt: skip
         keeps, pools = [Visible(window, sink) for window, sink, _ in streaming], []
         for seen, (_, _, spare) in zip(keeps, streaming, strict=True):
@@ -142,13 +145,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 least_shared_tokens=least_shared,
                 speculation=KnownSpeculation() if drafts else None,
                 target=target_of(seconds),
+                padding=padding,
             )
             for made, seconds in (
                 (Scheduler, step_seconds),
                 (ForgetfulScheduler, 1e9 if step_seconds is None else step_seconds),
             )
         )
-        self.step_seconds = step_seconds
+        self.step_seconds, self.padding = step_seconds, padding
         self.max_num_seqs, self.budget = max_num_seqs, budget
         self.runner = make_runner(self.scheduler, stops_on_device=stops_on_device)
         self.requests: dict[str, Request] = {}
@@ -237,6 +241,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_same_plan(plan, self.forgetful.schedule())
         if plan is not None and self.step_seconds is not None:
             check_time(self.scheduler, plan, self.step_seconds)
+        if plan is not None and self.padding is not None:
+            check_padding(self.scheduler, plan, self.padding)
         if plan is None:
             assert self.scheduler.num_steps_in_flight or not self.scheduler.has_unfinished_requests
             return
@@ -402,6 +408,7 @@ def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(s
             "long_prefill_token_threshold": source.choice([0, 5]),
             "least_shared_tokens": source.choice([4, 256]),
             "target": target_of(seconds),
+            "padding": source.choice([None, Padding((2, 8, 12, 24), 2)]),
         }
         scheduler, forgetful = Scheduler(**options), ForgetfulScheduler(**options)
         runner = make_runner(scheduler)
