@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,8 +72,9 @@ class KernelBackend:
     """Attention by ``ops.paged_decode_attention`` and ``ops.paged_prefill_attention``.
 
     The kernels read lengths and tables on the device. Rows of one token are decoded and other
-    rows prefilled, also in a step that has both. Without ``plan``, every layer of a decode step
-    makes its own plan, and all rows of a step that has both are prefilled.
+    rows prefilled, also in a step that has both: the two launches then run side by side on a GPU,
+    so that neither waits for the last programs of the other. Without ``plan``, every layer of a
+    decode step makes its own plan, and all rows of a step that has both are prefilled.
 
     Args:
         ops: the ops that ``select_ops`` returned for the device.
@@ -97,6 +99,8 @@ class KernelBackend:
         self._softmax_scale = softmax_scale
         self._deterministic = deterministic
         self._planned: _Planned | None = None
+        self._beside: torch.cuda.Stream | None = None
+        """The stream of prefills beside decodes; None on a CPU."""
 
     def plan(
         self,
@@ -108,8 +112,11 @@ class KernelBackend:
         """Plan the decode rows, once per layout that layers share; allocate prefill's splits."""
         num_decodes = batch.num_decodes if batch.query_len is None else batch.num_reqs
         is_mixed = 0 < num_decodes < batch.num_reqs
+        device = batch.seq_lens.device
+        if is_mixed and device.type == "cuda" and self._beside is None:
+            self._beside = torch.cuda.Stream(device)
         plans = {}
-        if num_decodes and kernel_path(batch.seq_lens.device) != "reference":
+        if num_decodes and kernel_path(device) != "reference":
             for cache in {id(cache.layout): cache for cache in caches}.values():
                 plans[id(cache.layout)] = plan = DecodePlan.allocate(
                     max_reqs=num_decodes,
@@ -209,13 +216,32 @@ class KernelBackend:
         plan, count = planned.plans.get(id(cache.layout)), planned.num_decodes
         if planned.prefill_start_loc is not None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            with self._beside_decodes():
+                starts = planned.prefill_start_loc
+                self._prefill(q[count:], batch, cache, count, starts, planned.splits, out[count:])
             self._decode(q[:count], batch, cache, count, plan, out[:count])
-            starts = planned.prefill_start_loc
-            self._prefill(q[count:], batch, cache, count, starts, planned.splits, out[count:])
+            self._join()
             return out
         if count:
             return self._decode(q, batch, cache, count, plan)
         return self._prefill(q, batch, cache, 0, batch.query_start_loc, planned.splits)
+
+    @contextmanager
+    def _beside_decodes(self) -> Iterator[None]:
+        """Launch on a stream of its own, after all that the current stream has so far.
+
+        ``_join`` lets the current stream wait for it. Nothing may be allocated inside.
+        """
+        if self._beside is None:
+            yield
+            return
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            yield
+
+    def _join(self) -> None:
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
 
     def _decode(
         self,

@@ -7,7 +7,7 @@ GPU. Meta tensors do not; here they answer with the name of the GPU when they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -76,6 +76,16 @@ class _Event:
         return 0.0
 
 
+class _Stream:
+    """Stands in for ``torch.cuda.Stream``."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+
 def _run_all(
     graphs: StepGraphs,
     shapes: Iterable[StepShape],
@@ -103,6 +113,9 @@ def stand_in_device(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, instead in (
             (torch.cuda, "Event", _Event),
+            (torch.cuda, "Stream", _Stream),
+            (torch.cuda, "current_stream", _Stream),
+            (torch.cuda, "stream", nullcontext),
             (torch.cuda, "synchronize", _do_nothing),
             (torch.cuda, "empty_cache", _do_nothing),
             (torch.cuda, "current_device", lambda: device.index),
