@@ -6,7 +6,7 @@ import heapq
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mrv1.bench.workload import Conversation
 
@@ -25,6 +25,14 @@ class ServedEngine(Protocol):
 
     start_s: float
     """Seconds of the start, without imports."""
+
+    def configure(self, sampling: dict[str, Any], *, stream_outputs: bool) -> None:
+        """Set the sampling parameters of the next requests, and when their tokens come.
+
+        Args:
+            sampling: arguments of the engine's ``SamplingParams``.
+            stream_outputs: give each token when it is drawn; else all with the finished output.
+        """
 
     def add(self, request: int, prompt: Sequence[int], output_len: int) -> None:
         """Queue a request for ``output_len`` tokens."""

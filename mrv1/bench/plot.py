@@ -111,6 +111,8 @@ def plot_serving(result: dict[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from mrv1.bench.serving import arrivals
+
     names = {"ttft_ms": "first token", "itl_ms": "between tokens", "e2el_ms": "last token"}
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -128,7 +130,7 @@ def plot_serving(result: dict[str, Any], path: Path) -> None:
     figure.suptitle(
         f"{result['shape']}, {result['dtype']}, {result['device']['name']}: "
         f"{conditions['num_conversations']} conversations of {conditions['num_turns']} turns, "
-        f"{conditions['request_rate']} a second",
+        f"{arrivals(result)}",
         fontsize="medium",
     )
     figure.savefig(path, format="png", dpi=150)

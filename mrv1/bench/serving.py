@@ -6,7 +6,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,31 @@ import numpy as np
 from mrv1.bench.child import ChildError, run_in_child
 from mrv1.bench.client import Served
 from mrv1.bench.machine import Machine, prepare, shared_checkpoint
+from mrv1.bench.options import CheckpointBench
 from mrv1.bench.provenance import version_of
-from mrv1.bench.serving_run import ServingJob, measure_serving
-from mrv1.bench.vllm import FP8_NEAR_TIE, NEAR_TIE, NEAR_TIES, FirstTokens, agreement, describe
+from mrv1.bench.serving_run import ServingJob, WorkloadRuns, measure_serving
+from mrv1.bench.vllm import (
+    FP8_NEAR_TIE,
+    INTERRUPTED,
+    NEAR_TIE,
+    NEAR_TIES,
+    FirstTokens,
+    agreement,
+    describe,
+)
 from mrv1.bench.workload import Conversation, Workload
-from mrv1.config import KVCacheDtypeName, check_target_ms
+from mrv1.config import check_target_ms
 from mrv1.errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning or goes."""
 
-ENGINES = ("mrv1", "vllm")
+ENGINES: dict[str, dict[str, Any]] = {
+    "mrv1": {},
+    "mrv1-fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "vllm": {"skip_tokenizer_init": True, "disable_log_stats": True},
+}
+"""Engine -> its own options; vLLM's cache has the dtype of its weights."""
 LIMITS = ("ttft", "tpot", "e2el")
 """Times of a request that ``goodput`` may limit, by vLLM's names."""
 
@@ -56,9 +70,9 @@ class ServingBench(Workload):
     top_p: float = 1.0
     top_k: int = -1
     repeats: int = 3
-    """Counted runs, after one uncounted run."""
-    kv_cache_dtype: KVCacheDtypeName = "auto"
-    """KV cache of mrv1; vLLM keeps that of its weights."""
+    """Counted runs."""
+    warm_up: bool = True
+    """Whether a run that is not counted comes first."""
     max_num_seqs: int = 256
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
@@ -69,6 +83,8 @@ class ServingBench(Workload):
         """Check the fields that the engines do not check."""
         self.check_checkpoint()
         self.check_workload()
+        if self.peak_share is not None and not self.warm_up:
+            raise ConfigError("peak_share: expected warm_up, whose run finds the peak, got none")
         unknown = [name for name in self.engines if name not in ENGINES]
         if unknown or not self.engines or len({*self.engines}) < len(self.engines):
             raise ConfigError(
@@ -118,6 +134,8 @@ class Measured:
     first_tokens: FirstTokens | None = None
     agreement: dict[str, int] | None = None
     """First tokens against those of the first engine; None of that engine itself."""
+    request_rate: float | None = None
+    """Conversations that arrived per second; None if all came at once."""
     figures: dict[str, Any] | None = None
     """Medians over the runs; None if the engine did not finish them."""
     runs: list[dict[str, Any]] | None = None
@@ -127,65 +145,130 @@ class Measured:
 def run_serving(bench: ServingBench, say: Say = lambda _: None) -> dict[str, Any]:
     """Measure every engine in a process of its own and return the result, ready for JSON.
 
-    An engine that fails is recorded with its reason; the other one is measured all the same.
+    For arguments and errors see ``run_workloads``.
+    """
+    (result,) = run_workloads([bench], say)
+    return result
+
+
+def run_workloads(
+    benches: Sequence[ServingBench], say: Say = lambda _: None
+) -> list[dict[str, Any]]:
+    """Measure several workloads; each engine starts once, and serves them one after the other.
+
+    An engine that fails is recorded with its reason; the others are measured all the same. Ctrl-C
+    ends the measurement: the results have what was measured until then.
 
     Args:
-        bench: the options.
+        benches: the workloads; only options of ``Workload`` and of the requests may differ.
         say: receives messages about the progress, one line each.
+
+    Returns:
+        A result for each workload, ready for JSON.
 
     Raises:
         ConfigError: vLLM is asked for and not installed, or an option or the checkpoint is wrong.
         ChildError: the device is not there, or the checkpoint could not be written.
     """
+    bench = _shared(benches)
     version = version_of("vllm")
-    if "vllm" in bench.engines and version is None:
+    names = [*dict.fromkeys(name for each in benches for name in each.engines)]
+    if "vllm" in names and version is None:
         raise ConfigError(
             "engines: expected the package vllm to be installed for vllm, got none; "
             "pip install 'mrv1[vllm]'"
         )
     with tempfile.TemporaryDirectory(prefix="mrv1-bench-") as folder:
         checkpoint, config = shared_checkpoint(bench, Path(folder))
-        conversations = bench.conversations(0, config.vocab_size)
-        options = bench.engine_options(conversations)
+        conversations = [each.conversations(0, config.vocab_size) for each in benches]
+        options = bench.engine_options([each for some in conversations for each in some])
         if bench.shape is not None:
             longest = max(config.max_model_len, options["max_model_len"])
             config = replace(config, max_model_len=longest)
         (machine,) = run_in_child(prepare, bench, config, checkpoint)
-        engines: dict[str, Measured] = {}
-        for name in bench.engines:
-            job = _job(bench, name, checkpoint, config.vocab_size, machine, options)
-            first = next(iter(engines.values()), None)
-            engines[name] = _measure(bench, job, first, machine, say)
-    return {
-        "op": "serving",
-        "schema": SCHEMA,
-        "shape": bench.shape or bench.model,
-        "weights": "random" if bench.shape else "checkpoint",
-        "dtype": str(machine.dtype).removeprefix("torch."),
-        **machine.provenance,
-        "peers": {"vllm": version} if "vllm" in bench.engines else {},
-        "conditions": _conditions(bench, conversations, options),
-        "results": {name: asdict(measured) for name, measured in engines.items()},
-        "mrv1_over_vllm": _ratios(engines),
-    }
+        measured: list[dict[str, Measured]] = [{} for _ in benches]
+        for name in names:
+            own = [index for index, each in enumerate(benches) if name in each.engines]
+            firsts = [next(iter(measured[index].values()), None) for index in own]
+            job = _job(
+                [benches[index] for index in own],
+                name, checkpoint, config.vocab_size, machine, options, firsts,
+            )  # fmt: skip
+            found = _measure([benches[index] for index in own], job, firsts, machine, say)
+            for index, of_engine in zip(own, found, strict=True):
+                measured[index][name] = of_engine
+            if found[-1].error == INTERRUPTED:
+                break
+    results = []
+    for each, of_each, sent in zip(benches, measured, conversations, strict=True):
+        results.append(
+            {
+                "op": "serving",
+                "schema": SCHEMA,
+                "shape": bench.shape or bench.model,
+                "weights": "random" if bench.shape else "checkpoint",
+                "dtype": str(machine.dtype).removeprefix("torch."),
+                **machine.provenance,
+                "peers": {"vllm": version} if "vllm" in each.engines else {},
+                "conditions": _conditions(each, sent, options),
+                "interrupted": any(found.error == INTERRUPTED for found in of_each.values()),
+                "results": {name: asdict(of_engine) for name, of_engine in of_each.items()},
+                "over_vllm": {
+                    name: _ratios(of_engine.figures, of_each["vllm"].figures)
+                    for name, of_engine in of_each.items()
+                    if name != "vllm" and "vllm" in of_each
+                },
+            }
+        )
+    return results
+
+
+def _shared(benches: Sequence[ServingBench]) -> ServingBench:
+    """Return the first workload; raise ``ConfigError`` if others need another engine."""
+    own = {field.name for field in fields(Workload)} - {f.name for f in fields(CheckpointBench)}
+    own |= {
+        "engines", "goodput", "stream_outputs", "temperature", "top_p", "top_k", "repeats",
+        "warm_up",
+    }  # fmt: skip
+    for field in fields(ServingBench):
+        values = {getattr(bench, field.name) for bench in benches}
+        if field.name not in own and len(values) > 1:
+            raise ConfigError(
+                f"{field.name}: expected one value for all workloads, got "
+                f"{sorted(map(str, values))}"
+            )
+    return benches[0]
 
 
 def _job(
-    bench: ServingBench,
+    benches: Sequence[ServingBench],
     engine: str,
     checkpoint: Path,
     vocab_size: int,
     machine: Machine,
     options: Mapping[str, Any],
+    firsts: Sequence[Measured | None],
 ) -> ServingJob:
-    own: dict[str, Any] = {
-        name: getattr(bench, name)
-        for name in ("device", "kv_cache_dtype", "target_inter_token_ms")
-    }
-    if engine == "vllm":
-        own = {"skip_tokenizer_init": True, "disable_log_stats": True}
+    """Return the job of an engine; arrivals have the rates of the ``firsts``, measured before."""
+    bench, own = benches[0], ENGINES[engine]
+    if engine != "vllm":
+        own = own | {name: getattr(bench, name) for name in ("device", "target_inter_token_ms")}
     generator = np.random.default_rng([bench.seed, 4])
     lengths = np.linspace(1, min(options["max_model_len"] - 1, MOST_PROBE_TOKENS), NUM_PROBES)
+    runs = []
+    for each, first in zip(benches, firsts, strict=True):
+        workload = each
+        if each.peak_share is not None and first is not None and first.request_rate is not None:
+            workload = replace(each, request_rate=first.request_rate, peak_share=None)
+        runs.append(
+            WorkloadRuns(
+                workload=workload,
+                sampling=each.sampling(),
+                stream_outputs=each.stream_outputs,
+                warm_up=each.warm_up,
+                repeats=each.repeats,
+            )
+        )
     return ServingJob(
         engine=engine,
         options={
@@ -194,45 +277,66 @@ def _job(
             **options,
             **own,
         },
-        sampling=bench.sampling(),
         on_cpu=machine.on_cpu,
-        stream_outputs=bench.stream_outputs,
         probes=[generator.integers(vocab_size, size=int(each)).tolist() for each in lengths],
-        workload=bench,
+        workloads=runs,
         vocab_size=vocab_size,
-        runs=bench.repeats + 1,
     )
 
 
 def _measure(
-    bench: ServingBench, job: ServingJob, first: Measured | None, machine: Machine, say: Say
-) -> Measured:
-    """Return what an engine's process finished; its first tokens are compared with ``first``."""
-    measured, runs = Measured(), []
+    benches: Sequence[ServingBench],
+    job: ServingJob,
+    firsts: Sequence[Measured | None],
+    machine: Machine,
+    say: Say,
+) -> list[Measured]:
+    """Return what an engine's process finished; first tokens are compared with the ``firsts``."""
+    found = [Measured() for _ in benches]
     near_tie = NEAR_TIES.get(machine.dtype, NEAR_TIE)
-    if bench.kv_cache_dtype != "auto":
+    if "kv_cache_dtype" in job.options:
         near_tie = FP8_NEAR_TIE
+    name = job.engine
     try:
         events = run_in_child(measure_serving, job)
-        measured.start_s = next(events)
-        say(f"{job.engine}: started in {measured.start_s:.1f} s")
-        measured.first_tokens = next(events)
+        start_s, first_tokens = next(events), next(events)
+        say(f"{name}: started in {start_s:.1f} s")
+        first, agreed = firsts[0], None
         if first is not None and first.first_tokens is not None:
-            measured.agreement = agreement(first.first_tokens, measured.first_tokens, near_tie)
-            say(f"{job.engine}: first tokens: {describe(measured.agreement)}")
-        for served in events:
-            runs.append(figures(served, bench.goodput, streams=bench.stream_outputs))
-            say(
-                f"{job.engine}, run {len(runs)} of {bench.repeats}: "
-                f"{runs[-1]['output_throughput']:,.0f} output tokens/s"
-            )
-        measured.runs, measured.figures = runs, medians(runs)
+            agreed = agreement(first.first_tokens, first_tokens, near_tie)
+            say(f"{name}: first tokens: {describe(agreed)}")
+        for measured in found:
+            measured.start_s, measured.first_tokens = start_s, first_tokens
+            measured.agreement = agreed
+        for number, (bench, measured) in enumerate(zip(benches, found, strict=True), start=1):
+            rate = next(events)
+            measured.request_rate = rate if math.isfinite(rate) else None
+            measured.runs = []
+            for _ in range(bench.repeats):
+                run = figures(next(events), bench.goodput, streams=bench.stream_outputs)
+                measured.runs.append(run)
+                say(
+                    f"{name}, workload {number} of {len(benches)}, run {len(measured.runs)} of "
+                    f"{bench.repeats}: {run['output_throughput']:,.0f} output tokens/s"
+                )
+            measured.figures = medians(measured.runs)
+        next(events, None)  # the process has ended
     except ChildError as error:
-        measured.error = str(error)
         for line in error.log:
-            say(f"{job.engine} | {line}")
-        say(f"{job.engine}: failed: {error}")
-    return measured
+            say(f"{name} | {line}")
+        _end(found, str(error))
+        say(f"{name}: failed: {error}")
+    except KeyboardInterrupt:
+        _end(found, INTERRUPTED)
+        say(f"{name}: {INTERRUPTED}")
+    return found
+
+
+def _end(found: Sequence[Measured], error: str) -> None:
+    """Note why the workloads without figures have none; the last one has the error in any case."""
+    for measured in found:
+        if measured.figures is None or measured is found[-1]:
+            measured.error = error
 
 
 def _conditions(
@@ -240,7 +344,7 @@ def _conditions(
 ) -> dict[str, Any]:
     names = (
         "num_conversations", "num_turns", "prefix_len", "input_len", "input_sigma", "input_max",
-        "output_len", "output_sigma", "output_max", "stream_outputs", "kv_cache_dtype", "repeats",
+        "output_len", "output_sigma", "output_max", "stream_outputs", "repeats", "peak_share",
         "target_inter_token_ms",
     )  # fmt: skip
     turns = [turn for each in conversations for turn in each.turns]
@@ -255,9 +359,15 @@ def _conditions(
         "prompts": "random token ids, the same for all engines, others for every run",
         **options,
         "other_options": "each engine's defaults",
-        "warm_up_runs": 1,
+        "warm_up_runs": int(bench.warm_up),
         "clocks": "as found, not locked",
     }
+
+
+def arrivals(result: Mapping[str, Any]) -> str:
+    """Return in words when the conversations of a result arrived."""
+    rates = {engine["request_rate"] for engine in result["results"].values()} - {None}
+    return f"{min(rates):.3g} a second" if rates else "all at once"
 
 
 # --- arithmetic ----------------------------------------------------------------------------------
@@ -330,16 +440,15 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _ratios(engines: Mapping[str, Measured]) -> dict[str, float] | None:
-    """Return mrv1's figures over vLLM's: throughputs above 1 and times below 1 are better."""
-    ours, theirs = (
-        engines[name].figures if name in engines else None for name in ("mrv1", "vllm")
-    )
+def _ratios(
+    ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None
+) -> dict[str, float] | None:
+    """Return our figures over vLLM's: throughputs above 1 and times below 1 are better."""
     if ours is None or theirs is None:
         return None
     ratios = {
         name: ours[name] / theirs[name]
-        for name in ("output_throughput", "request_goodput")
+        for name in ("output_throughput", "total_token_throughput", "request_goodput")
         if theirs[name]
     }
     for name in ("ttft_ms", "itl_ms"):

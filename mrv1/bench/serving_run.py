@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from mrv1.bench.child import Send
@@ -18,45 +19,63 @@ from mrv1.sampler import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadRuns:
+    """The runs of one workload."""
+
+    workload: Workload
+    sampling: dict[str, Any]
+    """Arguments of either engine's ``SamplingParams``."""
+    stream_outputs: bool
+    """Whether a token leaves the engine when it is drawn, or with the finished output."""
+    warm_up: bool
+    """Whether a run that is not counted comes first."""
+    repeats: int
+    """Counted runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServingJob:
     """What one process measures."""
 
     engine: str
-    """``mrv1`` or ``vllm``."""
+    """A key of ``serving.ENGINES``."""
     options: dict[str, Any]
     """Arguments of ``EngineConfig``, or of vLLM's ``EngineArgs``."""
-    sampling: dict[str, Any]
-    """Arguments of either engine's ``SamplingParams``."""
     on_cpu: bool
-    stream_outputs: bool
-    """Whether a token leaves the engine when it is drawn, or with the finished output."""
     probes: Sequence[Sequence[int]]
     """Prompts whose first tokens are reported."""
-    workload: Workload
+    workloads: Sequence[WorkloadRuns]
+    """Served one after the other."""
     vocab_size: int
-    runs: int
-    """Runs of the workload; the first one is not counted."""
 
 
 def measure_serving(job: ServingJob, send: Send) -> None:
-    """Send the seconds of the engine's start, the probes' first tokens, and each counted run.
+    """Send the seconds of the start and the probes' first tokens; then each workload's runs.
 
-    The process that runs this can measure nothing else afterwards.
+    The counted runs of a workload follow the rate at which its conversations arrived. The process
+    that runs this can measure nothing else afterwards.
     """
     engine: ServedEngine
-    if job.engine == "mrv1":
-        engine = CoreServed(job.options, job.sampling)
+    if job.engine == "vllm":
+        engine = VLLMServed(job.options, on_cpu=job.on_cpu)
     else:
-        engine = VLLMServed(
-            job.options, job.sampling, on_cpu=job.on_cpu, stream_outputs=job.stream_outputs
-        )
+        engine = CoreServed(job.options)
     try:
         send(engine.start_s)
         send(engine.first_tokens(job.probes))
-        for run in range(job.runs):
-            served = serve(engine, job.workload.conversations(run, job.vocab_size))
-            if run:
-                send(served)
+        numbers = count()  # so that no two runs share a prefix
+        for runs in job.workloads:
+            engine.configure(runs.sampling, stream_outputs=runs.stream_outputs)
+            workload = runs.workload
+            if runs.warm_up:
+                served = serve(engine, workload.conversations(next(numbers), job.vocab_size))
+                if workload.peak_share is not None:
+                    duration = max(each.token_s[-1] for each in served)
+                    rate = workload.peak_share * workload.num_conversations / duration
+                    workload = replace(workload, request_rate=rate, peak_share=None)
+            send(workload.request_rate)
+            for _ in range(runs.repeats):
+                send(serve(engine, workload.conversations(next(numbers), job.vocab_size)))
     finally:
         engine.close()
 
@@ -67,14 +86,19 @@ class CoreServed:
     A step gives every token; ``LLM.generate`` runs the same steps, and makes finished outputs.
     """
 
-    def __init__(self, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         """Start the engine; for errors see ``EngineCore``."""
         start = time.perf_counter()
         self._core = EngineCore(EngineConfig(**options))
         self.start_s = time.perf_counter() - start
-        self._sampling = sampling
+        self._sampling: dict[str, Any] = {}
         self._num_taken: dict[int, int] = {}
         """Request -> tokens that ``step`` has returned."""
+
+    def configure(self, sampling: dict[str, Any], *, stream_outputs: bool) -> None:
+        """Set what the next requests ask for; tokens leave the engine when they are drawn."""
+        del stream_outputs
+        self._sampling = sampling
 
     def add(self, request: int, prompt: Sequence[int], output_len: int) -> None:
         """Queue a request."""

@@ -53,6 +53,9 @@ NEAR_TIE = 1e-3
 FP8_NEAR_TIE = 0.5
 """The same with an fp8 cache: 2**-4 of each element of K and V, averaged by attention."""
 
+INTERRUPTED = "interrupted"
+"""Error of what Ctrl-C has ended."""
+
 Say = Callable[[str], None]
 FirstTokens = Sequence[Sequence[float]]
 """For each prompt the first token's id, and the lead of its log-probability over the next."""
@@ -119,7 +122,8 @@ class VLLMBench(CheckpointBench):
 def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
     """Measure every mode in a process of its own and return the result, ready for JSON.
 
-    A mode that fails is recorded with its reason; the others are measured all the same.
+    A mode that fails is recorded with its reason; the others are measured all the same. Ctrl-C
+    ends the measurement: the result has what was measured until then.
 
     Args:
         bench: the options.
@@ -144,6 +148,8 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
         for name in bench.modes:
             job = _job(bench, name, config, checkpoint, machine)
             modes[name] = _measure(bench, name, job, modes.get(reference(modes) or ""), say)
+            if modes[name].error == INTERRUPTED:
+                break
     return {
         "op": "vllm",
         "schema": SCHEMA,
@@ -164,6 +170,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             "clocks": "as found, not locked",
         },
         "reference": reference(modes),
+        "interrupted": any(mode.error == INTERRUPTED for mode in modes.values()),
         "modes": {
             name: {
                 "options": MODES[name],
@@ -241,6 +248,9 @@ def _measure(bench: VLLMBench, name: str, job: Job, beside: Mode | None, say: Sa
         for line in error.log:
             say(f"{name} | {line}")
         say(f"{name}: failed: {error}")
+    except KeyboardInterrupt:
+        mode.error = INTERRUPTED
+        say(f"{name}: {INTERRUPTED}")
     return mode
 
 

@@ -72,6 +72,9 @@ class Workload(CheckpointBench):
     each request; the turns of a conversation follow each other."""
     request_rate: float = math.inf
     """Conversations that arrive per second, as a Poisson process; inf = all arrive at once."""
+    peak_share: float | None = None
+    """Rate as a share of the first engine's peak instead: of the conversations per second that it
+    serves in its uncounted run, in which all arrive at once."""
 
     def check_workload(self) -> None:
         """Raise ``ConfigError`` if a field is out of its range."""
@@ -92,6 +95,14 @@ class Workload(CheckpointBench):
             raise ConfigError(
                 f"request_rate: expected a number > 0, or inf, got {self.request_rate}"
             )
+        if self.peak_share is not None:
+            if not 0 < self.peak_share < math.inf:
+                raise ConfigError(f"peak_share: expected a number > 0, got {self.peak_share}")
+            if math.isfinite(self.request_rate):
+                raise ConfigError(
+                    "request_rate, peak_share: expected one of the two, got "
+                    f"{self.request_rate} and {self.peak_share}"
+                )
 
     def turn_lengths(self) -> list[tuple[int, int]]:
         """Return input and output tokens of every request, conversation by conversation.

@@ -9,18 +9,21 @@ import typer
 from rich.table import Table
 
 from mrv1.bench.plot import plot_serving, require_matplotlib
-from mrv1.bench.serving import ENGINES, ServingBench, run_serving
+from mrv1.bench.serving import ENGINES, ServingBench, arrivals, run_serving
 from mrv1.bench.shapes import SHAPES
 from mrv1.bench.vllm import describe
 from mrv1.cli.bench_kernels import Output, check_target, write_result
-from mrv1.cli.console import FAILURE, say, show_table
+from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command, words
 from mrv1.errors import ConfigError
 
 DEFAULT_SHAPE = "qwen3-0.6b"
 HELP = {
     "model": f"Model to run instead of --shape. {MODEL_HELP}",
-    "engines": f"What to measure, comma-separated: {', '.join(ENGINES)}.",
+    "engines": f"What to measure, comma-separated: {', '.join(ENGINES)}. mrv1-fp8: with an fp8 KV "
+    "cache.",
+    "peak_share": "Let conversations arrive at this share of the first engine's peak: of what it "
+    "serves per second when all arrive at once.",
     "goodput": "Limits in milliseconds that a good request meets, such as ttft:500,tpot:50: first "
     "token (ttft), mean time between its tokens (tpot), last token (e2el).",
     "lengths": 'File of recorded lengths to use instead, a line {"input_len": N, "output_len": N} '
@@ -90,8 +93,11 @@ def serving(
         plot_serving(result, plot)
         say(f"plotted to {plot}")
     show_table(_table(result))
-    for name, ratio in (result["mrv1_over_vllm"] or {}).items():
-        say(f"mrv1 over vLLM, {name}: {ratio:.2f}x")
+    for engine, ratios in result["over_vllm"].items():
+        for name, ratio in (ratios or {}).items():
+            say(f"{engine} over vLLM, {name}: {ratio:.2f}x")
+    if result["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
     if not any(measured["figures"] for measured in result["results"].values()):
         say("error: no engine could be measured")
         raise typer.Exit(FAILURE)
@@ -99,8 +105,7 @@ def serving(
 
 def _table(result: dict[str, Any]) -> Table:
     conditions = result["conditions"]
-    rate = conditions["request_rate"]
-    when = "all at once" if rate == "inf" else f"{rate:g} a second"
+    when = arrivals(result)
     table = Table(
         title=f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
         f"{result['device']['name']}: {conditions['num_conversations']} conversations of "

@@ -11,7 +11,7 @@ from mrv1.bench.attention_case import Cell
 from mrv1.bench.shapes import SHAPES
 from mrv1.bench.vllm import MODES, VLLMBench, describe, run_vllm
 from mrv1.cli.bench_kernels import Output, check_target, write_result
-from mrv1.cli.console import FAILURE, say, show_table
+from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command, words
 
 DEFAULT_SHAPE = "qwen3-0.6b"
@@ -59,6 +59,8 @@ def vllm(
     write_result(result, output)
     show_table(_modes_table(result))
     show_table(_cells_table(result))
+    if result["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
     if result["reference"] is None:
         say("error: no mode could be measured")
         raise typer.Exit(FAILURE)

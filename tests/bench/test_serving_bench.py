@@ -19,15 +19,22 @@ import pytest
 import torch
 
 from mrv1 import LLM, SamplingParams
-from mrv1.bench import client, serving
+from mrv1.bench import client, serving, serving_run
 from mrv1.bench.child import ChildError
 from mrv1.bench.client import Progress, Served, serve
 from mrv1.bench.machine import Machine
 from mrv1.bench.peers import vllm_serving
 from mrv1.bench.peers.vllm_serving import VLLMServed
 from mrv1.bench.plot import plot_serving
-from mrv1.bench.serving import ServingBench, figures, medians, run_serving
-from mrv1.bench.serving_run import CoreServed, measure_serving
+from mrv1.bench.serving import (
+    ServingBench,
+    arrivals,
+    figures,
+    medians,
+    run_serving,
+    run_workloads,
+)
+from mrv1.bench.serving_run import CoreServed, ServingJob, WorkloadRuns, measure_serving
 from mrv1.bench.workload import Conversation, Turn
 from mrv1.errors import ConfigError
 from tests.cli.conftest import mrv1  # noqa: F401 - a fixture
@@ -113,12 +120,16 @@ def test_recorded_lengths_are_taken_in_order(tmp_path: Path):
         ({"input_len": 9000}, r"input_len: expected at most input_max \(8000\), got 9000"),
         ({"output_len": 30, "output_max": 20}, r"output_len: expected at most output_max \(20\)"),
         ({"output_max": 0}, "output_max: expected >= 1, got 0"),
-        ({"engines": ()}, "engines: expected different ones of mrv1, vllm, got none"),
+        ({"engines": ()}, "engines: expected different ones of mrv1, mrv1-fp8, vllm, got none"),
         ({"engines": ("mrv1", "x")}, "engines: expected different ones of .*, got mrv1, x"),
         ({"goodput": (("itl", 3.0),)}, "goodput: expected ttft, tpot, e2el .*, got itl:3.0"),
         ({"goodput": (("ttft", 0.0),)}, "goodput: expected .* milliseconds > 0, got ttft:0.0"),
         ({"goodput": (("ttft", 1.0), ("ttft", 2.0))}, "goodput: expected one limit of each kind"),
         ({"goodput": (("tpot", 1.0),), "stream_outputs": False}, "goodput: expected e2el alone"),
+        ({"peak_share": 0.0}, "peak_share: expected a number > 0, got 0.0"),
+        ({"peak_share": math.nan}, "peak_share: expected a number > 0, got nan"),
+        ({"peak_share": 0.5, "request_rate": 2.0}, "request_rate, peak_share: expected one of"),
+        ({"peak_share": 0.5, "warm_up": False}, "peak_share: expected warm_up, whose run finds"),
         ({"model": "x"}, "shape, model: expected one of the two"),
         ({"repeats": 0}, "repeats: expected >= 1, got 0"),
         ({"target_inter_token_ms": 0.0}, "target_inter_token_ms: expected milliseconds > 0 or N"),
@@ -163,7 +174,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def sleep(seconds: float) -> None:
         assert seconds > 0
-        clock.now += seconds
+        clock.now += max(seconds, 1e-6)  # real time goes on, however short the sleep
 
     fake = SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleep)
     monkeypatch.setattr(client, "time", fake)
@@ -236,7 +247,8 @@ def test_the_first_tokens_are_those_of_generate():
     prompts = [[5], [7, 8, 9] * 7]
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
     options = {"model": "tiny", "device": "cpu", "num_kv_blocks": 32}
-    engine = CoreServed(options, sampling)
+    engine = CoreServed(options)
+    engine.configure(sampling, stream_outputs=True)
     found = engine.first_tokens(prompts)
     turns = [Turn(tokens=tuple(prompt), output_len=5) for prompt in prompts]
     served = serve(engine, [Conversation(arrival_s=0.0, turns=(turn,)) for turn in turns])
@@ -272,7 +284,8 @@ def test_vllms_engine_gets_the_request_and_gives_its_tokens(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", names)
     monkeypatch.setattr(vllm_serving, "start_engine", start)
-    made = VLLMServed({"model": "m"}, {"top_k": 5}, on_cpu=False, stream_outputs=streams)
+    made = VLLMServed({"model": "m"}, on_cpu=False)
+    made.configure({"top_k": 5}, stream_outputs=streams)
     assert (options, made.start_s) == ({"model": "m", "on_cpu": False}, 30)
     made.add(3, [1, 2], 7)
     ((name, prompt, params),) = added
@@ -293,7 +306,7 @@ def test_vllms_engine_gets_the_request_and_gives_its_tokens(
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run mrv1's part in this process; vLLM's is faked: twice as slow, or an error."""
-    fake: dict[str, Any] = {"error": None, "jobs": {}}
+    fake: dict[str, Any] = {"error": None, "interrupts": None, "jobs": {}}
 
     def run(function: Any, *arguments: Any) -> Iterator[Any]:
         if function is serving.prepare:
@@ -307,9 +320,12 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         if job.engine == "vllm":
             if fake["error"] is not None:
                 raise fake["error"]
-            start_s, first_tokens, *runs = fake["events"]
+            start_s, first_tokens, *events = fake["events"]
             yield from (start_s, [[token, 9.0] for token, _ in first_tokens])
-            yield from [[_slower(each) for each in run] for run in runs]
+            for event in events:
+                if event is fake["interrupts"]:
+                    raise KeyboardInterrupt
+                yield event if isinstance(event, float) else [_slower(each) for each in event]
             return
         fake["events"] = []
         measure_serving(job, fake["events"].append)
@@ -334,10 +350,10 @@ def test_the_result_has_both_engines_and_survives_json(processes: dict[str, Any]
     ours, theirs = (result["results"][name] for name in ("mrv1", "vllm"))
     assert (ours["agreement"], len(ours["runs"])) == (None, 2)
     assert theirs["agreement"] == {"equal": 2, "near_ties": 0, "different": 0}
-    ratios = result["mrv1_over_vllm"]
+    ratios = result["over_vllm"]["mrv1"]
     assert set(ratios) == {
-        "output_throughput", "request_goodput", "ttft_ms_median", "ttft_ms_p99",
-        "itl_ms_median", "itl_ms_p99",
+        "output_throughput", "total_token_throughput", "request_goodput", "ttft_ms_median",
+        "ttft_ms_p99", "itl_ms_median", "itl_ms_p99",
     }  # fmt: skip
     assert ratios["output_throughput"] == pytest.approx(2)
     assert ratios["itl_ms_p99"] == pytest.approx(0.5)
@@ -348,11 +364,111 @@ def test_the_result_has_both_engines_and_survives_json(processes: dict[str, Any]
     assert conditions["request_rate"] == "inf"
     assert conditions["enable_prefix_caching"] is True
     jobs = processes["jobs"]
-    assert jobs["mrv1"].workload == jobs["vllm"].workload
+    assert jobs["mrv1"].workloads == jobs["vllm"].workloads
     same = {"model", "dtype", *bench.engine_options(bench.conversations(0, 10))}
     assert all(jobs["mrv1"].options[name] == jobs["vllm"].options[name] for name in same)
     plot_serving(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_one_start_serves_workloads_that_share_no_prefix(processes: dict[str, Any]):
+    """The second workload arrives at half the rate at which mrv1 serves it at once."""
+    engines = ("mrv1", "vllm")
+    benches = [
+        ServingBench(**SMALL, engines=engines, warm_up=False),
+        ServingBench(
+            **SMALL | {"num_turns": 1, "repeats": 1, "prefix_len": 0},
+            engines=engines, peak_share=0.5, temperature=0.5,
+        ),
+        ServingBench(**SMALL | {"repeats": 1}, engines=("mrv1",)),
+    ]  # fmt: skip
+    first, second, third = run_workloads(benches)
+    assert [len(result["results"]["mrv1"]["runs"]) for result in (first, second, third)] == [
+        2,
+        1,
+        1,
+    ]
+    assert [*third["results"]] == ["mrv1"]
+    rates = {name: engine["request_rate"] for name, engine in second["results"].items()}
+    assert rates["mrv1"] == rates["vllm"] > 0
+    assert first["results"]["mrv1"]["request_rate"] is None
+    assert (arrivals(first), arrivals(second)) == ("all at once", f"{rates['mrv1']:.3g} a second")
+    _, theirs = processes["jobs"]["vllm"].workloads
+    assert (theirs.workload.request_rate, theirs.workload.peak_share) == (rates["mrv1"], None)
+    assert [runs.sampling["temperature"] for runs in processes["jobs"]["mrv1"].workloads] == [
+        0.0, 0.5, 0.0,
+    ]  # fmt: skip
+    assert first["conditions"]["max_model_len"] == second["conditions"]["max_model_len"]
+    # Two counted runs; then one that is not counted; and in the last workload again.
+    runs = [event for event in processes["events"][2:] if not isinstance(event, float)]
+    assert len(runs) == 4
+
+
+def test_the_rate_is_a_share_of_what_the_first_engine_serves_at_once(clock, monkeypatch):
+    sent, run_of = [], {}
+
+    class Engine(FakeEngine):
+        start_s = 1.0
+
+        def __init__(self, options: dict[str, Any]) -> None:
+            super().__init__(clock)
+
+        def configure(self, sampling: dict[str, Any], *, stream_outputs: bool) -> None:
+            pass
+
+        def first_tokens(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+            return []
+
+        def close(self) -> None:
+            run_of.update(prompts=self.prompts)
+
+    monkeypatch.setattr(serving_run, "CoreServed", Engine)
+    bench = ServingBench(
+        num_conversations=4, input_len=3, input_sigma=0, output_len=2, output_sigma=0,
+        peak_share=0.25, repeats=1,
+    )  # fmt: skip
+    runs = WorkloadRuns(workload=bench, sampling={}, stream_outputs=True, warm_up=True, repeats=1)
+    job = ServingJob(
+        engine="mrv1", options={}, on_cpu=True, probes=(), workloads=[runs, runs], vocab_size=10**9
+    )
+    measure_serving(job, sent.append)
+    # Four requests of two steps of a second each take 8 s at once.
+    assert [each for each in sent if isinstance(each, float)] == [1.0, 0.25 * 4 / 8, 0.25 * 4 / 8]
+    assert len({tuple(prompt) for prompt in run_of["prompts"]}) == 4 * 4, "no two runs are alike"
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupt_keeps_what_was_measured(processes: dict[str, Any], interrupted: int):
+    engines = ("mrv1", "vllm", "mrv1-fp8")
+    shared = SMALL | {"repeats": 1, "num_turns": 1}
+    benches = [ServingBench(**shared, engines=engines, warm_up=False) for _ in range(2)]
+
+    def run(function: Any, *arguments: Any) -> Iterator[Any]:
+        for event in faked(function, *arguments):
+            if getattr(arguments[0], "engine", None) == "mrv1":
+                processes["interrupts"] = processes["events"][3 + 2 * interrupted]
+            yield event
+
+    faked = serving.run_in_child
+    serving.run_in_child, said = run, []
+    try:
+        results = run_workloads(benches, said.append)
+    finally:
+        serving.run_in_child = faked
+    assert [[*result["results"]] for result in results] == [["mrv1", "vllm"]] * 2
+    errors = [result["results"]["vllm"]["error"] for result in results]
+    assert errors == [None if interrupted else "interrupted", "interrupted"]
+    assert [result["over_vllm"]["mrv1"] is None for result in results] == [
+        not interrupted, True,
+    ]  # fmt: skip
+    assert said[-1] == "vllm: interrupted"
+    assert [result["interrupted"] for result in results] == [not interrupted, True]
+
+
+def test_workloads_of_one_start_share_the_engines_options():
+    benches = [ServingBench(**SMALL), ServingBench(**SMALL | {"max_num_seqs": 3})]
+    with pytest.raises(ConfigError, match=r"max_num_seqs: expected one value .*\['3', '4'\]"):
+        run_workloads(benches)
 
 
 def test_an_engine_that_fails_is_recorded_with_its_reason(processes: dict[str, Any]):
@@ -364,7 +480,7 @@ def test_an_engine_that_fails_is_recorded_with_its_reason(processes: dict[str, A
     )
     assert result["results"]["vllm"]["error"] == "ValueError: no room"
     assert result["results"]["mrv1"]["figures"]["itl_ms"] is None
-    assert result["mrv1_over_vllm"] is None
+    assert result["over_vllm"] == {"mrv1": None}
     assert {"vllm | line 1", "vllm: failed: ValueError: no room"} <= {*said}
 
 

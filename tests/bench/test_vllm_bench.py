@@ -210,7 +210,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (mode,) = [name for name, value in vllm.MODES.items() if value == options]
         fake["jobs"][mode] = job
         for event in fake[mode]:
-            if isinstance(event, ChildError):
+            if isinstance(event, ChildError | KeyboardInterrupt):
                 raise event
             yield event
 
@@ -299,6 +299,25 @@ def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], t
     ]  # fmt: skip
     assert "failed: ValueError: no CUSTOM" in result.stdout
     assert "0 of 1 equal, 0 at near ties, 1 different" in result.stdout
+
+
+def test_ctrl_c_keeps_what_was_measured(mrv1, processes: dict[str, Any], tmp_path: Path):  # noqa: F811
+    processes["backend-fp8"][-1] = KeyboardInterrupt()
+    target = tmp_path / "result.json"
+    result = mrv1(
+        "bench", "vllm", "--shape", "tiny-random", "--cells", "1x8,4x100", "--output-tokens", "5",
+        "--output", target,
+    )  # fmt: skip
+    assert result.exit_code == 130
+    written = json.loads(target.read_text("utf-8"))
+    assert written["interrupted"] is True
+    errors = {name: mode["error"] for name, mode in written["modes"].items()}
+    assert errors == {
+        "vllm": None, "backend": "ValueError: no CUSTOM", "backend-fp8": "interrupted",
+    }  # fmt: skip
+    assert [[*entry["modes"]] for entry in written["results"]] == [
+        ["vllm", "backend-fp8"], ["vllm"],
+    ]  # fmt: skip
 
 
 def test_no_mode_at_all_is_a_failure(mrv1, processes: dict[str, Any]):  # noqa: F811

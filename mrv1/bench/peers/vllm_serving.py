@@ -12,34 +12,30 @@ from mrv1.bench.peers.vllm_engine import first_tokens, start_engine
 class VLLMServed:
     """vLLM's ``LLMEngine``, which runs its steps in a process of its own, ahead of this one."""
 
-    def __init__(
-        self,
-        options: dict[str, Any],
-        sampling: dict[str, Any],
-        *,
-        on_cpu: bool,
-        stream_outputs: bool,
-    ) -> None:
+    def __init__(self, options: dict[str, Any], *, on_cpu: bool) -> None:
         """Start the engine.
 
         Args:
             options: arguments of ``EngineArgs``.
-            sampling: arguments of ``SamplingParams``.
             on_cpu: run in this process, on a CPU.
-            stream_outputs: give each token when it is drawn; else all with the finished output.
         """
         self._engine, self.start_s = start_engine(options, on_cpu=on_cpu)
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        self._sampling: dict[str, Any] = {}
+
+    def configure(self, sampling: dict[str, Any], *, stream_outputs: bool) -> None:
+        """Set the arguments of ``SamplingParams`` of the next requests, and their outputs."""
+        from vllm.sampling_params import RequestOutputKind
 
         kind = RequestOutputKind.DELTA if stream_outputs else RequestOutputKind.FINAL_ONLY
-        self._params = SamplingParams
         self._sampling = sampling | {
             "ignore_eos": True, "detokenize": False, "output_kind": kind,
         }  # fmt: skip
 
     def add(self, request: int, prompt: Sequence[int], output_len: int) -> None:
         """Queue a request."""
-        params = self._params(**self._sampling, max_tokens=output_len)
+        from vllm.sampling_params import SamplingParams
+
+        params = SamplingParams(**self._sampling, max_tokens=output_len)
         self._engine.add_request(str(request), {"prompt_token_ids": [*prompt]}, params)
 
     def step(self) -> list[Progress]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from mrv1.bench.plot import cells_by_bytes
 from mrv1.bench.report.engines import SERVED_TIMES, starts
 from mrv1.bench.report.files import OURS, ResultFile
+from mrv1.bench.serving import arrivals
 
 CACHES = ("auto", "fp8_e4m3")
 NAMES = {
@@ -137,9 +138,7 @@ def _serving(file: ResultFile) -> Chart:
         if series:
             ticks = tuple((float(x), f"{x}") for x in (0, 25, 50, 75, 99))
             panels.append(Panel("", "percentile", label, ticks, series, "log"))
-    rate = result["conditions"]["request_rate"]
-    sent = "all requests at once" if rate == "inf" else f"{rate:g} requests/s"
-    title = f"Serving: {result['shape']}, {sent}, {file.device}"
+    title = f"Serving: {result['shape']}, {arrivals(result)}, {file.device}"
     return Chart(file.stem, title, tuple(panels), (file.name,))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrv1.bench.report.files import OURS, ResultFile, optional, table, versions, with_conditions
+from mrv1.bench.serving import arrivals
 
 ENGINE_DEFAULTS = {"deterministic": False, "overlap": True, "cuda_graphs": True}
 STEP_COUNTS = {
@@ -105,24 +106,27 @@ def serving_table(file: ResultFile) -> str:
             ]
         )
     head = ["engine", "output tokens/s", "good requests/s", *SERVED_TIMES.values()]
-    rate, goodput = conditions["request_rate"], conditions["goodput"]
+    goodput, share = conditions["goodput"], conditions["peak_share"]
     limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput.items())
     return with_conditions(
         table(head, body, num_texts=1),
         file,
-        f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, mrv1's KV "
-        f"cache {conditions['kv_cache_dtype']}, one {file.device}",
+        f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, one "
+        f"{file.device}; mrv1-fp8: with an fp8 KV cache",
         f"{conditions['num_conversations']:,} conversations, turns of each: "
-        f"{conditions['num_turns']}, {'all at once' if rate == 'inf' else f'{rate:g} a second'}",
+        f"{conditions['num_turns']}, {arrivals(result)}"
+        + (f" ({share:.0%} of what the first engine serves at most)" if share else ""),
         f"{conditions['new_input_tokens']:,} new input + {conditions['output_tokens']:,} output "
         f"tokens ({conditions['lengths']} lengths), a system prompt of "
         f"{conditions['prefix_len']:,}",
         f"at most {conditions['max_num_seqs']} requests at a time, temperature "
         f"{conditions['sampling']['temperature']:g}",
-        f"times: median / 99th percentile, medians of {_runs(conditions)} after a warm-up",
+        f"times: median / 99th percentile, medians of {_runs(conditions)}"
+        + (" after a warm-up" if conditions["warm_up_runs"] else ""),
         limits and f"a good request has at most {limits}",
-        *(f"mrv1 over vLLM, {name}: {ratio:.2f}x" for name, ratio in
-          (result["mrv1_over_vllm"] or {}).items()),
+        *(f"{engine} over vLLM, {name}: {ratio:.2f}x"
+          for engine, ratios in result["over_vllm"].items()
+          for name, ratio in (ratios or {}).items()),
         versions(result),
         *(f"{name} failed: {engine['error']}" for name, engine in result["results"].items()
           if engine["error"]),
