@@ -35,7 +35,7 @@ from mrv1.bench.report.features import (
     start_parts_table,
 )
 from mrv1.bench.report.files import MARK, ResultFile, load
-from mrv1.bench.report.kernels import kernel_table, sampler_table
+from mrv1.bench.report.kernels import kernel_table, products_table, sampler_table
 from mrv1.bench.report.other import ABOUT, other_file
 from mrv1.bench.report.page import BEGIN, END, KNOWN, NONE_YET, with_excerpt
 from mrv1.bench.report.policies import capacity_table, headwise_table
@@ -348,7 +348,7 @@ def test_charts_show_the_figures_of_their_files():
 
 def test_a_chart_of_serving_has_a_panel_for_each_time():
     chart = next(charts({"serving": [_file(_serving(), "serving-x.json")]}))
-    assert chart.title == "Serving: qwen3-0.6b, 5 requests/s, GPU X"
+    assert chart.title == "Serving: qwen3-0.6b, 5 a second, GPU X"
     assert [panel.y_label for panel in chart.panels] == ["first token, ms", "whole request, ms"]
     assert [series.name for series in chart.panels[0].series] == ["mrv1"]
     assert chart.panels[0].series[0].points[100] == (100.0, 110.0)
@@ -498,14 +498,14 @@ def _serving() -> dict[str, Any]:
     conditions = {
         "num_conversations": 100, "num_turns": 3, "lengths": "lognormal", "request_rate": 5.0,
         "new_input_tokens": 10_000, "output_tokens": 2000, "repeats": 3,
-        "goodput": {"ttft": 500.0}, "kv_cache_dtype": "auto", "prefix_len": 64,
+        "goodput": {"ttft": 500.0}, "prefix_len": 64, "peak_share": 0.7, "warm_up_runs": 1,
         "max_num_seqs": 256, "sampling": {"temperature": 0.0},
     }  # fmt: skip
-    engines = {"mrv1": {"figures": figures, "error": None},
-               "vllm": {"figures": None, "error": "no memory"}}  # fmt: skip
-    ratios = {"output_throughput": 1.5}
+    engines = {"mrv1": {"figures": figures, "error": None, "request_rate": 5.0},
+               "vllm": {"figures": None, "error": "no memory", "request_rate": None}}  # fmt: skip
+    ratios = {"mrv1": {"output_throughput": 1.5}}
     return _result(
-        op="serving", schema=1, conditions=conditions, results=engines, mrv1_over_vllm=ratios
+        op="serving", schema=2, conditions=conditions, results=engines, over_vllm=ratios
     )
 
 
@@ -514,12 +514,29 @@ def test_serving_table_shows_medians_and_99th_percentiles():
     for said in (
         "| mrv1 | 1,234 | - | 60.0 / 109.0 | - | 60.0 / 109.0 |",
         "| vllm | - | - | - | - | - |",
-        "100 conversations, turns of each: 3, 5 a second; 10,000 new input + 2,000 output tokens",
+        "100 conversations, turns of each: 3, 5 a second (70% of what the first engine serves at "
+        "most); 10,000 new input + 2,000 output tokens",
         "at most 256 requests at a time, temperature 0; ",
         "medians of 3 runs after a warm-up",
         "mrv1 over vLLM, output_throughput: 1.50x; ",
         "a good request has at most ttft 500 ms",
         "vllm failed: no memory",
+    ):
+        assert said in table
+
+
+def test_the_table_of_products_has_a_column_for_each_number_of_tokens():
+    entry = {"shape": "s", "product": "qkv", "in": 4096, "out": 6144, "tokens": 64,
+             "flops_per_s": 1.594e14, "tiles_over_library": 1.446, "us": {}}  # fmt: skip
+    other = entry | {"tokens": 1485, "flops_per_s": 7e14, "tiles_over_library": 2.0}
+    lone = entry | {"product": "o", "tokens": 1485}
+    conditions = {"repeats": 7, "timer": "T", "clocks": "as found"}
+    table = products_table(_file(_result(results=[entry, other, lone], conditions=conditions)))
+    for said in (
+        "| product, inputs x outputs | 64 | 1,485 |",
+        "| s qkv, 4,096 x 6,144 | 159 (1.45x) | 700 (2.00x) |",
+        "| s o, 4,096 x 6,144 | - | 159 (1.45x) |",
+        "medians of 7 samples, T",
     ):
         assert said in table
 

@@ -31,6 +31,7 @@ class FakeModelRunner:
         self.gpu_seconds = 0.0
         self.num_feature_rows = 0
         self.captures_graphs = False
+        self.prompt_graph_sizes = ()
 
     def check_usable(self) -> None:
         pass

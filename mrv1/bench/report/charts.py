@@ -72,7 +72,8 @@ def charts(of: dict[str, list[ResultFile]]) -> Iterator[Chart]:
     for file in of.get("beside vllm", []):
         yield _throughput(file)
     for file in of.get("serving", []):
-        if any(engine["figures"] for engine in file.result["results"].values()):
+        figures = [engine["figures"] for engine in file.result["results"].values()]
+        if any(each and each["ttft_ms"] for each in figures):
             yield _serving(file)
     decode, prefill = (
         [file for file in of.get("attention", []) if file.result["mode"] == mode]

@@ -96,3 +96,26 @@ def _others(result: dict[str, Any]) -> list[str]:
 
 def _ratios(row: dict[str, Any], others: list[str]) -> list[str]:
     return [optional(row["peer_time_over_ours"].get(other), "{:.2f}x") for other in others]
+
+
+def products_table(file: ResultFile) -> str:
+    """Return the library's TFLOP/s for each product and number of tokens; and our tiles' time."""
+    products: dict[str, dict[int, str]] = {}
+    for entry in file.result["results"]:
+        name = f"{entry['shape']} {entry['product']}, {entry['in']:,} x {entry['out']:,}"
+        rate, ratio = entry["flops_per_s"] * 1e-12, entry["tiles_over_library"]
+        products.setdefault(name, {})[entry["tokens"]] = f"{rate:.0f} ({ratio:.2f}x)"
+    counts = list(dict.fromkeys(entry["tokens"] for entry in file.result["results"]))
+    rows = [
+        [name, *(cells.get(count, "-") for count in counts)] for name, cells in products.items()
+    ]
+    conditions = file.result["conditions"]
+    return with_conditions(
+        table(["product, inputs x outputs", *(f"{count:,}" for count in counts)], rows, 1),
+        file,
+        "TFLOP/s of cuBLAS by tokens of a step; in brackets the time of mrv1's tiles over that of "
+        f"cuBLAS; {file.result['dtype']}, one {file.device}",
+        f"medians of {conditions['repeats']} samples, {conditions['timer']}",
+        versions(file.result),
+        f"clocks {conditions['clocks']}",
+    )

@@ -30,7 +30,7 @@ from mrv1.bench.report.features import (
     start_parts_table,
 )
 from mrv1.bench.report.files import MARK, ResultFile, load, table
-from mrv1.bench.report.kernels import kernel_table, sampler_table
+from mrv1.bench.report.kernels import kernel_table, products_table, sampler_table
 from mrv1.bench.report.other import other_file
 from mrv1.bench.report.policies import capacity_table, headwise_table, recall_table
 from mrv1.errors import ConfigError
@@ -48,11 +48,12 @@ another variant is that variant's time over ours: above 1, mrv1 is faster."""
 Table = Callable[[ResultFile], str]
 SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
     "mrv1 beside vLLM": {("beside vllm", 1): vllm_table},
-    "Serving": {("serving", 1): serving_table},
+    "Serving": {("serving", 2): serving_table},
     "vLLM with mrv1": {("vllm", 1): modes_table},
     "Whole-engine generation": {("generate", 2): generate_table},
     "A decode step": {("runner", 1): runner_table, ("timeline", 1): timeline_table},
     "Attention": {("attention", 2): kernel_table},
+    "Products of a layer": {("products", 1): products_table},
     "KV cache write": {("kv_cache_write", 2): kernel_table},
     "Sampler": {("sample_tokens", 1): sampler_table},
     "Head policies": {("capacity", 2): capacity_table, ("headwise", 1): headwise_table},
