@@ -275,6 +275,10 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     """Most tokens of one request in a step. Prompts with more tokens left share this many tokens
     of each step, plus what shorter ones leave, so that they do not hold these up; 0 = no limit."""
+    max_mixed_prefill_tokens: int | None = None
+    """Most prompt tokens of a step with decodes, which wait for it. The step may have more if more
+    wait than a step holds. Default: with CUDA graphs as many as need 4 TFLOP, at least 1,024; else
+    no limit, as with ``target_inter_token_ms``, which is a limit of its own."""
     target_inter_token_ms: float | None = None
     """Milliseconds that a step with decodes and prompts shall take at most: the prompts get the
     tokens that fit by a model of the step's time, which is calibrated at start-up. The oldest

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mrv1.config import EngineConfig
 from mrv1.engine.guards import recovers
-from mrv1.engine.padding import Padding
+from mrv1.engine.padding import Padding, mixed_prefill_tokens
 from mrv1.engine.prefix_cache import key_spans
 from mrv1.engine.request import Request, Status
 from mrv1.engine.request_limits import check_logprob_memory, check_order, check_params
@@ -173,6 +173,7 @@ class EngineCore:
             num_feature_rows=self.runner.num_feature_rows,
             scheduling_policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            max_mixed_prefill_tokens=mixed_prefill_tokens(config, self.runner),
             target=target,
             padding=Padding.of(self.runner),
             speculation=self._speculation,

@@ -1,9 +1,13 @@
-"""Which tokens a step leaves to the next one, so that a smaller CUDA graph runs it.
+"""How many prompt tokens a step should have, by the sizes of CUDA graphs and by operations.
 
 A graph computes all tokens that it was captured with: a step of 1,100 prompt tokens takes as long
 as one of 1,536, if that is the next larger graph. The step may also compute 1,024 of them in a
 graph of that size, and leave 76 to the next step. That costs nothing where the next step has
 prompts to compute anyway, and a step of few tokens where it has none.
+
+The decodes of a step wait for its prompts. Beyond some number of tokens a step is no more
+efficient: a long prompt may as well be computed in several steps, each with a token for every
+decode.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Self
 
+from mrv1.config import EngineConfig
 from mrv1.engine.step_time import StepWork
 from mrv1.runner import ModelRunner
 
@@ -22,6 +27,12 @@ H200 (790 TFLOP/s, 4.3 TB/s, both measured), 260 on an H100."""
 STEP_FLOPS = 5e11
 """Operations that take as long as a step takes at least, however few its tokens and weights: the
 0.6 ms of a decode step of the Qwen3-0.6B shape on an H200."""
+
+MIXED_FLOPS = 4e12
+"""Operations of a step's prompts for which decodes may wait: 5 to 6 ms on an H100 or H200."""
+LEAST_MIXED_TOKENS = 1024
+"""Prompt tokens beside decodes with which a step is about as efficient as with more: the products
+of an 8B layer run at 750 TFLOP/s or more on an H100, as with 4,096 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +66,14 @@ class Padding:
         if self.sizes[larger] - num_tokens < self.worth_a_step:
             return 0
         return num_tokens - self.sizes[smaller]
+
+
+def mixed_prefill_tokens(config: EngineConfig, runner: ModelRunner) -> int | None:
+    """Return ``max_mixed_prefill_tokens`` or its default for a runner; None = no limit."""
+    sizes = runner.prompt_graph_sizes
+    if config.target_inter_token_ms is not None:
+        return None
+    if config.max_mixed_prefill_tokens is not None or not sizes:
+        return config.max_mixed_prefill_tokens
+    most = max(LEAST_MIXED_TOKENS, int(MIXED_FLOPS / StepWork.of(runner).token_flops))
+    return max([size for size in sizes if size <= most])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from operator import attrgetter
 
 import numpy as np
@@ -26,7 +27,7 @@ from mrv1.engine.running_batch import (
 from mrv1.engine.slot_table import SlotTable
 from mrv1.engine.speculation import Speculation
 from mrv1.engine.step_results import take_output
-from mrv1.engine.step_time import StepLoad, StepRoom, StepTarget
+from mrv1.engine.step_time import StepLoad, StepRoom, StepTarget, TokenRoom
 from mrv1.engine.waiting_queue import PriorityQueue, WaitingQueue
 from mrv1.errors import Mrv1Error, RequestError
 from mrv1.headwise import FULL, Visible
@@ -34,6 +35,8 @@ from mrv1.runner.step import Int64Array, RequestId, StagedFeatures, StepOutput, 
 
 Drafts = dict[int, tuple[int, ...]]
 """Row -> drafts."""
+Room = StepRoom | TokenRoom
+"""What a step with decodes has left for chunks of prompts."""
 
 
 class Scheduler:
@@ -57,7 +60,9 @@ class Scheduler:
 
     **Chunks that fit.** With a ``target`` for the time of a step, a step with rows of one token
     gets chunks of prompts whose predicted time fits, in the order of the requests. The first chunk
-    has at least a block's tokens, or the span that it begins with.
+    has at least a block's tokens, or the span that it begins with. Without a target,
+    ``max_mixed_prefill_tokens`` limits the tokens of all chunks of such a step together, unless
+    more prompt tokens wait than a step holds: then throughput counts.
 
     **Padding.** With ``padding``, a step that is not full leaves the last tokens of its newest
     chunks to the next step, where a smaller CUDA graph then runs it and that saves time. Each
@@ -95,6 +100,7 @@ class Scheduler:
         num_feature_rows: int = 0,
         scheduling_policy: SchedulingPolicyName = "fcfs",
         long_prefill_token_threshold: int = 0,
+        max_mixed_prefill_tokens: int | None = None,
         target: StepTarget | None = None,
         padding: Padding | None = None,
         least_shared_tokens: int = LEAST_SHARED_TOKENS,
@@ -116,6 +122,7 @@ class Scheduler:
             num_feature_rows: rows of the runner's buffer for the features of multimodal items.
             scheduling_policy: ``fcfs`` or ``priority``.
             long_prefill_token_threshold: most tokens of a request in a step; 0 = no limit.
+            max_mixed_prefill_tokens: most prompt tokens of a step with decodes; None = no limit.
             target: the time that a step with decodes shall take at most; None = no limit.
             padding: sizes of the graphs that run steps with prompts; None = no step is padded.
             least_shared_tokens: tokens of a common prefix for which a request waits.
@@ -148,6 +155,7 @@ class Scheduler:
         self.features = FeaturePool(num_feature_rows)
         self._queue_class = PriorityQueue if scheduling_policy == "priority" else WaitingQueue
         self._threshold = long_prefill_token_threshold
+        self._max_mixed_tokens = max_mixed_prefill_tokens
         self._target = target
         self._padding = padding
         self._least_shared_tokens = least_shared_tokens
@@ -172,9 +180,9 @@ class Scheduler:
         self.running = self._batch.requests
         """Running requests by id, in order of arrival."""
         self._in_flight: deque[LaunchedStep] = deque()
-        self._blocked: tuple[Request, int, int, StepLoad | None] | None = None
+        self._blocked: tuple[Request, int, int, StepLoad | int | None] | None = None
         """The first waiting request if it could not be admitted, and the tokens, the rows of
-        features and, with a target, the time left for it then.
+        features and, beside decodes, the time or the tokens left for it then.
 
         It is looked up in the prefix cache again once the pools or one of these have changed.
         """
@@ -322,7 +330,8 @@ class Scheduler:
         if promised is not None and promised[0].finished:
             promised = None
         rows, continued, starved = batch.rows, batch.continued, False
-        room, cuts = None, False
+        room: Room | None = None
+        cuts = False
         if continued is None:
             ends = np.minimum(slots.num_tokens[rows.index], slots.max_computed[rows.index])
             num_tokens = int((ends - slots.num_computed[rows.index]).sum())
@@ -334,6 +343,12 @@ class Scheduler:
             if is_decode.any():
                 room = StepRoom(self._target, starts[is_decode])
                 cuts = num_tokens > int(np.count_nonzero(is_decode))
+        elif self._max_mixed_tokens is not None and (continued is None or self.waiting):
+            counts = ends - slots.num_computed[rows.index]
+            num_decodes = int(np.count_nonzero(counts == 1))
+            if num_decodes and self._waits_for_room(num_tokens - num_decodes):
+                room = TokenRoom(self._max_mixed_tokens)
+                cuts = num_tokens > num_decodes
         if (
             num_tokens > self.max_num_batched_tokens
             or self._with_items
@@ -368,6 +383,19 @@ class Scheduler:
             self._promised = None  # the span got no blocks: the others need not wait for it
             return self.schedule()
         return self._launch(rows, ends, new_blocks, entering, continued)
+
+    def _waits_for_room(self, num_tokens: int) -> bool:
+        """Return whether prompts have more tokens than a mixed step may have, and fit a step.
+
+        Args:
+            num_tokens: tokens that running requests have in chunks.
+        """
+        most = self.max_num_batched_tokens
+        for request in islice(self.waiting.values(), len(self._slots.free)):
+            num_tokens += request.num_tokens
+            if num_tokens > most:
+                return False
+        return self._max_mixed_tokens is not None and self._max_mixed_tokens < num_tokens <= most
 
     def _has_long(self, rows: ScheduledRows, ends: Int64Array) -> bool:
         """Return whether a request has more tokens to compute than a step may give it."""
@@ -412,7 +440,7 @@ class Scheduler:
         return [] if newest is None else newest.rows_with_grammars
 
     def _ends_one_by_one(
-        self, promised: tuple[Request, int] | None, room: StepRoom | None
+        self, promised: tuple[Request, int] | None, room: Room | None
     ) -> tuple[Int64Array, bool]:
         """Return how far each running request is computed, and whether blocks ran out.
 
@@ -469,11 +497,11 @@ class Scheduler:
                         self._limited.append(request)
         return np.array([ends[req_id] for req_id in self.running], dtype=np.int64), starved
 
-    def _fitting(self, room: StepRoom, request: Request, start: int, count: int) -> int:
+    def _fitting(self, room: Room, request: Request, start: int, count: int) -> int:
         """Return ``count``, or less: as much of the request as the step's time has room for."""
         return room.fit(start, count, max(self.block_size, request.span_size(start)))
 
-    def _give_rest(self, ends: Int64Array, new_blocks: NewBlocks, room: StepRoom | None) -> None:
+    def _give_rest(self, ends: Int64Array, new_blocks: NewBlocks, room: Room | None) -> None:
         """Give the tokens that the step has left to the long prompts, up to the threshold of each.
 
         Not to those with items or spans, which their turn in ``_ends_one_by_one`` serves; and no
@@ -582,7 +610,7 @@ class Scheduler:
         return next(request for request in running if not self._batch.is_ending(request))
 
     def _admit_waiting(
-        self, new_blocks: NewBlocks, budget: int, room: StepRoom | None
+        self, new_blocks: NewBlocks, budget: int, room: Room | None
     ) -> tuple[list[Request], list[int]]:
         """Admit waiting requests, in order, as long as slots, blocks, tokens and time suffice.
 

@@ -280,6 +280,39 @@ class StepRoom:
         return self._time.seconds(load) <= self._seconds
 
 
+class TokenRoom:
+    """The prompt tokens that a step with decodes may still have; used as ``StepRoom`` is.
+
+    Args:
+        num_tokens: most tokens of all chunks together.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.load = num_tokens
+        """Tokens that are left; below 0 if the first chunk had to have more."""
+        self._has_chunk = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether not even a chunk of one token fits."""
+        return self._has_chunk and self.load <= 0
+
+    def fit(self, start: int, count: int, least: int) -> int:
+        """Return how many of the ``count`` tokens after ``start`` the next chunk may have.
+
+        The first chunk of the step has at least ``least`` tokens.
+        """
+        del start
+        fitting = min(count, max(self.load, 0))
+        return fitting if self._has_chunk else max(fitting, min(least, count))
+
+    def take(self, start: int, count: int) -> None:
+        """Add a chunk to the step."""
+        del start
+        self.load -= count
+        self._has_chunk = True
+
+
 # --- calibration ---------------------------------------------------------------------------------
 
 

@@ -68,26 +68,58 @@ def target_of(seconds: float | None) -> StepTarget | None:
     return None if seconds is None else StepTarget(STEP_TIME, seconds)
 
 
-def check_time(scheduler: Scheduler, plan: StepPlan, target: float) -> None:
-    """Check the newest plan: with decodes it takes no longer than asked, or has the least chunk.
+Chunk = tuple[Request, int, int]
+"""A request, and the first token and the number of tokens of its chunk."""
 
-    Steps with drafts have no chunks.
-    """
-    rows, chunks, num_decodes = [], [], 0
+
+def rows_of(scheduler: Scheduler, plan: StepPlan) -> tuple[list[tuple[int, int]], list[Chunk]]:
+    """Return the rows of the newest plan as [start, end), and the rows that are no decodes."""
+    rows, chunks = [], []
     entering = {request.slot for request in plan.entering}
     step = scheduler._batch.newest
     for row, request in enumerate(step.rows.requests):
         start, end = step.start(row), int(step.ends[row])
         rows.append((start, end))
-        if end - start == 1 and step.samples[row] and request.slot not in entering:
-            num_decodes += 1
-        else:
+        if end - start > 1 or not step.samples[row] or request.slot in entering:
             chunks.append((request, start, end - start))
-    if plan.draft_token_ids or not num_decodes or seconds_of(rows) <= target:
-        return
+    return rows, chunks
+
+
+def check_time(scheduler: Scheduler, plan: StepPlan, target: float) -> None:
+    """Check the newest plan: with decodes it takes no longer than asked, or has the least chunk.
+
+    Steps with drafts have no chunks.
+    """
+    rows, chunks = rows_of(scheduler, plan)
+    if not plan.draft_token_ids and len(chunks) < len(rows) and seconds_of(rows) > target:
+        check_least_chunk(scheduler, chunks)
+
+
+def check_least_chunk(scheduler: Scheduler, chunks: Sequence[Chunk]) -> None:
     assert len(chunks) <= 1
     for request, start, count in chunks:
         assert count <= max(scheduler.block_size, request.span_size(start))
+
+
+def num_pending_tokens(scheduler: Scheduler) -> int:
+    """Return the known tokens that are not computed, of all requests."""
+    slots = scheduler._slots
+    pending = [
+        int(slots.num_tokens[request.slot] - slots.num_computed[request.slot])
+        for request in scheduler.running.values()
+    ]
+    return sum(pending) + sum(request.num_tokens for request in scheduler.waiting.values())
+
+
+def check_mixed(scheduler: Scheduler, plan: StepPlan, most: int) -> None:
+    """Check the newest plan, of which a step could hold all prompts: decodes wait for few tokens.
+
+    Steps with drafts have no chunks.
+    """
+    rows, chunks = rows_of(scheduler, plan)
+    num_tokens = sum(count for *_, count in chunks)
+    if not plan.draft_token_ids and len(chunks) < len(rows) and num_tokens > most:
+        check_least_chunk(scheduler, chunks)
 
 
 def check_padding(scheduler: Scheduler, plan: StepPlan, padding: Padding) -> None:

@@ -1,23 +1,27 @@
-"""Steps that leave tokens to the next one, so that a smaller CUDA graph runs them."""
+"""How many prompt tokens a step has: sizes of CUDA graphs, and decodes that wait for it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrv1 import LLM
+from mrv1 import LLM, ConfigError
+from mrv1.config import EngineConfig
 from mrv1.engine import padding as padding_module
-from mrv1.engine.padding import LEAST_PADDING, Padding
+from mrv1.engine.padding import LEAST_PADDING, Padding, mixed_prefill_tokens
 from mrv1.runner.cuda_graph import prompt_sizes
 from tests.engine.scheduler_model import (
+    check_mixed,
     drain,
     expected_output,
     make_request,
     make_runner,
     make_scheduler,
+    num_pending_tokens,
     prompt_of,
     scheduled,
 )
@@ -63,8 +67,40 @@ def test_padding_is_worth_a_step_by_its_operations(monkeypatch, num_tokens, of_8
 
 def test_an_engine_without_graphs_cuts_no_step():
     with LLM("tiny", device="cpu", num_kv_blocks=16) as llm:
-        assert llm._core.runner.prompt_graph_sizes == ()
-        assert Padding.of(llm._core.runner) is None
+        runner = llm._core.runner
+        assert runner.prompt_graph_sizes == ()
+        assert Padding.of(runner) is None
+        assert mixed_prefill_tokens(runner.config, runner) is None
+    with LLM("tiny", device="cpu", num_kv_blocks=16, max_mixed_prefill_tokens=5) as llm:
+        assert llm._core.scheduler._max_mixed_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("flops", "budget", "expected"),
+    [
+        (14_000_000_000, 8192, 1024),  # 8B: 4 TFLOP are 285 tokens
+        (880_000_000, 8192, 4096),  # 0.6B: 4,545 tokens, and the next graph has 6,144
+        (880_000_000, 2048, 2048),  # no limit
+        (14_000_000_000, 700, 700),
+    ],
+)
+def test_decodes_wait_for_a_graph_of_four_tflop_or_1024_tokens(
+    monkeypatch, flops, budget, expected
+):
+    work = SimpleNamespace(of=lambda _: SimpleNamespace(token_flops=flops))
+    monkeypatch.setattr(padding_module, "StepWork", work)
+    runner = SimpleNamespace(prompt_graph_sizes=tuple(prompt_sizes(budget)))
+    config = EngineConfig(model="tiny", max_num_batched_tokens=budget)
+    assert mixed_prefill_tokens(config, runner) == expected
+    given = replace(config, max_mixed_prefill_tokens=99)
+    assert mixed_prefill_tokens(given, runner) == 99
+    assert mixed_prefill_tokens(replace(given, target_inter_token_ms=9), runner) is None
+
+
+def test_a_wrong_limit_names_itself():
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(ConfigError, match="max_mixed_prefill_tokens: expected an integer >="):
+            EngineConfig(model="tiny", max_mixed_prefill_tokens=wrong)
 
 
 def test_the_newest_chunks_wait_and_keep_a_block():
@@ -102,6 +138,33 @@ def test_a_step_stays_as_it_is(budget, spans, worth):
     assert scheduled(scheduler.schedule()) == {"a": 10, "b": 8, "c": 9}
 
 
+def test_decodes_wait_for_few_tokens_unless_more_wait_than_a_step_holds():
+    scheduler = make_scheduler(max_num_batched_tokens=32, max_mixed_prefill_tokens=10)
+    runner = make_runner(scheduler)
+
+    def step() -> dict[str, int]:
+        plan = scheduler.schedule()
+        runner.execute(plan)
+        scheduler.update(runner.result())
+        return scheduled(plan)
+
+    def add(name: str, length: int, max_tokens: int = 1) -> None:
+        scheduler.add(
+            make_request(name, prompt_of(length), max_tokens=max_tokens, ignore_eos=True)
+        )
+
+    add("decodes", 20, 40)
+    assert step() == {"decodes": 20}  # no decode waits
+    add("a", 24)
+    assert step() == {"decodes": 1, "a": 10}
+    add("b", 7)
+    assert step() == {"decodes": 1, "a": 10}  # 21 tokens wait
+    assert step() == {"decodes": 1, "a": 4, "b": 6}
+    add("c", 40)
+    assert step() == {"decodes": 1, "b": 1, "c": 30}  # 41 tokens
+    assert step() == {"decodes": 1, "c": 10}
+
+
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
     depth=st.integers(1, 2),
@@ -133,3 +196,37 @@ def test_outputs_are_the_same_and_prompts_need_few_steps_more(lengths, depth, ca
         for plain in (True, False)
     ]
     assert with_prompts[1] <= 2 * with_prompts[0] + 3
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=2, max_size=12),
+    most=st.integers(1, 16),
+    padding=st.sampled_from([None, Padding((2, 4, 8, 16), 2)]),
+)
+def test_no_decode_waits_for_more_tokens_than_asked_for(arrivals, most, padding):
+    """Each request arrives some steps after the one before it."""
+    scheduler = make_scheduler(
+        num_blocks=200, max_num_seqs=6, max_num_batched_tokens=32,
+        max_mixed_prefill_tokens=most, padding=padding,
+    )  # fmt: skip
+    runner, requests = make_runner(scheduler), []
+    due = [step for step, _ in arrivals]
+    while due or scheduler.has_unfinished_requests:
+        while due and due[0] == 0:
+            due.pop(0)
+            prompt = prompt_of(arrivals[len(requests)][1], len(requests))
+            name = str(len(requests))
+            requests.append(make_request(name, prompt, max_tokens=6, ignore_eos=True))
+            scheduler.add(requests[-1])
+        if due:
+            due[0] -= 1
+        num_pending = num_pending_tokens(scheduler)
+        plan = scheduler.schedule()
+        if plan is None:
+            continue
+        if num_pending <= 32:
+            check_mixed(scheduler, plan, most)
+        runner.execute(plan)
+        scheduler.update(runner.result())
+    for request in requests:
+        assert request.output_token_ids == expected_output(request)[0]

@@ -26,6 +26,7 @@ from tests.engine.scheduler_model import (
     VOCAB,
     DeviceError,
     KnownSpeculation,
+    check_mixed,
     check_padding,
     check_time,
     drain,
@@ -33,6 +34,7 @@ from tests.engine.scheduler_model import (
     make_request,
     make_runner,
     make_scheduler,
+    num_pending_tokens,
     output_of,
     prompt_of,
     scheduled,
@@ -99,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests arrive, run, abort and fail in any order, in a pool that is often too small.
 
     A second scheduler, which keeps nothing from one step to the next, must make the same plans.
-    Where the first has no target for the time of a step, the second has one that all steps meet.
+    Where the first has no limit for steps with decodes, the second has a time that all steps meet.
     """
 
     @initialize(
@@ -119,10 +121,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.booleans(),
         step_seconds=st.sampled_from([None, None, 1.0, 20.0, 40.0]),
         padding=st.sampled_from([None, None, Padding((2, 8, 12), 2), Padding((4, 16), 5)]),
+        mixed=st.sampled_from([None, None, 1, 5, 12]),
     )
     def start(
         self, num_blocks, streaming, all_stream, max_num_seqs, budget, depth, caching,
         stops_on_device, policy, threshold, least_shared, drafts, step_seconds, padding,
+        mixed,
     ):  # fmt: skip
         keeps, pools = [Visible(window, sink) for window, sink, _ in streaming], []
         for seen, (_, _, spare) in zip(keeps, streaming, strict=True):
@@ -146,13 +150,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 speculation=KnownSpeculation() if drafts else None,
                 target=target_of(seconds),
                 padding=padding,
+                max_mixed_prefill_tokens=mixed,
             )
             for made, seconds in (
                 (Scheduler, step_seconds),
-                (ForgetfulScheduler, 1e9 if step_seconds is None else step_seconds),
+                (
+                    ForgetfulScheduler,
+                    1e9 if step_seconds is None and mixed is None else step_seconds,
+                ),
             )
         )
         self.step_seconds, self.padding = step_seconds, padding
+        self.mixed = mixed if step_seconds is None else None
         self.max_num_seqs, self.budget = max_num_seqs, budget
         self.runner = make_runner(self.scheduler, stops_on_device=stops_on_device)
         self.requests: dict[str, Request] = {}
@@ -237,10 +246,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     @rule(fails=st.integers(0, 12).map(lambda n: n == 0))
     def launch(self, fails):
+        num_pending = num_pending_tokens(self.scheduler)
         plan = self.scheduler.schedule()
         check_same_plan(plan, self.forgetful.schedule())
         if plan is not None and self.step_seconds is not None:
             check_time(self.scheduler, plan, self.step_seconds)
+        if plan is not None and self.mixed is not None and num_pending <= self.budget:
+            check_mixed(self.scheduler, plan, self.mixed)
         if plan is not None and self.padding is not None:
             check_padding(self.scheduler, plan, self.padding)
         if plan is None:
@@ -409,6 +421,7 @@ def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(s
             "least_shared_tokens": source.choice([4, 256]),
             "target": target_of(seconds),
             "padding": source.choice([None, Padding((2, 8, 12, 24), 2)]),
+            "max_mixed_prefill_tokens": source.choice([None, 3, 9]),
         }
         scheduler, forgetful = Scheduler(**options), ForgetfulScheduler(**options)
         runner = make_runner(scheduler)

@@ -34,6 +34,8 @@ def measured_paths(kind: str, mode: str | None) -> tuple[str, ...]:
         return _with_imports(
             "mrv1/kernels/cache/kv_cache_write.py", "mrv1/kernels/cache/qkv_cache_write.py"
         )
+    if kind == "products":
+        return _with_imports("mrv1/kernels/layers/linear_tiles.py")
     if kind == "sample_tokens":
         return _with_imports(
             *(
