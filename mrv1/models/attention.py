@@ -216,11 +216,13 @@ class KernelBackend:
         plan, count = planned.plans.get(id(cache.layout)), planned.num_decodes
         if planned.prefill_start_loc is not None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            with self._beside_decodes():
-                starts = planned.prefill_start_loc
-                self._prefill(q[count:], batch, cache, count, starts, planned.splits, out[count:])
-            self._decode(q[:count], batch, cache, count, plan, out[:count])
-            self._join()
+            starts, splits = planned.prefill_start_loc, planned.splits
+            try:
+                with self._beside_decodes():
+                    self._prefill(q[count:], batch, cache, count, starts, splits, out[count:])
+                self._decode(q[:count], batch, cache, count, plan, out[:count])
+            finally:  # even if a launch fails: memory of ``out`` is reused on the current stream
+                self._join()
             return out
         if count:
             return self._decode(q, batch, cache, count, plan)

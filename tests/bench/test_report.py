@@ -493,8 +493,10 @@ def _serving() -> dict[str, Any]:
         "mean": 1.0, "median": 60.0, "p99": 109.0,
         "percentiles": [float(10 + each) for each in range(101)],
     }  # fmt: skip
-    figures = {"output_throughput": 1234.5, "request_goodput": None, "ttft_ms": spread,
-               "itl_ms": None, "e2el_ms": spread}  # fmt: skip
+    figures = {
+        "output_throughput": 1234.5, "total_token_throughput": 5678.0, "request_goodput": None,
+        "ttft_ms": spread, "itl_ms": None, "e2el_ms": spread,
+    }  # fmt: skip
     conditions = {
         "num_conversations": 100, "num_turns": 3, "lengths": "lognormal", "request_rate": 5.0,
         "new_input_tokens": 10_000, "output_tokens": 2000, "repeats": 3,
@@ -512,8 +514,8 @@ def _serving() -> dict[str, Any]:
 def test_serving_table_shows_medians_and_99th_percentiles():
     table = serving_table(_file(_serving()))
     for said in (
-        "| mrv1 | 1,234 | - | 60.0 / 109.0 | - | 60.0 / 109.0 |",
-        "| vllm | - | - | - | - | - |",
+        "| mrv1 | 1,234 | 5,678 | - | 60.0 / 109.0 | - | 60.0 / 109.0 |",
+        "| vllm | - | - | - | - | - | - |",
         "100 conversations, turns of each: 3, 5 a second (70% of what the first engine serves at "
         "most); 10,000 new input + 2,000 output tokens",
         "at most 256 requests at a time, temperature 0; ",
@@ -782,6 +784,8 @@ def test_a_file_of_an_unknown_kind_shows_its_conditions_and_short_results():
         MARK,
     ):
         assert said in shown
+    wide = [{str(column): column for column in range(25)}]
+    assert "| 24 |" not in other_file(_file(_result(op="new op", results=wide)))
     assert other_file(_file({"before": "a" * 40, "after": "b", "device": "GPU Y"})) == (
         f"`x.json`: results of no named kind; GPU Y; before {'a' * 12}, after b."
     )

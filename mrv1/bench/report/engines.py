@@ -91,13 +91,14 @@ def serving_table(file: ResultFile) -> str:
     for name, engine in result["results"].items():
         figures = engine["figures"]
         if figures is None:
-            body.append([name, "-", "-", *["-"] * len(SERVED_TIMES)])
+            body.append([name, *["-"] * (3 + len(SERVED_TIMES))])
             continue
         spreads = [figures[key] for key in SERVED_TIMES]
         body.append(
             [
                 name,
                 f"{figures['output_throughput']:,.0f}",
+                f"{figures['total_token_throughput']:,.0f}",
                 optional(figures["request_goodput"], "{:.2f}"),
                 *(
                     "-" if spread is None else f"{spread['median']:,.1f} / {spread['p99']:,.1f}"
@@ -105,7 +106,9 @@ def serving_table(file: ResultFile) -> str:
                 ),
             ]
         )
-    head = ["engine", "output tokens/s", "good requests/s", *SERVED_TIMES.values()]
+    head = [
+        "engine", "output tokens/s", "all tokens/s", "good requests/s", *SERVED_TIMES.values()
+    ]  # fmt: skip
     goodput, share = conditions["goodput"], conditions["peak_share"]
     limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput.items())
     return with_conditions(

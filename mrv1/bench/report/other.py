@@ -8,8 +8,7 @@ from typing import Any
 from mrv1.bench.report.files import ResultFile, table
 
 ABOUT = {
-    "attempts": "every optimization that was tried, its expected and its measured gain, and the "
-    "profile",
+    "attempts": "optimizations that were tried, their expected and their measured gains",
     "before-after": "two commits on one machine, before and after a refactor",
     "accuracy": "two commits' errors against float64: prefill's log-sum-exp with large scores, "
     "and float32 `linear` over torch's",
@@ -20,8 +19,8 @@ ABOUT = {
 }
 """Name of a file, without the machine's -> what it holds."""
 
-MAX_ROWS = 16
-"""Longer lists of results are left in their files."""
+MAX_ROWS, MAX_COLUMNS = 16, 24
+"""Lists of results with more of either are left in their files."""
 
 
 def other_file(file: ResultFile) -> str:
@@ -35,7 +34,7 @@ def other_file(file: ResultFile) -> str:
         if isinstance(value, list) and 0 < len(value) <= MAX_ROWS:
             rows = [_scalars(each) for each in value if isinstance(each, dict)]
             names = list(dict.fromkeys(name for row in rows for name in row))
-            if names:
+            if 0 < len(names) <= MAX_COLUMNS:
                 cells = [[row.get(name, "") for name in names] for row in rows]
                 blocks.insert(0, table(names, cells))
     return "\n\n".join(blocks)
