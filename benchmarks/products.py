@@ -147,7 +147,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--commit", help="commit of the source; default: ask git")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not options.output.parent.is_dir():
+        parser.error(f"output: expected an existing directory, got {options.output.parent}")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:

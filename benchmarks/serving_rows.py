@@ -2,9 +2,8 @@
 
 python -m benchmarks.serving_rows FOLDER SHAPE [--engines vllm,mrv1,mrv1-fp8] [--rows NAME,...]
 
-An engine with an fp8 cache runs only the rows of ``FP8_ROWS``.
-
-Writes a file ``serving-SHAPE-ROW-SUFFIX.json`` for each row. Needs a GPU, and vLLM for ``vllm``.
+Writes a file ``serving-SHAPE-ROW-SUFFIX.json`` for each row. An engine with an fp8 cache serves
+only ``FP8_ROWS``. Needs a GPU, and vLLM for ``vllm``.
 """
 
 from __future__ import annotations
@@ -63,7 +62,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--suffix", default="h200", help="of the names of the files")
     parser.add_argument("--repeats", type=int, default=3, help="of rows that take seconds")
     parser.add_argument("--commit", help="commit of the source; default: ask git")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not options.folder.is_dir():
+        parser.error(f"folder: expected an existing directory, got {options.folder}")
+    rows, known = (options.rows or ",".join(ROWS[options.shape])).split(","), ROWS[options.shape]
+    if unknown := [row for row in rows if row not in known]:
+        parser.error(f"--rows: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    options.rows = rows
+    return options
 
 
 def workloads(options: argparse.Namespace) -> dict[str, ServingBench]:
@@ -80,7 +86,7 @@ def workloads(options: argparse.Namespace) -> dict[str, ServingBench]:
             **shared | rows[name],
             engines=tuple(e for e in engines if name in FP8_ROWS or not e.endswith("-fp8")),
         )
-        for name in (rows if options.rows is None else options.rows.split(","))
+        for name in options.rows
     }
 
 

