@@ -278,7 +278,7 @@ class EngineConfig:
     max_mixed_prefill_tokens: int | None = None
     """Most prompt tokens of a step with decodes, which wait for it. The step may have more if more
     wait than a step holds. Default: with CUDA graphs as many as need 4 TFLOP, at least 1,024; else
-    no limit, as with ``target_inter_token_ms``, which is a limit of its own."""
+    no limit, as with ``target_inter_token_ms``, beside which it cannot be given."""
     target_inter_token_ms: float | None = None
     """Milliseconds that a step with decodes and prompts shall take at most: the prompts get the
     tokens that fit by a model of the step's time, which is calibrated at start-up. The oldest
@@ -433,6 +433,11 @@ class EngineConfig:
                 f"max_draft_tokens: expected at most {MAX_DRAFTS}, got {self.max_draft_tokens}"
             )
         check_target_ms(self.target_inter_token_ms)
+        if None not in (self.target_inter_token_ms, self.max_mixed_prefill_tokens):
+            raise ConfigError(
+                "max_mixed_prefill_tokens: expected None with target_inter_token_ms, which limits "
+                f"the same steps by time, got {self.max_mixed_prefill_tokens}"
+            )
         share: object = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")

@@ -51,7 +51,7 @@ class Padding:
         if not sizes:
             return None
         in_tokens = int(STEP_FLOPS / StepWork.of(runner).token_flops)
-        return cls(tuple(sizes), max(LEAST_PADDING, in_tokens))
+        return cls(sizes, max(LEAST_PADDING, in_tokens))
 
     def surplus(self, num_tokens: int) -> int:
         """Return how many of a step's prompt tokens the next step should compute instead.
@@ -71,9 +71,9 @@ class Padding:
 def mixed_prefill_tokens(config: EngineConfig, runner: ModelRunner) -> int | None:
     """Return ``max_mixed_prefill_tokens`` or its default for a runner; None = no limit."""
     sizes = runner.prompt_graph_sizes
-    if config.target_inter_token_ms is not None:
-        return None
-    if config.max_mixed_prefill_tokens is not None or not sizes:
+    if config.max_mixed_prefill_tokens is not None:
         return config.max_mixed_prefill_tokens
+    if config.target_inter_token_ms is not None or not sizes:
+        return None
     most = max(LEAST_MIXED_TOKENS, int(MIXED_FLOPS / StepWork.of(runner).token_flops))
     return max([size for size in sizes if size <= most])

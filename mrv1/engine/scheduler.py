@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from operator import attrgetter
 
 import numpy as np
@@ -56,7 +55,8 @@ class Scheduler:
     **Long prompts.** With ``long_prefill_token_threshold`` T, a request computes at most T tokens
     in a step. The running requests with more than T tokens left share T tokens of the step, and
     get what the other requests leave. So a prompt waits for those before it as if each of them had
-    T tokens at most, and each step T tokens less.
+    T tokens at most, and each step T tokens less. Of ``max_mixed_prefill_tokens`` they share half
+    at most.
 
     **Chunks that fit.** With a ``target`` for the time of a step, a step with rows of one token
     gets chunks of prompts whose predicted time fits, in the order of the requests. The first chunk
@@ -64,9 +64,9 @@ class Scheduler:
     ``max_mixed_prefill_tokens`` limits the tokens of all chunks of such a step together, unless
     more prompt tokens wait than a step holds: then throughput counts.
 
-    **Padding.** With ``padding``, a step that is not full leaves the last tokens of its newest
-    chunks to the next step, where a smaller CUDA graph then runs it and that saves time. Each
-    chunk keeps at least a block's tokens.
+    **Padding.** With ``padding``, a step that is not full leaves the last tokens of its chunks to
+    the next step, where a smaller CUDA graph then runs it and that saves time: first of chunks
+    that do not end their prompt, and of the newest. Each keeps at least a block's tokens.
 
     **Steps in flight.** ``schedule`` may be called again before the output of up to
     ``max_steps_in_flight - 1`` plans has come. A row that computes its last known token then has a
@@ -346,7 +346,7 @@ class Scheduler:
         elif self._max_mixed_tokens is not None and (continued is None or self.waiting):
             counts = ends - slots.num_computed[rows.index]
             num_decodes = int(np.count_nonzero(counts == 1))
-            if num_decodes and self._waits_for_room(num_tokens - num_decodes):
+            if num_decodes and self._waits_for_room(counts[counts > 1]):
                 room = TokenRoom(self._max_mixed_tokens)
                 cuts = num_tokens > num_decodes
         if (
@@ -384,17 +384,26 @@ class Scheduler:
             return self.schedule()
         return self._launch(rows, ends, new_blocks, entering, continued)
 
-    def _waits_for_room(self, num_tokens: int) -> bool:
+    def _waits_for_room(self, chunks: Int64Array) -> bool:
         """Return whether prompts have more tokens than a mixed step may have, and fit a step.
 
+        What a step could not compute does not count: cached prefixes, requests that lack blocks,
+        and more tokens of a request than ``long_prefill_token_threshold``.
+
         Args:
-            num_tokens: tokens that running requests have in chunks.
+            chunks: tokens that are left of the prompts of running requests.
         """
-        most = self.max_num_batched_tokens
-        for request in islice(self.waiting.values(), len(self._slots.free)):
-            num_tokens += request.num_tokens
-            if num_tokens > most:
+        most_of_one = self._threshold or self.max_num_batched_tokens + 1
+        num_tokens = int(np.minimum(chunks, most_of_one).sum())
+        for request in self.waiting.first(len(self._slots.free)):
+            if num_tokens > self.max_num_batched_tokens:
                 return False
+            hit = self._prefix_cache.find(request)
+            num_cached = len(hit[0]) * self.block_size
+            if self.pools.lacks(hit, request.num_tokens, num_cached + 1):
+                break
+            num_tokens += min(request.num_tokens - num_cached, most_of_one)
+        most = self.max_num_batched_tokens
         return self._max_mixed_tokens is not None and self._max_mixed_tokens < num_tokens <= most
 
     def _has_long(self, rows: ScheduledRows, ends: Int64Array) -> bool:
@@ -455,6 +464,8 @@ class Scheduler:
         ends: dict[RequestId, int] = {}
         for_long = self._threshold
         """Tokens that are left for requests with a long prompt, together."""
+        if isinstance(room, TokenRoom):
+            for_long = min(for_long, max(room.load // 2, self.block_size))
         for request in self._in_order():
             if request.req_id not in self.running:
                 continue  # preempted below, for a request before it
@@ -537,26 +548,30 @@ class Scheduler:
     def _leave_out_padding(
         self, padding: Padding, ends: Int64Array, new_blocks: NewBlocks
     ) -> None:
-        """Shorten the newest chunks, if the step then fills a smaller graph and that saves time.
+        """Shorten chunks, if the step then fills a smaller graph and that saves time.
 
-        A step that is full stays so, for the bounds of prompts that wait. Items and spans are not
-        cut.
+        First those that do not end their prompt, so that short prompts do not wait for long ones;
+        the newest first. A step that is full stays so, for the bounds of prompts that wait. Items
+        and spans are not cut.
 
         Args:
             padding: the sizes of the graphs.
             ends: ``[running]`` how far each request is computed; lowered in place.
             new_blocks: blocks of the step; those that are no longer needed are given back.
         """
-        batch = self._batch
-        counts = ends - self._slots.num_computed[batch.rows.index]
+        batch, slots = self._batch, self._slots
+        index = batch.rows.index
+        counts = ends - slots.num_computed[index]
         if int(counts.sum()) == self.max_num_batched_tokens:
             return
         surplus = padding.surplus(int(counts[counts > 1].sum()))
         if not surplus:
             return
         rows = {request: row for row, request in enumerate(batch.rows.requests)}
+        ends_prompt = ends == np.minimum(slots.num_tokens[index], slots.max_computed[index])
         shorter: dict[Request, int] = {}
-        for request in reversed(self._in_order()):
+        newest_first = reversed(self._in_order())
+        for request in sorted(newest_first, key=lambda each: bool(ends_prompt[rows[each]])):
             row = rows[request]
             if not request.unsplittable and not request.multimodal:
                 cut = min(surplus, max(int(counts[row]) - self.block_size, 0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import islice
 
 from mrv1.engine.request import Request
 from mrv1.runner.step import RequestId
@@ -30,6 +32,10 @@ class WaitingQueue(OrderedDict[RequestId, Request]):
     def peek(self) -> Request:
         """Return the request to be admitted next."""
         return next(iter(self.values()))
+
+    def first(self, count: int) -> Iterable[Request]:
+        """Return up to ``count`` requests: those that are admitted next, apart from turns."""
+        return islice(self.values(), count)
 
     def add(self, request: Request, *, holds_followers: bool) -> None:
         """Queue a request and its followers; ``holds_followers`` holds the followers back."""
@@ -110,6 +116,10 @@ class PriorityQueue(WaitingQueue):
             else:
                 lane.credit += QUANTUM
                 lanes.move_to_end(fairness_id)
+
+    def first(self, count: int) -> Iterable[Request]:
+        """Return up to ``count`` requests of the lowest priority values, in order of arrival."""
+        return heapq.nsmallest(count, self.values(), key=lambda request: request.priority)
 
     def add_last(self, request: Request) -> None:
         """Put a request after all others of its priority and fairness id."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from mrv1 import LLM, ConfigError
 from mrv1.config import EngineConfig
 from mrv1.engine import padding as padding_module
 from mrv1.engine.padding import LEAST_PADDING, Padding, mixed_prefill_tokens
+from mrv1.engine.scheduler import Scheduler
 from mrv1.runner.cuda_graph import prompt_sizes
 from tests.engine.scheduler_model import (
     check_mixed,
@@ -92,15 +95,101 @@ def test_decodes_wait_for_a_graph_of_four_tflop_or_1024_tokens(
     runner = SimpleNamespace(prompt_graph_sizes=tuple(prompt_sizes(budget)))
     config = EngineConfig(model="tiny", max_num_batched_tokens=budget)
     assert mixed_prefill_tokens(config, runner) == expected
-    given = replace(config, max_mixed_prefill_tokens=99)
-    assert mixed_prefill_tokens(given, runner) == 99
-    assert mixed_prefill_tokens(replace(given, target_inter_token_ms=9), runner) is None
+    assert mixed_prefill_tokens(replace(config, max_mixed_prefill_tokens=99), runner) == 99
+    assert mixed_prefill_tokens(replace(config, target_inter_token_ms=9), runner) is None
 
 
 def test_a_wrong_limit_names_itself():
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(ConfigError, match="max_mixed_prefill_tokens: expected an integer >="):
             EngineConfig(model="tiny", max_mixed_prefill_tokens=wrong)
+    with pytest.raises(ConfigError, match=r"max_mixed_prefill_tokens: expected None with .*got 9"):
+        EngineConfig(model="tiny", max_mixed_prefill_tokens=9, target_inter_token_ms=5)
+
+
+def stepper(scheduler: Scheduler) -> Callable[[], dict[str, int]]:
+    """Return a function that runs a step and returns the tokens of each request in it."""
+    runner = make_runner(scheduler)
+
+    def step() -> dict[str, int]:
+        plan = scheduler.schedule()
+        runner.execute(plan)
+        scheduler.update(runner.result())
+        return scheduled(plan)
+
+    return step
+
+
+def add(scheduler: Scheduler, name: str, length: int, max_tokens: int = 1, **options: Any) -> None:
+    """Queue a request with a prompt of its own."""
+    prompt = prompt_of(length, ord(name[0]))
+    params = {"max_tokens": max_tokens, "ignore_eos": True}
+    scheduler.add(make_request(name, prompt, **params, **options))
+
+
+def test_padding_holds_up_no_short_prompt_behind_a_long_one():
+    scheduler = make_scheduler(
+        num_blocks=60, max_num_batched_tokens=40, long_prefill_token_threshold=16,
+        padding=Padding((8, 16, 24), 2),
+    )  # fmt: skip
+    step = stepper(scheduler)
+    add(scheduler, "long", 90)
+    assert step() == {"long": 16}
+    add(scheduler, "short", 6)
+    assert step() == {"long": 10, "short": 6}  # of 22 tokens, padded to 24, 6 wait
+
+
+def test_a_long_prompt_takes_half_of_what_decodes_wait_for():
+    scheduler = make_scheduler(
+        num_blocks=60, max_num_batched_tokens=64, long_prefill_token_threshold=30,
+        max_mixed_prefill_tokens=20,
+    )  # fmt: skip
+    step = stepper(scheduler)
+    add(scheduler, "decodes", 4, 40)
+    step()
+    add(scheduler, "long", 60)
+    assert step() == {"decodes": 1, "long": 20}
+    add(scheduler, "short", 6)
+    assert step() == {"decodes": 1, "long": 14, "short": 6}  # 10, and what is left
+
+
+@pytest.mark.parametrize("lacks", ["a prefix", "blocks", "urgency", "turns"])
+def test_tokens_that_no_step_could_compute_do_not_lift_the_limit(lacks):
+    """Where 40 tokens wait that count, a step has all that it can hold."""
+    options = {
+        "a prefix": {"enable_prefix_caching": True},
+        "blocks": {"num_blocks": 20},
+        "urgency": {"scheduling_policy": "priority", "max_num_seqs": 2},
+        "turns": {"long_prefill_token_threshold": 5, "num_blocks": 60},
+    }[lacks]
+    scheduler = make_scheduler(
+        **{"num_blocks": 40} | options, max_num_batched_tokens=32, max_mixed_prefill_tokens=10
+    )
+    step = stepper(scheduler)
+    if lacks == "a prefix":
+        add(scheduler, "chat", 28)
+        step()
+    add(scheduler, "decodes", 4, 40)
+    step()
+    if lacks == "a prefix":
+        add(scheduler, "chat again", 40)  # 28 of them are known
+        assert step() == {"decodes": 1, "chat again": 10}
+    elif lacks == "blocks":
+        add(scheduler, "a", 30)
+        assert step() == {"decodes": 1, "a": 10}
+        add(scheduler, "b", 70)
+        assert step() == {"decodes": 1, "a": 10}
+    elif lacks == "urgency":
+        add(scheduler, "later", 40, priority=1)
+        add(scheduler, "urgent", 20, priority=0)
+        assert step() == {"decodes": 1, "urgent": 10}
+    else:
+        add(scheduler, "long", 90)
+        assert step() == {"decodes": 1, "long": 5}
+        add(scheduler, "a", 5)
+        add(scheduler, "b", 5)
+        add(scheduler, "c", 5)
+        assert step() == {"decodes": 1, "long": 5, "a": 5}
 
 
 def test_the_newest_chunks_wait_and_keep_a_block():
@@ -140,27 +229,15 @@ def test_a_step_stays_as_it_is(budget, spans, worth):
 
 def test_decodes_wait_for_few_tokens_unless_more_wait_than_a_step_holds():
     scheduler = make_scheduler(max_num_batched_tokens=32, max_mixed_prefill_tokens=10)
-    runner = make_runner(scheduler)
-
-    def step() -> dict[str, int]:
-        plan = scheduler.schedule()
-        runner.execute(plan)
-        scheduler.update(runner.result())
-        return scheduled(plan)
-
-    def add(name: str, length: int, max_tokens: int = 1) -> None:
-        scheduler.add(
-            make_request(name, prompt_of(length), max_tokens=max_tokens, ignore_eos=True)
-        )
-
-    add("decodes", 20, 40)
+    step = stepper(scheduler)
+    add(scheduler, "decodes", 20, 40)
     assert step() == {"decodes": 20}  # no decode waits
-    add("a", 24)
+    add(scheduler, "a", 24)
     assert step() == {"decodes": 1, "a": 10}
-    add("b", 7)
+    add(scheduler, "b", 7)
     assert step() == {"decodes": 1, "a": 10}  # 21 tokens wait
     assert step() == {"decodes": 1, "a": 4, "b": 6}
-    add("c", 40)
+    add(scheduler, "c", 40)
     assert step() == {"decodes": 1, "b": 1, "c": 30}  # 41 tokens
     assert step() == {"decodes": 1, "c": 10}
 
