@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
@@ -20,7 +21,7 @@ from mrv1.bench.attention_case import Cell
 from mrv1.bench.checkpoint import write_checkpoint
 from mrv1.bench.child import run_in_child
 from mrv1.bench.serving import ServingBench
-from mrv1.bench.serving_run import ServingJob, measure_serving
+from mrv1.bench.serving_run import ServingJob, WorkloadRuns, measure_serving
 from mrv1.bench.shapes import SHAPES
 from mrv1.bench.vllm import WORKER, VLLMBench
 from mrv1.config import checkpoint_dir
@@ -84,21 +85,22 @@ def test_the_client_of_bench_serving_drives_vllms_engine():
     vocab_size = ModelConfig.from_pretrained(checkpoint).vocab_size
     conversations = bench.conversations(1, vocab_size)
     probes = [[5], [*range(1, 12)]]
+    runs = WorkloadRuns(
+        workload=bench, sampling=bench.sampling(), stream_outputs=True, warm_up=False, repeats=1
+    )
     job = ServingJob(
         engine="vllm",
         options={
             "model": str(checkpoint), "dtype": "float32", "skip_tokenizer_init": True,
             "disable_log_stats": True, **bench.engine_options(conversations), **WORKER,
         },
-        sampling=bench.sampling(),
         on_cpu=True,
-        stream_outputs=True,
         probes=probes,
-        workload=bench,
+        workloads=[runs],
         vocab_size=vocab_size,
-        runs=2,
     )  # fmt: skip
-    start_s, first_tokens, served = run_in_child(measure_serving, job)
+    start_s, first_tokens, rate, served = run_in_child(measure_serving, job)
+    assert rate == math.inf
     assert start_s > 0
     with LLM("tiny", device="cpu", dtype="float32", num_kv_blocks=64) as llm:
         expected = [own_tokens(llm, probe, max_tokens=1)[0] for probe in probes]
