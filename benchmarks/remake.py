@@ -3,9 +3,10 @@
 python -m benchmarks.remake FOLDER [NAME ...] [--suffix h200] [--part 1/2] [--seconds 500]
 python -m benchmarks.remake benchmarks/results --older --list
 
-Each file is written by the command that made it, with the conditions in ``RECIPES``, in a process
-of its own. A command that fails is named at the end; the others run all the same. With
-``--seconds`` none is started that would not end in time. With ``--part I/N`` this process takes
+Each file is written by a command with its workload, see ``RECIPES``, in a process of its own; the
+number of samples may differ. A command that fails is named at the end; the others run all the
+same. With ``--seconds`` none is started that would not end in time. Ctrl-C ends the command that
+runs, which keeps what it can. With ``--part I/N`` this process takes
 the I-th of N parts, for a machine with several GPUs. Needs a GPU; peers that are not installed
 are left out, and recipes that compare with a missing package are not run.
 """
@@ -13,6 +14,8 @@ are left out, and recipes that compare with a missing package are not run.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,9 +25,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mrv1.bench.report.files import load
+from mrv1.cli.console import INTERRUPTED
 
 OUTPUT, COMMIT = "{output}", "{commit}"
 """Arguments that stand for the file to write and the commit to record."""
+END_S = 60.0
+"""Seconds in which an interrupted command must write what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +216,9 @@ RECIPES: dict[str, Recipe] = {
     ),
     "headwise-8b-8k-4k-half": bench(
         "headwise",
-        f"--shape llama3-8b {POLICY} {RECYCLED} --num-requests 24 --max-num-seqs 5 "
+        f"--shape llama3-8b {POLICY} {RECYCLED} --num-requests 12 --max-num-seqs 5 "
         "--max-num-batched-tokens 512 --kv-cache-memory-bytes 5000000000",
-        400,
+        250,
     ),
     "headwise-8b-8k-4k-eighth": bench(
         "headwise",
@@ -330,15 +336,22 @@ def remake(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _run(command: Sequence[str], timeout: float | None) -> str:
-    """Run a command; return "" or why it failed."""
+    """Run a command; return "" or why it failed. It and its own processes end with the timeout."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        done = subprocess.run(
-            command, timeout=timeout, stderr=subprocess.PIPE, text=True, check=False
-        )
-    except subprocess.TimeoutExpired:
+        _, said = process.communicate(timeout=timeout)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.communicate(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        if isinstance(error, KeyboardInterrupt):
+            raise
         return "ended: no time was left"
-    last = (done.stderr.strip() or "no message").splitlines()[-1]
-    return f"failed: {last}" if done.returncode else ""
+    last = (said.strip() or "no message").splitlines()[-1]
+    return f"failed: {last}" if process.returncode else ""
 
 
 def _commit() -> str:
@@ -349,12 +362,20 @@ def _commit() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Remake the chosen files; return 1 if one that was begun has failed."""
+    """Remake the chosen files; return 1 if one that was begun has failed, 130 after Ctrl-C."""
     options = parse(arguments)
-    problems = {name: problem for name, problem in remake(options) if problem}
-    for name, problem in problems.items():
+    problems: list[tuple[str, str]] = []
+    interrupted = False
+    try:
+        for name, problem in remake(options):
+            problems.extend([(name, problem)] if problem else [])
+    except KeyboardInterrupt:
+        interrupted = True
+    for name, problem in problems:
         sys.stderr.write(f"{name}: {problem}\n")
-    return int(any(not problem.startswith("not run") for problem in problems.values()))
+    if interrupted:
+        return INTERRUPTED
+    return int(any(not problem.startswith("not run") for _, problem in problems))
 
 
 if __name__ == "__main__":

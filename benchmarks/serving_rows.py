@@ -2,8 +2,9 @@
 
 python -m benchmarks.serving_rows FOLDER SHAPE [--engines vllm,mrv1,mrv1-fp8] [--rows NAME,...]
 
-Writes a file ``serving-SHAPE-ROW-SUFFIX.json`` for each row. An engine with an fp8 cache serves
-only ``FP8_ROWS``. Needs a GPU, and vLLM for ``vllm``.
+Writes a file ``serving-SHAPE-ROW-SUFFIX.json`` for each row that an engine has finished. An engine
+with an fp8 cache serves only ``FP8_ROWS``. Needs a GPU, and vLLM for ``vllm``. Exits with 1 if an
+engine has failed, and with 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from mrv1.bench.serving import ENGINES, ServingBench, run_workloads
 from mrv1.cli.bench_kernels import write_result
+from mrv1.cli.console import INTERRUPTED
 
 LONG: dict[str, Any] = {
     "num_conversations": 16, "input_len": 8000, "input_sigma": 0.0, "output_sigma": 0.0,
@@ -47,7 +49,6 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 """Shape -> row -> its workload; inputs have a median of 512 tokens, outputs of 128 or 200."""
-
 
 FP8_ROWS = ("long", "many")
 
@@ -90,21 +91,29 @@ def workloads(options: argparse.Namespace) -> dict[str, ServingBench]:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, and write a file for each row."""
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, write a file for each row, and return the exit code."""
     options = parse(arguments)
     benches = workloads(options)
 
     def say(line: str) -> None:
         sys.stderr.write(line + "\n")
 
-    for name, result in zip(benches, run_workloads([*benches.values()], say), strict=True):
+    results = run_workloads([*benches.values()], say)
+    for name, result in zip(benches, results, strict=True):
+        if all(engine["figures"] is None for engine in result["results"].values()):
+            say(f"{name}: no engine was measured, no file is written")
+            continue
         path = options.folder / f"serving-{options.shape}-{name}-{options.suffix}.json"
         write_result(result, path)
         for engine, ratios in result["over_vllm"].items():
             figures = {key: round(ratio, 3) for key, ratio in (ratios or {}).items()}
             sys.stdout.write(f"{name}, {engine} over vLLM: {figures}\n")
+    if any(result["interrupted"] for result in results):
+        return INTERRUPTED
+    engines = [engine for result in results for engine in result["results"].values()]
+    return int(any(engine["error"] is not None for engine in engines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ def run_workloads(
         measured: list[dict[str, Measured]] = [{} for _ in benches]
         for name in names:
             own = [index for index, each in enumerate(benches) if name in each.engines]
-            firsts = [next(iter(measured[index].values()), None) for index in own]
+            firsts = [_first_begun(measured[index].values()) for index in own]
             job = _job(
                 [benches[index] for index in own],
                 name, checkpoint, config.vocab_size, machine, options, firsts,
@@ -199,6 +199,9 @@ def run_workloads(
                 measured[index][name] = of_engine
             if found[-1].error == INTERRUPTED:
                 break
+        for each, of_each in zip(benches, measured, strict=True):
+            for name in each.engines:
+                of_each.setdefault(name, Measured(error=INTERRUPTED))
     results = []
     for each, of_each, sent in zip(benches, measured, conversations, strict=True):
         results.append(
@@ -221,6 +224,11 @@ def run_workloads(
             }
         )
     return results
+
+
+def _first_begun(measured: Iterable[Measured]) -> Measured | None:
+    """Return the first engine that began to serve a workload: its rate is known."""
+    return next((each for each in measured if each.runs is not None), None)
 
 
 def _shared(benches: Sequence[ServingBench]) -> ServingBench:

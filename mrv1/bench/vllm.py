@@ -150,6 +150,8 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             modes[name] = _measure(bench, name, job, modes.get(reference(modes) or ""), say)
             if modes[name].error == INTERRUPTED:
                 break
+        for name in bench.modes:
+            modes.setdefault(name, Mode(error=INTERRUPTED))
     return {
         "op": "vllm",
         "schema": SCHEMA,

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import fields
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,8 +31,30 @@ RUNS = {
 }  # fmt: skip
 
 
+NUMBERS_OF_SAMPLES = {"repeats"}
+UNUSED = {"kv_scale": None}
+"""What a file has where an option does not matter: without an fp8 cache there are no scales."""
+
+
 class StopError(Exception):
     """Ends a command once its options are known to be right."""
+
+
+def parsed(mrv1, monkeypatch, folder: Path, name: str) -> Any:  # noqa: F811
+    """Return the benchmark that a recipe's command line makes."""
+    found = []
+
+    def stop(bench: object, say: object) -> None:
+        found.append(bench)
+        raise StopError
+
+    _, _, command, *options = RECIPES[name].arguments
+    kind = command.replace("-", "_")
+    monkeypatch.setattr(RUNS[kind], f"run_{kind}", stop)
+    values = {OUTPUT: folder / "x.json", COMMIT: "c0ffee"}
+    with pytest.raises(StopError):
+        mrv1("bench", command, *(values.get(each, each) for each in options))
+    return found[0]
 
 
 def test_every_results_file_has_a_recipe_or_a_reason():
@@ -40,19 +68,7 @@ def test_every_results_file_has_a_recipe_or_a_reason():
 
 @pytest.mark.parametrize("name", [n for n, each in RECIPES.items() if each.arguments[0] == "mrv1"])
 def test_a_recipe_is_a_benchmark_with_options_that_it_takes(mrv1, monkeypatch, tmp_path, name):  # noqa: F811
-    found = []
-
-    def stop(bench: object, say: object) -> None:
-        found.append(bench)
-        raise StopError
-
-    _, _, command, *options = RECIPES[name].arguments
-    kind = command.replace("-", "_")
-    monkeypatch.setattr(RUNS[kind], f"run_{kind}", stop)
-    values = {OUTPUT: tmp_path / "x.json", COMMIT: "c0ffee"}
-    with pytest.raises(StopError):
-        mrv1("bench", command, *(values.get(each, each) for each in options))
-    assert found[0].commit == "c0ffee"
+    assert parsed(mrv1, monkeypatch, tmp_path, name).commit == "c0ffee"
 
 
 @pytest.mark.parametrize("name", [n for n, each in RECIPES.items() if each.arguments[0] != "mrv1"])
@@ -78,6 +94,15 @@ def test_a_recipe_is_a_script_with_options_that_it_takes(monkeypatch, tmp_path, 
     assert (found[0].output, found[0].commit) == (tmp_path / "x.json", "c0ffee")
 
 
+@pytest.fixture
+def runs_code(monkeypatch, tmp_path_factory) -> str:
+    """Return the name of a module that runs the code in its first argument."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "runs_code.py").write_text("import sys\nexec(sys.argv[1])\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return "runs_code"
+
+
 def test_parts_take_about_as_long_as_each_other(monkeypatch):
     monkeypatch.setattr(
         remake, "RECIPES", {n: Recipe((), s) for n, s in zip("abcd", (5, 4, 3, 1), strict=True)}
@@ -86,9 +111,9 @@ def test_parts_take_about_as_long_as_each_other(monkeypatch):
     assert in_parts("abcd", 1) == [["a", "b", "c", "d"]]
 
 
-def test_files_are_made_in_time_and_failures_are_named(monkeypatch, tmp_path, capfd):
+def test_files_are_made_in_time_and_failures_are_named(monkeypatch, tmp_path, capfd, runs_code):
     def python(code: str, seconds: float, *needs: str) -> Recipe:
-        return Recipe(("tests.bench.test_remake", code, OUTPUT, COMMIT), seconds, needs)
+        return Recipe((runs_code, code, OUTPUT, COMMIT), seconds, needs)
 
     recipes = {
         "writes": python("open(sys.argv[2], 'w').write(sys.argv[3])", 3),
@@ -106,7 +131,55 @@ def test_files_are_made_in_time_and_failures_are_named(monkeypatch, tmp_path, ca
     assert [line for line in said if line.startswith("long: not run: it takes 1000000 s, ")]
     assert remake.main([*arguments, "writes", "long"]) == 0
     assert remake.main([*arguments, "--list"]) == 0
-    assert "tests.bench.test_remake sys.exit('no GPU')" in capfd.readouterr().out
+    assert f"{runs_code} sys.exit('no GPU')" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_command_that_is_ended_ends_its_own_processes(
+    monkeypatch, tmp_path, capfd, runs_code, interrupted
+):
+    """It may write what it has; the processes that it started are gone."""
+    code = (
+        "import subprocess; child = subprocess.Popen(['sleep', '1000'])\n"
+        "try: child.wait()\n"
+        "finally: open(sys.argv[2], 'w').write(str(child.pid))"
+    )
+    recipe = Recipe((runs_code, code, OUTPUT, COMMIT), 1)
+    monkeypatch.setattr(remake, "RECIPES", {"next": recipe, "begun": recipe})
+    if interrupted:
+        communicate = subprocess.Popen.communicate
+
+        def interrupt(process, timeout=None):
+            with suppress(subprocess.TimeoutExpired):
+                return communicate(process, timeout=2)
+            monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
+    arguments = [str(tmp_path), "--suffix", "x", "--commit", "c"]
+    ended = remake.main([*arguments, *([] if interrupted else ["--seconds", "2"])])
+    assert ended == (130 if interrupted else 1)
+    said = capfd.readouterr().err
+    assert ("begun: ended: no time was left" in said) is not interrupted
+    (written,) = tmp_path.glob("*-x.json")
+    state = Path(f"/proc/{written.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_recipe_measures_what_its_file_has(mrv1, monkeypatch, tmp_path, path):  # noqa: F811
+    """The number of samples may differ."""
+    name = path.stem.removesuffix("-h200").removesuffix("-h100")
+    if name not in RECIPES or RECIPES[name].arguments[0] != "mrv1":
+        return
+    bench = parsed(mrv1, monkeypatch, tmp_path, name)
+    written = json.loads(path.read_text("utf-8"))
+    conditions = {"shape": written.get("shape")} | written["conditions"]
+    assert conditions
+    for field in fields(bench):
+        if field.name in conditions and field.name not in NUMBERS_OF_SAMPLES:
+            found = json.loads(json.dumps(getattr(bench, field.name), default=str))
+            assert conditions[field.name] in (found, UNUSED.get(field.name, found)), field.name
 
 
 def test_only_files_older_than_the_code_are_made_again(monkeypatch, tmp_path):
@@ -132,8 +205,4 @@ def test_only_files_older_than_the_code_are_made_again(monkeypatch, tmp_path):
 def test_a_wrong_argument_names_itself(tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit):
         remake.parse([each.format(folder=tmp_path) for each in arguments])
-    assert message.split(".*")[0] in capsys.readouterr().err
-
-
-if __name__ == "__main__":  # what the recipes of a test run
-    exec(sys.argv[1])
+    assert re.search(message, capsys.readouterr().err)

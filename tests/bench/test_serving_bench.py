@@ -456,14 +456,15 @@ def test_an_interrupt_keeps_what_was_measured(processes: dict[str, Any], interru
         results = run_workloads(benches, said.append)
     finally:
         serving.run_in_child = faked
-    assert [[*result["results"]] for result in results] == [["mrv1", "vllm"]] * 2
+    assert [[*result["results"]] for result in results] == [["mrv1", "vllm", "mrv1-fp8"]] * 2
     errors = [result["results"]["vllm"]["error"] for result in results]
     assert errors == [None if interrupted else "interrupted", "interrupted"]
+    assert results[0]["results"]["mrv1-fp8"]["error"] == "interrupted"
     assert [result["over_vllm"]["mrv1"] is None for result in results] == [
         not interrupted, True,
     ]  # fmt: skip
     assert said[-1] == "vllm: interrupted"
-    assert [result["interrupted"] for result in results] == [not interrupted, True]
+    assert [result["interrupted"] for result in results] == [True, True]
 
 
 def test_workloads_of_one_start_share_the_engines_options():
@@ -483,6 +484,55 @@ def test_an_engine_that_fails_is_recorded_with_its_reason(processes: dict[str, A
     assert result["results"]["mrv1"]["figures"]["itl_ms"] is None
     assert result["over_vllm"] == {"mrv1": None}
     assert {"vllm | line 1", "vllm: failed: ValueError: no room"} <= {*said}
+
+
+def test_an_engine_that_fails_at_its_start_sets_no_rate(processes: dict[str, Any]):
+    """The next one measures its own peak; the third one takes that rate."""
+    processes["error"] = ChildError("ValueError: no room", [])
+    bench = ServingBench(
+        **SMALL | {"repeats": 1, "num_turns": 1}, engines=("vllm", "mrv1", "mrv1-fp8"),
+        peak_share=0.5,
+    )  # fmt: skip
+    engines = run_serving(bench)["results"]
+    assert engines["vllm"]["request_rate"] is None
+    assert engines["mrv1"]["request_rate"] == engines["mrv1-fp8"]["request_rate"] > 0
+
+
+def test_fp8_engines_have_an_fp8_cache_and_first_tokens_may_differ_more(
+    processes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    leads: list[float] = []
+
+    def found(expected: Any, first_tokens: Any, near_tie: float) -> dict[str, int]:
+        leads.append(near_tie)
+        return {"equal": 0, "near_ties": 0, "different": 0}
+
+    monkeypatch.setattr(serving, "agreement", found)
+    engines = ("mrv1", "mrv1-fp8", "vllm")
+    run_serving(ServingBench(**SMALL | {"repeats": 1}, engines=engines))
+    options = {name: job.options.get("kv_cache_dtype") for name, job in processes["jobs"].items()}
+    assert options == {"mrv1": None, "mrv1-fp8": "fp8_e4m3", "vllm": None}
+    assert leads[0] > leads[1]
+
+
+def test_ctrl_c_keeps_the_file_and_has_its_exit_code(mrv1, processes, monkeypatch, tmp_path: Path):  # noqa: F811
+    faked = serving.run_in_child
+
+    def run(function: Any, *arguments: Any) -> Iterator[Any]:
+        for event in faked(function, *arguments):
+            if isinstance(event, list) and function is measure_serving:
+                raise KeyboardInterrupt
+            yield event
+
+    monkeypatch.setattr(serving, "run_in_child", run)
+    target = tmp_path / "result.json"
+    result = mrv1(
+        "bench", "serving", "--model", "tiny", "--device", "cpu", "--num-conversations", "2",
+        "--input-len", "5", "--input-max", "9", "--output-len", "3", "--output-max", "5",
+        "--max-num-seqs", "2", "--kv-cache-memory-bytes", "20000000", "--output", target,
+    )  # fmt: skip
+    assert result.exit_code == 130, result.stderr
+    assert json.loads(target.read_text("utf-8"))["interrupted"] is True
 
 
 def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], tmp_path: Path):  # noqa: F811
@@ -552,6 +602,41 @@ def test_the_rows_of_a_shape_are_workloads_of_one_start(tmp_path: Path, shape: s
     assert benches["rate"].peak_share == 0.7
     some = serving_rows.parse([str(tmp_path), shape, "--rows", "turns,many", "--engines", "mrv1"])
     assert [*serving_rows.workloads(some)] == ["turns", "many"]
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), ("no room", 1), ("interrupted", 130)])
+def test_each_row_has_its_file_and_none_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str | None, code: int
+):
+    """Where no engine was measured, an older file stays as it was."""
+
+    def run(benches: Sequence[ServingBench], say: Any) -> list[dict[str, Any]]:
+        return [
+            {
+                "row": [bench.num_turns, bench.temperature],
+                "results": {
+                    "mrv1": {"figures": {}, "error": None},
+                    "vllm": {"figures": None, "error": error},
+                }
+                if bench.num_turns == 1 or error is None
+                else {"mrv1": {"figures": None, "error": error}},
+                "interrupted": error == "interrupted",
+                "over_vllm": {},
+            }
+            for bench in benches
+        ]
+
+    monkeypatch.setattr(serving_rows, "run_workloads", run)
+    old = tmp_path / "serving-qwen3-0.6b-turns-x.json"
+    old.write_text('{"row": "old"}')
+    assert serving_rows.main([str(tmp_path), "qwen3-0.6b", "--suffix", "x"]) == code
+    found = {path.stem: json.loads(path.read_text())["row"] for path in tmp_path.glob("*.json")}
+    assert found == {
+        "serving-qwen3-0.6b-many-x": [1, 0.0],
+        "serving-qwen3-0.6b-many-sampled-x": [1, 0.8],
+        "serving-qwen3-0.6b-rate-x": [1, 0.0],
+        "serving-qwen3-0.6b-turns-x": "old" if error else [8, 0.0],
+    }
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,7 @@ def test_ctrl_c_keeps_what_was_measured(mrv1, processes: dict[str, Any], tmp_pat
     errors = {name: mode["error"] for name, mode in written["modes"].items()}
     assert errors == {
         "vllm": None, "backend": "ValueError: no CUSTOM", "backend-fp8": "interrupted",
+        "worker": "interrupted",
     }  # fmt: skip
     assert [[*entry["modes"]] for entry in written["results"]] == [
         ["vllm", "backend-fp8"], ["vllm"],

@@ -111,11 +111,12 @@ def serving_table(file: ResultFile) -> str:
     ]  # fmt: skip
     goodput, share = conditions["goodput"], conditions["peak_share"]
     limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput.items())
+    fp8 = "; mrv1-fp8: with an fp8 KV cache" if "mrv1-fp8" in result["results"] else ""
     return with_conditions(
         table(head, body, num_texts=1),
         file,
         f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, one "
-        f"{file.device}; mrv1-fp8: with an fp8 KV cache",
+        f"{file.device}{fp8}",
         f"{conditions['num_conversations']:,} conversations, turns of each: "
         f"{conditions['num_turns']}, {arrivals(result)}"
         + (f" ({share:.0%} of what the first engine serves at most)" if share else ""),

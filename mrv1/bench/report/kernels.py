@@ -114,8 +114,9 @@ def products_table(file: ResultFile) -> str:
         table(["product, inputs x outputs", *(f"{count:,}" for count in counts)], rows, 1),
         file,
         "TFLOP/s of cuBLAS by tokens of a step; in brackets the time of mrv1's tiles over that of "
-        f"cuBLAS; {file.result['dtype']}, one {file.device}",
+        f"cuBLAS (above 1, cuBLAS is faster); {file.result['dtype']}, one {file.device}",
         f"medians of {conditions['repeats']} samples, {conditions['timer']}",
+        *filter(None, [conditions.get("script"), conditions.get("weights")]),
         versions(file.result),
         f"clocks {conditions['clocks']}",
     )
