@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterator
 from itertools import islice
 
 from mrv1.engine.request import Request
@@ -33,8 +33,8 @@ class WaitingQueue(OrderedDict[RequestId, Request]):
         """Return the request to be admitted next."""
         return next(iter(self.values()))
 
-    def first(self, count: int) -> Iterable[Request]:
-        """Return up to ``count`` requests: those that are admitted next, apart from turns."""
+    def first(self, count: int) -> Iterator[Request]:
+        """Yield up to ``count`` requests that are admitted next; of ids that take turns, about."""
         return islice(self.values(), count)
 
     def add(self, request: Request, *, holds_followers: bool) -> None:
@@ -117,9 +117,10 @@ class PriorityQueue(WaitingQueue):
                 lane.credit += QUANTUM
                 lanes.move_to_end(fairness_id)
 
-    def first(self, count: int) -> Iterable[Request]:
-        """Return up to ``count`` requests of the lowest priority values, in order of arrival."""
-        return heapq.nsmallest(count, self.values(), key=lambda request: request.priority)
+    def first(self, count: int) -> Iterator[Request]:
+        """Yield up to ``count`` requests of the lowest priority values, one id after the other."""
+        lanes = (lane for key in sorted(self._sizes) for lane in self._lanes[key].values())
+        return islice((request for lane in lanes for request in lane.requests.values()), count)
 
     def add_last(self, request: Request) -> None:
         """Put a request after all others of its priority and fairness id."""

@@ -469,6 +469,31 @@ def test_priorities_that_come_and_go_leave_nothing_behind():
     assert queue.peek() is last
 
 
+@given(
+    added=st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("ab")), max_size=12),
+    removed=st.sets(st.integers(0, 11)),
+    count=st.integers(0, 14),
+)
+def test_the_first_of_a_queue_have_the_lowest_priority_values(added, removed, count):
+    for queue in (waiting_queue.WaitingQueue(), waiting_queue.PriorityQueue()):
+        requests = []
+        for number, (priority, fairness_id) in enumerate(added):
+            options = {"priority": priority, "fairness_id": fairness_id}
+            requests.append(make_request(str(number), (1,), max_tokens=1, **options))
+            queue.add(requests[-1], holds_followers=False)
+        for number in removed & {*range(len(added))}:
+            queue.take(requests[number])
+        waiting = [each for number, each in enumerate(requests) if number not in removed]
+        found = [*queue.first(count)]
+        assert len({*found}) == len(found) == min(count, len(waiting))
+        if isinstance(queue, waiting_queue.PriorityQueue):
+            waiting.sort(key=lambda request: request.priority)
+            priorities = [request.priority for request in waiting[:count]]
+            assert [request.priority for request in found] == priorities
+        else:
+            assert found == waiting[:count]
+
+
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
