@@ -6,9 +6,9 @@ python -m benchmarks.remake benchmarks/results --older --list
 Each file is written by a command with its workload, see ``RECIPES``, in a process of its own; the
 number of samples may differ. A command that fails is named at the end; the others run all the
 same. With ``--seconds`` none is started that would not end in time. Ctrl-C ends the command that
-runs, which keeps what it can. With ``--part I/N`` this process takes
-the I-th of N parts, for a machine with several GPUs. Needs a GPU; peers that are not installed
-are left out, and recipes that compare with a missing package are not run.
+runs, which keeps what it can. With ``--part I/N`` this process takes the I-th of N parts, for a
+machine with several GPUs. Needs a GPU; peers that are not installed are left out, and recipes that
+compare with a missing package are not run.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ class Scheduler:
         elif self._max_mixed_tokens is not None and (continued is None or self.waiting):
             counts = ends - slots.num_computed[rows.index]
             num_decodes = int(np.count_nonzero(counts == 1))
-            if num_decodes and self._waits_for_room(counts[counts > 1]):
+            if num_decodes and self._waits_for_room(self._max_mixed_tokens, counts[counts > 1]):
                 room = TokenRoom(self._max_mixed_tokens)
                 cuts = num_tokens > num_decodes
         if (
@@ -384,27 +384,28 @@ class Scheduler:
             return self.schedule()
         return self._launch(rows, ends, new_blocks, entering, continued)
 
-    def _waits_for_room(self, chunks: Int64Array) -> bool:
+    def _waits_for_room(self, most: int, chunks: Int64Array) -> bool:
         """Return whether prompts have more tokens than a mixed step may have, and fit a step.
 
         What a step could not compute does not count: cached prefixes, requests that lack blocks,
         and more tokens of a request than ``long_prefill_token_threshold``.
 
         Args:
+            most: prompt tokens that a step with decodes may have.
             chunks: tokens that are left of the prompts of running requests.
         """
-        most_of_one = self._threshold or self.max_num_batched_tokens + 1
+        budget = self.max_num_batched_tokens
+        most_of_one = self._threshold or budget + 1
         num_tokens = int(np.minimum(chunks, most_of_one).sum())
         for request in self.waiting.first(len(self._slots.free)):
-            if num_tokens > self.max_num_batched_tokens:
+            if num_tokens > budget:
                 return False
             hit = self._prefix_cache.find(request)
             num_cached = len(hit[0]) * self.block_size
             if self.pools.lacks(hit, request.num_tokens, num_cached + 1):
                 break
             num_tokens += min(request.num_tokens - num_cached, most_of_one)
-        most = self.max_num_batched_tokens
-        return self._max_mixed_tokens is not None and self._max_mixed_tokens < num_tokens <= most
+        return most < num_tokens <= budget
 
     def _has_long(self, rows: ScheduledRows, ends: Int64Array) -> bool:
         """Return whether a request has more tokens to compute than a step may give it."""
