@@ -5,6 +5,9 @@ turns a step's lengths and tables into what all layers of a KV cache group share
 implementation writes keys and values and attends. Rows of one token, or all rows if all have the
 same 1 to 8, are decoded; other rows are prefilled.
 
+Outside CUDA graphs each layer launches its kernels from Python: the first layer of a kind checks
+the arguments and chooses the kernels, and the others repeat its launches (``LayerCalls``).
+
 A step waits for nothing on the device. The host reads the shapes, ``max_query_len`` and the host's
 copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device.
 
@@ -44,6 +47,7 @@ from mrv1.device import MIN_CAPABILITY, device_info, kernel_path
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.attention_pages import Pages, content_size, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
+from mrv1.kernels._base.launches import RepeatedCall
 from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, MIN_HEAD_DIM
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.kernels.registry import Ops, select_ops
@@ -362,6 +366,9 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             layer.impl.bind(layer.kv_cache)
         by_layout = {id(layer.impl.pages.layout): layer.impl for layer in layers}
         self._impls = tuple(by_layout.values())
+        calls: dict[tuple[object, ...], LayerCalls] = {}
+        for layer in layers:
+            layer.impl.calls = calls.setdefault(layer.impl.kind, layer.impl.calls)
 
     def _decode_rows(
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int
@@ -474,6 +481,16 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         )
 
 
+class LayerCalls:
+    """The ops that the layers of one kind call in a step, each with other tensors alone."""
+
+    def __init__(self) -> None:
+        """Know no step yet."""
+        self.write = RepeatedCall()
+        self.decode = RepeatedCall()
+        self.prefill = RepeatedCall()
+
+
 class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[misc]
     """The attention of one layer."""
 
@@ -525,8 +542,14 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.pages: Pages
+        self.calls: LayerCalls
         self._ops: Ops
         self._kv_cache: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """All that decides a layer's launches beside a step and the layer's own tensors."""
+        return id(self.pages.layout), self.num_heads, self.scale, self.logits_soft_cap
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """View ``kv_cache`` as pages, unless it is the cache of the last call.
@@ -541,6 +564,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
             HeadRole(window=self.sliding_window or -1, sink=self.sink),
             is_fp8=self.kv_cache_dtype == FP8,
         )
+        self.calls = LayerCalls()
         self._ops = select_ops(kernel_path(kv_cache.device))
         self._kv_cache = kv_cache
 
@@ -577,15 +601,14 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         """
         self.bind(kv_cache)
         num_tokens = slot_mapping.shape[0]
-        self._ops.kv_cache_write(
-            key[:num_tokens],
-            value[:num_tokens],
-            self.pages.k,
-            self.pages.v,
-            slot_mapping[None],
-            self.pages.layout,
-            scales=self.pages.scales,
-        )
+        pages, key, value = self.pages, key[:num_tokens], value[:num_tokens]
+
+        def write() -> None:
+            self._ops.kv_cache_write(
+                key, value, pages.k, pages.v, slot_mapping[None], pages.layout, scales=pages.scales
+            )
+
+        self.calls.write(write, (key, value, *pages.tensors), slot_mapping)
 
     def forward(
         self,
@@ -631,38 +654,48 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
 
     def _decode(self, query: torch.Tensor, rows: DecodeRows, output: torch.Tensor) -> None:
         pages = self.pages
-        self._ops.paged_decode_attention(
-            query[: rows.num_tokens],
-            pages.k,
-            pages.v,
-            rows.block_table,
-            rows.seq_lens,
-            pages.layout,
-            softmax_scale=self.scale,
-            logits_soft_cap=self.logits_soft_cap,
-            sinks=self.sinks,
-            query_len=rows.query_len,
-            plan=rows.plans.get(id(pages.layout)),
-            out=output[: rows.num_tokens],
-            scales=pages.scales,
-        )
+        q, out = query[: rows.num_tokens], output[: rows.num_tokens]
+
+        def attend() -> None:
+            self._ops.paged_decode_attention(
+                q,
+                pages.k,
+                pages.v,
+                rows.block_table,
+                rows.seq_lens,
+                pages.layout,
+                softmax_scale=self.scale,
+                logits_soft_cap=self.logits_soft_cap,
+                sinks=self.sinks,
+                query_len=rows.query_len,
+                plan=rows.plans.get(id(pages.layout)),
+                out=out,
+                scales=pages.scales,
+            )
+
+        self.calls.decode(attend, (q, out, self.sinks, *pages.tensors), rows)
 
     def _prefill(self, query: torch.Tensor, rows: PrefillRows, output: torch.Tensor) -> None:
         pages = self.pages
         tokens = slice(rows.first_token, rows.end_token)
-        self._ops.paged_prefill_attention(
-            query[tokens],
-            pages.k,
-            pages.v,
-            rows.block_table,
-            rows.query_start_loc,
-            rows.seq_lens,
-            pages.layout,
-            softmax_scale=self.scale,
-            max_query_len=rows.max_query_len,
-            logits_soft_cap=self.logits_soft_cap,
-            sinks=self.sinks,
-            splits=rows.splits.get(id(pages.layout)),
-            out=output[tokens],
-            scales=pages.scales,
-        )
+        q, out = query[tokens], output[tokens]
+
+        def attend() -> None:
+            self._ops.paged_prefill_attention(
+                q,
+                pages.k,
+                pages.v,
+                rows.block_table,
+                rows.query_start_loc,
+                rows.seq_lens,
+                pages.layout,
+                softmax_scale=self.scale,
+                max_query_len=rows.max_query_len,
+                logits_soft_cap=self.logits_soft_cap,
+                sinks=self.sinks,
+                splits=rows.splits.get(id(pages.layout)),
+                out=out,
+                scales=pages.scales,
+            )
+
+        self.calls.prefill(attend, (q, out, self.sinks, *pages.tensors), rows)

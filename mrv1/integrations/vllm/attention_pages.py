@@ -35,6 +35,13 @@ class Pages:
     scales: KVScales | None
     """The scales of an fp8 cache, else None."""
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What differs between layers of one layout."""
+        if self.scales is None:
+            return self.k, self.v
+        return self.k, self.v, self.scales.k_scale, self.scales.v_scale
+
 
 def content_size(head_size: int, *, is_fp8: bool) -> int:
     """Return the elements that a token and head has in a page: K, V and their scales."""

@@ -36,6 +36,7 @@ import torch
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.attention.contracts import (
     check_num_kv_splits,
@@ -657,7 +658,9 @@ def _launch_merge(
 ) -> None:
     # Up to 16 pieces take a tile of two warps: the lanes of more warps would only start and stop.
     few = plan.max_pieces <= 16
-    _merge_items_kernel[(plan.max_merges, plan.states.shape[1])](
+    launch_kernel(
+        _merge_items_kernel,
+        (plan.max_merges, plan.states.shape[1]),
         *with_strides(out),
         *with_strides(lse),
         plan.states,
@@ -800,7 +803,9 @@ def paged_decode_attention(
     in_rounds = plan.max_items > num_programs
     overlap = overlap_options(q.device)
     early = plan.read_early and overlap["OVERLAP"] and not in_rounds
-    _paged_decode_attention_kernel[(num_programs,)](
+    launch_kernel(
+        _paged_decode_attention_kernel,
+        (num_programs,),
         *with_strides(out),
         *with_strides(lse),
         plan.states if plan.max_merges else None,

@@ -32,6 +32,7 @@ import torch
 from mrv1.device import device_info
 from mrv1.kernels._base.checks import check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.attention.online_softmax import visible_range
 from mrv1.kernels.attention.plan import (
@@ -351,7 +352,9 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         num_sms = device_info(seq_lens.device).num_sms
     rows = triton.cdiv(plan.max_reqs, tile_reqs)
     columns = max(1, min(num_sms // rows, triton.cdiv(plan.max_pieces, tile_pieces)))
-    _plan_decode_kernel[(rows, columns)](
+    launch_kernel(
+        _plan_decode_kernel,
+        (rows, columns),
         plan.items,
         plan.merges,
         plan.counts,

@@ -35,6 +35,7 @@ import torch
 from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
+from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.attention.contracts import (
     check_attn_mask_offsets,
@@ -719,7 +720,9 @@ def paged_prefill_attention(
         # Beside long contexts of full heads, the programs of streaming heads end at once.
         num_sharing = num_sharing * num_heads // len(layout.full_heads)
     num_programs = num_tiles * num_heads + (num_sharing - num_heads if num_sharing else 0)
-    _paged_prefill_attention_kernel[(num_programs,)](
+    launch_kernel(
+        _paged_prefill_attention_kernel,
+        (num_programs,),
         *with_strides(out),
         *with_strides(lse),
         None if splits is None else splits.states,

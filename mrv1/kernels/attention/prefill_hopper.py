@@ -35,6 +35,7 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels.attention.splits import PROGRAMS_PER_SM, WARP_GROUP_TILES, PrefillSplits
 from mrv1.kernels.cache.kv_layout import KVLayout
 
@@ -598,7 +599,9 @@ def launch(
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
         num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)
         num_programs += num_sharing - num_heads
-    _prefill_hopper_kernel[(num_programs,)](
+    launch_kernel(
+        _prefill_hopper_kernel,
+        (num_programs,),
         *with_strides(out),
         *with_strides(lse),
         None if splits is None else splits.states,

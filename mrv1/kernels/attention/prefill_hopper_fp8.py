@@ -40,6 +40,7 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels.attention.prefill_hopper import (
     LN_2,
     LOG2_E,
@@ -651,7 +652,9 @@ def launch(
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
         num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)
         num_programs += num_sharing - num_heads
-    _prefill_hopper_fp8_kernel[(num_programs,)](
+    launch_kernel(
+        _prefill_hopper_fp8_kernel,
+        (num_programs,),
         *with_strides(out),
         *with_strides(lse),
         None if splits is None else splits.states,

@@ -35,6 +35,7 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels.attention.prefill_hopper import (
     BOX_DIM,
     CONSUMER_REGISTERS,
@@ -582,7 +583,9 @@ def launch(
     is_boxed = ROWS.value % group == 0
     heads, num_heads = heads_of_launch(layout)
     num_items = (num_tokens // (ROWS.value // group) + num_reqs) * num_heads
-    _prefill_queue_kernel[(min(num_items, device_info(q.device).num_sms),)](
+    launch_kernel(
+        _prefill_queue_kernel,
+        (min(num_items, device_info(q.device).num_sms),),
         *with_strides(out),
         *with_strides(lse),
         splits.ticket,

@@ -16,6 +16,7 @@ import torch
 
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
+from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
 from mrv1.kernels.cache.contracts import check_cache_write, check_head_dim
@@ -199,7 +200,9 @@ def kv_cache_write(
         write_quarters(key, value, k_cache, v_cache, slot_mapping, layout, scales)
         return
     config = KVCacheWriteConfig.default_for(layout.head_dim, key.dtype, fp8=scales is not None)
-    _kv_cache_write_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
+    launch_kernel(
+        _kv_cache_write_kernel,
+        (triton.cdiv(num_rows, config.tile_rows),),
         *cache_arguments(k_cache, v_cache, scales),
         *with_strides(key),
         *with_strides(value),
