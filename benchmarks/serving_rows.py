@@ -2,9 +2,10 @@
 
 python -m benchmarks.serving_rows FOLDER SHAPE [--engines vllm,mrv1,mrv1-fp8] [--rows NAME,...]
 
-Writes a file ``serving-SHAPE-ROW-SUFFIX.json`` for each row that an engine has finished. An engine
-with an fp8 cache serves only ``FP8_ROWS``. Needs a GPU, and vLLM for ``vllm``. Exits with 1 if an
-engine has failed, and with 130 after Ctrl-C.
+Writes a file ``serving-SHAPE-ROW-SUFFIX.json`` for each row that an engine has finished, and again
+with the figures of each further engine. An engine with an fp8 cache serves only ``FP8_ROWS``.
+Needs a GPU, and vLLM for ``vllm``. Exits with 1 if an engine has failed, and with 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -91,6 +92,11 @@ def workloads(options: argparse.Namespace) -> dict[str, ServingBench]:
     }
 
 
+def file_name(options: argparse.Namespace, row: str) -> str:
+    """Return the name of a row's file."""
+    return f"serving-{options.shape}-{row}-{options.suffix}.json"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write a file for each row, and return the exit code."""
     options = parse(arguments)
@@ -99,13 +105,14 @@ def main(arguments: list[str] | None = None) -> int:
     def say(line: str) -> None:
         sys.stderr.write(line + "\n")
 
-    results = run_workloads([*benches.values()], say)
+    results: list[dict[str, Any]] = []
+    for results in run_workloads([*benches.values()], say):
+        for name, result in zip(benches, results, strict=True):
+            if any(engine["figures"] is not None for engine in result["results"].values()):
+                write_result(result, options.folder / file_name(options, name))
     for name, result in zip(benches, results, strict=True):
         if all(engine["figures"] is None for engine in result["results"].values()):
             say(f"{name}: no engine was measured, no file is written")
-            continue
-        path = options.folder / f"serving-{options.shape}-{name}-{options.suffix}.json"
-        write_result(result, path)
         for engine, ratios in result["over_vllm"].items():
             figures = {key: round(ratio, 3) for key, ratio in (ratios or {}).items()}
             sys.stdout.write(f"{name}, {engine} over vLLM: {figures}\n")

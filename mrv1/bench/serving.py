@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -147,13 +147,13 @@ def run_serving(bench: ServingBench, say: Say = lambda _: None) -> dict[str, Any
 
     For arguments and errors see ``run_workloads``.
     """
-    (result,) = run_workloads([bench], say)
+    *_, (result,) = run_workloads([bench], say)
     return result
 
 
 def run_workloads(
     benches: Sequence[ServingBench], say: Say = lambda _: None
-) -> list[dict[str, Any]]:
+) -> Iterator[list[dict[str, Any]]]:
     """Measure several workloads; each engine starts once, and serves them one after the other.
 
     An engine that fails is recorded with its reason; the others are measured all the same. Ctrl-C
@@ -163,8 +163,9 @@ def run_workloads(
         benches: the workloads; only options of ``Workload`` and of the requests may differ.
         say: receives messages about the progress, one line each.
 
-    Returns:
-        A result for each workload, ready for JSON.
+    Yields:
+        After each engine a result for each workload, ready for JSON. Engines that were not
+        measured by then are interrupted in it: an hour's figures need not wait for the last one.
 
     Raises:
         ConfigError: vLLM is asked for and not installed, or an option or the checkpoint is wrong.
@@ -197,33 +198,40 @@ def run_workloads(
             found = _measure([benches[index] for index in own], job, firsts, machine, say)
             for index, of_engine in zip(own, found, strict=True):
                 measured[index][name] = of_engine
+            yield [
+                _result(each, of_each, machine, version, _conditions(each, sent, options))
+                for each, of_each, sent in zip(benches, measured, conversations, strict=True)
+            ]
             if found[-1].error == INTERRUPTED:
-                break
-        for each, of_each in zip(benches, measured, strict=True):
-            for name in each.engines:
-                of_each.setdefault(name, Measured(error=INTERRUPTED))
-    results = []
-    for each, of_each, sent in zip(benches, measured, conversations, strict=True):
-        results.append(
-            {
-                "op": "serving",
-                "schema": SCHEMA,
-                "shape": bench.shape or bench.model,
-                "weights": "random" if bench.shape else "checkpoint",
-                "dtype": str(machine.dtype).removeprefix("torch."),
-                **machine.provenance,
-                "peers": {"vllm": version} if "vllm" in each.engines else {},
-                "conditions": _conditions(each, sent, options),
-                "interrupted": any(found.error == INTERRUPTED for found in of_each.values()),
-                "results": {name: asdict(of_engine) for name, of_engine in of_each.items()},
-                "over_vllm": {
-                    name: _ratios(of_engine.figures, of_each["vllm"].figures)
-                    for name, of_engine in of_each.items()
-                    if name != "vllm" and "vllm" in of_each
-                },
-            }
-        )
-    return results
+                return
+
+
+def _result(
+    bench: ServingBench,
+    measured: Mapping[str, Measured],
+    machine: Machine,
+    version: str | None,
+    conditions: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the result of a workload; ``measured`` may lack some of its engines."""
+    engines = {name: measured.get(name, Measured(error=INTERRUPTED)) for name in bench.engines}
+    return {
+        "op": "serving",
+        "schema": SCHEMA,
+        "shape": bench.shape or bench.model,
+        "weights": "random" if bench.shape else "checkpoint",
+        "dtype": str(machine.dtype).removeprefix("torch."),
+        **machine.provenance,
+        "peers": {"vllm": version} if "vllm" in engines else {},
+        "conditions": conditions,
+        "interrupted": any(engine.error == INTERRUPTED for engine in engines.values()),
+        "results": {name: asdict(engine) for name, engine in engines.items()},
+        "over_vllm": {
+            name: _ratios(engine.figures, engines["vllm"].figures)
+            for name, engine in engines.items()
+            if name != "vllm" and "vllm" in engines
+        },
+    }
 
 
 def _first_begun(measured: Iterable[Measured]) -> Measured | None:

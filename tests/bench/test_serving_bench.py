@@ -383,7 +383,7 @@ def test_one_start_serves_workloads_that_share_no_prefix(processes: dict[str, An
         ),
         ServingBench(**SMALL | {"repeats": 1}, engines=("mrv1",)),
     ]  # fmt: skip
-    first, second, third = run_workloads(benches)
+    *_, (first, second, third) = run_workloads(benches)
     assert [len(result["results"]["mrv1"]["runs"]) for result in (first, second, third)] == [
         2,
         1,
@@ -453,7 +453,7 @@ def test_an_interrupt_keeps_what_was_measured(processes: dict[str, Any], interru
     faked = serving.run_in_child
     serving.run_in_child, said = run, []
     try:
-        results = run_workloads(benches, said.append)
+        *_, results = run_workloads(benches, said.append)
     finally:
         serving.run_in_child = faked
     assert [[*result["results"]] for result in results] == [["mrv1", "vllm", "mrv1-fp8"]] * 2
@@ -467,10 +467,21 @@ def test_an_interrupt_keeps_what_was_measured(processes: dict[str, Any], interru
     assert [result["interrupted"] for result in results] == [True, True]
 
 
+def test_results_after_each_engine_lack_the_later_ones(processes: dict[str, Any]):
+    engines = ("mrv1", "vllm")
+    bench = ServingBench(**SMALL | {"repeats": 1}, engines=engines, warm_up=False)
+    (first,), (last,) = run_workloads([bench])
+    assert [first["interrupted"], last["interrupted"]] == [True, False]
+    assert first["results"]["mrv1"] == last["results"]["mrv1"]
+    assert first["results"]["vllm"]["error"] == "interrupted"
+    assert first["over_vllm"]["mrv1"] is None
+    assert last["over_vllm"]["mrv1"] is not None
+
+
 def test_workloads_of_one_start_share_the_engines_options():
     benches = [ServingBench(**SMALL), ServingBench(**SMALL | {"max_num_seqs": 3})]
     with pytest.raises(ConfigError, match=r"max_num_seqs: expected one value .*\['3', '4'\]"):
-        run_workloads(benches)
+        next(run_workloads(benches))
 
 
 def test_an_engine_that_fails_is_recorded_with_its_reason(processes: dict[str, Any]):
@@ -610,8 +621,8 @@ def test_each_row_has_its_file_and_none_is_lost(
 ):
     """Where no engine was measured, an older file stays as it was."""
 
-    def run(benches: Sequence[ServingBench], say: Any) -> list[dict[str, Any]]:
-        return [
+    def run(benches: Sequence[ServingBench], say: Any) -> Iterator[list[dict[str, Any]]]:
+        yield [
             {
                 "row": [bench.num_turns, bench.temperature],
                 "results": {
@@ -625,6 +636,7 @@ def test_each_row_has_its_file_and_none_is_lost(
             }
             for bench in benches
         ]
+        assert len([*tmp_path.glob("*.json")]) == 4, "not written before the next engine"
 
     monkeypatch.setattr(serving_rows, "run_workloads", run)
     old = tmp_path / "serving-qwen3-0.6b-turns-x.json"
