@@ -15,7 +15,7 @@ from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, attention, reference
 from mrv1.kernels.attention import prefill_attention
 from mrv1.kernels.attention import splits as prefill_splits
-from mrv1.kernels.attention.splits import PrefillAttentionConfig
+from mrv1.kernels.attention.splits import PrefillAttentionConfig, prefills_decodes_too
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,
@@ -267,6 +267,26 @@ def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
     roles = [HeadRole()] * 3 + [HeadRole(window=64, sink=16)] * 5
     layout = KVLayout.hnd(8, 16, 128, roles=roles, device=device)  # the three full heads count
     assert [found(n) for n in (0, 1, 96, 256, 704, 720)] == [None, 16, 14, 5, 2, 1]
+
+
+def test_decodes_are_prefilled_too_where_tiles_come_from_a_queue(device, monkeypatch):
+    info = type("Info", (), {"num_sms": 132, "capability": (9, 0)})()
+    monkeypatch.setattr(prefill_splits, "device_info", lambda _: info)
+
+    def found(is_fp8=False, max_query_len=4096, num_tokens=8192, **options):
+        layout = KVLayout.hnd(8, 16, options.pop("head_dim", 128), device=device, **options)
+        return prefills_decodes_too(layout, torch.bfloat16, is_fp8, 16, max_query_len, num_tokens)
+
+    assert found()
+    assert found(head_dim=64)
+    assert not found(is_fp8=True)  # a tile converts the codes of its keys for one query
+    assert not found(head_dim=80)  # no kernel of warp groups
+    assert not found(max_query_len=128)
+    assert not found(num_tokens=260, max_query_len=256)  # programs share tiles
+    assert not found(roles=[HeadRole(window=64, sink=16)] * 8)
+    assert not found(roles=[HeadRole()] * 4 + [HeadRole(window=64, sink=16)] * 4)
+    info.capability = (8, 9)
+    assert not found()
 
 
 @pytest.mark.usefixtures("_any_share")

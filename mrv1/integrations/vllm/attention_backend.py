@@ -3,7 +3,7 @@
 vLLM calls three classes. The backend says what it can serve and which pages it wants, the builder
 turns a step's lengths and tables into what all layers of a KV cache group share, and each layer's
 implementation writes keys and values and attends. Rows of one token, or all rows if all have the
-same 1 to 8, are decoded; other rows are prefilled.
+same 1 to 8, are decoded; other rows are prefilled, and decodes with them where that is faster.
 
 Outside CUDA graphs each layer launches its kernels from Python: the first layer of a kind checks
 the arguments and chooses the kernels, and the others repeat its launches (``LayerCalls``).
@@ -48,6 +48,7 @@ from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.attention_pages import Pages, content_size, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels._base.launches import RepeatedCall
+from mrv1.kernels.attention.splits import prefills_decodes_too
 from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, MIN_HEAD_DIM
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.kernels.registry import Ops, select_ops
@@ -332,6 +333,9 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             return Mrv1AttentionMetadata(decode=None, prefill=rows)
         starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
         count, query_len = decode_rows(num_reqs, num_tokens, common.max_query_len, starts)
+        is_mixed = 0 < count * query_len < starts[-1]
+        if is_mixed and self._prefills_decodes_too(common.max_query_len, num_tokens):
+            count = 0
         decode = prefill = None
         if count:
             decode = self._decode_rows(block_table[:count], seq_lens[:count], query_len)
@@ -369,6 +373,22 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         calls: dict[tuple[object, ...], LayerCalls] = {}
         for layer in layers:
             layer.impl.calls = calls.setdefault(layer.impl.kind, layer.impl.calls)
+
+    def _prefills_decodes_too(self, max_query_len: int, num_tokens: int) -> bool:
+        """Return whether all rows of a mixed batch have one launch in every layer."""
+        return all(
+            not impl.logits_soft_cap
+            and impl.sinks is None
+            and prefills_decodes_too(
+                impl.pages.layout,
+                self._dtype,
+                impl.pages.scales is not None,
+                impl.num_heads,
+                max_query_len,
+                num_tokens,
+            )
+            for impl in self._impls
+        )
 
     def _decode_rows(
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int

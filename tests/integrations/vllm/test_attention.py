@@ -35,7 +35,7 @@ from mrv1.integrations.vllm.attention_backend import (
     decode_rows,
 )
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
-from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
+from mrv1.kernels import DecodePlan, HeadRole, KVLayout, PrefillSplits
 
 HAS_SHAPES = hasattr(vllm_backend.AttentionBackend, "get_kv_cache_shape")  # vLLM 0.26
 HAS_SPECS = hasattr(vllm_backend.AttentionBackend, "customize_spec")  # vLLM 0.33
@@ -531,6 +531,36 @@ def test_steps_equal_dense_attention(heads, head_size, block_size, windows, is_f
     model.step({1: 3, 3: 3}, pad_reqs=1, pad_tokens=3)
     model.step({0: 9, 3: 9})  # more queries than decode takes
     model.step({3: 1, 1: 8, 2: 2}, pad_reqs=1, pad_tokens=5)
+
+
+@pytest.mark.parametrize("options", [{}, {"has_sinks": True}, {"soft_cap": 2.0}], ids=str)
+def test_a_mixed_batch_is_prefilled_at_once_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, options: dict
+):
+    asked = []
+
+    def is_faster(layout: KVLayout, *arguments: object) -> bool:
+        asked.append(arguments)
+        return True
+
+    monkeypatch.setattr(attention_backend, "prefills_decodes_too", is_faster)
+    model = Model(4, 2, 64, 16, (None,), is_fp8=False, seed=9, **options)
+    model.step({0: 40, 1: 1, 2: 17})
+    mixed = {1: 1, 2: 1, 0: 23, 3: 9}
+    metadata = model.builder.build(0, model.common(mixed))
+    model.step(mixed)
+    if options:  # no kernel for such tiles
+        assert (metadata.decode.num_tokens, metadata.prefill.first_token) == (2, 2)
+        assert asked == []
+        return
+    assert metadata.decode is None
+    assert (metadata.prefill.first_token, metadata.prefill.end_token) == (0, 34)
+    assert asked[-1] == (torch.float32, False, 4, 23, 34)
+    asked.clear()
+    model.step({3: 1, 0: 1, 2: 1})  # decodes alone
+    model.step({0: 4, 1: 4})
+    model.step({0: 9, 3: 9})
+    assert len(asked) == 0
 
 
 def _replay(model: Model) -> None:
