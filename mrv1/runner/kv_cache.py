@@ -277,7 +277,7 @@ class KVCache:
         if min(num_blocks) < 1:
             raise CapacityError(
                 f"KV cache: no block of {spec.block_bytes} bytes fits; raise "
-                "gpu_memory_utilization or num_kv_blocks"
+                "gpu_memory_utilization, kv_cache_memory_bytes or num_kv_blocks"
             )
         self.spec = spec
         self.groups = groups

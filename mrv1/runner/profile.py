@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from mrv1.device import memory_bytes
+from mrv1.errors import CapacityError
 from mrv1.kernels.attention.splits import LaunchChoice
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import NO_PAGE
@@ -58,6 +59,9 @@ def kv_bytes(step: DeviceStep) -> int:
     """Return the bytes that a full step and the graphs leave for the KV cache.
 
     ``step`` has no cache yet.
+
+    Raises:
+        CapacityError: they leave no room for a block; the message says who has the memory.
     """
     if step.device.type == "cpu":
         return CPU_KV_BYTES
@@ -68,7 +72,38 @@ def kv_bytes(step: DeviceStep) -> int:
     free_bytes, total_bytes = memory_bytes(step.device)
     graph_bytes = _graph_bytes(step) if step.is_capturable else 0
     reserved = int(total_bytes * (1 - step.config.gpu_memory_utilization))
-    return free_bytes - graph_bytes - reserved
+    num_bytes = free_bytes - graph_bytes - reserved
+    if num_bytes < step.spec.block_bytes:
+        own_bytes = torch.cuda.memory_reserved(step.device)
+        raise CapacityError(
+            f"gpu_memory_utilization: expected room for a KV block of {step.spec.block_bytes} "
+            f"bytes in {step.config.gpu_memory_utilization:g} of {gib(total_bytes)}, got "
+            + shares(total_bytes, free_bytes, own_bytes, graph_bytes)
+            + "; end other processes on the GPU, raise gpu_memory_utilization, or lower "
+            "max_num_batched_tokens"
+        )
+    return num_bytes
+
+
+def gib(num_bytes: int) -> str:
+    """Return a number of bytes in GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def shares(total_bytes: int, free_bytes: int, own_bytes: int, graph_bytes: int) -> str:
+    """Return in words who has a GPU's memory.
+
+    Args:
+        total_bytes: of the GPU.
+        free_bytes: before the graphs are captured.
+        own_bytes: of this process's tensors.
+        graph_bytes: that the graphs will take.
+    """
+    others = total_bytes - free_bytes - own_bytes
+    return (
+        f"{gib(own_bytes)} for weights and the buffers of a step, {gib(graph_bytes)} for CUDA "
+        f"graphs, and {gib(others)} for the driver and other processes"
+    )
 
 
 def _graph_bytes(step: DeviceStep) -> int:

@@ -368,11 +368,11 @@ def test_the_profile_steps_block_table_covers_every_token(checkpoint):
 @pytest.mark.gpu_only
 def test_on_a_gpu_the_cache_stays_within_its_share_of_the_memory(checkpoint):
     runner = make_runner(
-        checkpoint, num_kv_blocks=None, max_num_seqs=256, gpu_memory_utilization=0.5
+        checkpoint, num_kv_blocks=None, max_num_seqs=256, gpu_memory_utilization=0.9
     )
     total = torch.cuda.get_device_properties(0).total_memory
     assert runner.kv_cache.num_blocks == (256 * 512 // BLOCK_SIZE,)  # 256 requests need no more
-    assert runner.kv_cache.nbytes < 0.5 * total
+    assert runner.kv_cache.nbytes < 0.9 * total
     runner.close()
 
 

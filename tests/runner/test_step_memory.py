@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mrv1 import SamplingParams
+from mrv1 import CapacityError, SamplingParams
 from mrv1.kernels import reference
-from mrv1.runner import ModelRunner, logprobs
+from mrv1.runner import ModelRunner, logprobs, profile
 from mrv1.runner.logprobs import (
     FILTER_BYTES,
     FILTER_CHUNK,
@@ -209,3 +210,34 @@ def test_the_profile_step_needs_the_memory_of_a_full_step(checkpoint, monkeypatc
     runner = runner_of(checkpoint, monkeypatch, 64, "raw_logprobs")
     assert peak_of(lambda: run_profile_step(runner._step)) >= 2 * LOGITS_CHUNK * VOCAB * 4
     runner.close()
+
+
+@pytest.mark.parametrize(("others", "num_blocks"), [(40, 9), (49, 0), (60, 0)])
+def test_a_gpu_without_room_for_a_block_says_who_has_its_memory(
+    monkeypatch: pytest.MonkeyPatch, others: int, num_blocks: int
+):
+    """Of 100 GiB, 0.6 may be used; this process has 9 GiB and will have 2 GiB of graphs."""
+    gib = 2**30
+    step = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        is_capturable=True,
+        config=SimpleNamespace(gpu_memory_utilization=0.6),
+        spec=SimpleNamespace(block_bytes=gib),
+    )
+    free = (100 - others - 9) * gib
+    monkeypatch.setattr(profile, "run_profile_step", lambda _: None)
+    monkeypatch.setattr(profile, "_graph_bytes", lambda _: 2 * gib)
+    monkeypatch.setattr(profile, "memory_bytes", lambda _: (free, 100 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9 * gib)
+    if num_blocks:
+        assert profile.kv_bytes(step) // gib == num_blocks
+        return
+    with pytest.raises(CapacityError) as error:
+        profile.kv_bytes(step)
+    for part in (
+        "gpu_memory_utilization: expected room for a KV block of 1073741824 bytes in 0.6 of "
+        "100.00 GiB, got 9.00 GiB for weights",
+        "2.00 GiB for CUDA graphs",
+        f"{others}.00 GiB for the driver and other processes",
+    ):
+        assert part in str(error.value)
