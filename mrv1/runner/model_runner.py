@@ -35,6 +35,7 @@ from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.compile_ahead import KernelSet, compiled_beside
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.debug import check_block_ids, synced
+from mrv1.runner.device_memory import within_memory
 from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep
 from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
@@ -114,7 +115,7 @@ class ModelRunner:
         Raises:
             ConfigError: the checkpoint or an option is wrong.
             UnsupportedDeviceError: the device does not exist or cannot run mrv1.
-            CapacityError: the KV cache does not fit.
+            CapacityError: weights, the largest step or the KV cache do not fit.
         """
         self.config = config
         self._parallel = parallel or ParallelContext()
@@ -132,7 +133,7 @@ class ModelRunner:
         """Seconds that the GPU has worked on steps of ``time_steps``."""
         self.device = resolve_device(config.device)
         self.path = kernel_path(self.device)
-        with self._on_device():
+        with self._on_device(), within_memory("model", "weights", self.device):
             self._build(model, head_policy, progress)
         self._unusable = _NO_CACHE
         if allocates:
@@ -257,10 +258,12 @@ class ModelRunner:
         For callers of a runner without a KV cache, who decide on the number of its blocks.
 
         Raises:
+            CapacityError: the largest step or a KV block does not fit.
             RuntimeError: the runner was closed or has a KV cache.
         """
         self._check_without_cache("measure_kv_cache_bytes")
-        with self._on_device():
+        largest = within_memory("max_num_batched_tokens", "the largest step", self.device)
+        with self._on_device(), largest:
             return self.config.kv_cache_memory_bytes or kv_bytes(self._step)
 
     def allocate_kv_cache(
@@ -273,12 +276,13 @@ class ModelRunner:
             progress: show a progress bar while CUDA graphs are captured.
 
         Raises:
-            CapacityError: the KV cache does not fit.
+            CapacityError: the largest step or the KV cache does not fit.
             RuntimeError: the runner was closed or has a KV cache.
         """
         self._check_without_cache("allocate_kv_cache")
         step, clock = self._step, self._start_clock
-        with self._on_device():
+        largest = within_memory("max_num_batched_tokens", "the largest step", self.device)
+        with self._on_device(), largest:
             num_blocks = (
                 blocks_of_groups(step, self._streaming_demand)
                 if num_kv_blocks is None

@@ -30,6 +30,7 @@ from mrv1.kernels.attention.splits import LaunchChoice
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import NO_PAGE
 from mrv1.runner.cuda_graph import StepGraphs
+from mrv1.runner.device_memory import gib
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.kv_cache import CPU_KV_BYTES, StreamingDemand
 from mrv1.runner.logprobs import FILTER_CHUNK, LOGITS_CHUNK, MAX_SEARCHED, PromptPart, Wanted
@@ -78,32 +79,12 @@ def kv_bytes(step: DeviceStep) -> int:
         raise CapacityError(
             f"gpu_memory_utilization: expected room for a KV block of {step.spec.block_bytes} "
             f"bytes in {step.config.gpu_memory_utilization:g} of {gib(total_bytes)}, got "
-            + shares(total_bytes, free_bytes, own_bytes, graph_bytes)
-            + "; end other processes on the GPU, raise gpu_memory_utilization, or lower "
+            f"{gib(own_bytes)} for weights and the buffers of a step, {gib(graph_bytes)} for CUDA "
+            f"graphs, and {gib(total_bytes - free_bytes - own_bytes)} for the driver and other "
+            "processes; end other processes on the GPU, raise gpu_memory_utilization, or lower "
             "max_num_batched_tokens"
         )
     return num_bytes
-
-
-def gib(num_bytes: int) -> str:
-    """Return a number of bytes in GiB."""
-    return f"{num_bytes / 2**30:.2f} GiB"
-
-
-def shares(total_bytes: int, free_bytes: int, own_bytes: int, graph_bytes: int) -> str:
-    """Return in words who has a GPU's memory.
-
-    Args:
-        total_bytes: of the GPU.
-        free_bytes: before the graphs are captured.
-        own_bytes: of this process's tensors.
-        graph_bytes: that the graphs will take.
-    """
-    others = total_bytes - free_bytes - own_bytes
-    return (
-        f"{gib(own_bytes)} for weights and the buffers of a step, {gib(graph_bytes)} for CUDA "
-        f"graphs, and {gib(others)} for the driver and other processes"
-    )
 
 
 def _graph_bytes(step: DeviceStep) -> int:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from mrv1 import CapacityError, SamplingParams
 from mrv1.kernels import reference
-from mrv1.runner import ModelRunner, logprobs, profile
+from mrv1.runner import ModelRunner, device_memory, logprobs, model_runner, profile
 from mrv1.runner.logprobs import (
     FILTER_BYTES,
     FILTER_CHUNK,
@@ -241,3 +241,29 @@ def test_a_gpu_without_room_for_a_block_says_who_has_its_memory(
         f"{others}.00 GiB for the driver and other processes",
     ):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "option", "what"),
+    [
+        ("load_model", "model", "weights"),
+        ("blocks_of_groups", "max_num_batched_tokens", "the largest step"),
+    ],
+)
+def test_a_start_on_a_full_gpu_says_who_has_its_memory(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, function: str, option: str, what: str
+):
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gib = 2**30
+    monkeypatch.setattr(model_runner, function, fail)
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda _: (3 * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 7 * gib)
+    with pytest.raises(CapacityError) as error:
+        make_runner(checkpoint, device="cpu")
+    assert str(error.value) == (
+        f"{option}: expected room for {what} in the 80.00 GiB of cpu, got 7.00 GiB for this "
+        "process's tensors, 3.00 GiB free, and 70.00 GiB for the driver and other processes; "
+        f"end other processes on the GPU, or choose a smaller {option}"
+    )

@@ -1,0 +1,41 @@
+"""Who has the memory of a GPU that is full: the errors of a start say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mrv1.device import memory_bytes
+from mrv1.errors import CapacityError
+
+
+def gib(num_bytes: int) -> str:
+    """Return a number of bytes in GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+@contextmanager
+def within_memory(option: str, what: str, device: torch.device) -> Iterator[None]:
+    """Run what needs memory of a GPU; say who has it where it does not suffice.
+
+    Args:
+        option: the option that decides how much is needed.
+        what: what needs it.
+        device: the GPU.
+
+    Raises:
+        CapacityError: instead of torch's ``OutOfMemoryError``.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free_bytes, total_bytes = memory_bytes(device)
+        own_bytes = torch.cuda.memory_reserved(device)
+        raise CapacityError(
+            f"{option}: expected room for {what} in the {gib(total_bytes)} of {device}, got "
+            f"{gib(own_bytes)} for this process's tensors, {gib(free_bytes)} free, and "
+            f"{gib(total_bytes - free_bytes - own_bytes)} for the driver and other processes; end "
+            f"other processes on the GPU, or choose a smaller {option}"
+        ) from error
