@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mrv1.bench.report.engines import (
     generate_table,
     modes_table,
     runner_table,
+    served_summary,
     serving_table,
     start_table,
     summary_table,
@@ -501,6 +503,7 @@ def _serving() -> dict[str, Any]:
         "num_conversations": 100, "num_turns": 3, "lengths": "lognormal", "request_rate": 5.0,
         "new_input_tokens": 10_000, "output_tokens": 2000, "repeats": 3,
         "goodput": {"ttft": 500.0}, "prefix_len": 64, "peak_share": 0.7, "warm_up_runs": 1,
+        "stream_outputs": True,
         "max_num_seqs": 256, "sampling": {"temperature": 0.0},
     }  # fmt: skip
     engines = {"mrv1": {"figures": figures, "error": None, "request_rate": 5.0},
@@ -525,6 +528,30 @@ def test_serving_table_shows_medians_and_99th_percentiles():
         "vllm failed: no memory",
     ):
         assert said in table
+
+
+def test_the_summary_of_serving_has_whole_files_of_a_share_of_the_peak():
+    whole, at_once = _serving(), _serving()
+    failed = deepcopy(whole)
+    for result in (whole, at_once):
+        times = {"median": 8.2, "p99": 62.6}
+        figures = whole["results"]["mrv1"]["figures"]
+        result["results"] = {
+            name: {"figures": figures | {"itl_ms": times}, "error": None, "request_rate": 5.0}
+            for name in ("vllm", "mrv1")
+        }
+    at_once["conditions"]["peak_share"] = None
+    whole["peers"] = {"vllm": "0.26"}
+    table = served_summary([_file(each) for each in (failed, whole, at_once)])
+    assert table.count("\n| qwen3-0.6b |") == 2
+    for said in (
+        "| qwen3-0.6b | vllm | 1,234 | 60 / 109 | 8 / 63 |",
+        "| qwen3-0.6b | mrv1 | 1,234 | 60 / 109 | 8 / 63 |",
+        "qwen3-0.6b: 100 conversations, 5 a second, 70% of what vllm serves at most; one GPU X, "
+        "vllm 0.26, 3 runs, commit 0123456789ab",
+    ):
+        assert said in table
+    assert served_summary([_file(failed)]) == served_summary([]) == ""
 
 
 def test_the_table_of_products_has_a_column_for_each_number_of_tokens():

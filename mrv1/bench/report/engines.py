@@ -287,6 +287,35 @@ def summary_table(files: Sequence[ResultFile]) -> str:
     )
 
 
+def served_summary(files: Sequence[ResultFile]) -> str:
+    """Return README.md's table of engines that served arrivals at a share of the first one's peak.
+
+    Of ``files`` only those of such arrivals, where every engine was measured; "" without any.
+    """
+    body, sources = [], []
+    for file in files:
+        result, conditions = file.result, file.result["conditions"]
+        engines = {name: engine["figures"] for name, engine in result["results"].items()}
+        is_timed = conditions["peak_share"] and conditions["stream_outputs"]
+        if not is_timed or None in engines.values():
+            continue
+        for name, figures in engines.items():
+            spreads = [figures[key] for key in ("ttft_ms", "itl_ms")]
+            times = [f"{each['median']:,.0f} / {each['p99']:,.0f}" for each in spreads]
+            body.append([result["shape"], name, f"{figures['output_throughput']:,.0f}", *times])
+        peers = "".join(f"{name} {version}, " for name, version in result["peers"].items())
+        sources.append(
+            f"{result['shape']}: {conditions['num_conversations']:,} conversations, "
+            f"{arrivals(result)}, {conditions['peak_share']:.0%} of what {next(iter(engines))} "
+            f"serves at most; one {file.device}, {peers}{_runs(conditions)}, {file.origin}"
+        )
+    if not body:
+        return ""
+    head = ["shape", "engine", "output tokens/s", "first token, ms", "between tokens, ms"]
+    said = "Served at arrivals of a Poisson process, median / 99th percentile"
+    return "\n\n".join([table(head, body, num_texts=2), f"{said} ({'; '.join(sources)})."])
+
+
 def _conditions(file: ResultFile) -> list[str]:
     result, conditions = file.result, file.result["conditions"]
     bandwidth = result.get("copy_bandwidth_bytes_per_s")

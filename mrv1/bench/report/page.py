@@ -14,6 +14,7 @@ from mrv1.bench.report.engines import (
     generate_table,
     modes_table,
     runner_table,
+    served_summary,
     serving_table,
     start_table,
     starts,
@@ -206,7 +207,7 @@ def _picture(path: Path, chart: Chart, parent: Path) -> str:
 
 
 def _excerpt(known: dict[str, list[ResultFile]], pictures: dict[Path, Chart], parent: Path) -> str:
-    """Return two pictures and a table: generation beside vLLM, decode attention, both shapes."""
+    """Return README.md's pictures and tables: generation, decode attention, serving."""
     names = {"decode-attention", *(file.stem for file in known.get("beside vllm", []))}
     chosen = [
         _picture(path, chart, parent) for path, chart in pictures.items() if chart.name in names
@@ -218,7 +219,9 @@ def _excerpt(known: dict[str, list[ResultFile]], pictures: dict[Path, Chart], pa
         if file.name.startswith(("generate", f"{file.result['shape']}-generate"))
     ]
     blocks = ["\n".join(chosen)] if chosen else []
-    return "\n\n".join([*blocks, summary_table(files) if files else NONE_YET])
+    blocks.append(summary_table(files) if files else NONE_YET)
+    served = served_summary(known.get("serving", []))
+    return "\n\n".join([*blocks, served] if served else blocks)
 
 
 def with_excerpt(readme: str, excerpt: str) -> str:
