@@ -99,6 +99,58 @@ def test_repeated_launches_equal_the_op_and_its_checks_run_for_every_new_form(st
         assert op.num_runs == num_runs
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "start", "is_transposed"),
+    [
+        ((8, 4), torch.float32, 0, False),
+        ((4, 8), torch.float64, 0, False),
+        ((4, 8), torch.float32, 1, False),
+        ((4, 8), torch.float32, 0, True),
+    ],
+    ids=["shape", "dtype", "alignment", "stride"],
+)
+def test_each_difference_of_form_runs_the_op(shape, dtype, start, is_transposed):
+    op, repeated, y = Op(), RepeatedCall(), torch.ones(2)
+    for number, of in enumerate([((4, 8), torch.float32, 0, False)] * 2, start=1):
+        _call_and_compare(op, repeated, y, *of)
+        assert op.num_runs == 1, number
+    _call_and_compare(op, repeated, y, shape, dtype, start, is_transposed)
+    assert op.num_runs == 2
+
+
+def _call_and_compare(
+    op: Op,
+    repeated: RepeatedCall,
+    y: torch.Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    start: int,
+    is_transposed: bool,
+) -> None:
+    x = torch.rand(start + 32, dtype=dtype)[start:].view(shape)
+    out = torch.empty(shape[::-1], dtype=dtype).T if is_transposed else torch.empty_like(x)
+    repeated(partial(op, x, y, out, 2), (x, y, out))
+    assert torch.equal(out, 6 * x + 1)
+
+
+def test_a_call_inside_another_is_part_of_it():
+    first, inner, last = Op(), Op(), Op()
+    outer, nested = RepeatedCall(), RepeatedCall()
+    for number in range(3):
+        x, y = torch.full((4, 4), float(number)), torch.full((2,), float(10 * number))
+        outs = [torch.empty(4, 4) for _ in range(3)]
+
+        def op(x: Any = x, y: Any = y, outs: Any = outs) -> None:
+            first(x, y, outs[0], 1)
+            nested(partial(inner, x, y, outs[1], 2), (x, y, outs[1]))
+            last(x, y, outs[2], 3)
+
+        outer(op, (x, y, *outs))
+        for factor, out in enumerate(outs, start=1):
+            assert torch.equal(out, 3 * factor * x + y[0])
+    assert [first.num_runs, inner.num_runs, last.num_runs] == [1, 1, 1]
+
+
 def test_a_call_without_compiled_kernels_is_never_repeated():
     op, repeated = Op(), RepeatedCall()
     op.kernel.compiled = None  # the interpreter
@@ -136,7 +188,6 @@ def test_a_failed_call_leaves_nothing_to_repeat():
     repeated(partial(op, x, y, out, 2), (x, y, out))
     with pytest.raises(RuntimeError):
         repeated(partial(op, x, y, torch.empty(3), 2), (x, y, out), "other")
-    launch_kernel(op.kernel, (1,), out, Descriptor(x, 1), y, FACTOR=1)  # noted by nobody
     repeated(partial(op, x, y, out, 2), (x, y, out), "other")
     assert op.num_runs == 3
     assert torch.equal(out, 6 * x + 1)

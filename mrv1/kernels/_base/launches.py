@@ -91,6 +91,9 @@ class RepeatedCall:
             same: objects that stand for all else that the op gets: a call in which each is the
                 very object of the call before may repeat it. They stay alive until the next call.
         """
+        if _notes.launches is not None:  # inside another call, which notes the launches
+            op()
+            return
         forms = [None if tensor is None else _form(tensor) for tensor in tensors]
         recorded = self._recorded
         if (
@@ -101,14 +104,12 @@ class RepeatedCall:
         ):
             _repeat(recorded, tensors)
             return
-        before, _notes.launches = _notes.launches, []
+        launches: list[_Launch] = []
+        _notes.launches = launches
         try:
             op()
-            launches = _notes.launches
         finally:
-            _notes.launches = before
-        if before is not None:
-            before.extend(launches)
+            _notes.launches = None
         self._recorded = _record(launches, tensors, forms, same) if launches else None
 
 
