@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -180,6 +181,19 @@ def test_an_absent_tensor_is_a_form_of_its_own():
         repeated(partial(op, x, y, out, 2), (x, y, out))
         assert torch.equal(out, 6 * x + (0 if y is None else y[0]))
     assert op.num_runs == 3
+
+
+def test_what_is_forgotten_is_not_kept_alive():
+    op, repeated, step = Op(), RepeatedCall(), Op()
+    x, y, out = torch.ones(4, 4), torch.ones(2), torch.empty(4, 4)
+    alive = weakref.ref(step)
+    repeated(partial(op, x, y, out, 2), (x, y, out), step)
+    del step
+    assert alive() is not None
+    repeated.forget()
+    assert alive() is None
+    repeated(partial(op, x, y, out, 2), (x, y, out), None)
+    assert op.num_runs == 2
 
 
 def test_a_failed_call_leaves_nothing_to_repeat():

@@ -284,6 +284,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         self._states = torch.empty(0, device=device)  # of all captured launches
         self._capturing = False
         self._impls: tuple[Mrv1AttentionImpl, ...] = ()  # one for each layout
+        self._calls: tuple[LayerCalls, ...] = ()
         self._ops = select_ops(kernel_path(device))
         logger.info_once(
             "mrv1 attention: path %s on %s, head size %d, %d KV heads, blocks of %d tokens, %s",
@@ -317,6 +318,8 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             )
         if not self._impls:
             self._bind_layers()
+        for calls in self._calls:
+            calls.forget()  # before this step's buffers are allocated
         num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
         block_table = common.block_table_tensor[:num_reqs]
         seq_lens = common.seq_lens[:num_reqs]
@@ -373,6 +376,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         calls: dict[tuple[object, ...], LayerCalls] = {}
         for layer in layers:
             layer.impl.calls = calls.setdefault(layer.impl.kind, layer.impl.calls)
+        self._calls = tuple(calls.values())
 
     def _prefills_decodes_too(self, max_query_len: int, num_tokens: int) -> bool:
         """Return whether all rows of a mixed batch have one launch in every layer."""
@@ -509,6 +513,11 @@ class LayerCalls:
         self.write = RepeatedCall()
         self.decode = RepeatedCall()
         self.prefill = RepeatedCall()
+
+    def forget(self) -> None:
+        """Free the buffers of the last step."""
+        for call in (self.write, self.decode, self.prefill):
+            call.forget()
 
 
 class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[misc]

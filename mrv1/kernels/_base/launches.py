@@ -112,6 +112,10 @@ class RepeatedCall:
             _notes.launches = None
         self._recorded = _record(launches, tensors, forms, same) if launches else None
 
+    def forget(self) -> None:
+        """Know no call any more, and keep nothing alive."""
+        self._recorded = None
+
 
 def _form(tensor: torch.Tensor) -> object:
     return (

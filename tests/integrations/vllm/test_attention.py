@@ -563,6 +563,20 @@ def test_a_mixed_batch_is_prefilled_at_once_where_that_is_faster(
     assert len(asked) == 0
 
 
+def test_layers_of_one_kind_share_their_calls_and_a_step_forgets_the_last_one():
+    model = Model(4, 2, 64, 16, (None, 20, None), is_fp8=False, seed=11)
+    model.step({0: 20})
+    full, window, other_full = (layer.impl.calls for layer in model.layers.values())
+    assert full is other_full
+    assert full is not window
+    forgotten = []
+    for name in ("write", "decode", "prefill"):
+        call = getattr(full, name)
+        call.forget = partial(forgotten.append, name)
+    model.step({0: 1})
+    assert forgotten == ["write", "decode", "prefill"]
+
+
 def _replay(model: Model) -> None:
     """Capture decodes of one and of three queries, then replay them in later steps."""
     model.step({0: 20, 1: 3})
