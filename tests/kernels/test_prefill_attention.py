@@ -273,14 +273,19 @@ def test_decodes_are_prefilled_too_where_tiles_come_from_a_queue(device, monkeyp
     info = type("Info", (), {"num_sms": 132, "capability": (9, 0)})()
     monkeypatch.setattr(prefill_splits, "device_info", lambda _: info)
 
-    def found(is_fp8=False, max_query_len=4096, num_tokens=8192, **options):
+    def found(is_fp8=False, max_query_len=4096, num_tokens=8192, padding=0, **options):
+        num_q_heads, dtype = options.pop("num_q_heads", 16), options.pop("dtype", torch.bfloat16)
         layout = KVLayout.hnd(8, 16, options.pop("head_dim", 128), device=device, **options)
-        return prefills_decodes_too(layout, torch.bfloat16, is_fp8, 16, max_query_len, num_tokens)
+        layout = replace(layout, token_stride=layout.token_stride + padding)
+        return prefills_decodes_too(layout, dtype, is_fp8, num_q_heads, max_query_len, num_tokens)
 
     assert found()
     assert found(head_dim=64)
     assert not found(is_fp8=True)  # a tile converts the codes of its keys for one query
     assert not found(head_dim=80)  # no kernel of warp groups
+    assert not found(num_q_heads=8 * 71)  # a tile has no place for such groups
+    assert not found(dtype=torch.float32)
+    assert not found(padding=8)  # rows of a page are not contiguous
     assert not found(max_query_len=128)
     assert not found(num_tokens=260, max_query_len=256)  # programs share tiles
     assert not found(roles=[HeadRole(window=64, sink=16)] * 8)

@@ -311,8 +311,8 @@ def prefills_decodes_too(
     """Return whether one prefill launch is the faster one for a step's decodes and prefills.
 
     It is where programs take tiles from a queue: a tile with one query of a decode is computed in
-    0.7 of the time in which an H100's memory brings its keys (as long as that on an H200), and
-    that time passes beside the products of other tiles. On an H100 one launch took 0.95 to 1.00 of
+    0.7 of the time in which an H100's memory brings its keys, and that time passes beside the
+    products of other tiles. On an H100 one launch took 0.95 to 1.00 of
     the time of a decode and a prefill launch one after the other, and up to 1.9 times that time
     from an fp8 cache, whose codes are converted for all 128 rows of a tile.
 
@@ -326,7 +326,18 @@ def prefills_decodes_too(
     """
     choice = choose_launch(layout, layout, dtype, is_fp8, num_q_heads, max_query_len, num_tokens)
     is_queued = choice.has_warp_groups and not choice.is_shared
+    group = num_q_heads // layout.num_kv_heads
+    is_queued = is_queued and _suits_warp_groups(layout, dtype, is_fp8, group)
     return is_queued and not is_fp8 and not layout.has_window
+
+
+def _suits_warp_groups(layout: KVLayout, dtype: torch.dtype, is_fp8: bool, group: int) -> bool:
+    """Return whether queries and pages have the form that the kernels of warp groups take."""
+    return (
+        dtype in (torch.float16, torch.bfloat16)
+        and layout.token_stride == layout.address_unit == layout.head_dim
+        and (WARP_GROUP_ROWS % group == 0 or (not is_fp8 and group <= MAX_ODD_GROUP))
+    )
 
 
 def _are_faster(
@@ -366,9 +377,7 @@ def fits_warp_groups(
         _are_faster(group, max_query_len, is_fp8, is_shared, takes_turns(q, splits))
         and not INTERPRET
         and _has_warp_groups(layout, is_fp8)
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and layout.token_stride == layout.address_unit == layout.head_dim
-        and (WARP_GROUP_ROWS % group == 0 or (not is_fp8 and group <= MAX_ODD_GROUP))
+        and _suits_warp_groups(layout, q.dtype, is_fp8, group)
         and all(
             cache.numel() % layout.head_dim == 0 and cache.data_ptr() % COPY_BYTES == 0
             for cache in (k_cache, v_cache)
