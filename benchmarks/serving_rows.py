@@ -92,11 +92,6 @@ def workloads(options: argparse.Namespace) -> dict[str, ServingBench]:
     }
 
 
-def file_name(options: argparse.Namespace, row: str) -> str:
-    """Return the name of a row's file."""
-    return f"serving-{options.shape}-{row}-{options.suffix}.json"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write a file for each row, and return the exit code."""
     options = parse(arguments)
@@ -109,7 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     for results in run_workloads([*benches.values()], say):
         for name, result in zip(benches, results, strict=True):
             if any(engine["figures"] is not None for engine in result["results"].values()):
-                write_result(result, options.folder / file_name(options, name))
+                file = f"serving-{options.shape}-{name}-{options.suffix}.json"
+                write_result(result, options.folder / file)
     for name, result in zip(benches, results, strict=True):
         if all(engine["figures"] is None for engine in result["results"].values()):
             say(f"{name}: no engine was measured, no file is written")

@@ -22,7 +22,7 @@ has the methods of both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -682,49 +682,54 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         return output
 
     def _decode(self, query: torch.Tensor, rows: DecodeRows, output: torch.Tensor) -> None:
-        pages = self.pages
-        q, out = query[: rows.num_tokens], output[: rows.num_tokens]
-
-        def attend() -> None:
-            self._ops.paged_decode_attention(
-                q,
-                pages.k,
-                pages.v,
-                rows.block_table,
-                rows.seq_lens,
-                pages.layout,
-                softmax_scale=self.scale,
-                logits_soft_cap=self.logits_soft_cap,
-                sinks=self.sinks,
-                query_len=rows.query_len,
-                plan=rows.plans.get(id(pages.layout)),
-                out=out,
-                scales=pages.scales,
-            )
-
-        self.calls.decode(attend, (q, out, self.sinks, *pages.tensors), rows)
+        self._attend(
+            self.calls.decode,
+            self._ops.paged_decode_attention,
+            rows,
+            query[: rows.num_tokens],
+            output[: rows.num_tokens],
+            query_len=rows.query_len,
+            plan=rows.plans.get(id(self.pages.layout)),
+        )
 
     def _prefill(self, query: torch.Tensor, rows: PrefillRows, output: torch.Tensor) -> None:
-        pages = self.pages
         tokens = slice(rows.first_token, rows.end_token)
-        q, out = query[tokens], output[tokens]
+        self._attend(
+            self.calls.prefill,
+            self._ops.paged_prefill_attention,
+            rows,
+            query[tokens],
+            output[tokens],
+            query_start_loc=rows.query_start_loc,
+            max_query_len=rows.max_query_len,
+            splits=rows.splits.get(id(self.pages.layout)),
+        )
+
+    def _attend(
+        self,
+        repeated: RepeatedCall,
+        op: Callable[..., torch.Tensor],
+        rows: DecodeRows | PrefillRows,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        **of_rows: Any,  # noqa: ANN401 - options of the op
+    ) -> None:
+        pages = self.pages
 
         def attend() -> None:
-            self._ops.paged_prefill_attention(
+            op(
                 q,
                 pages.k,
                 pages.v,
-                rows.block_table,
-                rows.query_start_loc,
-                rows.seq_lens,
-                pages.layout,
+                block_table=rows.block_table,
+                seq_lens=rows.seq_lens,
+                layout=pages.layout,
                 softmax_scale=self.scale,
-                max_query_len=rows.max_query_len,
                 logits_soft_cap=self.logits_soft_cap,
                 sinks=self.sinks,
-                splits=rows.splits.get(id(pages.layout)),
                 out=out,
                 scales=pages.scales,
+                **of_rows,
             )
 
-        self.calls.prefill(attend, (q, out, self.sinks, *pages.tensors), rows)
+        repeated(attend, (q, out, self.sinks, *pages.tensors), rows)

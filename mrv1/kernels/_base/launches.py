@@ -29,7 +29,7 @@ class _Launch(NamedTuple):
 
     kernel: Any
     """What Triton has compiled: it takes the grid, then all arguments by position."""
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     arguments: list[Any]
 
 
@@ -54,19 +54,20 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options
     compiled = kernel[grid](*arguments, **options)
     if _notes.launches is not None and compiled is not None:  # the interpreter compiles nothing
         rest = [options[name] for name in kernel.arg_names[len(arguments) :]]
-        x, y, z = (*grid, 1, 1)[:3]
-        _notes.launches.append(_Launch(compiled, (x, y, z), [*arguments, *rest]))
+        _notes.launches.append(_Launch(compiled, (*grid, 1, 1)[:3], [*arguments, *rest]))
 
 
 class _Recorded(NamedTuple):
     """The launches of one call, and for which calls they are right."""
 
+    key: list[object]
+    """The identities of ``same``, and the tensors' forms."""
     same: tuple[object, ...]
-    forms: list[object]
+    """Kept alive, so that nothing else gets their identities."""
     launches: list[_Launch]
-    """Without the call's own tensors: None in their places."""
-    places: list[list[tuple[int, int, Any]]]
-    """For each launch: the argument's index, the tensor's, and its descriptor or None."""
+    """Without the call's own tensors: in their places are None or descriptors without a base."""
+    places: list[list[tuple[int, int]]]
+    """For each launch: the index of each such argument, and its tensor's."""
 
 
 class RepeatedCall:
@@ -89,19 +90,15 @@ class RepeatedCall:
             op: calls the op with these tensors; no tensor that it gets may be a copy of one.
             tensors: those that may be others in the next call, at least all that are.
             same: objects that stand for all else that the op gets: a call in which each is the
-                very object of the call before may repeat it. They stay alive until the next call.
+                very object of the call before may repeat it. They stay alive until the next call,
+                or until ``forget``.
         """
         if _notes.launches is not None:  # inside another call, which notes the launches
             op()
             return
-        forms = [None if tensor is None else _form(tensor) for tensor in tensors]
+        key: list[object] = [*map(id, same), *map(_form, tensors)]
         recorded = self._recorded
-        if (
-            recorded is not None
-            and len(same) == len(recorded.same)
-            and all(one is other for one, other in zip(same, recorded.same, strict=True))
-            and forms == recorded.forms
-        ):
+        if recorded is not None and key == recorded.key:
             _repeat(recorded, tensors)
             return
         launches: list[_Launch] = []
@@ -110,15 +107,16 @@ class RepeatedCall:
             op()
         finally:
             _notes.launches = None
-        self._recorded = _record(launches, tensors, forms, same) if launches else None
+        repeatable = _record(launches, tensors)
+        self._recorded = repeatable and _Recorded(key, same, *repeatable)
 
     def forget(self) -> None:
         """Know no call any more, and keep nothing alive."""
         self._recorded = None
 
 
-def _form(tensor: torch.Tensor) -> object:
-    return (
+def _form(tensor: torch.Tensor | None) -> object:
+    return tensor is not None and (
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
@@ -128,28 +126,31 @@ def _form(tensor: torch.Tensor) -> object:
 
 
 def _record(
-    launches: list[_Launch], tensors: Tensors, forms: list[object], same: tuple[object, ...]
-) -> _Recorded | None:
-    """Return what repeats the launches; None where one of the tensors is in none of them."""
-    found = set()
+    launches: list[_Launch], tensors: Tensors
+) -> tuple[list[_Launch], list[list[tuple[int, int]]]] | None:
+    """Return what repeats the launches; None without any, or if a tensor is in none of them."""
+    found = {index for index, tensor in enumerate(tensors) if tensor is None}
     bare, places = [], []
     for one in launches:
         arguments, of_launch = list(one.arguments), []
         for place, argument in enumerate(arguments):
             base = getattr(argument, "base", argument)  # of a tensor descriptor
             index = _index(base, tensors)
-            if index is not None:
-                found.add(index)
-                descriptor = None if base is argument else copy(argument)
-                if descriptor is not None:
-                    descriptor.base = None
-                of_launch.append((place, index, descriptor))
-                arguments[place] = None
+            if index is None:
+                continue
+            found.add(index)
+            of_launch.append((place, index))
+            arguments[place] = None if base is argument else _described(argument, None)
         bare.append(_Launch(one.kernel, one.grid, arguments))
         places.append(of_launch)
-    if any(tensor is not None and i not in found for i, tensor in enumerate(tensors)):
-        return None
-    return _Recorded(same, forms, bare, places)
+    return (bare, places) if launches and len(found) == len(tensors) else None
+
+
+def _described(descriptor: Any, base: torch.Tensor | None) -> Any:  # noqa: ANN401 - Triton's
+    """Return a tensor descriptor like another, of ``base``."""
+    descriptor = copy(descriptor)
+    descriptor.base = base
+    return descriptor
 
 
 def _index(argument: object, tensors: Tensors) -> int | None:
@@ -168,11 +169,7 @@ def _index(argument: object, tensors: Tensors) -> int | None:
 def _repeat(recorded: _Recorded, tensors: Tensors) -> None:
     for one, places in zip(recorded.launches, recorded.places, strict=True):
         arguments = one.arguments.copy()
-        for place, index, descriptor in places:
-            argument: Any = tensors[index]
-            if descriptor is not None:
-                described = copy(descriptor)
-                described.base = argument
-                argument = described
-            arguments[place] = argument
+        for place, index in places:
+            tensor, descriptor = tensors[index], arguments[place]
+            arguments[place] = tensor if descriptor is None else _described(descriptor, tensor)
         one.kernel[one.grid](*arguments)
