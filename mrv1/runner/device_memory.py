@@ -16,6 +16,18 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
+def own_and_others(device: torch.device, free_bytes: int, total_bytes: int) -> tuple[str, str]:
+    """Return in GiB what this process's tensors have of a GPU, and the driver and other processes.
+
+    Args:
+        device: the GPU.
+        free_bytes: its free memory.
+        total_bytes: all its memory.
+    """
+    own_bytes = torch.cuda.memory_reserved(device)
+    return gib(own_bytes), gib(total_bytes - free_bytes - own_bytes)
+
+
 @contextmanager
 def within_memory(option: str, what: str, device: torch.device) -> Iterator[None]:
     """Run what needs memory of a GPU; say who has it where it does not suffice.
@@ -32,10 +44,10 @@ def within_memory(option: str, what: str, device: torch.device) -> Iterator[None
         yield
     except torch.OutOfMemoryError as error:
         free_bytes, total_bytes = memory_bytes(device)
-        own_bytes = torch.cuda.memory_reserved(device)
+        own, others = own_and_others(device, free_bytes, total_bytes)
         raise CapacityError(
             f"{option}: expected room for {what} in the {gib(total_bytes)} of {device}, got "
-            f"{gib(own_bytes)} for this process's tensors, {gib(free_bytes)} free, and "
-            f"{gib(total_bytes - free_bytes - own_bytes)} for the driver and other processes; end "
-            f"other processes on the GPU, or choose a smaller {option}"
+            f"{own} for this process's tensors, {gib(free_bytes)} free, and {others} for the "
+            "driver and other processes; end other processes on the GPU, or choose a smaller "
+            f"{option}"
         ) from error

@@ -30,7 +30,7 @@ from mrv1.kernels.attention.splits import LaunchChoice
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import NO_PAGE
 from mrv1.runner.cuda_graph import StepGraphs
-from mrv1.runner.device_memory import gib
+from mrv1.runner.device_memory import gib, own_and_others
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.kv_cache import CPU_KV_BYTES, StreamingDemand
 from mrv1.runner.logprobs import FILTER_CHUNK, LOGITS_CHUNK, MAX_SEARCHED, PromptPart, Wanted
@@ -75,14 +75,13 @@ def kv_bytes(step: DeviceStep) -> int:
     reserved = int(total_bytes * (1 - step.config.gpu_memory_utilization))
     num_bytes = free_bytes - graph_bytes - reserved
     if num_bytes < step.spec.block_bytes:
-        own_bytes = torch.cuda.memory_reserved(step.device)
+        own, others = own_and_others(step.device, free_bytes, total_bytes)
         raise CapacityError(
             f"gpu_memory_utilization: expected room for a KV block of {step.spec.block_bytes} "
             f"bytes in {step.config.gpu_memory_utilization:g} of {gib(total_bytes)}, got "
-            f"{gib(own_bytes)} for weights and the buffers of a step, {gib(graph_bytes)} for CUDA "
-            f"graphs, and {gib(total_bytes - free_bytes - own_bytes)} for the driver and other "
-            "processes; end other processes on the GPU, raise gpu_memory_utilization, or lower "
-            "max_num_batched_tokens"
+            f"{own} for weights and the buffers of a step, {gib(graph_bytes)} for CUDA graphs, "
+            f"and {others} for the driver and other processes; end other processes on the GPU, "
+            "raise gpu_memory_utilization, or lower max_num_batched_tokens"
         )
     return num_bytes
 

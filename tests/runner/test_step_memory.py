@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mrv1 import CapacityError, SamplingParams
+from mrv1 import CapacityError, EngineConfig, SamplingParams
 from mrv1.kernels import reference
 from mrv1.runner import ModelRunner, device_memory, logprobs, model_runner, profile
 from mrv1.runner.logprobs import (
@@ -243,15 +243,30 @@ def test_a_gpu_without_room_for_a_block_says_who_has_its_memory(
         assert part in str(error.value)
 
 
+def _start(checkpoint: Path) -> None:
+    make_runner(checkpoint, device="cpu")
+
+
+def _measure(checkpoint: Path) -> None:
+    config = EngineConfig(model=str(checkpoint), device="cpu")
+    ModelRunner(config, allocates=False, progress=False).measure_kv_cache_bytes()
+
+
 @pytest.mark.parametrize(
-    ("function", "option", "what"),
+    ("start", "function", "option", "what"),
     [
-        ("load_model", "model", "weights"),
-        ("blocks_of_groups", "max_num_batched_tokens", "the largest step"),
+        (_start, "load_model", "model", "weights"),
+        (_start, "blocks_of_groups", "max_num_batched_tokens", "the largest step"),
+        (_measure, "kv_bytes", "max_num_batched_tokens", "the largest step"),
     ],
 )
 def test_a_start_on_a_full_gpu_says_who_has_its_memory(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, function: str, option: str, what: str
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[[Path], object],
+    function: str,
+    option: str,
+    what: str,
 ):
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -261,7 +276,7 @@ def test_a_start_on_a_full_gpu_says_who_has_its_memory(
     monkeypatch.setattr(device_memory, "memory_bytes", lambda _: (3 * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 7 * gib)
     with pytest.raises(CapacityError) as error:
-        make_runner(checkpoint, device="cpu")
+        start(checkpoint)
     assert str(error.value) == (
         f"{option}: expected room for {what} in the 80.00 GiB of cpu, got 7.00 GiB for this "
         "process's tensors, 3.00 GiB free, and 70.00 GiB for the driver and other processes; "
