@@ -32,10 +32,10 @@ def compile_command(
     together with the C modules that launch them, for which a C compiler is needed.
     Only the model's configuration is read, and no GPU is used.
     """
-    from mrv1.runner.compile_ahead import KernelSet, compile_kernels, left_out
+    from mrv1.runner.compile_ahead import KernelSet, compile_kernels, is_compiled, left_out
 
     kernels = KernelSet.of(EngineConfig(model=model, **engine), target)
-    if kernels.is_compiled():
+    if is_compiled(kernels):
         say("nothing to do: the kernels are in Triton's cache")
         return
     with counting_bar(transient=True) as bar:

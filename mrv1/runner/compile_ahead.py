@@ -4,6 +4,7 @@ A child process builds the same runner for a stand-in GPU, on which every tensor
 and every launch leaves a note of its kernel, and walks through the runner's own start: profile,
 graphs, warm-up. It needs neither weights nor a GPU. Then it compiles what it has noted into
 Triton's cache, where the runner finds the kernels, and builds the modules that launch them.
+Another set of kernels is compiled the same way (``Compilable``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -61,6 +62,21 @@ IRRELEVANT = (
     "max_mixed_prefill_tokens",
 )  # fmt: skip
 """Options that change no kernel; the policy itself counts instead of ``head_policy``."""
+
+
+class Compilable(Protocol):
+    """What decides on a number of kernels; a child process gets it as a pickle."""
+
+    @property
+    def digest(self) -> str:
+        """Name of the kernels in Triton's cache, see ``digest_of``."""
+
+    def record(self) -> KernelRecorder:
+        """Return the kernels; this process cannot use a GPU afterwards.
+
+        Raises:
+            Mrv1Error: there is no such set of kernels; the message says why.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +123,12 @@ class KernelSet:
     def digest(self) -> str:
         """Name of the set in Triton's cache."""
         options = {k: v for k, v in asdict(self.config).items() if k not in IRRELEVANT}
-        parts = (
-            options,
-            self.model_config,
-            self.head_policy,
-            self.dtype,
-            (self.gpu.capability, self.gpu.num_sms),
-            _sources(),
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(self.gpu, options, self.model_config, self.head_policy, self.dtype)
 
-    def is_compiled(self) -> bool:
-        """Whether Triton's cache has had every kernel of the set, and what launches it."""
-        return _cache(self.digest).get_file(STAMP) is not None
+    def record(self) -> KernelRecorder:
+        """Return the kernels; this process cannot use a GPU afterwards."""
+        with recording(self.with_few_layers()) as (recorder, _):
+            return recorder
 
     def with_few_layers(self) -> KernelSet:
         """Return the set of a model with only one layer of each kind, which has the same kernels.
@@ -159,6 +168,17 @@ def _gpu(target: str | None) -> DeviceInfo:
         num_sms=GPUS[target],
         total_memory_bytes=_MEMORY_BYTES,
     )
+
+
+def digest_of(gpu: DeviceInfo, *parts: object) -> str:
+    """Return the name of the kernels that follow from a GPU, other things and mrv1's sources."""
+    all_parts = (*parts, (gpu.capability, gpu.num_sms), _sources())
+    return hashlib.sha256(repr(all_parts).encode()).hexdigest()
+
+
+def is_compiled(kernels: Compilable) -> bool:
+    """Return whether Triton's cache has had every kernel of a set, and what launches it."""
+    return _cache(kernels.digest).get_file(STAMP) is not None
 
 
 @cache
@@ -211,7 +231,7 @@ class AheadCompiler:
         num_processes: most processes that compile at the same time.
     """
 
-    def __init__(self, kernels: KernelSet, num_processes: int) -> None:
+    def __init__(self, kernels: Compilable, num_processes: int) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``stop``
         self._child = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import main; main()"],
@@ -285,29 +305,51 @@ def compile_kernels(kernels: KernelSet, show: Callable[[int, int], object]) -> i
         compiler.stop()
 
 
+def start_compiling(kernels: Compilable, num_processes: int | None) -> AheadCompiler | None:
+    """Begin to compile a set, unless Triton's cache has it or ``num_processes`` is 0.
+
+    Args:
+        kernels: the set.
+        num_processes: most processes that compile at the same time; None = one for every core.
+    """
+    num_processes = num_cpus() if num_processes is None else num_processes
+    if num_processes == 0 or is_compiled(kernels):
+        return None
+    return AheadCompiler(kernels, num_processes)
+
+
+def wait_or_warn(compiler: AheadCompiler, show: Callable[[int, int], object]) -> None:
+    """Wait as ``AheadCompiler.wait`` does; if it fails, a warning says why.
+
+    Each kernel is compiled when it is first launched, then.
+    """
+    try:
+        compiler.wait(show)
+    except CompilationError as error:
+        logger.warning("%s; each kernel is compiled when it is first launched", error)
+
+
 @contextmanager
 def compiled_beside(kernels: KernelSet, *, progress: bool) -> Iterator[None]:
     """Compile a set while the body runs, unless Triton's cache has it; wait for it at the end.
 
-    If that fails, a warning says why, and each kernel will be compiled when it is first launched.
+    If that fails, a warning says why.
 
     Args:
         kernels: the set.
         progress: show a progress bar while the body is over and kernels still compile.
     """
-    processes = kernels.config.compile_processes
-    num_processes = num_cpus() if processes is None else processes
-    if num_processes == 0 or kernels.is_compiled():
+    compiler = start_compiling(kernels, kernels.config.compile_processes)
+    if compiler is None:
         yield
         return
-    compiler = AheadCompiler(kernels, num_processes)
     try:
         yield
         with progress_bar(visible=progress) as bar:
             task = bar.add_task("compile kernels", total=None)
-            compiler.wait(lambda done, total: bar.update(task, completed=done, total=total))
-    except CompilationError as error:
-        logger.warning("%s; each kernel is compiled when it is first launched", error)
+            wait_or_warn(
+                compiler, lambda done, total: bar.update(task, completed=done, total=total)
+            )
     finally:
         compiler.stop()
 
@@ -344,18 +386,12 @@ def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]
         yield recorder, runner
 
 
-def record(kernels: KernelSet) -> KernelRecorder:
-    """Return the kernels of a set; this process cannot use a GPU afterwards."""
-    with recording(kernels) as (recorder, _):
-        return recorder
-
-
 def main() -> None:
     """Compile the set of kernels that comes as a pickle on stdin; report progress on stdout."""
     torch.set_num_threads(1)
     kernels, num_processes = pickle.load(sys.stdin.buffer)
     try:
-        recorder = record(kernels.with_few_layers())
+        recorder = kernels.record()
     except Mrv1Error as error:
         sys.exit(str(error))
     problems, total = [], len(recorder.kernels)

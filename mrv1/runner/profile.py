@@ -18,7 +18,7 @@ custom processors too, on rows of padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,7 @@ import torch
 
 from mrv1.device import memory_bytes
 from mrv1.errors import CapacityError
-from mrv1.kernels.attention.splits import LaunchChoice
+from mrv1.kernels.attention.splits import least_of_each, prefills_of_each
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import NO_PAGE
 from mrv1.runner.cuda_graph import StepGraphs
@@ -206,27 +206,13 @@ def _every_prefill(step: DeviceStep) -> list[list[int]]:
 
     Prompts of one token are decoded.
     """
-    backend = step.model.kernel_backend()
-    most_rows, budget = step.config.max_num_seqs, step.config.max_num_batched_tokens
-    caches = step.kv_cache.layers
-
-    def choice(longest: int, num_tokens: int) -> tuple[LaunchChoice, ...]:
-        return backend.prefill_choices(caches, longest, num_tokens)
-
-    def most_tokens(longest: int) -> int:
-        return min(longest * most_rows, budget)
-
-    found: dict[tuple[LaunchChoice, ...], list[int]] = {}
-    for longest in _least_of_each(
-        lambda longest: (choice(longest, longest), choice(longest, most_tokens(longest))),
-        2,
-        min(step.max_model_len, budget),
-    ):
-        for num_tokens in _least_of_each(partial(choice, longest), longest, most_tokens(longest)):
-            full, rest = divmod(num_tokens, longest)
-            lengths = [longest] * full + [max(rest, 2)] * (rest > 0)
-            found.setdefault(choice(longest, num_tokens), lengths)
-    return list(found.values())
+    return prefills_of_each(
+        partial(step.model.kernel_backend().prefill_choices, step.kv_cache.layers),
+        shortest=2,
+        max_query_len=step.max_model_len,
+        max_reqs=step.config.max_num_seqs,
+        max_tokens=step.config.max_num_batched_tokens,
+    )
 
 
 def _every_masked_prefill(step: DeviceStep) -> list[int]:
@@ -235,19 +221,7 @@ def _every_masked_prefill(step: DeviceStep) -> list[int]:
         return []
     choice = partial(step.model.kernel_backend().masked_choices, step.kv_cache.layers)
     longest = min(step.max_model_len, step.config.max_num_batched_tokens)
-    return _least_of_each(choice, 1, longest)
-
-
-def _least_of_each(choice: Callable[[int], object], first: int, last: int) -> list[int]:
-    """Return the least of first..last for each choice, of which none comes back once left."""
-    if first > last:
-        return []
-    if choice(first) == choice(last):
-        return [first]
-    middle = (first + last) // 2
-    left = _least_of_each(choice, first, middle)
-    right = _least_of_each(choice, middle + 1, last)
-    return left + right[choice(left[-1]) == choice(right[0]) :]
+    return least_of_each(choice, 1, longest)
 
 
 def _launch_padding(

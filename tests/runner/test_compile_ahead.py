@@ -22,6 +22,7 @@ from mrv1.runner.compile_ahead import (
     KernelSet,
     compile_kernels,
     compiled_beside,
+    is_compiled,
 )
 from mrv1.runner.stand_in_device import stand_in_device
 from tests.forks import Forks
@@ -54,12 +55,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 RECORD = """
 import pickle, sys
 from pathlib import Path
-from mrv1.runner.compile_ahead import record
+from mrv1.runner.compile_ahead import recording
 sets = pickle.loads(Path(sys.argv[1]).read_bytes())
-recorder = record(sets[0])
+recorder = sets[0].record()
 keys = [(kernel.name, kernel.source.hash(), kernel.options) for kernel in recorder.kernels]
 for kernels in sets[1:]:
-    record(kernels)  # into the same recorder: a kernel keeps its first
+    with recording(kernels):  # into the same recorder: a kernel keeps its first
+        pass
 print(len(keys), len(set(map(repr, keys))), len(recorder.kernels))
 """
 
@@ -122,9 +124,9 @@ def test_a_stand_in_for_memory_is_aligned_like_memory(dtype: torch.dtype):
 
 def test_a_set_that_is_compiled_is_not_compiled_again(cache: Path, monkeypatch):
     kernels = kernel_set()
-    assert not kernels.is_compiled()
+    assert not is_compiled(kernels)
     compile_ahead._cache(kernels.digest).put("[]", compile_ahead.STAMP, binary=False)
-    assert kernels.is_compiled()
+    assert is_compiled(kernels)
     monkeypatch.setattr(compile_ahead, "AheadCompiler", lambda *_: pytest.fail("compiled"))
     with compiled_beside(kernels, progress=False):
         pass

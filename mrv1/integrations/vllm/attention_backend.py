@@ -6,7 +6,8 @@ implementation writes keys and values and attends. Rows of one token, or all row
 same 1 to 8, are decoded; other rows are prefilled, and decodes with them where that is faster.
 
 Outside CUDA graphs each layer launches its kernels from Python: the first layer of a kind checks
-the arguments and chooses the kernels, and the others repeat its launches (``LayerCalls``).
+the arguments and chooses the kernels, and the others repeat its launches (``LayerCalls``). All
+kernels that prefill are compiled and launched before the first batch (``attention_kernels``).
 
 A step waits for nothing on the device. The host reads the shapes, ``max_query_len`` and the host's
 copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device.
@@ -44,14 +45,22 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from mrv1.device import MIN_CAPABILITY, device_info, kernel_path
+from mrv1.environment import COMPILE_PROCESSES_VARIABLE, VARIABLES
 from mrv1.errors import ConfigError
-from mrv1.integrations.vllm.attention_pages import Pages, content_size, pages_of
+from mrv1.integrations.vllm.attention_kernels import (
+    AttentionLayer,
+    Batches,
+    PrefillKernels,
+    launch_every_prefill,
+)
+from mrv1.integrations.vllm.attention_pages import Pages, content_size
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels._base.launches import RepeatedCall
 from mrv1.kernels.attention.splits import prefills_decodes_too
 from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, MIN_HEAD_DIM
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.kernels.registry import Ops, select_ops
+from mrv1.runner.compile_ahead import AheadCompiler, start_compiling, wait_or_warn
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -285,6 +294,8 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         self._capturing = False
         self._impls: tuple[Mrv1AttentionImpl, ...] = ()  # one for each layout
         self._calls: tuple[LayerCalls, ...] = ()
+        self._compiler: AheadCompiler | None = None
+        self._is_warm = kernel_path(device) != "triton"  # otherwise nothing is compiled
         self._ops = select_ops(kernel_path(device))
         logger.info_once(
             "mrv1 attention: path %s on %s, head size %d, %d KV heads, blocks of %d tokens, %s",
@@ -318,6 +329,10 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             )
         if not self._impls:
             self._bind_layers()
+            if not self._is_warm:
+                self._start_compiling(common.block_table_tensor.shape[1])
+        if not self._is_warm and not self._capturing:
+            self._warm_up(common.block_table_tensor.shape[1])
         for calls in self._calls:
             calls.forget()  # before this step's buffers are allocated
         num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
@@ -377,6 +392,36 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         for layer in layers:
             layer.impl.calls = calls.setdefault(layer.impl.kind, layer.impl.calls)
         self._calls = tuple(calls.values())
+
+    def _start_compiling(self, row_width: int) -> None:
+        """Compile what ``_warm_up`` launches in a child process, beside the capture of graphs."""
+        kernels = PrefillKernels.of(
+            [impl.with_tensors() for impl in self._impls],
+            self._batches(row_width),
+            device_info(self.device),
+        )
+        self._compiler = start_compiling(kernels, VARIABLES[COMPILE_PROCESSES_VARIABLE]())
+
+    def _warm_up(self, row_width: int) -> None:
+        """Launch every kernel that prefills: no request shall wait for the compiler."""
+        if self._compiler is not None:
+            try:
+                wait_or_warn(self._compiler, lambda done, total: None)
+            finally:
+                self._compiler.stop()
+        for impl in self._impls:
+            launch_every_prefill(*impl.with_tensors(), self._batches(row_width))
+        self._is_warm = True
+
+    def _batches(self, row_width: int) -> Batches:
+        scheduler = self.vllm_config.scheduler_config
+        return Batches(
+            max_model_len=self.vllm_config.model_config.max_model_len,
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+            row_width=row_width,
+            dtype=self._dtype,
+        )
 
     def _prefills_decodes_too(self, max_query_len: int, num_tokens: int) -> bool:
         """Return whether all rows of a mixed batch have one launch in every layer."""
@@ -576,6 +621,28 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         self._kv_cache: torch.Tensor | None = None
 
     @property
+    def layer(self) -> AttentionLayer:
+        """What decides on the layer's kernels."""
+        return AttentionLayer(
+            num_heads=self.num_heads,
+            head_size=self.head_size,
+            role=HeadRole(window=self.sliding_window or -1, sink=self.sink),
+            is_fp8=self.kv_cache_dtype == FP8,
+            softmax_scale=self.scale,
+            logits_soft_cap=self.logits_soft_cap,
+        )
+
+    def with_tensors(self) -> tuple[AttentionLayer, torch.Tensor, torch.Tensor | None]:
+        """Return the layer, its cache and its sinks.
+
+        Raises:
+            RuntimeError: no cache is bound.
+        """
+        if self._kv_cache is None:
+            raise RuntimeError("kv_cache: expected a bound cache, got none")
+        return self.layer, self._kv_cache, self.sinks
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """All that decides a layer's launches beside a step and the layer's own tensors."""
         return id(self.pages.layout), self.num_heads, self.scale, self.logits_soft_cap
@@ -587,12 +654,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         """
         if kv_cache is self._kv_cache:
             return
-        self.pages = pages_of(
-            kv_cache,
-            self.head_size,
-            HeadRole(window=self.sliding_window or -1, sink=self.sink),
-            is_fp8=self.kv_cache_dtype == FP8,
-        )
+        self.pages = self.layer.pages(kv_cache)
         self.calls = LayerCalls()
         self._ops = select_ops(kernel_path(kv_cache.device))
         self._kv_cache = kv_cache

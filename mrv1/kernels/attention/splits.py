@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -298,6 +300,52 @@ def choose_launch(
         _has_warp_groups(layout, is_fp8)
         and _are_faster(group, max_query_len, is_fp8, is_shared, is_queued),
     )
+
+
+def prefills_of_each(
+    choice: Callable[[int, int], object],
+    shortest: int,
+    max_query_len: int,
+    max_reqs: int,
+    max_tokens: int,
+) -> list[list[int]]:
+    """Return lengths of prompts, a list a launch, so that every kernel is launched.
+
+    Args:
+        choice: what decides on the kernels, of the queries of the longest prompt and the tokens
+            of all: a ``LaunchChoice``, or those of several layouts.
+        shortest: fewest queries of a batch's longest prompt.
+        max_query_len: most queries of a prompt.
+        max_reqs: most prompts.
+        max_tokens: most tokens of all.
+    """
+
+    def most_tokens(longest: int) -> int:
+        return min(longest * max_reqs, max_tokens)
+
+    found: dict[object, list[int]] = {}
+    for longest in least_of_each(
+        lambda longest: (choice(longest, longest), choice(longest, most_tokens(longest))),
+        shortest,
+        min(max_query_len, max_tokens),
+    ):
+        for num_tokens in least_of_each(partial(choice, longest), longest, most_tokens(longest)):
+            full, rest = divmod(num_tokens, longest)
+            lengths = [longest] * full + [max(rest, shortest)] * (rest > 0)
+            found.setdefault(choice(longest, num_tokens), lengths)
+    return list(found.values())
+
+
+def least_of_each(choice: Callable[[int], object], first: int, last: int) -> list[int]:
+    """Return the least of first..last for each choice, of which none comes back once left."""
+    if first > last:
+        return []
+    if choice(first) == choice(last):
+        return [first]
+    middle = (first + last) // 2
+    left = least_of_each(choice, first, middle)
+    right = least_of_each(choice, middle + 1, last)
+    return left + right[choice(left[-1]) == choice(right[0]) :]
 
 
 def prefills_decodes_too(

@@ -7,6 +7,7 @@ numbers are compared with a dense softmax over each request's own keys and value
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -34,8 +35,14 @@ from mrv1.integrations.vllm.attention_backend import (
     Mrv1AttentionMetadataBuilder,
     decode_rows,
 )
+from mrv1.integrations.vllm.attention_kernels import (
+    AttentionLayer,
+    PrefillKernels,
+    launch_every_prefill,
+)
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, PrefillSplits
+from mrv1.runner.compile_ahead import CompilationError
 
 HAS_SHAPES = hasattr(vllm_backend.AttentionBackend, "get_kv_cache_shape")  # vLLM 0.26
 HAS_SPECS = hasattr(vllm_backend.AttentionBackend, "customize_spec")  # vLLM 0.33
@@ -500,6 +507,60 @@ class Model:
             column = self.sinks.double()[:, None, None].expand(-1, len(q), 1)
             scores = torch.cat([scores, column], dim=-1)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(v)], v).float()
+
+
+class _Compiler:
+    """Stands for the child process that compiles."""
+
+    def __init__(self, events: list[str], error: Exception | None) -> None:
+        self.events, self.error = events, error
+
+    def wait(self, show: Callable[[int, int], object]) -> None:
+        self.events.append("wait")
+        show(1, 1)
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        self.events.append("stop")
+
+
+@pytest.mark.parametrize("error", [None, CompilationError("no room")], ids=str)
+@pytest.mark.parametrize("captures", [True, False])
+def test_kernels_are_compiled_beside_the_capture_and_launched_before_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception | None,
+    captures: bool,
+):
+    model = Model(4, 2, 64, 16, (None, 20), False, seed=0)
+    config, events = model.builder.vllm_config, []
+    config.model_config.max_model_len = 12 * 16
+    config.scheduler_config = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=50)
+    model.builder._is_warm = False
+
+    def start(kernels: PrefillKernels, num_processes: int | None) -> _Compiler:
+        windows = [layer.role.window for layer, _, _ in kernels.layers]
+        events.append(f"start {windows} {kernels.batches.row_width} {num_processes}")
+        return _Compiler(events, error)
+
+    def launch(layer: AttentionLayer, *rest: object) -> None:
+        events.append(f"launch {layer.role.window}")
+        launch_every_prefill(layer, *rest)
+
+    monkeypatch.setenv("MRV1_COMPILE_PROCESSES", "3")
+    monkeypatch.setattr(attention_backend, "start_compiling", start)
+    monkeypatch.setattr(attention_backend, "launch_every_prefill", launch)
+    if captures:
+        for count in (2, 1):
+            model.builder.build_for_cudagraph_capture(model.common(dict.fromkeys(range(count), 1)))
+            assert events == ["start [-1, 20] 12 3"]
+    for _ in range(2):
+        model.step({0: 1, 1: 7, 2: 30})
+        assert events == ["start [-1, 20] 12 3", "wait", "stop", "launch -1", "launch 20"]
+    assert ("no room; each kernel is compiled when it is first launched" in caplog.text) == (
+        error is not None
+    )
 
 
 def _through_e4m3(x: torch.Tensor) -> torch.Tensor:

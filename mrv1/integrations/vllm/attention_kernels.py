@@ -1,0 +1,174 @@
+"""The kernels of prefill attention in vLLM, compiled before a request needs them.
+
+vLLM's warm-up prefills prompts of two tokens. Longer prompts have other kernels, and the compiler
+would take seconds of the first requests. So every kernel that a batch may need is launched at the
+start (``launch_every_prefill``), and a child process compiles them while vLLM captures its graphs
+(``PrefillKernels``).
+
+Nothing here imports vLLM: the child needs none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from mrv1.device import DeviceInfo, kernel_path, stand_in
+from mrv1.integrations.vllm.attention_pages import Pages, pages_of
+from mrv1.kernels import HeadRole, PrefillSplits
+from mrv1.kernels.attention.splits import choose_launch, prefills_of_each
+from mrv1.kernels.registry import select_ops
+from mrv1.runner.compile_ahead import digest_of
+
+if TYPE_CHECKING:
+    from mrv1.kernels._base.recording import KernelRecorder
+
+NO_BLOCK = -1
+
+
+class Batches(NamedTuple):
+    """What bounds the batches of an engine."""
+
+    max_model_len: int
+    max_num_reqs: int
+    max_num_tokens: int
+    row_width: int
+    """Columns of the block table."""
+    dtype: torch.dtype
+    """Of queries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """What decides on the kernels of an attention layer, beside its batches."""
+
+    num_heads: int
+    head_size: int
+    role: HeadRole
+    """What all heads see."""
+    is_fp8: bool
+    softmax_scale: float
+    logits_soft_cap: float
+    """0 = none."""
+
+    def pages(self, kv_cache: torch.Tensor) -> Pages:
+        """Return the pages of the layer's cache."""
+        return pages_of(kv_cache, self.head_size, self.role, is_fp8=self.is_fp8)
+
+
+def launch_every_prefill(
+    layer: AttentionLayer, kv_cache: torch.Tensor, sinks: torch.Tensor | None, batches: Batches
+) -> None:
+    """Launch each kernel that may prefill a batch, on queries that see no keys.
+
+    Args:
+        layer: the layer.
+        kv_cache: its cache, which is neither read nor written.
+        sinks: ``[num_heads]``, its logit sinks.
+        batches: those that may come.
+    """
+    pages, device, dtype = layer.pages(kv_cache), kv_cache.device, batches.dtype
+    ops = select_ops(kernel_path(device))
+    choice = partial(
+        choose_launch, pages.layout, pages.layout, dtype, layer.is_fp8, layer.num_heads
+    )
+    for lengths in prefills_of_each(
+        choice,
+        shortest=2,
+        max_query_len=batches.max_model_len,
+        max_reqs=batches.max_num_reqs,
+        max_tokens=batches.max_num_tokens,
+    ):
+        num_reqs, num_tokens = len(lengths), sum(lengths)
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        no_blocks = torch.full((num_reqs, batches.row_width), NO_BLOCK, dtype=torch.int32)
+        q = torch.zeros(num_tokens, layer.num_heads, layer.head_size, dtype=dtype, device=device)
+        ops.paged_prefill_attention(
+            q,
+            pages.k,
+            pages.v,
+            block_table=no_blocks.to(device),
+            query_start_loc=starts.to(device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
+            layout=pages.layout,
+            softmax_scale=layer.softmax_scale,
+            max_query_len=max(lengths),
+            logits_soft_cap=layer.logits_soft_cap,
+            sinks=sinks,
+            scales=pages.scales,
+            splits=PrefillSplits.allocate(
+                num_tokens=num_tokens,
+                num_reqs=num_reqs,
+                max_query_len=max(lengths),
+                layout=pages.layout,
+                num_q_heads=layer.num_heads,
+                dtype=dtype,
+                is_fp8=layer.is_fp8,
+            ),
+        )
+
+
+class _Memory(NamedTuple):
+    """What a tensor has beside its values."""
+
+    shape: Sequence[int]
+    stride: Sequence[int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Memory:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillKernels:
+    """All that decides which kernels ``launch_every_prefill`` launches for some layers."""
+
+    layers: tuple[tuple[AttentionLayer, _Memory, _Memory | None], ...]
+    """Each with its cache and its sinks."""
+    batches: Batches
+    gpu: DeviceInfo
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[tuple[AttentionLayer, torch.Tensor, torch.Tensor | None]],
+        batches: Batches,
+        gpu: DeviceInfo,
+    ) -> PrefillKernels:
+        """Return the kernels of layers, each with a cache of any number of blocks and sinks."""
+        forms = tuple(
+            (layer, _Memory.of(kv_cache[:2]), None if sinks is None else _Memory.of(sinks))
+            for layer, kv_cache, sinks in layers
+        )
+        return cls(layers=forms, batches=batches, gpu=gpu)
+
+    @property
+    def digest(self) -> str:
+        """Name of the kernels in Triton's cache."""
+        return digest_of(self.gpu, self.layers, self.batches)
+
+    def record(self) -> KernelRecorder:
+        """Return the kernels; this process cannot use a GPU afterwards."""
+        from mrv1.kernels._base.recording import KernelRecorder
+        from mrv1.runner.stand_in_device import stand_in_device
+
+        device = torch.device("cuda", 0)
+        stand_in(replace(self.gpu, device=device))
+        recorder = KernelRecorder(self.gpu.capability or (0, 0))
+        with stand_in_device(device), torch.inference_mode():
+            for layer, kv_cache, sinks in self.layers:
+                launch_every_prefill(
+                    layer,
+                    kv_cache.empty(device),
+                    None if sinks is None else sinks.empty(device),
+                    self.batches,
+                )
+        return recorder

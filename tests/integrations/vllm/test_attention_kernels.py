@@ -1,0 +1,174 @@
+"""No batch of vLLM has a prefill kernel that the backend's start has not launched."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from base64 import b64encode
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mrv1.device import INTERPRET, DeviceInfo
+from mrv1.integrations.vllm.attention_kernels import (
+    AttentionLayer,
+    Batches,
+    PrefillKernels,
+    launch_every_prefill,
+)
+from mrv1.integrations.vllm.attention_pages import content_size
+from mrv1.kernels import HeadRole
+from tests.forks import Forks
+
+LAYER = AttentionLayer(
+    num_heads=16, head_size=128, role=HeadRole(), is_fp8=False, softmax_scale=0.1,
+    logits_soft_cap=0.0,
+)  # fmt: skip
+BATCHES = Batches(
+    max_model_len=8448, max_num_reqs=64, max_num_tokens=8192, row_width=528, dtype=torch.bfloat16
+)
+H100 = DeviceInfo(
+    device=torch.device("cuda", 0), name="H100", capability=(9, 0), num_sms=132,
+    total_memory_bytes=80 << 30,
+)  # fmt: skip
+
+
+def kernels_of(
+    layer: AttentionLayer,
+    batches: Batches = BATCHES,
+    num_blocks: int = 9,
+    sinks: torch.Tensor | None = None,
+) -> PrefillKernels:
+    """Return the kernels of one layer with 8 KV heads."""
+    content = content_size(layer.head_size, is_fp8=layer.is_fp8)
+    dtype = torch.uint8 if layer.is_fp8 else batches.dtype
+    cache = torch.zeros(num_blocks, 8, 16, content, dtype=dtype)
+    return PrefillKernels.of([(layer, cache, sinks)], batches, H100)
+
+
+LIVE = """
+import json, pickle, sys
+from base64 import b64decode
+import numpy as np
+import torch
+from mrv1.device import kernel_path
+from mrv1.kernels import PrefillSplits
+from mrv1.kernels.registry import select_ops
+from mrv1.runner.stand_in_device import stand_in_device
+
+kernels = pickle.loads(b64decode(sys.argv[1]))
+recorder = kernels.record()
+at_start, late = len(recorder.kernels), []
+batches = kernels.batches
+((layer, form, sinks),) = kernels.layers
+rng, device = np.random.default_rng(0), torch.device("cuda", 0)
+
+
+def on_gpu(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype).to(device)
+
+
+with stand_in_device(device), torch.inference_mode():
+    ops = select_ops(kernel_path(device))
+    pages = layer.pages(form.empty(device))
+    sinks = None if sinks is None else sinks.empty(device)
+    for _ in range(int(sys.argv[2])):
+        budget = int(rng.integers(2, batches.max_num_tokens + 1))
+        longest = int(min(budget, batches.max_model_len) ** rng.random()) + 1
+        longest, lengths = min(longest, budget, batches.max_model_len), []
+        num_decodes = int(rng.integers(0, 6)) if rng.random() < 0.5 else 0
+        num_decodes = min(num_decodes, batches.max_num_reqs - 1)
+        while len(lengths) + num_decodes < batches.max_num_reqs and budget > 1:
+            lengths.append(int(min(max(longest ** rng.random(), 1), budget)))
+            budget -= lengths[-1]
+        lengths[0] = max(lengths[0], 2)
+        padding = int(rng.integers(0, 9))
+        num_tokens = sum(lengths) + padding
+        # Behind decode rows all tensors begin at any row.
+        q = torch.zeros(
+            num_decodes + num_tokens, layer.num_heads, layer.head_size,
+            dtype=batches.dtype, device=device,
+        )[num_decodes:]
+        table = torch.zeros(
+            num_decodes + len(lengths), batches.row_width, dtype=torch.int32, device=device
+        )[num_decodes:]
+        seq_lens = on_gpu([1] * num_decodes + lengths)[num_decodes:]
+        starts = on_gpu(np.cumsum([0, *lengths]))
+        options = {"max_query_len": max(lengths)}
+        splits = PrefillSplits.allocate(
+            num_tokens=num_tokens, num_reqs=len(lengths), layout=pages.layout,
+            num_q_heads=layer.num_heads, dtype=batches.dtype, is_fp8=layer.is_fp8, **options,
+        )
+        before = len(recorder.kernels)
+        ops.paged_prefill_attention(
+            q, pages.k, pages.v, table, starts, seq_lens, pages.layout,
+            softmax_scale=layer.softmax_scale, logits_soft_cap=layer.logits_soft_cap,
+            sinks=sinks, splits=splits, out=torch.empty_like(q), scales=pages.scales, **options,
+        )
+        late += [[kernel.name, lengths] for kernel in recorder.kernels[before:]]
+print(json.dumps([at_start, late]))
+"""
+
+
+@pytest.mark.skipif(INTERPRET, reason="not run: TRITON_INTERPRET=1 is set")
+@pytest.mark.parametrize(
+    ("changes", "capability", "batches"),
+    [
+        ({}, (9, 0), {}),
+        ({"is_fp8": True}, (9, 0), {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ({"role": HeadRole(window=300, sink=4)}, (9, 0), {}),
+                ({"logits_soft_cap": 30.0}, (9, 0), {"max_num_tokens": 512}),
+                ({"num_heads": 56}, (9, 0), {"max_num_reqs": 1}),
+                ({"head_size": 80}, (8, 0), {"max_model_len": 100, "row_width": 7}),
+                ({"is_fp8": True, "num_heads": 8}, (8, 9), {"max_num_tokens": 2048}),
+            )
+        ),
+    ],
+)
+def test_no_batch_has_a_kernel_that_the_start_has_not(
+    forks: Forks,
+    changes: dict[str, Any],
+    capability: tuple[int, int],
+    batches: dict[str, Any],
+):
+    kernels = kernels_of(replace(LAYER, **changes), BATCHES._replace(**batches))
+    kernels = replace(kernels, gpu=replace(H100, capability=capability))
+    run = forks.run(
+        LIVE, b64encode(pickle.dumps(kernels)).decode(), "150",
+        CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    num_at_start, late = json.loads(run.stdout)
+    assert num_at_start >= 2
+    assert late == []
+
+
+def test_a_set_is_named_by_all_that_decides_on_kernels():
+    digest = kernels_of(LAYER).digest
+    assert kernels_of(LAYER, num_blocks=4).digest == digest
+    others = [
+        kernels_of(replace(LAYER, num_heads=32)),
+        kernels_of(replace(LAYER, is_fp8=True)),
+        kernels_of(replace(LAYER, role=HeadRole(window=100))),
+        kernels_of(LAYER, BATCHES._replace(max_num_tokens=2048)),
+        kernels_of(LAYER, sinks=torch.zeros(16)),
+        replace(kernels_of(LAYER), gpu=replace(H100, capability=(8, 0))),
+    ]
+    assert len({digest, *(kernels.digest for kernels in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_launches_leave_the_cache_as_it_is(is_fp8: bool):
+    layer = replace(LAYER, num_heads=2, head_size=32, is_fp8=is_fp8)
+    content = content_size(32, is_fp8=is_fp8)
+    dtype = torch.uint8 if is_fp8 else torch.float32
+    cache = torch.full((3, 1, 16, content), 255 if is_fp8 else torch.nan, dtype=dtype)
+    before = cache.clone()
+    batches = Batches(40, 3, 50, row_width=3, dtype=torch.float32)
+    launch_every_prefill(layer, cache, torch.zeros(2), batches)
+    assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
