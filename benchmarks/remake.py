@@ -90,14 +90,23 @@ RECIPES: dict[str, Recipe] = {
     "vllm-0.6b": bench(
         "vllm",
         "--shape qwen3-0.6b --cells 1x128,32x128,256x128,32x8192 --repeats 2 "
-        "--modes vllm,worker,backend,backend-fp8,vllm-fp8",
-        600, "vllm",
+        "--modes vllm,backend,worker",
+        380, "vllm",
+    ),
+    "vllm-0.6b-fp8": bench(
+        "vllm",
+        "--shape qwen3-0.6b --cells 32x8192 --repeats 2 --modes vllm,backend-fp8,vllm-fp8",
+        340, "vllm",
     ),
     "vllm-8b": bench(
         "vllm",
-        "--shape llama3-8b --cells 1x128,32x8192 --repeats 1 "
-        "--modes vllm,worker,backend-fp8,vllm-fp8,backend",
-        700, "vllm",
+        "--shape llama3-8b --cells 1x128,32x8192 --repeats 1 --modes vllm,worker,backend",
+        370, "vllm",
+    ),
+    "vllm-8b-fp8": bench(
+        "vllm",
+        "--shape llama3-8b --cells 32x8192 --repeats 1 --modes vllm,backend-fp8,vllm-fp8",
+        400, "vllm",
     ),
     # kernels
     "attention-decode": bench("attention", "--repeats 15", 90),

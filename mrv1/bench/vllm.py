@@ -24,8 +24,9 @@ from mrv1.integrations.vllm.options import REQUEST_CHECK
 from mrv1.models import ModelConfig
 from mrv1.runner.kv_cache import CacheSpec
 
-SCHEMA = 1
-"""Version of the result's layout; raised when a field changes its meaning or goes."""
+SCHEMA = 2
+"""Version of the result's layout; raised when a field changes its meaning or goes. Times to first
+tokens of 1 are those of another run, in which requests end with them."""
 
 WORKER = {
     "worker_cls": "mrv1.integrations.vllm.Worker",
@@ -115,6 +116,7 @@ class VLLMBench(CheckpointBench):
             "enable_prefix_caching": False,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
+            "stream_interval": self.output_tokens,
             "seed": self.seed,
         }
 

@@ -113,38 +113,46 @@ class FakeEngine:
     def add_request(
         self, name: str, prompt: dict[str, list[int]], params: SimpleNamespace
     ) -> None:
-        assert (params.temperature, params.ignore_eos, params.detokenize) == (0, True, False)
+        given = params.temperature, params.ignore_eos, params.detokenize, params.output_kind
+        assert given == (0, True, False, 1)
         self.waiting.append((name, params))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting or self.running)
 
     def step(self) -> list[Any]:
+        """A first token leaves at once, as with vLLM's ``stream_interval``, others at the end."""
         if self.waiting:
             name, params = self.waiting.pop(0)
             self.clock.now += 2
             self.running[name] = params, [7]
+            moved = [name]
         else:
             self.clock.now += 0.5
             for _, tokens in self.running.values():
                 tokens.append(7)
-        ended = [n for n, (params, ids) in self.running.items() if len(ids) == params.max_tokens]
+            moved = [
+                name for name, (params, tokens) in self.running.items()
+                if len(tokens) == params.max_tokens
+            ]  # fmt: skip
         values = {7: -0.5, 9: -0.75, 3: -4.0}
         logprobs = [{token: SimpleNamespace(logprob=v) for token, v in values.items()}]
-        return [
-            SimpleNamespace(
-                request_id=name,
-                outputs=[SimpleNamespace(token_ids=self.running.pop(name)[1], logprobs=logprobs)],
-            )
-            for name in ended
-        ]
+        outputs = []
+        for name in moved:
+            params, tokens = self.running[name]
+            new = tokens[1:] or tokens
+            if len(tokens) == params.max_tokens:
+                self.running.pop(name)
+            output = SimpleNamespace(token_ids=[*new], logprobs=logprobs)
+            outputs.append(SimpleNamespace(request_id=name, outputs=[output]))
+        return outputs
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     clock = SimpleNamespace(now=0.0)
     names = SimpleNamespace(
-        RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), SamplingParams=SimpleNamespace
+        RequestOutputKind=SimpleNamespace(DELTA=1), SamplingParams=SimpleNamespace
     )
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", names)
@@ -173,7 +181,7 @@ def test_an_engine_that_stops_early_is_no_measurement(engine: FakeEngine):
         output.outputs[0].token_ids = output.outputs[0].token_ids[:3]
         return output
 
-    with pytest.raises(RuntimeError, match=r"expected 5 of each request, got \{3\}"):
+    with pytest.raises(RuntimeError, match=r"expected \(1, 4\) of each request, got \{\(1, 3\)\}"):
         vllm_engine.time_run(engine, [[1]], 5)
 
 
@@ -275,6 +283,7 @@ def test_every_mode_gets_the_same_requests_and_options(processes: dict[str, Any]
         assert job.engine == reference.engine | vllm.MODES[name]
     assert reference.engine["max_model_len"] == 105
     assert reference.engine["max_num_seqs"] == 4
+    assert reference.engine["stream_interval"] == reference.output_tokens == 5
 
 
 def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], tmp_path: Path):  # noqa: F811

@@ -1,7 +1,7 @@
 """vLLM's engine on one checkpoint: its first tokens, then its times.
 
 The engine is vLLM's ``LLMEngine``, which is also what vLLM's ``LLM`` runs. Requests are token ids
-in and out, all added at once, and only finished outputs leave the engine, as in ``LLM.generate``.
+in and out, all added at once; a request's first token leaves the engine, then all others together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Job:
     """What one process measures."""
 
     engine: dict[str, Any]
-    """Arguments of vLLM's ``EngineArgs``."""
+    """Arguments of vLLM's ``EngineArgs``; ``stream_interval`` is at least ``output_tokens``."""
     on_cpu: bool
     probes: Prompts
     """Prompts whose first tokens are reported."""
@@ -80,9 +80,8 @@ def first_tokens(engine: Any, prompts: Prompts) -> list[list[float]]:  # noqa: A
 
     The lead is that of the best token's log-probability over the second best one's.
     """
-    outputs, _ = _generate(engine, prompts, max_tokens=1, logprobs=2)
     found = []
-    for output in outputs:
+    for ((_, output),) in _generate(engine, prompts, max_tokens=1, logprobs=2):
         (token,) = output.token_ids
         values = sorted((one.logprob for one in output.logprobs[0].values()), reverse=True)
         found.append([token, values[0] - values[1]])
@@ -90,39 +89,43 @@ def first_tokens(engine: Any, prompts: Prompts) -> list[list[float]]:  # noqa: A
 
 
 def time_run(engine: Any, prompts: Prompts, output_tokens: int) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
-    """Return the seconds of one run: first of the first tokens alone, then of whole outputs.
+    """Return the seconds of one run.
 
     Returns:
-        ``first_s``, for each request the seconds until its first token, if it ends there;
-        ``whole_s``, the seconds until the last of all tokens.
+        ``first_s``, for each request the seconds until its first token; ``whole_s``, the seconds
+        until the last of all tokens.
+
+    Raises:
+        RuntimeError: a request has not its first token and then all others.
     """
-    _, first_s = _generate(engine, prompts, max_tokens=1)
-    outputs, whole_s = _generate(engine, prompts, max_tokens=output_tokens)
-    found = {len(output.token_ids) for output in outputs}
-    if found != {output_tokens}:
-        raise RuntimeError(f"output tokens: expected {output_tokens} of each request, got {found}")
-    return {"first_s": first_s, "whole_s": max(whole_s)}
+    run = _generate(engine, prompts, max_tokens=output_tokens)
+    found = {tuple(len(part.token_ids) for _, part in parts) for parts in run}
+    expected = (1, output_tokens - 1)
+    if found != {expected}:
+        raise RuntimeError(f"output tokens: expected {expected} of each request, got {found}")
+    return {
+        "first_s": [first for (first, _), _ in run],
+        "whole_s": max(last for _, (last, _) in run),
+    }
 
 
-def _generate(engine: Any, prompts: Prompts, **options: Any) -> tuple[list[Any], list[float]]:  # noqa: ANN401 - vLLM's
-    """Return each prompt's output, and the seconds from the first prompt's arrival to its end."""
+def _generate(engine: Any, prompts: Prompts, **options: Any) -> list[list[tuple[float, Any]]]:  # noqa: ANN401 - vLLM's
+    """Return each prompt's parts of the output, with the seconds since the first prompt came."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         temperature=0,
         ignore_eos=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA,
         **options,
     )
-    outputs: dict[int, Any] = {}
-    seconds: dict[int, float] = {}
+    parts: list[list[tuple[float, Any]]] = [[] for _ in prompts]
     start = time.perf_counter()
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), {"prompt_token_ids": [*prompt]}, params)
     while engine.has_unfinished_requests():
         for done in engine.step():
-            outputs[int(done.request_id)] = done.outputs[0]
-            seconds[int(done.request_id)] = time.perf_counter() - start
-    order = range(len(prompts))
-    return [outputs[index] for index in order], [seconds[index] for index in order]
+            part = (time.perf_counter() - start, done.outputs[0])
+            parts[int(done.request_id)].append(part)
+    return parts

@@ -78,6 +78,7 @@ def modes_table(file: ResultFile) -> str:
         f"{file.device}",
         f"{result['conditions']['output_tokens']} output tokens, "
         f"{result['conditions']['sampling']}",
+        "first tokens in runs of one token each" if result["schema"] == 1 else "",
         versions(result),
         *(f"{name} failed: {mode['error']}" for name, mode in result["modes"].items()
           if mode["error"]),
