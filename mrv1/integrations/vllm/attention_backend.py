@@ -395,6 +395,8 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
 
     def _start_compiling(self, row_width: int) -> None:
         """Compile what ``_warm_up`` launches in a child process, beside the capture of graphs."""
+        if torch.version.hip:  # the child's stand-in is an NVIDIA GPU
+            return
         kernels = PrefillKernels.of(
             [impl.with_tensors() for impl in self._impls],
             self._batches(row_width),

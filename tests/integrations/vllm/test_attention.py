@@ -563,6 +563,24 @@ def test_kernels_are_compiled_beside_the_capture_and_launched_before_the_first_b
     )
 
 
+def test_on_an_amd_gpu_kernels_are_compiled_when_they_are_launched(monkeypatch):
+    model, launched = Model(4, 2, 64, 16, (None,), False, seed=0), []
+    model.builder.vllm_config.model_config.max_model_len = 12 * 16
+    model.builder.vllm_config.scheduler_config = SimpleNamespace(
+        max_num_seqs=8, max_num_batched_tokens=50
+    )
+    model.builder._is_warm = False
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(
+        attention_backend, "start_compiling", lambda *_: pytest.fail("for an NVIDIA GPU")
+    )
+    monkeypatch.setattr(
+        attention_backend, "launch_every_prefill", lambda layer, *_: launched.append(layer)
+    )
+    model.step({0: 7})
+    assert launched == [model.builder._impls[0].layer]
+
+
 def _through_e4m3(x: torch.Tensor) -> torch.Tensor:
     """Return x after the definition of vLLM's fp8_per_token_head: absmax / 448 for each head."""
     scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp_min(1e-12)
