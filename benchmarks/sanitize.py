@@ -1,8 +1,8 @@
 """Run every kernel under compute-sanitizer, on small random inputs, and keep its findings.
 
-python benchmarks/sanitize.py OUTPUT.json [COMMIT]   memcheck and racecheck; exit 1 on findings
-python benchmarks/sanitize.py --run                  the kernels alone, compared with their oracles
-python benchmarks/sanitize.py --planted              a launch that writes outside its cache
+python -m benchmarks.sanitize OUTPUT.json [--commit C]   memcheck and racecheck; exit 1 on findings
+python -m benchmarks.sanitize --run                      the kernels, compared with their oracles
+python -m benchmarks.sanitize --planted                  a launch that writes outside its cache
 
 The planted launch shows that memcheck sees into kernels that Triton compiles: if memcheck missed
 that error, its silence about the other launches would mean nothing. Needs a GPU, CUDA's
@@ -11,6 +11,7 @@ compute-sanitizer, hypothesis.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -435,23 +436,35 @@ def sanitize(tool: str, mode: str) -> dict[str, object]:
     }
 
 
-def main(arguments: list[str]) -> int:
-    """Run the mode of the command line; see the module's docstring."""
-    device = torch.device("cuda", 0)
-    if arguments == ["--run"]:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("output", type=Path, nargs="?")
+    mode.add_argument("--run", action="store_true", help="the kernels alone, without the tool")
+    mode.add_argument("--planted", action="store_true", help="a launch outside its cache")
+    parser.add_argument("--commit", help="commit of the source; default: ask git")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the mode of the command line; return the exit code."""
+    options, device = parse(arguments), torch.device("cuda", 0)
+    if options.run:
         run(device)
         return 0
-    if arguments == ["--planted"]:
+    if options.planted:
         run_planted(device)
         return 0
-    if len(arguments) not in (1, 2):
-        print(__doc__, file=sys.stderr)
-        return 2
-    output, commit = arguments[0], arguments[1] if len(arguments) == 2 else None
     planted = sanitize("memcheck", "--planted")
     tools = {tool: sanitize(tool, "--run") for tool in TOOLS}
-    result = {"op": "sanitize", **provenance(device, commit), "planted": planted, "tools": tools}
-    Path(output).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = {
+        "op": "sanitize",
+        **provenance(device, options.commit),
+        "planted": planted,
+        "tools": tools,
+    }
+    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for name, said in {"planted": planted, **tools}.items():
         print(f"{name}: {said['summary']}, {said['seconds']} s, {len(said['kernels'])} kernels")
     clean = all(
@@ -462,4 +475,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

