@@ -7,7 +7,7 @@ same 1 to 8, are decoded; other rows are prefilled, and decodes with them where 
 
 Outside CUDA graphs each layer launches its kernels from Python: the first layer of a kind checks
 the arguments and chooses the kernels, and the others repeat its launches (``LayerCalls``). All
-kernels that prefill are compiled and launched before the first batch (``attention_kernels``).
+kernels of attention are compiled and launched before the first batch (``attention_kernels``).
 
 A step waits for nothing on the device. The host reads the shapes, ``max_query_len`` and the host's
 copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device.
@@ -51,6 +51,7 @@ from mrv1.integrations.vllm.attention_kernels import (
     AttentionLayer,
     Batches,
     PrefillKernels,
+    launch_every_decode,
     launch_every_prefill,
 )
 from mrv1.integrations.vllm.attention_pages import Pages, content_size
@@ -405,14 +406,16 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         self._compiler = start_compiling(kernels, VARIABLES[COMPILE_PROCESSES_VARIABLE]())
 
     def _warm_up(self, row_width: int) -> None:
-        """Launch every kernel that prefills: no request shall wait for the compiler."""
+        """Launch every kernel of attention: no request shall wait for the compiler."""
         if self._compiler is not None:
             try:
                 wait_or_warn(self._compiler, lambda done, total: None)
             finally:
                 self._compiler.stop()
+        batches = self._batches(row_width)
         for impl in self._impls:
-            launch_every_prefill(*impl.with_tensors(), self._batches(row_width))
+            launch_every_prefill(*impl.with_tensors(), batches)
+            launch_every_decode(*impl.with_tensors(), batches)
         self._is_warm = True
 
     def _batches(self, row_width: int) -> Batches:

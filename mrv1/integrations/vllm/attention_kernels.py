@@ -1,9 +1,9 @@
-"""The kernels of prefill attention in vLLM, compiled before a request needs them.
+"""The kernels of attention in vLLM, compiled before a request needs them.
 
 vLLM's warm-up prefills prompts of two tokens. Longer prompts have other kernels, and the compiler
 would take seconds of the first requests. So every kernel that a batch may need is launched at the
-start (``launch_every_prefill``), and a child process compiles them while vLLM captures its graphs
-(``PrefillKernels``).
+start. A child process compiles those of prefills while vLLM captures its graphs
+(``PrefillKernels``), which have nearly all kernels of decodes.
 
 Nothing here imports vLLM: the child needs none of it.
 """
@@ -19,7 +19,7 @@ import torch
 
 from mrv1.device import DeviceInfo, kernel_path, stand_in
 from mrv1.integrations.vllm.attention_pages import Pages, pages_of
-from mrv1.kernels import HeadRole, PrefillSplits
+from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels.attention.splits import choose_launch, prefills_of_each
 from mrv1.kernels.registry import select_ops
 from mrv1.runner.compile_ahead import digest_of
@@ -109,6 +109,49 @@ def launch_every_prefill(
                 dtype=dtype,
                 is_fp8=layer.is_fp8,
             ),
+        )
+
+
+def launch_every_decode(
+    layer: AttentionLayer, kv_cache: torch.Tensor, sinks: torch.Tensor | None, batches: Batches
+) -> None:
+    """Launch each kernel that may decode rows of one token, on rows of padding.
+
+    Args:
+        layer: the layer.
+        kv_cache: its cache, which is neither read nor written.
+        sinks: ``[num_heads]``, its logit sinks.
+        batches: those that may come.
+    """
+    pages, device, dtype = layer.pages(kv_cache), kv_cache.device, batches.dtype
+    ops = select_ops(kernel_path(device))
+    most, width = batches.max_num_reqs, batches.row_width
+    q = torch.zeros(most, layer.num_heads, layer.head_size, dtype=dtype, device=device)
+    no_blocks = torch.full((most, width), NO_BLOCK, dtype=torch.int32, device=device)
+    seq_lens, out = torch.zeros(most, dtype=torch.int32, device=device), torch.empty_like(q)
+    for num_reqs in range(1, most + 1):
+        plan = DecodePlan.allocate(
+            max_reqs=num_reqs,
+            max_keys=width * pages.layout.block_size,
+            layout=pages.layout,
+            num_q_heads=layer.num_heads,
+            dtype=dtype,
+            is_fp8=layer.is_fp8,
+        )
+        ops.plan_decode_attention(seq_lens[:num_reqs], pages.layout, plan)
+        ops.paged_decode_attention(
+            q[:num_reqs],
+            pages.k,
+            pages.v,
+            block_table=no_blocks[:num_reqs],
+            seq_lens=seq_lens[:num_reqs],
+            layout=pages.layout,
+            softmax_scale=layer.softmax_scale,
+            logits_soft_cap=layer.logits_soft_cap,
+            sinks=sinks,
+            plan=plan,
+            out=out[:num_reqs],
+            scales=pages.scales,
         )
 
 

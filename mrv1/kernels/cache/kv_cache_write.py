@@ -70,7 +70,7 @@ def _quantized(x, scale_ptr, kept, FP8_PATH: tl.constexpr, TOKEN_SCALES: tl.cons
     return quantize(x, scale, TOKEN_SCALES, FP8_PATH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_slot_group", "num_rows"])  # one variant for any tokens
 def _kv_cache_write_kernel(
     k_cache_ptr,  # one layer's keys, flat
     v_cache_ptr,  # one layer's values, flat

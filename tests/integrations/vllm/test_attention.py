@@ -38,6 +38,7 @@ from mrv1.integrations.vllm.attention_backend import (
 from mrv1.integrations.vllm.attention_kernels import (
     AttentionLayer,
     PrefillKernels,
+    launch_every_decode,
     launch_every_prefill,
 )
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
@@ -544,20 +545,28 @@ def test_kernels_are_compiled_beside_the_capture_and_launched_before_the_first_b
         events.append(f"start {windows} {kernels.batches.row_width} {num_processes}")
         return _Compiler(events, error)
 
-    def launch(layer: AttentionLayer, *rest: object) -> None:
-        events.append(f"launch {layer.role.window}")
+    def prefill(layer: AttentionLayer, *rest: object) -> None:
+        events.append(f"prefill {layer.role.window}")
         launch_every_prefill(layer, *rest)
+
+    def decode(layer: AttentionLayer, *rest: object) -> None:
+        events.append(f"decode {layer.role.window}")
+        launch_every_decode(layer, *rest)
 
     monkeypatch.setenv("MRV1_COMPILE_PROCESSES", "3")
     monkeypatch.setattr(attention_backend, "start_compiling", start)
-    monkeypatch.setattr(attention_backend, "launch_every_prefill", launch)
+    monkeypatch.setattr(attention_backend, "launch_every_prefill", prefill)
+    monkeypatch.setattr(attention_backend, "launch_every_decode", decode)
     if captures:
         for count in (2, 1):
             model.builder.build_for_cudagraph_capture(model.common(dict.fromkeys(range(count), 1)))
             assert events == ["start [-1, 20] 12 3"]
     for _ in range(2):
         model.step({0: 1, 1: 7, 2: 30})
-        assert events == ["start [-1, 20] 12 3", "wait", "stop", "launch -1", "launch 20"]
+        assert events == [
+            "start [-1, 20] 12 3", "wait", "stop", "prefill -1", "decode -1", "prefill 20",
+            "decode 20",
+        ]  # fmt: skip
     assert ("no room; each kernel is compiled when it is first launched" in caplog.text) == (
         error is not None
     )
@@ -577,6 +586,7 @@ def test_on_an_amd_gpu_kernels_are_compiled_when_they_are_launched(monkeypatch):
     monkeypatch.setattr(
         attention_backend, "launch_every_prefill", lambda layer, *_: launched.append(layer)
     )
+    monkeypatch.setattr(attention_backend, "launch_every_decode", lambda *_: None)
     model.step({0: 7})
     assert launched == [model.builder._impls[0].layer]
 

@@ -1,4 +1,4 @@
-"""No batch of vLLM has a prefill kernel that the backend's start has not launched."""
+"""No batch of vLLM has a kernel of attention that the backend's start has not launched."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mrv1.integrations.vllm.attention_kernels import (
     AttentionLayer,
     Batches,
     PrefillKernels,
+    launch_every_decode,
     launch_every_prefill,
 )
 from mrv1.integrations.vllm.attention_pages import content_size
@@ -54,13 +55,13 @@ from base64 import b64decode
 import numpy as np
 import torch
 from mrv1.device import kernel_path
-from mrv1.kernels import PrefillSplits
+from mrv1.integrations.vllm.attention_kernels import launch_every_decode
+from mrv1.kernels import DecodePlan, PrefillSplits
 from mrv1.kernels.registry import select_ops
 from mrv1.runner.stand_in_device import stand_in_device
 
 kernels = pickle.loads(b64decode(sys.argv[1]))
 recorder = kernels.record()
-at_start, late = len(recorder.kernels), []
 batches = kernels.batches
 ((layer, form, sinks),) = kernels.layers
 rng, device = np.random.default_rng(0), torch.device("cuda", 0)
@@ -74,12 +75,13 @@ with stand_in_device(device), torch.inference_mode():
     ops = select_ops(kernel_path(device))
     pages = layer.pages(form.empty(device))
     sinks = None if sinks is None else sinks.empty(device)
+    launch_every_decode(layer, form.empty(device), sinks, batches)
+    at_start, late = len(recorder.kernels), []
     for _ in range(int(sys.argv[2])):
         budget = int(rng.integers(2, batches.max_num_tokens + 1))
         longest = int(min(budget, batches.max_model_len) ** rng.random()) + 1
         longest, lengths = min(longest, budget, batches.max_model_len), []
-        num_decodes = int(rng.integers(0, 6)) if rng.random() < 0.5 else 0
-        num_decodes = min(num_decodes, batches.max_num_reqs - 1)
+        num_decodes = int(batches.max_num_reqs ** rng.random()) - 1
         while len(lengths) + num_decodes < batches.max_num_reqs and budget > 1:
             lengths.append(int(min(max(longest ** rng.random(), 1), budget)))
             budget -= lengths[-1]
@@ -107,6 +109,24 @@ with stand_in_device(device), torch.inference_mode():
             softmax_scale=layer.softmax_scale, logits_soft_cap=layer.logits_soft_cap,
             sinks=sinks, splits=splits, out=torch.empty_like(q), scales=pages.scales, **options,
         )
+        if num_decodes:
+            plan = DecodePlan.allocate(
+                max_reqs=num_decodes, max_keys=batches.row_width * pages.layout.block_size,
+                layout=pages.layout, num_q_heads=layer.num_heads, dtype=batches.dtype,
+                is_fp8=layer.is_fp8,
+            )
+            seq_lens = on_gpu([1] * num_decodes)
+            q = torch.zeros(
+                num_decodes, layer.num_heads, layer.head_size, dtype=batches.dtype, device=device
+            )
+            ops.plan_decode_attention(seq_lens, pages.layout, plan)
+            ops.paged_decode_attention(
+                q, pages.k, pages.v,
+                torch.zeros(num_decodes, batches.row_width, dtype=torch.int32, device=device),
+                seq_lens, pages.layout, softmax_scale=layer.softmax_scale,
+                logits_soft_cap=layer.logits_soft_cap, sinks=sinks, plan=plan, out=q,
+                scales=pages.scales,
+            )
         late += [[kernel.name, lengths] for kernel in recorder.kernels[before:]]
 print(json.dumps([at_start, late]))
 """
@@ -162,13 +182,61 @@ def test_a_set_is_named_by_all_that_decides_on_kernels():
     assert len({digest, *(kernels.digest for kernels in others)}) == 1 + len(others)
 
 
+WRITES = """
+import json
+import torch
+from mrv1.device import DeviceInfo, kernel_path, stand_in
+from mrv1.integrations.vllm.attention_pages import content_size, pages_of
+from mrv1.kernels import HeadRole
+from mrv1.kernels._base.recording import KernelRecorder
+from mrv1.kernels.registry import select_ops
+from mrv1.runner.stand_in_device import stand_in_device
+
+device = torch.device("cuda", 0)
+stand_in(DeviceInfo(
+    device=device, name="H100", capability=(9, 0), num_sms=132, total_memory_bytes=80 << 30
+))
+recorder, counts = KernelRecorder((9, 0)), []
+with stand_in_device(device):
+    ops = select_ops(kernel_path(device))
+    for num_heads, is_fp8 in ((8, False), (1, True)):
+        content = content_size(128, is_fp8=is_fp8)
+        dtype = torch.uint8 if is_fp8 else torch.bfloat16
+        cache = torch.zeros(9, num_heads, 16, content, dtype=dtype, device=device)
+        pages = pages_of(cache, 128, HeadRole(), is_fp8=is_fp8)
+        for num_tokens in (2, 1, 3, 16, 17, 300, 301):
+            k = torch.zeros(num_tokens, num_heads, 128, dtype=torch.bfloat16, device=device)
+            slots = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+            ops.kv_cache_write(
+                k, k, pages.k, pages.v, slots, pages.layout, scales=pages.scales
+            )
+            counts.append(len(recorder.kernels))
+print(json.dumps(counts))
+"""
+
+
+@pytest.mark.skipif(INTERPRET, reason="not run: TRITON_INTERPRET=1 is set")
+def test_any_number_of_tokens_is_written_by_the_same_kernel(forks: Forks):
+    run = forks.run(WRITES, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == [1] * 7 + [2] * 7
+
+
+@pytest.mark.interp
+@pytest.mark.gpu
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_launches_leave_the_cache_as_it_is(is_fp8: bool):
-    layer = replace(LAYER, num_heads=2, head_size=32, is_fp8=is_fp8)
-    content = content_size(32, is_fp8=is_fp8)
-    dtype = torch.uint8 if is_fp8 else torch.float32
-    cache = torch.full((3, 1, 16, content), 255 if is_fp8 else torch.nan, dtype=dtype)
+def test_launches_leave_the_cache_as_it_is(device: torch.device, is_fp8: bool):
+    """On a GPU the kernels of warp groups are among them."""
+    on_gpu = device.type == "cuda"
+    size, dtype = (128, torch.bfloat16) if on_gpu else (32, torch.float32)
+    layer = replace(LAYER, num_heads=2, head_size=size, is_fp8=is_fp8)
+    shape = (3, 1, 16, content_size(size, is_fp8=is_fp8))
+    if is_fp8:
+        cache = torch.full(shape, 255, dtype=torch.uint8, device=device)
+    else:
+        cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
     before = cache.clone()
-    batches = Batches(40, 3, 50, row_width=3, dtype=torch.float32)
-    launch_every_prefill(layer, cache, torch.zeros(2), batches)
+    batches = BATCHES if on_gpu else Batches(40, 3, 50, row_width=3, dtype=dtype)
+    for launch in (launch_every_prefill, launch_every_decode):
+        launch(layer, cache, None, batches)
     assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
