@@ -355,27 +355,38 @@ def compiled_beside(kernels: KernelSet, *, progress: bool) -> Iterator[None]:
 
 
 @contextmanager
+def stand_in_gpu(gpu: DeviceInfo) -> Iterator[tuple[KernelRecorder, torch.device]]:
+    """Run the body on a stand-in GPU; yield what notes the kernels launched there, and the device.
+
+    This process cannot use a GPU afterwards.
+    """
+    from mrv1.kernels._base.recording import KernelRecorder
+    from mrv1.runner.stand_in_device import stand_in_device
+
+    device = torch.device("cuda", 0)
+    stand_in(replace(gpu, device=device))
+    recorder = KernelRecorder(gpu.capability or (0, 0))
+    with stand_in_device(device), torch.inference_mode():
+        yield recorder, device
+
+
+@contextmanager
 def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]]:
     """Yield the kernels of a set, and the runner for a stand-in GPU that adds those of its steps.
 
     This process cannot use a GPU afterwards.
     """
-    from mrv1.kernels._base.recording import KernelRecorder
     from mrv1.runner.model_runner import ModelRunner
-    from mrv1.runner.stand_in_device import stand_in_device
 
-    device = torch.device("cuda", 0)
-    stand_in(replace(kernels.gpu, device=device))
-    recorder = KernelRecorder(kernels.gpu.capability or (0, 0))
-    config = replace(
-        kernels.config,
-        device=str(device),
-        compile_processes=0,
-        num_kv_blocks=None,  # so that memory is measured: that launches kernels too
-        kv_cache_memory_bytes=None,
-        gpu_memory_utilization=1.0,
-    )
-    with stand_in_device(device), torch.inference_mode():
+    with stand_in_gpu(kernels.gpu) as (recorder, device):
+        config = replace(
+            kernels.config,
+            device=str(device),
+            compile_processes=0,
+            num_kv_blocks=None,  # so that memory is measured: that launches kernels too
+            kv_cache_memory_bytes=None,
+            gpu_memory_utilization=1.0,
+        )
         model = DecoderModel(
             kernels.model_config,
             empty_weights(kernels.model_config, device, kernels.dtype),

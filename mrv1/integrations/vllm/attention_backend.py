@@ -50,6 +50,7 @@ from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.attention_kernels import (
     AttentionLayer,
     Batches,
+    BoundLayer,
     PrefillKernels,
     launch_every_decode,
     launch_every_prefill,
@@ -399,7 +400,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         if torch.version.hip:  # the child's stand-in is an NVIDIA GPU
             return
         kernels = PrefillKernels.of(
-            [impl.with_tensors() for impl in self._impls],
+            [impl.bound for impl in self._impls],
             self._batches(row_width),
             device_info(self.device),
         )
@@ -412,10 +413,11 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
                 wait_or_warn(self._compiler, lambda done, total: None)
             finally:
                 self._compiler.stop()
+                self._compiler = None
         batches = self._batches(row_width)
         for impl in self._impls:
-            launch_every_prefill(*impl.with_tensors(), batches)
-            launch_every_decode(*impl.with_tensors(), batches)
+            launch_every_prefill(impl.bound, batches)
+            launch_every_decode(impl.bound, batches)
         self._is_warm = True
 
     def _batches(self, row_width: int) -> Batches:
@@ -637,15 +639,16 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
             logits_soft_cap=self.logits_soft_cap,
         )
 
-    def with_tensors(self) -> tuple[AttentionLayer, torch.Tensor, torch.Tensor | None]:
-        """Return the layer, its cache and its sinks.
+    @property
+    def bound(self) -> BoundLayer:
+        """The layer with its cache and its sinks.
 
         Raises:
             RuntimeError: no cache is bound.
         """
         if self._kv_cache is None:
             raise RuntimeError("kv_cache: expected a bound cache, got none")
-        return self.layer, self._kv_cache, self.sinks
+        return BoundLayer(self.layer, self._kv_cache, self.sinks)
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -11,18 +11,18 @@ Nothing here imports vLLM: the child needs none of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mrv1.device import DeviceInfo, kernel_path, stand_in
+from mrv1.device import DeviceInfo, kernel_path
 from mrv1.integrations.vllm.attention_pages import Pages, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels.attention.splits import choose_launch, prefills_of_each
 from mrv1.kernels.registry import select_ops
-from mrv1.runner.compile_ahead import digest_of
+from mrv1.runner.compile_ahead import digest_of, stand_in_gpu
 
 if TYPE_CHECKING:
     from mrv1.kernels._base.recording import KernelRecorder
@@ -60,17 +60,18 @@ class AttentionLayer:
         return pages_of(kv_cache, self.head_size, self.role, is_fp8=self.is_fp8)
 
 
-def launch_every_prefill(
-    layer: AttentionLayer, kv_cache: torch.Tensor, sinks: torch.Tensor | None, batches: Batches
-) -> None:
-    """Launch each kernel that may prefill a batch, on queries that see no keys.
+class BoundLayer(NamedTuple):
+    """A layer with its tensors. Launches of padding neither read nor write its cache."""
 
-    Args:
-        layer: the layer.
-        kv_cache: its cache, which is neither read nor written.
-        sinks: ``[num_heads]``, its logit sinks.
-        batches: those that may come.
-    """
+    layer: AttentionLayer
+    kv_cache: torch.Tensor
+    sinks: torch.Tensor | None
+    """[num_heads], its logit sinks; None = it has none."""
+
+
+def launch_every_prefill(bound: BoundLayer, batches: Batches) -> None:
+    """Launch each kernel of a layer that may prefill a batch, on queries that see no keys."""
+    layer, kv_cache, sinks = bound
     pages, device, dtype = layer.pages(kv_cache), kv_cache.device, batches.dtype
     ops = select_ops(kernel_path(device))
     choice = partial(
@@ -112,17 +113,9 @@ def launch_every_prefill(
         )
 
 
-def launch_every_decode(
-    layer: AttentionLayer, kv_cache: torch.Tensor, sinks: torch.Tensor | None, batches: Batches
-) -> None:
-    """Launch each kernel that may decode rows of one token, on rows of padding.
-
-    Args:
-        layer: the layer.
-        kv_cache: its cache, which is neither read nor written.
-        sinks: ``[num_heads]``, its logit sinks.
-        batches: those that may come.
-    """
+def launch_every_decode(bound: BoundLayer, batches: Batches) -> None:
+    """Launch each kernel of a layer that may decode rows of one token, on rows of padding."""
+    layer, kv_cache, sinks = bound
     pages, device, dtype = layer.pages(kv_cache), kv_cache.device, batches.dtype
     ops = select_ops(kernel_path(device))
     most, width = batches.max_num_reqs, batches.row_width
@@ -180,12 +173,7 @@ class PrefillKernels:
     gpu: DeviceInfo
 
     @classmethod
-    def of(
-        cls,
-        layers: Sequence[tuple[AttentionLayer, torch.Tensor, torch.Tensor | None]],
-        batches: Batches,
-        gpu: DeviceInfo,
-    ) -> PrefillKernels:
+    def of(cls, layers: Sequence[BoundLayer], batches: Batches, gpu: DeviceInfo) -> PrefillKernels:
         """Return the kernels of layers, each with a cache of any number of blocks and sinks."""
         forms = tuple(
             (layer, _Memory.of(kv_cache[:2]), None if sinks is None else _Memory.of(sinks))
@@ -200,18 +188,9 @@ class PrefillKernels:
 
     def record(self) -> KernelRecorder:
         """Return the kernels; this process cannot use a GPU afterwards."""
-        from mrv1.kernels._base.recording import KernelRecorder
-        from mrv1.runner.stand_in_device import stand_in_device
-
-        device = torch.device("cuda", 0)
-        stand_in(replace(self.gpu, device=device))
-        recorder = KernelRecorder(self.gpu.capability or (0, 0))
-        with stand_in_device(device), torch.inference_mode():
+        with stand_in_gpu(self.gpu) as (recorder, device):
             for layer, kv_cache, sinks in self.layers:
-                launch_every_prefill(
-                    layer,
-                    kv_cache.empty(device),
-                    None if sinks is None else sinks.empty(device),
-                    self.batches,
-                )
+                empty_sinks = None if sinks is None else sinks.empty(device)
+                bound = BoundLayer(layer, kv_cache.empty(device), empty_sinks)
+                launch_every_prefill(bound, self.batches)
         return recorder

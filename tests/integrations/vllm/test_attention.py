@@ -36,7 +36,8 @@ from mrv1.integrations.vllm.attention_backend import (
     decode_rows,
 )
 from mrv1.integrations.vllm.attention_kernels import (
-    AttentionLayer,
+    Batches,
+    BoundLayer,
     PrefillKernels,
     launch_every_decode,
     launch_every_prefill,
@@ -545,13 +546,13 @@ def test_kernels_are_compiled_beside_the_capture_and_launched_before_the_first_b
         events.append(f"start {windows} {kernels.batches.row_width} {num_processes}")
         return _Compiler(events, error)
 
-    def prefill(layer: AttentionLayer, *rest: object) -> None:
-        events.append(f"prefill {layer.role.window}")
-        launch_every_prefill(layer, *rest)
+    def prefill(bound: BoundLayer, batches: Batches) -> None:
+        events.append(f"prefill {bound.layer.role.window}")
+        launch_every_prefill(bound, batches)
 
-    def decode(layer: AttentionLayer, *rest: object) -> None:
-        events.append(f"decode {layer.role.window}")
-        launch_every_decode(layer, *rest)
+    def decode(bound: BoundLayer, batches: Batches) -> None:
+        events.append(f"decode {bound.layer.role.window}")
+        launch_every_decode(bound, batches)
 
     monkeypatch.setenv("MRV1_COMPILE_PROCESSES", "3")
     monkeypatch.setattr(attention_backend, "start_compiling", start)
@@ -584,7 +585,7 @@ def test_on_an_amd_gpu_kernels_are_compiled_when_they_are_launched(monkeypatch):
         attention_backend, "start_compiling", lambda *_: pytest.fail("for an NVIDIA GPU")
     )
     monkeypatch.setattr(
-        attention_backend, "launch_every_prefill", lambda layer, *_: launched.append(layer)
+        attention_backend, "launch_every_prefill", lambda bound, _: launched.append(bound.layer)
     )
     monkeypatch.setattr(attention_backend, "launch_every_decode", lambda *_: None)
     model.step({0: 7})

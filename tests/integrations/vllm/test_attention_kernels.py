@@ -15,6 +15,7 @@ from mrv1.device import INTERPRET, DeviceInfo
 from mrv1.integrations.vllm.attention_kernels import (
     AttentionLayer,
     Batches,
+    BoundLayer,
     PrefillKernels,
     launch_every_decode,
     launch_every_prefill,
@@ -46,7 +47,7 @@ def kernels_of(
     content = content_size(layer.head_size, is_fp8=layer.is_fp8)
     dtype = torch.uint8 if layer.is_fp8 else batches.dtype
     cache = torch.zeros(num_blocks, 8, 16, content, dtype=dtype)
-    return PrefillKernels.of([(layer, cache, sinks)], batches, H100)
+    return PrefillKernels.of([BoundLayer(layer, cache, sinks)], batches, H100)
 
 
 LIVE = """
@@ -55,7 +56,7 @@ from base64 import b64decode
 import numpy as np
 import torch
 from mrv1.device import kernel_path
-from mrv1.integrations.vllm.attention_kernels import launch_every_decode
+from mrv1.integrations.vllm.attention_kernels import BoundLayer, launch_every_decode
 from mrv1.kernels import DecodePlan, PrefillSplits
 from mrv1.kernels.registry import select_ops
 from mrv1.runner.stand_in_device import stand_in_device
@@ -75,7 +76,7 @@ with stand_in_device(device), torch.inference_mode():
     ops = select_ops(kernel_path(device))
     pages = layer.pages(form.empty(device))
     sinks = None if sinks is None else sinks.empty(device)
-    launch_every_decode(layer, form.empty(device), sinks, batches)
+    launch_every_decode(BoundLayer(layer, form.empty(device), sinks), batches)
     at_start, late = len(recorder.kernels), []
     for _ in range(int(sys.argv[2])):
         budget = int(rng.integers(2, batches.max_num_tokens + 1))
@@ -238,5 +239,5 @@ def test_launches_leave_the_cache_as_it_is(device: torch.device, is_fp8: bool):
     before = cache.clone()
     batches = BATCHES if on_gpu else Batches(40, 3, 50, row_width=3, dtype=dtype)
     for launch in (launch_every_prefill, launch_every_decode):
-        launch(layer, cache, None, batches)
+        launch(BoundLayer(layer, cache, None), batches)
     assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
