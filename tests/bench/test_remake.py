@@ -31,7 +31,7 @@ RUNS = {
 }  # fmt: skip
 
 
-NUMBERS_OF_SAMPLES = {"repeats"}
+NUMBERS_OF_SAMPLES = {"repeats", "rounds"}
 UNUSED = {"kv_scale": None}
 """What a file has where an option does not matter: without an fp8 cache there are no scales."""
 

@@ -484,9 +484,15 @@ def test_modes_of_vllm_show_figures_and_failures():
     figures = {"tokens_per_s": 1234.5, "ttft_ms": 10.04, "tpot_ms": 2.5, "speedup": 1.5}
     modes = {"vllm": {"error": None}, "worker": {"error": "no memory"}}
     cell = {"batch": 32, "prompt_tokens": 8192, "modes": {"vllm": figures}}
-    cell["modes"]["vllm"]["share_of_floor"] = None
-    table = modes_table(_file(_result(results=[cell], modes=modes)))
-    assert "| 32 x 8,192 | vllm | 1,234 | 1.50x | 10.0 | 2.50 | - |" in table
+    seconds = [{"whole_s": 8.0}, {"whole_s": 4.0}, {"whole_s": 6.4}]
+    cell["modes"]["vllm"] |= {"share_of_floor": None, "samples": seconds}
+    conditions = {"output_tokens": 256, "sampling": "greedy", "repeats": 3}
+    result = _result(results=[cell], modes=modes, conditions=conditions)
+    table = modes_table(_file(result))
+    assert "| 32 x 8,192 | vllm | 1,234 | 1,024 to 2,048 | 1.50x | 10.0 | 2.50 | - |" in table
+    assert "; medians of 3 runs in each of 1 process; " in table
+    result["conditions"]["rounds"] = 2
+    assert "; medians of 3 runs in each of 2 processes; " in modes_table(_file(result))
     assert "; worker failed: no memory; commit" in table
 
 

@@ -204,6 +204,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "backend-fp8": [31.0, [[6, 0.3]], runs, ChildError("out of memory", [])],
         "worker": [20.0, [[6, 0.3]], [{"first_s": [0.2], "whole_s": 0.6}], runs],
         "jobs": {},
+        "order": [],
     }
 
     def run(function: Any, *arguments: Any) -> Iterator[Any]:
@@ -217,6 +218,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         options = {name: job.engine[name] for name in all_options if name in job.engine}
         (mode,) = [name for name, value in vllm.MODES.items() if value == options]
         fake["jobs"][mode] = job
+        fake["order"].append(mode)
         for event in fake[mode]:
             if isinstance(event, ChildError | KeyboardInterrupt):
                 raise event
@@ -284,6 +286,60 @@ def test_every_mode_gets_the_same_requests_and_options(processes: dict[str, Any]
     assert reference.engine["max_model_len"] == 105
     assert reference.engine["max_num_seqs"] == 4
     assert reference.engine["stream_interval"] == reference.output_tokens == 5
+
+
+def test_figures_are_medians_over_the_runs_of_all_processes(processes: dict[str, Any]):
+    starts = iter([30.0, 10.0, 9.0])
+    seconds = iter([0.9, 0.5, 0.2, 0.3, 0.4, 0.8])
+
+    class Vllm:  # each process has other times
+        def __iter__(self) -> Iterator[Any]:
+            yield next(starts)
+            yield [[5, 0.3]]
+            for _ in range(2):
+                yield [{"first_s": [0.1], "whole_s": next(seconds)}]
+
+    processes["vllm"] = Vllm()
+    processes["backend-fp8"].pop()
+    processes["backend-fp8"].append([{"first_s": [0.1], "whole_s": 0.5}])
+    result = run_vllm(VLLMBench(**SMALL | {"rounds": 3}))
+    assert result["conditions"]["rounds"] == 3
+    assert processes["order"] == [
+        "vllm", "backend", "backend-fp8", "worker",  # backend fails, and is not started again
+        "worker", "backend-fp8", "vllm",
+        "vllm", "backend-fp8", "worker",
+    ]  # fmt: skip
+    modes = result["modes"]
+    assert (modes["vllm"]["start_s"], modes["vllm"]["later_starts_s"]) == (30.0, [10.0, 9.0])
+    assert (modes["backend"]["start_s"], modes["backend"]["later_starts_s"]) == (None, [])
+    first, second = (entry["modes"]["vllm"] for entry in result["results"])
+    assert [each["whole_s"] for each in first["samples"]] == [0.9, 0.2, 0.4]
+    assert [each["whole_s"] for each in second["samples"]] == [0.5, 0.3, 0.8]
+    assert first["tokens_per_s"] == pytest.approx(5 / 0.4)
+    assert second["tokens_per_s"] == pytest.approx(20 / 0.5)
+
+
+def test_ctrl_c_in_a_later_round_keeps_the_earlier_ones(processes: dict[str, Any]):
+    class Worker:
+        def __init__(self) -> None:
+            self.times = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.times += 1
+            yield 20.0
+            yield [[6, 0.3]]
+            yield [{"first_s": [0.2], "whole_s": 0.6}]
+            yield KeyboardInterrupt() if self.times == 2 else [{"first_s": [0.2], "whole_s": 0.8}]
+
+    processes["worker"] = Worker()
+    result = run_vllm(VLLMBench(**SMALL | {"rounds": 2, "modes": ("vllm", "worker")}))
+    assert processes["order"] == ["vllm", "worker", "worker"]
+    assert result["interrupted"] is True
+    errors = {name: mode["error"] for name, mode in result["modes"].items()}
+    assert errors == {"vllm": None, "worker": "interrupted"}
+    counts = [len(entry["modes"]["worker"]["samples"]) for entry in result["results"]]
+    assert counts == [2, 1]
+    assert [*result["results"][1]["modes"]] == ["vllm", "worker"]
 
 
 def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], tmp_path: Path):  # noqa: F811
@@ -356,6 +412,7 @@ def test_without_vllm_one_line_says_what_to_install(mrv1, monkeypatch: pytest.Mo
         ({"cells": (Cell(4, 100, 8),)}, "cells: expected BATCHxPROMPT"),
         ({"shape": None}, "shape, model: expected one of the two"),
         ({"output_tokens": 1}, "output_tokens: expected >= 2, got 1"),
+        ({"rounds": 0}, "rounds: expected >= 1, got 0"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrv1.bench.report.files import OURS, ResultFile, optional, table, versions, with_conditions
@@ -55,12 +55,13 @@ def vllm_table(file: ResultFile) -> str:
 
 def modes_table(file: ResultFile) -> str:
     """Return a row for each cell and mode of vLLM with parts of mrv1; failures with reasons."""
-    result = file.result
+    result, conditions = file.result, file.result["conditions"]
     body = [
         [
             f"{cell['batch']} x {cell['prompt_tokens']:,}",
             name,
             f"{mode['tokens_per_s']:,.0f}",
+            _range(mode["samples"], cell["batch"] * conditions["output_tokens"]),
             optional(mode["speedup"], "{:.2f}x"),
             f"{mode['ttft_ms']:,.1f}",
             f"{mode['tpot_ms']:.2f}",
@@ -69,20 +70,26 @@ def modes_table(file: ResultFile) -> str:
         for cell in result["results"]
         for name, mode in cell["modes"].items()
     ]
-    head = ["requests x prompt", "mode", "tokens/s", "speedup"]
+    head = ["requests x prompt", "mode", "tokens/s", "of runs", "speedup"]
     head += ["first token, ms", "ms per token", "share of floor"]
     return with_conditions(
         table(head, body, num_texts=2),
         file,
         f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, one "
         f"{file.device}",
-        f"{result['conditions']['output_tokens']} output tokens, "
-        f"{result['conditions']['sampling']}",
+        f"{conditions['output_tokens']} output tokens, {conditions['sampling']}",
+        f"medians of {_runs(conditions)} in each of {_processes(conditions)}",
         "first tokens in runs of one token each" if result["schema"] == 1 else "",
         versions(result),
         *(f"{name} failed: {mode['error']}" for name, mode in result["modes"].items()
           if mode["error"]),
     )  # fmt: skip
+
+
+def _range(samples: Sequence[Mapping[str, float]], num_tokens: int) -> str:
+    """Return the lowest and the highest tokens/s of some runs."""
+    found = [num_tokens / sample["whole_s"] for sample in samples]
+    return f"{min(found):,.0f} to {max(found):,.0f}"
 
 
 def serving_table(file: ResultFile) -> str:
@@ -358,3 +365,8 @@ def requests(conditions: dict[str, Any]) -> str:
 
 def _runs(conditions: dict[str, Any]) -> str:
     return "1 run" if conditions["repeats"] == 1 else f"{conditions['repeats']} runs"
+
+
+def _processes(conditions: dict[str, Any]) -> str:
+    rounds = conditions.get("rounds", 1)  # older files have one
+    return "1 process" if rounds == 1 else f"{rounds} processes"

@@ -18,7 +18,11 @@ ALL = ("mrv1", *(f":(exclude)mrv1/{name}" for name in ("bench", "cli", "testing"
 ENGINE = (*ALL, *(f":(exclude)mrv1/{name}" for name in ("calibration", "integrations")))
 """What the figures of an engine can depend on."""
 
-ENGINE_KINDS = {"beside vllm", "capacity", "generate", "headwise", "runner", "serving"}
+ENGINE_KINDS = {
+    "async llm", "beside vllm", "capacity", "deterministic_step", "generate", "headwise",
+    "kv_offload", "multimodal", "runner", "sanitize", "serving", "sleep", "smollm2_logits", "soak",
+    "speculation", "start", "timeline",
+}  # fmt: skip
 
 
 def measured_paths(kind: str, mode: str | None) -> tuple[str, ...]:
