@@ -7,7 +7,8 @@ same 1 to 8, are decoded; other rows are prefilled, and decodes with them where 
 
 Outside CUDA graphs each layer launches its kernels from Python: the first layer of a kind checks
 the arguments and chooses the kernels, and the others repeat its launches (``LayerCalls``). All
-kernels of attention are compiled and launched before the first batch (``attention_kernels``).
+kernels of attention are compiled from the loading of the weights on, and launched before the first
+batch (``attention_kernels``).
 
 A step waits for nothing on the device. The host reads the shapes, ``max_query_len`` and the host's
 copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device.
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -48,10 +49,11 @@ from mrv1.device import MIN_CAPABILITY, device_info, kernel_path
 from mrv1.environment import COMPILE_PROCESSES_VARIABLE, VARIABLES
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.attention_kernels import (
+    AttentionKernels,
     AttentionLayer,
     Batches,
     BoundLayer,
-    PrefillKernels,
+    Compilation,
     launch_every_decode,
     launch_every_prefill,
 )
@@ -62,7 +64,6 @@ from mrv1.kernels.attention.splits import prefills_decodes_too
 from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, MIN_HEAD_DIM
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.kernels.registry import Ops, select_ops
-from mrv1.runner.compile_ahead import AheadCompiler, start_compiling, wait_or_warn
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -259,6 +260,21 @@ def decode_rows(
     return (int(longer.argmax()) if longer.any() else num_reqs), 1
 
 
+def _batches(config: VllmConfig, row_width: int) -> Batches:
+    return Batches(
+        max_model_len=config.model_config.max_model_len,
+        max_num_reqs=config.scheduler_config.max_num_seqs,
+        max_num_tokens=config.scheduler_config.max_num_batched_tokens,
+        row_width=row_width,
+        dtype=config.model_config.dtype,
+    )
+
+
+def _kernel_block_size(block_size: int) -> int:
+    """Return the block size into which vLLM splits its own; it refuses those that it cannot."""
+    return max((size for size in BLOCK_SIZES if block_size % size == 0), default=BLOCK_SIZES[0])
+
+
 class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadata]):  # type: ignore[misc]
     """Prepares each step for the layers of one KV cache group."""
 
@@ -296,7 +312,6 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         self._capturing = False
         self._impls: tuple[Mrv1AttentionImpl, ...] = ()  # one for each layout
         self._calls: tuple[LayerCalls, ...] = ()
-        self._compiler: AheadCompiler | None = None
         self._is_warm = kernel_path(device) != "triton"  # otherwise nothing is compiled
         self._ops = select_ops(kernel_path(device))
         logger.info_once(
@@ -331,8 +346,6 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             )
         if not self._impls:
             self._bind_layers()
-            if not self._is_warm:
-                self._start_compiling(common.block_table_tensor.shape[1])
         if not self._is_warm and not self._capturing:
             self._warm_up(common.block_table_tensor.shape[1])
         for calls in self._calls:
@@ -395,40 +408,15 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             layer.impl.calls = calls.setdefault(layer.impl.kind, layer.impl.calls)
         self._calls = tuple(calls.values())
 
-    def _start_compiling(self, row_width: int) -> None:
-        """Compile what ``_warm_up`` launches in a child process, beside the capture of graphs."""
-        if torch.version.hip:  # the child's stand-in is an NVIDIA GPU
-            return
-        kernels = PrefillKernels.of(
-            [impl.bound for impl in self._impls],
-            self._batches(row_width),
-            device_info(self.device),
-        )
-        self._compiler = start_compiling(kernels, VARIABLES[COMPILE_PROCESSES_VARIABLE]())
-
     def _warm_up(self, row_width: int) -> None:
         """Launch every kernel of attention: no request shall wait for the compiler."""
-        if self._compiler is not None:
-            try:
-                wait_or_warn(self._compiler, lambda done, total: None)
-            finally:
-                self._compiler.stop()
-                self._compiler = None
-        batches = self._batches(row_width)
+        batches = _batches(self.vllm_config, row_width)
         for impl in self._impls:
+            if impl.compilation is not None:
+                impl.compilation.finish()
             launch_every_prefill(impl.bound, batches)
             launch_every_decode(impl.bound, batches)
         self._is_warm = True
-
-    def _batches(self, row_width: int) -> Batches:
-        scheduler = self.vllm_config.scheduler_config
-        return Batches(
-            max_model_len=self.vllm_config.model_config.max_model_len,
-            max_num_reqs=scheduler.max_num_seqs,
-            max_num_tokens=scheduler.max_num_batched_tokens,
-            row_width=row_width,
-            dtype=self._dtype,
-        )
 
     def _prefills_decodes_too(self, max_query_len: int, num_tokens: int) -> bool:
         """Return whether all rows of a mixed batch have one launch in every layer."""
@@ -624,8 +612,49 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.pages: Pages
         self.calls: LayerCalls
+        self.compilation: Compilation | None = None
         self._ops: Ops
         self._kv_cache: torch.Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Begin to compile the kernels of all layers, if this is the first one; return at once.
+
+        vLLM calls this for each layer when it has loaded a model's weights, before it compiles the
+        model. There is no cache yet: a kernel that depends on more than its usual form is compiled
+        when it is launched.
+
+        Args:
+            act_dtype: of queries.
+        """
+        config = get_current_vllm_config_or_none()
+        if config is None or self._kv_cache is not None:  # the weights are loaded again
+            return
+        device = config.device_config.device
+        if kernel_path(device) != "triton" or torch.version.hip:  # the child's GPU is NVIDIA's
+            return
+        layers = config.compilation_config.static_forward_context.values()
+        of_layers = [getattr(layer, "impl", None) for layer in layers]
+        impls = [impl for impl in of_layers if isinstance(impl, Mrv1AttentionImpl)]
+        if self is not impls[0]:
+            return
+        block_size = _kernel_block_size(config.cache_config.block_size)
+        kernels = AttentionKernels.of(
+            [impl.with_usual_cache(block_size, act_dtype) for impl in impls],
+            _batches(config, -(-config.model_config.max_model_len // block_size)),
+            device_info(device),
+        )
+        compilation = Compilation(kernels, VARIABLES[COMPILE_PROCESSES_VARIABLE]())
+        for impl in impls:
+            impl.compilation = compilation
+
+    def with_usual_cache(self, block_size: int, dtype: torch.dtype) -> BoundLayer:
+        """Return the layer with a cache without memory, in the form that most models have."""
+        shape = Mrv1AttentionBackend.get_kv_cache_shape(
+            2, block_size, self.num_kv_heads, self.head_size, self.kv_cache_dtype
+        )
+        cache_dtype = torch.uint8 if self.layer.is_fp8 else dtype
+        kv_cache = torch.empty(shape, dtype=cache_dtype, device="meta")
+        return BoundLayer(self.layer, kv_cache, self.sinks)
 
     @property
     def layer(self) -> AttentionLayer:

@@ -2,8 +2,8 @@
 
 vLLM's warm-up prefills prompts of two tokens. Longer prompts have other kernels, and the compiler
 would take seconds of the first requests. So every kernel that a batch may need is launched at the
-start. A child process compiles those of prefills while vLLM captures its graphs
-(``PrefillKernels``), which have nearly all kernels of decodes.
+start. A child process compiles them (``AttentionKernels``) from the loading of the weights on,
+when vLLM compiles the rest of the model.
 
 Nothing here imports vLLM: the child needs none of it.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
@@ -22,7 +22,13 @@ from mrv1.integrations.vllm.attention_pages import Pages, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels.attention.splits import choose_launch, prefills_of_each
 from mrv1.kernels.registry import select_ops
-from mrv1.runner.compile_ahead import digest_of, stand_in_gpu
+from mrv1.runner.compile_ahead import (
+    AheadCompiler,
+    digest_of,
+    stand_in_gpu,
+    start_compiling,
+    wait_or_warn,
+)
 
 if TYPE_CHECKING:
     from mrv1.kernels._base.recording import KernelRecorder
@@ -151,8 +157,8 @@ def launch_every_decode(bound: BoundLayer, batches: Batches) -> None:
 class _Memory(NamedTuple):
     """What a tensor has beside its values."""
 
-    shape: Sequence[int]
-    stride: Sequence[int]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
@@ -164,22 +170,22 @@ class _Memory(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillKernels:
-    """All that decides which kernels ``launch_every_prefill`` launches for some layers."""
+class AttentionKernels:
+    """All that decides which kernels a start launches for some layers."""
 
     layers: tuple[tuple[AttentionLayer, _Memory, _Memory | None], ...]
-    """Each with its cache and its sinks."""
+    """Different ones, each with its cache and its sinks."""
     batches: Batches
     gpu: DeviceInfo
 
     @classmethod
-    def of(cls, layers: Sequence[BoundLayer], batches: Batches, gpu: DeviceInfo) -> PrefillKernels:
+    def of(cls, layers: Sequence[BoundLayer], batches: Batches, gpu: DeviceInfo) -> Self:
         """Return the kernels of layers, each with a cache of any number of blocks and sinks."""
-        forms = tuple(
+        forms = (
             (layer, _Memory.of(kv_cache[:2]), None if sinks is None else _Memory.of(sinks))
             for layer, kv_cache, sinks in layers
         )
-        return cls(layers=forms, batches=batches, gpu=gpu)
+        return cls(layers=tuple(dict.fromkeys(forms)), batches=batches, gpu=gpu)
 
     @property
     def digest(self) -> str:
@@ -193,4 +199,28 @@ class PrefillKernels:
                 empty_sinks = None if sinks is None else sinks.empty(device)
                 bound = BoundLayer(layer, kv_cache.empty(device), empty_sinks)
                 launch_every_prefill(bound, self.batches)
+                launch_every_decode(bound, self.batches)
         return recorder
+
+
+class Compilation:
+    """A child process that compiles kernels, unless Triton's cache has them."""
+
+    def __init__(self, kernels: AttentionKernels, num_processes: int | None) -> None:
+        """Begin.
+
+        Args:
+            kernels: the kernels.
+            num_processes: most processes that compile at the same time; None = one for every core.
+        """
+        self._child: AheadCompiler | None = start_compiling(kernels, num_processes)
+
+    def finish(self) -> None:
+        """Wait until all kernels are compiled, or warn why they are not; again: do nothing."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        try:
+            wait_or_warn(child, lambda done, total: None)
+        finally:
+            child.stop()

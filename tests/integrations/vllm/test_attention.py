@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 from mrv1.errors import ConfigError
-from mrv1.integrations.vllm import attention, attention_backend
+from mrv1.integrations.vllm import attention, attention_backend, attention_kernels
 from mrv1.integrations.vllm.attention_backend import (
     FP8,
     Mrv1AttentionBackend,
@@ -36,9 +36,9 @@ from mrv1.integrations.vllm.attention_backend import (
     decode_rows,
 )
 from mrv1.integrations.vllm.attention_kernels import (
+    AttentionKernels,
     Batches,
     BoundLayer,
-    PrefillKernels,
     launch_every_decode,
     launch_every_prefill,
 )
@@ -527,21 +527,37 @@ class _Compiler:
         self.events.append("stop")
 
 
+def _of_a_start(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Give a model's builder what a start asks for; return what vLLM does with loaded weights."""
+    config = model.builder.vllm_config
+    config.model_config.max_model_len = 12 * model.block_size
+    config.scheduler_config = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=50)
+    config.cache_config = SimpleNamespace(block_size=model.block_size)
+    config.device_config = SimpleNamespace(device=torch.device("cpu"))
+    model.builder._is_warm = False
+    monkeypatch.setattr(attention_backend, "get_current_vllm_config_or_none", lambda: config)
+
+    def load() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(attention_backend, "kernel_path", lambda _: "triton")
+            for layer in model.layers.values():
+                layer.impl.process_weights_after_loading(torch.float32)
+
+    return load
+
+
 @pytest.mark.parametrize("error", [None, CompilationError("no room")], ids=str)
 @pytest.mark.parametrize("captures", [True, False])
-def test_kernels_are_compiled_beside_the_capture_and_launched_before_the_first_batch(
+def test_kernels_are_compiled_from_the_loading_of_weights_and_launched_before_the_first_batch(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception | None,
     captures: bool,
 ):
-    model = Model(4, 2, 64, 16, (None, 20), False, seed=0)
-    config, events = model.builder.vllm_config, []
-    config.model_config.max_model_len = 12 * 16
-    config.scheduler_config = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=50)
-    model.builder._is_warm = False
+    model, events = Model(4, 2, 64, 16, (None, 20, None), False, seed=0), []
+    load = _of_a_start(model, monkeypatch)
 
-    def start(kernels: PrefillKernels, num_processes: int | None) -> _Compiler:
+    def start(kernels: AttentionKernels, num_processes: int | None) -> _Compiler:
         windows = [layer.role.window for layer, _, _ in kernels.layers]
         events.append(f"start {windows} {kernels.batches.row_width} {num_processes}")
         return _Compiler(events, error)
@@ -555,41 +571,42 @@ def test_kernels_are_compiled_beside_the_capture_and_launched_before_the_first_b
         launch_every_decode(bound, batches)
 
     monkeypatch.setenv("MRV1_COMPILE_PROCESSES", "3")
-    monkeypatch.setattr(attention_backend, "start_compiling", start)
+    monkeypatch.setattr(attention_kernels, "start_compiling", start)
     monkeypatch.setattr(attention_backend, "launch_every_prefill", prefill)
     monkeypatch.setattr(attention_backend, "launch_every_decode", decode)
+    load()
+    assert events == ["start [-1, 20] 12 3"]
     if captures:
         for count in (2, 1):
             model.builder.build_for_cudagraph_capture(model.common(dict.fromkeys(range(count), 1)))
-            assert events == ["start [-1, 20] 12 3"]
+    assert events == ["start [-1, 20] 12 3"]
+    launches = ["prefill -1", "decode -1", "prefill 20", "decode 20"]
     for _ in range(2):
         model.step({0: 1, 1: 7, 2: 30})
-        assert events == [
-            "start [-1, 20] 12 3", "wait", "stop", "prefill -1", "decode -1", "prefill 20",
-            "decode 20",
-        ]  # fmt: skip
+        assert events == ["start [-1, 20] 12 3", "wait", "stop", *launches]
+    load()  # again, as after a sleep
+    model.builder._is_warm = False  # as another builder: vLLM's first one measures memory
+    model.step({0: 1})
+    assert events[3:] == launches * 2
     assert ("no room; each kernel is compiled when it is first launched" in caplog.text) == (
         error is not None
     )
 
 
-def test_on_an_amd_gpu_kernels_are_compiled_when_they_are_launched(monkeypatch):
-    model, launched = Model(4, 2, 64, 16, (None,), False, seed=0), []
-    model.builder.vllm_config.model_config.max_model_len = 12 * 16
-    model.builder.vllm_config.scheduler_config = SimpleNamespace(
-        max_num_seqs=8, max_num_batched_tokens=50
-    )
-    model.builder._is_warm = False
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_without_a_child_kernels_are_compiled_when_they_are_launched(monkeypatch, hip):
+    """Triton's cache has all kernels, or the GPU is AMD's: the child's stand-in is NVIDIA's."""
+    model, events = Model(4, 2, 64, 16, (None,), False, seed=0), []
+    load = _of_a_start(model, monkeypatch)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(attention_kernels, "start_compiling", lambda *_: events.append("asked"))
     monkeypatch.setattr(
-        attention_backend, "start_compiling", lambda *_: pytest.fail("for an NVIDIA GPU")
-    )
-    monkeypatch.setattr(
-        attention_backend, "launch_every_prefill", lambda bound, _: launched.append(bound.layer)
+        attention_backend, "launch_every_prefill", lambda bound, _: events.append(bound.layer)
     )
     monkeypatch.setattr(attention_backend, "launch_every_decode", lambda *_: None)
+    load()
     model.step({0: 7})
-    assert launched == [model.builder._impls[0].layer]
+    assert events == [*(["asked"] if hip is None else []), model.builder._impls[0].layer]
 
 
 def _through_e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,10 @@ import torch
 
 from mrv1.device import INTERPRET, DeviceInfo
 from mrv1.integrations.vllm.attention_kernels import (
+    AttentionKernels,
     AttentionLayer,
     Batches,
     BoundLayer,
-    PrefillKernels,
     launch_every_decode,
     launch_every_prefill,
 )
@@ -42,12 +42,12 @@ def kernels_of(
     batches: Batches = BATCHES,
     num_blocks: int = 9,
     sinks: torch.Tensor | None = None,
-) -> PrefillKernels:
+) -> AttentionKernels:
     """Return the kernels of one layer with 8 KV heads."""
     content = content_size(layer.head_size, is_fp8=layer.is_fp8)
     dtype = torch.uint8 if layer.is_fp8 else batches.dtype
     cache = torch.zeros(num_blocks, 8, 16, content, dtype=dtype)
-    return PrefillKernels.of([BoundLayer(layer, cache, sinks)], batches, H100)
+    return AttentionKernels.of([BoundLayer(layer, cache, sinks)], batches, H100)
 
 
 LIVE = """
@@ -56,7 +56,6 @@ from base64 import b64decode
 import numpy as np
 import torch
 from mrv1.device import kernel_path
-from mrv1.integrations.vllm.attention_kernels import BoundLayer, launch_every_decode
 from mrv1.kernels import DecodePlan, PrefillSplits
 from mrv1.kernels.registry import select_ops
 from mrv1.runner.stand_in_device import stand_in_device
@@ -76,7 +75,6 @@ with stand_in_device(device), torch.inference_mode():
     ops = select_ops(kernel_path(device))
     pages = layer.pages(form.empty(device))
     sinks = None if sinks is None else sinks.empty(device)
-    launch_every_decode(BoundLayer(layer, form.empty(device), sinks), batches)
     at_start, late = len(recorder.kernels), []
     for _ in range(int(sys.argv[2])):
         budget = int(rng.integers(2, batches.max_num_tokens + 1))

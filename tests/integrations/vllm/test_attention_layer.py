@@ -54,6 +54,8 @@ class Runner:
         kv_cache_dtype: str,
         soft_cap: float | None,
         sinks: torch.Tensor | None,
+        *,
+        is_allocated: bool = True,
     ) -> None:
         from vllm.config import (
             CacheConfig,
@@ -104,7 +106,10 @@ class Runner:
                 self.kv_cache_config, self.config, torch.device("cpu")
             )
             assert support.min_cg_support.name == "ALWAYS"
-            self._allocate()
+            if is_allocated:
+                self.allocate()
+        scheduler = self.config.scheduler_config
+        self.limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         groups = self.kv_cache_config.kv_cache_groups
         self.manager_sizes = [group.kv_cache_spec.block_size for group in groups]
 
@@ -131,7 +136,7 @@ class Runner:
             kv_cache_planning.get_global_kv_cache_groups(self.config, [specs]),
         )[0]
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         """Let vLLM allocate the caches and bind them to the layers."""
         from vllm.v1.worker.gpu import attn_utils
 
@@ -196,6 +201,39 @@ class Runner:
             metadata, self.config, num_tokens=sum(counts), slot_mapping=slots_of
         ):
             return [layer(*parts) for layer, parts in zip(self.layers, qkv, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "kv_cache_dtype"), [(16, "auto"), (96, "auto"), (64, "fp8_per_token_head")]
+)
+def test_kernels_are_compiled_for_the_caches_that_vllm_allocates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_size: int, kv_cache_dtype: str
+):
+    """The compiler starts when weights are loaded, before there is a cache."""
+    from vllm.config import set_current_vllm_config
+
+    from mrv1.integrations.vllm import attention_backend, attention_kernels
+
+    found = []
+    monkeypatch.setattr(attention_kernels, "start_compiling", lambda one, _: found.append(one))
+    sinks = torch.nn.Parameter(torch.zeros(HEADS), requires_grad=False)
+    runner = Runner(tmp_path, block_size, kv_cache_dtype, 1.5, sinks, is_allocated=False)
+    with monkeypatch.context() as patch, set_current_vllm_config(runner.config):
+        patch.setattr(attention_backend, "kernel_path", lambda _: "triton")
+        for layer in runner.layers:
+            layer.process_weights_after_loading(torch.bfloat16)
+    (kernels,) = found
+    runner.allocate()
+    for layer in runner.layers:
+        layer.impl.bind(layer.kv_cache)
+    bound = [layer.impl.bound for layer in runner.layers]
+    actual = attention_kernels.AttentionKernels.of(bound, kernels.batches, kernels.gpu)
+    if block_size == 96:  # vLLM 0.33 has other blocks for windows then: compiled at their launch
+        assert kernels.layers[0] == actual.layers[0]
+    else:
+        assert kernels == actual
+    row_width = -(-256 // runner.block_sizes[0])
+    assert kernels.batches[:4] == (256, *runner.limits, row_width)
 
 
 @pytest.mark.parametrize(
