@@ -94,6 +94,10 @@ class EngineBench(BenchOptions):
         }
 
 
+TritonCache = Literal["empty", "partly filled", "filled"]
+"""What Triton's cache of compiled kernels had before a start: nothing, not all, all of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """How an engine started."""
@@ -101,8 +105,8 @@ class Start:
     seconds: float
     """From nothing on the device to ready for requests: weights, memory profile, caches, graphs.
     Imports and the device's context are not included."""
-    triton_cache: Literal["empty", "filled"] | None
-    """Triton's cache of compiled kernels before the start; None = nothing is compiled."""
+    triton_cache: TritonCache | None
+    """None = nothing is compiled."""
 
 
 def start_engine(
@@ -116,22 +120,32 @@ def start_engine(
         CapacityError: the KV cache does not fit.
     """
     torch.zeros(1, device=device)  # creates the context
-    cache = triton_cache(device)
+    before = num_cached(device)
     start = time.perf_counter()
     core = _new_core(bench, device, max_model_len)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return core, Start(seconds=time.perf_counter() - start, triton_cache=cache)
+    seconds = time.perf_counter() - start
+    return core, Start(seconds=seconds, triton_cache=triton_cache(before, num_cached(device)))
 
 
-def triton_cache(device: torch.device) -> Literal["empty", "filled"] | None:
-    """Say whether Triton's cache has kernels of earlier processes; None = none are needed."""
+def num_cached(device: torch.device) -> int | None:
+    """Return the entries of Triton's cache; None = no kernels are compiled."""
     if kernel_path(device) != "triton":
         return None
     from mrv1.kernels._base.triton import triton
 
     folder = Path(triton.knobs.cache.dir)
-    return "filled" if folder.is_dir() and any(folder.iterdir()) else "empty"
+    return len([*folder.iterdir()]) if folder.is_dir() else 0
+
+
+def triton_cache(before: int | None, after: int | None) -> TritonCache | None:
+    """Return what Triton's cache had, from its entries before and after a start."""
+    if before is None:
+        return None
+    if before == 0:
+        return "empty"
+    return "filled" if after == before else "partly filled"
 
 
 def _new_core(bench: EngineBench, device: torch.device, max_model_len: int) -> EngineCore:

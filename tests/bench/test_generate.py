@@ -161,20 +161,35 @@ def test_engine_options_reach_the_engine_and_the_conditions(
 
 
 @pytest.mark.parametrize(
-    ("files", "said"), [(None, "empty"), ([], "empty"), (["kernel"], "filled")]
+    ("files", "new", "said"),
+    [
+        (None, ["kernel"], "empty"),
+        ([], ["kernel"], "empty"),
+        (["kernel"], [], "filled"),
+        (["kernel"], ["another"], "partly filled"),  # by another engine
+    ],
 )
-def test_a_start_reports_whether_the_triton_cache_was_filled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str] | None, said: str
+def test_a_start_reports_what_the_triton_cache_had(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: list[str] | None,
+    new: list[str],
+    said: str,
 ):
     folder = tmp_path / "cache"
     if files is not None:
         folder.mkdir()
     for name in files or []:
-        (folder / name).touch()
+        (folder / name).mkdir()
     knobs = SimpleNamespace(cache=SimpleNamespace(dir=folder))
     monkeypatch.setattr("mrv1.kernels._base.triton.triton", SimpleNamespace(knobs=knobs))
-    assert engine.triton_cache(torch.device("cuda", 0)) == said
-    assert engine.triton_cache(torch.device("cpu")) is None
+    device = torch.device("cuda", 0)
+    before = engine.num_cached(device)
+    for name in new:
+        (folder / name).mkdir(parents=True)
+    assert engine.triton_cache(before, engine.num_cached(device)) == said
+    cpu = torch.device("cpu")
+    assert engine.num_cached(cpu) is engine.triton_cache(None, None) is None
 
 
 def test_a_start_is_timed(monkeypatch: pytest.MonkeyPatch):

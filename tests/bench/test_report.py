@@ -348,6 +348,30 @@ def test_charts_show_the_figures_of_their_files():
         assert len(panel.ticks) == len(rows)
 
 
+@pytest.mark.parametrize("other", ["GPU X", "GPU Y"])
+def test_charts_name_the_device_of_each_part(other: str):
+    """Of a chart's title all devices; of a panel or a bar its own, where they differ."""
+    start = {"seconds": 3.0, "triton_cache": "filled"}
+    files = [
+        _file(_result(start=start)),
+        _file(_result(shape="llama3-8b", start=start, device={"name": other})),
+    ]
+    for name in ("attention-decode-fp8-h100.json", "attention-decode-h200.json"):
+        result = json.loads((RESULTS / name).read_text("utf-8"))
+        result["device"] = {"name": other if "fp8" in name else "GPU X"}
+        files.append(_file(result, name))
+    drawn = {chart.name: chart for chart in charts(by_kind(files))}
+    is_mixed = other != "GPU X"
+    for name in ("decode-attention", "start"):
+        assert drawn[name].title.endswith(", GPU X and GPU Y" if is_mixed else ", GPU X")
+    titles = [panel.title for panel in drawn["decode-attention"].panels]
+    assert [title.partition("\n")[2] for title in titles] == (
+        ["GPU X", "GPU Y"] if is_mixed else ["", ""]
+    )
+    bars = [label.partition("\n")[2] for _, label in drawn["start"].panels[0].ticks]
+    assert bars == (["GPU X", "GPU Y"] if is_mixed else ["", ""])
+
+
 def test_a_chart_of_serving_has_a_panel_for_each_time():
     chart = next(charts({"serving": [_file(_serving(), "serving-x.json")]}))
     assert chart.title == "Serving: qwen3-0.6b, 5 a second, GPU X"
@@ -463,12 +487,13 @@ def test_table_shows_optional_figures_and_options_that_are_not_the_default():
 def test_summary_shows_both_shapes():
     large = _result(shape="llama3-8b", date="2030-01-03")
     large["conditions"] = large["conditions"] | {"repeats": 1}
+    large["device"] = {"name": "Another"}
     table = summary_table([_file(_result()), _file(large)])
     for said in (
         "| qwen3-0.6b | 256 | 1,234 | 4.00 | 2.00 | 50% |",
         "| llama3-8b | 1 | 1,234 | 4.00 | - | - |",
-        "qwen3-0.6b: 3 runs, commit 0123456789ab, 2030-01-02; "
-        "llama3-8b: 1 run, commit 0123456789ab, 2030-01-03",
+        "qwen3-0.6b: one GPU X, 3 runs, commit 0123456789ab, 2030-01-02; "
+        "llama3-8b: one Another, 1 run, commit 0123456789ab, 2030-01-03",
     ):
         assert said in table
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from mrv1.bench.plot import cells_by_bytes
 from mrv1.bench.report.engines import SERVED_TIMES, starts
-from mrv1.bench.report.files import OURS, ResultFile
+from mrv1.bench.report.files import OURS, ResultFile, devices, own_device
 from mrv1.bench.serving import arrivals
 
 CACHES = ("auto", "fp8_e4m3")
@@ -17,6 +17,7 @@ NAMES = {
     "mrv1-deterministic": "mrv1, deterministic",
     "mrv1-draw": "mrv1, the draw alone",
     "mrv1-fused": "mrv1, norm and rope too",
+    "mrv1-quarter": "mrv1, a scale per quarter",
     "flash-attn-3-bf16": "flash-attn-3, bf16 cache",
     "vllm-triton-side": "vllm-triton, scales apart",
     "torch-sdpa": "torch SDPA",
@@ -172,7 +173,8 @@ def _by_cache(
         panels.append(
             Panel(
                 f"{_cache(file)}, {conditions['num_q_heads']} query heads over "
-                f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}",
+                f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}"
+                + _second_line(own_device(file, chosen)),
                 "requests x tokens of context, by bytes to move",
                 label,
                 _ticks(labels),
@@ -181,8 +183,12 @@ def _by_cache(
             )
         )
     if panels:
-        title = f"{subject}, {chosen[0].result['dtype']}, {chosen[0].device}"
+        title = f"{subject}, {chosen[0].result['dtype']}, {devices(chosen)}"
         yield Chart(name, title, tuple(panels), tuple(file.name for file in chosen))
+
+
+def _second_line(text: str) -> str:
+    return f"\n{text}" if text else ""
 
 
 def _cache(file: ResultFile) -> str:
@@ -220,7 +226,8 @@ def _kv_write(files: Sequence[ResultFile]) -> Iterator[Chart]:
         )
         panels.append(
             Panel(
-                f"{_cache(file)}, {result['conditions']['slot_order']} in random order",
+                f"{_cache(file)}, {result['conditions']['slot_order']} in random order"
+                + _second_line(own_device(file, files)),
                 "tokens of a write",
                 "time, us",
                 _ticks(f"{count:,}" for count in counts),
@@ -229,7 +236,7 @@ def _kv_write(files: Sequence[ResultFile]) -> Iterator[Chart]:
             )
         )
     if files:
-        title = f"KV cache write, {files[0].result['dtype']}, {files[0].device}"
+        title = f"KV cache write, {files[0].result['dtype']}, {devices(files)}"
         yield Chart("kv-write", title, tuple(panels), tuple(file.name for file in files))
 
 
@@ -304,7 +311,7 @@ def _policies(capacities: Sequence[ResultFile], served: Sequence[ResultFile]) ->
         label_y = "time between tokens,\nof that without a policy"
         panels.append(Panel("", label, label_y, ticks, _lines(times, "{:.0%}"), "share"))
     if panels:
-        title = f"Head policies, {next(iter(shown.values())).device}"
+        title = f"Head policies, {devices(shown.values())}"
         yield Chart("head-policies", title, tuple(panels), tuple(shown))
 
 
@@ -321,14 +328,16 @@ def _lines(lines: dict[str, dict[float, float]], form: str) -> tuple[Series, ...
 def _start(files: Sequence[ResultFile]) -> Iterator[Chart]:
     found: list[tuple[str, float, ResultFile]] = starts(files)
     if found:
+        measured = [file for _, _, file in found]
         bars = tuple(
             Series(name, ((float(place), seconds),), (f"{seconds:.1f} s",))
             for place, (name, seconds, _) in enumerate(found)
         )
-        ticks = _ticks(name for name, _, _ in found)
+        ticks = _ticks(name + _second_line(own_device(file, measured)) for name, _, file in found)
         panel = Panel("", "", "seconds until requests are accepted", ticks, bars, is_bars=True)
-        names = tuple(dict.fromkeys(file.name for _, _, file in found))
-        yield Chart("start", f"Start of an engine, {found[0][2].device}", (panel,), names)
+        names = tuple(dict.fromkeys(file.name for file in measured))
+        title = f"Start of an engine, {devices(measured)}"
+        yield Chart("start", title, (panel,), names)
 
 
 def by_kind(files: Iterable[ResultFile]) -> dict[str, list[ResultFile]]:

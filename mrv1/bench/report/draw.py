@@ -19,6 +19,7 @@ COLORS = {
     "mrv1, deterministic": "#6ea2e6",
     "mrv1, unquantized cache": "#0f9a9a",
     "mrv1, norm and rope too": "#6ea2e6",
+    "mrv1, a scale per quarter": "#6ea2e6",
     "mrv1, the draw alone": "#6ea2e6",
     "flash-attn-3": "#d95f02",
     "flash-attn-3, bf16 cache": "#d95f02",

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrv1.bench.report.files import OURS, ResultFile, optional, table, versions, with_conditions
+from mrv1.bench.report.files import (
+    OURS,
+    ResultFile,
+    optional,
+    table,
+    versions,
+    with_conditions,
+)
 from mrv1.bench.serving import arrivals
 
 ENGINE_DEFAULTS = {"deterministic": False, "overlap": True, "cuda_graphs": True}
@@ -282,13 +289,14 @@ def summary_table(files: Sequence[ResultFile]) -> str:
     head = ["shape", "batch", "tokens/s", "ms per decode step", "memory floor, ms"]
     conditions = results[0]["conditions"]
     sources = "; ".join(
-        f"{file.result['shape']}: {_runs(file.result['conditions'])}, {file.origin}"
+        f"{file.result['shape']}: one {file.device}, {_runs(file.result['conditions'])}, "
+        f"{file.origin}"
         for file in files
     )
     return "\n\n".join(
         [
             table([*head, "share of floor"], body),
-            f"Random weights, {results[0]['dtype']}, one {files[0].device}; "
+            f"Random weights, {results[0]['dtype']}; "
             f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output tokens, "
             f"{conditions['sampling']}; medians after a warm-up ({sources}).",
         ]

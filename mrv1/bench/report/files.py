@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,16 @@ def _load(path: Path) -> ResultFile:
         return file
     paths = measured_paths(file.kind, result.get("mode"))
     return ResultFile(path.name, result, has_changed(commit, paths))
+
+
+def devices(files: Iterable[ResultFile]) -> str:
+    """Return the names of all devices that measured some files."""
+    return " and ".join(dict.fromkeys(file.device for file in files))
+
+
+def own_device(file: ResultFile, files: Sequence[ResultFile]) -> str:
+    """Return the name of a file's device if others measured some of the files, else ""."""
+    return "" if devices(files) == file.device else file.device
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 0) -> str:
