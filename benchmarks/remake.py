@@ -76,7 +76,6 @@ RECIPES: dict[str, Recipe] = {
     # whole engines
     "generate": bench("generate", "--shape qwen3-0.6b", 40),
     "llama3-8b-generate": bench("generate", "--shape llama3-8b --batch 1 --batch 64", 70),
-    "deterministic-generate": bench("generate", "--shape qwen3-0.6b --deterministic", 50),
     "runner": bench("runner", "--shape qwen3-0.6b", 40),
     "start": Recipe(("benchmarks.start", "--output", OUTPUT, "--commit", COMMIT), 110),
     "timeline": script("timeline", 30),
@@ -217,6 +216,13 @@ RECIPES: dict[str, Recipe] = {
         "--kv-cache-memory-bytes 9000000000",
         120,
     ),
+    "headwise-8b-recycled-half": bench(
+        "headwise",
+        f"--shape llama3-8b {POLICY} --variants kept,recycled --context 16384 "
+        "--prompt-tokens 8192 --output-tokens 1024 --num-requests 12 --max-num-seqs 8 "
+        "--max-num-batched-tokens 2048 --kv-cache-memory-bytes 5000000000",
+        100,
+    ),
     "headwise-0.6b-recycled-half": bench(
         "headwise",
         f"--shape qwen3-0.6b {POLICY} {RECYCLED} --num-requests 24 --max-num-seqs 24 "
@@ -262,9 +268,6 @@ BY_HAND = {
     "accuracy": "two commits against float64",
     "attempts": "what was tried",
     "before-after": "two commits in turns",
-    "cold-start-generate": "`generate` with Triton's cache empty",
-    "deterministic-step": "of an older commit; `runner --compare-deterministic` measures it now",
-    "headwise-8b-recycled-half": "short outputs, where recycling does not pay",
     "recall-tiny": "no GPU: python -m benchmarks.recall",
     "serving": "python -m benchmarks.serving_rows writes several files",
     "soak": "python -m tests.engine.soak",

@@ -19,8 +19,8 @@ ENGINE = (*ALL, *(f":(exclude)mrv1/{name}" for name in ("calibration", "integrat
 """What the figures of an engine can depend on."""
 
 ENGINE_KINDS = {
-    "async llm", "beside vllm", "capacity", "deterministic_step", "generate", "headwise",
-    "kv_offload", "multimodal", "runner", "sanitize", "serving", "sleep", "smollm2_logits", "soak",
+    "async llm", "beside vllm", "capacity", "generate", "headwise", "kv_offload",
+    "multimodal", "runner", "sanitize", "serving", "sleep", "smollm2_logits", "soak",
     "speculation", "start", "timeline",
 }  # fmt: skip
 
@@ -47,6 +47,8 @@ def measured_paths(kind: str, mode: str | None) -> tuple[str, ...]:
                 for name in ("bad_words", "edit_logits", "groups", "logprobs", "sample_tokens")
             )
         )
+    if kind == "recall":
+        return (*ALL, ":(exclude)mrv1/integrations")
     return ENGINE if kind in ENGINE_KINDS else ALL
 
 

@@ -212,7 +212,7 @@ def _excerpt(known: dict[str, list[ResultFile]], pictures: dict[Path, Chart], pa
     chosen = [
         _picture(path, chart, parent) for path, chart in pictures.items() if chart.name in names
     ]
-    # The shapes' own files; the others, such as cold-start-generate, have further conditions.
+    # The shapes' own files: others may have further conditions.
     files = [
         file
         for file in known.get("generate", [])
