@@ -161,13 +161,14 @@ def test_abort_from_another_thread_does_not_wait_for_the_end(roomy):
     llm = roomy
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(llm.generate, [list(prompt_of(9))], SamplingParams(**LONG))
-        while llm.metrics()["num_generated_tokens"] < 5:
+        while (begun := llm.metrics()["num_generated_tokens"]) < 5:
             time.sleep(1e-3)
         llm.abort("0")
         (output,) = future.result(PATIENCE)
     (completion,) = output.outputs
     assert completion.finish_reason == "abort"
-    assert len(completion.token_ids) < 200
+    # A busy machine may run this thread late at first, but not twice.
+    assert len(completion.token_ids) < begun + 200
     assert completion.token_ids == expected_tokens(9, **LONG)[: len(completion.token_ids)]
     assert is_idle(llm)
 
