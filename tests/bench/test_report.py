@@ -279,6 +279,28 @@ def test_a_file_is_older_where_code_of_its_kernel_has_changed(
     assert engine.is_older is ("why" not in text)
 
 
+@pytest.mark.parametrize(
+    ("changed", "older"),
+    [
+        ("integrations", {"vllm", "another"}),
+        ("calibration", {"vllm", "another", "recall"}),
+        ("runner", {"vllm", "another", "recall", "start", "serving"}),
+        ("cli", set()),
+    ],
+)
+def test_a_file_is_older_only_where_code_that_it_can_run_has_changed(
+    checkout: Path, changed: str, older: set[str]
+):
+    kinds = ("vllm", "another", "recall", "start", "serving")
+    folder = checkout / "mrv1" / changed
+    folder.mkdir()
+    (folder / "new.py").write_text("X = 1\n")
+    subprocess.run(["git", "add", "."], cwd=checkout, check=True)
+    for kind in kinds:
+        (checkout / f"{kind}.json").write_text(json.dumps(_result(op=kind, commit="HEAD")))
+    assert {file.kind for file in load(checkout) if file.is_older} == older
+
+
 def test_a_changed_file_that_is_no_python_counts_unread(checkout: Path):
     (checkout / "mrv1" / "weights").write_bytes(b"\xff")
     subprocess.run(["git", "add", "."], cwd=checkout, check=True)
