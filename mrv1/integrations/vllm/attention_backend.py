@@ -2,8 +2,8 @@
 
 vLLM calls three classes. The backend says what it can serve and which pages it wants, the builder
 turns a step's lengths and tables into what all layers of a KV cache group share, and each layer's
-implementation writes keys and values and attends. Rows of one token, or all rows if all have the
-same 1 to 8, are decoded; other rows are prefilled, and decodes with them where that is faster.
+implementation writes keys and values and attends. Rows of one token, or all rows if all verify as
+many drafts, are decoded; other rows are prefilled, and decodes with them where that is faster.
 
 Outside CUDA graphs each layer launches its kernels from Python: the first layer of a kind checks
 the arguments and chooses the kernels, and the others repeat its launches (``LayerCalls``). All
@@ -28,8 +28,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.logger import init_logger
@@ -49,11 +47,13 @@ from mrv1.device import MIN_CAPABILITY, device_info, kernel_path
 from mrv1.environment import COMPILE_PROCESSES_VARIABLE, VARIABLES
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.attention_kernels import (
+    MAX_QUERY_LEN,
     AttentionKernels,
     AttentionLayer,
     Batches,
     BoundLayer,
     Compilation,
+    decode_rows,
     launch_every_decode,
     launch_every_prefill,
 )
@@ -72,9 +72,6 @@ if TYPE_CHECKING:
 
 FP8 = "fp8_per_token_head"
 """vLLM's name of a cache with a dynamic scale for each token and head."""
-
-MAX_QUERY_LEN = 8
-"""Most queries per row of ``paged_decode_attention``."""
 
 _INSTEAD = "choose another attention backend"
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -240,34 +237,21 @@ class Mrv1AttentionMetadata(AttentionMetadata):  # type: ignore[misc]
     prefill: PrefillRows | None
 
 
-def decode_rows(
-    num_reqs: int, num_tokens: int, max_query_len: int, query_start_loc: npt.NDArray[np.int32]
-) -> tuple[int, int]:
-    """Return how many leading rows are decoded, and the queries of each.
-
-    Args:
-        num_reqs: rows, padding included.
-        num_tokens: tokens, padding included.
-        max_query_len: of any row.
-        query_start_loc: ``[num_reqs + 1]``, on the host; padding rows come last and are empty.
-    """
-    if num_tokens == num_reqs * max_query_len and 1 <= max_query_len <= MAX_QUERY_LEN:
-        full, rest = divmod(int(query_start_loc[-1]), max_query_len)
-        uniform = np.minimum(np.arange(num_reqs + 1), full) * max_query_len
-        if rest == 0 and np.array_equal(query_start_loc, uniform):
-            return num_reqs, max_query_len
-    longer = query_start_loc[1:] != np.arange(1, num_reqs + 1)
-    return (int(longer.argmax()) if longer.any() else num_reqs), 1
-
-
 def _batches(config: VllmConfig, row_width: int) -> Batches:
     return Batches(
         max_model_len=config.model_config.max_model_len,
         max_num_reqs=config.scheduler_config.max_num_seqs,
         max_num_tokens=config.scheduler_config.max_num_batched_tokens,
         row_width=row_width,
+        decode_query_len=_decode_query_len(config),
         dtype=config.model_config.dtype,
     )
+
+
+def _decode_query_len(config: VllmConfig) -> int:
+    """Return the tokens of a row with drafts, 1 if there are none or too many to decode them."""
+    length = 1 + int(config.num_speculative_tokens)
+    return length if length <= MAX_QUERY_LEN else 1
 
 
 def _kernel_block_size(block_size: int) -> int:
@@ -306,6 +290,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
                 f"{vllm_config.model_config.rswa_window}; {_INSTEAD}"
             )
         self._dtype = vllm_config.model_config.dtype
+        self._decode_query_len = _decode_query_len(vllm_config)
         self._captured: dict[tuple[int, int], dict[int, DecodePlan]] = {}
         self._captured_mixed: dict[tuple[int, int], dict[int, PrefillSplits | None]] = {}
         self._states = torch.empty(0, device=device)  # of all captured launches
@@ -365,7 +350,9 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             )
             return Mrv1AttentionMetadata(decode=None, prefill=rows)
         starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
-        count, query_len = decode_rows(num_reqs, num_tokens, common.max_query_len, starts)
+        count, query_len = decode_rows(
+            num_reqs, num_tokens, common.max_query_len, starts, self._decode_query_len
+        )
         is_mixed = 0 < count * query_len < starts[-1]
         if is_mixed and self._prefills_decodes_too(common.max_query_len, num_tokens):
             count = 0

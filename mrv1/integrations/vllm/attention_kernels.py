@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mrv1.device import DeviceInfo, kernel_path
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 NO_BLOCK = -1
 
+MAX_QUERY_LEN = 8
+"""Most queries per row of ``paged_decode_attention``."""
+
 
 class Batches(NamedTuple):
     """What bounds the batches of an engine."""
@@ -44,8 +49,35 @@ class Batches(NamedTuple):
     max_num_tokens: int
     row_width: int
     """Columns of the block table."""
+    decode_query_len: int
+    """Tokens of a row that verifies as many drafts as there may be; 1 = rows have no drafts."""
     dtype: torch.dtype
     """Of queries."""
+
+
+def decode_rows(
+    num_reqs: int,
+    num_tokens: int,
+    max_query_len: int,
+    query_start_loc: npt.NDArray[np.int32],
+    decode_query_len: int,
+) -> tuple[int, int]:
+    """Return how many leading rows are decoded, and the queries of each.
+
+    Args:
+        num_reqs: rows, padding included.
+        num_tokens: tokens, padding included.
+        max_query_len: of any row.
+        query_start_loc: ``[num_reqs + 1]``, on the host; padding rows come last and are empty.
+        decode_query_len: see ``Batches``. Rows of other lengths are prompts, or have fewer drafts.
+    """
+    if num_tokens == num_reqs * max_query_len and max_query_len in (1, decode_query_len):
+        full, rest = divmod(int(query_start_loc[-1]), max_query_len)
+        uniform = np.minimum(np.arange(num_reqs + 1), full) * max_query_len
+        if rest == 0 and np.array_equal(query_start_loc, uniform):
+            return num_reqs, max_query_len
+    longer = query_start_loc[1:] != np.arange(1, num_reqs + 1)
+    return (int(longer.argmax()) if longer.any() else num_reqs), 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,38 +152,44 @@ def launch_every_prefill(bound: BoundLayer, batches: Batches) -> None:
 
 
 def launch_every_decode(bound: BoundLayer, batches: Batches) -> None:
-    """Launch each kernel of a layer that may decode rows of one token, on rows of padding."""
+    """Launch each kernel of a layer that may decode, on rows of padding."""
     layer, kv_cache, sinks = bound
     pages, device, dtype = layer.pages(kv_cache), kv_cache.device, batches.dtype
     ops = select_ops(kernel_path(device))
     most, width = batches.max_num_reqs, batches.row_width
-    q = torch.zeros(most, layer.num_heads, layer.head_size, dtype=dtype, device=device)
     no_blocks = torch.full((most, width), NO_BLOCK, dtype=torch.int32, device=device)
-    seq_lens, out = torch.zeros(most, dtype=torch.int32, device=device), torch.empty_like(q)
-    for num_reqs in range(1, most + 1):
-        plan = DecodePlan.allocate(
-            max_reqs=num_reqs,
-            max_keys=width * pages.layout.block_size,
-            layout=pages.layout,
-            num_q_heads=layer.num_heads,
-            dtype=dtype,
-            is_fp8=layer.is_fp8,
+    no_keys = torch.zeros(most, dtype=torch.int32, device=device)
+    for query_len in dict.fromkeys((1, batches.decode_query_len)):
+        q = torch.zeros(
+            most * query_len, layer.num_heads, layer.head_size, dtype=dtype, device=device
         )
-        ops.plan_decode_attention(seq_lens[:num_reqs], pages.layout, plan)
-        ops.paged_decode_attention(
-            q[:num_reqs],
-            pages.k,
-            pages.v,
-            block_table=no_blocks[:num_reqs],
-            seq_lens=seq_lens[:num_reqs],
-            layout=pages.layout,
-            softmax_scale=layer.softmax_scale,
-            logits_soft_cap=layer.logits_soft_cap,
-            sinks=sinks,
-            plan=plan,
-            out=out[:num_reqs],
-            scales=pages.scales,
-        )
+        out = torch.empty_like(q)
+        for num_reqs in range(1, most + 1):
+            plan = DecodePlan.allocate(
+                max_reqs=num_reqs,
+                max_keys=width * pages.layout.block_size,
+                layout=pages.layout,
+                num_q_heads=layer.num_heads,
+                dtype=dtype,
+                query_len=query_len,
+                is_fp8=layer.is_fp8,
+            )
+            ops.plan_decode_attention(no_keys[:num_reqs], pages.layout, plan)
+            ops.paged_decode_attention(
+                q[: num_reqs * query_len],
+                pages.k,
+                pages.v,
+                block_table=no_blocks[:num_reqs],
+                seq_lens=no_keys[:num_reqs],
+                layout=pages.layout,
+                softmax_scale=layer.softmax_scale,
+                query_len=query_len,
+                logits_soft_cap=layer.logits_soft_cap,
+                sinks=sinks,
+                plan=plan,
+                out=out[: num_reqs * query_len],
+                scales=pages.scales,
+            )
 
 
 class _Memory(NamedTuple):

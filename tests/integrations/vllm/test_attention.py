@@ -33,12 +33,12 @@ from mrv1.integrations.vllm.attention_backend import (
     Mrv1AttentionImpl,
     Mrv1AttentionMetadata,
     Mrv1AttentionMetadataBuilder,
-    decode_rows,
 )
 from mrv1.integrations.vllm.attention_kernels import (
     AttentionKernels,
     Batches,
     BoundLayer,
+    decode_rows,
     launch_every_decode,
     launch_every_prefill,
 )
@@ -330,23 +330,40 @@ def test_a_cache_of_another_layout_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_reqs", "num_tokens", "expected"),
+    ("lengths", "num_reqs", "num_tokens", "decode_query_len", "expected"),
     [
-        ([1, 1, 1], 3, 3, (3, 1)),
-        ([1, 1], 4, 4, (4, 1)),  # two rows of padding
-        ([4, 4], 3, 12, (3, 4)),
-        ([4, 2], 2, 8, (0, 1)),  # as many tokens as two rows of 4 have, with padding
-        ([8, 8], 2, 16, (2, 8)),
-        ([9, 9], 2, 18, (0, 1)),
-        ([1, 1, 5], 3, 7, (2, 1)),
-        ([1, 1, 5, 1], 4, 8, (2, 1)),
-        ([5, 1], 2, 6, (0, 1)),
-        ([1, 1], 4, 8, (2, 1)),
+        ([1, 1, 1], 3, 3, 1, (3, 1)),
+        ([1, 1, 1], 3, 3, 4, (3, 1)),
+        ([1, 1], 4, 4, 1, (4, 1)),  # two rows of padding
+        ([4, 4], 3, 12, 4, (3, 4)),
+        ([4, 4], 3, 12, 1, (0, 1)),  # short prompts
+        ([4, 4], 2, 8, 5, (0, 1)),  # fewer drafts than there may be
+        ([4, 2], 2, 8, 4, (0, 1)),  # as many tokens as two rows of 4 have, with padding
+        ([8, 8], 2, 16, 8, (2, 8)),
+        ([1, 1, 5], 3, 7, 5, (2, 1)),
+        ([1, 1, 5, 1], 4, 8, 1, (2, 1)),
+        ([5, 1], 2, 6, 5, (0, 1)),
+        ([1, 1], 4, 8, 2, (2, 1)),
     ],
 )
-def test_rows_of_one_length_are_decoded(lengths, num_reqs, num_tokens, expected):
+def test_rows_of_one_token_or_with_all_drafts_are_decoded(
+    lengths, num_reqs, num_tokens, decode_query_len, expected
+):
     starts = np.cumsum([0, *lengths, *[0] * (num_reqs - len(lengths))], dtype=np.int32)
-    assert decode_rows(num_reqs, num_tokens, max(lengths), starts) == expected
+    found = decode_rows(num_reqs, num_tokens, max(lengths), starts, decode_query_len)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "decoded"), [(0, {1}), (3, {1, 4}), (7, {1, 8}), (8, {1}), (255, {1})]
+)
+def test_rows_with_more_drafts_than_the_kernel_takes_are_prefilled(num_drafts, decoded):
+    model = Model(4, 2, 64, 16, (None,), False, seed=0, num_drafts=num_drafts)
+    found = {
+        length for length in range(1, 10)
+        if model.builder.build(0, model.common({0: length, 1: length})).decode is not None
+    }  # fmt: skip
+    assert found == decoded
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -369,6 +386,7 @@ class Model:
     sink: int = 0
     """Of layers with a window."""
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
+    num_drafts: int = 3
     history: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=dict
     )
@@ -403,6 +421,7 @@ class Model:
                 max_cudagraph_capture_size=12,
             ),
             model_config=SimpleNamespace(dtype=torch.float32),
+            num_speculative_tokens=self.num_drafts,
         )
         self.builder = Mrv1AttentionMetadataBuilder(
             spec, list(self.layers), config, torch.device("cpu")

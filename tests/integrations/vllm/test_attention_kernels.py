@@ -29,8 +29,9 @@ LAYER = AttentionLayer(
     logits_soft_cap=0.0,
 )  # fmt: skip
 BATCHES = Batches(
-    max_model_len=8448, max_num_reqs=64, max_num_tokens=8192, row_width=528, dtype=torch.bfloat16
-)
+    max_model_len=8448, max_num_reqs=64, max_num_tokens=8192, row_width=528, decode_query_len=1,
+    dtype=torch.bfloat16,
+)  # fmt: skip
 H100 = DeviceInfo(
     device=torch.device("cuda", 0), name="H100", capability=(9, 0), num_sms=132,
     total_memory_bytes=80 << 30,
@@ -56,6 +57,7 @@ from base64 import b64decode
 import numpy as np
 import torch
 from mrv1.device import kernel_path
+from mrv1.integrations.vllm.attention_kernels import decode_rows
 from mrv1.kernels import DecodePlan, PrefillSplits
 from mrv1.kernels.registry import select_ops
 from mrv1.runner.stand_in_device import stand_in_device
@@ -71,61 +73,83 @@ def on_gpu(values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype).to(device)
 
 
+def decode(num_reqs, query_len):
+    q = torch.zeros(
+        num_reqs * query_len, layer.num_heads, layer.head_size, dtype=batches.dtype, device=device
+    )
+    plan = DecodePlan.allocate(
+        max_reqs=num_reqs, max_keys=batches.row_width * pages.layout.block_size,
+        layout=pages.layout, num_q_heads=layer.num_heads, dtype=batches.dtype,
+        query_len=query_len, is_fp8=layer.is_fp8,
+    )
+    table = torch.zeros(num_reqs, batches.row_width, dtype=torch.int32, device=device)
+    seq_lens = on_gpu([query_len] * num_reqs)
+    ops.plan_decode_attention(seq_lens, pages.layout, plan)
+    ops.paged_decode_attention(
+        q, pages.k, pages.v, table, seq_lens, pages.layout, query_len=query_len,
+        softmax_scale=layer.softmax_scale, logits_soft_cap=layer.logits_soft_cap,
+        sinks=sinks, plan=plan, out=q, scales=pages.scales,
+    )
+
+
+def prefill(num_decodes, lengths, padding):
+    num_tokens = sum(lengths) + padding
+    # Behind decode rows all tensors begin at any row.
+    q = torch.zeros(
+        num_decodes + num_tokens, layer.num_heads, layer.head_size,
+        dtype=batches.dtype, device=device,
+    )[num_decodes:]
+    table = torch.zeros(
+        num_decodes + len(lengths), batches.row_width, dtype=torch.int32, device=device
+    )[num_decodes:]
+    seq_lens = on_gpu([1] * num_decodes + lengths)[num_decodes:]
+    options = {"max_query_len": max(lengths)}
+    splits = PrefillSplits.allocate(
+        num_tokens=num_tokens, num_reqs=len(lengths), layout=pages.layout,
+        num_q_heads=layer.num_heads, dtype=batches.dtype, is_fp8=layer.is_fp8, **options,
+    )
+    ops.paged_prefill_attention(
+        q, pages.k, pages.v, table, on_gpu(np.cumsum([0, *lengths])), seq_lens, pages.layout,
+        softmax_scale=layer.softmax_scale, logits_soft_cap=layer.logits_soft_cap,
+        sinks=sinks, splits=splits, out=torch.empty_like(q), scales=pages.scales, **options,
+    )
+
+
+def batch():
+    # The lengths of some decodes and prompts, and tokens of padding.
+    if rng.random() < 0.3:  # all rows alike: short prompts, or drafts
+        length = int(rng.integers(1, 10))
+        most = min(batches.max_num_reqs, batches.max_num_tokens // length)
+        return [length] * int(most ** rng.random()), 0
+    budget = int(rng.integers(2, batches.max_num_tokens + 1))
+    longest = int(min(budget, batches.max_model_len) ** rng.random()) + 1
+    longest, lengths = min(longest, budget, batches.max_model_len), []
+    num_decodes = int(batches.max_num_reqs ** rng.random()) - 1
+    while len(lengths) + num_decodes < batches.max_num_reqs and budget > 1:
+        lengths.append(int(min(max(longest ** rng.random(), 1), budget)))
+        budget -= lengths[-1]
+    lengths[0] = max(lengths[0], 2)
+    return [1] * num_decodes + lengths, int(rng.integers(0, 9))
+
+
 with stand_in_device(device), torch.inference_mode():
     ops = select_ops(kernel_path(device))
     pages = layer.pages(form.empty(device))
     sinks = None if sinks is None else sinks.empty(device)
     at_start, late = len(recorder.kernels), []
     for _ in range(int(sys.argv[2])):
-        budget = int(rng.integers(2, batches.max_num_tokens + 1))
-        longest = int(min(budget, batches.max_model_len) ** rng.random()) + 1
-        longest, lengths = min(longest, budget, batches.max_model_len), []
-        num_decodes = int(batches.max_num_reqs ** rng.random()) - 1
-        while len(lengths) + num_decodes < batches.max_num_reqs and budget > 1:
-            lengths.append(int(min(max(longest ** rng.random(), 1), budget)))
-            budget -= lengths[-1]
-        lengths[0] = max(lengths[0], 2)
-        padding = int(rng.integers(0, 9))
-        num_tokens = sum(lengths) + padding
-        # Behind decode rows all tensors begin at any row.
-        q = torch.zeros(
-            num_decodes + num_tokens, layer.num_heads, layer.head_size,
-            dtype=batches.dtype, device=device,
-        )[num_decodes:]
-        table = torch.zeros(
-            num_decodes + len(lengths), batches.row_width, dtype=torch.int32, device=device
-        )[num_decodes:]
-        seq_lens = on_gpu([1] * num_decodes + lengths)[num_decodes:]
-        starts = on_gpu(np.cumsum([0, *lengths]))
-        options = {"max_query_len": max(lengths)}
-        splits = PrefillSplits.allocate(
-            num_tokens=num_tokens, num_reqs=len(lengths), layout=pages.layout,
-            num_q_heads=layer.num_heads, dtype=batches.dtype, is_fp8=layer.is_fp8, **options,
+        lengths, padding = batch()
+        starts = np.cumsum([0, *lengths], dtype=np.int32)
+        count, query_len = decode_rows(
+            len(lengths), sum(lengths) + padding, max(lengths), starts, batches.decode_query_len
         )
         before = len(recorder.kernels)
-        ops.paged_prefill_attention(
-            q, pages.k, pages.v, table, starts, seq_lens, pages.layout,
-            softmax_scale=layer.softmax_scale, logits_soft_cap=layer.logits_soft_cap,
-            sinks=sinks, splits=splits, out=torch.empty_like(q), scales=pages.scales, **options,
-        )
-        if num_decodes:
-            plan = DecodePlan.allocate(
-                max_reqs=num_decodes, max_keys=batches.row_width * pages.layout.block_size,
-                layout=pages.layout, num_q_heads=layer.num_heads, dtype=batches.dtype,
-                is_fp8=layer.is_fp8,
-            )
-            seq_lens = on_gpu([1] * num_decodes)
-            q = torch.zeros(
-                num_decodes, layer.num_heads, layer.head_size, dtype=batches.dtype, device=device
-            )
-            ops.plan_decode_attention(seq_lens, pages.layout, plan)
-            ops.paged_decode_attention(
-                q, pages.k, pages.v,
-                torch.zeros(num_decodes, batches.row_width, dtype=torch.int32, device=device),
-                seq_lens, pages.layout, softmax_scale=layer.softmax_scale,
-                logits_soft_cap=layer.logits_soft_cap, sinks=sinks, plan=plan, out=q,
-                scales=pages.scales,
-            )
+        if count:
+            decode(count, query_len)
+        if rest := lengths[count:]:
+            prefill(count * query_len, rest, padding)
+        if rest and count:
+            prefill(0, lengths, padding)  # decodes too, where that is faster
         late += [[kernel.name, lengths] for kernel in recorder.kernels[before:]]
 print(json.dumps([at_start, late]))
 """
@@ -136,7 +160,7 @@ print(json.dumps([at_start, late]))
     ("changes", "capability", "batches"),
     [
         ({}, (9, 0), {}),
-        ({"is_fp8": True}, (9, 0), {}),
+        ({"is_fp8": True}, (9, 0), {"decode_query_len": 4}),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -175,6 +199,7 @@ def test_a_set_is_named_by_all_that_decides_on_kernels():
         kernels_of(replace(LAYER, is_fp8=True)),
         kernels_of(replace(LAYER, role=HeadRole(window=100))),
         kernels_of(LAYER, BATCHES._replace(max_num_tokens=2048)),
+        kernels_of(LAYER, BATCHES._replace(decode_query_len=2)),
         kernels_of(LAYER, sinks=torch.zeros(16)),
         replace(kernels_of(LAYER), gpu=replace(H100, capability=(8, 0))),
     ]
@@ -235,7 +260,8 @@ def test_launches_leave_the_cache_as_it_is(device: torch.device, is_fp8: bool):
     else:
         cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
     before = cache.clone()
-    batches = BATCHES if on_gpu else Batches(40, 3, 50, row_width=3, dtype=dtype)
+    small = Batches(40, 3, 50, row_width=3, decode_query_len=2, dtype=dtype)
+    batches = BATCHES._replace(decode_query_len=4) if on_gpu else small
     for launch in (launch_every_prefill, launch_every_decode):
         launch(BoundLayer(layer, cache, None), batches)
     assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
