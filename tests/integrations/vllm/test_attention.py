@@ -386,7 +386,7 @@ class Model:
     sink: int = 0
     """Of layers with a window."""
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
-    num_drafts: int = 3
+    num_drafts: int = 2
     history: dict[tuple[int, str], list[tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=dict
     )
@@ -652,7 +652,8 @@ def test_steps_equal_dense_attention(heads, head_size, block_size, windows, is_f
     model.step({0: 40, 1: 1, 2: 17})  # prefill, one prompt of one token
     model.step({1: 1, 2: 1, 0: 23, 3: 9})  # decodes first, then a chunk and a new prompt
     model.step({3: 1, 0: 1, 2: 1})
-    model.step({0: 4, 1: 4, 2: 4})  # three drafts are verified
+    model.step({0: 3, 1: 3, 2: 3})  # two drafts are verified
+    model.step({0: 4, 1: 4, 2: 4})  # as short prompts
     model.step({2: 1, 1: 1}, pad_reqs=2, pad_tokens=2)  # padded to a captured size
     model.step({1: 3, 3: 3}, pad_reqs=1, pad_tokens=3)
     model.step({0: 9, 3: 9})  # more queries than decode takes
@@ -708,6 +709,7 @@ def _replay(model: Model) -> None:
     model.step({0: 20, 1: 3})
     captured = model.builder.build_for_cudagraph_capture(model.common({0: 1, 1: 1, 2: 1}))
     drafts = model.builder.build_for_cudagraph_capture(model.common({0: 3, 1: 3}))
+    assert (captured.decode.query_len, drafts.decode.query_len) == (1, 3)
     model.step({0: 1, 1: 1, 2: 1}, captured=captured)
     model.step({2: 19, 0: 1})  # another step between
     model.step({2: 3, 1: 3}, captured=drafts)
@@ -778,6 +780,7 @@ def test_kernels_follow_the_plans_of_a_captured_graph(
     model.step({0: 1, 1: 1})
     captured = model.builder.build_for_cudagraph_capture(model.common({0: 1, 1: 1, 2: 1}))
     drafts = model.builder.build_for_cudagraph_capture(model.common({0: 3, 1: 3}))
+    assert (captured.decode.query_len, drafts.decode.query_len) == (1, 3)
     model.step({0: 1, 1: 1, 2: 1}, captured=captured)
     model.step({2: 3, 0: 3}, captured=drafts)
     model.step({0: 1, 2: 1}, pad_reqs=1, pad_tokens=1, captured=captured)
