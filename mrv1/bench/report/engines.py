@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrv1.bench.report.files import (
-    OURS,
-    ResultFile,
-    optional,
-    table,
-    versions,
-    with_conditions,
-)
+from mrv1.bench.report.files import OURS, ResultFile, optional, table, versions, with_conditions
 from mrv1.bench.serving import arrivals
 
 ENGINE_DEFAULTS = {"deterministic": False, "overlap": True, "cuda_graphs": True}

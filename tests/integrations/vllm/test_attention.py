@@ -340,6 +340,7 @@ def test_a_cache_of_another_layout_is_refused():
         ([4, 4], 2, 8, 5, (0, 1)),  # fewer drafts than there may be
         ([4, 2], 2, 8, 4, (0, 1)),  # as many tokens as two rows of 4 have, with padding
         ([8, 8], 2, 16, 8, (2, 8)),
+        ([9, 9], 2, 18, 1, (0, 1)),
         ([1, 1, 5], 3, 7, 5, (2, 1)),
         ([1, 1, 5, 1], 4, 8, 1, (2, 1)),
         ([5, 1], 2, 6, 5, (0, 1)),
