@@ -11,7 +11,9 @@ kernels of attention are compiled from the loading of the weights on, and launch
 batch (``attention_kernels``).
 
 A step waits for nothing on the device. The host reads the shapes, ``max_query_len`` and the host's
-copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device.
+copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device. The first
+layer plans the decoded rows, so that the plan is part of a graph of decodes and the host launches
+nothing for it.
 
 Full CUDA graphs serve any batch (``ALWAYS``). Where vLLM captures decodes apart, those graphs run
 the decode kernel, and mixed batches run between the piecewise graphs. With ``cudagraph_mode=FULL``
@@ -25,7 +27,7 @@ has the methods of both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -209,7 +211,9 @@ class DecodeRows:
     seq_lens: torch.Tensor
     """[rows] int32; 0 = padding."""
     plans: Mapping[int, DecodePlan]
-    """By the ``id`` of the layout; empty on the reference path."""
+    """Buffers by the ``id`` of the layout; empty on the reference path."""
+    planners: dict[int, Mrv1AttentionImpl] = field(default_factory=dict)
+    """By the ``id`` of the layout, the first layer that attends: it plans whenever it attends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +302,6 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         self._impls: tuple[Mrv1AttentionImpl, ...] = ()  # one for each layout
         self._calls: tuple[LayerCalls, ...] = ()
         self._is_warm = kernel_path(device) != "triton"  # otherwise nothing is compiled
-        self._ops = select_ops(kernel_path(device))
         logger.info_once(
             "mrv1 attention: path %s on %s, head size %d, %d KV heads, blocks of %d tokens, %s",
             kernel_path(device),
@@ -317,7 +320,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Mrv1AttentionMetadata:
-        """Return what the layers share in a step; plan its decoded rows on the device.
+        """Return what the layers share in a step.
 
         Raises:
             ConfigError: a batch that is not causal.
@@ -440,9 +443,6 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
                     for name, plan in plans.items()
                 }
                 self._captured[key] = plans
-            for impl in self._impls:
-                layout = impl.pages.layout
-                self._ops.plan_decode_attention(seq_lens, layout, plans[id(layout)])
         return DecodeRows(
             num_tokens=num_reqs * query_len,
             query_len=query_len,
@@ -768,6 +768,10 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         return output
 
     def _decode(self, query: torch.Tensor, rows: DecodeRows, output: torch.Tensor) -> None:
+        layout = self.pages.layout
+        plan = rows.plans.get(id(layout))
+        if plan is not None and rows.planners.setdefault(id(layout), self) is self:
+            self._ops.plan_decode_attention(rows.seq_lens, layout, plan)
         self._attend(
             self.calls.decode,
             self._ops.paged_decode_attention,
@@ -775,7 +779,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
             query[: rows.num_tokens],
             output[: rows.num_tokens],
             query_len=rows.query_len,
-            plan=rows.plans.get(id(self.pages.layout)),
+            plan=plan,
         )
 
     def _prefill(self, query: torch.Tensor, rows: PrefillRows, output: torch.Tensor) -> None:

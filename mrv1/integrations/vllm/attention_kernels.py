@@ -71,7 +71,9 @@ def decode_rows(
         query_start_loc: ``[num_reqs + 1]``, on the host; padding rows come last and are empty.
         decode_query_len: see ``Batches``. Rows of other lengths are prompts, or have fewer drafts.
     """
-    if num_tokens == num_reqs * max_query_len and max_query_len in (1, decode_query_len):
+    if max_query_len == 1 and num_tokens == num_reqs:
+        return num_reqs, 1
+    if num_tokens == num_reqs * max_query_len and max_query_len == decode_query_len:
         full, rest = divmod(int(query_start_loc[-1]), max_query_len)
         uniform = np.minimum(np.arange(num_reqs + 1), full) * max_query_len
         if rest == 0 and np.array_equal(query_start_loc, uniform):

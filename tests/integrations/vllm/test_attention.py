@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,7 @@ from mrv1.integrations.vllm.attention_kernels import (
 )
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, PrefillSplits
+from mrv1.kernels.registry import Ops
 from mrv1.runner.compile_ahead import CompilationError
 
 HAS_SHAPES = hasattr(vllm_backend.AttentionBackend, "get_kv_cache_shape")  # vLLM 0.26
@@ -790,6 +792,27 @@ def test_kernels_follow_the_plans_of_a_captured_graph(
     assert all(plan.max_merges for plan in plans)
     storages = {plan.states.untyped_storage().data_ptr() for plan in plans}
     assert len(storages) <= 2  # a larger plan that came later has a buffer of its own
+
+
+@pytest.mark.interp
+def test_the_first_layer_of_each_window_plans_for_the_others():
+    model = Model(2, 1, 16, 16, (None, 12, None, 12), is_fp8=False, seed=6)
+    model.step({0: 20, 1: 3})
+    planned = []
+
+    def plan(name: str, ops: Ops, *arguments: Any) -> None:
+        planned.append(name)
+        ops.plan_decode_attention(*arguments)
+
+    for name, layer in model.layers.items():
+        ops = layer.impl._ops
+        layer.impl._ops = SimpleNamespace(
+            kv_cache_write=ops.kv_cache_write,
+            paged_decode_attention=ops.paged_decode_attention,
+            plan_decode_attention=partial(plan, name, ops),
+        )
+    model.step({0: 1, 1: 1})
+    assert planned == ["layers.0", "layers.1"]
 
 
 def test_a_batch_that_is_not_causal_is_refused():
