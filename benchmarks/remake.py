@@ -92,6 +92,12 @@ RECIPES: dict[str, Recipe] = {
         "--modes vllm,backend,worker",
         540, "vllm",
     ),
+    "vllm-0.6b-short": bench(
+        "vllm",
+        "--shape qwen3-0.6b --cells 1x128,32x128,256x128 --repeats 7 --in-turns "
+        "--gpu-memory-utilization 0.3 --modes vllm,backend,worker",
+        240, "vllm",
+    ),
     "vllm-0.6b-fp8": bench(
         "vllm",
         "--shape qwen3-0.6b --cells 32x8192 --repeats 2 --modes vllm,backend-fp8,vllm-fp8",

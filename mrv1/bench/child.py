@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -31,30 +32,33 @@ class ChildError(Mrv1Error):
         self.log = log
 
 
-def run_in_child(function: Callable[..., None], *arguments: object) -> Iterator[Any]:
+def run_in_child(function: Callable[..., None], *arguments: object) -> Generator[Any]:
     """Run ``function(*arguments, send)`` in a new process; yield what it sends.
 
-    The process writes its stdout and stderr to a file, which is removed. It is ended if the
-    iterator is closed early.
+    As a generator waits in ``yield``, the function waits in ``send`` until the iterator is asked
+    for more. The process writes its stdout and stderr to a file, which is removed. It is ended if
+    the iterator is closed early.
 
     Raises:
         ChildError: the function raised an exception, or its process was killed.
     """
     context = get_context("spawn")  # a forked process could not use CUDA
-    receiver, sender = context.Pipe(duplex=False)
-    with tempfile.NamedTemporaryFile("r", errors="replace") as log, receiver:
-        process = context.Process(target=_run, args=(sender, log.name, function, arguments))
+    ours, theirs = context.Pipe()
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log, ours:
+        process = context.Process(target=_run, args=(theirs, log.name, function, arguments))
         process.start()
-        sender.close()
+        theirs.close()
         error, is_done = None, False
         try:
-            while receiver in wait([receiver, process.sentinel]):
+            while ours in wait([ours, process.sentinel]):
                 try:
-                    kind, value = receiver.recv()
-                except EOFError:
+                    kind, value = ours.recv()
+                except (EOFError, ConnectionResetError):
                     break
                 if kind == "sent":
                     yield value
+                    with suppress(BrokenPipeError):  # it has died meanwhile
+                        ours.send("more")
                 else:
                     error, is_done = value, kind == "done"
         except BaseException:
@@ -70,7 +74,7 @@ def run_in_child(function: Callable[..., None], *arguments: object) -> Iterator[
 
 
 def _run(
-    sender: Connection[Any, Any],
+    parent: Connection[Any, Any],
     log: str,
     function: Callable[..., None],
     arguments: tuple[object, ...],
@@ -78,12 +82,17 @@ def _run(
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+
+    def send(value: object) -> None:
+        parent.send(("sent", value))
+        parent.recv()
+
     try:
-        function(*arguments, lambda value: sender.send(("sent", value)))
-        sender.send(("done", None))
+        function(*arguments, send)
+        parent.send(("done", None))
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        sender.send(("error", f"{type(error).__name__}: {reason}"))
+        parent.send(("error", f"{type(error).__name__}: {reason}"))
         raise
 
 

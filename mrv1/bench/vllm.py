@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,10 @@ class VLLMBench(CheckpointBench):
     rounds: int = 1
     """Processes of each mode: in the order of ``modes``, then in the opposite one, and so on.
     Times of the host differ from process to process."""
+    in_turns: bool = False
+    """Start the processes of a round one after the other, but let their runs take turns, so that
+    all modes run on the same host at about the same time: what others do on it changes within
+    minutes. All engines are in the device's memory, each with ``gpu_memory_utilization``."""
 
     def __post_init__(self) -> None:
         """Check the fields that vLLM does not check."""
@@ -109,11 +115,9 @@ class VLLMBench(CheckpointBench):
         lengths = np.linspace(1, longest, NUM_PROBES).astype(int)
         return [generator.integers(vocab_size, size=length).tolist() for length in lengths]
 
-    def order(self) -> list[str]:
-        """Return the modes in the order in which their processes run."""
-        return [
-            name for index in range(self.rounds) for name in self.modes[:: -1 if index % 2 else 1]
-        ]
+    def order(self) -> list[tuple[str, ...]]:
+        """Return for each round the modes in the order in which their processes start."""
+        return [self.modes[:: -1 if index % 2 else 1] for index in range(self.rounds)]
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options that all modes give to vLLM."""
@@ -156,13 +160,12 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             config = replace(config, max_model_len=max(config.max_model_len, longest))
         (machine,) = run_in_child(prepare, bench, config, checkpoint)
         modes = {name: Mode(samples=[[] for _ in bench.cells]) for name in bench.modes}
-        for name in bench.order():
-            mode = modes[name]
-            if mode.error is None:
-                job = _job(bench, name, config, checkpoint, machine)
-                _measure(bench, name, job, mode, modes.get(reference(modes) or ""), say)
-            if mode.error == INTERRUPTED:
-                break
+        jobs = {name: _job(bench, name, config, checkpoint, machine) for name in bench.modes}
+        with suppress(KeyboardInterrupt):
+            for names in bench.order():
+                _measure_round(
+                    bench, [name for name in names if not modes[name].error], jobs, modes, say
+                )
         for mode in modes.values():
             if not mode.starts_s and mode.error is None:
                 mode.error = INTERRUPTED
@@ -171,7 +174,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
         "schema": SCHEMA,
         "shape": bench.shape or bench.model,
         "weights": "random" if bench.shape else "checkpoint",
-        "dtype": job.engine["dtype"],
+        "dtype": str(machine.dtype).removeprefix("torch."),
         **machine.provenance,
         "peers": {"vllm": version},
         "copy_bandwidth_bytes_per_s": machine.bandwidth,
@@ -183,6 +186,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             "other_options": "vLLM's defaults",
             "repeats": bench.repeats,
             "rounds": bench.rounds,
+            "in_turns": bench.in_turns,
             "warm_up_runs": 1,
             "clocks": "as found, not locked",
         },
@@ -242,39 +246,71 @@ def _job(
         on_cpu=machine.on_cpu,
         probes=bench.probes(config.vocab_size),
         near_tie=FP8_NEAR_TIE if "kv_cache_dtype" in MODES[mode] else near_tie,
-        cells=[
-            [bench.prompts(cell, run, config.vocab_size) for run in runs] for cell in bench.cells
-        ],
+        runs=[bench.prompts(cell, run, config.vocab_size) for cell in bench.cells for run in runs],
         output_tokens=bench.output_tokens,
     )
 
 
-def _measure(
-    bench: VLLMBench, name: str, job: Job, mode: Mode, beside: Mode | None, say: Say
+def _measure_round(
+    bench: VLLMBench,
+    names: Sequence[str],
+    jobs: Mapping[str, Job],
+    modes: Mapping[str, Mode],
+    say: Say,
 ) -> None:
-    """Add what a process of a mode finished; first tokens are compared with another mode's."""
+    """Run a process of each of these modes: one after the other, or all in turns.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; what was measured until then is in ``modes``.
+    """
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(closing(_measure(bench, name, jobs[name], modes, say)))
+            for name in names
+        ]
+        if bench.in_turns:
+            while processes:
+                processes = [each for each in processes if next(each, False)][::-1]
+        else:
+            for _ in chain(*processes):
+                pass
+
+
+def _measure(
+    bench: VLLMBench, name: str, job: Job, modes: Mapping[str, Mode], say: Say
+) -> Generator[bool]:
+    """Add what a process of a mode measures; yield True after its start, and after each run."""
+    mode, beside = modes[name], modes.get(reference(modes) or "")
     try:
-        events = run_in_child(measure_engine, job)
-        mode.starts_s.append(next(events))
-        say(f"{name}: started in {mode.starts_s[-1]:.1f} s")
-        first_tokens = next(events)
-        if mode.first_tokens is None:
-            mode.first_tokens = first_tokens
-            if beside is not None and beside.first_tokens is not None:
-                mode.agreement = agreement(beside.first_tokens, first_tokens, job.near_tie)
-                say(f"{name}: first tokens: {describe(mode.agreement)}")
-        for index, (cell, samples) in enumerate(zip(bench.cells, events, strict=True)):
-            mode.samples[index] += samples
-            figures = cell_figures(samples, cell.batch, bench.output_tokens)
-            say(f"{name}, {cell}: {figures['tokens_per_s']:,.1f} tokens/s")
+        with closing(run_in_child(measure_engine, job)) as events:
+            mode.starts_s.append(next(events))
+            say(f"{name}: started in {mode.starts_s[-1]:.1f} s")
+            first_tokens = next(events)
+            if mode.first_tokens is None:
+                mode.first_tokens = first_tokens
+                if beside is not None and beside.first_tokens is not None:
+                    mode.agreement = agreement(beside.first_tokens, first_tokens, job.near_tie)
+                    say(f"{name}: first tokens: {describe(mode.agreement)}")
+            yield True
+            for cell, samples in zip(bench.cells, mode.samples, strict=True):
+                next(events)  # not counted
+                yield True
+                for _ in range(bench.repeats):
+                    samples.append(next(events))
+                    yield True
+                figures = cell_figures(samples[-bench.repeats :], cell.batch, bench.output_tokens)
+                say(f"{name}, {cell}: {figures['tokens_per_s']:,.1f} tokens/s")
+            for unexpected in events:  # none: the process ends
+                raise RuntimeError(f"events: expected no more, got {unexpected}")
     except ChildError as error:
         mode.error = str(error)
         for line in error.log:
             say(f"{name} | {line}")
         say(f"{name}: failed: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, GeneratorExit):
         mode.error = INTERRUPTED
         say(f"{name}: {INTERRUPTED}")
+        raise
 
 
 # --- arithmetic ----------------------------------------------------------------------------------

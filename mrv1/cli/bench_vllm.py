@@ -45,7 +45,7 @@ def vllm(
     ] = None,
     output: Output = None,
 ) -> None:
-    """Measure vLLM alone, with mrv1's attention backend and with mrv1's worker, in turn.
+    """Measure vLLM alone, with mrv1's attention backend and with mrv1's worker.
 
     Each runs in processes of its own, on the same checkpoint and the same requests. Before the
     times, its first tokens are compared with those of vLLM alone. Needs vLLM; on a CPU only the
@@ -89,9 +89,10 @@ def _cells_table(result: dict[str, Any]) -> Table:
     table = Table(
         title="requests x prompt tokens",
         caption=f"{conditions['output_tokens']} output tokens, greedy; medians of "
-        f"{conditions['repeats'] * conditions['rounds']} runs; TTFT: time to first token, median "
-        "of the requests; TPOT: time per output token; share: memory floor / TPOT; ratio: times "
-        f"as fast as {result['reference']}",
+        f"{conditions['repeats'] * conditions['rounds']} runs"
+        f"{', the modes in turns' if conditions['in_turns'] else ''}; TTFT: time to first token, "
+        "median of the requests; TPOT: time per output token; share: memory floor / TPOT; ratio: "
+        f"times as fast as {result['reference']}",
     )
     for heading in (
         "cell", "mode", "tokens/s", "ratio", "TTFT ms", "TPOT ms", "ratio", "share",

@@ -540,6 +540,8 @@ def test_modes_of_vllm_show_figures_and_failures():
     assert "; medians of 3 runs in each of 1 process; " in table
     result["conditions"]["rounds"] = 2
     assert "; medians of 3 runs in each of 2 processes; " in modes_table(_file(result))
+    result["conditions"]["in_turns"] = True
+    assert " in each of 2 processes, the modes in turns; " in modes_table(_file(result))
     assert "; worker failed: no memory; commit" in table
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,11 @@ def killed(send) -> None:
     os.kill(os.getpid(), 9)
 
 
+def waits(folder: Path, send) -> None:
+    send("begun")
+    send((folder / "asked").exists())
+
+
 def endless(send) -> None:
     send(os.getpid())
     while True:
@@ -82,7 +88,9 @@ def endless(send) -> None:
 
 
 @pytest.mark.slow
-def test_a_function_runs_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str]):
+def test_a_function_runs_in_a_process_of_its_own(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+):
     assert list(run_in_child(two_numbers, 6)) == [6, [7]]
     assert capfd.readouterr() == ("", "")
     with pytest.raises(ChildError, match=r"^KeyError: 'block_size'$") as caught:
@@ -92,6 +100,11 @@ def test_a_function_runs_in_a_process_of_its_own(capfd: pytest.CaptureFixture[st
     assert next(events) == "begun"
     with pytest.raises(ChildError, match=r"^the process ended with exit code -9$"):
         next(events)
+    events = run_in_child(waits, tmp_path)
+    assert next(events) == "begun"
+    time.sleep(0.1)  # in which it would go on
+    (tmp_path / "asked").touch()
+    assert [*events] == [True]
     events = run_in_child(endless)
     pid = next(events)
     events.close()
@@ -194,15 +207,19 @@ def test_agreement_counts_near_ties_apart():
 # --- the whole benchmark -------------------------------------------------------------------------
 
 
+UNCOUNTED = {"first_s": [70.0], "whole_s": 80.0}
+
+
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Fake the processes: per mode what is sent, where an exception ends it; and the jobs."""
-    runs = [{"first_s": [0.5], "whole_s": 0.9}, {"first_s": [0.1], "whole_s": 0.5}]
+    runs = [UNCOUNTED, {"first_s": [0.5], "whole_s": 0.9}, {"first_s": [0.1], "whole_s": 0.5}]
+    equal_runs = [UNCOUNTED, *[{"first_s": [0.2], "whole_s": 0.6}] * 2]
     fake: dict[str, Any] = {
-        "vllm": [30.0, [[5, 0.3]], runs, runs],
+        "vllm": [30.0, [[5, 0.3]], *runs, *runs],
         "backend": [ChildError("ValueError: no CUSTOM", ["line 1", "line 2"])],
-        "backend-fp8": [31.0, [[6, 0.3]], runs, ChildError("out of memory", [])],
-        "worker": [20.0, [[6, 0.3]], [{"first_s": [0.2], "whole_s": 0.6}], runs],
+        "backend-fp8": [31.0, [[6, 0.3]], *runs, ChildError("out of memory", [])],
+        "worker": [20.0, [[6, 0.3]], *equal_runs, *runs],
         "jobs": {},
         "order": [],
     }
@@ -275,13 +292,12 @@ def test_every_mode_gets_the_same_requests_and_options(processes: dict[str, Any]
     run_vllm(VLLMBench(**SMALL, seed=1))
     jobs = processes["jobs"]
     reference = jobs["vllm"]
-    assert [len(runs) for runs in reference.cells] == [3, 3]
-    assert [len(prompts) for prompts in reference.cells[1]] == [4, 4, 4]
-    assert {len(prompt) for prompt in reference.cells[1][0]} == {100}
-    assert reference.cells[0][0] != reference.cells[0][1]
+    assert [len(prompts) for prompts in reference.runs] == [1, 1, 1, 4, 4, 4]
+    assert {len(prompt) for prompt in reference.runs[3]} == {100}
+    assert reference.runs[0] != reference.runs[1]
     assert sorted({len(probe) for probe in reference.probes})[-1] == 100
     for name, job in jobs.items():
-        assert (job.cells, job.probes) == (reference.cells, reference.probes)
+        assert (job.runs, job.probes) == (reference.runs, reference.probes)
         assert job.engine == reference.engine | vllm.MODES[name]
     assert reference.engine["max_model_len"] == 105
     assert reference.engine["max_num_seqs"] == 4
@@ -297,12 +313,13 @@ def test_figures_are_medians_over_the_runs_of_all_processes(processes: dict[str,
             yield next(starts)
             yield [[5, 0.3]]
             for _ in range(2):
-                yield [{"first_s": [0.1], "whole_s": next(seconds)}]
+                yield UNCOUNTED
+                yield {"first_s": [0.1], "whole_s": next(seconds)}
 
     processes["vllm"] = Vllm()
-    processes["backend-fp8"].pop()
-    processes["backend-fp8"].append([{"first_s": [0.1], "whole_s": 0.5}])
-    result = run_vllm(VLLMBench(**SMALL | {"rounds": 3}))
+    runs = [UNCOUNTED, {"first_s": [0.1], "whole_s": 0.5}] * 2
+    processes["worker"] = processes["backend-fp8"] = [20.0, [[6, 0.3]], *runs]
+    result = run_vllm(VLLMBench(**SMALL | {"rounds": 3, "repeats": 1}))
     assert result["conditions"]["rounds"] == 3
     assert processes["order"] == [
         "vllm", "backend", "backend-fp8", "worker",  # backend fails, and is not started again
@@ -328,11 +345,13 @@ def test_ctrl_c_in_a_later_round_keeps_the_earlier_ones(processes: dict[str, Any
             self.times += 1
             yield 20.0
             yield [[6, 0.3]]
-            yield [{"first_s": [0.2], "whole_s": 0.6}]
-            yield KeyboardInterrupt() if self.times == 2 else [{"first_s": [0.2], "whole_s": 0.8}]
+            yield from [UNCOUNTED, {"first_s": [0.2], "whole_s": 0.6}, UNCOUNTED]
+            yield KeyboardInterrupt() if self.times == 2 else {"first_s": [0.2], "whole_s": 0.8}
 
+    processes["vllm"] = [30.0, [[5, 0.3]], *[UNCOUNTED, {"first_s": [0.1], "whole_s": 0.5}] * 2]
     processes["worker"] = Worker()
-    result = run_vllm(VLLMBench(**SMALL | {"rounds": 2, "modes": ("vllm", "worker")}))
+    options = {"rounds": 2, "repeats": 1, "modes": ("vllm", "worker")}
+    result = run_vllm(VLLMBench(**SMALL | options))
     assert processes["order"] == ["vllm", "worker", "worker"]
     assert result["interrupted"] is True
     errors = {name: mode["error"] for name, mode in result["modes"].items()}
@@ -342,11 +361,65 @@ def test_ctrl_c_in_a_later_round_keeps_the_earlier_ones(processes: dict[str, Any
     assert [*result["results"][1]["modes"]] == ["vllm", "worker"]
 
 
+def test_processes_that_are_alive_together_take_turns(processes: dict[str, Any]):
+    turns: list[tuple[str, str]] = []
+
+    class Process:
+        def __init__(self, name: str, events: list[Any]) -> None:
+            self.name, self.events = name, events
+
+        def __iter__(self) -> Iterator[Any]:
+            for event in self.events:
+                kind = "run" if isinstance(event, dict) else "start"
+                turns.append((self.name, kind))
+                yield event
+            turns.append((self.name, "end"))
+
+    for name in ("vllm", "worker", "backend-fp8"):
+        processes[name] = Process(name, processes[name])
+    modes = ("vllm", "backend", "backend-fp8", "worker")
+    result = run_vllm(VLLMBench(**SMALL, modes=modes, in_turns=True))
+    assert result["conditions"]["in_turns"] is True
+    starts = [(name, "start") for name in ("vllm", "backend-fp8", "worker") for _ in range(2)]
+    assert turns[:6] == starts
+    forwards = ["vllm", "backend-fp8", "worker"]
+    of_first_cell = [*forwards[::-1], *forwards, *forwards[::-1]]
+    assert [name for name, _ in turns[6:15]] == of_first_cell
+    rest = [("vllm", "run"), ("backend-fp8", "start"), ("worker", "run")]  # its error
+    assert turns[15:18] == rest
+    assert [name for name, _ in turns[18:]] == [
+        "worker",
+        "vllm",
+        "vllm",
+        "worker",
+        "worker",
+        "vllm",
+    ]
+    assert turns[-2:] == [("worker", "end"), ("vllm", "end")]
+    alone = run_vllm(VLLMBench(**SMALL, modes=modes))
+    assert alone["results"] == result["results"]
+    assert alone["modes"] == result["modes"]
+
+
+def test_ctrl_c_interrupts_all_that_are_alive(processes: dict[str, Any]):
+    processes["backend-fp8"][-1] = KeyboardInterrupt()
+    result = run_vllm(VLLMBench(**SMALL, in_turns=True))
+    assert result["interrupted"] is True
+    errors = {name: mode["error"] for name, mode in result["modes"].items()}
+    assert errors == {
+        "vllm": "interrupted", "backend": "ValueError: no CUSTOM", "backend-fp8": "interrupted",
+        "worker": "interrupted",
+    }  # fmt: skip
+    first, second = (entry["modes"] for entry in result["results"])
+    assert [len(first[name]["samples"]) for name in first] == [2, 2, 2]
+    assert second == {}
+
+
 def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], tmp_path: Path):  # noqa: F811
     target = tmp_path / "result.json"
     result = mrv1(
         "bench", "vllm", "--shape", "tiny-random", "--cells", "1x8,4x100", "--output-tokens", "5",
-        "--output", target,
+        "--repeats", "2", "--output", target,
     )  # fmt: skip
     assert result.exit_code == 0
     written = json.loads(target.read_text("utf-8"))
@@ -371,7 +444,7 @@ def test_ctrl_c_keeps_what_was_measured(mrv1, processes: dict[str, Any], tmp_pat
     target = tmp_path / "result.json"
     result = mrv1(
         "bench", "vllm", "--shape", "tiny-random", "--cells", "1x8,4x100", "--output-tokens", "5",
-        "--output", target,
+        "--repeats", "2", "--output", target,
     )  # fmt: skip
     assert result.exit_code == 130
     written = json.loads(target.read_text("utf-8"))

@@ -28,13 +28,13 @@ class Job:
     """Prompts whose first tokens are reported."""
     near_tie: float
     """Largest lead of a first token that rounding can undo, as a log-probability."""
-    cells: Sequence[Sequence[Prompts]]
-    """For each cell the prompts of each run; the first run is not counted."""
+    runs: Sequence[Prompts]
+    """The prompts of each run."""
     output_tokens: int
 
 
 def measure_engine(job: Job, send: Send) -> None:
-    """Send the seconds of the engine's start, the probes' first tokens, and every cell's runs.
+    """Send the seconds of the engine's start, the probes' first tokens, and the times of each run.
 
     The process that runs this can measure nothing else afterwards.
     """
@@ -42,9 +42,8 @@ def measure_engine(job: Job, send: Send) -> None:
     try:
         send(start_s)
         send(first_tokens(engine, job.probes))
-        for runs in job.cells:
-            samples = [time_run(engine, prompts, job.output_tokens) for prompts in runs]
-            send(samples[1:])
+        for prompts in job.runs:
+            send(time_run(engine, prompts, job.output_tokens))
     finally:
         engine.engine_core.shutdown()
 

@@ -370,4 +370,5 @@ def _runs(conditions: dict[str, Any]) -> str:
 
 def _processes(conditions: dict[str, Any]) -> str:
     rounds = conditions.get("rounds", 1)  # older files have one
-    return "1 process" if rounds == 1 else f"{rounds} processes"
+    said = "1 process" if rounds == 1 else f"{rounds} processes"
+    return f"{said}, the modes in turns" if conditions.get("in_turns") else said

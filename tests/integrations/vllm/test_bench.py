@@ -39,7 +39,10 @@ SMALL = (
 
 @pytest.mark.parametrize(
     ("model", "modes"),
-    [(("--model", "tiny"), ("worker",)), (("--shape", "tiny-random"), ("vllm", "worker"))],
+    [
+        (("--model", "tiny"), ("worker",)),
+        (("--shape", "tiny-random", "--in-turns"), ("vllm", "worker")),
+    ],
 )
 def test_the_workers_first_tokens_are_mrv1s_and_it_has_times(
     mrv1: Mrv1,  # noqa: F811
