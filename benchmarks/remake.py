@@ -222,13 +222,6 @@ RECIPES: dict[str, Recipe] = {
         "--kv-cache-memory-bytes 9000000000",
         120,
     ),
-    "headwise-8b-recycled-half": bench(
-        "headwise",
-        f"--shape llama3-8b {POLICY} --variants kept,recycled --context 16384 "
-        "--prompt-tokens 8192 --output-tokens 1024 --num-requests 12 --max-num-seqs 8 "
-        "--max-num-batched-tokens 2048 --kv-cache-memory-bytes 5000000000",
-        100,
-    ),
     "headwise-0.6b-recycled-half": bench(
         "headwise",
         f"--shape qwen3-0.6b {POLICY} {RECYCLED} --num-requests 24 --max-num-seqs 24 "
@@ -240,12 +233,6 @@ RECIPES: dict[str, Recipe] = {
         f"--shape llama3-8b {POLICY} {RECYCLED} --num-requests 12 --max-num-seqs 5 "
         "--max-num-batched-tokens 512 --kv-cache-memory-bytes 5000000000",
         250,
-    ),
-    "headwise-8b-8k-4k-eighth": bench(
-        "headwise",
-        f"--shape llama3-8b {EIGHTH} {RECYCLED} --num-requests 24 --max-num-seqs 4 "
-        "--max-num-batched-tokens 512 --kv-cache-memory-bytes 5000000000",
-        400,
     ),
     "headwise-8k-4k-half": bench(
         "headwise",
