@@ -394,6 +394,41 @@ def test_charts_name_the_device_of_each_part(other: str):
     assert bars == (["GPU X", "GPU Y"] if is_mixed else ["", ""])
 
 
+def test_the_chart_of_vllm_has_a_bar_for_each_cell_and_mode_of_a_shape():
+    def of(shape: str, batch: int, prompt: int, **speedups: float | None) -> Any:
+        modes = {name.replace("_", "-"): {"speedup": ratio} for name, ratio in speedups.items()}
+        cell = {"batch": batch, "prompt_tokens": prompt, "modes": modes}
+        return _file(
+            _result(shape=shape, results=[cell], reference="vllm", peers={"vllm": "0.26.0"})
+        )
+
+    files = [
+        of("b", 32, 8192, vllm=1.0, vllm_fp8=1.25, backend_fp8=1.5),
+        of("b", 32, 8192, vllm=1.0, backend=0.75, worker=2.0),
+        of("a", 1, 128, vllm=1.0, worker=3.0),
+    ]
+    files[2].result["results"].append(
+        {"batch": 256, "prompt_tokens": 128, "modes": {"worker": {"speedup": 2.5}}}
+    )
+    worker_alone = of("c", 1, 128, worker=1.0)
+    worker_alone.result["reference"] = "worker"  # vLLM itself did not start
+    (chart,) = charts({"vllm": [*files, worker_alone]})
+    assert chart.title == "mrv1 in vLLM 0.26.0, GPU X"
+    b, a = chart.panels
+    assert (b.title, a.title) == tuple(f"{each}, requests x prompt tokens" for each in "ba")
+    bars = zip(b.ticks, b.series, strict=True)
+    assert [(label, series.points[0][1]) for (_, label), series in bars] == [
+        ("32 x 8,192, mrv1's worker", 2.0),
+        ("32 x 8,192, mrv1's attention", 0.75),
+        ("32 x 8,192, mrv1's attention, fp8 cache", 1.5),
+        ("32 x 8,192, vLLM alone, fp8 cache", 1.25),
+    ]
+    assert [label for _, label in a.ticks] == [
+        "1 x 128, mrv1's worker", "256 x 128, mrv1's worker",
+    ]  # fmt: skip
+    assert [series.notes for series in a.series] == [("3.00x",), ("2.50x",)]
+
+
 def test_a_chart_of_serving_has_a_panel_for_each_time():
     chart = next(charts({"serving": [_file(_serving(), "serving-x.json")]}))
     assert chart.title == "Serving: qwen3-0.6b, 5 a second, GPU X"

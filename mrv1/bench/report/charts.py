@@ -23,6 +23,15 @@ NAMES = {
     "torch-sdpa": "torch SDPA",
 }
 """Variants whose names a picture has to spell out."""
+MODES = {
+    "worker": "mrv1's worker",
+    "worker-fp8": "mrv1's worker, fp8 cache",
+    "backend": "mrv1's attention",
+    "backend-fp8": "mrv1's attention, fp8 cache",
+    "vllm": "vLLM alone",
+    "vllm-fp8": "vLLM alone, fp8 cache",
+}
+"""The modes of ``bench vllm``, in the order of a picture's bars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,8 @@ class Panel:
     ticks: tuple[tuple[float, str], ...]
     series: tuple[Series, ...]
     scale: str = "linear"
-    """Of y: "linear" from 0, "log", or "share", which is linear with percentages."""
+    """Of y: "linear" from 0, "log", "share", which is linear with percentages, or for bars
+    "ratio", with a line at 1."""
     is_bars: bool = False
 
 
@@ -76,6 +86,7 @@ def charts(of: dict[str, list[ResultFile]]) -> Iterator[Chart]:
         figures = [engine["figures"] for engine in file.result["results"].values()]
         if any(each and each["ttft_ms"] for each in figures):
             yield _serving(file)
+    yield from _inside_vllm(of.get("vllm", []))
     decode, prefill = (
         [file for file in of.get("attention", []) if file.result["mode"] == mode]
         for mode in ("decode", "prefill")
@@ -142,6 +153,36 @@ def _serving(file: ResultFile) -> Chart:
             panels.append(Panel("", "percentile", label, ticks, series, "log"))
     title = f"Serving: {result['shape']}, {arrivals(result)}, {file.device}"
     return Chart(file.stem, title, tuple(panels), (file.name,))
+
+
+def _inside_vllm(files: Sequence[ResultFile]) -> Iterator[Chart]:
+    """Yield the chart of the tokens/s over those of vLLM alone: a panel for each shape."""
+    found: dict[str, dict[tuple[int, int, int], float]] = {}
+    order = [*MODES]
+    files = [file for file in files if file.result["reference"] == "vllm"]
+    for file in files:
+        bars = found.setdefault(file.result["shape"], {})
+        for cell in file.result["results"]:
+            for name, figures in cell["modes"].items():
+                if name != "vllm" and figures["speedup"] is not None:
+                    key = cell["prompt_tokens"], cell["batch"], order.index(name)
+                    bars[key] = figures["speedup"]
+    panels = []
+    for shape, bars in found.items():
+        labels = [
+            f"{batch} x {prompt:,}, {MODES[order[mode]]}" for prompt, batch, mode in sorted(bars)
+        ]
+        series = tuple(
+            Series(MODES[order[key[2]]], ((float(place), bars[key]),), (f"{bars[key]:.2f}x",))
+            for place, key in enumerate(sorted(bars))
+        )
+        title = f"{shape}, requests x prompt tokens"
+        label = "tokens/s over those of vLLM alone with its default cache"
+        panels.append(Panel(title, "", label, _ticks(labels), series, "ratio", is_bars=True))
+    if panels:
+        versions = sorted({file.result["peers"]["vllm"] for file in files})
+        title = f"mrv1 in vLLM {', '.join(versions)}, {devices(files)}"
+        yield Chart("inside-vllm", title, tuple(panels), tuple(file.name for file in files))
 
 
 def _by_cache(

@@ -187,6 +187,9 @@ def _bars(axes: Any, panel: Panel) -> None:  # noqa: ANN401
         )  # fmt: skip
     axes.set_yticks([place for place, _ in panel.ticks], [label for _, label in panel.ticks])
     axes.set_xlim(0, series_range(panel)[1] * 1.1)
+    if panel.scale == "ratio":
+        axes.axvline(1, color="grey", linewidth=1, zorder=0)
     axes.invert_yaxis()
     axes.set_xlabel(panel.y_label)
+    axes.set_title(panel.title, fontsize=9.5, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
