@@ -163,9 +163,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
         jobs = {name: _job(bench, name, config, checkpoint, machine) for name in bench.modes}
         with suppress(KeyboardInterrupt):
             for names in bench.order():
-                _measure_round(
-                    bench, [name for name in names if not modes[name].error], jobs, modes, say
-                )
+                _measure_round(bench, names, jobs, modes, say)
         for mode in modes.values():
             if not mode.starts_s and mode.error is None:
                 mode.error = INTERRUPTED
@@ -258,7 +256,7 @@ def _measure_round(
     modes: Mapping[str, Mode],
     say: Say,
 ) -> None:
-    """Run a process of each of these modes: one after the other, or all in turns.
+    """Run a process of each mode that has not failed: one after the other, or all in turns.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; what was measured until then is in ``modes``.
@@ -267,6 +265,7 @@ def _measure_round(
         processes = [
             stack.enter_context(closing(_measure(bench, name, jobs[name], modes, say)))
             for name in names
+            if modes[name].error is None
         ]
         if bench.in_turns:
             while processes:

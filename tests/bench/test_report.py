@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from mrv1.bench import plot
 from mrv1.bench.plot import cell_label
 from mrv1.bench.report import history, make_report
-from mrv1.bench.report.charts import Chart, Panel, Series, by_kind, charts
+from mrv1.bench.report.charts import VLLM_MODES, Chart, Panel, Series, by_kind, charts
 from mrv1.bench.report.draw import digest, draw, drawn_digest
 from mrv1.bench.report.engines import (
     generate_table,
@@ -41,6 +41,7 @@ from mrv1.bench.report.kernels import kernel_table, products_table, sampler_tabl
 from mrv1.bench.report.other import ABOUT, other_file
 from mrv1.bench.report.page import BEGIN, END, KNOWN, NONE_YET, with_excerpt
 from mrv1.bench.report.policies import capacity_table, headwise_table
+from mrv1.bench.vllm import MODES
 from mrv1.cli import app
 from mrv1.errors import ConfigError
 
@@ -410,6 +411,9 @@ def test_the_chart_of_vllm_has_a_bar_for_each_cell_and_mode_of_a_shape():
     files[2].result["results"].append(
         {"batch": 256, "prompt_tokens": 128, "modes": {"worker": {"speedup": 2.5}}}
     )
+    files[2].result["results"].append(  # vLLM alone failed in this cell
+        {"batch": 512, "prompt_tokens": 128, "modes": {"worker": {"speedup": None}}}
+    )
     worker_alone = of("c", 1, 128, worker=1.0)
     worker_alone.result["reference"] = "worker"  # vLLM itself did not start
     (chart,) = charts({"vllm": [*files, worker_alone]})
@@ -427,6 +431,10 @@ def test_the_chart_of_vllm_has_a_bar_for_each_cell_and_mode_of_a_shape():
         "1 x 128, mrv1's worker", "256 x 128, mrv1's worker",
     ]  # fmt: skip
     assert [series.notes for series in a.series] == [("3.00x",), ("2.50x",)]
+
+
+def test_every_mode_of_bench_vllm_has_a_name_in_its_chart():
+    assert VLLM_MODES.keys() == MODES.keys()
 
 
 def test_a_chart_of_serving_has_a_panel_for_each_time():

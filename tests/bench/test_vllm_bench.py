@@ -388,13 +388,8 @@ def test_processes_that_are_alive_together_take_turns(processes: dict[str, Any])
     rest = [("vllm", "run"), ("backend-fp8", "start"), ("worker", "run")]  # its error
     assert turns[15:18] == rest
     assert [name for name, _ in turns[18:]] == [
-        "worker",
-        "vllm",
-        "vllm",
-        "worker",
-        "worker",
-        "vllm",
-    ]
+        "worker", "vllm", "vllm", "worker", "worker", "vllm",
+    ]  # fmt: skip
     assert turns[-2:] == [("worker", "end"), ("vllm", "end")]
     alone = run_vllm(VLLMBench(**SMALL, modes=modes))
     assert alone["results"] == result["results"]

@@ -23,7 +23,7 @@ NAMES = {
     "torch-sdpa": "torch SDPA",
 }
 """Variants whose names a picture has to spell out."""
-MODES = {
+VLLM_MODES = {
     "worker": "mrv1's worker",
     "worker-fp8": "mrv1's worker, fp8 cache",
     "backend": "mrv1's attention",
@@ -158,27 +158,26 @@ def _serving(file: ResultFile) -> Chart:
 def _inside_vllm(files: Sequence[ResultFile]) -> Iterator[Chart]:
     """Yield the chart of the tokens/s over those of vLLM alone: a panel for each shape."""
     found: dict[str, dict[tuple[int, int, int], float]] = {}
-    order = [*MODES]
+    modes = [*VLLM_MODES]
     files = [file for file in files if file.result["reference"] == "vllm"]
     for file in files:
-        bars = found.setdefault(file.result["shape"], {})
+        ratios = found.setdefault(file.result["shape"], {})
         for cell in file.result["results"]:
-            for name, figures in cell["modes"].items():
-                if name != "vllm" and figures["speedup"] is not None:
-                    key = cell["prompt_tokens"], cell["batch"], order.index(name)
-                    bars[key] = figures["speedup"]
+            for mode, figures in cell["modes"].items():
+                if mode != "vllm" and figures["speedup"] is not None:
+                    key = cell["prompt_tokens"], cell["batch"], modes.index(mode)
+                    ratios[key] = figures["speedup"]
     panels = []
-    for shape, bars in found.items():
-        labels = [
-            f"{batch} x {prompt:,}, {MODES[order[mode]]}" for prompt, batch, mode in sorted(bars)
-        ]
-        series = tuple(
-            Series(MODES[order[key[2]]], ((float(place), bars[key]),), (f"{bars[key]:.2f}x",))
-            for place, key in enumerate(sorted(bars))
-        )
+    for shape, ratios in found.items():
+        labels, series = [], []
+        for place, ((prompt, batch, mode), ratio) in enumerate(sorted(ratios.items())):
+            name = VLLM_MODES[modes[mode]]
+            labels.append(f"{batch} x {prompt:,}, {name}")
+            series.append(Series(name, ((float(place), ratio),), (f"{ratio:.2f}x",)))
         title = f"{shape}, requests x prompt tokens"
         label = "tokens/s over those of vLLM alone with its default cache"
-        panels.append(Panel(title, "", label, _ticks(labels), series, "ratio", is_bars=True))
+        bars = tuple(series)
+        panels.append(Panel(title, "", label, _ticks(labels), bars, "ratio", is_bars=True))
     if panels:
         versions = sorted({file.result["peers"]["vllm"] for file in files})
         title = f"mrv1 in vLLM {', '.join(versions)}, {devices(files)}"

@@ -70,10 +70,12 @@ def draw(chart: Chart) -> str:
             below = _below(panel)
             inside = own - below - (0.35 if panel.title else 0.1)
             bottom = (top - own + below) / height
-            left = 0.36 if panel.is_bars else 0.12
+            left = 0.39 if panel.is_bars else 0.12
             right = 0.08 if panel.is_bars else LABEL_SHARE
             axes = figure.add_axes((left, bottom, 1 - left - right, inside / height))
             _bars(axes, panel) if panel.is_bars else _lines(axes, panel)
+            axes.set_title(panel.title, fontsize=9.5, loc="left")
+            axes.spines[["top", "right"]].set_visible(False)
             top -= own
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Description": digest(chart)})
@@ -137,10 +139,8 @@ def _lines(axes: Any, panel: Panel) -> None:  # noqa: ANN401 - matplotlib is imp
             label.set(ha="right", rotation_mode="anchor")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    axes.set_title(panel.title, fontsize=9.5, loc="left")
     _format_y(axes, panel)
     axes.grid(visible=True, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _place(axes: Any, series: Series) -> float:  # noqa: ANN401
@@ -191,5 +191,3 @@ def _bars(axes: Any, panel: Panel) -> None:  # noqa: ANN401
         axes.axvline(1, color="grey", linewidth=1, zorder=0)
     axes.invert_yaxis()
     axes.set_xlabel(panel.y_label)
-    axes.set_title(panel.title, fontsize=9.5, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)

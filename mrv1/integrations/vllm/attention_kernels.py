@@ -68,7 +68,8 @@ def decode_rows(
         num_reqs: rows, padding included.
         num_tokens: tokens, padding included.
         max_query_len: of any row.
-        query_start_loc: ``[num_reqs + 1]``, on the host; padding rows come last and are empty.
+        query_start_loc: ``[num_reqs + 1]``, on the host; only rows of padding are empty, and they
+            come last.
         decode_query_len: see ``Batches``. Rows of other lengths are prompts, or have fewer drafts.
     """
     if max_query_len == 1 and num_tokens == num_reqs:
