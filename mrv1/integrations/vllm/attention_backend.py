@@ -6,9 +6,10 @@ implementation writes keys and values and attends. Rows of one token, or all row
 many drafts, are decoded; other rows are prefilled, and decodes with them where that is faster.
 
 Outside CUDA graphs each layer launches its kernels from Python: the first layer of a kind checks
-the arguments and chooses the kernels, and the others repeat its launches (``LayerCalls``). All
-kernels of attention are compiled from the loading of the weights on, and launched before the first
-batch (``attention_kernels``).
+the arguments and chooses the kernels, and the others repeat its launches (``RepeatedCall``). The
+attention itself writes keys and values (``forward_includes_kv_cache_update``): an op of its own
+for that would be one more call from Python for each layer. All kernels are compiled from the
+loading of the weights on, and launched before the first batch (``attention_kernels``).
 
 A step waits for nothing on the device. The host reads the shapes, ``max_query_len`` and the host's
 copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device. The first
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
@@ -58,6 +59,7 @@ from mrv1.integrations.vllm.attention_kernels import (
     decode_rows,
     launch_every_decode,
     launch_every_prefill,
+    launch_write,
 )
 from mrv1.integrations.vllm.attention_pages import Pages, content_size
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
@@ -86,7 +88,7 @@ class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(_DTYPES.values())
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *_DTYPES, FP8]
-    forward_includes_kv_cache_update = False
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
@@ -237,6 +239,8 @@ class PrefillRows:
 class Mrv1AttentionMetadata(AttentionMetadata):  # type: ignore[misc]
     """What the layers of one KV cache group share in a step; vLLM may copy the fields."""
 
+    slot_mapping: torch.Tensor
+    """[tokens] int64; -1 = padding."""
     decode: DecodeRows | None
     prefill: PrefillRows | None
 
@@ -300,7 +304,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         self._states = torch.empty(0, device=device)  # of all captured launches
         self._capturing = False
         self._impls: tuple[Mrv1AttentionImpl, ...] = ()  # one for each layout
-        self._calls: tuple[LayerCalls, ...] = ()
+        self._repeated: tuple[RepeatedCall, ...] = ()
         self._is_warm = kernel_path(device) != "triton"  # otherwise nothing is compiled
         logger.info_once(
             "mrv1 attention: path %s on %s, head size %d, %d KV heads, blocks of %d tokens, %s",
@@ -336,8 +340,8 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             self._bind_layers()
         if not self._is_warm and not self._capturing:
             self._warm_up(common.block_table_tensor.shape[1])
-        for calls in self._calls:
-            calls.forget()  # before this step's buffers are allocated
+        for repeated in self._repeated:
+            repeated.forget()  # before this step's buffers are allocated
         num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
         block_table = common.block_table_tensor[:num_reqs]
         seq_lens = common.seq_lens[:num_reqs]
@@ -351,7 +355,9 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
                 max_query_len=num_tokens,
                 splits=self._splits_of_any_batch(num_reqs, num_tokens),
             )
-            return Mrv1AttentionMetadata(decode=None, prefill=rows)
+            return Mrv1AttentionMetadata(
+                slot_mapping=common.slot_mapping, decode=None, prefill=rows
+            )
         starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
         count, query_len = decode_rows(
             num_reqs, num_tokens, common.max_query_len, starts, self._decode_query_len
@@ -373,7 +379,9 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
                 first_token,
                 num_tokens,
             )
-        return Mrv1AttentionMetadata(decode=decode, prefill=prefill)
+        return Mrv1AttentionMetadata(
+            slot_mapping=common.slot_mapping, decode=decode, prefill=prefill
+        )
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -393,10 +401,10 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             layer.impl.bind(layer.kv_cache)
         by_layout = {id(layer.impl.pages.layout): layer.impl for layer in layers}
         self._impls = tuple(by_layout.values())
-        calls: dict[tuple[object, ...], LayerCalls] = {}
+        repeated: dict[tuple[object, ...], RepeatedCall] = {}
         for layer in layers:
-            layer.impl.calls = calls.setdefault(layer.impl.kind, layer.impl.calls)
-        self._calls = tuple(calls.values())
+            layer.impl.repeated = repeated.setdefault(layer.impl.kind, layer.impl.repeated)
+        self._repeated = tuple(repeated.values())
 
     def _warm_up(self, row_width: int) -> None:
         """Launch every kernel of attention: no request shall wait for the compiler."""
@@ -404,6 +412,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         for impl in self._impls:
             if impl.compilation is not None:
                 impl.compilation.finish()
+            launch_write(impl.bound, batches)
             launch_every_prefill(impl.bound, batches)
             launch_every_decode(impl.bound, batches)
         self._is_warm = True
@@ -532,19 +541,15 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         )
 
 
-class LayerCalls:
-    """The ops that the layers of one kind call in a step, each with other tensors alone."""
+class _Part(NamedTuple):
+    """An op that a layer calls in a step."""
 
-    def __init__(self) -> None:
-        """Know no step yet."""
-        self.write = RepeatedCall()
-        self.decode = RepeatedCall()
-        self.prefill = RepeatedCall()
-
-    def forget(self) -> None:
-        """Free the buffers of the last step."""
-        for call in (self.write, self.decode, self.prefill):
-            call.forget()
+    run: Callable[..., None]
+    """Takes all else."""
+    of_step: object
+    """What all layers give it."""
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    """The layer's own."""
 
 
 class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[misc]
@@ -598,7 +603,8 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.pages: Pages
-        self.calls: LayerCalls
+        self.repeated: RepeatedCall
+        """The launches of a step, which layers of one kind share."""
         self.compilation: Compilation | None = None
         self._ops: Ops
         self._kv_cache: torch.Tensor | None = None
@@ -669,7 +675,8 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
     @property
     def kind(self) -> tuple[object, ...]:
         """All that decides a layer's launches beside a step and the layer's own tensors."""
-        return id(self.pages.layout), self.num_heads, self.scale, self.logits_soft_cap
+        shares = self.kv_sharing_target_layer_name is not None
+        return id(self.pages.layout), self.num_heads, self.scale, self.logits_soft_cap, shares
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """View ``kv_cache`` as pages, unless it is the cache of the last call.
@@ -679,7 +686,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         if kv_cache is self._kv_cache:
             return
         self.pages = self.layer.pages(kv_cache)
-        self.calls = LayerCalls()
+        self.repeated = RepeatedCall()
         self._ops = select_ops(kernel_path(kv_cache.device))
         self._kv_cache = kv_cache
 
@@ -697,54 +704,27 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
             is_fp8=self.pages.scales is not None,
         )
 
-    def do_kv_cache_update(
-        self,
-        layer: torch.nn.Module,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write the step's keys and values to their slots; -1 = padding.
-
-        Args:
-            layer: vLLM's layer; unused, as scales are computed from the values.
-            key: ``[tokens, kv_heads, head_size]``; rows after the last slot are padding.
-            value: likewise.
-            kv_cache: the layer's cache. *Written*.
-            slot_mapping: ``[tokens]`` int64.
-        """
-        self.bind(kv_cache)
-        num_tokens = slot_mapping.shape[0]
-        pages, key, value = self.pages, key[:num_tokens], value[:num_tokens]
-
-        def write() -> None:
-            self._ops.kv_cache_write(
-                key, value, pages.k, pages.v, slot_mapping[None], pages.layout, scales=pages.scales
-            )
-
-        self.calls.write(write, (key, value, *pages.tensors), slot_mapping)
-
     def forward(
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Mrv1AttentionMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from the step's queries to the cache, which has their keys and values already.
+        """Write the step's keys and values to the cache, and attend from its queries to the cache.
 
         Args:
-            layer: vLLM's layer; unused.
+            layer: vLLM's layer; unused, as scales are computed from the values.
             query: ``[tokens, heads, head_size]``, padding last.
-            key: unused, like ``value``.
+            key: ``[tokens, kv_heads, head_size]``, padding last. A layer that shares the cache of
+                another ignores it, and may get None, like ``value``.
             value: see ``key``.
-            kv_cache: the layer's cache.
+            kv_cache: the layer's cache. *Written*.
             attn_metadata: of the step; None while vLLM measures memory, before there is a cache.
             output: like ``query``. *Written*; rows of padding may stay as they are.
             output_scale: None: output is not quantized.
@@ -761,35 +741,59 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         if attn_metadata is None:
             return output.zero_()
         self.bind(kv_cache)
-        if (decode := attn_metadata.decode) is not None:
-            self._decode(query, decode, output)
-        if (prefill := attn_metadata.prefill) is not None:
-            self._prefill(query, prefill, output)
+        slot_mapping = attn_metadata.slot_mapping
+        decode, prefill = attn_metadata.decode, attn_metadata.prefill
+        parts: list[_Part] = []
+        shares = self.kv_sharing_target_layer_name is not None
+        if not shares and key is not None and value is not None:
+            tokens = slice(slot_mapping.shape[0])
+            parts.append(_Part(self._write, slot_mapping, (key[tokens], value[tokens])))
+        if decode is not None:
+            self._plan(decode)
+            tokens = slice(decode.num_tokens)
+            parts.append(_Part(self._decode, decode, (query[tokens], output[tokens])))
+        if prefill is not None:
+            tokens = slice(prefill.first_token, prefill.end_token)
+            parts.append(_Part(self._prefill, prefill, (query[tokens], output[tokens])))
+
+        def launch() -> None:
+            for part in parts:
+                part.run(part.of_step, *part.tensors)
+
+        tensors = [tensor for part in parts for tensor in part.tensors]
+        of_step = [part.of_step for part in parts]
+        self.repeated(launch, (*tensors, self.sinks, *self.pages.tensors), *of_step)
         return output
 
-    def _decode(self, query: torch.Tensor, rows: DecodeRows, output: torch.Tensor) -> None:
+    def _write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        pages = self.pages
+        self._ops.kv_cache_write(
+            key, value, pages.k, pages.v, slot_mapping[None], pages.layout, scales=pages.scales
+        )
+
+    def _plan(self, rows: DecodeRows) -> None:
+        """Launch the plan of the decoded rows, if this is the first layer of its window."""
         layout = self.pages.layout
         plan = rows.plans.get(id(layout))
         if plan is not None and rows.planners.setdefault(id(layout), self) is self:
             self._ops.plan_decode_attention(rows.seq_lens, layout, plan)
+
+    def _decode(self, rows: DecodeRows, q: torch.Tensor, out: torch.Tensor) -> None:
         self._attend(
-            self.calls.decode,
             self._ops.paged_decode_attention,
             rows,
-            query[: rows.num_tokens],
-            output[: rows.num_tokens],
+            q,
+            out,
             query_len=rows.query_len,
-            plan=plan,
+            plan=rows.plans.get(id(self.pages.layout)),
         )
 
-    def _prefill(self, query: torch.Tensor, rows: PrefillRows, output: torch.Tensor) -> None:
-        tokens = slice(rows.first_token, rows.end_token)
+    def _prefill(self, rows: PrefillRows, q: torch.Tensor, out: torch.Tensor) -> None:
         self._attend(
-            self.calls.prefill,
             self._ops.paged_prefill_attention,
             rows,
-            query[tokens],
-            output[tokens],
+            q,
+            out,
             query_start_loc=rows.query_start_loc,
             max_query_len=rows.max_query_len,
             splits=rows.splits.get(id(self.pages.layout)),
@@ -797,7 +801,6 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
 
     def _attend(
         self,
-        repeated: RepeatedCall,
         op: Callable[..., torch.Tensor],
         rows: DecodeRows | PrefillRows,
         q: torch.Tensor,
@@ -805,21 +808,17 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         **of_rows: Any,  # noqa: ANN401 - options of the op
     ) -> None:
         pages = self.pages
-
-        def attend() -> None:
-            op(
-                q,
-                pages.k,
-                pages.v,
-                block_table=rows.block_table,
-                seq_lens=rows.seq_lens,
-                layout=pages.layout,
-                softmax_scale=self.scale,
-                logits_soft_cap=self.logits_soft_cap,
-                sinks=self.sinks,
-                out=out,
-                scales=pages.scales,
-                **of_rows,
-            )
-
-        repeated(attend, (q, out, self.sinks, *pages.tensors), rows)
+        op(
+            q,
+            pages.k,
+            pages.v,
+            block_table=rows.block_table,
+            seq_lens=rows.seq_lens,
+            layout=pages.layout,
+            softmax_scale=self.scale,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            out=out,
+            scales=pages.scales,
+            **of_rows,
+        )

@@ -35,7 +35,7 @@ from mrv1.runner.compile_ahead import (
 if TYPE_CHECKING:
     from mrv1.kernels._base.recording import KernelRecorder
 
-NO_BLOCK = -1
+NO_BLOCK = NO_SLOT = -1
 
 MAX_QUERY_LEN = 8
 """Most queries per row of ``paged_decode_attention``."""
@@ -108,6 +108,18 @@ class BoundLayer(NamedTuple):
     kv_cache: torch.Tensor
     sinks: torch.Tensor | None
     """[num_heads], its logit sinks; None = it has none."""
+
+
+def launch_write(bound: BoundLayer, batches: Batches) -> None:
+    """Launch the kernel that writes to a layer's cache, whatever the number of tokens."""
+    layer, kv_cache, _ = bound
+    pages, device = layer.pages(kv_cache), kv_cache.device
+    shape = 1, pages.layout.num_kv_heads, layer.head_size
+    padding = torch.full((1, 1), NO_SLOT, dtype=torch.int64, device=device)
+    key = torch.zeros(shape, dtype=batches.dtype, device=device)
+    select_ops(kernel_path(device)).kv_cache_write(
+        key, key, pages.k, pages.v, padding, pages.layout, scales=pages.scales
+    )
 
 
 def launch_every_prefill(bound: BoundLayer, batches: Batches) -> None:
@@ -239,6 +251,7 @@ class AttentionKernels:
             for layer, kv_cache, sinks in self.layers:
                 empty_sinks = None if sinks is None else sinks.empty(device)
                 bound = BoundLayer(layer, kv_cache.empty(device), empty_sinks)
+                launch_write(bound, self.batches)
                 launch_every_prefill(bound, self.batches)
                 launch_every_decode(bound, self.batches)
         return recorder

@@ -42,6 +42,7 @@ from mrv1.integrations.vllm.attention_kernels import (
     decode_rows,
     launch_every_decode,
     launch_every_prefill,
+    launch_write,
 )
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, PrefillSplits
@@ -437,6 +438,7 @@ class Model:
         self.table = torch.zeros(8, 12, dtype=torch.int32)
         self.starts = torch.zeros(9, dtype=torch.int32)
         self.lens = torch.zeros(8, dtype=torch.int32)
+        self.slots = torch.full((200,), -1)
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random)
@@ -461,7 +463,6 @@ class Model:
         for name, layer in self.layers.items():
             qkv = self.randn(rows, self.num_q_heads + 2 * self.num_kv_heads, self.head_size)
             q, k, v = qkv.split([self.num_q_heads, self.num_kv_heads, self.num_kv_heads], 1)
-            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, common.slot_mapping)
             out = torch.full_like(q.contiguous(), torch.nan)
             layer.impl.forward(layer, q, k, v, layer.kv_cache, captured or metadata, out)
             for row, req in enumerate(queries):
@@ -494,6 +495,7 @@ class Model:
         for row, req in enumerate(queries):
             blocks = torch.tensor(self.blocks_of[req])
             self.table[row, : len(blocks)] = blocks
+        self.slots[: num_tokens + pad_tokens] = torch.tensor(slots + [-1] * pad_tokens)
         starts = torch.tensor([0, *queries.values(), *[0] * pad_reqs]).cumsum(0).int()
         self.starts[: rows + 1] = starts
         self.lens[:rows] = torch.tensor(lens + [0] * pad_reqs)
@@ -506,7 +508,7 @@ class Model:
             max_query_len=max(queries.values()),
             max_seq_len=max(lens),
             block_table_tensor=self.table[:rows],
-            slot_mapping=torch.tensor(slots + [-1] * pad_tokens),
+            slot_mapping=self.slots[: num_tokens + pad_tokens],
         )
 
     def length(self, req: int) -> int:
@@ -584,6 +586,10 @@ def test_kernels_are_compiled_from_the_loading_of_weights_and_launched_before_th
         events.append(f"start {windows} {kernels.batches.row_width} {num_processes}")
         return _Compiler(events, error)
 
+    def write(bound: BoundLayer, batches: Batches) -> None:
+        events.append(f"write {bound.layer.role.window}")
+        launch_write(bound, batches)
+
     def prefill(bound: BoundLayer, batches: Batches) -> None:
         events.append(f"prefill {bound.layer.role.window}")
         launch_every_prefill(bound, batches)
@@ -594,6 +600,7 @@ def test_kernels_are_compiled_from_the_loading_of_weights_and_launched_before_th
 
     monkeypatch.setenv("MRV1_COMPILE_PROCESSES", "3")
     monkeypatch.setattr(attention_kernels, "start_compiling", start)
+    monkeypatch.setattr(attention_backend, "launch_write", write)
     monkeypatch.setattr(attention_backend, "launch_every_prefill", prefill)
     monkeypatch.setattr(attention_backend, "launch_every_decode", decode)
     load()
@@ -602,7 +609,9 @@ def test_kernels_are_compiled_from_the_loading_of_weights_and_launched_before_th
         for count in (2, 1):
             model.builder.build_for_cudagraph_capture(model.common(dict.fromkeys(range(count), 1)))
     assert events == ["start [-1, 20] 12 3"]
-    launches = ["prefill -1", "decode -1", "prefill 20", "decode 20"]
+    launches = [
+        f"{name} {window}" for window in (-1, 20) for name in ("write", "prefill", "decode")
+    ]
     for _ in range(2):
         model.step({0: 1, 1: 7, 2: 30})
         assert events == ["start [-1, 20] 12 3", "wait", "stop", *launches]
@@ -696,15 +705,35 @@ def test_a_mixed_batch_is_prefilled_at_once_where_that_is_faster(
 def test_layers_of_one_kind_share_their_calls_and_a_step_forgets_the_last_one():
     model = Model(4, 2, 64, 16, (None, 20, None), is_fp8=False, seed=11)
     model.step({0: 20})
-    full, window, other_full = (layer.impl.calls for layer in model.layers.values())
+    full, window, other_full = (layer.impl.repeated for layer in model.layers.values())
     assert full is other_full
     assert full is not window
     forgotten = []
-    for name in ("write", "decode", "prefill"):
-        call = getattr(full, name)
-        call.forget = partial(forgotten.append, name)
+    for name, repeated in (("full", full), ("window", window)):
+        repeated.forget = partial(forgotten.append, name)
     model.step({0: 1})
-    assert forgotten == ["write", "decode", "prefill"]
+    assert forgotten == ["full", "window"]
+
+
+def test_a_layer_that_shares_the_cache_of_another_writes_nothing():
+    model = Model(4, 2, 64, 16, (None, None), is_fp8=False, seed=12)
+    owner, sharer = model.layers.values()
+    sharer.impl.kv_sharing_target_layer_name, sharer.kv_cache = "layers.0", owner.kv_cache
+    common = model.common({0: 20, 1: 3})
+    metadata = model.builder.build(0, common)
+    assert owner.impl.repeated is not sharer.impl.repeated
+    q, k, v = model.randn(23, 4, 64), model.randn(23, 2, 64), model.randn(23, 2, 64)
+    expected = owner.impl.forward(
+        owner, q, k, v, owner.kv_cache, metadata, torch.full_like(q, torch.nan)
+    )
+    written = owner.kv_cache.clone()
+    assert written.any()
+    for others in ((k + 1, v + 1), (None, None)):  # models with shared caches compute none
+        found = sharer.impl.forward(
+            sharer, q, *others, owner.kv_cache, metadata, torch.full_like(q, torch.nan)
+        )
+        assert torch.equal(found, expected)
+        assert torch.equal(owner.kv_cache, written)
 
 
 def _replay(model: Model) -> None:

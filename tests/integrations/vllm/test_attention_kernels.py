@@ -19,6 +19,7 @@ from mrv1.integrations.vllm.attention_kernels import (
     BoundLayer,
     launch_every_decode,
     launch_every_prefill,
+    launch_write,
 )
 from mrv1.integrations.vllm.attention_pages import content_size
 from mrv1.kernels import HeadRole
@@ -115,6 +116,17 @@ def prefill(num_decodes, lengths, padding):
     )
 
 
+def write(num_tokens):
+    # As in most models key and value are views of qkv.
+    heads = [layer.num_heads, pages.layout.num_kv_heads, pages.layout.num_kv_heads]
+    qkv = torch.zeros(
+        num_tokens + 3, sum(heads), layer.head_size, dtype=batches.dtype, device=device
+    )
+    _, k, v = qkv[:num_tokens].split(heads, dim=1)
+    slots = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    ops.kv_cache_write(k, v, pages.k, pages.v, slots, pages.layout, scales=pages.scales)
+
+
 def batch():
     # The lengths of some decodes and prompts, and tokens of padding.
     if rng.random() < 0.3:  # all rows alike: short prompts, or drafts
@@ -144,6 +156,7 @@ with stand_in_device(device), torch.inference_mode():
             len(lengths), sum(lengths) + padding, max(lengths), starts, batches.decode_query_len
         )
         before = len(recorder.kernels)
+        write(sum(lengths) + padding)
         if count:
             decode(count, query_len)
         if rest := lengths[count:]:
@@ -262,6 +275,6 @@ def test_launches_leave_the_cache_as_it_is(device: torch.device, is_fp8: bool):
     before = cache.clone()
     small = Batches(40, 3, 50, row_width=3, decode_query_len=2, dtype=dtype)
     batches = BATCHES._replace(decode_query_len=4) if on_gpu else small
-    for launch in (launch_every_prefill, launch_every_decode):
+    for launch in (launch_write, launch_every_prefill, launch_every_decode):
         launch(BoundLayer(layer, cache, None), batches)
     assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
