@@ -69,6 +69,27 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
     )
 
 
+def share_of_all(share: float, free_bytes: int, total_bytes: int) -> float:
+    """Return ``gpu_memory_utilization`` in mrv1's sense, from vLLM's.
+
+    vLLM bounds the memory of one engine, mrv1 that of all processes on the GPU.
+
+    Args:
+        share: vLLM's.
+        free_bytes: of the GPU, before the engine takes any.
+        total_bytes: of the GPU.
+
+    Raises:
+        ConfigError: less than ``share`` is free.
+    """
+    if free_bytes < share * total_bytes:
+        raise ConfigError(
+            "gpu_memory_utilization: expected at most the share of the GPU's memory that is free, "
+            f"{free_bytes / total_bytes:.3f}, got {share:g}; other processes have the rest"
+        )
+    return min(1.0, share + 1 - free_bytes / total_bytes)
+
+
 def _problems(config: VllmConfig) -> Iterator[str]:
     yield from _unset(config, "lora_config", "speculative_config")
     yield from _unset(config, "ec_transfer_config", "weight_transfer_config", "watermark_config")

@@ -20,9 +20,10 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from mrv1.bench.engine import random_model
 from mrv1.config import checkpoint_dir
+from mrv1.device import memory_bytes
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.kv_transfer import KVTransfer
-from mrv1.integrations.vllm.options import engine_config
+from mrv1.integrations.vllm.options import engine_config, share_of_all
 from mrv1.integrations.vllm.outputs import StepResult
 from mrv1.integrations.vllm.requests import Requests, Step
 from mrv1.integrations.vllm.sampling import MAX_EOS_TOKENS
@@ -84,7 +85,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
     # --- start ---------------------------------------------------------------------------------
 
     def init_device(self) -> None:
-        """Choose the device, and set up vLLM's process groups, which its executors use."""
+        """Choose the device, and set up vLLM's process groups, which its executors use.
+
+        Raises:
+            ConfigError: the device is none that mrv1 has, or has less free memory than
+                ``gpu_memory_utilization`` asks for.
+        """
         from vllm.distributed import (
             ensure_model_parallel_initialized,
             init_distributed_environment,
@@ -109,7 +115,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
             "nccl" if on_gpu else "gloo",
         )
         ensure_model_parallel_initialized(1, 1)
-        self._engine_config = engine_config(self.vllm_config, self.device)
+        config = engine_config(self.vllm_config, self.device)
+        if on_gpu and config.kv_cache_memory_bytes is None:
+            share = share_of_all(config.gpu_memory_utilization, *memory_bytes(self.device))
+            config = replace(config, gpu_memory_utilization=share)
+        self._engine_config = config
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the weights, or with ``load_format="dummy"`` make random ones.

@@ -28,7 +28,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from mrv1 import ConfigError, StepError
 from mrv1.config import checkpoint_dir
 from mrv1.integrations.vllm import RequestCheck, Worker
-from mrv1.integrations.vllm.options import engine_config
+from mrv1.integrations.vllm.options import engine_config, share_of_all
 from mrv1.integrations.vllm.outputs import StepResult
 from mrv1.integrations.vllm.sampling import OF_VLLM, TRANSLATED
 from mrv1.integrations.vllm.versions import interface, resolve
@@ -167,6 +167,20 @@ def test_options_of_vllm_reach_the_runner(engine, monkeypatch):
     # vLLM has read its environment by now.
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     assert engine_config(engine.engine.vllm_config, torch.device("cpu")).deterministic is True
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "of_all"),
+    [(0.3, 100, 0.3), (0.3, 35, 0.95), (0.25, 25, 1.0), (1.0, 100, 1.0)],
+)
+def test_other_engines_memory_is_not_a_part_of_the_utilization(share, free, of_all):
+    """Two engines with 0.3 of a GPU leave a third one 0.4, not -0.3."""
+    assert share_of_all(share, free << 30, 100 << 30) == pytest.approx(of_all, abs=1e-6)
+
+
+def test_a_utilization_of_more_than_is_free_is_refused():
+    with pytest.raises(ConfigError, match=r"^gpu_memory_utilization: .* free, 0.296, got 0.3;"):
+        share_of_all(0.3, 296 << 20, 1000 << 20)
 
 
 def test_a_context_that_vllm_shortens_for_the_memory_is_taken(engine):
