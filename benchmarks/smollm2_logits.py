@@ -130,8 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
         },
         "results": results,
     }
-    for name, options in VARIANTS.items():
-        outputs, line = generated({"device": str(device), **options})
+    for name, variant in VARIANTS.items():
+        outputs, line = generated({"device": str(device), **variant})
         results.append({"variant": name, **compared(model, outputs)})
         print(line, json.dumps(results[-1]), sep="\n", file=sys.stderr, flush=True)
         options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

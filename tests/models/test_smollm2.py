@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from benchmarks import smollm2_logits
 from mrv1 import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from mrv1 import config as config_module
 from mrv1.config import checkpoint_dir
@@ -106,6 +107,23 @@ def oracle() -> PreTrainedModel:
     model.load_state_dict(tensors, strict=False)  # the tied head is not in the file
     model.tie_weights()
     return model.eval()
+
+
+@needs_smollm2
+@pytest.mark.slow
+def test_the_benchmark_of_errors_writes_each_variant(
+    oracle: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(smollm2_logits, "reference_model", lambda path, device: oracle)
+    monkeypatch.setattr(smollm2_logits, "VARIANTS", {"float32": {"dtype": "float32"}})
+    monkeypatch.setattr(smollm2_logits, "QUESTIONS", (QUESTION["content"],))
+    monkeypatch.setattr(smollm2_logits, "LONG_PROMPT_TOKENS", 40)
+    monkeypatch.setattr(smollm2_logits, "OUTPUT_TOKENS", 3)
+    smollm2_logits.main([str(tmp_path / "errors.json"), "--commit", "c"])
+    (found,) = json.loads((tmp_path / "errors.json").read_text("utf-8"))["results"]
+    assert found["variant"] == "float32"
+    assert found["positions"] == 6
+    assert found["worst_error"] < LEAST_GAP
 
 
 @needs_smollm2
