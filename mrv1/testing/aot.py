@@ -130,8 +130,11 @@ class AotReport:
     """Threads of a program."""
     programs_per_sm: int = 0
     """Programs that must fit a multiprocessor."""
+    early_arrivals: int = 0
+    """See :func:`early_arrivals`."""
     problem: str = field(init=False)
-    """Why this must not ship: an error, a spill, too much shared memory. Empty if it may."""
+    """Why this must not ship: an error, a spill, too much shared memory, an early arrival. Empty
+    if it may."""
 
     def __post_init__(self) -> None:
         """Find the problem."""
@@ -155,6 +158,8 @@ class AotReport:
                 f"{self.programs_per_sm} programs of {self.threads} threads with {self.registers} "
                 f"registers do not fit a multiprocessor"
             )
+        if self.early_arrivals:
+            reasons.append(f"{self.early_arrivals} arrivals without a barrier of their warps")
         problem = f"{self.target} {self.case}: {'; '.join(reasons)}" if reasons else ""
         object.__setattr__(self, "problem", problem)
 
@@ -250,7 +255,31 @@ def _compile_case(target: Target, case: AotCase) -> AotReport:
         parked_bytes=case.parked_bytes,
         threads=case.num_warps * target.warp_size,
         programs_per_sm=case.programs_per_sm,
+        early_arrivals=early_arrivals(compiled.asm.get("ptx", "")),
     )
+
+
+def early_arrivals(ptx: str) -> int:
+    """Return the number of arrivals at an mbarrier that may come before an access of their warps.
+
+    One thread arrives for its warps, and other warps then read or overwrite shared memory. So a
+    barrier of the arriving warps must lie between their last access and the arrival; it does if it
+    is the last instruction but arithmetic in the same block of instructions. An arrival that
+    expects bytes of a copy says nothing of accesses before it.
+    """
+    lines = ptx.splitlines()
+    return sum(
+        _ORDERED.search(next(filter(_EFFECT.search, reversed(lines[:number])), "")) is None
+        for number, line in enumerate(lines)
+        if "mbarrier.arrive" in line and "expect_tx" not in line
+    )
+
+
+_ORDERED = re.compile(r"\bbar(rier)?\.(warp\.)?sync\b")
+_EFFECT = re.compile(
+    r"^\$L|\b(bra|bar|barrier|mbarrier|ld|st|atom|red|ldmatrix|stmatrix|wgmma|cp)\b"
+)
+"""A label, a branch, a barrier, or an access to memory."""
 
 
 def _nvidia_usage(compiled: Any) -> tuple[int, int]:  # noqa: ANN401 - Triton's CompiledKernel

@@ -122,6 +122,31 @@ def test_a_report_names_its_problem():
         AotReport(**fine, **four, shared_bytes=24 * 1024 + 1).problem
     )
     assert AotReport(**fine, error="no").problem == "sm_89 op: no"
+    assert AotReport(**fine, early_arrivals=2).problem.startswith("sm_89 op: 2 arrivals without")
+
+
+ARRIVAL = "\t@%p70 mbarrier.arrive.shared::cta.b64 _, [%r379];"
+
+
+@pytest.mark.parametrize(
+    ("before", "early"),
+    [
+        (["\tld.shared.b32 %r1, [%r2];", "\tbar.sync \t0, 128;"], 0),
+        (["\tbar.warp.sync \t-1;", "\t// begin inline asm", "\tadd.s32 %r1, %r2, 4;"], 0),
+        (["\tbarrier.sync \t1;"], 0),
+        (["\tbar.sync \t0, 128;", "\tld.shared.b32 %r1, [%r2];"], 1),
+        (["\tbar.sync \t0, 128;", "\tst.shared.b32 [%r2], %r1;", "\tadd.s32 %r1, %r2, 4;"], 1),
+        (["\tbar.sync \t0, 128;", "$L__BB0_7:"], 1),
+        (["\tbar.sync \t0, 128;", "\t@%p1 bra \t$L__BB0_7;"], 1),
+        (["\tbar.sync \t0, 128;", "\twgmma.wait_group.sync.aligned 0;"], 1),
+        (["\tmbarrier.try_wait.parity.shared::cta.b64 complete, [%r2], %r3;"], 1),
+        ([], 1),
+    ],
+)
+def test_an_arrival_needs_a_barrier_of_its_warps(before: list[str], early: int):
+    assert aot.early_arrivals("\n".join([*before, ARRIVAL])) == early
+    expecting = "\t@%p70 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r403], 32768;"
+    assert aot.early_arrivals("\n".join([*before, expecting])) == 0
 
 
 def test_amd_targets_have_no_compute_capability():
