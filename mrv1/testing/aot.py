@@ -259,6 +259,13 @@ def _compile_case(target: Target, case: AotCase) -> AotReport:
     )
 
 
+_BARRIER = re.compile(r"\bbar(rier)?\.(warp\.)?sync\b")
+_EFFECT = re.compile(
+    r"^\$L|\b(bra|bar|barrier|mbarrier|ld|st|atom|red|ldmatrix|stmatrix|wgmma|cp)\b"
+)
+"""A label, a branch, a barrier, or an access to memory."""
+
+
 def early_arrivals(ptx: str) -> int:
     """Return the number of arrivals at an mbarrier that may come before an access of their warps.
 
@@ -267,19 +274,13 @@ def early_arrivals(ptx: str) -> int:
     is the last instruction but arithmetic in the same block of instructions. An arrival that
     expects bytes of a copy says nothing of accesses before it.
     """
-    lines = ptx.splitlines()
-    return sum(
-        _ORDERED.search(next(filter(_EFFECT.search, reversed(lines[:number])), "")) is None
-        for number, line in enumerate(lines)
-        if "mbarrier.arrive" in line and "expect_tx" not in line
-    )
-
-
-_ORDERED = re.compile(r"\bbar(rier)?\.(warp\.)?sync\b")
-_EFFECT = re.compile(
-    r"^\$L|\b(bra|bar|barrier|mbarrier|ld|st|atom|red|ldmatrix|stmatrix|wgmma|cp)\b"
-)
-"""A label, a branch, a barrier, or an access to memory."""
+    early, is_ordered = 0, False
+    for line in ptx.splitlines():
+        if "mbarrier.arrive" in line and "expect_tx" not in line:
+            early += not is_ordered
+        if _EFFECT.search(line):
+            is_ordered = _BARRIER.search(line) is not None
+    return early
 
 
 def _nvidia_usage(compiled: Any) -> tuple[int, int]:  # noqa: ANN401 - Triton's CompiledKernel

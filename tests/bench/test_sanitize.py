@@ -82,22 +82,18 @@ def test_the_script_passes_only_if_clean_and_the_planted_launch_is_found(
     assert tools["racecheck"]["summary"].startswith("RACECHECK SUMMARY:")
 
 
-@pytest.mark.parametrize(("others", "findings"), [(0, 0), (1, 1)])
-def test_hazards_that_racecheck_cannot_judge_are_no_findings(
-    monkeypatch: pytest.MonkeyPatch, others: int, findings: int
-):
-    of_queue = (
-        "========= Error: Race reported between Read access at _prefill_queue_kernel+0x290 in a\n"
-        "=========     and Write access at _prefill_queue_kernel+0xff80 in a.py:9 [33 hazards]\n"
+def test_hazards_are_counted_by_kernel(monkeypatch: pytest.MonkeyPatch):
+    hazard = (
+        "========= Error: Race reported between Read access at {0}+0x290 in a.py:9\n"
+        "=========     and Write access at {0}+0xff80 in a.py:9 [33 hazards]\n"
     )
-    said = of_queue * 2 + of_queue.replace("_prefill_queue_kernel", "other") * others
-    said += f"========= RACECHECK SUMMARY: {2 + others} hazards displayed (0 errors, 0 warnings)\n"
+    said = "".join(map(hazard.format, ("_queue_kernel", "_other_kernel", "_queue_kernel")))
+    said += "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n"
     done = subprocess.CompletedProcess([], 0, stdout=said)
     monkeypatch.setattr(sanitize.subprocess, "run", lambda *_, **__: done)
     found = sanitize.sanitize("racecheck", "--run")
-    assert found["findings"] == findings
-    assert found["hazards_of_handed_over_memory"] == {"_prefill_queue_kernel": 2}
-    assert bool(found["output"]) == bool(findings)
+    assert (found["findings"], found["output"]) == (3, said)
+    assert found["hazards"] == {"_queue_kernel": 2, "_other_kernel": 1}
 
 
 def test_a_tool_without_a_summary_is_an_error(monkeypatch: pytest.MonkeyPatch):

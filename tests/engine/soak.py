@@ -385,7 +385,7 @@ def result(soak: Soak, found: Growth, options: argparse.Namespace) -> dict[str, 
     return {
         "op": "soak",
         "schema": 1,
-        "shape": "tests.engine.soak: engines of a random model, hidden size 64",
+        "shape": f"tests.engine.soak: engines of a random model, hidden size {HIDDEN_SIZE}",
         **provenance(resolve_device(options.device), options.commit),
         "conditions": {
             "seconds": options.seconds,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from mrv1 import LLM, SamplingParams
-from tests.engine.soak import MAX_NUM_SEQS, Reading, Soak, check_books, growth
+from tests.engine.soak import MAX_NUM_SEQS, Reading, Soak, check_books, growth, result
 from tests.engine.test_llm import random_prompts
 from tests.models.families import tiny_checkpoint
 
@@ -121,6 +123,22 @@ def test_the_readings_of_a_soak_are_no_leak(soak: Soak, monkeypatch):
     first = soak.measure(0.0)
     monkeypatch.setattr(soak, "readings", [*soak.readings, *(replace(first) for _ in range(1000))])
     assert abs(soak.measure(0.0).num_objects - first.num_objects) < 100
+
+
+def test_the_result_of_a_soak_has_its_counts_and_every_tenth_reading(soak: Soak, monkeypatch):
+    readings = [replace(soak.measure(0.0), seconds=float(cycle)) for cycle in range(25)]
+    monkeypatch.setattr(soak, "readings", readings)
+    found = growth(readings)
+    options = argparse.Namespace(
+        seconds=8.0, engines=["plain"], seed=3, device="cpu", commit="abc"
+    )
+    written = json.loads(json.dumps(result(soak, found, options)))
+    (only,) = written["results"]
+    assert (written["commit"], written["device"]["name"]) == ("abc", "cpu")
+    assert (only["requests"], only["cycles"]) == (soak.num_requests, 25)
+    assert [reading["seconds"] for reading in only["readings"]] == [0.0, 10.0, 20.0]
+    assert (only["first_third"], only["last_third"]) == (found.first, found.last)
+    assert only["problems"] == found.problems
 
 
 def test_a_soak_tells_growth_from_noise():
