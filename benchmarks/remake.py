@@ -91,11 +91,17 @@ RECIPES: dict[str, Recipe] = {
         "--shape qwen3-0.6b --cells 32x8192 --repeats 2 --modes vllm,backend,worker",
         200, "vllm",
     ),
+    "vllm-0.6b-one": bench(
+        "vllm",
+        "--shape qwen3-0.6b --cells 1x128 --repeats 150 --in-turns "
+        "--gpu-memory-utilization 0.3 --modes vllm,backend,worker",
+        300, "vllm",
+    ),
     "vllm-0.6b-short": bench(
         "vllm",
-        "--shape qwen3-0.6b --cells 1x128,32x128,256x128 --repeats 20 --in-turns "
+        "--shape qwen3-0.6b --cells 32x128,256x128 --repeats 20 --in-turns "
         "--gpu-memory-utilization 0.3 --modes vllm,backend,worker",
-        330, "vllm",
+        300, "vllm",
     ),
     "vllm-0.6b-fp8": bench(
         "vllm",

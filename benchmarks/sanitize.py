@@ -119,9 +119,7 @@ def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
             is_fp8=True, deterministic=True,
         )  # fmt: skip
         ops.plan_decode_attention(case.seq_lens, case.layout, plan)
-        num_items, num_merges = plan.counts.tolist()
-        yield plan.items[:num_items, : len(Item._fields)]
-        yield plan.merges[:num_merges]
+        yield plan.items[: int(plan.num_items), : len(Item._fields)]
 
 
 def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:

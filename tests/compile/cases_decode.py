@@ -9,7 +9,6 @@ import torch
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.attention.decode_attention import (
     MIN_PAIRED_DIM,
-    _merge_items_kernel,
     _paged_decode_attention_kernel,
     merge_tile,
 )
@@ -48,7 +47,7 @@ def cases(target: Target) -> list[AotCase]:
     streaming = [(dtype, dim, True) for dtype, dim in STREAMING_SHAPES]
     return [
         *(_decode(target, dtype, dim, ring) for dtype, dim, ring in full + streaming),
-        _decode(target, torch.bfloat16, 128, False, merges=False, early=False),
+        _decode(target, torch.bfloat16, 128, False, splits=False, early=False),
         _decode(target, torch.bfloat16, 128, False, segments=SOME),
         _decode(target, torch.bfloat16, 128, False, group=8, query_len=8),
         _decode(
@@ -58,7 +57,6 @@ def cases(target: Target) -> list[AotCase]:
         _decode(target, torch.bfloat16, 128, False, deterministic=True),
         _decode(target, torch.bfloat16, 256, True, deterministic=True),
         *_fp8_cases(target),
-        *(_merge(target, dim, pieces) for dim in (64, 256) for pieces in (16, 64)),
         *(_plan(target, *shape) for shape in ((16, 8, 1), (256, 8, 2), (1024, 64, 8))),
         _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "token")),
         _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "head")),
@@ -99,7 +97,7 @@ def _decode(
     query_len: int = 1,
     segments: int = FEW,
     in_rounds: bool = False,
-    merges: bool = True,
+    splits: bool = True,
     early: bool = True,
     deterministic: bool = False,
     visits_masked: bool = False,
@@ -135,7 +133,7 @@ def _decode(
             f"segments{segments}",
             *(["masked" if visits_masked else "ring"] if streaming else []),
             *(["rounds"] if in_rounds else []),
-            *([] if merges else ["merge_launch"]),
+            *([] if splits else ["whole"]),
             *(["deterministic"] if deterministic else []),
             *_fp8_name(fp8),
             *(["soft_cap"] if soft_cap else []),
@@ -145,7 +143,8 @@ def _decode(
         args=(
             *(pointer(dtype), row, head_dim),
             *(float32, group * NUM_KV_HEADS, 1),
-            *(float32, float32, int32 if merges else None, None),
+            *((float32, float32, int32) if splits else (None, None, None)),
+            None,
             *(int32, int32),
             *(pointer(dtype), 2 * row, head_dim),
             *caches,
@@ -169,7 +168,7 @@ def _decode(
             "PRECISION": dot_precision(dtype),
             "OVERLAP": target.has_dependent_launch,
             **fp8,
-            **merge_tile(rows, tile_dim),
+            **merge_tile(rows, tile_dim, deterministic),
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
             "EARLY": early and target.has_dependent_launch,
             "DETERMINISTIC": deterministic,
@@ -181,35 +180,12 @@ def _decode(
     )
 
 
-def _merge(target: Target, head_dim: int, tile_pieces: int) -> AotCase:
-    float32, int32 = pointer(torch.float32), pointer(torch.int32)
-    return AotCase(
-        name=_name("merge_items", torch.bfloat16, head_dim, tile_pieces),
-        kernel=_merge_items_kernel,
-        args=(
-            *(pointer(torch.bfloat16), 16 * head_dim, head_dim),
-            *(float32, 16, 1),
-            *(float32, float32),
-            *(int32, int32),
-        ),
-        constexprs={
-            "QUERY_LEN": 1,
-            "GROUP": 4,
-            "HEAD_DIM": head_dim,
-            "TILE_PIECES": tile_pieces,
-            "TILE_DIM": triton.next_power_of_2(head_dim),
-            "OVERLAP": target.has_dependent_launch,
-        },
-        num_warps=2 if tile_pieces == 16 else 4,
-    )
-
-
 def _plan(target: Target, num_reqs: int, num_kv_heads: int, num_kinds: int) -> AotCase:
     int32 = pointer(torch.int32)
     return AotCase(
         name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, num_kinds),
         kernel=_plan_decode_kernel,
-        args=(*(int32,) * 5, num_reqs, int32, num_kinds, *(int32,) * 4, 1568, 528, 1056),
+        args=(*(int32,) * 4, num_reqs, int32, num_kinds, *(int32,) * 4, 1568, 528, 1056),
         constexprs={
             "NUM_KV_HEADS": num_kv_heads,
             "QUERY_LEN": 1,

@@ -115,19 +115,17 @@ def _assert_one_sink(got: Result, num_keys: int, sinks: torch.Tensor) -> None:
     assert torch.allclose(got.out.double(), out, rtol=rounding)
 
 
-@pytest.mark.parametrize("merged_pieces", [16, 0], ids=["merge in items", "merge launch"])
 @pytest.mark.parametrize(
     "cut", [{"num_kv_splits": n} for n in (1, 3, 5)] + [{"deterministic": True}], ids=str
 )
-def test_a_decoded_row_counts_its_sink_once(device, monkeypatch, cut, merged_pieces):
-    monkeypatch.setattr(plan_buffers, "MERGED_PIECES", merged_pieces)
+def test_a_decoded_row_counts_its_sink_once(device, monkeypatch, cut):
     gpu = SimpleNamespace(num_sms=20, capability=None)
     monkeypatch.setattr(plan_buffers, "device_info", lambda _: gpu)
     sinks = torch.tensor([3.0, 6.0], device=device)
     case, q = _equal_scores(device, 300)
     plan = make_plan(case, q, **cut)
     kernels.plan_decode_attention(case.seq_lens, case.layout, plan)
-    assert int(plan.counts[0]) == cut.get("num_kv_splits", 3)
+    assert int(plan.num_items) == cut.get("num_kv_splits", 3)
     _assert_one_sink(run_decode(kernels, case, q, plan=plan, sinks=sinks), 300, sinks)
 
 

@@ -10,7 +10,6 @@ import torch
 
 from mrv1 import kernels
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, KVScales, reference
-from mrv1.kernels.attention import plan as plan_buffers
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
     SENTINEL,
@@ -221,14 +220,12 @@ def _oracle(case: PagedCase, op: str, q: torch.Tensor) -> Result:
     return (run_decode if op == "decode" else run_prefill)(reference, case, q)
 
 
-@pytest.mark.parametrize("merged_pieces", [16, 0], ids=["merge in items", "merge launch"])
 @pytest.mark.parametrize("num_reqs", [1, 40])
-def test_a_plan_read_early_belongs_to_the_same_step(device, monkeypatch, num_reqs, merged_pieces):
+def test_a_plan_read_early_belongs_to_the_same_step(device, num_reqs):
     """Each step of a graph has its own lengths and table and never reads the previous step's.
 
     Before every attention runs a launch that overlaps with it and writes its keys.
     """
-    monkeypatch.setattr(plan_buffers, "MERGED_PIECES", merged_pieces)
     heads, dim, blocks, steps = 8, 128, 40, 6
     generator = torch.Generator(device).manual_seed(3)
 
@@ -254,7 +251,6 @@ def test_a_plan_read_early_belongs_to_the_same_step(device, monkeypatch, num_req
             max_reqs=num_reqs, max_keys=blocks * 16, layout=layout, num_q_heads=2 * heads,
             dtype=torch.bfloat16, read_early=read_early,
         )  # fmt: skip
-        assert plan.merge_in_items == (merged_pieces > 0)
         for step in range(steps):
             last = (lens[step] - 1).long()
             page = tables[step].gather(1, last[:, None] // 16)[:, 0].long()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, reference
 from mrv1.kernels.attention import plan as plan_buffers
+from mrv1.kernels.attention.plan import DecodeAttentionConfig
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,
@@ -279,10 +280,10 @@ def test_plan_entries_after_the_last_item_are_not_read(device, rubbish, has_wind
     case = build_paged_cache(layout, batch).to(device)
     q = make_queries(case, 2)
     plan = make_plan(case, q, num_kv_splits=7)
-    for buffer in (plan.items, plan.merges, plan.arrivals):
+    for buffer in (plan.items, plan.num_items, plan.arrivals):
         buffer.fill_(rubbish)
     kernels.plan_decode_attention(case.seq_lens, case.layout, plan)
-    assert int(plan.counts[0]) < plan.max_items
+    assert int(plan.num_items) < plan.max_items
     _check(case, 2, plan=plan)
 
 
@@ -294,14 +295,34 @@ def test_the_last_program_to_finish_merges(device, data, splits):
     case = case.to(device)
     q = make_queries(case, 2)
     plan = make_plan(case, q, num_kv_splits=splits)
-    if not plan.merge_in_items:
+    if not plan.may_split:
         return  # no segment can be divided
     kernels.plan_decode_attention(case.seq_lens, case.layout, plan)
     got = run_decode(kernels, case, q, plan=plan)
     assert_in_budget(got, run_decode(reference, case, q), exact(case, q), case)
     for _ in range(2):
-        assert not plan.arrivals.any()
+        assert not plan.arrivals[: int(plan.num_items)].any()
         assert_equal(run_decode(kernels, case, q, plan=plan), got)
+
+
+@pytest.mark.parametrize("num_pieces", [2, 16, 17, 24, 64, 65, 96, 257, 273])
+def test_pieces_are_merged_in_rounds(device, monkeypatch, num_pieces):
+    """Groups of 16, or of 8 for 17 to 64 pieces; of 257 pieces one is alone in its group."""
+    config = DecodeAttentionConfig(tile_tokens=16, num_warps=4, num_stages=1, programs_per_sm=1)
+    gpu = SimpleNamespace(num_sms=num_pieces, capability=None)
+    monkeypatch.setattr(DecodeAttentionConfig, "default_for", lambda *_: config)
+    monkeypatch.setattr(plan_buffers, "device_info", lambda _: gpu)
+    num_keys = 16 * num_pieces
+    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=num_keys)
+    batch = RaggedBatch(query_lens=(1,), seq_lens=(num_keys,))
+    case = build_paged_cache(layout, batch).to(device)
+    q = make_queries(case, 2)
+    plan = make_plan(case, q)
+    kernels.plan_decode_attention(case.seq_lens, case.layout, plan)
+    assert int(plan.num_items) == num_pieces
+    for _ in range(2):
+        _check(case, 2, plan=plan)
+        assert not plan.arrivals.any()
 
 
 @pytest.mark.parametrize("window", [None, 150])

@@ -98,17 +98,25 @@ def _made(ops, device, lens, roles, programs, query_len, options):
     layout = _layout(roles, device)
     plan = _allocate(len(lens), layout, programs=programs, query_len=query_len, **options)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    for buffer in (plan.items, plan.merges, plan.counts, plan.arrivals):
+    for buffer in (plan.items, plan.num_items, plan.arrivals):
         buffer.fill_(-7)
     ops.plan_decode_attention(seq_lens, layout, plan)
-    assert not plan.arrivals.any()
+    assert not plan.arrivals[: int(plan.num_items)].any()
     return plan
 
 
-def _lists(plan):
-    num_items, num_merges = plan.counts.tolist()
-    items = plan.items[:num_items, : len(Item._fields)].tolist()
-    return [Item(*item) for item in items], plan.merges[:num_merges].tolist()
+def _items(plan):
+    items = plan.items[: int(plan.num_items), : len(Item._fields)].tolist()
+    return [Item(*item) for item in items]
+
+
+def _split(items):
+    """Return request, head, first item and pieces of the segments of several pieces."""
+    return [
+        (item.req, item.head, index, item.pieces)
+        for index, item in enumerate(items)
+        if item.piece == 0 and item.pieces > 1
+    ]
 
 
 # --- oracle ------------------------------------------------------------------------------------
@@ -129,7 +137,7 @@ def _long_from_96(monkeypatch):
 def test_kernel_equals_the_oracle(device, drawn):
     if not drawn[0]:
         return  # no launch, nothing written
-    assert _lists(_made(kernels, device, *drawn)) == _lists(_made(reference, device, *drawn))
+    assert _items(_made(kernels, device, *drawn)) == _items(_made(reference, device, *drawn))
 
 
 @pytest.mark.usefixtures("_long_from_96")
@@ -140,16 +148,15 @@ def test_items_cover_every_visible_key_once(device, drawn):
     if not lens:
         return
     plan = _made(kernels, device, *drawn)
-    items, merges = _lists(plan)
+    items = _items(plan)
     assert len(items) <= plan.max_items
-    assert len(merges) <= plan.max_merges
+    assert plan.may_split or not _split(items)
     whole = {}
     for index, item in enumerate(items):
         segment = whole.setdefault((item.req, item.head), [])
         segment.append((item.first_work, item.end_work, item.pieces, index))
         assert item.piece == len(segment) - 1
     assert sorted(whole) == [(r, h) for r in range(len(lens)) for h in range(len(roles))]
-    split = {}
     for (req, head), pieces in whole.items():
         seen = 0
         for position in range(max(lens[req] - query_len, 0), lens[req]):
@@ -167,9 +174,6 @@ def test_items_cover_every_visible_key_once(device, drawn):
         assert {piece[2] for piece in pieces} == {len(pieces)}
         indices = [piece[3] for piece in pieces]
         assert indices == list(range(indices[0], indices[0] + len(pieces)))
-        if len(pieces) > 1:
-            split[req, head] = (indices[0], len(pieces))
-    assert {(r, h): (first, n) for r, h, first, n in merges} == split
 
 
 # --- properties --------------------------------------------------------------------------------
@@ -178,13 +182,13 @@ def test_items_cover_every_visible_key_once(device, drawn):
 def test_equal_shares_fill_the_programs(device):
     """Eight programs share one long request; eight short requests stay whole."""
     plan = _made(kernels, device, [MAX_KEYS], [HeadRole()], 8, 1, {})
-    items, merges = _lists(plan)
+    items = _items(plan)
     # 13 tiles of 32, the last one half full: shares of two tiles.
     assert [item.end_work - item.first_work for item in items] == [64] * 6 + [16]
-    assert merges == [[0, 0, 0, 7]]
-    items, merges = _lists(_made(kernels, device, [300] * 8, [HeadRole()], 8, 1, {}))
+    assert _split(items) == [(0, 0, 0, 7)]
+    items = _items(_made(kernels, device, [300] * 8, [HeadRole()], 8, 1, {}))
     assert len(items) == 8
-    assert merges == []
+    assert _split(items) == []
 
 
 def test_long_pieces_are_halved(device, monkeypatch):
@@ -201,7 +205,7 @@ def test_long_pieces_are_halved(device, monkeypatch):
         plan = _allocate(len(lens), layout, programs=programs, max_keys=32000)
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
         kernels.plan_decode_attention(seq_lens, layout, plan)
-        items, _ = _lists(plan)
+        items = _items(plan)
         assert [item.end_work - item.first_work for item in items] == expected
 
 
@@ -217,18 +221,18 @@ def test_a_piece_is_long_by_its_bytes(device):
 
 
 def test_a_long_request_among_many_short_requests_is_divided(device):
-    items, merges = _lists(_made(kernels, device, [32] * 5 + [MAX_KEYS], [HeadRole()], 4, 1, {}))
+    items = _items(_made(kernels, device, [32] * 5 + [MAX_KEYS], [HeadRole()], 4, 1, {}))
     # 6 segments and half of the programs allow eight items. The long request makes five items of
     # up to three tiles; the five short segments of one tile count as two items and come last.
-    assert merges == [[5, 0, 0, 5]]
+    assert _split(items) == [(5, 0, 0, 5)]
     assert [item.end_work - item.first_work for item in items] == [96, 96, 96, 64, 48] + [32] * 5
 
 
 def test_short_segments_leave_the_programs_to_long_segments(device):
     """Eight heads see ten keys, one sees 400: seven pieces on eight programs, short items last."""
     roles = [HeadRole(window=10)] * 3 + [HeadRole()] + [HeadRole(window=10)] * 5
-    items, merges = _lists(_made(kernels, device, [MAX_KEYS], roles, 8, 1, {}))
-    assert merges == [[0, 3, 0, 7]]
+    items = _items(_made(kernels, device, [MAX_KEYS], roles, 8, 1, {}))
+    assert _split(items) == [(0, 3, 0, 7)]
     assert [item.head for item in items] == [3] * 7 + [0, 1, 2, 4, 5, 6, 7, 8]
 
 
@@ -244,8 +248,8 @@ def test_a_plan_makes_no_more_items_than_its_buffers_have(device):
         plan = _allocate(41, layout, programs=8, max_keys=4000)
         assert plan.max_items == 41 + 4 + 8
         ops.plan_decode_attention(lens, layout, plan)
-        items, merges = _lists(plan)
-        assert merges == [[20, 0, 0, 13]]
+        items = _items(plan)
+        assert _split(items) == [(20, 0, 0, 13)]
         assert len(items) == plan.max_items
 
 
@@ -253,11 +257,11 @@ def test_segments_are_divided_by_at_least_min_tiles(device):
     """min_tiles 3, then equal shares: 13 tiles are five pieces, 4 tiles two, 2 tiles one."""
     options = {"min_tiles": 3}
     lens = [MAX_KEYS, 4 * 32, 2 * 32]
-    items, _ = _lists(_made(kernels, device, lens, [HeadRole()], 40, 1, options))
+    items = _items(_made(kernels, device, lens, [HeadRole()], 40, 1, options))
     assert [item.end_work - item.first_work for item in items] == [96, 96, 96, 64, 48, 64, 64, 64]
-    items, merges = _lists(_made(kernels, device, [64, 31], [HeadRole()], 40, 1, options))
+    items = _items(_made(kernels, device, [64, 31], [HeadRole()], 40, 1, options))
     assert [item.end_work - item.first_work for item in items] == [64, 31]
-    assert merges == []
+    assert _split(items) == []
 
 
 def test_deterministic_cuts_are_at_the_same_keys_for_every_length(device):
@@ -271,12 +275,12 @@ def test_deterministic_cuts_are_at_the_same_keys_for_every_length(device):
         ops.plan_decode_attention(
             torch.tensor(lens, dtype=torch.int32, device=device), layout, plan
         )
-        items, merges = _lists(plan)
+        items = _items(plan)
         for req, length in enumerate(lens):
             ranges = [(each.first_work, each.end_work) for each in items if each.req == req]
             starts = [cut for cut in cuts if cut < length]
             assert ranges == list(zip(starts, [*starts[1:], length], strict=True))
-        assert [pieces for *_, pieces in merges] == [16, 17, 33, 2]
+        assert [pieces for *_, pieces in _split(items)] == [16, 17, 33, 2]
 
 
 def test_a_deterministic_plan_leaves_segments_of_an_equal_share_whole(device):
@@ -286,8 +290,8 @@ def test_a_deterministic_plan_leaves_segments_of_an_equal_share_whole(device):
     for ops in (kernels, reference):
         plan = _allocate(len(lens), layout, programs=4, deterministic=True)
         ops.plan_decode_attention(lens, layout, plan)
-        assert [segment[0] for segment in _lists(plan)[1]] == [5, 6]
-        assert plan.max_items >= len(_lists(plan)[0])
+        assert [segment[0] for segment in _split(_items(plan))] == [5, 6]
+        assert plan.max_items >= len(_items(plan))
 
 
 def test_a_plan_of_forty_heads_and_eighty_requests_equals_the_oracle(device):
@@ -298,9 +302,9 @@ def test_a_plan_of_forty_heads_and_eighty_requests_equals_the_oracle(device):
     for ops in (kernels, reference):
         plan = _allocate(80, layout, programs=3300)
         ops.plan_decode_attention(lens, layout, plan)
-        found.append(_lists(plan))
+        found.append(_items(plan))
     assert found[0] == found[1]
-    assert len(found[0][1]) > 40
+    assert len(_split(found[0])) > 40
 
 
 @pytest.mark.parametrize(("num_reqs", "longest"), [(7, 1 << 20), (60, 1 << 17), (600, 3000)])
@@ -315,32 +319,18 @@ def test_long_and_many_requests_equal_the_oracle(device, num_reqs, longest):
         for ops in (kernels, reference):
             plan = _allocate(num_reqs, layout, programs=200, max_keys=longest)
             ops.plan_decode_attention(lens, layout, plan)
-            found.append(_lists(plan))
+            found.append(_items(plan))
         assert found[0] == found[1]
-        assert found[0][1]
+        assert _split(found[0])
 
 
 def test_no_merge_where_no_segment_can_be_split(device):
     layout = _layout([HeadRole()], device)
-    assert _allocate(3, layout, num_kv_splits=1).max_merges == 0
+    assert not _allocate(3, layout, num_kv_splits=1).may_split
     assert _allocate(3, layout, num_kv_splits=1).states.numel() == 0
-    assert _allocate(3, layout, tile_tokens=512).max_merges == 0
-    assert _allocate(3, layout, programs=3).max_merges > 0  # if two are short, the third is cut
-    assert _allocate(3, layout, programs=4).max_merges > 0
-
-
-def test_many_pieces_are_merged_by_their_own_launch_unless_deterministic(device):
-    """Items merge up to 16 pieces per segment, if all segments of full heads are equally long."""
-    layout = _layout([HeadRole()], device)
-    many = {"max_keys": 100 * 32, "programs": 40}
-    assert _allocate(1, layout, programs=40).merge_in_items  # 13 tiles
-    assert not _allocate(1, layout, **many).merge_in_items
-    assert _allocate(3, layout, **many).merge_in_items
-    assert _allocate(1, layout, deterministic=True, **many).merge_in_items
-    assert not _allocate(3, layout, num_kv_splits=17, **many).merge_in_items
-    streaming = _layout([HeadRole(), HeadRole(window=40)] * 2, device)
-    assert not _allocate(1, streaming, **many).merge_in_items
-    assert not _allocate(3, layout, num_kv_splits=1, **many).merge_in_items  # nothing to merge
+    assert not _allocate(3, layout, tile_tokens=512).may_split
+    assert _allocate(3, layout, programs=3).may_split  # if two are short, the third is cut
+    assert _allocate(3, layout, programs=4).may_split
 
 
 # --- errors ------------------------------------------------------------------------------------

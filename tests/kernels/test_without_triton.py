@@ -34,7 +34,7 @@ attention.plan_decode_attention(lens, layout, plan)
 out = attention.paged_decode_attention(
     torch.zeros(1, 2, 16), k_cache, v_cache, table, lens, layout, softmax_scale=1.0, plan=plan
 )
-print(plan.counts.tolist(), out.unique().tolist(), sorted(calls))
+print(plan.num_items.tolist(), out.unique().tolist(), sorted(calls))
 """
 
 

@@ -2,13 +2,12 @@
 
     out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
 
-over the keys ``k`` that ``kv_layout`` lets the query see. One or two launches (and one more that
-makes the plan, see ``decode_plan``, unless the caller passes a plan)::
-
-    items   one program per item of the plan, a range of the keys one KV head of one request sees;
-            a segment's last program to finish merges its partial results by log-sum-exp
-    merge   merges the partial results instead where a segment may have many pieces: one program
-            per row of a segment with several pieces
+over the keys ``k`` that ``kv_layout`` lets the query see. One launch (and one more that makes the
+plan, see ``decode_plan``, unless the caller passes a plan): one program per item of the plan, a
+range of the keys one KV head of one request sees. The programs of a segment merge their partial
+results by log-sum-exp, in groups: the last program of a group to finish merges the group's, and
+takes part with the result in a group of groups. So there is no launch for it, which all layers
+would wait for, even in steps where no segment has several pieces.
 
 A short context costs a chain of loads, from the plan to the block table to K and V. The first two,
 plan and table, may be loaded while the previous kernel still runs (``read_early`` of
@@ -50,7 +49,6 @@ from mrv1.kernels.attention.online_softmax import (
     HeadRows,
     Softmax,
     States,
-    add_states,
     arrives_last,
     base_2_lse,
     dot_precision,
@@ -72,7 +70,6 @@ from mrv1.kernels.attention.plan import (
     PIECE_TOKENS,
     DecodePlan,
     Item,
-    Merge,
     check_plan,
     check_plan_options,
     padded_rows,
@@ -92,7 +89,10 @@ from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _NUM_FIELDS = tl.constexpr(len(Item._fields))
-_MERGE_FIELDS = tl.constexpr(len(Merge._fields))
+_MOST_MERGED = tl.constexpr(16)
+"""Most partial results that a program merges in a round."""
+_MERGED_TWICE = tl.constexpr(8)
+"""The same where that makes two rounds of a segment that takes more than one."""
 _PIECE_TOKENS = tl.constexpr(PIECE_TOKENS)
 _SUM_ROWS = tl.constexpr(16)
 """Rows of ones that are multiplied with weights to add them up: all rows of sums are the same."""
@@ -142,7 +142,7 @@ class Items(NamedTuple):
 
     ptr: tl.tensor  # [max_items, ITEM_FIELDS] int32
     count: tl.tensor
-    states: States  # QUERY_LEN * GROUP per item; arrivals per segment, or None
+    states: States  # QUERY_LEN * GROUP per item; an arrival count per item
 
 
 class BlockTable(NamedTuple):
@@ -172,17 +172,17 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def _load_fields(ptr, is_there, NUM_FIELDS: tl.constexpr, CACHE_MODIFIER: tl.constexpr):
-    """Return the fields of an item or merge; zeros if there is none, where memory holds anything.
+def _load_item(ptr, is_there, CACHE_MODIFIER: tl.constexpr):
+    """Return the fields of an item; zeros if there is none, where memory holds anything.
 
     All fields and the number of items are loaded together, so no load is masked. Garbage need not
     be an empty range: after 0x7fffffff, a GPU's float32 NaN, the next work index is negative.
     """
     fields = ()
-    for field in tl.static_range(NUM_FIELDS):
+    for field in tl.static_range(_NUM_FIELDS):
         value = tl.load(ptr + field, cache_modifier=CACHE_MODIFIER)
         fields += (tl.where(is_there, value, 0),)  # type: ignore[assignment]
-    return fields
+    return Item(*fields)  # type: ignore[call-arg]
 
 
 @triton.jit
@@ -364,53 +364,122 @@ def _attend_item(
 
 
 @triton.jit
-def _merge_if_last(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl.constexpr):
-    """Merge a segment's partial results, in order, if this program is its last to finish."""
+def _store_result(
+    out, lse, states, slot, item, is_whole, row, acc, top, total,
+    HEADS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Store rows of a segment: the output if ``is_whole``, else the partial result of a slot."""
     ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
-    req = item.req.to(tl.int64)
-    first_item = index - item.piece
-    if arrives_last(states.arrivals_ptr + req * HEADS.NUM_KV_HEADS + item.head, item.pieces):
-        row = tl.arange(0, TILES.MERGE_ROWS)
-        dims = tl.arange(0, TILES.TILE_DIM)
-        in_tile = row < ROWS
-        mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
-        first_state = first_item.to(tl.int64) * ROWS
-        states_ptr = states.ptr + first_state * HEADS.HEAD_DIM
-        states_lse_ptr = states.lse_ptr + first_state
-        top = tl.full([TILES.MERGE_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([TILES.MERGE_ROWS], tl.float32)
-        acc = tl.zeros([TILES.MERGE_ROWS, TILES.TILE_DIM], tl.float32)
-        for first_piece in range(0, item.pieces, TILES.LOADED_STATES):
-            parts = ()
-            for offset in tl.static_range(TILES.LOADED_STATES):
-                piece = first_piece + offset  # all loads are issued before any result is used
-                state = piece * ROWS + row
-                part_lse = tl.load(
-                    states_lse_ptr + state,
-                    mask=in_tile & (piece < item.pieces),
-                    other=float("-inf"),
-                )
-                part = tl.load(
-                    states_ptr + state[:, None] * HEADS.HEAD_DIM + dims[None, :],
-                    mask=mask & (piece < item.pieces),
-                    other=0.0,
-                )
-                if not TILES.DETERMINISTIC:  # whose log-sum-exps are to base 2
-                    part_lse *= LOG2_E
-                parts += ((part_lse, part),)  # type: ignore[assignment]
-            for offset in tl.static_range(TILES.LOADED_STATES):
-                part_lse, part = parts[offset]
-                if TILES.DETERMINISTIC:
-                    acc, top, total = fold_state(acc, top, total, part, part_lse, 1)
-                else:
-                    acc, top, total = add_states(acc, top, total, part, part_lse)
-        value = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
-        out_row = req * HEADS.QUERY_LEN + row // HEADS.GROUP
+    dims = tl.arange(0, TILES.TILE_DIM)
+    in_tile = row < ROWS
+    mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
+    value = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
+    if is_whole:
+        out_row = item.req.to(tl.int64) * HEADS.QUERY_LEN + row // HEADS.GROUP
         q_head = (item.head * HEADS.GROUP + row % HEADS.GROUP).to(tl.int64)
         store_out(out, out_row, q_head, dims, value, mask)
         if lse.ptr is not None:
             target = lse.ptr + head_offset(lse, out_row, q_head)
             tl.store(target, natural_lse(top, total), mask=in_tile)
+    elif states.ptr is not None:
+        state = slot.to(tl.int64) * ROWS + row
+        tl.store(states.ptr + state[:, None] * HEADS.HEAD_DIM + dims[None, :], value, mask=mask)
+        tl.store(states.lse_ptr + state, base_2_lse(top, total), mask=in_tile)
+
+
+@triton.jit
+def _merged_states(states, first, step, count, row, HEADS: tl.constexpr, TILES: tl.constexpr):
+    """Return (acc, top, total), the partial results of slots first + i * step merged in order."""
+    ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
+    dims = tl.arange(0, TILES.TILE_DIM)
+    in_tile = row < ROWS
+    mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
+    states_ptr = states.ptr + first.to(tl.int64) * ROWS * HEADS.HEAD_DIM
+    states_lse_ptr = states.lse_ptr + first.to(tl.int64) * ROWS
+    top = tl.full([TILES.MERGE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILES.MERGE_ROWS], tl.float32)
+    acc = tl.zeros([TILES.MERGE_ROWS, TILES.TILE_DIM], tl.float32)
+    for begin in range(0, count, TILES.LOADED_STATES):
+        parts = ()
+        for offset in tl.static_range(TILES.LOADED_STATES):
+            is_there = begin + offset < count  # all loads are issued before any result is used
+            state = (begin + offset) * step * ROWS + row
+            part_lse = tl.load(
+                states_lse_ptr + state, mask=in_tile & is_there, other=float("-inf")
+            )
+            part = tl.load(
+                states_ptr + state[:, None] * HEADS.HEAD_DIM + dims[None, :],
+                mask=mask & is_there,
+                other=0.0,
+            )
+            parts += ((part_lse, part),)  # type: ignore[assignment]
+        if TILES.DETERMINISTIC:
+            for offset in tl.static_range(TILES.LOADED_STATES):
+                part_lse, part = parts[offset]
+                acc, top, total = fold_state(acc, top, total, part, part_lse, 1)
+        else:
+            new_top = top
+            for offset in tl.static_range(TILES.LOADED_STATES):
+                new_top = tl.maximum(new_top, parts[offset][0])
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
+            rescale = tl.exp2(top - shift)
+            acc *= rescale[:, None]
+            total *= rescale
+            for offset in tl.static_range(TILES.LOADED_STATES):
+                part_lse, part = parts[offset]
+                weight = tl.exp2(part_lse - shift)
+                acc += weight[:, None] * part
+                total += weight
+            top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _merge_segment(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl.constexpr):
+    """Merge the partial results of a segment of several pieces.
+
+    In a round, group g is pieces ``g * most`` and after. Its last program to finish merges them
+    into the slot of the first one, and takes part as piece g in the next round, whose slots are
+    ``step`` apart. What is merged, and in which order, does not depend on which program is last. A
+    group's arrival count is that of its first slot plus the number of the round: a group that
+    counts has more slots than rounds were before, so no two rounds share a count. The pieces of a
+    deterministic result are one group.
+    """
+    row = tl.arange(0, TILES.MERGE_ROWS)
+    first_item = index - item.piece
+    piece, pieces = item.piece, item.pieces
+    if TILES.DETERMINISTIC:
+        if pieces > 1:
+            is_last = arrives_last(states.arrivals_ptr + first_item, pieces)
+            if is_last:
+                acc, top, total = _merged_states(states, first_item, 1, pieces, row, HEADS, TILES)
+                _store_result(
+                    out, lse, states, first_item, item, True, row, acc, top, total, HEADS, TILES
+                )
+    else:
+        # Two rounds of 8 take less time than a round of 16 and one of 4.
+        is_two = (pieces > _MOST_MERGED) & (pieces <= _MERGED_TWICE * _MERGED_TWICE)
+        most = tl.where(is_two, _MERGED_TWICE, _MOST_MERGED)
+        step = tl.full([], 1, tl.int32)
+        number = tl.full([], 0, tl.int32)
+        while pieces > 1:
+            group = piece // most
+            count = tl.minimum(pieces - group * most, most)
+            first = first_item + group * most * step
+            goes_on = count == 1  # a piece without others is merged as it is
+            if count > 1:
+                goes_on = arrives_last(states.arrivals_ptr + first + number, count)
+                if goes_on:
+                    acc, top, total = _merged_states(states, first, step, count, row, HEADS, TILES)
+                    tl.debug_barrier()  # all threads have read the first slot
+                    _store_result(
+                        out, lse, states, first, item, pieces <= most, row, acc, top, total,
+                        HEADS, TILES,
+                    )  # fmt: skip
+            piece = group
+            pieces = tl.where(goes_on, tl.cdiv(pieces, most), 0)
+            step *= most
+            number += 1
 
 
 @triton.jit
@@ -444,10 +513,9 @@ def _write_item(
     row = tl.arange(0, TILES.TILE_ROWS)
     in_tile = row < ROWS
     query = row // HEADS.GROUP
-    dims = tl.arange(0, TILES.TILE_DIM)
     item_ptr = items.ptr + index.to(tl.int64) * _ITEM_FIELDS
     is_item = index < items.count
-    item = Item(*_load_fields(item_ptr, is_item, _NUM_FIELDS, CACHE_MODIFIER))
+    item = _load_item(item_ptr, is_item, CACHE_MODIFIER)
     req = item.req.to(tl.int64)
     head = item.head
     query_position = query
@@ -482,21 +550,12 @@ def _write_item(
             item, queries, pages, head_scales, table_row, visited_row_ptr, first_block,
             softmax, logit_sink, HEADS, CACHE, TILES,
         )  # fmt: skip
-        value = normalized(tl.trans(acc), total)
-        row_lse = natural_lse(top, total)
-        mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
-        if item.pieces == 1:
-            store_out(out, out_row, q_head, dims, value, mask)
-            if lse.ptr is not None:
-                tl.store(lse.ptr + head_offset(lse, out_row, q_head), row_lse, mask=in_tile)
-        elif items.states.ptr is not None:
-            state = index.to(tl.int64) * ROWS + row
-            state_ptr = items.states.ptr + state[:, None] * HEADS.HEAD_DIM
-            tl.store(state_ptr + dims[None, :], value, mask=mask)
-            state_lse = base_2_lse(top, total) if TILES.DETERMINISTIC else row_lse
-            tl.store(items.states.lse_ptr + state, state_lse, mask=in_tile)
-            if items.states.arrivals_ptr is not None:
-                _merge_if_last(out, lse, items.states, index, item, HEADS, TILES)
+        _store_result(
+            out, lse, items.states, index, item, item.pieces == 1, row, tl.trans(acc), top, total,
+            HEADS, TILES,
+        )  # fmt: skip
+        if items.states.ptr is not None:
+            _merge_segment(out, lse, items.states, index, item, HEADS, TILES)
 
 
 @triton.jit
@@ -509,10 +568,10 @@ def _paged_decode_attention_kernel(
     stride_lse_head,
     states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32, or None: no segment is split
     states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32, or None
-    arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32, zeros; None = a second launch merges
+    arrivals_ptr,  # [max_items] int32, zeros, or None
     visited_ptr,  # [num_reqs, NUM_KV_HEADS, row_width] uint8, contiguous, or None
     items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
-    counts_ptr,  # [2] int32, items first
+    num_items_ptr,  # [1] int32
     q_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
     stride_q_row,
     stride_q_head,
@@ -556,7 +615,7 @@ def _paged_decode_attention_kernel(
     if not EARLY:
         wait_for_previous(OVERLAP)
         let_next_start(OVERLAP)
-    num_items = tl.load(counts_ptr, cache_modifier=".cg" if EARLY else "")
+    num_items = tl.load(num_items_ptr, cache_modifier=".cg" if EARLY else "")
     HEADS: tl.constexpr = Heads(NUM_KV_HEADS, QUERY_LEN, GROUP, HEAD_DIM)
     CACHE: tl.constexpr = Cache(
         BLOCK_SIZE, HAS_WINDOW, VISITS_MASKED, HAS_RING, FP8_PATH, SCALES_PER_BLOCK
@@ -584,97 +643,12 @@ def _paged_decode_attention_kernel(
         _write_item(index, items, out, lse, q, cache, scales, table, softmax, HEADS, CACHE, TILES)
 
 
-@triton.jit
-def _merge_items_kernel(
-    out_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
-    stride_out_row,
-    stride_out_head,
-    lse_ptr,  # [num_reqs * QUERY_LEN, q_heads] fp32, or None
-    stride_lse_row,
-    stride_lse_head,
-    states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32
-    states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32; -inf = nothing seen
-    merges_ptr,  # [max_merges, 4] int32, a Merge each
-    counts_ptr,  # [2] int32, merges second
-    QUERY_LEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_PIECES: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    OVERLAP: tl.constexpr,  # see dependent_launch
-):
-    """Grid (max_merges, QUERY_LEN * GROUP): out = sum_p exp(lse_p - lse) state_p over pieces."""
-    merge = tl.program_id(0)
-    row = tl.program_id(1)
-    # The plan was in memory when the previous launch (the items) let this launch start.
-    num_merges = tl.load(counts_ptr + 1, cache_modifier=".cg")
-    merge_ptr = merges_ptr + merge * _MERGE_FIELDS
-    segment = Merge(*_load_fields(merge_ptr, True, _MERGE_FIELDS, ".cg"))
-    let_next_start(OVERLAP)  # before the wait: the next kernel loads its weights meanwhile
-    wait_for_previous(OVERLAP)
-    if merge >= num_merges:
-        return
-    dims = tl.arange(0, TILE_DIM)
-    in_head = dims < HEAD_DIM
-    top = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
-    acc = tl.zeros([TILE_DIM], tl.float32)
-    for first_piece in range(0, segment.pieces, TILE_PIECES):
-        piece = first_piece + tl.arange(0, TILE_PIECES)
-        is_piece = piece < segment.pieces
-        state = (segment.first_item + piece).to(tl.int64) * (QUERY_LEN * GROUP) + row
-        lse = tl.load(states_lse_ptr + state, mask=is_piece, other=float("-inf"))
-        out = tl.load(
-            states_ptr + state[:, None] * HEAD_DIM + dims[None, :],
-            mask=is_piece[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        new_top = tl.maximum(top, tl.max(lse * LOG2_E, axis=0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(lse * LOG2_E - shift)
-        rescale = tl.exp2(top - shift)
-        total = total * rescale + tl.sum(weight, axis=0)
-        acc = acc * rescale + tl.sum(weight[:, None] * out, axis=0)
-        top = new_top
-    acc = acc / tl.where(total == 0.0, 1.0, total)  # nothing seen: zeros, and lse = -inf
-    out_row = segment.req.to(tl.int64) * QUERY_LEN + row // GROUP
-    q_head = (segment.head * GROUP + row % GROUP).to(tl.int64)
-    target = out_ptr + (out_row * stride_out_row + q_head * stride_out_head) + dims
-    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=in_head)
-    if lse_ptr is not None:
-        lse_offset = out_row * stride_lse_row + q_head * stride_lse_head
-        tl.store(lse_ptr + lse_offset, natural_lse(top, total))
-
-
-def merge_tile(rows: int, tile_dim: int) -> dict[str, int]:
+def merge_tile(rows: int, tile_dim: int, deterministic: bool) -> dict[str, int]:
     """Return the padded rows of a merge, and how many partial results registers hold at a time."""
     merge_rows = triton.next_power_of_2(rows)
-    states = min(4, max(1, 8192 // (merge_rows * tile_dim)))
+    most = 4 if deterministic or tile_dim > 128 else 8
+    states = min(most, max(1, 8192 // (merge_rows * tile_dim)))
     return {"MERGE_ROWS": merge_rows, "LOADED_STATES": states}
-
-
-def _launch_merge(
-    plan: DecodePlan, layout: KVLayout, out: torch.Tensor, lse: torch.Tensor | None
-) -> None:
-    # Up to 16 pieces take a tile of two warps: the lanes of more warps would only start and stop.
-    few = plan.max_pieces <= 16
-    launch_kernel(
-        _merge_items_kernel,
-        (plan.max_merges, plan.states.shape[1]),
-        *with_strides(out),
-        *with_strides(lse),
-        plan.states,
-        plan.states_lse,
-        plan.merges,
-        plan.counts,
-        QUERY_LEN=plan.query_len,
-        GROUP=out.shape[1] // layout.num_kv_heads,
-        HEAD_DIM=layout.head_dim,
-        TILE_PIECES=16 if few else 64,
-        TILE_DIM=triton.next_power_of_2(layout.head_dim),
-        num_warps=2 if few else 4,
-        **overlap_options(out.device),
-    )
 
 
 def paged_decode_attention(
@@ -757,8 +731,8 @@ def paged_decode_attention(
         an error of at most 2**-20 of the cap to a score.
 
     Stream:
-        One or two launches on the current stream; without ``plan`` one more, and the plan's
-        buffers are allocated. Grids follow from shapes alone: CUDA-graph safe.
+        One launch on the current stream; without ``plan`` one more, and the plan's buffers are
+        allocated. Grids follow from shapes alone: CUDA-graph safe.
 
     Source:
         arXiv:2205.14135 and Flash-Decoding, as in the module docstring.
@@ -808,12 +782,12 @@ def paged_decode_attention(
         (num_programs,),
         *with_strides(out),
         *with_strides(lse),
-        plan.states if plan.max_merges else None,
-        plan.states_lse if plan.max_merges else None,
-        plan.arrivals if plan.merge_in_items else None,
+        plan.states if plan.may_split else None,
+        plan.states_lse if plan.may_split else None,
+        plan.arrivals if plan.may_split else None,
         visited,
         plan.items,
-        plan.counts,
+        plan.num_items,
         *with_strides(q),
         *cache_arguments(k_cache, v_cache, scales, codes=torch.int16),
         table,
@@ -839,12 +813,10 @@ def paged_decode_attention(
         TILE_DIM=tile_dim,
         PRECISION=dot_precision(q.dtype),
         **fp8_constexprs(scales, layout, q.device),
-        **merge_tile(plan.query_len * group, tile_dim),
+        **merge_tile(plan.query_len * group, tile_dim, plan.deterministic),
         EARLY=early,
         DETERMINISTIC=plan.deterministic,
         **config.launch_options(),
         **overlap,
     )
-    if plan.max_merges and not plan.merge_in_items:
-        _launch_merge(plan, layout, out, lse)
     return out

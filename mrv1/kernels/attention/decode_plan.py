@@ -7,12 +7,11 @@ a plan cuts the segments into *items*, each the work of one program::
     pieces(i) = ceil(tiles(i) / size)              at least one: a row that sees nothing is written
     piece p of segment i = its tiles [p * tiles(i) / pieces(i), (p + 1) * tiles(i) / pieces(i))
 
-and lists the segments with several pieces. Their partial results are merged by the segment's last
-program to finish or, where pieces may be many, by a second launch. ``size`` is the smallest with
-at most as many items as programs run at the same time: one wave of programs, no tail. Where pieces
-are long (``LONG_PIECE``) and segments many, there may be twice as many items, which evens out the
-programs' run times. A batch with more segments than programs keeps them whole, except the few that
-are much longer than an equal share, and short segments are not cut at all (``min_tiles``).
+``size`` is the smallest with at most as many items as programs run at the same time: one wave of
+programs, no tail. Where pieces are long (``LONG_PIECE``) and segments many, there may be twice as
+many items, which evens out the programs' run times. A batch with more segments than programs keeps
+them whole, except the few that are much longer than an equal share, and short segments are not cut
+at all (``min_tiles``).
 
 The items of segments of at most half a ``size`` (heads with a window, short requests among long
 ones) come last and count by their tiles: several run one after the other in the time of one item
@@ -40,7 +39,6 @@ from mrv1.kernels.attention.plan import (
     PIECE_TOKENS,
     DecodePlan,
     Item,
-    Merge,
     check_plan,
     padded_reqs,
 )
@@ -61,13 +59,6 @@ def _segment_tiles(
     """Return the number of tiles of keys that some query of a request sees, at least one."""
     _, _, num_visible = visible_range(seq_len - QUERY_LEN, seq_len, window, sink, HAS_WINDOW)
     return tl.maximum((num_visible + TILE_TOKENS - 1) // TILE_TOKENS, 1)
-
-
-@triton.jit
-def _store_fields(ptr, fields, mask):
-    """Store the fields of items or merges, one after the other from ``ptr`` on."""
-    for field in tl.static_range(len(fields)):
-        tl.store(ptr + field, fields[field], mask=mask)
 
 
 @triton.jit
@@ -175,9 +166,8 @@ def _cut(tiles, size, PIECE_TILES: tl.constexpr):
 @triton.jit(do_not_specialize=["num_reqs", "num_kinds", "max_items", "most_items", "fine_items"])
 def _plan_decode_kernel(
     items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
-    merges_ptr,  # [max_merges, 4] int32, a Merge each
-    counts_ptr,  # [2] int32
-    arrivals_ptr,  # [num_reqs * NUM_KV_HEADS] int32
+    num_items_ptr,  # [1] int32
+    arrivals_ptr,  # [max_items] int32, or None: no segment is split
     seq_lens_ptr,  # [num_reqs] int32
     num_reqs,
     kinds_ptr,  # [num_kinds, 3] int32: window, sink, heads
@@ -249,34 +239,23 @@ def _plan_decode_kernel(
     all_pieces = _cut(all_tiles, size, PIECE_TILES)
     all_short = tl.where(_is_short(all_tiles, size) & EQUAL, heads, 0)
     all_long = heads * all_pieces - all_short
-    all_split = tl.where(all_pieces > 1, heads, 0)
-    num_long, num_short, num_split = _sums(all_long, all_short, all_split)
     is_before = (all_reqs < first_req)[None, :]
-    long_before, short_before, split_before = _sums(
-        tl.where(is_before, all_long, 0),
-        tl.where(is_before, all_short, 0),
-        tl.where(is_before, all_split, 0),
-    )
+    long_before = tl.where(is_before, all_long, 0)
+    num_long, num_short, long_before = _sums(all_long, all_short, long_before)
+    short_before = tl.sum(tl.where(is_before, all_short, 0))
 
     tiles = _segment_tiles(seq_len, window, sink, QUERY_LEN, TILE_TOKENS, HAS_WINDOW)
     tiles = tl.where(is_segment, tiles, 0)
     pieces = _cut(tiles, size, PIECE_TILES)
     is_short = _is_short(tiles, size) & is_segment & EQUAL
-    is_split = pieces > 1
     long = tl.where(is_short, 0, pieces)
     first_item = tl.where(
         is_short,
         num_long + short_before + tl.cumsum(is_short.to(tl.int32), axis=0) - 1,
         long_before + tl.cumsum(long, axis=0) - long,
     )
-    if tl.program_id(1) == 0:
-        merge = split_before + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
-        merges = Merge(req, head, first_item, pieces)
-        _store_fields(merges_ptr + merge * len(merges), merges, is_split)
-        tl.store(arrivals_ptr + req * NUM_KV_HEADS + head, 0, mask=is_segment)
-        if first_req == 0:
-            tl.store(counts_ptr, tl.minimum(num_long + num_short, max_items))
-            tl.store(counts_ptr + 1, num_split)
+    if (tl.program_id(1) == 0) & (first_req == 0):
+        tl.store(num_items_ptr, tl.minimum(num_long + num_short, max_items))
 
     sink_end, start, num_visible = visible_range(
         seq_len - QUERY_LEN, seq_len, window, sink, HAS_WINDOW
@@ -312,7 +291,10 @@ def _plan_decode_kernel(
         )
         item = first_item[:, None] + piece
         is_item = (piece < pieces[:, None]) & (item < max_items)  # no write past the buffer
-        _store_fields(items_ptr + item * _ITEM_FIELDS, items, is_item)
+        for field in tl.static_range(len(items)):
+            tl.store(items_ptr + item * _ITEM_FIELDS + field, items[field], mask=is_item)
+        if arrivals_ptr is not None:
+            tl.store(arrivals_ptr + item, 0, mask=is_item)
 
 
 def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan) -> None:
@@ -321,7 +303,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     Args:
         seq_lens: ``[plan.max_reqs]`` int32, tokens including the queries; 0 = padding row.
         layout: the head roles that the attention will be launched with.
-        plan: ``items``, ``merges`` and ``counts`` are *written*, ``arrivals`` is zeroed.
+        plan: ``items`` and ``num_items`` are *written*, the items' ``arrivals`` are zeroed.
 
     Raises:
         TypeError: a wrong dtype.
@@ -329,7 +311,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         UnsupportedDeviceError: the tensors are where this process cannot launch.
 
     Numerics:
-        Tier A: the items and merges that ``counts`` counts equal the oracle's bit for bit.
+        Tier A: the items equal the oracle's bit for bit.
 
     Stream:
         One launch on the current stream, its grid from shapes alone: CUDA-graph safe.
@@ -356,9 +338,8 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         _plan_decode_kernel,
         (rows, columns),
         plan.items,
-        plan.merges,
-        plan.counts,
-        plan.arrivals,
+        plan.num_items,
+        plan.arrivals if plan.may_split else None,
         seq_lens,
         plan.max_reqs,
         layout.kinds,

@@ -41,11 +41,6 @@ LONG_PIECE = 1 << 20
 are halved, which evens out the programs' run times. 1 MiB is 2,048 keys of 128 dimensions in 16
 bits; on an H200, halving from 1 MiB on is 0 to 6% faster, from 512 KiB on 3 to 6% slower."""
 
-MERGED_PIECES = 16
-"""Most pieces per segment, as if all segments were equally long, that the last program to finish
-merges. On an H200 that saves 1.2 us of a launch with three pieces or none, but takes 0.9 us more
-for 24 and 4 us more for 64. Deterministic pieces are always merged that way, in order."""
-
 
 class Item(NamedTuple):
     """A range of the keys that one KV head of one request sees: host ints, or tensors in kernels.
@@ -70,15 +65,6 @@ class Item(NamedTuple):
     seq_len: Any
     piece: Any
     """Index of this piece in its segment."""
-
-
-class Merge(NamedTuple):
-    """A segment of several pieces: host ints, or tensors in kernels."""
-
-    req: Any
-    head: Any
-    first_item: Any
-    pieces: Any
 
 
 def first_key(piece: int) -> int:
@@ -240,22 +226,19 @@ class DecodePlan:
     """Fewest tiles of a long piece."""
     max_pieces: int
     """Bound on the pieces of one segment."""
-    max_merges: int
-    """Bound on the segments with several pieces; 0 = no segment can have several."""
+    may_split: bool
+    """Whether a segment can have several pieces."""
     items: torch.Tensor
     """[max_items, ITEM_FIELDS] int32: an ``Item`` per row."""
-    merges: torch.Tensor
-    """[max_merges, 4] int32: a ``Merge`` per row."""
-    counts: torch.Tensor
-    """[2] int32: the number of items and the number of merges."""
+    num_items: torch.Tensor
+    """[1] int32: the number of items."""
     states: torch.Tensor
-    """[max_items, rows, head_dim] float32 scratch: partial results; empty without merges."""
+    """[max_items, rows, head_dim] float32 scratch: partial results; empty unless ``may_split``."""
     states_lse: torch.Tensor
-    """[max_items, rows] float32 scratch: their log-sum-exps."""
+    """[max_items, rows] float32 scratch: their log-sum-exps, to base 2."""
     arrivals: torch.Tensor
-    """[max_reqs * num_kv_heads] int32: pieces with a stored partial result; 0 between launches."""
-    merge_in_items: bool
-    """Whether a segment's last program to finish merges its pieces, instead of a second launch."""
+    """[max_items] int32: members of a group of pieces that have stored their partial result; 0
+    between launches; empty unless ``may_split``."""
     read_early: bool
     """Whether attention may read plan, block table and layout before the previous kernel's end."""
 
@@ -342,12 +325,8 @@ class DecodePlan:
             # cost long segments at most an eighth of the items, and spare items start programs.
             spare = min(segments - 1, programs) if is_many else 0
             max_items = min(fine_items + spare, segments * max_pieces)
-        # Every segment of several pieces adds at least one item to the number of segments.
-        max_merges = min(segments, max_items - segments) if max_pieces > 1 else 0
-        num_states = max_items if max_merges else 0
-        reads_all = [role.window < 0 or layout.visits_masked for role in layout.roles]
-        num_full = sum(reads_all) or num_kv_heads
-        usual_pieces = min(most_items // max(1, max_reqs * num_full), max_pieces)
+        may_split = max_items > segments
+        num_states = max_items if may_split else 0
         return cls(
             config=config,
             max_reqs=max_reqs,
@@ -361,14 +340,12 @@ class DecodePlan:
             fine_items=fine_items,
             long_tiles=max(1, LONG_PIECE // (key_bytes * config.tile_tokens)),
             max_pieces=max_pieces,
-            max_merges=max_merges,
+            may_split=may_split,
             items=torch.empty(max_items, ITEM_FIELDS, dtype=torch.int32, device=device),
-            merges=torch.empty(max_merges, len(Merge._fields), dtype=torch.int32, device=device),
-            counts=torch.empty(2, dtype=torch.int32, device=device),
+            num_items=torch.empty(1, dtype=torch.int32, device=device),
             states=torch.empty(num_states, rows, layout.head_dim, device=device),
             states_lse=torch.empty(num_states, rows, device=device),
-            arrivals=torch.empty(segments, dtype=torch.int32, device=device),
-            merge_in_items=max_merges > 0 and (deterministic or usual_pieces <= MERGED_PIECES),
+            arrivals=torch.empty(num_states, dtype=torch.int32, device=device),
             read_early=read_early,
         )
 

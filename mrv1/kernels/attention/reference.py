@@ -20,7 +20,6 @@ from mrv1.kernels.attention.contracts import (
 from mrv1.kernels.attention.plan import (
     DecodePlan,
     Item,
-    Merge,
     check_plan,
     check_plan_options,
     first_key,
@@ -209,13 +208,10 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         by_length = sorted(zip(segments, tiles, strict=True), key=lambda each: 2 * each[1] <= size)
         segments, tiles = [each for each, _ in by_length], [count for _, count in by_length]
     items: list[Item] = []
-    merges: list[Merge] = []
     for whole, num_tiles in zip(segments, tiles, strict=True):
         pieces = -(-num_tiles // size)
         if plan.deterministic:
             pieces = num_pieces(num_tiles * tile) if num_tiles > size else 1
-        if pieces > 1:
-            merges.append(Merge(whole.req, whole.head, len(items), pieces))
         for piece in range(pieces):
             if plan.deterministic and pieces > 1:
                 begin, end = first_key(piece) // tile, first_key(piece + 1) // tile
@@ -229,12 +225,11 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
                 first_work=begin * tile, end_work=end_work, pieces=pieces, piece=piece
             )
             items.append(item)
-    for rows, values in ((plan.items, items), (plan.merges, merges)):
-        if values:
-            found = torch.tensor(values, dtype=torch.int32, device=rows.device)
-            rows[: len(values), : found.shape[1]] = found
-    plan.counts.copy_(torch.tensor([len(items), len(merges)], dtype=torch.int32))
-    plan.arrivals.zero_()
+    if items:
+        found = torch.tensor(items, dtype=torch.int32, device=plan.items.device)
+        plan.items[: len(items), : found.shape[1]] = found
+    plan.num_items.fill_(len(items))
+    plan.arrivals[: len(items)] = 0
 
 
 @counted
