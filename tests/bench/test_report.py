@@ -379,7 +379,7 @@ def test_charts_name_the_device_of_each_part(other: str):
         _file(_result(start=start)),
         _file(_result(shape="llama3-8b", start=start, device={"name": other})),
     ]
-    for name in ("attention-decode-fp8-h100.json", "attention-decode-h200.json"):
+    for name in ("attention-decode-fp8-h100.json", "attention-decode-h100.json"):
         result = json.loads((RESULTS / name).read_text("utf-8"))
         result["device"] = {"name": other if "fp8" in name else "GPU X"}
         files.append(_file(result, name))
