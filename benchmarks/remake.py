@@ -95,13 +95,13 @@ RECIPES: dict[str, Recipe] = {
         "vllm",
         "--shape qwen3-0.6b --cells 1x128 --repeats 150 --in-turns "
         "--gpu-memory-utilization 0.3 --modes vllm,backend,worker",
-        300, "vllm",
+        410, "vllm",
     ),
     "vllm-0.6b-short": bench(
         "vllm",
         "--shape qwen3-0.6b --cells 32x128,256x128 --repeats 20 --in-turns "
         "--gpu-memory-utilization 0.3 --modes vllm,backend,worker",
-        300, "vllm",
+        410, "vllm",
     ),
     "vllm-0.6b-fp8": bench(
         "vllm",
@@ -200,7 +200,7 @@ RECIPES: dict[str, Recipe] = {
         "headwise",
         "--planted --context 131072 --prompt-tokens 130900 --output-tokens 128 --num-requests 6 "
         "--max-num-seqs 8",
-        150,
+        240,
     ),
     "headwise-first-token": bench(
         "headwise",

@@ -309,17 +309,17 @@ def test_the_last_program_to_finish_merges(device, data, splits):
 def test_pieces_are_merged_in_rounds(device, monkeypatch, num_pieces):
     """Groups of 16, or of 8 for 17 to 64 pieces; of 257 pieces one is alone in its group."""
     config = DecodeAttentionConfig(tile_tokens=16, num_warps=4, num_stages=1, programs_per_sm=1)
-    gpu = SimpleNamespace(num_sms=num_pieces, capability=None)
+    gpu = SimpleNamespace(num_sms=2 * num_pieces, capability=None)
     monkeypatch.setattr(DecodeAttentionConfig, "default_for", lambda *_: config)
     monkeypatch.setattr(plan_buffers, "device_info", lambda _: gpu)
     num_keys = 16 * num_pieces
-    layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=num_keys)
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=num_keys)
     batch = RaggedBatch(query_lens=(1,), seq_lens=(num_keys,))
     case = build_paged_cache(layout, batch).to(device)
     q = make_queries(case, 2)
     plan = make_plan(case, q)
     kernels.plan_decode_attention(case.seq_lens, case.layout, plan)
-    assert int(plan.num_items) == num_pieces
+    assert int(plan.num_items) == 2 * num_pieces  # counts of one head lie behind the other's
     for _ in range(2):
         _check(case, 2, plan=plan)
         assert not plan.arrivals.any()

@@ -90,9 +90,9 @@ from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _NUM_FIELDS = tl.constexpr(len(Item._fields))
 _MOST_MERGED = tl.constexpr(16)
-"""Most partial results that a program merges in a round."""
+"""Most partial results that a program merges in a round, but for two rounds of _MERGED_TWICE."""
 _MERGED_TWICE = tl.constexpr(8)
-"""The same where that makes two rounds of a segment that takes more than one."""
+"""Most in each of two rounds, which segments of 17 to 64 pieces take."""
 _PIECE_TOKENS = tl.constexpr(PIECE_TOKENS)
 _SUM_ROWS = tl.constexpr(16)
 """Rows of ones that are multiplied with weights to add them up: all rows of sums are the same."""
@@ -417,7 +417,7 @@ def _merged_states(states, first, step, count, row, HEADS: tl.constexpr, TILES: 
             for offset in tl.static_range(TILES.LOADED_STATES):
                 part_lse, part = parts[offset]
                 acc, top, total = fold_state(acc, top, total, part, part_lse, 1)
-        else:
+        else:  # together: one after the other, each would wait for the maximum of those before
             new_top = top
             for offset in tl.static_range(TILES.LOADED_STATES):
                 new_top = tl.maximum(new_top, parts[offset][0])
@@ -646,6 +646,7 @@ def _paged_decode_attention_kernel(
 def merge_tile(rows: int, tile_dim: int, deterministic: bool) -> dict[str, int]:
     """Return the padded rows of a merge, and how many partial results registers hold at a time."""
     merge_rows = triton.next_power_of_2(rows)
+    # More would take a program off a multiprocessor: 186 registers with 256 dimensions, not 168.
     most = 4 if deterministic or tile_dim > 128 else 8
     states = min(most, max(1, 8192 // (merge_rows * tile_dim)))
     return {"MERGE_ROWS": merge_rows, "LOADED_STATES": states}
