@@ -103,6 +103,12 @@ RECIPES: dict[str, Recipe] = {
         "--gpu-memory-utilization 0.3 --modes vllm,backend,worker",
         410, "vllm",
     ),
+    "vllm-0.6b-many": bench(
+        "vllm",
+        "--shape qwen3-0.6b --cells 256x128 --repeats 60 --in-turns "
+        "--gpu-memory-utilization 0.3 --modes vllm,backend",
+        340, "vllm",
+    ),
     "vllm-0.6b-fp8": bench(
         "vllm",
         "--shape qwen3-0.6b --cells 32x8192 --repeats 2 --modes vllm,backend-fp8,vllm-fp8",

@@ -231,6 +231,22 @@ def test_only_the_text_between_the_markers_changes():
 # --- ages ---------------------------------------------------------------------------------------
 
 
+BASE = """
+from mrv1.kernels import deep
+from mrv1.kernels.aside import X, Y
+
+SIZE = X
+OTHER = Y
+
+def helper():
+    return deep.X + SIZE
+
+def another():
+    return OTHER
+"""
+"""The kernel imports ``helper`` of it, which reaches ``deep``, ``SIZE`` and ``X`` of ``aside``."""
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of one commit that mrv1 seems to run from: a kernel that imports another."""
@@ -238,8 +254,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in (
         ("attention/decode_attention", "from mrv1.kernels.base import helper\nX = 1\n"),
         ("attention/prefill_attention", "X = 1\n"),
-        ("base", "from mrv1.kernels import deep\nhelper = 1\n"),
+        ("base", BASE),
         ("deep", "X = 1\n"),
+        ("aside", "X = 1\nY = 1\n"),
         ("other", "X = 1\n"),
     ):
         (tmp_path / "mrv1" / "kernels" / f"{name}.py").write_text(text)
@@ -248,10 +265,10 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     monkeypatch.setattr(history, "ROOT", tmp_path)
     history.has_changed.cache_clear()
-    history._with_imports.cache_clear()
+    history.reached.cache_clear()
     yield tmp_path
     history.has_changed.cache_clear()
-    history._with_imports.cache_clear()
+    history.reached.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -261,7 +278,18 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("attention/decode_attention.py",
          '"""Text."""\nfrom mrv1.kernels.base import helper\n\nX = 1  # why\n', False),
         ("base.py", "helper = 2\n", True),
+        ("base.py", BASE.replace("deep.X", "1 + deep.X"), True),
+        ("base.py", BASE.replace("SIZE = X", "SIZE = 1 + X"), True),
+        ("base.py", BASE.replace("aside import X", "base import X"), True),
+        ("base.py", BASE.replace("OTHER = Y", "OTHER = 2"), False),
+        ("base.py", BASE.replace("return OTHER", "return 2"), False),
+        ("base.py", BASE.replace("import X, Y", "import X"), False),
+        ("base.py", f"{BASE}SIZE = 2\n", True),
+        ("base.py", f"{BASE}print()\n", True),
         ("deep.py", "X = 2\n", True),
+        ("deep.py", "X = 1\nZ = 2\n", True),
+        ("aside.py", "X = 2\nY = 1\n", True),
+        ("aside.py", "X = 1\nY = 2\n", False),
         ("attention/prefill_attention.py", "X = 2\n", False),
         ("other.py", "X = 2\n", False),
     ],
@@ -305,30 +333,34 @@ def test_a_file_is_older_only_where_code_that_it_can_run_has_changed(
 def test_a_changed_file_that_is_no_python_counts_unread(checkout: Path):
     (checkout / "mrv1" / "weights").write_bytes(b"\xff")
     subprocess.run(["git", "add", "."], cwd=checkout, check=True)
-    assert history.has_changed("HEAD", history.ENGINE) is True
+    assert history.has_changed("HEAD", history.whole(*history.ENGINE)) is True
 
 
 def test_a_commit_that_a_whole_history_lacks_counts_as_changed(checkout: Path):
-    assert history.has_changed("0" * 40, ("mrv1",)) is True
+    assert history.has_changed("0" * 40, history.whole("mrv1")) is True
 
 
 def test_an_age_is_unknown_without_the_commit_or_the_checkout(checkout: Path, monkeypatch):
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=checkout)
     (checkout / ".git" / "shallow").write_bytes(head)
-    assert history.has_changed("0" * 40, ("mrv1",)) is None
+    assert history.has_changed("0" * 40, history.whole("mrv1")) is None
     monkeypatch.setattr(history, "ROOT", checkout / "mrv1")
-    assert history.has_changed("HEAD", ("mrv1",)) is None
+    assert history.has_changed("HEAD", history.whole("mrv1")) is None
 
 
 def test_every_kernel_that_is_measured_is_found():
     for kind, mode in (("attention", "decode"), ("attention", "prefill"),
                        ("kv_cache_write", None), ("sample_tokens", None)):  # fmt: skip
-        paths = history.measured_paths(kind, mode)
+        paths = dict(history.measured_code(kind, mode))
         assert len(paths) > 4
         assert all((REPO / path).is_file() for path in paths)
-    assert "mrv1/kernels/attention/decode_attention.py" in history.measured_paths(
-        "attention", "decode"
-    )
+    decode = dict(history.measured_code("attention", "decode"))
+    prefill = dict(history.measured_code("attention", "prefill"))
+    folder = "mrv1/kernels/attention"
+    assert decode[f"{folder}/decode_attention.py"] is None  # all of it
+    assert "DecodePlan" in decode[f"{folder}/plan.py"]
+    assert prefill[f"{folder}/prefill_hopper.py"] is None
+    assert "DecodePlan" not in prefill[f"{folder}/plan.py"]
 
 
 # --- pictures -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrv1.bench.report.history import has_changed, measured_paths
+from mrv1.bench.report.history import has_changed, measured_code
 from mrv1.errors import ConfigError
 
 OURS = "mrv1"
@@ -83,8 +83,8 @@ def _load(path: Path) -> ResultFile:
     commit = str(result.get("commit") or "").removesuffix("-dirty")
     if not commit:
         return file
-    paths = measured_paths(file.kind, result.get("mode"))
-    return ResultFile(path.name, result, has_changed(commit, paths))
+    code = measured_code(file.kind, result.get("mode"))
+    return ResultFile(path.name, result, has_changed(commit, code))
 
 
 def devices(files: Iterable[ResultFile]) -> str:
