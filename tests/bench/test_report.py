@@ -428,8 +428,11 @@ def test_charts_name_the_device_of_each_part(other: str):
 
 
 def test_the_chart_of_vllm_has_a_bar_for_each_cell_and_mode_of_a_shape():
-    def of(shape: str, batch: int, prompt: int, **speedups: float | None) -> Any:
-        modes = {name.replace("_", "-"): {"speedup": ratio} for name, ratio in speedups.items()}
+    def of(shape: str, batch: int, prompt: int, runs: int = 2, **speedups: float) -> Any:
+        modes = {
+            name.replace("_", "-"): {"speedup": ratio, "samples": [{}] * runs}
+            for name, ratio in speedups.items()
+        }
         cell = {"batch": batch, "prompt_tokens": prompt, "modes": modes}
         return _file(
             _result(shape=shape, results=[cell], reference="vllm", peers={"vllm": "0.26.0"})
@@ -438,14 +441,14 @@ def test_the_chart_of_vllm_has_a_bar_for_each_cell_and_mode_of_a_shape():
     files = [
         of("b", 32, 8192, vllm=1.0, vllm_fp8=1.25, backend_fp8=1.5),
         of("b", 32, 8192, vllm=1.0, backend=0.75, worker=2.0),
+        of("b", 32, 8192, runs=1, backend=0.5, worker=4.0),  # fewer runs are not shown
         of("a", 1, 128, vllm=1.0, worker=3.0),
     ]
-    files[2].result["results"].append(
-        {"batch": 256, "prompt_tokens": 128, "modes": {"worker": {"speedup": 2.5}}}
-    )
-    files[2].result["results"].append(  # vLLM alone failed in this cell
-        {"batch": 512, "prompt_tokens": 128, "modes": {"worker": {"speedup": None}}}
-    )
+    for batch, speedup in ((256, 2.5), (512, None)):  # None: vLLM alone failed in this cell
+        worker = {"speedup": speedup, "samples": [{}]}
+        files[-1].result["results"].append(
+            {"batch": batch, "prompt_tokens": 128, "modes": {"worker": worker}}
+        )
     worker_alone = of("c", 1, 128, worker=1.0)
     worker_alone.result["reference"] = "worker"  # vLLM itself did not start
     (chart,) = charts({"vllm": [*files, worker_alone]})

@@ -156,8 +156,11 @@ def _serving(file: ResultFile) -> Chart:
 
 
 def _inside_vllm(files: Sequence[ResultFile]) -> Iterator[Chart]:
-    """Yield the chart of the tokens/s over those of vLLM alone: a panel for each shape."""
-    found: dict[str, dict[tuple[int, int, int], float]] = {}
+    """Yield the chart of the tokens/s over those of vLLM alone: a panel for each shape.
+
+    Of a cell that several files have, the figure of the most runs is shown.
+    """
+    found: dict[str, dict[tuple[int, int, int], tuple[int, float]]] = {}
     modes = [*VLLM_MODES]
     files = [file for file in files if file.result["reference"] == "vllm"]
     for file in files:
@@ -166,11 +169,12 @@ def _inside_vllm(files: Sequence[ResultFile]) -> Iterator[Chart]:
             for mode, figures in cell["modes"].items():
                 if mode != "vllm" and figures["speedup"] is not None:
                     key = cell["prompt_tokens"], cell["batch"], modes.index(mode)
-                    ratios[key] = figures["speedup"]
+                    measured = len(figures["samples"]), figures["speedup"]
+                    ratios[key] = max(measured, ratios.get(key, (0, 0.0)))
     panels = []
     for shape, ratios in found.items():
         labels, series = [], []
-        for place, ((prompt, batch, mode), ratio) in enumerate(sorted(ratios.items())):
+        for place, ((prompt, batch, mode), (_, ratio)) in enumerate(sorted(ratios.items())):
             name = VLLM_MODES[modes[mode]]
             labels.append(f"{batch} x {prompt:,}, {name}")
             series.append(Series(name, ((float(place), ratio),), (f"{ratio:.2f}x",)))
