@@ -18,19 +18,19 @@ ALL = ("mrv1", *(f":(exclude)mrv1/{name}" for name in ("bench", "cli", "testing"
 ENGINE = (*ALL, *(f":(exclude)mrv1/{name}" for name in ("calibration", "integrations")))
 """What the figures of an engine can depend on."""
 
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
 ENGINE_KINDS = {
     "async llm", "beside vllm", "capacity", "generate", "headwise", "kv_offload",
     "multimodal", "runner", "sanitize", "serving", "sleep", "smollm2_logits", "soak",
     "speculation", "start", "timeline",
 }  # fmt: skip
 
-
 Code = tuple[tuple[str, frozenset[str] | None], ...]
 """Paths for git, each with the names of its top level that count; None = all of it."""
 Place = tuple[str, str | None]
 """A file, and a name of its top level; None = the whole file."""
+
+KERNELS = "mrv1.kernels."
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def measured_code(kind: str, mode: str | None) -> Code:
@@ -82,22 +82,22 @@ def has_changed(commit: str, code: Code) -> bool | None:
         return None if git(ROOT, "rev-parse", "--is-shallow-repository") == "true" else True
     return any(
         not path.endswith(".py")
-        or _text(_code_before(commit, path), names.get(path))
-        != _text(_code_now(path), names.get(path))
+        or _what_runs(_before(commit, path), names.get(path))
+        != _what_runs(_now(path), names.get(path))
         for path in changed.splitlines()
     )
 
 
-def _code_before(commit: str, path: str) -> str | None:
+def _before(commit: str, path: str) -> str | None:
     return git(ROOT, "show", f"{commit}:{path}")
 
 
-def _code_now(path: str) -> str | None:
+def _now(path: str) -> str | None:
     file = ROOT / path
     return file.read_text("utf-8") if file.is_file() else None
 
 
-def _text(source: str | None, names: frozenset[str] | None) -> str | None:
+def _what_runs(source: str | None, names: frozenset[str] | None) -> str | None:
     """Return what runs of a Python file: its syntax tree without docstrings.
 
     Args:
@@ -178,15 +178,10 @@ def _named_in(path: str, name: str | None) -> Iterator[Place]:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and name is not None:
                 yield path, node.id
-            elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(
-                "mrv1.kernels."
-            ):
+            elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(KERNELS):
+                is_inside = node is not statement  # of a definition, which needs all it imports
                 for alias in node.names:
-                    if (
-                        name is None
-                        or not isinstance(statement, ast.ImportFrom)
-                        or _name(alias) == name
-                    ):
+                    if name is None or is_inside or _name(alias) == name:
                         yield from _imported(str(node.module).replace(".", "/"), alias.name)
 
 
