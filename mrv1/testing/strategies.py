@@ -40,6 +40,7 @@ except ImportError as error:
         name="hypothesis",
     ) from error
 
+from mrv1.errors import ConfigError
 from mrv1.kernels._base.interpreter import number_formats as _number_formats
 from mrv1.kernels.cache.kv_layout import HeadRole, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, ScaleGranularity
@@ -743,7 +744,15 @@ def build_paged_cache(
 
     Returns:
         The case, on the CPU.
+
+    Raises:
+        ConfigError: a request is longer than the layout's ``max_seq_len``.
     """
+    longest = max(batch.seq_lens, default=0)
+    if longest > layout.max_seq_len:
+        raise ConfigError(
+            f"batch.seq_lens: expected at most max_seq_len = {layout.max_seq_len}, got {longest}"
+        )
     pager = _Pager(layout, len(batch.seq_lens), seed, block_seed, hole_rate)
     generator = np.random.default_rng(seed)
 

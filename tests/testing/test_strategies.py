@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
+from mrv1.errors import ConfigError
 from mrv1.kernels import HeadRole
 from mrv1.testing.strategies import (
     KINDS,
@@ -32,6 +33,13 @@ def _columns(layout: LayoutCase, role: HeadRole, position: int) -> int:
     if role.ring_blocks and block >= sinks:
         return role.table_offset + sinks + (block - sinks) % role.ring_blocks
     return role.table_offset + block
+
+
+def test_a_request_longer_than_its_layout_is_refused():
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=64)
+    batch = RaggedBatch(query_lens=(1, 1), seq_lens=(64, 65))
+    with pytest.raises(ConfigError, match="seq_lens: expected at most max_seq_len = 64, got 65"):
+        build_paged_cache(layout, batch)
 
 
 # --- layouts -----------------------------------------------------------------------------------
