@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -103,9 +104,12 @@ def _requirement(text: str) -> str:
 
 def _needed(extras: tuple[str, ...]) -> set[str]:
     """Return the installed packages that mrv1 with ``extras`` needs, directly or indirectly."""
-    optional = PROJECT["optional-dependencies"]
     todo = [_requirement(text) for text in PROJECT["dependencies"]]
-    todo += [_requirement(text) for extra in extras for text in optional[extra]]
+    for extra in extras:
+        texts = PROJECT["optional-dependencies"][extra]
+        todo += [_requirement(text) for text in texts]
+        own = [Requirement(text) for text in texts if _requirement(text) == "mrv1"]
+        todo += [name for each in own for name in _needed(tuple(each.extras))]
     seen: set[str] = set()
     while todo:
         name = todo.pop()
@@ -122,12 +126,28 @@ def _needed(extras: tuple[str, ...]) -> set[str]:
 
 def test_every_installed_requirement_is_pinned_at_its_version():
     pins = _pins()
-    needed = _needed(("notebooks", "bench", "dev"))
+    needed = _needed(("dev",))
     assert {"torch", "triton", "transformers", "ruff", "pytest", "hatchling"} <= needed
     installed = {name: metadata.version(name).partition("+")[0] for name in needed}
     # A CUDA build of torch brings vendor libraries, which torch itself pins exactly.
     wanted = {k: v for k, v in installed.items() if not k.startswith(("nvidia-", "cuda-"))}
     assert {name: pins.get(name) for name in wanted} == wanted
+
+
+def test_the_notebooks_extra_has_what_their_cells_import_and_run():
+    used = set()
+    for path in (REPO / "notebooks").glob("*.ipynb"):
+        if path.stem != "inside_vllm":  # it says itself what it lacks
+            cells = json.loads(path.read_text("utf-8"))["cells"]
+            code = "\n".join(
+                "".join(each["source"]) for each in cells if each["cell_type"] == "code"
+            )
+            used |= {*re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)}
+            used |= {*re.findall(r'"-m", "(\w+)"', code)}
+    distributions = metadata.packages_distributions()
+    used = {_canonical(distributions[name][0]) for name in used if name in distributions}
+    assert {"hypothesis", "matplotlib", "pytest"} <= used
+    assert used | {"xgrammar"} <= _needed(("notebooks",)) | {"mrv1"}  # the grammar of a request
 
 
 def test_every_extra_is_bounded_by_a_release_beyond_its_pin():

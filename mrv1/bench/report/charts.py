@@ -169,8 +169,9 @@ def _inside_vllm(files: Sequence[ResultFile]) -> Iterator[Chart]:
             for mode, figures in cell["modes"].items():
                 if mode != "vllm" and figures["speedup"] is not None:
                     key = cell["prompt_tokens"], cell["batch"], modes.index(mode)
-                    measured = len(figures["samples"]), figures["speedup"]
-                    ratios[key] = max(measured, ratios.get(key, (0, 0.0)))
+                    runs = len(figures["samples"])
+                    if runs >= ratios.get(key, (0, 0.0))[0]:
+                        ratios[key] = runs, figures["speedup"]
     panels = []
     for shape, ratios in found.items():
         labels, series = [], []

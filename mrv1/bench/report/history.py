@@ -169,10 +169,15 @@ def reached(*paths: str) -> Code:
     )
 
 
+@cache
+def _statements(source: str) -> list[tuple[ast.stmt, set[str]]]:
+    """Return the statements of a file's top level, each with the names that it binds."""
+    return [(statement, _bound(statement)) for statement in ast.parse(source).body]
+
+
 def _named_in(path: str, name: str | None) -> Iterator[Place]:
     """Yield what a name of a file, or the whole file, names in turn."""
-    for statement in ast.parse((ROOT / path).read_text("utf-8")).body:
-        bound = _bound(statement)
+    for statement, bound in _statements((ROOT / path).read_text("utf-8")):
         if name is not None and bound and name not in bound:
             continue
         for node in ast.walk(statement):
