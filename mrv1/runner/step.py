@@ -106,7 +106,8 @@ class StepPlan:
     num_scheduled_tokens: Int32Array
     """[rows] tokens to compute, >= 1."""
     new_block_ids: Mapping[int, tuple[tuple[int, ...], ...]]
-    """Slot -> per head group, block ids to append to its table, in order; only slots with any."""
+    """Slot -> per head group, block ids to append to its table, in order; only slots with any. A
+    row needs a block for each token that it computes; only ``EngineConfig.debug`` checks that."""
     draft_token_ids: tuple[tuple[int, ...], ...] = ()
     """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
     staged_features: tuple[StagedFeatures, ...] = ()
