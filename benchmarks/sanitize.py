@@ -3,10 +3,11 @@
 python -m benchmarks.sanitize OUTPUT.json [--commit C]   memcheck and racecheck; exit 1 on findings
 python -m benchmarks.sanitize --run                      the kernels, compared with their oracles
 python -m benchmarks.sanitize --planted                  a launch that writes outside its cache
+python -m benchmarks.sanitize --handoff                  a hand-off without a race (Hopper)
 
 The planted launch shows that memcheck sees into kernels that Triton compiles: if memcheck missed
-that error, its silence about the other launches would mean nothing. Needs a GPU, CUDA's
-compute-sanitizer, hypothesis.
+that error, its silence about the other launches would mean nothing. The hand-off shows what
+racecheck reports of a program without a race. Needs a GPU, CUDA's compute-sanitizer, hypothesis.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 
 from mrv1 import kernels
 from mrv1.bench.provenance import provenance
+from mrv1.device import device_info
 from mrv1.kernels import (
     DecodePlan,
     HeadRole,
@@ -41,6 +43,7 @@ from mrv1.kernels import (
 from mrv1.kernels.attention import prefill_attention
 from mrv1.kernels.attention import splits as prefill_splits
 from mrv1.kernels.attention.plan import Item
+from mrv1.kernels.attention.splits import WARP_GROUP_CAPABILITY
 from mrv1.kernels.layers.contracts import FeatureRows
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
@@ -444,6 +447,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     mode.add_argument("output", type=Path, nargs="?")
     mode.add_argument("--run", action="store_true", help="the kernels alone, without the tool")
     mode.add_argument("--planted", action="store_true", help="a launch outside its cache")
+    mode.add_argument("--handoff", action="store_true", help="a hand-off without a race")
     parser.add_argument("--commit", help="commit of the source; default: ask git")
     return parser.parse_args(arguments)
 
@@ -457,16 +461,24 @@ def main(arguments: list[str] | None = None) -> int:
     if options.planted:
         run_planted(device)
         return 0
+    if options.handoff:
+        from benchmarks import handoff  # Triton's interpreter has no Gluon
+
+        handoff.run(device)
+        return 0
     planted = sanitize("memcheck", "--planted")
+    controls = {"planted": planted}
+    if device_info(device).capability == WARP_GROUP_CAPABILITY:
+        controls["handoff"] = sanitize("racecheck", "--handoff")
     tools = {tool: sanitize(tool, "--run") for tool in TOOLS}
     result = {
         "op": "sanitize",
         **provenance(device, options.commit),
-        "planted": planted,
+        **controls,
         "tools": tools,
     }
     options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    for name, said in {"planted": planted, **tools}.items():
+    for name, said in (controls | tools).items():
         print(f"{name}: {said['summary']}, {said['seconds']} s, {len(said['kernels'])} kernels")
     clean = all(
         said["findings"] == 0 and said["exit_code"] == 0 and said["kernels"] == list(OPS)

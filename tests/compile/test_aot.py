@@ -130,6 +130,12 @@ def test_a_report_names_its_problem():
     assert AotReport(**fine, early_arrivals=2).problem.startswith("sm_89 op: 2 arrivals without")
 
 
+def test_the_reported_handoff_orders_its_accesses():
+    """racecheck reports it, so a check must say that it has no race: this one and its sum."""
+    (report,) = compile_for("sm_90", [f"{__package__}.handoff"])
+    assert (report.case, report.problem) == ("handoff", "")
+
+
 ARRIVAL = "\t@%p70 mbarrier.arrive.shared::cta.b64 _, [%r379];"
 
 
