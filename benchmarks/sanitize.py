@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -466,25 +467,27 @@ def main(arguments: list[str] | None = None) -> int:
 
         handoff.run(device)
         return 0
-    planted = sanitize("memcheck", "--planted")
-    controls = {"planted": planted}
+    jobs = {tool: (tool, "--run") for tool in TOOLS} | {"planted": ("memcheck", "--planted")}
     if device_info(device).capability == WARP_GROUP_CAPABILITY:
-        controls["handoff"] = sanitize("racecheck", "--handoff")
-    tools = {tool: sanitize(tool, "--run") for tool in TOOLS}
+        jobs["handoff"] = ("racecheck", "--handoff")
+    with ThreadPoolExecutor() as pool:
+        started = {name: pool.submit(sanitize, *job) for name, job in jobs.items()}
+    said = {name: each.result() for name, each in started.items()}
+    tools = {tool: said.pop(tool) for tool in TOOLS}
     result = {
         "op": "sanitize",
         **provenance(device, options.commit),
-        **controls,
+        **said,
         "tools": tools,
     }
     options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    for name, said in (controls | tools).items():
-        print(f"{name}: {said['summary']}, {said['seconds']} s, {len(said['kernels'])} kernels")
+    for name, each in (said | tools).items():
+        print(f"{name}: {each['summary']}, {each['seconds']} s, {len(each['kernels'])} kernels")
     clean = all(
-        said["findings"] == 0 and said["exit_code"] == 0 and said["kernels"] == list(OPS)
-        for said in tools.values()
+        each["findings"] == 0 and each["exit_code"] == 0 and each["kernels"] == list(OPS)
+        for each in tools.values()
     )
-    return 0 if clean and planted["findings"] else 1
+    return 0 if clean and said["planted"]["findings"] else 1
 
 
 if __name__ == "__main__":

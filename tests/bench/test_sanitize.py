@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,15 +71,20 @@ def test_the_script_passes_only_if_clean_and_the_planted_launch_is_found(
         assert command[:2] == ["compute-sanitizer", "--tool"]
         assert command[3] == sys.executable
         assert env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-        output = _said(name, planted if command[-1] == "--planted" else found[name])
+        controls = {"--planted": planted, "--handoff": 4}
+        output = _said(name, controls.get(command[-1], found[name]))
         return subprocess.CompletedProcess(command, 0, stdout=output)
 
     monkeypatch.setattr(sanitize.subprocess, "run", tool)
     monkeypatch.setattr(sanitize, "provenance", lambda *_: {})
+    hopper = SimpleNamespace(capability=(9, 0))
+    monkeypatch.setattr(sanitize, "device_info", lambda _: hopper)
     target = tmp_path / "sanitize.json"
     assert sanitize.main([str(target)]) == exit_code
-    tools = json.loads(target.read_text("utf-8"))["tools"]
+    result = json.loads(target.read_text("utf-8"))
+    tools = result["tools"]
     assert {name: said["findings"] for name, said in tools.items()} == found
+    assert (result["planted"]["findings"], result["handoff"]["findings"]) == (planted, 4)
     assert tools["racecheck"]["summary"].startswith("RACECHECK SUMMARY:")
 
 
