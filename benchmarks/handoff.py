@@ -1,10 +1,10 @@
-"""A hand-off between warps as in the prefill queue, and nothing else.
+"""A hand-off between groups of warps as in the prefill queue, and nothing else.
 
-One warp writes items into two slots of shared memory and another warp reads them. Both order their
-accesses with a barrier of the warp, after which one of its threads arrives at an mbarrier; the
-other warp waits there. The sum that the reader stores shows that every item came through whole.
+One warp writes items into two slots of shared memory, and four warps read them. Each group orders
+its accesses with a barrier of its warps, after which one of its threads arrives at an mbarrier;
+the other group waits there. The sum that the readers store shows that every item came through.
 
-racecheck reports this program too: it does not follow an arrival of one thread for its warp. So
+racecheck reports this program too: it does not follow an arrival of one thread for its warps. So
 what it reports of the queue says nothing about the queue. Needs a Hopper GPU.
 """
 
@@ -72,7 +72,7 @@ def _handoff_kernel(
 
 
 def run(device: torch.device) -> None:
-    """Hand 20 items over; raise if the reader's sum is not theirs."""
+    """Hand the items over; raise if the readers' sum is not theirs."""
     total = torch.zeros(1, dtype=torch.int32, device=device)
     _handoff_kernel[1,](total, NUM_ITEMS, num_warps=4)
     expected = sum(range(NUM_ITEMS * FIELDS.value))

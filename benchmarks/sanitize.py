@@ -44,7 +44,6 @@ from mrv1.kernels import (
 from mrv1.kernels.attention import prefill_attention
 from mrv1.kernels.attention import splits as prefill_splits
 from mrv1.kernels.attention.plan import Item
-from mrv1.kernels.attention.splits import WARP_GROUP_CAPABILITY
 from mrv1.kernels.layers.contracts import FeatureRows
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
@@ -468,7 +467,7 @@ def main(arguments: list[str] | None = None) -> int:
         handoff.run(device)
         return 0
     jobs = {tool: (tool, "--run") for tool in TOOLS} | {"planted": ("memcheck", "--planted")}
-    if device_info(device).capability == WARP_GROUP_CAPABILITY:
+    if device_info(device).capability == prefill_splits.WARP_GROUP_CAPABILITY:
         jobs["handoff"] = ("racecheck", "--handoff")
     with ThreadPoolExecutor() as pool:
         started = {name: pool.submit(sanitize, *job) for name, job in jobs.items()}

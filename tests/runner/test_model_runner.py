@@ -284,6 +284,22 @@ def test_debug_names_a_block_id_out_of_the_pool(checkpoint, block_id):
     runner.close()
 
 
+def test_debug_names_the_request_whose_plan_forgets_a_block(checkpoint):
+    """At its entry, in a slot whose former request had the block; and when it grows past it."""
+    runner = make_runner(checkpoint, debug=True, device="cpu")
+    runner.execute(PREFILL).result()
+    missing = r"request 'c', KV head 0: expected a block id in \[0, 16\) in column 1, got -1"
+    new = (enter("c", 1, PROMPTS[1], epoch=1),)
+    with pytest.raises(StepError, match=missing):
+        runner.execute(make_plan(1, {"c": (1, 18, (3,))}, epoch=1, new=new, finished=(1,)))
+    runner.close()
+    runner = make_runner(checkpoint, debug=True, device="cpu")
+    runner.execute(make_plan(0, {"c": (1, 16, (3,))}, new=(enter("c", 1, PROMPTS[1]),))).result()
+    with pytest.raises(StepError, match=missing):
+        runner.execute(make_plan(1, {"c": (1, 2, ())}))
+    runner.close()
+
+
 def test_debug_ignores_block_ids_that_no_query_sees(tmp_path):
     """A window of 3: positions 18 and 19 see no token of block 0."""
     tiny_checkpoint(tmp_path, "mistral", sliding_window=3)
