@@ -87,21 +87,6 @@ def dtype_name(dtype: object) -> DtypeName:
     return cast("DtypeName", name)
 
 
-def check_target_ms(target: object) -> None:
-    """Check a value of ``target_inter_token_ms``.
-
-    Raises:
-        ConfigError: it is neither None nor a number of milliseconds above 0.
-    """
-    if target is None:
-        return
-    is_number = isinstance(target, int | float) and not isinstance(target, bool)
-    if not (is_number and 0 < cast("float", target) < math.inf):
-        raise ConfigError(
-            f"target_inter_token_ms: expected milliseconds > 0 or None, got {target!r}"
-        )
-
-
 def checkpoint_dir(model: str | Path, *, progress: bool = True) -> Path:
     """Return a model's directory or GGUF file; a Hugging Face model is downloaded if need be.
 
@@ -278,11 +263,7 @@ class EngineConfig:
     max_mixed_prefill_tokens: int | None = None
     """Most prompt tokens of a step with decodes, which wait for it. The step may have more if more
     wait than a step holds. Default: with CUDA graphs as many as need 4 TFLOP, at least 1,024; else
-    no limit, as with ``target_inter_token_ms``, beside which it cannot be given."""
-    target_inter_token_ms: float | None = None
-    """Milliseconds that a step with decodes and prompts shall take at most: the prompts get the
-    tokens that fit by a model of the step's time, which is calibrated at start-up. The oldest
-    prompt gets ``block_size`` tokens in each step in any case. Default: no target."""
+    no limit."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations and KV cache together."""
     num_kv_blocks: int | None = None
@@ -431,12 +412,6 @@ class EngineConfig:
         if self.max_draft_tokens > MAX_DRAFTS:
             raise ConfigError(
                 f"max_draft_tokens: expected at most {MAX_DRAFTS}, got {self.max_draft_tokens}"
-            )
-        check_target_ms(self.target_inter_token_ms)
-        if None not in (self.target_inter_token_ms, self.max_mixed_prefill_tokens):
-            raise ConfigError(
-                "max_mixed_prefill_tokens: expected None with target_inter_token_ms, which limits "
-                f"the same steps by time, got {self.max_mixed_prefill_tokens}"
             )
         share: object = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:

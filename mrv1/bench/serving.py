@@ -28,7 +28,6 @@ from mrv1.bench.vllm import (
     describe,
 )
 from mrv1.bench.workload import Conversation, Workload
-from mrv1.config import check_target_ms
 from mrv1.errors import ConfigError
 
 SCHEMA = 2
@@ -76,8 +75,6 @@ class ServingBench(Workload):
     max_num_seqs: int = 256
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
-    target_inter_token_ms: float | None = None
-    """Time of mrv1's steps with decodes and prompts; vLLM has no such option."""
 
     def __post_init__(self) -> None:
         """Check the fields that the engines do not check."""
@@ -106,7 +103,6 @@ class ServingBench(Workload):
                 f"are not known, got {', '.join(sorted(names))}"
             )
         self.check_least(repeats=1, max_num_seqs=1, long_prefill_token_threshold=0)
-        check_target_ms(self.target_inter_token_ms)
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters, under names that both engines have."""
@@ -268,7 +264,7 @@ def _job(
     """Return the job of an engine; arrivals have the rates of the ``firsts``, measured before."""
     bench, own = benches[0], ENGINES[engine]
     if engine != "vllm":
-        own = own | {name: getattr(bench, name) for name in ("device", "target_inter_token_ms")}
+        own = own | {"device": bench.device}
     generator = np.random.default_rng([bench.seed, 4])
     lengths = np.linspace(1, min(options["max_model_len"] - 1, MOST_PROBE_TOKENS), NUM_PROBES)
     runs = []
@@ -361,7 +357,6 @@ def _conditions(
     names = (
         "num_conversations", "num_turns", "prefix_len", "input_len", "input_sigma", "input_max",
         "output_len", "output_sigma", "output_max", "stream_outputs", "repeats", "peak_share",
-        "target_inter_token_ms",
     )  # fmt: skip
     turns = [turn for each in conversations for turn in each.turns]
     return {

@@ -22,7 +22,6 @@ from mrv1.engine.request import Request, Status
 from mrv1.engine.request_limits import check_logprob_memory, check_order, check_params
 from mrv1.engine.scheduler import Scheduler
 from mrv1.engine.speculation import Speculation
-from mrv1.engine.step_time import StepTarget, calibrate
 from mrv1.errors import ConfigError, RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
@@ -97,9 +96,6 @@ class Metrics(TypedDict):
     """Time the host waited for results."""
     gpu_seconds: float
     """Time the GPU spent in steps, with gaps shorter than a launch; 0 on a CPU."""
-    predicted_seconds: float
-    """Time of all launched steps as predicted for ``target_inter_token_ms``, to be compared with
-    ``gpu_seconds`` (on a CPU with ``host_seconds``); 0 without a target."""
 
 
 def derive_seed(engine_seed: int, admission: int) -> int:
@@ -153,13 +149,6 @@ class EngineCore:
             logits_processors=logits_processors,
             progress=progress,
         )
-        target = None
-        if config.target_inter_token_ms is not None:
-            try:
-                target = StepTarget(calibrate(self.runner), config.target_inter_token_ms * 1e-3)
-            except BaseException:
-                self.runner.close()  # or ranks would run on, and a GPU's memory would stay taken
-                raise
         self.scheduler = Scheduler(
             num_blocks=self.runner.kv_cache.num_blocks,
             keeps=[group.keeps for group in self.runner.head_groups.groups],
@@ -174,7 +163,6 @@ class EngineCore:
             scheduling_policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             max_mixed_prefill_tokens=mixed_prefill_tokens(config, self.runner),
-            target=target,
             padding=Padding.of(self.runner),
             speculation=self._speculation,
             # Drafts with log-probabilities leave the CUDA graphs, which costs more than they gain.
@@ -685,5 +673,4 @@ class EngineCore:
             host_seconds=self._host_seconds,
             wait_seconds=self._wait_seconds,
             gpu_seconds=runner.gpu_seconds,
-            predicted_seconds=scheduler.predicted_seconds,
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from mrv1.config import EngineConfig
-from mrv1.engine.step_time import StepWork
+from mrv1.models.weights import checkpoint_tensors
 from mrv1.runner import ModelRunner
 
 LEAST_PADDING = 256
@@ -50,7 +50,7 @@ class Padding:
         sizes = runner.prompt_graph_sizes
         if not sizes:
             return None
-        in_tokens = int(STEP_FLOPS / StepWork.of(runner).token_flops)
+        in_tokens = int(STEP_FLOPS / token_flops(runner))
         return cls(sizes, max(LEAST_PADDING, in_tokens))
 
     def surplus(self, num_tokens: int) -> int:
@@ -68,12 +68,51 @@ class Padding:
         return num_tokens - self.sizes[smaller]
 
 
+def token_flops(runner: ModelRunner) -> int:
+    """Return the operations of a token in the products of the layers."""
+    tensors = checkpoint_tensors(runner.model.config, runner.model.weights)
+    layers = [each for name, each in tensors.items() if name.startswith("model.layers.")]
+    return 2 * sum(each.numel() for each in layers if each.ndim == 2)
+
+
 def mixed_prefill_tokens(config: EngineConfig, runner: ModelRunner) -> int | None:
     """Return ``max_mixed_prefill_tokens`` or its default for a runner; None = no limit."""
     sizes = runner.prompt_graph_sizes
     if config.max_mixed_prefill_tokens is not None:
         return config.max_mixed_prefill_tokens
-    if config.target_inter_token_ms is not None or not sizes:
+    if not sizes:
         return None
-    most = max(LEAST_MIXED_TOKENS, int(MIXED_FLOPS / StepWork.of(runner).token_flops))
+    most = max(LEAST_MIXED_TOKENS, int(MIXED_FLOPS / token_flops(runner)))
     return max([size for size in sizes if size <= most])
+
+
+class TokenRoom:
+    """The prompt tokens that a step with decodes may still have.
+
+    Args:
+        num_tokens: most tokens of all chunks together.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_left = num_tokens
+        """Below 0 if the first chunk had to have more."""
+        self._has_chunk = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether not even a chunk of one token fits."""
+        return self._has_chunk and self.num_left <= 0
+
+    def fit(self, count: int, least: int) -> int:
+        """Return how many of ``count`` tokens the next chunk may have.
+
+        The first chunk of the step has at least ``least`` tokens, so that the oldest prompt always
+        makes progress.
+        """
+        fitting = min(count, max(self.num_left, 0))
+        return fitting if self._has_chunk else max(fitting, min(least, count))
+
+    def take(self, count: int) -> None:
+        """Add a chunk to the step."""
+        self.num_left -= count
+        self._has_chunk = True

@@ -11,7 +11,7 @@ import numpy as np
 from mrv1.config import SchedulingPolicyName
 from mrv1.engine.feature_pool import FeaturePool
 from mrv1.engine.head_pools import HeadPools
-from mrv1.engine.padding import Padding
+from mrv1.engine.padding import Padding, TokenRoom
 from mrv1.engine.prefix_cache import PrefixCache
 from mrv1.engine.prefix_waits import LEAST_SHARED_TOKENS, PrefixWaits
 from mrv1.engine.request import FinishReason, Request, Status
@@ -26,7 +26,6 @@ from mrv1.engine.running_batch import (
 from mrv1.engine.slot_table import SlotTable
 from mrv1.engine.speculation import Speculation
 from mrv1.engine.step_results import take_output
-from mrv1.engine.step_time import StepLoad, StepRoom, StepTarget, TokenRoom
 from mrv1.engine.waiting_queue import PriorityQueue, WaitingQueue
 from mrv1.errors import Mrv1Error, RequestError
 from mrv1.headwise import FULL, Visible
@@ -34,8 +33,6 @@ from mrv1.runner.step import Int64Array, RequestId, StagedFeatures, StepOutput, 
 
 Drafts = dict[int, tuple[int, ...]]
 """Row -> drafts."""
-Room = StepRoom | TokenRoom
-"""What a step with decodes has left for chunks of prompts."""
 
 
 class Scheduler:
@@ -58,11 +55,10 @@ class Scheduler:
     T tokens at most, and each step T tokens less. Of ``max_mixed_prefill_tokens`` they share half
     at most.
 
-    **Chunks that fit.** With a ``target`` for the time of a step, a step with rows of one token
-    gets chunks of prompts whose predicted time fits, in the order of the requests. The first chunk
-    has at least a block's tokens, or the span that it begins with. Without a target,
-    ``max_mixed_prefill_tokens`` limits the tokens of all chunks of such a step together, unless
-    more prompt tokens wait than a step holds: then throughput counts.
+    **Chunks that fit.** ``max_mixed_prefill_tokens`` limits the tokens of all chunks of a step
+    with decodes together, unless more prompt tokens wait than a step holds: then throughput
+    counts. Chunks get these tokens in the order of the requests; the first has at least a block's
+    tokens, or the span that it begins with.
 
     **Padding.** With ``padding``, a step that is not full leaves the last tokens of its chunks to
     the next step, where a smaller CUDA graph then runs it and that saves time: first of chunks
@@ -101,7 +97,6 @@ class Scheduler:
         scheduling_policy: SchedulingPolicyName = "fcfs",
         long_prefill_token_threshold: int = 0,
         max_mixed_prefill_tokens: int | None = None,
-        target: StepTarget | None = None,
         padding: Padding | None = None,
         least_shared_tokens: int = LEAST_SHARED_TOKENS,
         speculation: Speculation | None = None,
@@ -123,7 +118,6 @@ class Scheduler:
             scheduling_policy: ``fcfs`` or ``priority``.
             long_prefill_token_threshold: most tokens of a request in a step; 0 = no limit.
             max_mixed_prefill_tokens: most prompt tokens of a step with decodes; None = no limit.
-            target: the time that a step with decodes shall take at most; None = no limit.
             padding: sizes of the graphs that run steps with prompts; None = no step is padded.
             least_shared_tokens: tokens of a common prefix for which a request waits.
             speculation: proposes drafts; None = no row has any.
@@ -150,13 +144,10 @@ class Scheduler:
         """Tokens of ``num_prefix_queries`` that the prefix cache had."""
         self.num_prefix_waits = 0
         """Requests that waited for another one to compute a prefix that both have."""
-        self.predicted_seconds = 0.0
-        """Predicted time of the launched steps; 0 without a target."""
         self.features = FeaturePool(num_feature_rows)
         self._queue_class = PriorityQueue if scheduling_policy == "priority" else WaitingQueue
         self._threshold = long_prefill_token_threshold
         self._max_mixed_tokens = max_mixed_prefill_tokens
-        self._target = target
         self._padding = padding
         self._least_shared_tokens = least_shared_tokens
         self._speculation = speculation
@@ -180,9 +171,9 @@ class Scheduler:
         self.running = self._batch.requests
         """Running requests by id, in order of arrival."""
         self._in_flight: deque[LaunchedStep] = deque()
-        self._blocked: tuple[Request, int, int, StepLoad | int | None] | None = None
+        self._blocked: tuple[Request, int, int, int | None] | None = None
         """The first waiting request if it could not be admitted, and the tokens, the rows of
-        features and, beside decodes, the time or the tokens left for it then.
+        features and, beside decodes, the prompt tokens left for it then.
 
         It is looked up in the prefix cache again once the pools or one of these have changed.
         """
@@ -330,20 +321,14 @@ class Scheduler:
         if promised is not None and promised[0].finished:
             promised = None
         rows, continued, starved = batch.rows, batch.continued, False
-        room: Room | None = None
+        room: TokenRoom | None = None
         cuts = False
         if continued is None:
             ends = np.minimum(slots.num_tokens[rows.index], slots.max_computed[rows.index])
             num_tokens = int((ends - slots.num_computed[rows.index]).sum())
         else:
             ends, num_tokens = continued.ends + 1, len(rows.requests)
-        if self._target is not None and (continued is None or self.waiting):
-            starts = slots.num_computed[rows.index]
-            is_decode = ends - starts == 1
-            if is_decode.any():
-                room = StepRoom(self._target, starts[is_decode])
-                cuts = num_tokens > int(np.count_nonzero(is_decode))
-        elif self._max_mixed_tokens is not None and (continued is None or self.waiting):
+        if self._max_mixed_tokens is not None and (continued is None or self.waiting):
             counts = ends - slots.num_computed[rows.index]
             num_decodes = int(np.count_nonzero(counts == 1))
             if num_decodes and self._waits_for_room(self._max_mixed_tokens, counts[counts > 1]):
@@ -450,11 +435,11 @@ class Scheduler:
         return [] if newest is None else newest.rows_with_grammars
 
     def _ends_one_by_one(
-        self, promised: tuple[Request, int] | None, room: Room | None
+        self, promised: tuple[Request, int] | None, room: TokenRoom | None
     ) -> tuple[Int64Array, bool]:
         """Return how far each running request is computed, and whether blocks ran out.
 
-        For a step whose tokens, time or blocks may not suffice for all running requests. May
+        For a step whose tokens or blocks may not suffice for all running requests. May
         preempt requests: the ends, ``[running]``, are of the requests that still run. The end of a
         request that computes nothing in this step is the number of its tokens that are computed
         already.
@@ -465,8 +450,8 @@ class Scheduler:
         ends: dict[RequestId, int] = {}
         for_long = self._threshold
         """Tokens that are left for requests with a long prompt, together."""
-        if isinstance(room, TokenRoom):
-            for_long = min(for_long, max(room.load // 2, self.block_size))
+        if room is not None:
+            for_long = min(for_long, max(room.num_left // 2, self.block_size))
         for request in self._in_order():
             if request.req_id not in self.running:
                 continue  # preempted below, for a request before it
@@ -500,7 +485,7 @@ class Scheduler:
                 ends[request.req_id] = computed + count
                 self._hold_items(request, computed, computed + count)
                 if chunk_room is not None and count:
-                    chunk_room.take(computed, count)
+                    chunk_room.take(count)
                 budget -= count
                 claimed += max(needed, 0)
                 if is_long:
@@ -509,11 +494,11 @@ class Scheduler:
                         self._limited.append(request)
         return np.array([ends[req_id] for req_id in self.running], dtype=np.int64), starved
 
-    def _fitting(self, room: Room, request: Request, start: int, count: int) -> int:
-        """Return ``count``, or less: as much of the request as the step's time has room for."""
-        return room.fit(start, count, max(self.block_size, request.span_size(start)))
+    def _fitting(self, room: TokenRoom, request: Request, start: int, count: int) -> int:
+        """Return ``count``, or less: as many tokens as the step has room for."""
+        return room.fit(count, max(self.block_size, request.span_size(start)))
 
-    def _give_rest(self, ends: Int64Array, new_blocks: NewBlocks, room: Room | None) -> None:
+    def _give_rest(self, ends: Int64Array, new_blocks: NewBlocks, room: TokenRoom | None) -> None:
         """Give the tokens that the step has left to the long prompts, up to the threshold of each.
 
         Not to those with items or spans, which their turn in ``_ends_one_by_one`` serves; and no
@@ -522,7 +507,7 @@ class Scheduler:
         Args:
             ends: ``[running]`` how far each request is computed; raised in place.
             new_blocks: blocks of the step; extended in place.
-            room: the time that the step has left; None = any.
+            room: the prompt tokens that the step may still have; None = any number.
         """
         batch, slots = self._batch, self._slots
         index = batch.rows.index
@@ -538,7 +523,7 @@ class Scheduler:
             if room is not None and end > start:
                 end = start + self._fitting(room, request, start, end - start)
                 if end > start:
-                    room.take(start, end - start)
+                    room.take(end - start)
             num_free -= max(batch.num_lacking(request, end), 0)
             budget -= end - start
             ends[row] = end
@@ -626,9 +611,9 @@ class Scheduler:
         return next(request for request in running if not self._batch.is_ending(request))
 
     def _admit_waiting(
-        self, new_blocks: NewBlocks, budget: int, room: Room | None
+        self, new_blocks: NewBlocks, budget: int, room: TokenRoom | None
     ) -> tuple[list[Request], list[int]]:
-        """Admit waiting requests, in order, as long as slots, blocks, tokens and time suffice.
+        """Admit waiting requests, in order, as long as slots, blocks and tokens suffice.
 
         Returns:
             The requests that enter, and how many tokens of each are computed after the step.
@@ -645,7 +630,7 @@ class Scheduler:
             # slots. A more urgent request takes such a slot, and they follow it.
             if len(self._slots.free) <= self._prefix_waits.num_before(request):
                 break
-            left = request, budget, self.features.num_held, None if room is None else room.load
+            left = request, budget, self.features.num_held, None if room is None else room.num_left
             if self._blocked == left and not self.pools.has_changed:
                 break
             hit = self._prefix_cache.find(request)
@@ -683,7 +668,7 @@ class Scheduler:
             ends.append(end)
             budget -= count
             if room is not None:
-                room.take(num_cached, count)
+                room.take(count)
         return entering, ends
 
     def _launch(
@@ -698,9 +683,6 @@ class Scheduler:
         """Record the step as launched, and return its plan."""
         of_rows = () if not drafts else [drafts.get(row, ()) for row in range(len(rows.requests))]
         step = self._batch.launch(self._next_step_id, rows, ends, continued, tuple(of_rows))
-        if self._target is not None:
-            model, starts = self._target.time, ends - step.num_scheduled_tokens
-            self.predicted_seconds += model.seconds(model.work.of_rows(starts, ends))
         new = [request.slot_request() for request in entering if not request.num_preemptions]
         resumed = [request.slot_request() for request in entering if request.num_preemptions]
         plan = StepPlan(

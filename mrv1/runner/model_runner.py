@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -129,8 +128,6 @@ class ModelRunner:
         self._start_clock = StartClock()
         self.num_graph_steps = 0
         """Steps that ran as CUDA graphs, sampling included."""
-        self._timed_seconds = 0.0
-        """Seconds that the GPU has worked on steps of ``time_steps``."""
         self.device = resolve_device(config.device)
         self.path = kernel_path(self.device)
         with self._on_device(), within_memory("model", "weights", self.device):
@@ -347,39 +344,6 @@ class ModelRunner:
                 awaits ``sample``.
         """
         return self._guarded(plan, self._execute)
-
-    def time_steps(self, plans: Iterable[StepPlan]) -> list[float]:
-        """Run steps one at a time, before the first request, and return the seconds of each.
-
-        On a GPU that is its time from the start of the launch on, on a CPU the host's time.
-        Custom processors do not see these steps. Afterwards every slot is free, and no counter
-        knows of the steps.
-
-        Raises:
-            StepError, RuntimeError: as ``execute`` and ``AsyncOutput.result``.
-        """
-        seconds = []
-        self._processors.is_paused = True
-        try:
-            for plan in plans:
-                start = self._clock()
-                self.execute(plan).result()
-                seconds.append(self._clock() - start)
-        finally:
-            self._processors.is_paused = False
-        self.free_slots()
-        self._timed_seconds = self._outputs.gpu_seconds
-        self.num_graph_steps = 0
-        self._num_warm_up_compilations = self._compilations.total()
-        return seconds
-
-    def free_slots(self) -> None:
-        """Free every slot, whichever request it has, while no step is in flight."""
-        self.state.free()
-        self._steady_rows = None
-
-    def _clock(self) -> float:
-        return time.perf_counter() if self.device.type == "cpu" else self._outputs.gpu_seconds
 
     def forward(self, plan: StepPlan) -> None:
         """Launch one step up to the last layer; ``sample`` must complete it before the next step.
@@ -902,7 +866,7 @@ class ModelRunner:
     @property
     def gpu_seconds(self) -> float:
         """Seconds that the GPU has worked on finished steps; 0 on a CPU."""
-        return self._outputs.gpu_seconds - self._timed_seconds
+        return self._outputs.gpu_seconds
 
     @property
     def start_seconds(self) -> dict[str, float]:

@@ -503,25 +503,16 @@ class ParallelRunner(ModelRunner):
         self._unusable = f"tensor_parallel_size: {self._ended}; make a new engine"
         self._ranks.stop(0.0)
 
-    def free_slots(self) -> None:
-        """Free every slot on every rank; see ``ModelRunner.free_slots``."""
-        self._send("free_slots")
-        super().free_slots()
-
     def discard(self) -> None:
         """Give up a step on every rank; see ``ModelRunner.discard``."""
-        self._send("discard")
-        super().discard()
-
-    def _send(self, call: str) -> None:
-        """Have every other rank make a call that returns nothing, if they run."""
         if self._ended is None and not self._closed:
             try:
-                self._ranks.send(call)
+                self._ranks.send("discard")
             except BaseException as error:
                 self._end(error)
                 if not isinstance(error, Exception):
                     raise
+        super().discard()
 
     def prepared(self, item: MultimodalItem) -> MultimodalItem:
         """Refuse an item: only a single rank takes features."""

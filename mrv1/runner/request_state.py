@@ -118,11 +118,6 @@ class RequestState:
         self._sampled: _SampledStep | None = None
         """None = some row of the step launched last does not sample."""
 
-    def free(self) -> None:
-        """Free every slot, whichever request it has."""
-        self._epochs_np.fill(FREE)
-        self._sampled = None
-
     def history(self) -> History:
         """Return the fields of the slots that the sampler reads."""
         return History(

@@ -71,8 +71,6 @@ class LogitsProcessors:
                     "logits_processors: expected objects with add_request and apply, got "
                     f"{processor!r}"
                 )
-        self.is_paused = False
-        """Whether no processor is called, as in steps of stand-ins for requests."""
         self._refused: dict[int, RequestError] = {}
         """By slot, the error of the request that a processor refused."""
 
@@ -85,7 +83,7 @@ class LogitsProcessors:
     ) -> None:
         """Pass the request that takes a slot to each processor, until a processor refuses it."""
         self._refused.pop(slot, None)
-        for processor in () if self.is_paused else self._processors:
+        for processor in self._processors:
             try:
                 processor.add_request(slot, params, token_ids)
             except torch.AcceleratorError:
@@ -115,7 +113,7 @@ class LogitsProcessors:
             RuntimeError: a processor raised an exception, the ``__cause__``.
             TypeError: a processor did not return logits of the given shape, dtype and device.
         """
-        for processor in () if self.is_paused else self._processors:
+        for processor in self._processors:
             name = f"{type(processor).__name__}.apply"
             try:
                 edited: object = processor.apply(logits, context)

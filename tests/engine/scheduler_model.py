@@ -19,14 +19,6 @@ from mrv1.engine.padding import Padding
 from mrv1.engine.request import FinishReason, Request
 from mrv1.engine.running_batch import LaunchedStep
 from mrv1.engine.scheduler import Scheduler
-from mrv1.engine.step_time import (
-    NO_LIMIT,
-    HeadKind,
-    StepCosts,
-    StepTarget,
-    StepTime,
-    StepWork,
-)
 from mrv1.headwise import FULL, Visible
 from mrv1.runner import RequestId, SlotRequest, StepOutput, StepPlan
 
@@ -37,35 +29,6 @@ MAX_KNOWN = 5
 """Most drafts of a row of ``KnownSpeculation``."""
 POISON = None
 """Content of a cell that no step has written since its block was allocated."""
-
-
-STEP_TIME = StepTime(
-    StepWork(
-        weight_bytes=24,
-        token_flops=8,
-        heads=(
-            HeadKind(limit=NO_LIMIT, key_bytes=4, pair_flops=2),
-            HeadKind(limit=6, key_bytes=8, pair_flops=4),
-        ),
-    ),
-    StepCosts(step=1.0, row=0.5, byte=0.125, product_flop=0.125, attention_flop=0.0625),
-)
-"""A model of step time in exact binary fractions, whose formulas ``seconds_of`` writes out."""
-
-
-def seconds_of(rows: Iterable[tuple[int, int]]) -> float:
-    """Return the time of a step by ``STEP_TIME``; rows are [start, end) of a request's tokens."""
-    seconds, num_tokens = 1.0, 0
-    for start, end in rows:
-        seconds += 0.5 + 0.125 * (4 * end + 8 * min(end, 6))
-        for position in range(start, end):
-            seconds += 0.0625 * (2 * (position + 1) + 4 * min(position + 1, 6))
-        num_tokens += end - start
-    return seconds + max(0.125 * 24, 0.125 * 8 * num_tokens)
-
-
-def target_of(seconds: float | None) -> StepTarget | None:
-    return None if seconds is None else StepTarget(STEP_TIME, seconds)
 
 
 Chunk = tuple[Request, int, int]
@@ -83,16 +46,6 @@ def rows_of(scheduler: Scheduler, plan: StepPlan) -> tuple[list[tuple[int, int]]
         if end - start > 1 or not step.samples[row] or request.slot in entering:
             chunks.append((request, start, end - start))
     return rows, chunks
-
-
-def check_time(scheduler: Scheduler, plan: StepPlan, target: float) -> None:
-    """Check the newest plan: with decodes it takes no longer than asked, or has the least chunk.
-
-    Steps with drafts have no chunks.
-    """
-    rows, chunks = rows_of(scheduler, plan)
-    if not plan.draft_token_ids and len(chunks) < len(rows) and seconds_of(rows) > target:
-        check_least_chunk(scheduler, chunks)
 
 
 def check_least_chunk(scheduler: Scheduler, chunks: Sequence[Chunk]) -> None:

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from mrv1 import LLM, ConfigError
 from mrv1.config import EngineConfig
 from mrv1.engine import padding as padding_module
-from mrv1.engine.padding import LEAST_PADDING, Padding, mixed_prefill_tokens
+from mrv1.engine.padding import (
+    LEAST_PADDING,
+    Padding,
+    TokenRoom,
+    mixed_prefill_tokens,
+    token_flops,
+)
 from mrv1.engine.scheduler import Scheduler
 from mrv1.runner.cuda_graph import prompt_sizes
 from tests.engine.scheduler_model import (
@@ -60,8 +66,7 @@ def test_the_surplus_is_what_no_smaller_graph_computes(sizes, worth, num_tokens)
 def test_padding_is_worth_a_step_by_its_operations(monkeypatch, num_tokens, of_8b, of_0_6b):
     found = []
     for flops in (14_000_000_000, 880_000_000):
-        work = SimpleNamespace(of=lambda _, flops=flops: SimpleNamespace(token_flops=flops))
-        monkeypatch.setattr(padding_module, "StepWork", work)
+        monkeypatch.setattr(padding_module, "token_flops", lambda _, flops=flops: flops)
         runner = SimpleNamespace(prompt_graph_sizes=tuple(prompt_sizes(8192)))
         found.append(Padding.of(runner).surplus(num_tokens))
     assert found == [of_8b, of_0_6b]
@@ -74,6 +79,10 @@ def test_an_engine_without_graphs_cuts_no_step():
         assert runner.prompt_graph_sizes == ()
         assert Padding.of(runner) is None
         assert mixed_prefill_tokens(runner.config, runner) is None
+        model = runner.model_config
+        q_size, kv_size = (n * model.head_dim for n in (model.num_q_heads, model.num_kv_heads))
+        of_a_layer = model.hidden_size * (2 * q_size + 2 * kv_size + 3 * model.intermediate_size)
+        assert token_flops(runner) == 2 * model.num_layers * of_a_layer
     with LLM("tiny", device="cpu", num_kv_blocks=16, max_mixed_prefill_tokens=5) as llm:
         assert llm._core.scheduler._max_mixed_tokens == 5
 
@@ -90,21 +99,35 @@ def test_an_engine_without_graphs_cuts_no_step():
 def test_decodes_wait_for_a_graph_of_four_tflop_or_1024_tokens(
     monkeypatch, flops, budget, expected
 ):
-    work = SimpleNamespace(of=lambda _: SimpleNamespace(token_flops=flops))
-    monkeypatch.setattr(padding_module, "StepWork", work)
+    monkeypatch.setattr(padding_module, "token_flops", lambda _: flops)
     runner = SimpleNamespace(prompt_graph_sizes=tuple(prompt_sizes(budget)))
     config = EngineConfig(model="tiny", max_num_batched_tokens=budget)
     assert mixed_prefill_tokens(config, runner) == expected
     assert mixed_prefill_tokens(replace(config, max_mixed_prefill_tokens=99), runner) == 99
-    assert mixed_prefill_tokens(replace(config, target_inter_token_ms=9), runner) is None
 
 
 def test_a_wrong_limit_names_itself():
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(ConfigError, match="max_mixed_prefill_tokens: expected an integer >="):
             EngineConfig(model="tiny", max_mixed_prefill_tokens=wrong)
-    with pytest.raises(ConfigError, match=r"max_mixed_prefill_tokens: expected None with .*got 9"):
-        EngineConfig(model="tiny", max_mixed_prefill_tokens=9, target_inter_token_ms=5)
+
+
+@given(
+    num_tokens=st.integers(1, 40),
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    least=st.integers(1, 12),
+)
+def test_chunks_get_the_tokens_of_a_step_and_the_first_its_least(num_tokens, counts, least):
+    room, taken = TokenRoom(num_tokens), 0
+    assert not room.is_full
+    for number, count in enumerate(counts):
+        expected = min(count, max(num_tokens - taken, 0))
+        if number == 0:
+            expected = max(expected, min(count, least))
+        assert room.fit(count, least) == expected
+        room.take(expected)
+        taken += expected
+        assert room.is_full == (taken >= num_tokens)
 
 
 def stepper(scheduler: Scheduler) -> Callable[[], dict[str, int]]:

@@ -28,7 +28,6 @@ from tests.engine.scheduler_model import (
     KnownSpeculation,
     check_mixed,
     check_padding,
-    check_time,
     drain,
     expected_output,
     make_request,
@@ -38,7 +37,6 @@ from tests.engine.scheduler_model import (
     output_of,
     prompt_of,
     scheduled,
-    target_of,
 )
 
 
@@ -101,7 +99,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests arrive, run, abort and fail in any order, in a pool that is often too small.
 
     A second scheduler, which keeps nothing from one step to the next, must make the same plans.
-    Where the first has no limit for steps with decodes, the second has a time that all steps meet.
     """
 
     @initialize(
@@ -119,14 +116,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 0, 1, 5]),
         least_shared=st.sampled_from([1, 1, 9, 256]),
         drafts=st.booleans(),
-        step_seconds=st.sampled_from([None, None, 1.0, 20.0, 40.0]),
         padding=st.sampled_from([None, None, Padding((2, 8, 12), 2), Padding((4, 16), 5)]),
         mixed=st.sampled_from([None, None, 1, 5, 12]),
     )
     def start(
         self, num_blocks, streaming, all_stream, max_num_seqs, budget, depth, caching,
-        stops_on_device, policy, threshold, least_shared, drafts, step_seconds, padding,
-        mixed,
+        stops_on_device, policy, threshold, least_shared, drafts, padding, mixed,
     ):  # fmt: skip
         keeps, pools = [Visible(window, sink) for window, sink, _ in streaming], []
         for seen, (_, _, spare) in zip(keeps, streaming, strict=True):
@@ -148,20 +143,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 long_prefill_token_threshold=threshold,
                 least_shared_tokens=least_shared,
                 speculation=KnownSpeculation() if drafts else None,
-                target=target_of(seconds),
                 padding=padding,
                 max_mixed_prefill_tokens=mixed,
             )
-            for made, seconds in (
-                (Scheduler, step_seconds),
-                (
-                    ForgetfulScheduler,
-                    1e9 if step_seconds is None and mixed is None else step_seconds,
-                ),
-            )
+            for made in (Scheduler, ForgetfulScheduler)
         )
-        self.step_seconds, self.padding = step_seconds, padding
-        self.mixed = mixed if step_seconds is None else None
+        self.padding, self.mixed = padding, mixed
         self.max_num_seqs, self.budget = max_num_seqs, budget
         self.runner = make_runner(self.scheduler, stops_on_device=stops_on_device)
         self.requests: dict[str, Request] = {}
@@ -249,8 +236,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_pending = num_pending_tokens(self.scheduler)
         plan = self.scheduler.schedule()
         check_same_plan(plan, self.forgetful.schedule())
-        if plan is not None and self.step_seconds is not None:
-            check_time(self.scheduler, plan, self.step_seconds)
         if plan is not None and self.mixed is not None and num_pending <= self.budget:
             check_mixed(self.scheduler, plan, self.mixed)
         if plan is not None and self.padding is not None:
@@ -403,7 +388,7 @@ def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(s
     source = random.Random(seed)
     for _ in range(4):
         keeps = source.choice([(FULL,), (FULL, Visible(5, 4)), (Visible(9),)])
-        budget, seconds = source.choice([6, 9, 16, 40]), source.choice([None, 1.0, 20.0])
+        budget = source.choice([6, 9, 16, 40])
         options = {
             "num_blocks": [
                 11 if seen.is_full else min(11, seen.num_blocks(BLOCK_SIZE, budget) + 2)
@@ -419,7 +404,6 @@ def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(s
             "scheduling_policy": source.choice(["fcfs", "priority"]),
             "long_prefill_token_threshold": source.choice([0, 5]),
             "least_shared_tokens": source.choice([4, 256]),
-            "target": target_of(seconds),
             "padding": source.choice([None, Padding((2, 8, 12, 24), 2)]),
             "max_mixed_prefill_tokens": source.choice([None, 3, 9]),
         }
@@ -447,8 +431,6 @@ def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(s
             if scheduler.num_steps_in_flight < scheduler.max_steps_in_flight:
                 plan = scheduler.schedule()
                 check_same_plan(plan, forgetful.schedule())
-                if plan is not None and seconds is not None:
-                    check_time(scheduler, plan, seconds)
             if plan is not None:
                 runner.execute(plan)
             elif scheduler.num_steps_in_flight:

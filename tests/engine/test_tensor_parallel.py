@@ -18,12 +18,9 @@ import torch
 from hypothesis import given, settings
 
 from mrv1 import LLM, ConfigError, EngineConfig, RequestError, SamplingParams, StepError
-from mrv1.engine import step_time
 from mrv1.engine.core import EngineCore
-from mrv1.engine.step_time import StepTime
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner import ranks
-from tests.engine.scheduler_model import STEP_TIME
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
 from tests.models.families import tiny_checkpoint
 from tests.models.test_fp8_cache import add_tensors, scale_tensors
@@ -165,24 +162,6 @@ def test_grammars_logprobs_and_edits_equal_those_of_one_rank(cores):
         for one, several in zip(expected, got, strict=True):
             np.testing.assert_array_equal(several.token_ids, one.token_ids)
             np.testing.assert_allclose(several.logprobs, one.logprobs, rtol=1e-5)
-
-
-def test_after_the_calibration_every_rank_takes_requests(checkpoint, monkeypatch):
-    """The slots of its stand-ins are free on every rank."""
-
-    def calibrated(runner: ranks.ParallelRunner) -> StepTime:
-        runner.time_steps(step_time._plans(runner, [[(16, 17)] * 2, [(16, 24)]], epoch=7))
-        return STEP_TIME
-
-    monkeypatch.setattr(ranks, "Ranks", ThreadRanks)
-    monkeypatch.setattr("mrv1.engine.core.calibrate", calibrated)
-    core = make_core(checkpoint, 2, target_inter_token_ms=5)
-    request = core.add_request("a", PROMPT, GREEDY)
-    while core.has_unfinished_requests:
-        core.step()
-    core.runner.close()
-    assert request.error is None
-    assert request.num_tokens == len(PROMPT) + 12
 
 
 def test_every_rank_has_its_share_of_the_cache(cores):
