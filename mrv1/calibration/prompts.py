@@ -12,7 +12,7 @@ import numpy as np
 from mrv1.errors import ConfigError
 from mrv1.headwise import RecallLines, RecallPrompt, recall_prompt
 from mrv1.headwise.recall import TokenIds
-from mrv1.models.gguf_file import load_tokenizer
+from mrv1.models.tokenizer import load_tokenizer
 
 SYNTHETIC = "synthetic"
 """Value of ``data`` for random words instead of a text."""

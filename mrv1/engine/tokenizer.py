@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
-from mrv1.models.gguf_file import is_gguf, load_tokenizer, open_gguf
+from mrv1.models.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mrv1.multimodal import MultimodalItem
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-"""A checkpoint with none of these files serves token ids only."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands for bytes that are not UTF-8, or for a character whose bytes are not complete yet."""
@@ -70,7 +67,7 @@ class Tokenizer:
         self._joined: frozenset[int] = frozenset()
         """Added tokens: no space is written between two of them."""
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
-        if path is None or not _has_tokenizer(path):
+        if path is None or not has_tokenizer(path):
             return
         try:
             self._tokenizer = load_tokenizer(path)
@@ -284,12 +281,6 @@ class Tokenizer:
 
 NO_TOKENIZER = Tokenizer(None)
 """Gives no text."""
-
-
-def _has_tokenizer(path: Path) -> bool:
-    if is_gguf(path):
-        return open_gguf(path).has_tokenizer
-    return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _check_unicode(name: str, text: str) -> None:

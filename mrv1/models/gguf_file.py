@@ -286,17 +286,15 @@ def _reader_class() -> Any:  # noqa: ANN401 - gguf's types are Any
     return Reader
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return transformers' tokenizer of a checkpoint; raise whatever transformers raises."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second
+def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Return transformers' tokenizer of a GGUF file; raise whatever transformers raises."""
+    from transformers import PreTrainedTokenizerFast  # takes a second
 
-    if is_gguf(path):
-        # AutoTokenizer's differs at most in the name of its class, and takes 7 seconds more: it
-        # reads the whole file to find that name.
-        return PreTrainedTokenizerFast.from_pretrained(
-            str(path.parent), gguf_file=path.name, local_files_only=True
-        )
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    # AutoTokenizer's differs at most in the name of its class, and takes 7 seconds more: it
+    # reads the whole file to find that name.
+    return PreTrainedTokenizerFast.from_pretrained(
+        str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
+    )
 
 
 def _hugging_face_name(name: str) -> str:

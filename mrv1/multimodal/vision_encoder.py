@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import reprlib
 from base64 import b64decode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from io import BytesIO
@@ -21,6 +22,7 @@ from mrv1.config import checkpoint_dir, dtype_name
 from mrv1.device import resolve_device, resolve_dtype
 from mrv1.errors import ConfigError, RequestError
 from mrv1.models import ModelConfig, stored_tensors
+from mrv1.models.tokenizer import load_tokenizer
 from mrv1.models.vision import VISION_PREFIXES
 from mrv1.multimodal.item import DIGEST_BYTES, MultimodalItem
 
@@ -102,7 +104,8 @@ class VisionEncoder:
                 self.directory, local_files_only=True, trust_remote_code=False
             )
             with torch.device("meta"):  # no memory for the text model
-                model_class = type(AutoModelForImageTextToText.from_config(config).model.visual)
+                model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
+                model_class = type(model.model.visual)
             encoder = model_class(config.vision_config)
             encoder.load_state_dict(self._weights())
         except Exception as error:  # OSError, ValueError, RuntimeError of names and shapes, ...
@@ -253,12 +256,10 @@ class VisionEncoder:
         digest.update(pixels.contiguous().numpy().tobytes())  # no features are read from a GPU
         return torch.cat([encoded.pooler_output, *further], dim=1), digest.digest()
 
-    def _loaded(self, auto_class: Any, what: str) -> Any:  # noqa: ANN401 - of transformers
-        """Return a part of the checkpoint, of one of transformers' classes."""
+    def _loaded(self, load: Callable[[Path], Any], what: str) -> Any:  # noqa: ANN401
+        """Return a part of the checkpoint, an object of transformers."""
         try:
-            return auto_class.from_pretrained(
-                self.directory, local_files_only=True, trust_remote_code=False
-            )
+            return load(self.directory)
         except Exception as error:  # OSError, ValueError, ...
             raise ConfigError(f"checkpoint {str(self.directory)!r}: {what}: {error}") from error
 
@@ -271,15 +272,16 @@ class VisionEncoder:
                 )
             from transformers import AutoVideoProcessor
 
-            self._video_processor = self._loaded(AutoVideoProcessor, "video processor")
+            load = partial(
+                AutoVideoProcessor.from_pretrained, local_files_only=True, trust_remote_code=False
+            )
+            self._video_processor = self._loaded(load, "video processor")
         return self._video_processor
 
     def _time(self, first: int, last: int, fps: Any) -> list[int]:  # noqa: ANN401 - checked
         """Return the time between two frames as the tokens that Qwen3-VL has before its frames."""
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = self._loaded(AutoTokenizer, "tokenizer")
+            self._tokenizer = self._loaded(load_tokenizer, "tokenizer")
         text = f"<{(first / fps + last / fps) / 2:.1f} seconds>"
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids

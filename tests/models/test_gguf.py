@@ -21,7 +21,7 @@ from mrv1 import LLM, ConfigError, SamplingParams
 from mrv1.config import checkpoint_dir
 from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, load_model
-from mrv1.models.gguf_file import load_tokenizer
+from mrv1.models.tokenizer import load_tokenizer
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import ROPES, expected_logits, random_model, tiny_config
 

@@ -23,7 +23,7 @@ from mrv1 import config as config_module
 from mrv1.config import checkpoint_dir
 from mrv1.kernels.registry import select_ops
 from mrv1.models import load_model
-from mrv1.models.gguf_file import load_tokenizer
+from mrv1.models.tokenizer import load_tokenizer
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.smollm2 import needs_smollm2
 from training.corpus import load_split
