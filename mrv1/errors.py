@@ -5,6 +5,19 @@ from __future__ import annotations
 from typing import Self
 
 
+def short(value: object, limit: int = 60) -> str:
+    """Return the repr of ``value``, cut to ``limit`` characters; no value makes it fail."""
+    try:
+        text = repr(value)
+    except ValueError:  # more digits than sys.get_int_max_str_digits() allows
+        text = f"{type(value).__name__} of too many digits to print"
+    except RecursionError:
+        text = f"{type(value).__name__} of too many levels to print"
+    except Exception:  # of any type: the class is a caller's
+        text = f"{type(value).__name__} that cannot be printed"
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 class Mrv1Error(Exception):
     """Base of every error mrv1 raises on purpose."""
 

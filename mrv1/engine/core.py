@@ -34,6 +34,7 @@ from mrv1.multimodal import (
     whole_spans,
 )
 from mrv1.multimodal.mrope import mrope_positions
+from mrv1.multimodal.reading import reading
 from mrv1.runner import (
     AsyncOutput,
     KVListener,
@@ -336,7 +337,8 @@ class EngineCore:
         """Return the tokens, and the same tokens as an array."""
         if not isinstance(prompt_token_ids, Iterable):
             raise RequestError(f"prompt_token_ids: expected a list, got {short(prompt_token_ids)}")
-        prompt = tuple(prompt_token_ids)
+        with reading("prompt_token_ids", "a list of integers"):
+            prompt = tuple(prompt_token_ids)
         if not prompt:
             raise RequestError("prompt: expected at least one token, got none")
         array = _as_array(prompt)

@@ -26,6 +26,7 @@ from mrv1.errors import ConfigError, RequestError, UnsupportedDeviceError
 from mrv1.headwise import HeadPolicy, policy_source
 from mrv1.models import NamedTensors
 from mrv1.multimodal import Video, VisionEncoder
+from mrv1.multimodal.reading import reading
 from mrv1.options import env_fields, takes
 from mrv1.progress import UseTqdm, counting_items
 from mrv1.runner import KVListener, KVUsage
@@ -651,14 +652,16 @@ class LLM:
             )
         if params.stop and not self._tokenizer.is_loaded:
             raise RequestError("stop: expected none, because the checkpoint has no tokenizer")
+        with reading("prompt", "text, token ids or a dict"):
+            token_ids, more = self._token_ids(prompt), _multimodal_of(prompt)
         request = self._engine.make_request(
             req_id,
-            self._token_ids(prompt),
+            token_ids,
             self._with_grammar(params),
             encode=self._tokenizer.encode_word if self._tokenizer.is_loaded else None,
             priority=priority,
             fairness_id=fairness_id,
-            **_multimodal_of(prompt),
+            **more,
         )
         return RequestGroup(
             request, self._tokenizer, prompt=_text_of(prompt), is_awaited=is_awaited

@@ -104,7 +104,7 @@ def check_order(priority: object, fairness_id: object, config: EngineConfig) -> 
         RequestError: a value is out of range, or given with the policy ``fcfs``.
     """
     is_integer = type(priority) is int or isinstance(priority, np.integer)
-    if not is_integer or abs(cast("int", priority)) > INT32_MAX:
+    if not is_integer or abs(int(cast("int", priority))) > INT32_MAX:
         raise RequestError(
             f"priority: expected an integer in [-{INT32_MAX}, {INT32_MAX}], got {short(priority)}"
         )

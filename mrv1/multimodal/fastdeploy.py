@@ -10,6 +10,7 @@ import torch
 
 from mrv1.errors import RequestError
 from mrv1.multimodal.item import Modality, MultimodalItem
+from mrv1.multimodal.reading import reading
 
 _WITHOUT_MEANING = {
     "generated_modality": "the output is text; leave it out",
@@ -29,6 +30,7 @@ _NAMES = (
 )
 
 
+@reading("from_fastdeploy", "values that can be read")
 def from_fastdeploy(
     prompt_token_ids: Sequence[int],
     inputs: Mapping[str, object],

@@ -16,12 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.errors import RequestError
+from mrv1.environment import INT32_MAX
+from mrv1.errors import RequestError, short
+from mrv1.multimodal.reading import plain_tensor, reading
 
 Modality = Literal["image", "video", "audio"]
 
 FeatureSource = torch.Tensor | npt.NDArray[np.floating] | str | Path
 """A tensor on any device, an array, or the name of a .npy or .safetensors file."""
+
+FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that features may have; of 8-bit numbers the scale would be missing."""
 
 DIGEST_BYTES = 16
 """128 bits, as the digests of the prefix cache."""
@@ -41,8 +46,8 @@ class MultimodalItem:
     """
 
     features: torch.Tensor | FeatureSource | Sequence[FeatureSource]
-    """``[n, hidden]`` of any floating dtype, or a list of parts that follow each other, such as
-    the frames of a video. A tensor once the item is made."""
+    """``[n, hidden]`` in float16, bfloat16, float32 or float64, or a list of parts that follow
+    each other, such as the frames of a video. A tensor once the item is made."""
     start: int
     """Position in the prompt of the first of the n placeholder tokens."""
     modality: Modality = "image"
@@ -61,32 +66,62 @@ class MultimodalItem:
     """Rows of features, and placeholder tokens."""
 
     def __post_init__(self) -> None:
-        """Check every field; load and join the features."""
-        if not _is_int(self.start) or self.start < 0:
-            raise self._error("start", "an integer >= 0", repr(self.start))
-        if self.modality not in get_args(Modality):
-            raise self._error("modality", f"one of {get_args(Modality)}", repr(self.modality))
-        grid: object = self.grid_thw
-        if grid is not None:
-            sizes = _plain_sizes(grid)
-            if sizes is None or self.modality == "audio":
-                expected = "None for audio" if sizes else "three integers >= 1"
-                raise self._error("grid_thw", expected, repr(grid))
-            object.__setattr__(self, "grid_thw", sizes)
-        seconds: object = self.second_per_grid
-        if seconds is not None:
-            is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-            if not is_number or not 0 < cast("float", seconds) < math.inf:
-                raise self._error("second_per_grid", "a number of seconds > 0", repr(seconds))
-            if self.modality != "video":
-                raise self._error("second_per_grid", f"None for {self.modality}", seconds)
-        if not isinstance(self.bidirectional, bool):
-            raise self._error("bidirectional", "True or False", repr(self.bidirectional))
-        if self.cache_key is not None and not isinstance(self.cache_key, str | bytes):
-            raise self._error("cache_key", "a string or bytes", repr(self.cache_key))
-        features = self._joined(self.features)
-        object.__setattr__(self, "features", features)
-        object.__setattr__(self, "num_tokens", len(features))
+        """Check every field and make its value a plain one; load and join the features."""
+        for name, checked in (
+            ("start", self._checked_start),
+            ("modality", self._checked_modality),
+            ("grid_thw", self._checked_grid),
+            ("second_per_grid", self._checked_seconds),
+            ("bidirectional", self._checked_flag),
+            ("cache_key", self._checked_key),
+            ("features", self._joined),
+        ):
+            with reading(self._argument(name), "a value that can be read"):
+                object.__setattr__(self, name, checked(getattr(self, name)))
+        object.__setattr__(self, "num_tokens", len(self.tensor))
+
+    def _checked_start(self, start: object) -> int:
+        if not _is_int(start) or cast("int", start) < 0:
+            raise self._error("start", "an integer >= 0", short(start))
+        if cast("int", start) > INT32_MAX:
+            raise self._error("start", f"at most {INT32_MAX}", short(start))
+        return int(cast("int", start))
+
+    def _checked_modality(self, modality: object) -> str:
+        if not isinstance(modality, str) or modality not in get_args(Modality):
+            raise self._error("modality", f"one of {get_args(Modality)}", short(modality))
+        return str(modality)
+
+    def _checked_grid(self, grid: object) -> tuple[int, int, int] | None:
+        if grid is None:
+            return None
+        sizes = _plain_sizes(grid)
+        if sizes is None or self.modality == "audio":
+            expected = "None for audio" if sizes else "three integers >= 1"
+            raise self._error("grid_thw", expected, short(grid))
+        return sizes
+
+    def _checked_seconds(self, seconds: object) -> float | None:
+        if seconds is None:
+            return None
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not is_number or not 0 < float(cast("float", seconds)) < math.inf:
+            raise self._error("second_per_grid", "a number of seconds > 0", short(seconds))
+        if self.modality != "video":
+            raise self._error("second_per_grid", f"None for {self.modality}", short(seconds))
+        return float(cast("float", seconds))
+
+    def _checked_flag(self, flag: object) -> bool:
+        if not isinstance(flag, bool):
+            raise self._error("bidirectional", "True or False", short(flag))
+        return flag
+
+    def _checked_key(self, key: object) -> str | bytes | None:
+        if isinstance(key, str):
+            key.encode()  # a lone surrogate raises
+        elif key is not None and not isinstance(key, bytes):
+            raise self._error("cache_key", "a string or bytes", short(key))
+        return key
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -186,42 +221,48 @@ class MultimodalItem:
                 "a tensor, an array, a file name or a list of these",
                 type(source).__name__,
             )
-        if not source.dtype.is_floating_point:
-            raise self._error("features", "a floating dtype", source.dtype)
+        source = plain_tensor(self._argument("features"), source)
+        if source.dtype not in FEATURE_DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FEATURE_DTYPES)
+            raise self._error("features", f"one of {names}", source.dtype)
         if source.ndim != 2 or 0 in source.shape:
             raise self._error("features", "shape [n, hidden], both >= 1", list(source.shape))
         finite = torch.isfinite(source).all(dim=1)
         if not finite.all():
             row = int((~finite).nonzero()[0, 0])
             raise self._error("features", "finite values", f"NaN or infinity in row {row}")
-        return source.detach()
+        return source
 
     def _read(self, path: Path) -> object:
         """Return the array or tensor of a file."""
-        path = path.expanduser()
         if path.suffix not in (".npy", ".safetensors"):
             raise self._error("features", "a .npy or .safetensors file", str(path))
         try:
+            path = path.expanduser()
             if path.suffix == ".npy":
                 return np.load(path, allow_pickle=False)
             from safetensors.torch import load_file  # only here: not every request has files
 
             tensors = load_file(path)
-        except Exception as error:  # OSError, ValueError, and safetensors' own class
+        except Exception as error:  # no such user, file or array, and safetensors' own class
             raise self._error("features", f"a readable file {str(path)!r}", error) from error
         if len(tensors) != 1:
             raise self._error("features", f"one tensor in {str(path)!r}", sorted(tensors))
         return next(iter(tensors.values()))
 
     def _error(self, field: str, expected: str, got: object) -> RequestError:
-        return RequestError(
-            f"multimodal item ({self.name}): {field}: expected {expected}, got {got}"
-        )
+        return RequestError(f"{self._argument(field)}: expected {expected}, got {got}")
+
+    def _argument(self, field: str) -> str:
+        """Return the name of a field in an error message, whatever the fields are."""
+        modality, start = (short(value).strip("'") for value in (self.modality, self.start))
+        return f"multimodal item ({modality} at token {start}): {field}"
 
 
 _FIELDS = tuple(field.name for field in fields(MultimodalItem) if field.init)
 
 
+@reading("multimodal", "a list of items")
 def as_items(given: object) -> list[MultimodalItem]:
     """Return a request's items, each given as an item or as a dict of its fields.
 
@@ -321,6 +362,6 @@ def _plain_sizes(grid: object) -> tuple[int, int, int] | None:
         grid = grid.tolist()
     if not isinstance(grid, list | tuple) or len(grid) != 3:
         return None
-    if not all(_is_int(size) and size >= 1 for size in grid):
+    if not all(_is_int(size) and 1 <= size <= INT32_MAX for size in grid):
         return None
-    return cast("tuple[int, int, int]", tuple(grid))
+    return cast("tuple[int, int, int]", tuple(map(int, grid)))

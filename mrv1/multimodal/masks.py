@@ -11,6 +11,7 @@ import torch
 
 from mrv1.errors import RequestError
 from mrv1.multimodal.item import MultimodalItem
+from mrv1.multimodal.reading import plain_tensor, reading
 
 Ranges = npt.NDArray[np.int32]
 """[tokens, 2]: token i sees the keys at positions ``[lo, hi)`` of its request."""
@@ -54,12 +55,12 @@ def visible_ranges(
 
 
 def _checked(given: object, num_prompt_tokens: int) -> Ranges:
-    if isinstance(given, torch.Tensor):
-        given = given.cpu().numpy()
-    try:
+    with reading("attn_mask_offsets", "pairs [lo, hi)"):
+        if isinstance(given, torch.Tensor):
+            given = plain_tensor("attn_mask_offsets", given).cpu()
+            # numpy has no bfloat16: let the check below refuse every float.
+            given = (given.float() if given.is_floating_point() else given).numpy()
         ranges = np.asarray(given)
-    except ValueError as error:  # rows of different lengths
-        raise RequestError(f"attn_mask_offsets: expected pairs [lo, hi), got {error}") from error
     if ranges.dtype.kind not in "iu" or ranges.shape != (num_prompt_tokens, 2):
         raise RequestError(
             f"attn_mask_offsets: expected integers [{num_prompt_tokens}, 2], a range [lo, hi) for "

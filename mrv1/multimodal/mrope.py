@@ -23,6 +23,9 @@ from mrv1.kernels.step.contracts import MROPE_SPAN_WORDS
 from mrv1.models.vision import VisionConfig
 from mrv1.multimodal.item import MultimodalItem
 
+MAX_POSITIONS = 2**30
+"""Most positions of one item: more than any model's context, and their sums fit int32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MRopePositions:
@@ -97,7 +100,11 @@ def _time_scale(item: MultimodalItem, vision: VisionConfig) -> np.float32:
     """Return the positions from one frame to the next; the product with a frame is cut off."""
     seconds = item.second_per_grid
     if vision.video_time == "seconds" and item.modality == "video":
-        return np.float32(vision.tokens_per_second * (1.0 if seconds is None else seconds))
+        scale = vision.tokens_per_second * (1.0 if seconds is None else seconds)
+        if scale * item.num_tokens > MAX_POSITIONS:
+            expected = f"at most {MAX_POSITIONS} positions of a video"
+            raise _error(item, "second_per_grid", expected, seconds)
+        return np.float32(scale)
     if seconds is not None:
         raise _error(item, "second_per_grid", "None for this model", seconds)
     return np.float32(1.0)

@@ -20,11 +20,12 @@ import torch
 
 from mrv1.config import checkpoint_dir, dtype_name
 from mrv1.device import resolve_device, resolve_dtype
-from mrv1.errors import ConfigError, RequestError
+from mrv1.errors import ConfigError, RequestError, short
 from mrv1.models import ModelConfig, stored_tensors
 from mrv1.models.tokenizer import load_tokenizer
 from mrv1.models.vision import VISION_PREFIXES
 from mrv1.multimodal.item import DIGEST_BYTES, MultimodalItem
+from mrv1.multimodal.reading import reading
 
 if TYPE_CHECKING:
     from mrv1.config import Dtype
@@ -201,9 +202,13 @@ class VisionEncoder:
         if not isinstance(video, Video):
             raise RequestError(f"{name}: expected a Video, got {reprlib.repr(video)}")
         times, fps = self.config.video_time, video.fps
-        if times != "frames" and (not isinstance(fps, int | float) or not 0 < fps < np.inf):
-            raise RequestError(f"{name}: fps: expected the frames of each second, got {fps!r}")
-        frames = _opened_frames(name, video.frames)
+        is_rate = isinstance(fps, int | float) and not isinstance(fps, bool) and 0 < fps < np.inf
+        if not is_rate and not (fps is None and times == "frames"):
+            raise RequestError(
+                f"{name}: fps: expected the frames of each second, got {short(fps)}"
+            )
+        with reading(f"{name}: frames", "images"):
+            frames = _opened_frames(name, video.frames)
         processor = self._processor_of_videos()
         try:
             inputs = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")

@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from mrv1.errors import RequestError
+from mrv1.errors import short as short
 from mrv1.options import documented
 from mrv1.sampler.grammar import Grammar, GrammarSource
 
@@ -396,17 +397,6 @@ def num_likeliest(logprobs: int | None, vocab_size: int) -> int:
 
 _LAST_FIELD = fields(SamplingParams)[-1].name
 """The field that ``__init__`` sets last."""
-
-
-def short(value: object) -> str:
-    """Return the repr of ``value``, cut to 60 characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # more digits than sys.get_int_max_str_digits() allows
-        text = f"{type(value).__name__} of too many digits to print"
-    except RecursionError:
-        text = f"{type(value).__name__} of too many levels to print"
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _unknown_message(names: list[str]) -> str:

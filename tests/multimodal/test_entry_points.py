@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import operator
 import random
 
 import numpy as np
@@ -11,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrv1 import LLM, RequestError, SamplingParams, StepError
+from mrv1 import LLM, AsyncLLM, RequestError, SamplingParams, StepError
 from mrv1.cli.batch import parse_lines, run_batch
 from mrv1.cli.report import Usage
 from mrv1.models import checkpoint_tensors
 from mrv1.multimodal import MultimodalItem, from_fastdeploy
+from tests.multimodal.odd_values import Unreadable
 from tests.multimodal.oracle import HIDDEN_SIZE, features, tiny
 from tests.multimodal.test_generation import ROW_BYTES, make_core
 
@@ -153,6 +156,106 @@ def test_a_wrong_item_fails_alone(llm, expected, fields, message):
     with pytest.raises(RequestError, match=message):
         llm.generate(wrong, GREEDY)
     assert llm.kv_report()["held_feature_bytes"] == 0
+
+
+class Prompt(dict[str, object]):
+    """A prompt whose values cannot be read."""
+
+    def __getitem__(self, key: str) -> object:
+        raise OSError("no such thing")
+
+
+UNREADABLE = [
+    (prompt_of("~nouser12345/x.npy"), r"features: expected a readable file '~nouser12345"),
+    (prompt_of(cache_key="\ud800"), r"cache_key: .* got UnicodeEncodeError"),
+    (prompt_of(ROWS.to("meta")), r"features: expected a dense tensor on a CPU or GPU"),
+    (prompt_of(ROWS.to(torch.float8_e4m3fn)), r"features: expected one of float16"),
+    (
+        {"prompt_token_ids": PROMPT, "attn_mask_offsets": torch.ones(9, 2).bfloat16()},
+        r"attn_mask_offsets: expected integers \[9, 2\]",
+    ),
+    ({"prompt_token_ids": PROMPT, "multimodal": Unreadable()}, r"multimodal: expected a list"),
+    ({"prompt_token_ids": [Unreadable()]}, r"prompt_token_ids: .* got Unreadable that cannot"),
+    (Prompt(prompt_token_ids=PROMPT), r"prompt: expected text, .* got OSError"),
+]
+"""Prompts with a value that raises an error of any type when it is read."""
+
+
+def test_a_value_that_cannot_be_read_fails_alone(llm):
+    """Through every door that takes Python's objects."""
+    prompts = [prompt for prompt, _ in UNREADABLE]
+    outputs = llm.generate([PROMPT, *prompts, PROMPT], GREEDY)
+    assert [output.error is None for output in outputs] == [True, *[False] * len(prompts), True]
+    for output, (prompt, message) in zip(outputs[1:-1], UNREADABLE, strict=True):
+        with pytest.raises(RequestError, match=message):
+            raise output.error
+        with pytest.raises(RequestError, match=message):
+            llm.add_request(prompt, GREEDY)
+        with pytest.raises(RequestError, match=message):
+            next(llm.stream(prompt, GREEDY))
+    with pytest.raises(RequestError, match="priority: expected an integer in"):
+        llm.add_request(PROMPT, GREEDY, priority=np.int32(-(2**31)))
+    core = make_core()
+    for prompt, message in UNREADABLE[:-1]:
+        given = {"prompt_token_ids": PROMPT} | prompt
+        with pytest.raises(RequestError, match=message):
+            core.add_request("a", given.pop("prompt_token_ids"), GREEDY, **given)
+    with pytest.raises(RequestError, match="prompt_token_ids: expected a list of integers, got"):
+        core.add_request("a", map(operator.index, [None]), GREEDY)
+    assert not core.has_unfinished_requests
+
+
+async def _served(prompts: list[object]) -> list[object]:
+    """Return the tokens, or the error, of each prompt, all of which run at the same time."""
+
+    async def tokens(prompt: object) -> object:
+        async for output in engine.generate(prompt, GREEDY):
+            last = output
+        return last.outputs[0].token_ids
+
+    options = {"num_kv_blocks": 32, "max_model_len": 256, "use_tqdm_on_load": False}
+    async with AsyncLLM("tiny", device="cpu", **options) as engine:
+        return await asyncio.gather(*map(tokens, prompts), return_exceptions=True)
+
+
+def test_asyncllm_serves_the_neighbours_of_a_value_that_cannot_be_read(expected):
+    first, *errors, last = asyncio.run(
+        _served([prompt_of(), *[prompt for prompt, _ in UNREADABLE], prompt_of()])
+    )
+    assert first == last == expected
+    assert {*map(type, errors)} == {RequestError}
+
+
+def test_a_line_of_jsonl_that_cannot_be_read_fails_alone(llm, expected, tmp_path):
+    np.save(tmp_path / "rows.npy", ROWS.numpy())
+    good = prompt_of(str(tmp_path / "rows.npy"))
+    wrong = [
+        prompt_of("~nouser12345/x.npy"),
+        prompt_of("\ud800.npy"),
+        prompt_of("a\0.npy"),
+        prompt_of(str(tmp_path / "rows.npy"), cache_key="\ud800"),
+        prompt_of(str(tmp_path / "rows.npy"), start=10**400),
+        prompt_of(str(tmp_path / "rows.npy"), modality="video", second_per_grid=10**400),
+        prompt_of([[1.0]]),
+        {"prompt_token_ids": PROMPT, "attn_mask_offsets": [[10**30, 1]] * 9},
+        {"prompt_token_ids": PROMPT, "attn_mask_offsets": {"0": 1}},
+        {"prompt_token_ids": PROMPT, "multimodal": {"features": "rows.npy"}},
+        {"prompt": "\ud800"},
+        {"prompt_token_ids": [10**400]},
+        {"prompt_token_ids": PROMPT, "priority": 10**400},
+        {"prompt_token_ids": PROMPT, "fairness_id": "\ud800"},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+    ]
+    lines = [good, *wrong, good | {"request_id": "\ud800"}]
+    written: list[str] = []
+    content = "\n".join(map(json.dumps, lines)).encode()
+    sampling = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    errors = run_batch(llm, parse_lines(content, sampling), written.append, Usage(llm))
+    records = [json.loads(line) for line in written]
+    assert [*errors] == [*range(2, len(lines))]
+    assert {*map(type, errors.values())} == {RequestError}
+    assert tuple(records[0]["token_ids"]) == tuple(records[-1]["token_ids"]) == expected
+    assert records[-1]["request_id"] == "\ud800"
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 
 from mrv1 import RequestError
 from mrv1.multimodal import MultimodalItem, as_items, in_order
+from mrv1.multimodal.item import _FIELDS
+from tests.multimodal.odd_values import odd_values
 
 ROWS = torch.arange(12, dtype=torch.float32).view(3, 4)
 
@@ -45,7 +47,10 @@ NAN[1, 2], INF[2, 0] = torch.nan, torch.inf
     [
         ({"features": ROWS[0]}, r"features: expected shape \[n, hidden\], both >= 1, got \[4\]"),
         ({"features": ROWS[:0]}, r"features: expected shape .*, got \[0, 4\]"),
-        ({"features": ROWS.int()}, r"features: expected a floating dtype, got torch\.int32"),
+        (
+            {"features": ROWS.int()},
+            r"features: expected one of float16, .*float64, got torch\.int32",
+        ),
         ({"features": NAN}, r"features: expected finite values, got NaN or infinity in row 1"),
         ({"features": INF}, r"features: expected finite values, got NaN or infinity in row 2"),
         ({"features": []}, r"features: expected at least one tensor, got an empty list"),
@@ -67,6 +72,16 @@ NAN[1, 2], INF[2, 0] = torch.nan, torch.inf
         ({"second_per_grid": 1.0}, r"second_per_grid: expected None for image, got 1\.0"),
         ({"bidirectional": 1}, r"bidirectional: expected True or False, got 1"),
         ({"cache_key": 5}, r"cache_key: expected a string or bytes, got 5"),
+        ({"cache_key": "\ud800"}, r"cache_key: .*, got UnicodeEncodeError\(.*surrogates not"),
+        ({"start": 2**31}, r"start: expected at most 2147483647, got 2147483648"),
+        ({"features": "~nouser12345/x.npy"}, r"features: expected a readable file '~nouser12345"),
+        ({"features": ROWS.to(torch.float8_e5m2)}, r"features: expected one of .*, got torch\.fl"),
+        ({"features": ROWS.to("meta")}, r"features: expected a dense tensor .*, got one on meta"),
+        ({"features": ROWS.to_sparse()}, r"features: expected a dense .*, got torch\.sparse_coo"),
+        (
+            {"grid_thw": torch.zeros(3, device="meta")},
+            r"grid_thw: expected a value .* meta tensor",
+        ),
     ],
 )
 def test_a_wrong_field_is_named_with_its_item(fields, message):
@@ -84,6 +99,36 @@ def test_files_that_hold_something_else_are_refused(tmp_path):
             item(features=tmp_path / name)
     with pytest.raises(RequestError, match=r"expected one tensor in '.*', got \['a', 'b'\]"):
         item(features=tmp_path / "two.safetensors")
+
+
+@given(fields=st.dictionaries(st.sampled_from([*_FIELDS]), odd_values(), min_size=1, max_size=3))
+def test_a_field_of_any_kind_is_taken_or_refused(fields):
+    """Nothing but a ``RequestError`` leaves an item, and an item that is made can be used."""
+    try:
+        made = item(**fields)
+        (made,) = as_items([made])
+        in_order([made], 2**31)
+        made.prepared(made.tensor.shape[1], torch.float32, pin_memory=False)
+    except RequestError as error:
+        assert str(error).startswith("multimodal item (")  # noqa: PT017 - whichever it is
+    else:
+        assert type(made.tensor) is torch.Tensor
+        assert torch.isfinite(made.tensor).all()
+        assert not made.tensor.requires_grad
+
+
+def test_bits_of_views_are_resolved_and_a_parameter_is_its_tensor():
+    made = [item(features=torch._neg_view(-ROWS)), item(features=torch.nn.Parameter(ROWS))]
+    assert {each.content_hash for each in made} == {item().content_hash}
+
+
+def test_the_digest_covers_the_dtype():
+    """The same bytes are other numbers in another dtype."""
+    half = ROWS.half()
+    digests = {
+        item(features=half.view(dtype)).content_hash for dtype in (torch.half, torch.bfloat16)
+    }
+    assert len(digests) == 2
 
 
 def test_the_digest_covers_everything_but_the_place():

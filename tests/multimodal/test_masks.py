@@ -16,6 +16,8 @@ from mrv1.multimodal import (
     visible_ranges,
     whole_spans,
 )
+from mrv1.multimodal.fastdeploy import _NAMES
+from tests.multimodal.odd_values import Unreadable, odd_values
 
 
 def item(start: int, size: int, **fields: object) -> MultimodalItem:
@@ -60,11 +62,35 @@ def test_a_bidirectional_item_sees_itself_and_what_is_before_it():
         ([[0, 1], [2, 2], [0, 3]], r"expected 0 <= lo < hi <= 3, got \[2, 2\) for token 1"),
         ([[0, 1], [0, 2], [0, 4]], r"expected 0 <= lo < hi <= 3, got \[0, 4\) for token 2"),
         (torch.tensor([[-1, 1], [0, 2], [0, 3]]), r"got \[-1, 1\) for token 0"),
+        (torch.ones(3, 2).bfloat16(), r"expected integers \[3, 2\], .* got float32 \[3, 2\]"),
+        (torch.ones(3, 2, requires_grad=True), r"expected integers \[3, 2\]"),
+        (torch.ones(3, 2, dtype=torch.int, device="meta"), r"a dense tensor .*, got one on meta"),
+        (torch.ones(3, 2, dtype=torch.int).to_sparse(), r"a dense tensor .*, got torch.sparse"),
+        (Unreadable(), r"expected pairs \[lo, hi\), got OSError"),
     ],
 )
 def test_wrong_ranges_are_named(ranges, message):
     with pytest.raises(RequestError, match=f"attn_mask_offsets: .*{message}"):
         visible_ranges([], ranges, 3)
+
+
+@given(ranges=odd_values())
+def test_ranges_of_any_kind_are_taken_or_refused(ranges):
+    try:
+        taken = visible_ranges([], ranges, 4)
+    except RequestError as error:
+        assert str(error).startswith("attn_mask_offsets: ")  # noqa: PT017 - whichever it is
+    else:
+        assert taken is None or (taken.dtype, taken.shape) == (np.int32, (4, 2))
+
+
+@given(inputs=st.dictionaries(st.sampled_from(_NAMES), odd_values(), max_size=2))
+def test_fastdeploys_names_with_any_value_are_taken_or_refused(inputs):
+    try:
+        prompt = from_fastdeploy(PROMPT, inputs, **IDS)
+    except RequestError:
+        return
+    assert {*prompt} <= {"prompt_token_ids", "multimodal", "attn_mask_offsets"}
 
 
 def test_ranges_do_not_come_with_a_bidirectional_item():

@@ -26,6 +26,7 @@ from tests.models.vision_families import (
     VISION_FAMILIES,
     VISION_START,
 )
+from tests.multimodal.odd_values import Unreadable
 from tests.multimodal.test_vision_models import Prompt, expected
 
 # Where torchvision is installed, transformers uses it for images and warns of its own array.
@@ -148,7 +149,14 @@ BAD_IMAGES = [
     (np.zeros((4, 4, 3), np.float32), r"float32 \[4, 4, 3\]"),
     (5, r"got 5: int"),
     (Image.new("RGB", (2000, 1)), r"images\[0\]: expected an image for this model's processor"),
-]
+    *(
+        (image, r"images\[0\]: expected a PIL image, .* or a data URL with base64, got ")
+        for image in (
+            "~nouser12345/x.png", "\ud800.png", "a\0.png", "data:image/png;base64,\ud800",
+            "data:", Unreadable(), torch.zeros(2, 2, 3, device="meta"),
+        )
+    ),
+]  # fmt: skip
 
 
 def test_a_conversation_with_a_bad_image_fails_alone(checkpoints):
@@ -285,6 +293,10 @@ def test_frames_are_told_apart_by_their_times(checkpoints, count):
         (frames_of(0), r"videos\[0\]: expected a Video, got array"),
         (Video(frames=frames_of(0)), r"videos\[0\]: fps: expected the frames of each sec.* None"),
         (Video(frames=frames_of(0), fps=0), "fps: expected the frames of each second, got 0"),
+        (Video(frames=frames_of(0), fps=True), "fps: expected the frames of each second, got Tr"),
+        (Video(frames=frames_of(0), fps=Unreadable()), r"fps: expected .* that cannot be printed"),
+        (Video(frames=[Unreadable()], fps=1), r"frames\[0\]: expected a PIL image"),
+        (Video(frames=range(2), fps=1), r"frames\[0\]: expected a PIL image"),
         (Video(frames="a.mp4", fps=1), r"frames: expected a uint8 array .*, got 'a.mp4'"),
         (Video(frames=frames_of(0)[0], fps=1), r"frames: expected .* got 'uint8 \[20, 28, 3\]'"),
         (Video(frames=frames_of(0, 0), fps=1), r"expected \[frames, height, width, 3\], got \[0,"),

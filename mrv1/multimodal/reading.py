@@ -1,0 +1,59 @@
+"""The boundary at which values of a caller are read: whatever they raise is a ``RequestError``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mrv1.errors import Mrv1Error, RequestError, short
+
+ERROR_LEN = 200
+"""Most characters of a foreign error that a message repeats."""
+
+
+@contextmanager
+def reading(argument: str, expected: str) -> Iterator[None]:
+    """Turn any exception of a block that only reads a caller's values into a ``RequestError``.
+
+    The values are of classes that nobody here knows: their methods, the file system and torch
+    raise errors of any type. Work of the engine itself is never inside such a block, so that its
+    faults are not taken for a caller's.
+
+    Args:
+        argument: what is read, as the caller names it.
+        expected: what it should be.
+
+    Raises:
+        RequestError: the block failed; the message names ``argument``.
+    """
+    try:
+        yield
+    except (Mrv1Error, torch.AcceleratorError):
+        raise  # AcceleratorError: a kernel failed, perhaps in an earlier step
+    except Exception as error:
+        message = f"{argument}: expected {expected}, got {short(error, ERROR_LEN)}"
+        raise RequestError(message) from error
+
+
+def plain_tensor(argument: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a caller's tensor without its gradient, conjugate or negative bit.
+
+    Args:
+        argument: the name of the tensor in an error.
+        tensor: its memory is shared, if it has neither bit.
+
+    Raises:
+        RequestError: the tensor is of another class, or not in the memory of a CPU or a GPU as
+            one block of numbers.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        kind = type(tensor).__name__
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested one" if tensor.is_nested else str(tensor.layout)
+    elif tensor.device.type not in ("cpu", "cuda"):
+        kind = f"one on {tensor.device}"
+    else:
+        return tensor.detach().resolve_conj().resolve_neg()
+    raise RequestError(f"{argument}: expected a dense tensor on a CPU or GPU, got {kind}")
