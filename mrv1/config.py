@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -24,7 +24,7 @@ from mrv1.environment import (
     VARIABLES,
     name_errors,
 )
-from mrv1.errors import ConfigError
+from mrv1.errors import ConfigError, short
 from mrv1.hub import is_hub_id, snapshot_dir
 
 DtypeName = Literal["auto", "float32", "float", "float16", "half", "bfloat16", "float64"]
@@ -62,6 +62,18 @@ DEFAULT_PROMPT_LOOKUP = 5
 MAX_PROMPT_LOOKUP = 32
 """Longest sequence of tokens that is looked up for drafts."""
 
+TEXTS = {
+    "model": ("a checkpoint directory or an id", ".+"),
+    "device": ("'auto', 'cpu', 'cuda' or 'cuda:N'", ".+"),
+    "vision_device": ("'cpu', 'cuda' or 'cuda:N'", "auto|cpu|cuda(:[0-9]+)?"),
+    "head_policy": ("a file, a folder or a rule", ".*"),
+    "generation_config": ("'auto', 'vllm', a directory or None", ".+"),
+}
+"""Options that are texts: what they name, and the pattern of the whole text."""
+
+INT64_MAX = 2**63 - 1
+"""Most bytes, and the largest seed."""
+
 LEAST = {
     "max_model_len": 2,
     "streaming_cache_blocks": 0,
@@ -83,7 +95,7 @@ def dtype_name(dtype: object) -> DtypeName:
     is_torch = torch is not None and isinstance(dtype, torch.dtype)
     name = str(dtype).removeprefix("torch.") if is_torch else dtype
     if not isinstance(name, str) or name not in get_args(DtypeName):
-        raise ConfigError(f"dtype: expected one of {get_args(DtypeName)}, got {dtype!r}")
+        raise ConfigError(f"dtype: expected one of {get_args(DtypeName)}, got {short(dtype)}")
     return cast("DtypeName", name)
 
 
@@ -166,8 +178,9 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        if self.method != "ngram":
-            raise ConfigError(f"speculative: method: expected 'ngram', got {self.method!r}")
+        method: object = self.method
+        if not isinstance(method, str) or method != "ngram":
+            raise ConfigError(f"speculative: method: expected 'ngram', got {short(method)}")
         for name, most in (
             ("num_tokens", MAX_DRAFTS),
             ("prompt_lookup_max", MAX_PROMPT_LOOKUP),
@@ -178,7 +191,8 @@ class SpeculativeConfig:
                 continue
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigError(
-                    f"speculative: {name}: expected an integer from 1 to {most}, got {value!r}"
+                    f"speculative: {name}: expected an integer from 1 to {most}, got "
+                    f"{short(value)}"
                 )
         least, most = self.lookup_lengths
         if least > most:
@@ -196,12 +210,12 @@ class SpeculativeConfig:
         """
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f'speculative: expected a mapping such as {{"method": "ngram"}}, got {given!r}'
+                'speculative: expected a mapping such as {"method": "ngram"}, got ' + short(given)
             )
         names = [each.name for each in fields(cls)]
         unknown = [key for key in given if key not in names]
         if unknown or "method" not in given:
-            got = f"{unknown[0]!r}" if unknown else "no method"
+            got = short(unknown[0]) if unknown else "no method"
             raise ConfigError(f"speculative: expected the keys {', '.join(names)}, got {got}")
         return cls(**given)
 
@@ -414,42 +428,50 @@ class EngineConfig:
                 f"max_draft_tokens: expected at most {MAX_DRAFTS}, got {self.max_draft_tokens}"
             )
         share: object = self.gpu_memory_utilization
-        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {share!r}")
-        policy: object = self.head_policy
-        if policy is not None and not isinstance(policy, str):
-            raise ConfigError(f"head_policy: expected a file, a folder or a rule, got {policy!r}")
-        source: object = self.generation_config
-        if source is not None and (not isinstance(source, str | Path) or source == ""):
-            raise ConfigError(
-                f"generation_config: expected 'auto', 'vllm', a directory or None, got {source!r}"
-            )
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {short(share)}")
 
     def _check_type(self, name: str, kind: object) -> None:
-        """Check a flag, a choice or an integer by the type of its field."""
+        """Check a flag, a choice, a text or an integer by the type of its field.
+
+        A text becomes a plain ``str``, which any process of the engine can read.
+        """
         value: object = getattr(self, name)
         if kind is bool and not isinstance(value, bool):
-            raise ConfigError(f"{name}: expected True or False, got {value!r}")
+            raise ConfigError(f"{name}: expected True or False, got {short(value)}")
+        if isinstance(value, str) and type(value) is not str:
+            value = str.__str__(value)  # even if the class has a method __str__, as Enum has
+            object.__setattr__(self, name, value)
         if name == "dtype":
             dtype_name(value)
-        elif get_origin(kind) is Literal and value not in get_args(kind):
-            raise ConfigError(f"{name}: expected one of {get_args(kind)}, got {value!r}")
+        elif get_origin(kind) is Literal:
+            if not isinstance(value, str) or value not in get_args(kind):
+                raise ConfigError(f"{name}: expected one of {get_args(kind)}, got {short(value)}")
+        elif name in TEXTS and (value is not None or kind is str):
+            what, pattern = TEXTS[name]
+            types = (str, Path) if name == "generation_config" else str
+            if not isinstance(value, types) or not re.fullmatch(pattern, str(value), re.DOTALL):
+                raise ConfigError(f"{name}: expected {what}, got {short(value)}")
         if kind not in (int, int | None) or (value is None and kind is not int):
             return
         if name == "seed":
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"seed: expected an integer, got {value!r}")
+            if type(value) is not int:
+                raise ConfigError(f"seed: expected an integer, got {short(value)}")
+            if not -INT64_MAX <= value <= INT64_MAX:
+                raise ConfigError(f"seed: expected an integer of 64 bits, got {short(value)}")
         elif name == "max_logprobs" and type(value) is int and value == UNLIMITED:
             return
         elif name == "block_size":
             if type(value) is not int or value not in BLOCK_SIZES:
-                raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {value!r}")
+                raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {short(value)}")
         else:
-            least, most = LEAST.get(name, 1), math.inf if name.endswith("_bytes") else INT32_MAX
+            least, most = LEAST.get(name, 1), INT64_MAX if name.endswith("_bytes") else INT32_MAX
             if type(value) is not int or not least <= value <= most:
                 limit = " that fits int32" if most == INT32_MAX else ""
                 limit += f" or {UNLIMITED}" if name == "max_logprobs" else ""
-                raise ConfigError(f"{name}: expected an integer >= {least}{limit}, got {value!r}")
+                raise ConfigError(
+                    f"{name}: expected an integer >= {least}{limit}, got {short(value)}"
+                )
 
     def logprobs_limit(self, vocab_size: int) -> int:
         """Return the most log-probabilities per position of a model with this vocabulary."""

@@ -71,8 +71,12 @@ def device_info(device: torch.device) -> DeviceInfo:
     )
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
+def resolve_device(device: str | torch.device, option: str = "device") -> torch.device:
     """Turn ``"auto" | "cpu" | "cuda" | "cuda:N"`` into a usable ``torch.device`` with its index.
+
+    Args:
+        device: the device.
+        option: its name in an error.
 
     Raises:
         ConfigError: the name is not one of these.
@@ -85,29 +89,31 @@ def resolve_device(device: str | torch.device) -> torch.device:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}"
+            f"{option}: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}"
         ) from error
     if resolved.type == "cpu":
         return torch.device("cpu")
     if resolved.type != "cuda":
-        raise ConfigError(f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+        raise ConfigError(f"{option}: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if INTERPRET:
         raise UnsupportedDeviceError(
-            f"device: {device} was asked for, but TRITON_INTERPRET=1 makes this process run "
-            "kernels in the CPU interpreter; unset it, or use device='cpu'"
+            f"{option}: {device} was asked for, but TRITON_INTERPRET=1 makes this process run "
+            f"kernels in the CPU interpreter; unset it, or use {option}='cpu'"
         )
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else len(_stand_ins)
     index = resolved.index or 0
     if index >= num_devices:
         raise UnsupportedDeviceError(
-            f"device: {device} was asked for, but torch sees {num_devices} GPUs; use device='cpu'"
+            f"{option}: {device} was asked for, but torch sees {num_devices} GPUs; use "
+            f"{option}='cpu'"
         )
     resolved = torch.device("cuda", index)
     info = device_info(resolved)
     if torch.version.hip is None and info.capability and info.capability < MIN_CAPABILITY:
         raise UnsupportedDeviceError(
-            f"{info.name} has compute capability {info.capability[0]}.{info.capability[1]}; the "
-            "kernels need 8.0 (Ampere) or newer: choose such a GPU, or device='cpu'"
+            f"{option}: {info.name} has compute capability {info.capability[0]}."
+            f"{info.capability[1]}; the kernels need 8.0 (Ampere) or newer: choose such a GPU, or "
+            f"{option}='cpu'"
         )
     return resolved
 

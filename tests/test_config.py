@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from mrv1 import ConfigError, EngineConfig, RequestError, StepError, UnsupportedDeviceError
+from mrv1 import (
+    LLM,
+    CapacityError,
+    ConfigError,
+    EngineConfig,
+    RequestError,
+    StepError,
+    UnsupportedDeviceError,
+)
 from mrv1.calibration import CalibrateOptions
 from mrv1.config import checkpoint_dir, dtype_name, resolve_max_model_len
 from mrv1.device import (
@@ -23,6 +31,7 @@ from mrv1.device import (
     resolve_dtype,
 )
 from mrv1.environment import VARIABLES
+from mrv1.sampler import LogitsProcessor
 from tests.forks import Forks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -236,6 +245,132 @@ def test_a_wrong_count_names_its_variable(monkeypatch, value, expected):
 def test_a_value_must_have_the_type_and_range_of_its_field(option, value, expected):
     with pytest.raises(ConfigError, match=f"^{option}: expected {expected}$"):
         EngineConfig(model="tiny", **{option: value})
+
+
+class Name(str):
+    """A text of another class, as an Enum of texts has."""
+
+    def __str__(self) -> str:
+        return "not the text"
+
+
+class Strange:
+    """An object that can neither be compared nor printed."""
+
+    def fail(self, *args: object) -> bool:
+        raise OSError("no such thing")
+
+    __eq__ = __repr__ = __bool__ = fail
+    __hash__ = object.__hash__
+
+
+ODD: list[object] = [
+    None, True, False, 0, 1, 5, -1, 16, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 10**5000,
+    0.5, 1.0, 1.5, -0.5, float("nan"), float("inf"), 1j, "", "auto", "gpu", "cuda:x", "\0",
+    "\ud800", Name("auto"), Name("cpu"), np.str_("cpu"), b"auto", Path("auto"), np.int64(16),
+    np.float32(0.5), np.float64(0.5), np.bool_(True), np.array([1, 2]), torch.tensor(1), [],
+    ["auto"], {}, (), object, Strange(), {"method": Strange()}, {"method": "ngram", 5: 5},
+    {"method": "ngram"},
+]  # fmt: skip
+"""Values of every kind, most of which no option takes."""
+
+
+def is_valid(name: str, value: object) -> bool:
+    """Whether an option may have a value by its type and range, restated for each option."""
+    (field,) = (field for field in fields(EngineConfig) if field.name == name)
+    kind = str(field.type).removesuffix(" | None")
+    if value is None:
+        return kind != field.type
+    if kind == "int":
+        if name == "block_size":
+            return type(value) is int and value in (16, 32, 64, 128)
+        bits = 63 if name in ("seed", "kv_cache_memory_bytes", "mm_cache_memory_bytes") else 31
+        least = {"max_model_len": 2, "seed": 1 - 2**63, "max_logprobs": -1}.get(name, 1)
+        if name in {
+            "streaming_cache_blocks", "mm_cache_memory_bytes", "long_prefill_token_threshold",
+            "max_draft_tokens", "compile_processes",
+        }:  # fmt: skip
+            least = 0
+        most = 7 if name == "max_draft_tokens" else 2**bits - 1
+        is_zero = name == "max_logprobs" and type(value) is int and value == 0
+        return type(value) is int and least <= value <= most and not is_zero
+    if kind == "bool":
+        return type(value) is bool
+    if kind == "float":
+        return isinstance(value, int | float) and type(value) is not bool and 0 < value <= 1
+    if kind.startswith("Mapping"):
+        return value == {"method": "ngram"} if type(value) is dict and len(value) == 1 and (
+            type(value.get("method")) is str
+        ) else False  # fmt: skip
+    if name == "generation_config" and isinstance(value, Path):
+        return True
+    if not isinstance(value, str):
+        return False
+    text = str.__str__(value)
+    if name == "vision_device":
+        return text in ("auto", "cpu")
+    if name in ("dtype", "kv_cache_dtype"):
+        return text == "auto"
+    return kind.startswith("str") and (text != "" or name == "head_policy")
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
+def test_an_odd_value_is_a_config_error_that_names_the_option(name):
+    for value in ODD:
+        valid = is_valid(name, value)
+        if not valid or name == "tensor_parallel_size":
+            try:
+                EngineConfig(**{"model": "tiny"} | {name: value})
+            except ConfigError as error:
+                assert not valid
+                assert str(error).startswith(f"{name}")  # noqa: PT017
+            else:
+                assert valid, value
+            continue
+        tables = {"per_head_ids": True} if name == "visit_masked_pages" else {}
+        taken = getattr(EngineConfig(**{"model": "tiny"} | tables | {name: value}), name)
+        assert type(taken) is str if isinstance(value, str) else taken is value
+        assert not isinstance(value, str) or taken == str.__str__(value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "model: expected a checkpoint directory or an id, got None"),
+        ({"model": 5}, "model: expected a checkpoint directory or an id, got 5"),
+        ({"model": "\0"}, "model: expected a .*, got '.x00'"),
+        ({"model": "\ud800"}, "model: expected a .*, got '.ud800'"),
+        ({"model": "~nouser12345/m"}, "model: expected a readable directory, got '~nouser12345"),
+        ({"device": 5}, "device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got 5"),
+        ({"vision_device": "cuda:99"}, "vision_device: cuda:99 was asked for, but"),
+        ({"mm_cache_memory_bytes": 2**62}, "mm_cache_memory_bytes: expected at most"),
+        ({"max_logit_bias": 2**31 - 1}, "request state: expected at most .* max_logit_bias"),
+        ({"max_num_batched_tokens": 2**31 - 1}, "request state: .* max_num_batched_tokens"),
+        ({"head_policy": 5}, "head_policy: expected a file, a folder or a rule, got 5"),
+        ({"head_policy": "\0"}, "head_policy: expected a rule"),
+        ({"head_policy": "ratio=nan,window=4"}, "head_policy: expected ratio="),
+        ({"generation_config": "\0"}, "generation_config: expected"),
+        ({"generation_config": "~nouser12345"}, "generation_config: expected a readable dir"),
+        ({"override_generation_config": 5}, "override_generation_config: expected a dict or"),
+        ({"override_generation_config": {5: 5}}, "override_generation_config: expected some"),
+        ({"override_generation_config": {"top_k": Strange()}}, "override_gen.*top_k: expected"),
+        ({"use_tqdm_on_load": Strange()}, "use_tqdm_on_load: expected True or False, got Stra"),
+        *(
+            ({"logits_processors": value}, "logits_processors: expected ")
+            for value in (None, 5, True, "abc", {"a": 1}, [None], [LogitsProcessor], Strange())
+        ),
+        ({"logits_processors": 5, "speculative": {"method": "ngram"}}, "logits_processors: exp"),
+    ],
+)
+def test_an_odd_option_of_llm_is_refused_before_the_model_loads(monkeypatch, options, message):
+    def load_model(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the model loads")
+
+    monkeypatch.setattr("mrv1.runner.model_runner.load_model", load_model)
+    given = {"model": "tiny", "device": "cpu", "num_kv_blocks": 8, "use_tqdm_on_load": False}
+    expected = (ConfigError, CapacityError, UnsupportedDeviceError)
+    with pytest.raises(expected, match=f"(?s)^{message}"):
+        LLM(**given | options)
 
 
 def test_bytes_need_not_fit_int32_and_counts_may_be_zero_or_none():

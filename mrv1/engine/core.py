@@ -48,6 +48,7 @@ from mrv1.runner.step import Int32Array
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
 from mrv1.sampler.params import short
+from mrv1.sampler.processors import checked_processors
 
 P = ParamSpec("P")
 
@@ -132,6 +133,7 @@ class EngineCore:
         progress: bool = True,
     ) -> None:
         """Build runner and scheduler; for arguments and errors see ``ModelRunner``."""
+        logits_processors = checked_processors(logits_processors)
         speculation = config.speculation
         self._speculation = None if speculation is None else Speculation(speculation)
         if speculation is not None:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
 from mrv1.config import EngineConfig, checkpoint_dir
+from mrv1.device import resolve_device
 from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
 from mrv1.engine.core import EngineCore, Metrics
 from mrv1.engine.guards import Turns, in_turn, recovers
@@ -123,7 +124,9 @@ class LLM:
         if policy is None and head_policy is not None:
             is_path = isinstance(head_policy, Path)
             given["head_policy"] = str(head_policy) if is_path else head_policy
-        config = EngineConfig(model=str(model), **given)
+        given["model"] = str(model) if isinstance(cast("object", model), Path) else model
+        config = EngineConfig(**given)
+        resolve_device(config.vision_device, "vision_device")  # not with the first image
         if policy is None and config.head_policy is not None:
             policy_source(config.head_policy)  # a mistake in it is found before a download
         if not isinstance(use_tqdm_on_load, bool):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mrv1.device import memory_bytes
+from mrv1.device import host_memory_bytes, memory_bytes
 from mrv1.errors import CapacityError
 
 
@@ -38,7 +38,8 @@ def within_memory(option: str, what: str, device: torch.device) -> Iterator[None
         device: the GPU.
 
     Raises:
-        CapacityError: instead of torch's ``OutOfMemoryError``.
+        CapacityError: instead of torch's ``OutOfMemoryError``, and of the errors of a CPU, which
+            are no class of their own.
     """
     try:
         yield
@@ -50,4 +51,12 @@ def within_memory(option: str, what: str, device: torch.device) -> Iterator[None
             f"{own} for this process's tensors, {gib(free_bytes)} free, and {others} for the "
             "driver and other processes; end other processes on the GPU, or choose a smaller "
             f"{option}"
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        is_memory = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        if device.type != "cpu" or not is_memory:
+            raise
+        raise CapacityError(
+            f"{option}: expected room for {what} in the memory of this machine, of which "
+            f"{gib(host_memory_bytes())} are free, got too little; choose a smaller {option}"
         ) from error

@@ -21,7 +21,7 @@ from mrv1.config import EngineConfig
 from mrv1.headwise import HeadGroups
 from mrv1.kernels.registry import Ops
 from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS, AppendedTokens
-from mrv1.models import DecoderModel
+from mrv1.models import DecoderModel, ModelConfig
 from mrv1.runner import input_batch
 from mrv1.runner.async_output import OutputRing
 from mrv1.runner.attention_backends import select_backend
@@ -108,6 +108,15 @@ class MaskBuffer:
         self._rows.copy_(host_rows, non_blocking=True)
 
 
+def _sampler_limits(config: EngineConfig, model_config: ModelConfig) -> SamplerLimits:
+    return SamplerLimits(
+        vocab_size=model_config.vocab_size,
+        max_bad_words_num=config.max_bad_words_num,
+        bad_words_max_len=config.bad_words_max_len,
+        max_logit_bias=config.max_logit_bias,
+    )
+
+
 class DeviceStep:
     """The launches of a step, and the tensors that they read and write, which never move.
 
@@ -131,6 +140,29 @@ class DeviceStep:
 
     kv_cache: KVCache
 
+    @staticmethod
+    def fields(
+        config: EngineConfig,
+        model_config: ModelConfig,
+        head_groups: HeadGroups,
+        max_model_len: int,
+    ) -> dict[str, Field]:
+        """Return the fields of the slots; for arguments see the class."""
+        sampling = {
+            name: Field(dtype=dtype, width=width)
+            for name, (dtype, width) in Sampler.fields(
+                _sampler_limits(config, model_config)
+            ).items()
+        }
+        state = RequestState.fields(
+            max_model_len,
+            max_stop_seqs_num=config.max_stop_seqs_num,
+            stop_seqs_max_len=config.stop_seqs_max_len,
+            max_mrope_spans=0 if model_config.vision is None else config.max_mm_items + 1,
+        )
+        shared = {NEXT_UPLOAD: Field(is_shared=True)} | FeatureBuffer.fields(config)
+        return {**state, **BlockTables.fields(head_groups.groups), **sampling, **shared}
+
     def __init__(
         self,
         config: EngineConfig,
@@ -151,32 +183,15 @@ class DeviceStep:
         groups, num_slots = head_groups.groups, config.max_num_seqs
         layouts = layer_layouts(spec, head_groups, [1] * len(groups), device)
         self.attention = select_backend(config.attention_backend, model, spec, layouts)
-        limits = SamplerLimits(
-            vocab_size=model.config.vocab_size,
-            max_bad_words_num=config.max_bad_words_num,
-            bad_words_max_len=config.bad_words_max_len,
-            max_logit_bias=config.max_logit_bias,
+        limits = _sampler_limits(config, model.config)
+        self.slots = SlotState(
+            num_slots, self.fields(config, model.config, head_groups, max_model_len), device
         )
-        sampling = {
-            name: Field(dtype=dtype, width=width)
-            for name, (dtype, width) in Sampler.fields(limits).items()
-        }
-        vision = model.config.vision
-        state = RequestState.fields(
-            max_model_len,
-            max_stop_seqs_num=config.max_stop_seqs_num,
-            stop_seqs_max_len=config.stop_seqs_max_len,
-            max_mrope_spans=0 if vision is None else config.max_mm_items + 1,
-        )
-        shared = {NEXT_UPLOAD: Field(is_shared=True)}
-        shared |= FeatureBuffer.fields(config)
-        fields = {**state, **BlockTables.fields(groups), **sampling, **shared}
-        self.slots = SlotState(num_slots, fields, device)
-        self.state = RequestState(self.slots, num_slots, max_model_len, vision)
+        self.state = RequestState(self.slots, num_slots, max_model_len, model.config.vision)
         self.features = FeatureBuffer(config, model, self.slots)
         self.block_tables = BlockTables(self.slots, num_slots, groups, config.block_size)
         self.sampler = Sampler(
-            num_slots, limits, {name: self.slots[name] for name in sampling}, ops
+            num_slots, limits, {name: self.slots[name] for name in Sampler.fields(limits)}, ops
         )
         self._history = self.state.history()
         num_rows = 2 * num_slots  # a graph may have a decode row and a prompt row for each slot

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from mrv1.config import EngineConfig
+from mrv1.environment import INT32_MAX
 from mrv1.errors import CapacityError
 from mrv1.kernels.layers.contracts import FeatureRows
-from mrv1.models import DecoderModel
+from mrv1.models import DecoderModel, ModelConfig
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.rows import DeviceRows
 from mrv1.runner.slot_state import Field, SlotState
@@ -54,13 +55,28 @@ class FeatureBuffer:
         width = config.max_num_seqs + config.max_num_batched_tokens
         return {FEATURE_SOURCE: Field(width=width, is_shared=True)}
 
+    @staticmethod
+    def rows_of(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> int:
+        """Return the number of rows for a model.
+
+        Raises:
+            CapacityError: an int32 cannot count the rows.
+        """
+        if config.mm_cache_memory_bytes is None:
+            return max(config.max_num_batched_tokens, LEAST_DEFAULT_ROWS)
+        row_bytes = model_config.feature_size * dtype.itemsize
+        num_rows = config.mm_cache_memory_bytes // row_bytes
+        if num_rows > INT32_MAX:
+            raise CapacityError(
+                f"mm_cache_memory_bytes: expected at most {INT32_MAX * row_bytes}, {INT32_MAX} "
+                f"rows of {row_bytes} bytes, got {config.mm_cache_memory_bytes}; lower it"
+            )
+        return num_rows
+
     def __init__(self, config: EngineConfig, model: DecoderModel, slots: SlotState) -> None:
         num_columns, dtype = model.config.feature_size, model.dtype
-        row_bytes = num_columns * dtype.itemsize
-        self.num_rows = max(config.max_num_batched_tokens, LEAST_DEFAULT_ROWS)
+        self.num_rows = self.rows_of(config, model.config, dtype)
         """Rows that items can have; 0 = the runner takes no items."""
-        if config.mm_cache_memory_bytes is not None:
-            self.num_rows = config.mm_cache_memory_bytes // row_bytes
         self.rows = torch.empty(0, num_columns, dtype=dtype, device=model.device)
         """[num_rows, feature_size], features of any request; [0, feature_size] = no memory."""
         self.is_used = config.mm_cache_memory_bytes is not None or model.config.vision is not None

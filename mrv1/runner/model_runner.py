@@ -36,6 +36,7 @@ from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.debug import check_block_ids, synced
 from mrv1.runner.device_memory import within_memory
 from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep
+from mrv1.runner.features import FeatureBuffer
 from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
 from mrv1.runner.kv_listener import KVListener, tell, tokens_of
@@ -44,6 +45,7 @@ from mrv1.runner.profile import blocks_of_groups, kv_bytes, warm_up
 from mrv1.runner.report import KVReport, StartClock, describe_runner, report_of
 from mrv1.runner.rows import DeviceRows, StepShape, Tail
 from mrv1.runner.sleep import SleepMode
+from mrv1.runner.slot_state import field_starts
 from mrv1.runner.staging import Staged, StepUpload
 from mrv1.runner.step import Int32Array, StepPlan
 from mrv1.runner.visible_ranges import VisibleRanges
@@ -187,6 +189,10 @@ class ModelRunner:
             if model is None
             else model.dtype
         )
+        # Sizes that can be known to be too large are refused before weights load.
+        fields = DeviceStep.fields(config, model_config, self.head_groups, self.max_model_len)
+        field_starts(config.max_num_seqs, fields)
+        FeatureBuffer.rows_of(config, model_config, dtype)
         with self._kernels_compiled(dtype, progress=progress):
             self.model = model or load_model(
                 config.model,
@@ -205,16 +211,17 @@ class ModelRunner:
             )
         self.spec = CacheSpec.of(config, self.model)
         self._streaming_demand = StreamingDemand(config, self.max_model_len)
-        self._step = step = DeviceStep(
-            config,
-            self.model,
-            ops,
-            self.spec,
-            self.head_groups,
-            self.max_model_len,
-            head_scales=head_scales,
-            processors=self._processors,
-        )
+        with within_memory("max_num_seqs", "the state of requests", device):
+            self._step = step = DeviceStep(
+                config,
+                self.model,
+                ops,
+                self.spec,
+                self.head_groups,
+                self.max_model_len,
+                head_scales=head_scales,
+                processors=self._processors,
+            )
         self.attention, self.sampler, self.features = step.attention, step.sampler, step.features
         self.state, self.block_tables = step.state, step.block_tables
         self._slots, self._staging, self._outputs = step.slots, step.staging, step.outputs

@@ -35,6 +35,28 @@ class Field:
         return (1 if self.width is None else self.width) * self.dtype.itemsize // _WORD_BYTES
 
 
+def field_starts(num_slots: int, fields: Mapping[str, Field]) -> tuple[dict[str, int], int]:
+    """Return where each field starts in the buffer of ``SlotState``, and the buffer's words.
+
+    Raises:
+        CapacityError: the buffer would have more words than an int32 can count.
+    """
+    starts: dict[str, int] = {}
+    num_words = 0
+    for name, field in fields.items():
+        starts[name] = num_words
+        words = (1 if field.is_shared else num_slots) * field.row_words
+        num_words += -(-words // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
+    if num_words > MAX_WORDS:
+        raise CapacityError(
+            f"request state: expected at most {MAX_WORDS} words for {num_slots} slots, got "
+            f"{num_words}; lower max_num_seqs or max_model_len, or whichever is large of "
+            "max_num_batched_tokens, max_bad_words_num, bad_words_max_len, max_stop_seqs_num, "
+            "stop_seqs_max_len, max_logit_bias and max_mm_items"
+        )
+    return starts, num_words
+
+
 class SlotState:
     """Views of one int32 buffer, so that a single kernel applies all changes of a step.
 
@@ -51,17 +73,7 @@ class SlotState:
 
     def __init__(self, num_slots: int, fields: Mapping[str, Field], device: torch.device) -> None:
         self._fields = dict(fields)
-        self._starts: dict[str, int] = {}
-        num_words = 0
-        for name, field in fields.items():
-            self._starts[name] = num_words
-            words = (1 if field.is_shared else num_slots) * field.row_words
-            num_words += -(-words // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
-        if num_words > MAX_WORDS:
-            raise CapacityError(
-                f"request state: expected at most {MAX_WORDS} words for {num_slots} slots, got "
-                f"{num_words}; lower max_num_seqs or max_model_len"
-            )
+        self._starts, num_words = field_starts(num_slots, fields)
         self.buffer = torch.zeros(num_words, dtype=torch.int32, device=device)
         """[words] int32."""
         self._views = {name: self._view(name, num_slots) for name in fields}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.errors import ConfigError, RequestError
+from mrv1.errors import ConfigError, RequestError, short
 from mrv1.kernels.sampling.contracts import History
 from mrv1.sampler.params import SamplingParams
 
@@ -53,6 +53,28 @@ class LogitsProcessor(Protocol):
         ...
 
 
+def checked_processors(given: object) -> tuple[LogitsProcessor, ...]:
+    """Return the processors of a caller.
+
+    Raises:
+        ConfigError: there is no list of them, or an object is none.
+    """
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        raise ConfigError(
+            "logits_processors: expected a list of objects with add_request and apply, got "
+            f"{short(given)}"
+        )
+    processors = tuple(given)
+    for processor in processors:
+        # A class has the methods too, but no object to call them on.
+        if isinstance(processor, type) or not isinstance(processor, LogitsProcessor):
+            raise ConfigError(
+                "logits_processors: expected objects with add_request and apply, got "
+                f"{short(processor)}"
+            )
+    return processors
+
+
 class LogitsProcessors:
     """The custom processors of a runner, and the slots whose requests they refused.
 
@@ -64,13 +86,7 @@ class LogitsProcessors:
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
-        self._processors = tuple(processors)
-        for processor in self._processors:
-            if not isinstance(processor, LogitsProcessor):
-                raise ConfigError(
-                    "logits_processors: expected objects with add_request and apply, got "
-                    f"{processor!r}"
-                )
+        self._processors = checked_processors(processors)
         self._refused: dict[int, RequestError] = {}
         """By slot, the error of the request that a processor refused."""
 
