@@ -192,6 +192,40 @@ def only_one_module_imports_triton(file: File) -> Iterator[str]:
             yield f"{line}: imports {target}"
 
 
+def no_code_of_a_checkpoint_runs(file: File) -> Iterator[str]:
+    """Transformers is told so in every call; a pickle is read from mrv1's own process alone."""
+    theirs = {
+        name.rpartition(".")[2]
+        for _, name in _imports(file.tree)
+        if name.startswith("transformers.")
+    }
+    told = {
+        id(part)
+        for call in ast.walk(file.tree)
+        if isinstance(call, ast.Call)
+        and any(
+            each.arg == "trust_remote_code"
+            and isinstance(each.value, ast.Constant)
+            and each.value.value is False
+            for each in call.keywords
+        )
+        for part in (call.func, *call.args)
+    }
+    for node in ast.walk(file.tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        name = _dotted(node)
+        if (
+            node.attr in ("from_pretrained", "from_config")
+            and name.partition(".")[0] in theirs
+            and id(node) not in told
+        ):
+            yield f"{node.lineno}: {name} without trust_remote_code=False"
+        reads_its_parent = (file.name, name) == ("runner.compile_ahead", "pickle.load")
+        if name in ("torch.load", "pickle.load", "pickle.loads") and not reads_its_parent:
+            yield f"{node.lineno}: {name} may run code of a file"
+
+
 ORACLE_USERS = {
     "bench.attention_data": "quantises keys and values as a cache holds them",
     "bench.kv_write": "compares with the oracle in float64",
@@ -370,6 +404,7 @@ RULES: list[Rule] = [
     only_device_asks_the_gpu,
     engine_has_no_cuda,
     only_one_module_reads_the_environment,
+    no_code_of_a_checkpoint_runs,
     no_assert,
     ascii_only,
     no_hidden_wait,
@@ -455,6 +490,17 @@ BREAKING = [
     (only_one_module_reads_the_environment, "runner.step", "os.environ['X']"),
     (only_one_module_reads_the_environment, "config", "import os\nos.environ['X']"),
     (only_one_module_reads_the_environment, "runner.step", "from os import getenv"),
+    (
+        no_code_of_a_checkpoint_runs,
+        "models.config",
+        "from transformers import AutoConfig\nAutoConfig.from_pretrained(path)",
+    ),
+    (
+        no_code_of_a_checkpoint_runs,
+        "models.config",
+        "from transformers import AutoModel\nAutoModel.from_config(c, trust_remote_code=flag)",
+    ),
+    (no_code_of_a_checkpoint_runs, "models.shards", "torch.load(path)"),
     (no_assert, "runner.step", "def f(x):\n    assert x"),
     (ascii_only, "runner.step", "# \u00e9"),
     (no_hidden_wait, "runner.input_batch", "def f(x):\n    return x.max().item()"),
@@ -504,6 +550,17 @@ KEEPING = [
     (only_device_asks_the_gpu, "runner.step", "torch.cuda.Event()"),
     (engine_has_no_cuda, "engine.llm", "torch.device('cuda')"),
     (only_one_module_reads_the_environment, "environment", "import os\nos.environ['X']"),
+    (
+        no_code_of_a_checkpoint_runs,
+        "models.config",
+        "from transformers import AutoModel\nAutoModel.from_config(c, trust_remote_code=False)",
+    ),
+    (
+        no_code_of_a_checkpoint_runs,
+        "bench.machine",
+        "from mrv1.models import ModelConfig\nModelConfig.from_pretrained(path)",
+    ),
+    (no_code_of_a_checkpoint_runs, "runner.compile_ahead", "pickle.load(sys.stdin.buffer)"),
     (no_assert, "testing.interpreter", "assert True"),
     (ascii_only, "runner.step", "# e"),
     (no_hidden_wait, "runner.async_output", "x.tolist()"),

@@ -102,7 +102,7 @@ def load_texts(directory: Path, data: str | Path, num_tokens: int) -> Texts:
         ConfigError: the tokenizer or the file cannot be read, or the text is shorter than a
             prompt.
     """
-    tokenizer = _tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
     lines = recall_lines(tokenizer)
     if not len(lines.words):  # without a tokenizer, transformers returns an empty one
         raise ConfigError(
@@ -139,15 +139,6 @@ def recall_lines(tokenizer: Any) -> RecallLines:  # noqa: ANN401
         end=tuple(_encode(tokenizer, ".\n")),
         words=np.array(words[COMMON_WORDS:][:MAX_WORDS], dtype=np.int64),
     )
-
-
-def _tokenizer(directory: Path) -> Any:  # noqa: ANN401
-    try:
-        return load_tokenizer(directory)
-    except Exception as error:  # a damaged file: exceptions of tokenizers' own types
-        raise ConfigError(
-            f"calibration: expected a tokenizer in {str(directory)!r}: {error}"
-        ) from error
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:  # noqa: ANN401

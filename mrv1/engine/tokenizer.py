@@ -69,12 +69,7 @@ class Tokenizer:
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
         if path is None or not has_tokenizer(path):
             return
-        try:
-            self._tokenizer = load_tokenizer(path)
-        except Exception as error:  # the tokenizers package raises its own types
-            raise ConfigError(
-                f"tokenizer: cannot load the one in {str(path)!r}: {error}"
-            ) from error
+        self._tokenizer = load_tokenizer(path)
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         tokens = self._tokenizer.convert_tokens_to_ids(names)
         if (

@@ -10,7 +10,7 @@ import torch
 
 from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
-from mrv1.models.files import raise_problems, read_generation_config, read_json
+from mrv1.models.files import raise_problems, read_generation_config, read_json, refusal
 from mrv1.models.gguf_file import is_gguf, open_gguf
 from mrv1.models.hf_config import model_fields, support_problems, token_ids
 from mrv1.models.rope import RopeConfig
@@ -154,7 +154,7 @@ class ModelConfig:
                 directory, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # KeyError, ValueError and transformers' validation errors
-            raise ConfigError(f"{where}: config.json is not valid: {error}") from error
+            raise ConfigError(f"{where}: config.json is not valid: {refusal(error)}") from error
         try:
             config = cls.from_hf(hf_config)
         except ConfigError as error:

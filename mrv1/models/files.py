@@ -59,6 +59,16 @@ def read_generation_config(
     return file, {}
 
 
+def refusal(error: Exception) -> str:
+    """Return why transformers cannot load a part of a checkpoint.
+
+    It asks for ``trust_remote_code`` where a part needs Python code that lies in the checkpoint.
+    """
+    if "trust_remote_code" in str(error):
+        return "expected classes of transformers, got auto_map: no code of a checkpoint is run"
+    return str(error)
+
+
 def raise_problems(where: str, problems: Sequence[str]) -> None:
     """Raise one ``ConfigError`` that lists ``problems``, if there are any."""
     if len(problems) == 1:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mrv1.errors import ConfigError
+from mrv1.models.files import read_json, refusal
 from mrv1.models.gguf_file import is_gguf, load_gguf_tokenizer, open_gguf
 
 if TYPE_CHECKING:
@@ -12,6 +14,9 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these files serves token ids only."""
+
+_PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""What tokenizer.json says about texts and tokens, apart from its added tokens."""
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -22,9 +27,65 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint; raise whatever transformers raises."""
-    from transformers import AutoTokenizer  # takes a second
+    """Return the tokenizer of a checkpoint, which is its tokenizer.json as it stands.
 
-    if is_gguf(path):
-        return load_gguf_tokenizer(path)
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    tokenizer_config.json adds tokens, sets flags of added tokens, and names special tokens and the
+    chat template, as in transformers. Its other settings, such as ``tokenizer_class``,
+    ``add_bos_token``, ``add_prefix_space`` and ``legacy``, change nothing in tokenizer.json. Only
+    a checkpoint without tokenizer.json is left to the class of transformers. No code of the
+    checkpoint runs.
+
+    Raises:
+        ConfigError: the files cannot be loaded, ask for code of the checkpoint, or contradict one
+            another.
+    """
+    try:
+        return load_gguf_tokenizer(path) if is_gguf(path) else _loaded(path)
+    except Exception as error:  # the tokenizers package raises its own types
+        raise ConfigError(
+            f"tokenizer: cannot load the one in {str(path)!r}: {refusal(error)}"
+        ) from error
+
+
+def _loaded(path: Path) -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second
+
+    settings = path / "tokenizer_config.json"
+    config = read_json(settings) if settings.is_file() else {}
+    file = path / "tokenizer.json"
+    if "auto_map" in config or not file.is_file():
+        # With auto_map only to hear whether transformers has a class that replaces the
+        # checkpoint's code: a tokenizer.json beside code that does more is not all that counts.
+        chosen = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+        if not file.is_file():
+            return chosen
+    # Other classes build parts of their own: Qwen2Tokenizer its normalizer and pre-tokenizer,
+    # LlamaTokenizer all but the vocabulary.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        str(path), tokenizer_file=str(file), local_files_only=True, trust_remote_code=False
+    )
+    # Releases of transformers differ in what they change: its "fix" of Mistral's pre-tokenizer,
+    # add_bos_token and add_eos_token.
+    written = Tokenizer.from_file(str(file))
+    for part in _PARTS:
+        setattr(tokenizer.backend_tokenizer, part, getattr(written, part))
+    _check_added_tokens(tokenizer, config.get("added_tokens_decoder") or {})
+    return tokenizer
+
+
+def _check_added_tokens(tokenizer: PreTrainedTokenizerBase, added: dict[str, Any]) -> None:
+    """Raise unless each token has the id that tokenizer_config.json gives it.
+
+    transformers appends a token that tokenizer.json lacks to the vocabulary, whatever its id.
+    """
+    for index, token in added.items():
+        name = token["content"]
+        got = tokenizer.convert_tokens_to_ids(name)
+        if got != int(index):
+            raise ConfigError(
+                f"added_tokens_decoder in tokenizer_config.json: expected {name!r} to be token "
+                f"{index}, as it says, got {got} with tokenizer.json"
+            )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import reprlib
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from io import BytesIO
@@ -22,6 +21,7 @@ from mrv1.config import checkpoint_dir, dtype_name
 from mrv1.device import resolve_device, resolve_dtype
 from mrv1.errors import ConfigError, RequestError, short
 from mrv1.models import ModelConfig, stored_tensors
+from mrv1.models.files import refusal
 from mrv1.models.tokenizer import load_tokenizer
 from mrv1.models.vision import VISION_PREFIXES
 from mrv1.multimodal.item import DIGEST_BYTES, MultimodalItem
@@ -102,7 +102,10 @@ class VisionEncoder:
                 self.directory, local_files_only=True, trust_remote_code=False
             )
             config = AutoConfig.from_pretrained(
-                self.directory, local_files_only=True, trust_remote_code=False
+                self.directory,
+                local_files_only=True,
+                trust_remote_code=False,
+                attn_implementation="sdpa",  # config.json could name a kernel of the Hub
             )
             with torch.device("meta"):  # no memory for the text model
                 model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
@@ -110,7 +113,7 @@ class VisionEncoder:
             encoder = model_class(config.vision_config)
             encoder.load_state_dict(self._weights())
         except Exception as error:  # OSError, ValueError, RuntimeError of names and shapes, ...
-            raise ConfigError(f"{where}: vision encoder: {error}") from error
+            raise ConfigError(f"{where}: vision encoder: {refusal(error)}") from error
         framing = config.vision_start_token_id, config.vision_end_token_id
         return processor, encoder.to(self.device, self.dtype).eval(), framing
 
@@ -261,13 +264,6 @@ class VisionEncoder:
         digest.update(pixels.contiguous().numpy().tobytes())  # no features are read from a GPU
         return torch.cat([encoded.pooler_output, *further], dim=1), digest.digest()
 
-    def _loaded(self, load: Callable[[Path], Any], what: str) -> Any:  # noqa: ANN401
-        """Return a part of the checkpoint, an object of transformers."""
-        try:
-            return load(self.directory)
-        except Exception as error:  # OSError, ValueError, ...
-            raise ConfigError(f"checkpoint {str(self.directory)!r}: {what}: {error}") from error
-
     def _processor_of_videos(self) -> Any:  # noqa: ANN401 - a class of transformers
         if self._video_processor is None:
             if find_spec("torchvision") is None:
@@ -277,16 +273,20 @@ class VisionEncoder:
                 )
             from transformers import AutoVideoProcessor
 
-            load = partial(
-                AutoVideoProcessor.from_pretrained, local_files_only=True, trust_remote_code=False
-            )
-            self._video_processor = self._loaded(load, "video processor")
+            try:
+                self._video_processor = AutoVideoProcessor.from_pretrained(
+                    self.directory, local_files_only=True, trust_remote_code=False
+                )
+            except Exception as error:  # OSError, ValueError, ...
+                raise ConfigError(
+                    f"checkpoint {str(self.directory)!r}: video processor: {refusal(error)}"
+                ) from error
         return self._video_processor
 
     def _time(self, first: int, last: int, fps: Any) -> list[int]:  # noqa: ANN401 - checked
         """Return the time between two frames as the tokens that Qwen3-VL has before its frames."""
         if self._tokenizer is None:
-            self._tokenizer = self._loaded(load_tokenizer, "tokenizer")
+            self._tokenizer = load_tokenizer(self.directory)
         text = f"<{(first / fps + last / fps) / 2:.1f} seconds>"
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids

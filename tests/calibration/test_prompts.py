@@ -85,5 +85,5 @@ def test_unusable_texts_and_tokenizers_are_errors(tmp_path: Path):
         load_texts(tmp_path / "ids", "synthetic", 512)
     shutil.copytree(TINY, tmp_path / "damaged")
     (tmp_path / "damaged" / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"expected a tokenizer in .*damaged"):
+    with pytest.raises(ConfigError, match=r"tokenizer: cannot load the one in .*damaged"):
         load_texts(tmp_path / "damaged", "synthetic", 512)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
+import shutil
 from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
@@ -196,6 +198,17 @@ def test_a_checkpoint_without_a_processor_is_named(checkpoints, tmp_path):
         ConfigError, match=r"image processor: expected preprocessor_config\.json or"
     ):
         VisionEncoder(tmp_path)
+
+
+def test_a_checkpoint_chooses_no_kernel_of_the_hub(checkpoints, tmp_path):
+    """Such a kernel is code that transformers would download and run."""
+    path = shutil.copytree(checkpoints("qwen2_vl").path, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    named = {"attn_implementation": "kernels-community/flash-attn2"}
+    config |= named | {"vision_config": config["vision_config"] | named}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    encoder = VisionEncoder(path, device="cpu")
+    assert encoder._encoder.config._attn_implementation == "sdpa"
 
 
 def test_the_command_line_takes_image_files(checkpoints, mrv1, tmp_path):
