@@ -393,6 +393,17 @@ def no_hidden_wait(file: File) -> Iterator[str]:
             yield f"{line}: .{name}() in {scope}"
 
 
+def atomics_name_their_order(file: File) -> Iterator[str]:
+    """Every atomic operation of a kernel says ``sem``: the default is a barrier that few need."""
+    for node in ast.walk(file.tree):
+        if not isinstance(node, ast.Call) or file.layer != "kernels":
+            continue
+        module, _, name = _dotted(node.func).rpartition(".")
+        if module in ("tl", "gl") and name.startswith("atomic_"):
+            if not any(keyword.arg == "sem" for keyword in node.keywords):
+                yield f"{node.lineno}: {name} without sem"
+
+
 Rule = Callable[[File], Iterator[str]]
 RULES: list[Rule] = [
     arrows_point_one_way,
@@ -408,6 +419,7 @@ RULES: list[Rule] = [
     no_assert,
     ascii_only,
     no_hidden_wait,
+    atomics_name_their_order,
 ]
 
 
@@ -507,6 +519,8 @@ BREAKING = [
     (no_hidden_wait, "runner.input_batch", "torch.cuda.synchronize()"),
     (no_hidden_wait, "runner.input_batch", "x.to('cpu', non_blocking=True)"),
     (no_hidden_wait, "models.decoder", "class A:\n    def f(self):\n        return self.x.cpu()"),
+    (atomics_name_their_order, "kernels.cache.quarter_write", "tl.atomic_add(ptr, 1, mask=x)"),
+    (atomics_name_their_order, "kernels.attention.prefill_queue", "y = gl.atomic_cas(ptr, 0, 1)"),
 ]
 KEEPING = [
     (arrows_point_one_way, "kernels._base.triton", "from mrv1.kernels._base import interpreter"),
@@ -565,6 +579,7 @@ KEEPING = [
     (ascii_only, "runner.step", "# e"),
     (no_hidden_wait, "runner.async_output", "x.tolist()"),
     (no_hidden_wait, "engine.llm", "x.tolist()"),
+    (atomics_name_their_order, "kernels.step.post_update", "tl.atomic_add(ptr, 1, sem='relaxed')"),
 ]
 
 

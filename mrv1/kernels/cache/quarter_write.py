@@ -250,7 +250,8 @@ def _list_quarters_kernel(
     lowest = tl.min(tl.where(is_member, position, TOKENS), axis=1)
     is_listed = is_new & (slot - first_slot == lowest)
     place = tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
-    place += tl.atomic_add(counts_ptr + group, tl.sum(is_listed.to(tl.int32), axis=0))
+    num_listed = tl.sum(is_listed.to(tl.int32), axis=0)
+    place += tl.atomic_add(counts_ptr + group, num_listed, sem="relaxed")
     index = group * num_tokens + place
     tl.store(first_slots_ptr + index, first_slot, mask=is_listed)
     member_ptr = members_ptr + index[:, None] * TOKENS + position
