@@ -106,6 +106,8 @@ class AotCase:
     does not access in the loop, so that more programs fit a multiprocessor."""
     programs_per_sm: int = 0
     """Programs that must fit a multiprocessor at the same time, as the launch assumes."""
+    pattern: str = ""
+    """Regular expression to look for in the assembly (PTX, or AMD's); empty = nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,8 @@ class AotReport:
     """Programs that must fit a multiprocessor."""
     early_arrivals: int = 0
     """See :func:`early_arrivals`."""
+    found: Sequence[str] = ()
+    """All matches of the case's pattern, in order."""
     problem: str = field(init=False)
     """Why this must not ship: an error, a spill, too much shared memory, an early arrival. Empty
     if it may."""
@@ -256,7 +260,12 @@ def _compile_case(target: Target, case: AotCase) -> AotReport:
         threads=case.num_warps * target.warp_size,
         programs_per_sm=case.programs_per_sm,
         early_arrivals=early_arrivals(compiled.asm.get("ptx", "")),
+        found=_found(case.pattern, compiled.asm),
     )
+
+
+def _found(pattern: str, asm: Mapping[str, str]) -> list[str]:
+    return re.findall(pattern, asm.get("ptx") or asm["amdgcn"]) if pattern else []
 
 
 _BARRIER = re.compile(r"\bbar(rier)?\.(warp\.)?sync\b")

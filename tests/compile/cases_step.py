@@ -19,7 +19,7 @@ INT32, INT64 = torch.int32, torch.int64
 def cases(target: Target) -> list[AotCase]:
     overlap = target.backend == "cuda" and isinstance(target.arch, int) and target.arch >= 90
     return [
-        _fetch_upload(overlap),
+        _fetch_upload(target, overlap),
         _embed_tokens(torch.bfloat16, 1024, overlap),
         _embed_tokens(torch.float32, 8192, overlap),
         _embed_tokens(torch.bfloat16, 2048, overlap, mrope_section=(16, 24, 24)),
@@ -37,12 +37,16 @@ def cases(target: Target) -> list[AotCase]:
     ]
 
 
-def _fetch_upload(overlap: bool) -> AotCase:
+def _fetch_upload(target: Target, overlap: bool) -> AotCase:
     return AotCase(
         name="fetch_upload",
         kernel=_fetch_upload_kernel,
         args=(pointer(INT32), pointer(INT32), pointer(INT32), 66_000),
-        constexprs={"OVERLAP": overlap, "TILE_WORDS": TILE_WORDS},
+        constexprs={
+            "OVERLAP": overlap,
+            "TILE_WORDS": TILE_WORDS,
+            "IS_AMD": target.backend == "hip",
+        },
         num_warps=4,
     )
 

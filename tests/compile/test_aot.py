@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -134,6 +136,40 @@ def test_the_reported_handoff_orders_its_accesses():
     """racecheck reports it, so a check must say that it has no race: this one and its sum."""
     (report,) = compile_for("sm_90", [f"{__package__}.handoff"])
     assert (report.case, report.problem) == ("handoff", "")
+
+
+@cache
+def _instructions(target: str) -> dict[str, list[str]]:
+    """Return, for each kernel of the module ``instructions``, what its pattern finds."""
+    reports = compile_for(target, [f"{__package__}.instructions"])
+    assert not any(report.problem for report in reports)
+    return {report.case: list(report.found) for report in reports}
+
+
+@pytest.mark.parametrize(
+    ("target", "plain", "afresh"),
+    [
+        ("sm_90", r"ld\.global\.\S+", r"ld\.volatile\.global\.\S+"),
+        pytest.param(
+            *("gfx942", r"s_load_dword .*", r"\w+_load_\w+ .* sc0 sc1"), marks=pytest.mark.full
+        ),
+    ],
+)
+def test_an_upload_is_loaded_from_memory_itself(target, plain, afresh):
+    """All but the index of the upload, which the device has written."""
+    loads = _instructions(target)["fetch_upload"]
+    assert len([load for load in loads if re.fullmatch(plain, load)]) == 1
+    others = [load for load in loads if not re.fullmatch(plain, load)]
+    assert len(others) >= 3
+    assert all(re.fullmatch(afresh, load) for load in others)
+
+
+def test_a_norm_adds_up_its_squares_in_one_order():
+    """Whatever the strides and the alignment: they may differ where the number of rows does."""
+    found = _instructions("sm_90")
+    norms = {name: steps for name, steps in found.items() if name.startswith("rms_norm")}
+    assert len(norms) == 8
+    assert set(map(tuple, norms.values())) == {("1", "1")}  # 2 rows of a thread, 4 + 4 columns
 
 
 ARRIVAL = "\t@%p70 mbarrier.arrive.shared::cta.b64 _, [%r379];"

@@ -21,12 +21,27 @@ the number of words that count is known: one trip to the host instead of two."""
 
 
 @triton.jit
+def _load_afresh(ptr, mask, IS_AMD: tl.constexpr):
+    """Load from memory itself: the host writes between launches, so caches may be out of date.
+
+    Triton before 3.9 drops ".cv" on NVIDIA and ``volatile`` on AMD without a word, and what 3.9
+    makes of both together cannot be assembled on NVIDIA.
+    """
+    if IS_AMD:
+        value = tl.load(ptr, mask=mask, other=0, cache_modifier=".cv")
+    else:
+        value = tl.load(ptr, mask=mask, other=0, volatile=True)
+    return value
+
+
+@triton.jit
 def _fetch_upload_kernel(
     staged_ptr,  # [at least row_words] int32
     uploads_ptr,  # [num_uploads, row_words] int32, may be host memory
     slot_ptr,  # [1] int32, index in the ring of uploads
     row_words,
     TILE_WORDS: tl.constexpr,
+    IS_AMD: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (any,): program i of n takes tiles i, i + n, i + 2 n, ... of the upload."""
@@ -35,14 +50,13 @@ def _fetch_upload_kernel(
     row_ptr = uploads_ptr + tl.load(slot_ptr).to(tl.int64) * row_words
     first = tl.program_id(0) * TILE_WORDS
     word = first + tl.arange(0, TILE_WORDS)
-    # ".cv": the host writes between launches, so cached words may be out of date.
-    num_words = tl.load(row_ptr, cache_modifier=".cv")
-    value = tl.load(row_ptr + word, mask=word < row_words, other=0, cache_modifier=".cv")
+    num_words = _load_afresh(row_ptr, True, IS_AMD)
+    value = _load_afresh(row_ptr + word, word < row_words, IS_AMD)
     tl.store(staged_ptr + word, value, mask=word < num_words)
     step = tl.num_programs(0) * TILE_WORDS
     for late in range(first + step, num_words, step):
         word = late + tl.arange(0, TILE_WORDS)
-        value = tl.load(row_ptr + word, mask=word < num_words, other=0, cache_modifier=".cv")
+        value = _load_afresh(row_ptr + word, word < num_words, IS_AMD)
         tl.store(staged_ptr + word, value, mask=word < num_words)
 
 
@@ -85,6 +99,7 @@ def fetch_upload(uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor
         slot,
         row_words,
         TILE_WORDS=tile_words,
+        IS_AMD=torch.version.hip is not None,
         num_warps=4,
         **overlap_options(staged.device),
     )
