@@ -297,6 +297,32 @@ def test_one_launch_rounds_where_the_separate_ops_round(device, drawn):
         assert _same(call.k_out, want[1])
 
 
+@given(
+    dim=st.sampled_from([32, 80, 128]), dtype=st.sampled_from(DTYPES), interleaved=st.booleans(),
+    as_on_gpu=st.booleans(), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(
+    device, dim, dtype, interleaved, as_on_gpu, seed
+):
+    """Alone, its row has another stride and another alignment."""
+    options = {"dim": dim, "interleaved": interleaved, "seed": seed}
+    call = _example(device, dtype=dtype, num_reqs=1, **options)
+    rope = call.keywords["rope"]
+    with tiles("qkv_cache_write", as_on_gpu=as_on_gpu):
+        want = call.run(kernels)
+        for token in (slice(0, 1), slice(2, 3)):
+            row = call.qkv[token]
+            alone = replace(
+                call,
+                case=replace(call.case, slot_mapping=call.case.slot_mapping[:, token]),
+                qkv=row.new_empty(row.numel() + 1)[1:].view(row.shape).copy_(row),
+                k_out=torch.empty_like(call.k_out[token]),
+                keywords=call.keywords | {"rope": replace(rope, positions=rope.positions[token])},
+            )
+            assert _same(alone.run(kernels), want[token])
+            assert _same(alone.k_out, call.k_out[token])
+
+
 @given(seed=st.integers(0, 1000), interleaved=st.booleans())
 def test_mrope_of_equal_positions_is_rope(device, seed, interleaved):
     calls = [

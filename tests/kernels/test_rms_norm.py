@@ -150,6 +150,31 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch(
             assert torch.equal(norm(slice(row, row + 1)), want[row : row + 1])
 
 
+@given(
+    dim=st.sampled_from([8, 32, *DIMS]),
+    dtype=st.sampled_from(DTYPES),
+    gaps=st.tuples(*[st.sampled_from([(0, 0), (8, 16), (3, 6), (1, 15)])] * 3),
+    has_residual=st.booleans(),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_bits_do_not_depend_on_strides_and_addresses(
+    device, dim, dtype, gaps, has_residual, as_on_gpu, seed
+):
+    rows, weight = normal((83, dim), dtype, device, seed), normal((dim,), dtype, device, seed + 1)
+    added = normal((83, dim), dtype, device, seed + 2) if has_residual else None
+
+    def norm(some, x_gap, residual_gap, out_gap):
+        x, out = in_a_wider_row(rows[some], *x_gap), in_a_wider_row(rows[some], *out_gap)
+        residual = None if added is None else in_a_wider_row(added[some], *residual_gap)
+        return kernels.rms_norm(x, weight, EPS, residual=residual, out=out)
+
+    with tiles("rms_norm", as_on_gpu=as_on_gpu):
+        want = norm(slice(None), *[(0, 0)] * 3)
+        assert torch.equal(norm(slice(None), *gaps), want)
+        assert torch.equal(norm(slice(82, 83), *gaps), want[82:])
+
+
 # --- edges -------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,10 @@ def _rms_norm_kernel(
         x = rounded.to(tl.float32)
 
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
-    weight = tl.load(weight_ptr + col, mask=col < dim, other=0.0).to(tl.float32)
+    # A pointer per row, so that x gets the layout of this load, in which its squares are added up:
+    # by itself, x has another layout, and so other bits, where its rows are not aligned.
+    weight_ptrs = tl.broadcast_to(weight_ptr + col, in_row.shape)
+    weight = tl.load(weight_ptrs, mask=in_row, other=0.0).to(tl.float32)
     normed = (x * scale[:, None]).to(dtype).to(tl.float32) * weight
     out_offset = token * stride_out_token + head * stride_out_head + col
     tl.store(out_ptr + out_offset, normed.to(dtype), mask=in_row)
@@ -122,7 +125,7 @@ def rms_norm(
 
     Numerics: float32 inside; the sum is rounded to the dtype before its mean square is taken, the
         normalised value before the weight. Tier B; the bits of a row do not depend on the other
-        rows, nor on their number.
+        rows, nor on their number, nor on strides and alignment of any tensor but ``weight``.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     _check(x, weight, residual, out)
