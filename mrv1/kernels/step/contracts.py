@@ -103,13 +103,18 @@ class GatheredTokens:
     positions: torch.Tensor
     """[padded tokens] int64, or [3, padded tokens] int64, unit last stride, with M-RoPE."""
     seq_lens: torch.Tensor
-    """[num_reqs] int32: computed tokens plus the row's query, 0 for padding."""
+    """[num_reqs] int32: the row's first position plus its query; 0 for padding, also where the
+    slot's request has stopped. The first position is ``num_computed_tokens``, or less where the
+    query is longer than the tokens left to compute: the length is then ``num_tokens`` plus the
+    row's drafts. Not limited to max_model_len: tokens from there on are padding."""
     slot_mapping: torch.Tensor
     """[groups, padded tokens] int64, unit last stride."""
     logits_rows: torch.Tensor
-    """[num_reqs] int64: the index of the row's token at position ``num_tokens - 1`` if the query
-    has this token and all drafts, so that the row samples; else -1. With k drafts the row's k + 1
-    logits are at this index and the k after it."""
+    """[num_reqs] int64: the index in the batch of the row's token at position ``num_tokens - 1``
+    if the row samples, else -1. A row samples if it is no padding, its query reaches the last
+    draft (without drafts, the last known token) and ``num_computed_tokens`` is less than
+    ``num_tokens``: a row whose known tokens have all been computed does not sample, even with
+    drafts. With k drafts the row's k + 1 logits are at this index and the k after it."""
     block_table: torch.Tensor | None = None
     """[num_reqs, row_width] int32, unit last stride, *written* in the live columns and nowhere
     else: for a group without a ring, the first ceil(seq_len / block_size) of its segment (at most
