@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from mrv1.engine.chat import ChatOptions, Message
 from mrv1.engine.core import Metrics
+from mrv1.engine.intake import own_params, own_prompt
 from mrv1.engine.llm import LLM, LLMOptions, Prompt
 from mrv1.engine.outputs import RequestOutput
 from mrv1.engine.request_group import RequestGroup
@@ -104,7 +105,7 @@ class AsyncLLM:
 
     # --- requests -------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -115,7 +116,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output of one prompt as it grows; the last output is finished.
 
-        The request is queued at the first ``anext``; a generator that is closed early aborts it.
+        The request takes its values at the call, as copies that no later change reaches, and is
+        checked and queued at the first ``anext``; a generator that is closed early aborts it.
 
         Args:
             prompt: text, token ids, or a dict, as for ``LLM.generate``.
@@ -126,14 +128,26 @@ class AsyncLLM:
 
         Raises:
             RequestError: the prompt, the parameters or the id were refused, or the request failed,
-                as with NaN in its logits.
+                as with NaN in its logits; at the call if the prompt cannot be copied.
             CapacityError: the queue is full (``max_num_queued_reqs``).
             StepError: a step of the request failed, or the engine has failed.
             RuntimeError: the engine is closed or asleep.
         """
-        params: object = sampling_params
-        if params is None:
-            params = self.get_default_sampling_params()
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        return self._generate(
+            own_prompt(prompt), own_params(sampling_params), request_id, priority, fairness_id
+        )
+
+    async def _generate(
+        self,
+        prompt: Prompt,
+        params: object,
+        request_id: str | None,
+        priority: int,
+        fairness_id: str,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the output of a prompt and parameters of its own; for ``generate``."""
         stream = self._engine.open(
             uuid4().hex if request_id is None else request_id,
             params.n if isinstance(params, SamplingParams) else 1,
@@ -395,6 +409,7 @@ class _EngineThread:
     def _add(self, stream: _Stream, group: RequestGroup) -> None:
         if not stream.is_discarded:  # while it was made
             self._llm._queue(group)
+            stream.req_id = group.req_id  # the caller's may be of a class with a hash of its own
             self._streams[stream.req_id] = stream
 
     def _report(self, stream: _Stream, added: Future[None]) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import ParamSpec, TypedDict
+from numbers import Integral
+from typing import ParamSpec, SupportsInt, TypedDict, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from mrv1.config import EngineConfig
 from mrv1.engine.guards import recovers
+from mrv1.engine.intake import own_params, own_prompt
 from mrv1.engine.padding import Padding, mixed_prefill_tokens
 from mrv1.engine.prefix_cache import key_spans
 from mrv1.engine.request import Request, Status
@@ -104,6 +105,11 @@ def derive_seed(engine_seed: int, admission: int) -> int:
     """Return the 64-bit seed of the ``admission``-th request, which brought no seed of its own."""
     digest = hashlib.blake2b(f"{engine_seed}/{admission}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _is_int(token: object) -> TypeGuard[SupportsInt]:
+    """Whether a token is an integer of any class, such as numpy's or an enumeration of them."""
+    return isinstance(token, Integral) and not isinstance(token, bool)
 
 
 def _as_array(token_ids: tuple[object, ...]) -> npt.NDArray[np.int64] | None:
@@ -203,7 +209,8 @@ class EngineCore:
     ) -> Request:
         """Queue a request and return the ``Request`` of the first of its ``params.n`` outputs.
 
-        The other outputs are its ``followers``: requests named ``(req_id, 1)`` and so on.
+        The other outputs are its ``followers``: requests named ``(req_id, 1)`` and so on. A
+        request has copies of all that it is given: the caller may change its own afterwards.
 
         Args:
             req_id: name of the request.
@@ -211,9 +218,9 @@ class EngineCore:
             params: sampling parameters.
             encode: returns the tokens of an entry of ``params.bad_words``, without special tokens.
             multimodal: items whose features replace the embeddings of prompt tokens, in any
-                order; None or [] = plain text. On a GPU, features on the CPU are copied to pinned
-                memory here; features on the GPU without a ``cache_key`` are read once, which waits
-                for the GPU.
+                order; None or [] = plain text. Features are copied where they are; on a GPU,
+                those on the CPU move to pinned memory, and features on the GPU without a
+                ``cache_key`` are read, which waits for the GPU.
             attn_mask_offsets: ``[prompt tokens, 2]`` integers: the range ``[lo, hi)`` of positions
                 that each prompt token sees; tokens that see later ones are computed in one step
                 with them. None = each token sees all positions up to its own.
@@ -230,9 +237,9 @@ class EngineCore:
         request = self.make_request(
             req_id,
             prompt_token_ids,
-            params,
+            own_params(params),
             encode=encode,
-            multimodal=multimodal,
+            multimodal=own_prompt(multimodal),
             attn_mask_offsets=attn_mask_offsets,
             priority=priority,
             fairness_id=fairness_id,
@@ -254,7 +261,8 @@ class EngineCore:
     ) -> Request:
         """Return a request for ``queue``; changes nothing, so that any thread may call it.
 
-        For arguments see ``add_request``.
+        For arguments see ``add_request``. They become the request's own: the caller must not
+        change them afterwards (``own_params``, ``own_prompt``).
 
         Raises:
             RequestError: the id, the prompt, a parameter, an item or a range is wrong.
@@ -266,7 +274,6 @@ class EngineCore:
         if not isinstance(given, SamplingParams):
             raise RequestError(f"params: expected SamplingParams, got {type(given).__name__}")
         prompt, prompt_array = self._checked_prompt(prompt_token_ids)
-        params = copy.copy(params)  # the caller may change its own
         check_order(priority, fairness_id, self.config)
         check_params(params, self.config, self.runner.model_config.vocab_size)
         banned = self._banned_token_sequences(params, encode)
@@ -283,7 +290,7 @@ class EngineCore:
         if ranges is not None:
             self._check_takes_ranges()
         request = Request(
-            req_id=req_id,
+            req_id=str.__str__(req_id),  # of a class that a rank may not know
             prompt_token_ids=prompt,
             prompt_array=prompt_array,
             multimodal=items,
@@ -297,7 +304,7 @@ class EngineCore:
             else min(longest, len(prompt) + params.max_tokens),
             banned_token_sequences=banned,
             priority=int(priority),
-            fairness_id=fairness_id,
+            fairness_id=str.__str__(fairness_id),
         )
         request.add_followers()
         return request
@@ -345,7 +352,7 @@ class EngineCore:
             raise RequestError("prompt: expected at least one token, got none")
         array = _as_array(prompt)
         if array is None:
-            prompt = tuple([t.item() if isinstance(t, np.integer) else t for t in prompt])
+            prompt = tuple([int(t) if _is_int(t) else t for t in prompt])
             array = _as_array(prompt)
         vocab_size = self.runner.model_config.vocab_size
         if array is None or array.min() < 0 or array.max() >= vocab_size:

@@ -18,6 +18,7 @@ from mrv1.device import resolve_device
 from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
 from mrv1.engine.core import EngineCore, Metrics
 from mrv1.engine.guards import Turns, in_turn, recovers
+from mrv1.engine.intake import own_params, own_prompt
 from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
@@ -81,6 +82,9 @@ class LLM:
     after the current step. After ``close``, calls in other threads raise a ``RuntimeError``, as
     does a call from a callback or a signal handler within another call. On a GPU all threads must
     launch on the same current stream, which they do by default.
+
+    **Values.** A request takes its prompt, with items and arrays, and its parameters at the call,
+    as copies: what the caller changes afterwards belongs to its next request.
 
     **Interrupts.** An exception in the middle of a step (``KeyboardInterrupt``) ends every running
     request with an error, in all threads, and empties the prefix cache; later calls work as usual.
@@ -218,12 +222,18 @@ class LLM:
         priorities = _per_prompt("priority", 0 if priority is None else priority, len(batch))
         fairness_ids = _per_prompt("fairness_id", fairness_id, len(batch))
         outputs: list[RequestOutput | None] = [None] * len(batch)
+        for row, prompt in enumerate(batch):
+            try:
+                batch[row] = own_prompt(prompt)
+            except RequestError as error:
+                outputs[row] = _refused(self._new_id(), prompt, error)
         rows: dict[str, int] = {}
         try:
             for row, prompt in enumerate(batch):
-                outputs[row] = self._add_awaited(
-                    prompt, params[row], rows, row, priorities[row], fairness_ids[row]
-                )
+                if outputs[row] is None:
+                    outputs[row] = self._add_awaited(
+                        prompt, params[row], rows, row, priorities[row], fairness_ids[row]
+                    )
             with counting_items(use_tqdm, "generate", len(batch), visible=not single) as advance:
                 advance(len(batch) - len(rows))
                 while rows:
@@ -247,17 +257,25 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Yield the output of one prompt as it grows; the last output is finished.
 
-        The request is queued at the first ``next``; a consumer that stops early aborts it. For
-        ``priority`` and ``fairness_id`` see ``generate``.
+        The request takes its values at the call, and is checked and queued at the first ``next``;
+        a consumer that stops early aborts it. For ``priority`` and ``fairness_id`` see
+        ``generate``.
 
         Raises:
-            RequestError: the prompt was refused, or the request failed, as with NaN in its logits.
+            RequestError: the prompt was refused, or the request failed, as with NaN in its logits;
+                at the call if the prompt cannot be copied.
             StepError: a step of the request failed, or the GPU has failed before.
         """
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        return self._stream(own_prompt(prompt), own_params(sampling_params), priority, fairness_id)
+
+    def _stream(
+        self, prompt: Prompt, sampling_params: SamplingParams, priority: int, fairness_id: str
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield the output of a prompt and parameters of its own; for ``stream``."""
         rows: dict[str, int] = {}
         try:
-            if sampling_params is None:
-                sampling_params = self.get_default_sampling_params()
             refused = self._add_awaited(prompt, sampling_params, rows, 0, priority, fairness_id)
             if refused is not None and refused.error is not None:
                 raise refused.error
@@ -397,8 +415,6 @@ class LLM:
 
     # --- step by step ---------------------------------------------------------------------
 
-    @in_turn
-    @recovers
     def add_request(
         self,
         prompt: Prompt,
@@ -415,10 +431,9 @@ class LLM:
         Raises:
             RequestError: the prompt, the parameters or the id are wrong; nothing is queued.
         """
-        req_id = self._new_id() if request_id is None else request_id
-        group = self._make_group(prompt, sampling_params, req_id, priority, fairness_id)
-        self._queue(group)
-        return req_id
+        return self._add_undelivered(
+            own_prompt(prompt), own_params(sampling_params), request_id, priority, fairness_id
+        )
 
     @in_turn
     @recovers
@@ -616,6 +631,22 @@ class LLM:
 
     @in_turn
     @recovers
+    def _add_undelivered(
+        self,
+        prompt: Prompt,
+        params: object,
+        request_id: str | None,
+        priority: int,
+        fairness_id: str,
+    ) -> str:
+        """Queue a request of ``add_request``, and return its id."""
+        req_id = self._new_id() if request_id is None else request_id
+        group = self._make_group(prompt, params, req_id, priority, fairness_id)
+        self._queue(group)
+        return group.req_id
+
+    @in_turn
+    @recovers
     def _add_awaited(
         self,
         prompt: Prompt,
@@ -648,7 +679,10 @@ class LLM:
         *,
         is_awaited: bool = False,
     ) -> RequestGroup:
-        """Return a request for ``_queue``; changes nothing, so that it needs no turn."""
+        """Return a request for ``_queue``; changes nothing, so that it needs no turn.
+
+        Prompt and parameters are its own from now on (``own_prompt``, ``own_params``).
+        """
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params: expected SamplingParams, got {type(params).__name__}"
@@ -845,10 +879,11 @@ def _params_per_prompt(
     num_prompts: int,
     default: SamplingParams,
 ) -> list[SamplingParams]:
+    """Return a request's own parameters for each prompt."""
     if params is None:
         params = default
     if isinstance(params, SamplingParams):
-        return [params] * num_prompts
+        return [own_params(params)] * num_prompts
     if not isinstance(params, Sequence):
         raise RequestError(
             f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}"
@@ -858,7 +893,7 @@ def _params_per_prompt(
             f"sampling_params: expected one, or {num_prompts} for {num_prompts} prompts, "
             f"got {len(params)}"
         )
-    return list(params)
+    return [own_params(each) for each in params]
 
 
 def _per_prompt(name: str, value: object, num_prompts: int) -> Sequence[Any]:
@@ -869,7 +904,7 @@ def _per_prompt(name: str, value: object, num_prompts: int) -> Sequence[Any]:
         raise RequestError(
             f"{name}: expected one, or {num_prompts} for {num_prompts} prompts, got {len(value)}"
         )
-    return value
+    return list(value)
 
 
 def _with_items(prompt: str, multimodal: Sequence[Any] | None) -> Prompt:

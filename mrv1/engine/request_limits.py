@@ -45,6 +45,7 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
             "structured_outputs: expected None, because only LLM compiles it: give the compiled "
             f"grammar as structured_output; got {short(params.structured_outputs)}"
         )
+    params.check_logit_bias()
     for name, token_ids in _token_ids(params):
         if token_ids and max(token_ids) >= vocab_size:
             outside = [token for token in token_ids if token >= vocab_size]

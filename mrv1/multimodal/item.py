@@ -37,8 +37,9 @@ class MultimodalItem:
     """The features of an image, a video or a piece of audio, which some prompt tokens stand for.
 
     The prompt has a placeholder token for each row of features: the row replaces the embedding of
-    its token, and everything else about the token stays. The tensor must not change until the
-    request has ended. If it is on a GPU, making the item waits for that GPU once.
+    its token, and everything else about the token stays. An item shares the memory of a tensor or
+    an array; a request copies it when it is added, so that it may change afterwards. If it is on
+    a GPU, making the item waits for that GPU once.
 
     Raises:
         RequestError: a field is not as described; the message names the item by its modality and
@@ -61,7 +62,8 @@ class MultimodalItem:
     earlier tokens. The item is then computed within one step."""
     cache_key: str | bytes | None = None
     """Names the content, such as the digest of the image file: items with equal keys and equal
-    other fields must have equal features. None = a digest of the features."""
+    other fields must have equal features. None = a digest of the features, for each request
+    anew."""
     num_tokens: int = field(init=False, repr=False)
     """Rows of features, and placeholder tokens."""
 
@@ -155,6 +157,13 @@ class MultimodalItem:
             key = self.cache_key
             digest.update(b"key" + (key.encode() if isinstance(key, str) else key))
         return digest.digest()
+
+    def with_own_features(self) -> MultimodalItem:
+        """Return a copy of the item, which no change of the caller's tensor or array changes."""
+        own = copy.copy(self)
+        vars(own).pop("content_hash", None)  # of the features as they were at some time before
+        object.__setattr__(own, "features", self.tensor.clone())
+        return own
 
     def prepared(
         self, hidden_size: int, dtype: torch.dtype, *, pin_memory: bool

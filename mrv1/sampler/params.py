@@ -58,9 +58,14 @@ def _is_list_of_tokens(value: object) -> bool:
 
 
 def _plain(value: object, depth: int = 0) -> object:
-    """Return numbers as Python's, ``depth`` levels of lists as tuples, other values unchanged."""
+    """Return numbers and texts as Python's own, ``depth`` levels of lists as tuples.
+
+    Other values are unchanged. A text of a class of the caller's might not be known to a rank.
+    """
     if value is None or type(value) in (bool, int, float, str):  # most values
         return value
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, np.bool_):
         return bool(value)
     if isinstance(value, Integral):
@@ -89,7 +94,7 @@ class SamplingParams:
     ``allowed_token_ids`` allows all tokens.
 
     A value that is assigned later (``params.seed = 7``) is checked in the same way, and a refused
-    value changes nothing. A request keeps the values that it was added with.
+    value changes nothing. A request keeps the values that it was added with: it has a copy.
 
     Raises:
         RequestError: an unknown name, or a value out of range; the message names the field.
@@ -210,6 +215,8 @@ class SamplingParams:
         copied = object.__new__(type(self))
         for name in self.__slots__:
             object.__setattr__(copied, name, getattr(self, name))
+        if self.logit_bias:  # the only value that can be changed in place
+            object.__setattr__(copied, "logit_bias", _plain(self.logit_bias, depth=1))
         return copied
 
     def clone(self) -> Self:
@@ -289,6 +296,14 @@ class SamplingParams:
                     f"{name}: expected lists of token ids >= 0 that are not empty, got "
                     f"{short(sequences)}"
                 )
+        self.check_logit_bias()
+
+    def check_logit_bias(self) -> None:
+        """Check the dict, which can be changed in place after all fields were checked.
+
+        Raises:
+            RequestError: it is not a dict, or has an entry out of range.
+        """
         bias: object = self.logit_bias
         if not isinstance(bias, Mapping) or not all(
             _is_token(token) and _is_real(value) and abs(value) <= LOGIT_BIAS_MAX

@@ -1,0 +1,57 @@
+"""What a request takes from its caller: copies made at the call, which no later change reaches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from mrv1.engine.tokenizer import ChatPrompt
+from mrv1.errors import RequestError
+from mrv1.multimodal import MultimodalItem
+from mrv1.sampler import SamplingParams
+
+Given = TypeVar("Given")
+
+
+def own_params(params: Given) -> Given:
+    """Return a copy of sampling parameters; anything else as it is, for the check that follows."""
+    return copy.copy(params) if isinstance(params, SamplingParams) else params
+
+
+def own_prompt(prompt: object) -> Any:  # noqa: ANN401 - of any type, until it is checked
+    """Return a copy of a prompt, with its lists, arrays, tensors and items; checks follow.
+
+    Raises:
+        RequestError: a part of the prompt cannot be copied.
+    """
+    try:
+        return _own(prompt)
+    except Exception as error:  # of any type, from the caller's class: only this request fails
+        raise RequestError.caused_by(error, "prompt") from error
+
+
+def _own(given: Any) -> Any:  # noqa: ANN401 - of any type
+    if isinstance(given, ChatPrompt):
+        own = ChatPrompt(given)
+        vars(own).update({name: _own(value) for name, value in vars(given).items()})
+        return own
+    if isinstance(given, str):
+        return str.__str__(given)  # of a class that another process may not know
+    if isinstance(given, MultimodalItem):
+        return given.with_own_features()
+    if isinstance(given, torch.Tensor):
+        return given.detach().clone()
+    if isinstance(given, np.ndarray):
+        return given.copy()
+    if isinstance(given, Mapping):
+        return {key: _own(value) for key, value in given.items()}
+    if isinstance(given, Sequence) and not isinstance(given, bytes):
+        entries = list(given)
+        if not {*map(type, entries)} <= {int}:
+            entries = [*map(_own, entries)]
+        return tuple(entries) if isinstance(given, tuple) else entries
+    return given
