@@ -19,6 +19,7 @@ from mrv1.cli.console import FAILURE, say, show
 from mrv1.cli.generate import OF_MODEL, Engine, check_sampling, with_defaults
 from mrv1.cli.options import FieldsOf, command
 from mrv1.engine import LLM, RequestOutput
+from mrv1.engine.chat import ChatOptions
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
 from mrv1.sampler import SamplingParams
 
@@ -80,7 +81,7 @@ class Session:
 
     llm: LLM
     params: SamplingParams
-    chat_template: str | None = None
+    options: ChatOptions = field(default_factory=ChatOptions)
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
     """The messages after the system message."""
@@ -95,8 +96,7 @@ class Session:
         former, self.system = self.system, text
         try:
             self.llm.chat_prompt(
-                [*self._messages(), {"role": "user", "content": "Hello"}],
-                chat_template=self.chat_template,
+                [*self._messages(), {"role": "user", "content": "Hello"}], **self.options
             )
         except RequestError:
             self.system = former
@@ -118,9 +118,7 @@ class Session:
             with (
                 _interruptible() as interrupts,
                 closing(
-                    self.llm.stream_chat(
-                        self._messages(), self.params, chat_template=self.chat_template
-                    )
+                    self.llm.stream_chat(self._messages(), self.params, **self.options)
                 ) as stream,
             ):
                 for output in stream:
@@ -248,6 +246,14 @@ def chat(
             help="File with a chat template to use instead of the checkpoint's own.",
         ),
     ] = None,
+    sanitize_control_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--sanitize-control-tokens/--no-sanitize-control-tokens",
+            help="Encode control tokens in messages as ordinary text, so that only the template "
+            "writes them; without effect before transformers 5.20.",
+        ),
+    ] = True,
 ) -> None:
     """Talk with a model. /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends.
 
@@ -266,7 +272,11 @@ def chat(
         sys.stdin.reconfigure(errors="surrogateescape")  # fails one message, not the program
     with LLM(model, **engine) as llm:
         params = SamplingParams(**with_defaults(llm, sampling, max_tokens=MAX_TOKENS))
-        session = Session(llm, params, template)
+        session = Session(
+            llm,
+            params,
+            ChatOptions(chat_template=template, sanitize_control_tokens=sanitize_control_tokens),
+        )
         session.set_system(system)
         say(llm.describe())
         if on_terminal:

@@ -299,30 +299,34 @@ class LLM:
         use_tqdm: UseTqdm = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any] | Callable[..., object]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        sanitize_control_tokens: bool = True,
         multimodal: Sequence[Any] | None = None,
     ) -> list[RequestOutput]:
         """Return the model's answers to conversations, in their order.
 
         Args:
             messages: one conversation, a list of dicts with ``role`` and ``content``, or a list
-                of conversations. A content is text or a list of parts: texts, which are joined by
-                newlines if there is nothing else, and for a model with a vision encoder images and
-                videos:
+                of conversations. A content is text or a list of parts: texts, and for a model
+                with a vision encoder images and videos:
                 ``{"type": "image", "image": ...}`` with an image as in ``VisionEncoder.prompt``,
                 ``{"type": "image_url", "image_url": {"url": ...}}`` with a file or a data URL, or
                 ``{"type": "video", "video": frames, "fps": ...}`` with the fields of a ``Video``.
-                A message with ``tool_calls`` needs no content.
+                An assistant's message, or one with ``tool_calls``, needs no content.
             sampling_params: for all, or a list of the same length; None as in ``generate``.
             use_tqdm: show a progress bar for a list of conversations, as in ``generate``.
-            chat_template: the template's text; None = the checkpoint's own.
+            chat_template: the template's text, or the name of one of the checkpoint's templates;
+                None = the checkpoint's own.
             add_generation_prompt: end each prompt with the beginning of a new answer.
-            continue_final_message: continue the last message instead; needs
-                ``add_generation_prompt=False``.
+            continue_final_message: continue the last message instead, or the field of it that is
+                named; needs ``add_generation_prompt=False``.
             tools: tools that the template describes to the model, as JSON schemas or functions.
             chat_template_kwargs: more variables for the template.
+            sanitize_control_tokens: encode control tokens in the messages, tools and variables as
+                ordinary text, so that only the template writes them; without effect before
+                transformers 5.20.
             multimodal: the items of the conversation, whose ``start`` counts the tokens of
                 ``chat_prompt``; for a list of conversations a list of such lists, each None for
                 plain text.
@@ -342,6 +346,7 @@ class LLM:
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            sanitize_control_tokens=sanitize_control_tokens,
         )
         if single:
             prompt = _with_items(template.prompt(messages), multimodal)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
 from mrv1.models.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from mrv1.sampler.params import short
 
 if TYPE_CHECKING:
     from mrv1.multimodal import MultimodalItem
@@ -36,7 +39,8 @@ class ChatPrompt(str):
     """A prompt that a chat template has written: its special tokens are part of the text."""
 
     token_ids: Sequence[int] | None = None
-    """Tokens of a prompt with images or videos: each placeholder is repeated once per feature."""
+    """Tokens, where they are not those of the text: control tokens of the messages are encoded as
+    text, and the placeholder of an image or a video is repeated once per feature."""
     items: Sequence[MultimodalItem] = ()
     """Images and videos of the prompt."""
 
@@ -138,23 +142,58 @@ class Tokenizer:
         )
         return ids
 
-    def check_chat_template(self, chat_template: str | None) -> None:
-        """Raise unless there is a tokenizer, and a template: ``chat_template`` or its own.
+    def check_chat_template(
+        self,
+        chat_template: str | None,
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise unless there is a tokenizer, and a template for a conversation's options.
 
         Raises:
-            RequestError: the tokenizer or the template is missing.
+            RequestError: the tokenizer or the template is missing, the text is no template, or a
+                variable has the name of an option of ``apply_chat_template``.
         """
         if self._tokenizer is None:
             raise RequestError(
                 f"messages: expected a checkpoint with a tokenizer, got {str(self._path)!r}, "
                 "which has none"
             )
-        if chat_template is None and not self._tokenizer.chat_template:
+        own = self._tokenizer.chat_template
+        if chat_template is None and not own:
             raise RequestError(
                 f"chat_template: expected one, because {str(self._path)!r} has none of its own, "
                 "got None; pass a template (mrv1 chat: --chat-template FILE), or take a model "
                 "that was trained for chat"
             )
+        names = ", ".join(sorted(own)) if isinstance(own, dict) else "none"
+        try:
+            text = self._tokenizer.get_chat_template(chat_template, tools)
+        except ValueError as error:
+            raise RequestError(
+                f"chat_template: expected one of the checkpoint's templates ({names}), because "
+                "none of them is the default, got None"
+            ) from error
+        if chat_template and "{" not in text:
+            raise RequestError(
+                f"chat_template: expected a template's text or the name of one of the "
+                f"checkpoint's templates ({names}), got {short(chat_template)}"
+            )
+        for name in variables or ():
+            if not isinstance(name, str):
+                raise RequestError(
+                    f"chat_template_kwargs: expected names of variables, got {short(name)}"
+                )
+            if name != "documents" and name in self._chat_options:
+                raise RequestError(
+                    f"chat_template_kwargs: expected variables of the template, got {name!r}, an "
+                    "option of transformers' apply_chat_template"
+                )
+
+    @property
+    def _chat_options(self) -> Mapping[str, Any]:
+        """Names of the options of transformers' ``apply_chat_template``."""
+        return inspect.signature(self._tokenizer.apply_chat_template).parameters
 
     def chat_prompt(
         self,
@@ -163,34 +202,56 @@ class Tokenizer:
         tools: list[Any] | None,
         chat_template: str | None,
         add_generation_prompt: bool,
-        continue_final_message: bool,
+        continue_final_message: bool | str,
         variables: Mapping[str, Any],
+        sanitize_control_tokens: bool,
     ) -> ChatPrompt:
         """Return a conversation as the chat template writes it.
 
         Raises:
-            RequestError: the template refuses the conversation or fails.
+            RequestError: the template refuses the conversation or fails, or a control token of
+                the conversation cannot be encoded as text.
             ChatTemplateError: the template cannot be parsed.
         """
         from jinja2 import TemplateError, TemplateSyntaxError  # transformers imports it as late
 
+        apply = partial(
+            self._tokenizer.apply_chat_template,
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        hint = ""
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **variables,
-            )
+            prompt = ChatPrompt(apply(tokenize=False))
+            if sanitize_control_tokens and self._has_added_tokens((messages, tools, variables)):
+                _check_unicode("prompt", prompt)
+                hint = "; sanitize_control_tokens=False encodes control tokens of messages as such"
+                prompt.token_ids = apply(
+                    tokenize=True, return_dict=False, sanitize_control_tokens=True
+                )
+        except RequestError:
+            raise
         except Exception as error:  # a template is a program: it may fail in any way
             reason = " ".join(str(error).split())
             if not isinstance(error, TemplateError) or not reason:
                 reason = f"{type(error).__name__}: {reason}"
             kind = ChatTemplateError if isinstance(error, TemplateSyntaxError) else RequestError
-            raise kind(f"chat_template: {reason}") from error
-        return ChatPrompt(text)
+            raise kind(f"chat_template: {reason}{hint}") from error
+        return prompt
+
+    def _has_added_tokens(self, value: object) -> bool:
+        """Whether a text in ``value`` has an added token, which transformers can encode as text.
+
+        Without one the tokens of the prompt are those of its text.
+        """
+        if "sanitize_control_tokens" not in self._chat_options:
+            return False
+        texts = "\0".join(_texts(value))
+        return any(token in texts for token in self._tokenizer.added_tokens_encoder)
 
     def encode_word(self, text: str) -> list[int]:
         """Return the token ids of a part of a text, without special tokens.
@@ -276,6 +337,18 @@ class Tokenizer:
 
 NO_TOKENIZER = Tokenizer(None)
 """Gives no text."""
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield the texts in a JSON value, without the keys of dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
 
 
 def _check_unicode(name: str, text: str) -> None:

@@ -32,15 +32,22 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     tokenizer_config.json adds tokens, sets flags of added tokens, and names special tokens and the
     chat template, as in transformers. Its other settings, such as ``tokenizer_class``,
     ``add_bos_token``, ``add_prefix_space`` and ``legacy``, change nothing in tokenizer.json. Only
-    a checkpoint without tokenizer.json is left to the class of transformers. No code of the
-    checkpoint runs.
+    a checkpoint without tokenizer.json is left to the class of transformers. The template of a
+    processor, in chat_template.json, is used where there is a processor, or no other template. No
+    code of the checkpoint runs.
 
     Raises:
         ConfigError: the files cannot be loaded, ask for code of the checkpoint, or contradict one
             another.
     """
     try:
-        return load_gguf_tokenizer(path) if is_gguf(path) else _loaded(path)
+        if is_gguf(path):
+            return load_gguf_tokenizer(path)
+        tokenizer = _loaded(path)
+        template = _processor_template(path)
+        if template and (not tokenizer.chat_template or _has_processor(path)):
+            tokenizer.chat_template = template
+        return tokenizer
     except Exception as error:  # the tokenizers package raises its own types
         raise ConfigError(
             f"tokenizer: cannot load the one in {str(path)!r}: {refusal(error)}"
@@ -89,3 +96,27 @@ def _check_added_tokens(tokenizer: PreTrainedTokenizerBase, added: dict[str, Any
                 f"added_tokens_decoder in tokenizer_config.json: expected {name!r} to be token "
                 f"{index}, as it says, got {got} with tokenizer.json"
             )
+
+
+def _has_processor(path: Path) -> bool:
+    names = ("processor_config.json", "preprocessor_config.json")
+    return any((path / name).is_file() for name in names)
+
+
+def _processor_template(path: Path) -> str | None:
+    """Return the chat template of a checkpoint's processor; None if there is none.
+
+    Vision models of 2024 and 2025 have it in a file that transformers' tokenizers do not read.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    file = path / "chat_template.json"
+    if not file.is_file():
+        return None
+    template = read_json(file).get("chat_template")
+    if not isinstance(template, str):
+        raise ConfigError(
+            f"{file.name}: expected chat_template, a text, got {type(template).__name__}"
+        )
+    return template

@@ -1,0 +1,173 @@
+"""The form in which a chat template can print a conversation.
+
+Templates differ in two things. Some loop over the parts of a content and lose a text, or raise;
+others concatenate the content and print a list of parts as Python does, drop it, or raise. And
+some write the arguments of a tool call from a dict, others concatenate JSON text. What a template
+does is found out by rendering the conversation with other texts in it, and looking for them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mrv1.engine.chat_messages import ChatMessage, called_function
+from mrv1.errors import RequestError
+
+Render = Callable[[Sequence[ChatMessage]], str]
+"""Writes a conversation by the template; raises RequestError if that fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The form of what a template may take in several; the default is the form as given."""
+
+    arguments: Literal["given", "dict", "text"] = "given"
+    """Of the arguments of tool calls: a dict, or the same as JSON text."""
+    contents: Mapping[str, Literal["text", "parts"]] = field(default_factory=dict)
+    """Role -> form of its contents. A content with images stays a list of parts."""
+
+    def of(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return messages in these forms."""
+        return [self._message(message) for message in messages]
+
+    def _message(self, message: ChatMessage) -> ChatMessage:
+        content, form = message.get("content"), self.contents.get(message["role"])
+        if form == "text" and isinstance(content, list):
+            if all("text" in part for part in content):
+                message = message | {"content": "\n".join(part["text"] for part in content)}
+        elif form == "parts" and isinstance(content, str) and content:
+            message = message | {"content": [{"type": "text", "text": content}]}
+        if self.arguments != "given" and message.get("tool_calls"):
+            message = message | {"tool_calls": [*map(self._call, message["tool_calls"])]}
+        return message
+
+    def _call(self, call: object) -> object:
+        function = called_function(call)
+        arguments = function.get("arguments")
+        if self.arguments == "dict" and isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+        elif self.arguments == "text" and isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        else:
+            return call
+        return _with_arguments(call, arguments)
+
+
+class Probe:
+    """A conversation of the same shape, each of its texts a word that occurs nowhere else."""
+
+    def __init__(self, messages: Sequence[ChatMessage]) -> None:
+        self.num_words = 0
+        self.words: dict[str, list[str]] = {}
+        """Role -> the words in its contents."""
+        self.arguments: list[tuple[str, str]] = []
+        """Name and value of the one argument of each tool call."""
+        self.has_parts: set[str] = set()
+        """Roles with a list of parts as a content."""
+        self.refused = Forms()
+        """First forms that the template refuses in its own words."""
+        self.messages = [self._message(message) for message in messages]
+
+    def forms(self, render: Render) -> Forms:
+        """Return the forms in which the template prints most.
+
+        Arguments of tool calls are dicts, as transformers documents them, unless the template
+        prints them as JSON text only. A content keeps its form unless the template prints more of
+        the other. If the template refuses the conversation, all is in the form in which it gives a
+        reason of its own, or as given.
+        """
+        base = self._base(render, "text")
+        if base is None:  # a template may raise where it does not find parts
+            base = self._base(render, "parts")
+            return self.refused if base is None else base[0]
+        forms, printed = base
+        contents: dict[str, Literal["text", "parts"]] = {}
+        for role, words in self.words.items():
+            if role in self.has_parts or printed[role] < len(words):
+                as_parts = Forms(forms.arguments, {**forms.contents, role: "parts"})
+                num_printed = (self._printed(render, as_parts) or {role: -1})[role]
+                if num_printed != printed[role]:
+                    contents[role] = "parts" if num_printed > printed[role] else "text"
+        return Forms(forms.arguments, contents)
+
+    def _base(
+        self, render: Render, content: Literal["text", "parts"]
+    ) -> tuple[Forms, dict[str | None, int]] | None:
+        """Return the better form of arguments, with all contents in one form, and what it prints.
+
+        None: the template raises in both.
+        """
+        best = None
+        for arguments in ("dict", "text") if self.arguments else ("given",):
+            forms = Forms(arguments, dict.fromkeys(self.words, content))
+            printed = self._printed(render, forms)
+            if printed is not None and (best is None or best[1][None] < printed[None]):
+                best = forms, printed
+            if printed is not None and printed[None] == len(self.arguments):
+                break
+        return best
+
+    def _printed(self, render: Render, forms: Forms) -> dict[str | None, int] | None:
+        """Return how many words of each role are printed, and arguments (None); None = it fails.
+
+        A word does not count where Python or JSON shows the part, or the dict, that it is in.
+        """
+        from jinja2 import TemplateError  # transformers imports it as late
+
+        try:
+            text = render(forms.of(self.messages))
+        except RequestError as error:
+            if self.refused == Forms() and type(error.__cause__) is TemplateError:
+                self.refused = forms  # by raise_exception; other errors are of derived types
+            return None
+        counts: dict[str | None, int] = {
+            role: sum(
+                word in text and not re.search(rf"['\"]text\\*['\"]:\s*\\*['\"]{word}", text)
+                for word in words
+            )
+            for role, words in self.words.items()
+        }
+        counts[None] = sum(
+            name in text and value in text and f"'{name}': '{value}'" not in text
+            for name, value in self.arguments
+        )
+        return counts
+
+    def _word(self) -> str:
+        self.num_words += 1
+        return f"probe{self.num_words}probe"
+
+    def _message(self, message: ChatMessage) -> ChatMessage:
+        role, content = message["role"], message.get("content")
+        if isinstance(content, list):
+            self.has_parts.add(role)
+            parts = [
+                part | {"text": self._text(role)} if "text" in part else part for part in content
+            ]
+            message = message | {"content": parts}
+        elif content is not None and content.strip():
+            message = message | {"content": self._text(role)}
+        if message.get("tool_calls"):
+            message = message | {"tool_calls": [*map(self._call, message["tool_calls"])]}
+        return message
+
+    def _text(self, role: str) -> str:
+        self.words.setdefault(role, []).append(word := self._word())
+        return word
+
+    def _call(self, call: object) -> object:
+        if not isinstance(called_function(call).get("arguments"), str | dict):
+            return call
+        name, value = self._word(), self._word()
+        self.arguments.append((name, value))
+        return _with_arguments(call, {name: value})
+
+
+def _with_arguments(call: Any, arguments: object) -> dict[str, object]:  # noqa: ANN401 - a dict
+    """Return a copy of a tool call with other arguments."""
+    changed = called_function(call) | {"arguments": arguments}
+    return {**call, "function": changed} if "function" in call else changed
