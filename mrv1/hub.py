@@ -23,6 +23,7 @@ FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
 """Files of a snapshot that mrv1 reads: no second copy of the weights in another format."""
 
