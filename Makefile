@@ -45,6 +45,8 @@ TRITON_39 := $(VENV)/triton-3.9.0
 VLLMS := 0.26.0 0.33.0
 VLLM_FOLDERS := $(VLLMS:%=$(VENV)/vllm-%)
 RAY := $(VENV)/ray
+# Tests read the chat templates among its files; its code, and what that depends on, is not used.
+TEMPLATES := trl
 
 # Prints the instruction sets beyond AVX2 that numpy would use, by the names that numpy takes.
 define BEYOND_AVX2
@@ -85,6 +87,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing mrv1 and its development tools into $(VENV) (minutes the first time)"
 	@$(PIP_INSTALL) hatchling
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(PIP_INSTALL) --no-deps $(TEMPLATES)
 	@touch $@ $(VENV)/.runtime
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.dev
