@@ -26,7 +26,7 @@ from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
 from mrv1.errors import ConfigError, RequestError, UnsupportedDeviceError
 from mrv1.headwise import HeadPolicy, policy_source
-from mrv1.models import NamedTensors
+from mrv1.models import ModelConfig, NamedTensors
 from mrv1.multimodal import Video, VisionEncoder
 from mrv1.multimodal.reading import reading
 from mrv1.options import env_fields, takes
@@ -139,7 +139,9 @@ class LLM:
             )
         directory = checkpoint_dir(config.model, progress=use_tqdm_on_load)
         config = replace(config, model=str(directory))
-        # First: a damaged small file fails before weights load, not minutes later.
+        # First: a damaged small file fails before weights load, not minutes later. transformers
+        # reads config.json for a tokenizer too, which is not to blame for a mistake there.
+        ModelConfig.from_pretrained(directory, generation_config=config.generation_config)
         self._tokenizer = Tokenizer(directory)
         self._defaults = SamplingDefaults.of(
             directory, config.generation_config, override_generation_config
@@ -526,8 +528,8 @@ class LLM:
             named_tensors: a dict, or pairs of name and tensor, on any device and of any floating
                 dtype. Names and shapes are those of the checkpoint's own tensors, so that parts
                 of a fused projection come one by one (``q_proj``). As in a checkpoint, a tied
-                ``lm_head.weight`` must equal the embedding, and the scales of an fp8 cache are
-                ignored.
+                ``lm_head.weight`` stands for the embedding, which it must equal if both are given,
+                and the scales of an fp8 cache are ignored.
             partial: accept some of the tensors; the others keep their values.
 
         Raises:

@@ -27,6 +27,12 @@ def support_problems(raw: Mapping[str, Any]) -> list[str]:
         architecture_name(raw)
     except ConfigError as error:
         problems.append(str(error))
+    text = raw.get("text_config")
+    for name, part in (("", raw), ("text_config.", text if isinstance(text, Mapping) else {})):
+        for key in ("dtype", "torch_dtype"):
+            given = part.get(key)
+            if isinstance(given, str) and not isinstance(getattr(torch, given, None), torch.dtype):
+                problems.append(f"{name}{key}: expected one of {WEIGHT_DTYPES}, got {given!r}")
     quantization = raw.get("quantization_config")
     if quantization is not None and not _only_kv_cache(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
@@ -136,8 +142,12 @@ def _flag(hf: Any, setting: bool | str) -> bool:  # noqa: ANN401
 
 
 def _rope(hf: Any, head_dim: int, family: Architecture) -> RopeConfig:  # noqa: ANN401
+    # As transformers' models do before they compute frequencies: while the object was made, it did
+    # not have original_max_position_embeddings of the file's top level yet.
+    hf.standardize_rope_params()
     parameters = hf.rope_parameters
-    if not isinstance(parameters, Mapping) or "rope_type" not in parameters:
+    is_one = isinstance(parameters, Mapping) and "rope_type" in parameters
+    if not is_one or any(isinstance(value, Mapping) for value in parameters.values()):
         raise ConfigError(f"rope_parameters: expected one rope for all layers, got {parameters!r}")
     return RopeConfig.from_parameters(
         parameters,

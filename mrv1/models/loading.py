@@ -94,12 +94,25 @@ def load_weights(
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: expected one of {WEIGHT_DTYPES}, got {dtype}")
     scan = scan_checkpoint(directory, has_vision=config.vision is not None)
+    if config.tie_word_embeddings:
+        _rename_tied_head(scan)
     wanted = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
     problems = scan.problems + _differences(scan, wanted, tied=config.tie_word_embeddings)
     raise_problems(f"checkpoint {str(directory)!r}", problems)
     weights = empty_weights(own, device, dtype, vocab_rows=parallel.vocab_rows(config.vocab_size))
     _copy(scan.entries, checkpoint_tensors(own, weights), progress, parallel)
     return weights
+
+
+def _rename_tied_head(scan: Scan) -> None:
+    """Let a head that is stored instead of the embedding, to which it is tied, be the embedding.
+
+    ``save_model`` of safetensors keeps one name of a shared tensor, the first of the alphabet.
+    """
+    if scan.named is not None and HEAD in scan.named and EMBED not in scan.named:
+        scan.named = (scan.named - {HEAD}) | {EMBED}
+        if HEAD in scan.entries:
+            scan.entries[EMBED] = scan.entries.pop(HEAD)
 
 
 def _differences(scan: Scan, wanted: Mapping[str, torch.Tensor], *, tied: bool) -> list[str]:
@@ -133,7 +146,10 @@ def _untied_head(scan: Scan) -> list[str]:
         head_tensor = head_shard.get_tensor(head.stored_name)
         if torch.equal(head_tensor.to(embed_tensor.dtype), embed_tensor):
             return []
-    return [f"{HEAD}: tie_word_embeddings is true, but it differs from {EMBED}"]
+    return [
+        f"{HEAD}: tie_word_embeddings is true, but it differs from {EMBED}; if the checkpoint has "
+        "a head of its own, set tie_word_embeddings to false in config.json"
+    ]
 
 
 def _copy(

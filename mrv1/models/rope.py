@@ -19,9 +19,10 @@ evaluated: at position 100,000 one unit in the last place of a frequency turns t
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -147,7 +148,8 @@ class RopeConfig:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < cast("float", value) <= sys.float_info.max
 
 
 def _mrope_section(parameters: Mapping[str, Any]) -> tuple[int, int, int] | None:

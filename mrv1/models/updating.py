@@ -22,7 +22,9 @@ def checked_update(
     partial: bool,
     has_vision: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the new tensors by name, without those that are no weights or a tied head.
+    """Return the new tensors by name, without those that are no weights.
+
+    A tied head is the embedding: given without it, it takes its place.
 
     Args:
         targets: a model's ``checkpoint_tensors``; nothing is written.
@@ -35,6 +37,8 @@ def checked_update(
     """
     given = _by_name(named_tensors, has_vision)
     tied = given.pop(HEAD, None) if HEAD not in targets else None
+    if tied is not None and EMBED not in given:  # under one of the two names, as in a checkpoint
+        given[EMBED] = tied
     tensors = {
         name: tensor
         for name, tensor in given.items()

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tqdm import tqdm
 
 from mrv1 import LLM, ConfigError, RequestError, SamplingParams
@@ -23,6 +25,15 @@ DAMAGED_FILES = [
     ("generation_config.json", '{"eos_token_id": "end"}', "config.json: eos_token_id: expected "),
     ("generation_config.json", '{"top_p": 2}', "generation_config.json: top_p: expected a num"),
     ("config.json", "{broken", "config.json: expected a readable JSON file"),
+    ("config.json", {"dtype": "auto"}, r"^checkpoint .*: dtype: expected one of .*, got 'auto'$"),
+    ("config.json", {"torch_dtype": "int99"}, r"^checkpoint .*: torch_dtype: .*, got 'int99'$"),
+    (
+        "config.json",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        r"^checkpoint .*: config.json is not valid: .*'yarn'.*factor",
+    ),
+    ("config.json", {"model_type": None, "architectures": None}, "^checkpoint .*: architectures:"),
+    ("config.json", {"hidden_size": "wide"}, "^checkpoint .*: config.json is not valid: .*hidden"),
 ]
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"head_policy": "none.json"}, "head_policy: expected a rule such as ratio=0.5,window=256, "),
@@ -48,11 +59,17 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("name", "content", "message"), DAMAGED_FILES)
 def test_a_damaged_file_fails_before_the_weights_load(
-    checkpoint: Path, name: str, content: str, message: str
+    checkpoint: Path, name: str, content: str | dict[str, object], message: str
 ):
-    (checkpoint / name).write_text(content)
-    if not name.startswith("tokenizer"):
-        (checkpoint / "tokenizer_config.json").unlink()
+    """A mistake in config.json is not the tokenizer's, which transformers loads with that file."""
+    if isinstance(content, dict):
+        made = json.loads((checkpoint / name).read_text("utf-8")) | content
+        (checkpoint / name).write_text(json.dumps(made))
+        Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(checkpoint / "tokenizer.json"))
+    else:
+        (checkpoint / name).write_text(content)
+        if not name.startswith("tokenizer"):
+            (checkpoint / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match=message):
         LLM(str(checkpoint), device="cpu", num_kv_blocks=16)
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file, save_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mrv1.errors import ConfigError
 from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, load_model
 from mrv1.models.loading import load_weights
+from mrv1.models.parallel import ParallelContext
 from mrv1.models.weights import ModelWeights, checkpoint_tensors
 from tests.models.families import FAMILIES, save_checkpoint, tiny_checkpoint, tiny_config
 
@@ -192,10 +193,49 @@ def test_tied_head_that_differs_is_refused(tied: Path, shape: tuple[int, int]) -
         load(tied)
 
 
-def test_tied_head_without_its_embedding_is_refused(tied: Path) -> None:
-    rewrite(tied / "model.safetensors", lambda t: t.update({HEAD: t.pop(EMBED)}))
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_tied_head_stored_alone_is_the_embedding(tied: Path, sharded: bool) -> None:
+    """As ``save_model`` of safetensors writes it, and as transformers reads it; of ranks too."""
+    model = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32)
+    expected = model.get_input_embeddings().weight.detach().clone()
+    save_model(model, str(tied / "model.safetensors"))
+    stored = load_file(tied / "model.safetensors")
+    assert HEAD in stored
+    assert EMBED not in stored
+    if sharded:
+        (tied / "model.safetensors").unlink()
+        files = dict.fromkeys(stored, "b.safetensors") | {HEAD: "a.safetensors"}
+        for file in set(files.values()):
+            save_file({n: t for n, t in stored.items() if files[n] == file}, tied / file)
+        (tied / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    again = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32)
+    assert torch.equal(again.get_input_embeddings().weight, expected)
+    weights = load(tied)
+    assert weights.lm_head is weights.embed
+    assert torch.equal(weights.embed, expected)
+    config = ModelConfig.from_pretrained(tied)
+    parts = [
+        load_weights(
+            tied, config, device="cpu", dtype=torch.float32, progress=False, parallel=rank
+        ).embed
+        for rank in (
+            ParallelContext(rank=i, size=2, all_reduce=lambda x: x, all_gather=lambda x: x)
+            for i in range(2)
+        )
+    ]
+    assert torch.equal(torch.cat(parts)[: len(expected)], expected)
+
+
+def test_a_head_that_is_not_tied_must_be_stored(tmp_path: Path) -> None:
+    """transformers would draw it at random, with a warning."""
+    tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=False)
+    rewrite(tmp_path / "model.safetensors", lambda t: t.pop(HEAD))
+    with pytest.raises(ConfigError, match=f": {HEAD}: missing$"):
+        load(tmp_path)
+    tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=False)
+    rewrite(tmp_path / "model.safetensors", lambda t: t.pop(EMBED))
     with pytest.raises(ConfigError, match=f": {EMBED}: missing$"):
-        load(tied)
+        load(tmp_path)
 
 
 def test_untied_head_must_be_stored(single: Path) -> None:

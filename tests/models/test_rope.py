@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.ernie4_5 import modeling_ernie4_5 as ernie4_5
+from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from mrv1.errors import ConfigError
-from mrv1.models import RopeConfig
+from mrv1.models import ModelConfig, RopeConfig
 from mrv1.models.rope import attention_factor, cos_sin_table, inverse_frequencies
-from tests.models.families import ROPES
+from tests.models.families import FAMILIES, ROPES, tiny_config
+from tests.models.vision_families import tiny_vision_config
 
 MAX_POSITIONS = 4096
 
@@ -184,3 +198,127 @@ def test_wrong_rope_parameters_are_refused(parameters: dict[str, Any], message: 
 def test_an_odd_rotary_dim_is_refused() -> None:
     with pytest.raises(ConfigError, match="rotary_dim: expected an even number, got 33"):
         RopeConfig.from_parameters(ROPES["default"], rotary_dim=33, max_position_embeddings=128)
+
+
+# --- every spelling of a config.json -----------------------------------------------------------
+
+ROTARY = {
+    "llama": llama.LlamaRotaryEmbedding,
+    "mistral": mistral.MistralRotaryEmbedding,
+    "qwen2": qwen2.Qwen2RotaryEmbedding,
+    "qwen3": qwen3.Qwen3RotaryEmbedding,
+    "ernie4_5": ernie4_5.Ernie4_5RotaryEmbedding,
+    "qwen2_vl": qwen2_vl.Qwen2VLRotaryEmbedding,
+    "qwen2_5_vl": qwen2_5_vl.Qwen2_5_VLRotaryEmbedding,
+    "qwen3_vl": qwen3_vl.Qwen3VLTextRotaryEmbedding,
+}
+"""The module of transformers whose frequencies a family's model has."""
+
+
+@st.composite
+def spellings(draw: st.DrawFn) -> tuple[dict[str, Any], bool]:
+    """Draw the rope settings of a config.json, and whether mrv1 has to take them."""
+    settings = draw(rope_parameters())
+    rope_type, theta = settings.pop("rope_type"), settings.pop("rope_theta")
+    original = settings.pop("original_max_position_embeddings", None)
+    beside: dict[str, Any] = {}
+    places = {"inside": [settings], "beside": [beside], "both": [settings, beside], "absent": []}
+    for place in places[draw(st.sampled_from([*places]))]:
+        place["rope_theta"] = theta
+        theta = 20000.0  # the other place's
+    if original is not None:
+        for place in places[draw(st.sampled_from([*places]))]:
+            place["original_max_position_embeddings"] = original
+            original += 100
+    must = True
+    if draw(st.integers(0, 9)) == 0 and "factor" in settings:
+        del settings["factor"]
+        must = False
+    if draw(st.integers(0, 3)) == 0:
+        share = draw(st.sampled_from([1.0, 0.5]))
+        draw(st.sampled_from([settings, beside]))["partial_rotary_factor"] = share
+        must = must and share == 1.0
+    if draw(st.integers(0, 9)) == 0:
+        rope_type, must = draw(st.sampled_from(["dynamic", "longrope", "su", None])), False
+    settings[draw(st.sampled_from(["rope_type", "type"]))] = rope_type
+    if draw(st.integers(0, 9)) == 0:
+        layer_types = draw(st.sampled_from([["full_attention"], ["full_attention", "global"]]))
+        settings, must = {name: dict(settings) for name in layer_types}, False
+    return {draw(st.sampled_from(["rope_parameters", "rope_scaling"])): settings, **beside}, must
+
+
+@pytest.mark.parametrize("family", ROTARY)
+@given(spelling=spellings())
+@example(
+    spelling=(
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            "original_max_position_embeddings": 64,
+        },
+        True,
+    )
+)
+@example(
+    spelling=(
+        {
+            "rope_scaling": {
+                "type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            "rope_theta": 5e5,
+            "original_max_position_embeddings": 64,
+        },
+        True,
+    )
+)  # fmt: skip
+def test_every_spelling_of_a_rope_is_read_as_transformers_reads_it(
+    directory_of: Callable[[str], Path], family: str, spelling: tuple[dict[str, Any], bool]
+) -> None:
+    """Frequencies and attention factor are those of its model, or the settings are refused."""
+    settings, must = copy.deepcopy(spelling)
+    directory = directory_of(family)
+    raw = json.loads((directory / "template.json").read_text())
+    text = raw.get("text_config", raw)
+    section = (text.pop("rope_parameters") or {}).get("mrope_section")
+    if section is not None:
+        container = settings.get("rope_parameters") or settings["rope_scaling"]
+        container["mrope_section"] = section
+    text |= settings
+    (directory / "config.json").write_text(json.dumps(raw))
+    try:
+        hf = AutoConfig.from_pretrained(directory)
+        oracle = ROTARY[family](hf.get_text_config())
+    except Exception:  # of any type: transformers itself cannot run such a model
+        must, oracle = False, None
+    try:
+        rope = ModelConfig.from_pretrained(directory).rope
+    except ConfigError as error:
+        assert not must, error  # noqa: PT017 - whichever it is
+        assert "rope" in str(error) or "partial_rotary_factor" in str(error)  # noqa: PT017
+        return
+    assert oracle is not None
+    torch.testing.assert_close(inverse_frequencies(rope), oracle.inv_freq, rtol=3e-7, atol=0)
+    assert attention_factor(rope) == pytest.approx(oracle.attention_scaling, rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a family to a directory with its configuration."""
+
+    @lru_cache
+    def directory(family: str) -> Path:
+        path = tmp_path_factory.mktemp(family)
+        is_text = family in FAMILIES
+        config = tiny_config(family) if is_text else tiny_vision_config(family)
+        config.save_pretrained(path)
+        (path / "config.json").rename(path / "template.json")
+        return path
+
+    return directory
+
+
+def test_numbers_that_are_not_finite_are_refused() -> None:
+    for value in (math.inf, math.nan, 10**400):
+        parameters = ROPES["yarn"] | {"factor": value}
+        with pytest.raises(ConfigError, match=r"rope_parameters\.factor: expected a number > 0"):
+            RopeConfig.from_parameters(parameters, rotary_dim=64, max_position_embeddings=256)

@@ -498,6 +498,17 @@ def test_items_and_placeholders_are_counted(case_of, prompt, message):
     assert not engine.has_unfinished_requests
 
 
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_placeholders_of_a_prompt_without_items_are_plain_tokens(case_of, family):
+    """As in transformers: their own embeddings, and positions of text."""
+    case = case_of(family)
+    prompt = Prompt([3, VISION_START, IMAGE, IMAGE, VISION_END, 5, VIDEO, 7, IMAGE])
+    (request,) = generate(
+        case.engine(torch.device("cpu")), [prompt], NUM_TOKENS, prompt_logprobs=VOCAB
+    )
+    check(request, expected(case.oracle, prompt, NUM_TOKENS), of_prompt=True)
+
+
 def test_a_model_with_a_vision_encoder_has_the_buffer_from_the_start(case_of):
     engine = case_of("qwen3_vl").engine(torch.device("cpu"), mm_cache_memory_bytes=None)
     assert engine.kv_report()["feature_bytes"] == 8192 * 192 * 4
