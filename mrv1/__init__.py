@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         UnsupportedDeviceError,
     )
     from mrv1.headwise import HeadPolicy
-    from mrv1.integrations.xgrammar import StructuredOutputsParams
+    from mrv1.integrations.llguidance import StructuredOutputsParams
     from mrv1.multimodal import MultimodalItem
     from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
     from mrv1.sampler import LogitsContext, LogitsProcessor, SamplingParams
@@ -41,7 +41,7 @@ else:
                 "UnsupportedDeviceError",
             ],
             "headwise": ["HeadPolicy"],
-            "integrations.xgrammar": ["StructuredOutputsParams"],
+            "integrations.llguidance": ["StructuredOutputsParams"],
             "multimodal": ["MultimodalItem"],
             "runner": ["AsyncOutput", "ModelRunner", "StepOutput", "StepPlan"],
             "sampler": ["LogitsContext", "LogitsProcessor", "SamplingParams"],

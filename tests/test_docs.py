@@ -69,7 +69,13 @@ def test_every_source_file_that_a_page_names_exists(page):
 
 @pytest.mark.parametrize(
     ("page", "num_blocks"),
-    [("asyncio.md", 1), ("integrators.md", 6), ("multimodal.md", 2), ("sleep.md", 2)],
+    [
+        ("asyncio.md", 1),
+        ("integrators.md", 6),
+        ("multimodal.md", 2),
+        ("sleep.md", 2),
+        ("structured.md", 1),
+    ],
 )
 def test_the_examples_of_a_page_run(page, num_blocks):
     text = (REPO / "docs" / page).read_text("utf-8")

@@ -19,7 +19,7 @@ from mrv1 import SamplingParams
 from mrv1.cli import COMMANDS
 from tests.forks import Forks
 
-HEAVY = "{'torch', 'transformers', 'tokenizers', 'safetensors', 'triton', 'xgrammar'}"
+HEAVY = "{'torch', 'transformers', 'tokenizers', 'safetensors', 'triton', 'llguidance'}"
 
 
 def _child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

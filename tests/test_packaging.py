@@ -147,7 +147,7 @@ def test_the_notebooks_extra_has_what_their_cells_import_and_run():
     distributions = metadata.packages_distributions()
     used = {_canonical(distributions[name][0]) for name in used if name in distributions}
     assert {"hypothesis", "matplotlib", "pytest"} <= used
-    assert used | {"xgrammar"} <= _needed(("notebooks",)) | {"mrv1"}  # the grammar of a request
+    assert used | {"llguidance"} <= _needed(("notebooks",)) | {"mrv1"}  # the grammar of a request
 
 
 def test_every_extra_is_bounded_by_a_release_beyond_its_pin():

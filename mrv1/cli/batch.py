@@ -18,7 +18,7 @@ from mrv1.cli.report import Usage
 from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
 from mrv1.engine.llm import MULTIMODAL_KEYS, PROMPT_KEYS
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
-from mrv1.integrations.xgrammar import StructuredOutputsParams
+from mrv1.integrations.llguidance import StructuredOutputsParams
 from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import short
 

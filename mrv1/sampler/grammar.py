@@ -1,4 +1,4 @@
-"""Structured output: the protocols that the engine calls; see ``mrv1.integrations.xgrammar``."""
+"""Structured output: the protocols that the engine calls; see ``mrv1.integrations.llguidance``."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Like ``logprobs``, for the prompt's tokens."""
     structured_output: Grammar | None = None
-    """``Grammar`` that the output must follow; ``mrv1.integrations.xgrammar`` makes one from a
+    """``Grammar`` that the output must follow; ``mrv1.integrations.llguidance`` makes one from a
     JSON schema, a regular expression or EBNF."""
     structured_outputs: GrammarSource | None = None
     """``StructuredOutputsParams``: a JSON schema, regular expression, list of choices or EBNF that
@@ -325,8 +325,8 @@ class SamplingParams:
                 )
         if not isinstance(self.structured_output, Grammar | None):
             raise RequestError(
-                "structured_output: expected a Grammar (mrv1.integrations.xgrammar) or None, got "
-                f"{short(self.structured_output)}"
+                "structured_output: expected a Grammar (mrv1.integrations.llguidance) or None, "
+                f"got {short(self.structured_output)}"
             )
         if self.structured_outputs is not None and not isinstance(
             self.structured_outputs, GrammarSource

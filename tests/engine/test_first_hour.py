@@ -232,7 +232,7 @@ TOOL = {
 
 def test_chat_with_tools(llm: LLM):
     """The model has not learnt to call tools: a choice makes it write a call."""
-    pytest.importorskip("xgrammar", reason="not run: needs the extra 'structured'")
+    pytest.importorskip("llguidance", reason="not run: needs the extra 'structured'")
     calls = [
         json.dumps([{"name": "get_weather", "arguments": {"city": city}}])
         for city in ("Dallas", "Paris")
@@ -296,7 +296,7 @@ FORMS = [
     ("form", "options", "prompt", "pattern"), FORMS, ids=["choice", "regex", "json", "grammar"]
 )
 def test_structured_outputs(llm: LLM, form, options, prompt: str, pattern: str):
-    pytest.importorskip("xgrammar", reason="not run: needs the extra 'structured'")
+    pytest.importorskip("llguidance", reason="not run: needs the extra 'structured'")
     sampling_params = SamplingParams(
         temperature=0.5,
         seed=1,

@@ -55,7 +55,7 @@ def test_it_answers_in_chat(llm: LLM):
 
 @needs_smollm2
 def test_it_answers_in_a_form(llm: LLM):
-    pytest.importorskip("xgrammar", reason="not run: needs the extra 'structured'")
+    pytest.importorskip("llguidance", reason="not run: needs the extra 'structured'")
     form = StructuredOutputsParams(choice=[" Berlin", " Madrid", " Paris", " Rome"])
     begun = {"role": "assistant", "content": "The capital of France is"}
     (output,) = llm.chat(

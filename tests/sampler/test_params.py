@@ -342,6 +342,16 @@ def test_structured_outputs_take_their_class_alone():
         ({"choice": 7}, "choice: expected texts that are not empty, got 7"),
         ({"grammar": b"root"}, "grammar: expected text, got b'root'"),
         ({"json_object": False}, "json_object: expected True, got False"),
+        ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace: expected True or"),
+        ({"whitespace_pattern": " "}, "exactly one of .*; got none"),
+        (
+            {"json": {}, "whitespace_pattern": 3},
+            "whitespace_pattern: expected text or None, got 3",
+        ),
+        (
+            {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
+            "whitespace_pattern: expected None with disable_any_whitespace, got ' '",
+        ),
     ],
 )
 def test_structured_outputs_are_checked_and_named(given, message):

@@ -70,10 +70,10 @@ def test_the_rest_of_testing_needs_no_hypothesis(forks: Forks):
     assert printed == "mrv1.testing.aot mrv1.testing.interpreter"
 
 
-def test_grammars_without_xgrammar_say_what_to_install(forks: Forks):
-    code = "from mrv1.integrations.xgrammar import XGrammar; XGrammar(None, 8)"
-    expected = NOT_INSTALLED.format(name="XGrammar", package="xgrammar", extra="structured")
-    assert _run_without(forks, "xgrammar", code) == repr(ConfigError(expected))
+def test_grammars_without_llguidance_say_what_to_install(forks: Forks):
+    code = "from mrv1.integrations.llguidance import LLGuidance; LLGuidance(None, 8)"
+    expected = NOT_INSTALLED.format(name="LLGuidance", package="llguidance", extra="structured")
+    assert _run_without(forks, "llguidance", code) == repr(ConfigError(expected))
 
 
 def test_a_cpu_tensor_is_refused_where_kernels_are_compiled(forks: Forks):

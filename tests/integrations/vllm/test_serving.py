@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from mrv1 import SamplingParams
-from mrv1.integrations.xgrammar import StructuredOutputsParams as OwnGrammar
+from mrv1.integrations.llguidance import StructuredOutputsParams as OwnGrammar
 from tests.integrations.vllm.serving import (
     Engine,
     new_config,

@@ -1,0 +1,410 @@
+"""Grammars by llguidance: JSON schemas, regular expressions, choices, Lark and EBNF."""
+
+from __future__ import annotations
+
+import json as json_module
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import metadata
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from mrv1.errors import ConfigError, RequestError
+from mrv1.integrations.json_schema import JsonSchema
+from mrv1.sampler.params import short
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WHITESPACE = r" |\r?\n[ \t]{0,20}"
+"""Between two tokens of JSON: nothing, one space, or a line break with an indentation.
+
+Without a bound, a model that likes blanks writes them until ``max_tokens``.
+"""
+
+_ALL_TOKENS = '%llguidance {"no_forcing": true}'
+"""Where only one text can follow, every way to cut it into tokens is allowed, not one alone."""
+
+_ESCAPES = 'nrbtf"\\'
+"""Escapes in JSON strings, without ``\\u``: by it, a declared property would have a second name
+to which its schema does not apply."""
+
+_MOST_PROBES = 300
+"""Parts of a schema that are compiled alone, a millisecond each, to find the one that fails."""
+
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_EBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.S)
+_LARK_PART = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|//[^\n]*)')
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+"""Fields of ``StructuredOutputsParams`` of which one is given."""
+
+
+class LLGuidance:
+    """Compiles grammars for one tokenizer; the latest compiled grammars are kept.
+
+    Args:
+        tokenizer: the model's tokenizer, of transformers.
+        vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.
+        stop_token_ids: tokens that may end a complete output; None = the tokenizer's.
+
+    Raises:
+        ConfigError: llguidance is not installed.
+        RequestError: the tokenizer does not say which bytes its tokens are, or nothing ends an
+            output.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        *,
+        stop_token_ids: list[int] | None = None,
+    ) -> None:
+        try:
+            import llguidance
+            from llguidance import gbnf_to_lark
+        except ImportError as error:
+            raise ConfigError(
+                "LLGuidance: expected the package llguidance to be installed, "
+                f"got {error}; pip install 'mrv1[structured]'"
+            ) from error
+        stops = stop_token_ids or [tokenizer.eos_token_id]
+        if None in stops:
+            raise RequestError("grammar: expected a tokenizer with an eos token, got none")
+        self._stops = frozenset(stops)
+        vocabulary = _Vocabulary(tokenizer, vocab_size, self._stops)
+        self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=[*stops])
+        self._new_matcher = llguidance.LLMatcher
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._gbnf_to_lark = gbnf_to_lark.gbnf_to_lark
+        self._compiled = lru_cache(maxsize=64)(self._compile)
+
+    def json_schema(
+        self,
+        schema: object,
+        *,
+        whitespace_pattern: str = WHITESPACE,
+        additional_properties: bool = True,
+    ) -> LLGuidanceGrammar:
+        """Return the grammar of JSON texts that a schema allows.
+
+        Args:
+            schema: the schema as text or dict.
+            whitespace_pattern: regular expression of what may stand between two tokens of JSON.
+            additional_properties: whether an object has properties beside the listed ones where
+                the schema does not say.
+
+        Raises:
+            RequestError: a keyword of the schema is not enforced, or no value is valid.
+        """
+        version = metadata.version("llguidance")
+        if [*map(int, version.split(".")[:2])] < [1, 8]:
+            raise RequestError(
+                "json: expected llguidance 1.8 or later, which bounds blanks and checks escaped "
+                f"names, got {version}"
+            )
+        checked = JsonSchema(schema, closed=not additional_properties)
+        options = {
+            "whitespace_pattern": whitespace_pattern,
+            "json_allowed_escapes": _ESCAPES,
+            "coerce_one_of": True,  # JsonSchema has checked that alternatives exclude one another
+        }
+
+        def grammar(schema: dict[str, Any]) -> str:
+            return f"start: %json {json_module.dumps(schema | {'x-guidance': options})}"
+
+        try:
+            return self._compiled("json", grammar(checked.root))
+        except RequestError:
+            for part, place, probe in islice(checked.probes(), _MOST_PROBES):
+                try:
+                    self._compile("json", grammar(probe))
+                except RequestError as error:
+                    raise RequestError(f"{error}, for {part} at {place!r}") from error
+            raise
+
+    def regex(self, pattern: str) -> LLGuidanceGrammar:
+        """Return the grammar of texts that a regular expression matches as a whole.
+
+        Raises:
+            RequestError: llguidance cannot compile the pattern.
+        """
+        (grammar,) = json_module.loads(self._new_matcher.grammar_from_regex(pattern))["grammars"]
+        return self._compiled("regex", grammar["lark_grammar"])
+
+    def choice(self, texts: Sequence[str]) -> LLGuidanceGrammar:
+        """Return the grammar of some texts.
+
+        Raises:
+            RequestError: llguidance cannot compile the texts.
+        """
+        return self._compiled("choice", f"start: {' | '.join(map(json_module.dumps, texts))}")
+
+    def grammar(self, rules: str) -> LLGuidanceGrammar:
+        """Return the grammar of rules: EBNF from the rule ``root``, or Lark from ``start``.
+
+        Raises:
+            RequestError: llguidance cannot compile the rules.
+        """
+        if _EBNF_RULE.search(rules):
+            try:
+                rules = _by_character(self._gbnf_to_lark(_EBNF_ESCAPE.sub(_unescaped, rules)))
+            except Exception as error:  # the converter raises Exception itself
+                raise RequestError(f"grammar: expected EBNF, got {error}") from error
+        return self._compiled("grammar", rules)
+
+    def _compile(self, name: str, lark: str) -> LLGuidanceGrammar:
+        matcher = self._new_matcher(
+            self._tokenizer, f"{lark}\n{_ALL_TOKENS}", log_level=0, limits=self._limits
+        )
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())
+            reason = reason.rpartition("failed to compile JSON schema: ")[2]
+            raise RequestError(f"{name}: expected text that llguidance compiles, got {reason}")
+        return LLGuidanceGrammar(matcher, self._stops)
+
+
+class LLGuidanceGrammar:
+    """A compiled grammar, for any number of requests."""
+
+    def __init__(self, matcher: Any, stops: frozenset[int]) -> None:  # noqa: ANN401 - LLMatcher
+        self._matcher, self._stops = matcher, stops
+
+    def matcher(self) -> LLGuidanceMatcher:
+        """Return a matcher that follows a new output."""
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._stops)
+
+
+class LLGuidanceMatcher:
+    """Follows one output."""
+
+    def __init__(self, matcher: Any, stops: frozenset[int]) -> None:  # noqa: ANN401 - LLMatcher
+        self._matcher, self._stops, self._has_ended = matcher, stops, False
+
+    def fill_bitmask(self, bitmask: npt.NDArray[np.int32]) -> None:
+        """Set the bits of tokens that may come next, ``[ceil(vocab / 32)]``.
+
+        Raises:
+            RequestError: no token can continue the output, or the grammar is too ambiguous.
+        """
+        self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().partition("\n")[0]
+            raise RequestError(f"grammar: expected a token that may come next, got {reason}")
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; return False if the grammar does not allow the token."""
+        if token_id in self._stops:
+            is_complete = not self._has_ended and self._matcher.is_accepting()
+            self._has_ended |= is_complete
+            return bool(is_complete)
+        return not self._has_ended and bool(self._matcher.try_consume_tokens([token_id]) == 1)
+
+    def is_finished(self) -> bool:
+        """Whether a stop token has ended the output."""
+        return self._has_ended
+
+
+class _Vocabulary:
+    """The bytes of each token, as ``LLTokenizer`` reads them."""
+
+    is_tokenizer_wrapper, bos_token_id = True, None
+
+    def __init__(self, tokenizer: Any, size: int, stops: frozenset[int]) -> None:  # noqa: ANN401
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        state = b"" if decoder is None else decoder.__getstate__()
+        kinds = {*re.findall(r'"type":"(\w+)"', state.decode())}
+        if "ByteLevel" in kinds:
+            to_bytes = _byte_level
+        elif kinds & {"ByteFallback", "Metaspace"}:
+            to_bytes = _sentencepiece
+        else:
+            raise RequestError(
+                "grammar: expected a byte-level or sentencepiece tokenizer of the package "
+                f"tokenizers, got {type(tokenizer).__name__} with the decoder {decoder!r}"
+            )
+        names = tokenizer.convert_ids_to_tokens([*range(min(size, len(tokenizer)))])
+        self.tokens = [b"" if name is None else to_bytes(name) for name in names]
+        self.tokens += [b""] * (size - len(names))
+        special = {*stops}
+        for token, added in tokenizer.added_tokens_decoder.items():
+            if token < size:
+                self.tokens[token] = added.content.encode()
+                if added.special:
+                    special.add(token)
+        self.special_token_ids, self.eos_token_id = [*special], min(stops)
+
+    def __call__(self, text: object) -> list[int]:
+        """Encode a text, which ``_ALL_TOKENS`` leaves out."""
+        raise NotImplementedError
+
+
+def _byte_level(name: str) -> bytes:
+    try:
+        return bytes(map(_BYTES.__getitem__, name))
+    except KeyError:
+        return name.encode()
+
+
+def _sentencepiece(name: str) -> bytes:
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", name)
+    return bytes.fromhex(byte[1]) if byte else name.replace("\u2581", " ").encode()
+
+
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+_BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): b for i, b in enumerate(_HIDDEN)}
+"""Character in the name of a byte-level token -> byte; GPT-2's table."""
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Return a character in place of its number, unless the character has a meaning itself."""
+    digits = escape[1] or escape[2] or escape[3]
+    if digits is None:
+        return escape[0]
+    character = chr(int(digits, 16))
+    is_plain = character.isprintable() and character not in '"\\[]^-/'
+    return character if is_plain or character > "\x9f" else f"\\x{ord(character):02x}"
+
+
+def _by_character(lark: str) -> str:
+    """Return rules that are parsed by character, as EBNF is.
+
+    Lark cuts a text into terminals before it parses, each as long as possible: in ``[a-z]* "ing"``
+    the letters would take the last three too. Where each terminal is one character, there is
+    nothing to cut.
+    """
+    parts = _LARK_PART.split(lark)
+    for index in range(1, len(parts), 2):
+        if len(parts[index]) > 2 and parts[index][0] == '"':
+            characters = re.findall(
+                r"\\x..|\\u[0-9a-fA-F]+|\\U[0-9a-fA-F]+|\\.|.", parts[index][1:-1], re.S
+            )
+            parts[index] = "(" + " ".join(f'"{each}"' for each in characters) + ")"
+    parts[::2] = [part.lower() for part in parts[::2]]  # capitals name a terminal
+    return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form of an output, by one of the first fields below; names and meaning are vLLM's.
+
+    It is the value of ``SamplingParams.structured_outputs``, needs the package llguidance
+    (``pip install 'mrv1[structured]'``), and is compiled once for a tokenizer.
+
+    Raises:
+        RequestError: not exactly one form is given, or a field has a value of another type.
+    """
+
+    json: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    """A JSON schema, as text or as a dict; ``docs/structured.md`` lists what is enforced."""
+    regex: str | None = None
+    """A regular expression that matches the output as a whole."""
+    choice: Sequence[str] | None = None
+    """Texts, one of which is the output."""
+    grammar: str | None = None
+    """Rules in EBNF, which start at the rule ``root``, or in Lark, which start at ``start``."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    disable_any_whitespace: bool = False
+    """Write JSON without whitespace; else one space or an indented line break may separate."""
+    disable_additional_properties: bool = False
+    """Where a JSON schema lists properties and says no more, objects have no others."""
+    whitespace_pattern: str | None = None
+    """A regular expression of what may stand between two tokens of JSON."""
+
+    def __post_init__(self) -> None:
+        """Check the fields, and store the choices as a tuple."""
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs: expected exactly one of {', '.join(FORMS)}; got "
+                f"{', '.join(given) or 'none'}"
+            )
+        options: dict[str, tuple[str, Any]] = {
+            "disable_any_whitespace": ("True or False", bool),
+            "disable_additional_properties": ("True or False", bool),
+            "whitespace_pattern": ("text or None", str | None),
+        }
+        for option, (expected, kind) in options.items():
+            if not isinstance(getattr(self, option), kind):
+                raise RequestError(
+                    f"structured_outputs.{option}: expected {expected}, got "
+                    f"{short(getattr(self, option))}"
+                )
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise RequestError(
+                "structured_outputs.whitespace_pattern: expected None with "
+                f"disable_any_whitespace, got {short(self.whitespace_pattern)}"
+            )
+        (name,) = given
+        value: object = getattr(self, name)
+        if name == "choice":
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            value = tuple(value) if is_list else value  # type: ignore[arg-type]
+            object.__setattr__(self, "choice", value)
+        expected, is_valid = {
+            "json": ("a JSON schema as text or dict", isinstance(value, str | Mapping)),
+            "regex": ("text", isinstance(value, str)),
+            "choice": (
+                "texts that are not empty",
+                isinstance(value, tuple)
+                and bool(value)
+                and all(isinstance(text, str) and text for text in value),
+            ),
+            "grammar": ("text", isinstance(value, str)),
+            "json_object": ("True", value is True),
+        }[name]
+        if not is_valid:
+            raise RequestError(
+                f"structured_outputs.{name}: expected {expected}, got {short(value)}"
+            )
+
+    def compiled(
+        self,
+        tokenizer: Any,  # noqa: ANN401 - one of many classes of transformers
+        vocab_size: int,
+        stop_token_ids: list[int] | None,
+    ) -> LLGuidanceGrammar:
+        """Return the grammar for a model; see ``mrv1.sampler.GrammarSource``.
+
+        Raises:
+            RequestError: llguidance is not installed, or cannot compile the text.
+        """
+        try:
+            compiler = _compiler(tokenizer, vocab_size, stop_token_ids)
+            if self.regex is not None:
+                return compiler.regex(self.regex)
+            if self.choice is not None:
+                return compiler.choice(self.choice)
+            if self.grammar is not None:
+                return compiler.grammar(self.grammar)
+            pattern = WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern
+            return compiler.json_schema(
+                {"type": "object"} if self.json is None else self.json,
+                whitespace_pattern="" if self.disable_any_whitespace else pattern,
+                additional_properties=not self.disable_additional_properties,
+            )
+        except (ConfigError, RequestError, TypeError, ValueError) as error:
+            raise RequestError(f"structured_outputs: {error}") from error
+
+
+_COMPILERS: WeakKeyDictionary[Any, dict[tuple[int, ...], LLGuidance]] = WeakKeyDictionary()
+"""Tokenizer -> vocabulary size and stop tokens -> their compiler."""
+
+
+def _compiler(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_token_ids: list[int] | None
+) -> LLGuidance:
+    key = (vocab_size, *(stop_token_ids or ()))
+    compilers = _COMPILERS.setdefault(tokenizer, {})
+    if key not in compilers:
+        compilers[key] = LLGuidance(tokenizer, vocab_size, stop_token_ids=stop_token_ids)
+    return compilers[key]
