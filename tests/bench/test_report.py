@@ -38,6 +38,7 @@ from mrv1.bench.report.features import (
 )
 from mrv1.bench.report.files import MARK, ResultFile, load
 from mrv1.bench.report.kernels import kernel_table, products_table, sampler_table
+from mrv1.bench.report.longest import longest_runs
 from mrv1.bench.report.other import ABOUT, other_file
 from mrv1.bench.report.page import BEGIN, END, KNOWN, NONE_YET, with_excerpt
 from mrv1.bench.report.policies import capacity_table, headwise_table
@@ -59,7 +60,10 @@ def _result(**changes: Any) -> dict[str, Any]:
         "floor_ms": 2.0,
         "share_of_floor": 0.5,
         "prefill_ms": 30.04,
+        "samples": [{"wall_s": 256 * 256 / 1234.5}],
     }
+    alone = {"batch": 1, "floor_ms": None, "share_of_floor": None}
+    alone["samples"] = [{"wall_s": 256 / 1234.5}]
     result = {
         "op": "generate",
         "schema": 2,
@@ -79,7 +83,7 @@ def _result(**changes: Any) -> dict[str, Any]:
             "repeats": 3,
             "clocks": "as found",
         },
-        "results": [entry, entry | {"batch": 1, "floor_ms": None, "share_of_floor": None}],
+        "results": [entry, entry | alone],
     }
     return result | changes
 
@@ -133,7 +137,8 @@ def test_a_changed_result_changes_the_report_and_check_tells(tmp_path: Path):
     results.mkdir()
     beside = _result(
         op="beside vllm", schema=1, peers={"vllm": "0.26.0"}, start_s={"mrv1": 5.0, "vllm": 9.0},
-        results=[{"batch": 1, "tokens_per_s": {"mrv1": 30.0, "vllm": 15.0}, "mrv1_over_vllm": 2}],
+        results=[{"batch": 1, "tokens_per_s": {"mrv1": 30.0, "vllm": 15.0}, "mrv1_over_vllm": 2,
+                  "samples_s": {"mrv1": [8.0, 9.0], "vllm": [16.0, 17.0]}}],
     )  # fmt: skip
     (results / "beside-vllm-x.json").write_text(json.dumps(beside))
     (results / "new.json").write_text(json.dumps({"op": "new", "conditions": {"seed": 3}}))
@@ -152,10 +157,10 @@ def test_a_changed_result_changes_the_report_and_check_tells(tmp_path: Path):
     pictures = {path.name for path in (tmp_path / "page").glob("*.svg")}
     assert pictures == {"beside-vllm-x.svg", "start.svg"}
 
-    beside["results"][0]["tokens_per_s"]["mrv1"] = 31.0
+    beside["results"][0]["samples_s"]["mrv1"] = [7.0, 9.0]
     (results / "beside-vllm-x.json").write_text(json.dumps(beside))
     changed = make_report(results, page, readme).differences()
-    assert changed == [page, tmp_path / "page" / "beside-vllm-x.svg"]
+    assert changed == [page, readme, tmp_path / "page" / "beside-vllm-x.svg"]
     (results / "beside-vllm-x.json").unlink()
     (tmp_path / "page" / "my own.svg").write_text("<svg/>")
     gone = make_report(results, page, readme)
@@ -427,6 +432,64 @@ def test_charts_name_the_device_of_each_part(other: str):
     assert bars == (["GPU X", "GPU Y"] if is_mixed else ["", ""])
 
 
+def test_the_chart_beside_vllm_shows_the_longest_runs_of_each_engine():
+    """Not those of another version, prompt, device, sampling or option, however many they are."""
+    samples = {"mrv1": [1.0, 2.0, 4.0], "vllm": [2.0, 4.0, 8.0]}
+    own = _result(
+        op="beside vllm", peers={"vllm": "0.26.0"}, results=[{"batch": 1, "samples_s": samples}]
+    )
+
+    def alone(seconds: list[float], prompt: int = 128, **changes: Any) -> ResultFile:
+        modes = {"vllm": {"speedup": 1.0, "samples": [{"whole_s": each} for each in seconds]}}
+        cell = {"batch": 1, "prompt_tokens": prompt, "modes": modes}
+        own = {"op": "vllm", "reference": "vllm", "peers": {"vllm": "0.26.0"}}
+        whole = _result(results=[cell], **own | changes)
+        del whole["conditions"]["prompt_tokens"]
+        return _file(whole, f"{len(seconds)}.json")
+
+    ours = _result()["results"][1] | {"samples": [{"wall_s": each} for each in (1.0, 1.0, 0.5)]}
+    many = [0.25] * 9
+    known = {
+        "beside vllm": [_file(own, "own.json")],
+        "generate": [_file(_result(results=[ours]), "ours.json")],
+        "vllm": [
+            alone([4.0, 8.0]),
+            alone([8.0, 8.0, 16.0, 32.0]),
+            alone(many, prompt=8192),
+            alone(many, peers={"vllm": "0.33.0"}),
+            alone(many, device={"name": "another"}),
+            alone(many, conditions=_result()["conditions"] | {"sampling": "temperature 1"}),
+            alone(many, conditions=_result()["conditions"] | {"enable_prefix_caching": True}),
+        ],
+    }
+    chart = next(charts(known))
+    mrv1, vllm = chart.panels[0].series
+    assert (mrv1.name, mrv1.points, mrv1.spreads) == ("mrv1", ((0.0, 256.0),), ((256.0, 512.0),))
+    assert (vllm.name, vllm.points, vllm.spreads) == (
+        "vLLM 0.26.0", ((0.0, 256 / 12),), ((8.0, 32.0),)
+    )  # fmt: skip
+    assert (mrv1.notes, vllm.notes) == (("256 (12.0x)\n3 runs",), ("21\n4 runs",))
+    assert "mrv1: 256 to 512 in 3 runs; vLLM 0.26.0: 8 to 32 in 4 runs" in chart.caption
+    assert re.findall(r"`(.+?)` \(commit 0123456789ab, 2030-01-02\)", chart.caption) == [
+        "ours.json", "4.json",
+    ]  # fmt: skip
+    lines = re.findall(r'<g id="LineCollection_\d', draw(chart))
+    assert len(lines) == 2
+
+
+def test_the_readme_has_one_figure_for_each_cell_and_names_the_peers_version(report):
+    readme = report.texts[REPO / "README.md"]
+    (chart,) = (each for each in report.pictures.values() if each.name == "beside-vllm-h100")
+    (ours, theirs), batches = chart.panels[0].series, [label for _, label in chart.panels[0].ticks]
+    rows = dict(re.findall(r"^\| qwen3-0.6b \| (\d+) \| ([\d,]+) \|", readme, re.M))
+    assert rows == {
+        batch: note.split(" (")[0] for batch, note in zip(batches, ours.notes, strict=True)
+    }
+    below = readme.partition(f"{chart.name}.svg)\n")[2].partition("![")[0]
+    assert theirs.name in below
+    assert min(int(re.search(r"(\d+) runs", note)[1]) for note in theirs.notes) >= 20
+
+
 def test_the_chart_of_vllm_has_a_bar_for_each_cell_and_mode_of_a_shape():
     def of(shape: str, batch: int, prompt: int, runs: int = 2, **speedups: float) -> Any:
         modes = {
@@ -588,7 +651,8 @@ def test_summary_shows_both_shapes():
     large = _result(shape="llama3-8b", date="2030-01-03")
     large["conditions"] = large["conditions"] | {"repeats": 1}
     large["device"] = {"name": "Another"}
-    table = summary_table([_file(_result()), _file(large)])
+    files = [_file(_result()), _file(large)]
+    table = summary_table(files, longest_runs({"generate": files}))
     for said in (
         "| qwen3-0.6b | 256 | 1,234 | 4.00 | 2.00 | 50% |",
         "| llama3-8b | 1 | 1,234 | 4.00 | - | - |",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from mrv1.bench.plot import cells_by_bytes
 from mrv1.bench.report.engines import SERVED_TIMES, starts
 from mrv1.bench.report.files import OURS, ResultFile, devices, own_device
+from mrv1.bench.report.longest import Cell, Runs, longest_runs, peer, said_runs
 from mrv1.bench.serving import arrivals
 
 CACHES = ("auto", "fp8_e4m3")
@@ -42,6 +43,8 @@ class Series:
     points: tuple[tuple[float, float], ...]
     notes: tuple[str, ...] = ()
     """A text at each point."""
+    spreads: tuple[tuple[float, float], ...] = ()
+    """The lowest and the highest of what each point is the median of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture: its file's name, its panels, and the results files that it shows."""
+    """A picture: its file's name, its panels, and the results files in whose section it stands."""
 
     name: str
     title: str
     panels: tuple[Panel, ...]
     files: tuple[str, ...]
+    caption: str = ""
+    """Stands below the picture: what its panels have no room for, such as further files."""
 
     @property
     def data(self) -> str:
@@ -81,7 +86,7 @@ def charts(of: dict[str, list[ResultFile]]) -> Iterator[Chart]:
         of: the files by kind, only those whose schema is known.
     """
     for file in of.get("beside vllm", []):
-        yield _throughput(file)
+        yield _throughput(file, longest_runs(of))
     for file in of.get("serving", []):
         figures = [engine["figures"] for engine in file.result["results"].values()]
         if any(each and each["ttft_ms"] for each in figures):
@@ -110,29 +115,38 @@ def _ticks(labels: Iterable[str]) -> tuple[tuple[float, str], ...]:
     return tuple((float(place), label) for place, label in enumerate(labels))
 
 
-def _throughput(file: ResultFile) -> Chart:
+def _throughput(file: ResultFile, longest: Mapping[tuple[str, Cell], Runs]) -> Chart:
+    """Chart the cells of a file beside vLLM, from the longest runs that any file has of them."""
     result, conditions = file.result, file.result["conditions"]
-    names = {OURS: "mrv1", "vllm": f"vLLM {result['peers']['vllm']}"}
+    batches = [entry["batch"] for entry in result["results"]]
+    lines = {
+        name: [longest[name, Cell.of(file, batch)] for batch in batches]
+        for name in (OURS, peer(file))
+    }
     series = []
-    for key, name in names.items():
-        heights = [entry["tokens_per_s"][key] for entry in result["results"]]
-        notes = [f"{height:,.0f}" for height in heights]
-        if key == OURS:
-            ratios = (f" ({entry['mrv1_over_vllm']:.1f}x)" for entry in result["results"])
-            notes = [note + ratio for note, ratio in zip(notes, ratios, strict=True)]
-        points = tuple((float(x), y) for x, y in enumerate(heights))
-        series.append(Series(name, points, tuple(notes)))
+    for name, line in lines.items():
+        notes = [f"{runs.tokens_per_s:,.0f}" for runs in line]
+        if name == OURS:
+            ratios = [
+                ours.tokens_per_s / theirs.tokens_per_s
+                for ours, theirs in zip(line, lines[peer(file)], strict=True)
+            ]
+            notes = [f"{note} ({ratio:.1f}x)" for note, ratio in zip(notes, ratios, strict=True)]
+        notes = [f"{note}\n{runs.count}" for note, runs in zip(notes, line, strict=True)]
+        points = tuple((float(x), runs.tokens_per_s) for x, runs in enumerate(line))
+        series.append(Series(name, points, tuple(notes), tuple(runs.spread for runs in line)))
     panel = Panel(
         "",
         f"concurrent requests, each {conditions['prompt_tokens']} prompt + "
         f"{conditions['output_tokens']} output tokens",
         "generated tokens/s",
-        _ticks(f"{entry['batch']}" for entry in result["results"]),
+        _ticks(f"{batch}" for batch in batches),
         tuple(series),
         "log",
     )
     title = f"Generation: {result['shape']} shape, {result['dtype']}, {file.device}"
-    return Chart(file.stem, title, (panel,), (file.name,))
+    caption = f"Medians; a bar goes from the slowest to the fastest run. {said_runs(lines)}"
+    return Chart(file.stem, title, (panel,), (file.name,), caption)
 
 
 def _serving(file: ResultFile) -> Chart:

@@ -104,11 +104,11 @@ def _lines(axes: Any, panel: Panel) -> None:  # noqa: ANN401 - matplotlib is imp
     low, high = series_range(panel)
     first, last = panel.ticks[0][0], panel.ticks[-1][0]
     has_notes = any(series.notes for series in panel.series)
-    margin = (0.16 if has_notes else 0.03) * (last - first) or 0.5
+    margin = (0.24 if has_notes else 0.03) * (last - first) or 0.5
     axes.set_xlim(first - margin, last + margin)
     if panel.scale == "log":
         axes.set_yscale("log")
-        axes.set_ylim(low / 2, high * 1.6)
+        axes.set_ylim(*((low / 3, high * 2.5) if has_notes else (low / 2, high * 1.6)))
     else:
         axes.set_ylim(0, high * 1.12)
     ends = []
@@ -121,6 +121,9 @@ def _lines(axes: Any, panel: Panel) -> None:  # noqa: ANN401 - matplotlib is imp
             linewidth=2.4 if series.name == "mrv1" else 1.4,
             marker="o" if len(xs) < 40 else "", markersize=4,
         )  # fmt: skip
+        if series.spreads:
+            lows, highs = zip(*series.spreads, strict=True)
+            axes.vlines(xs, lows, highs, color=color, linewidth=5, alpha=0.4)
         # Beside the line, where it does not pass: the first line's notes above, the others' below.
         side = 1 if number == 0 else -1
         is_left = (ys[-1] > ys[0]) == (side > 0)

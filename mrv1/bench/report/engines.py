@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrv1.bench.report.files import OURS, ResultFile, optional, table, versions, with_conditions
+from mrv1.bench.report.longest import ENGINE_DEFAULTS, Cell, Runs
 from mrv1.bench.serving import arrivals
 
-ENGINE_DEFAULTS = {"deterministic": False, "overlap": True, "cuda_graphs": True}
 STEP_COUNTS = {
     "host_to_device_copies": "copies up",
     "graph_launches": "graphs",
@@ -264,20 +264,23 @@ def start_table(files: Sequence[ResultFile]) -> str:
     return "\n".join([head, "|---|---:|---|", *lines[1:]])
 
 
-def summary_table(files: Sequence[ResultFile]) -> str:
-    """Return README.md's table: one file of generation for each shape, the conditions below."""
+def summary_table(files: Sequence[ResultFile], longest: Mapping[tuple[str, Cell], Runs]) -> str:
+    """Return README.md's table: one file of generation for each shape, the conditions below.
+
+    Tokens/s are those of the longest runs, so that the pictures beside the table have the same.
+    """
     results = [file.result for file in files]
     body = [
         [
-            result["shape"],
+            file.result["shape"],
             f"{entry['batch']}",
-            f"{entry['tokens_per_s']:,.0f}",
+            f"{longest[OURS, Cell.of(file, entry['batch'])].tokens_per_s:,.0f}",
             f"{entry['decode_step_ms']:.2f}",
             optional(entry["floor_ms"], "{:.2f}"),
             optional(entry["share_of_floor"], "{:.0%}"),
         ]
-        for result in results
-        for entry in result["results"]
+        for file in files
+        for entry in file.result["results"]
     ]
     head = ["shape", "batch", "tokens/s", "ms per decode step", "memory floor, ms"]
     conditions = results[0]["conditions"]

@@ -32,6 +32,7 @@ from mrv1.bench.report.features import (
 )
 from mrv1.bench.report.files import MARK, ResultFile, load, table
 from mrv1.bench.report.kernels import kernel_table, products_table, sampler_table
+from mrv1.bench.report.longest import longest_runs
 from mrv1.bench.report.other import other_file
 from mrv1.bench.report.policies import capacity_table, headwise_table, recall_table
 from mrv1.errors import ConfigError
@@ -203,7 +204,8 @@ def _files_table(files: Sequence[ResultFile]) -> str:
 
 def _picture(path: Path, chart: Chart, parent: Path) -> str:
     words = ", ".join(dict.fromkeys(panel.y_label.replace("\n", " ") for panel in chart.panels))
-    return f"![{chart.title}: {words}]({Path(os.path.relpath(path, parent)).as_posix()})"
+    picture = f"![{chart.title}: {words}]({Path(os.path.relpath(path, parent)).as_posix()})"
+    return f"{picture}\n\n{chart.caption}" if chart.caption else picture
 
 
 def _excerpt(known: dict[str, list[ResultFile]], pictures: dict[Path, Chart], parent: Path) -> str:
@@ -219,7 +221,7 @@ def _excerpt(known: dict[str, list[ResultFile]], pictures: dict[Path, Chart], pa
         if file.name.startswith(("generate", f"{file.result['shape']}-generate"))
     ]
     blocks = ["\n".join(chosen)] if chosen else []
-    blocks.append(summary_table(files) if files else NONE_YET)
+    blocks.append(summary_table(files, longest_runs(known)) if files else NONE_YET)
     served = served_summary(known.get("serving", []))
     return "\n\n".join([*blocks, served] if served else blocks)
 
