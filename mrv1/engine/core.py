@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mrv1.config import EngineConfig
 from mrv1.engine.guards import recovers
-from mrv1.engine.intake import own_params, own_prompt
+from mrv1.engine.intake import own_params, own_value
 from mrv1.engine.padding import Padding, mixed_prefill_tokens
 from mrv1.engine.prefix_cache import key_spans
 from mrv1.engine.request import Request, Status
@@ -239,7 +239,7 @@ class EngineCore:
             prompt_token_ids,
             own_params(params),
             encode=encode,
-            multimodal=own_prompt(multimodal),
+            multimodal=own_value("multimodal", multimodal),
             attn_mask_offsets=attn_mask_offsets,
             priority=priority,
             fairness_id=fairness_id,

@@ -10,11 +10,19 @@ import numpy as np
 import torch
 
 from mrv1.engine.tokenizer import ChatPrompt
-from mrv1.errors import RequestError
 from mrv1.multimodal import MultimodalItem
+from mrv1.multimodal.reading import reading
 from mrv1.sampler import SamplingParams
 
 Given = TypeVar("Given")
+
+EXPECTED = {
+    "prompt": "text, token ids or a dict",
+    "prompt_token_ids": "a list of integers",
+    "multimodal": "a list of items",
+    "attn_mask_offsets": "pairs [lo, hi)",
+}
+"""What is expected of the parts of a prompt, in the error of one that cannot be copied."""
 
 
 def own_params(params: Given) -> Given:
@@ -28,10 +36,16 @@ def own_prompt(prompt: object) -> Any:  # noqa: ANN401 - of any type, until it i
     Raises:
         RequestError: a part of the prompt cannot be copied.
     """
-    try:
-        return _own(prompt)
-    except Exception as error:  # of any type, from the caller's class: only this request fails
-        raise RequestError.caused_by(error, "prompt") from error
+    if not isinstance(prompt, Mapping):
+        return own_value("prompt", prompt)
+    with reading("prompt", EXPECTED["prompt"]):
+        return {key: own_value(key, prompt[key]) for key in prompt}
+
+
+def own_value(argument: Any, given: object) -> Any:  # noqa: ANN401 - of any type, as above
+    """Return a copy of one argument of a request, named for an error as in ``own_prompt``."""
+    with reading(argument, EXPECTED.get(argument, "a value that can be read")):
+        return _own(given)
 
 
 def _own(given: Any) -> Any:  # noqa: ANN401 - of any type
@@ -48,7 +62,7 @@ def _own(given: Any) -> Any:  # noqa: ANN401 - of any type
     if isinstance(given, np.ndarray):
         return given.copy()
     if isinstance(given, Mapping):
-        return {key: _own(value) for key, value in given.items()}
+        return {key: _own(given[key]) for key in given}
     if isinstance(given, Sequence) and not isinstance(given, bytes):
         entries = list(given)
         if not {*map(type, entries)} <= {int}:
