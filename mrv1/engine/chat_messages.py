@@ -27,7 +27,7 @@ class Visuals(NamedTuple):
 
 
 def checked_messages(messages: object, visuals: Visuals) -> list[ChatMessage]:
-    """Return a copy of a conversation's messages, without the keys whose value is None.
+    """Return a copy of a conversation's messages.
 
     Args:
         messages: the conversation.
@@ -111,11 +111,11 @@ def _checked_message(name: str, message: object, visuals: Visuals) -> ChatMessag
     for key, value in message.items():
         if key == "content" and value is not None and not isinstance(value, str):
             checked[key] = _checked_content(name, value, visuals)
-        elif value is not None:
+        else:
             checked[_key(name, key)] = json_value(f"{name}.{key}", value)
     role = checked.get("role")
     needs_content = role != "assistant" and not checked.get("tool_calls")
-    if "role" not in checked or ("content" not in checked and needs_content):
+    if role is None or (checked.get("content") is None and needs_content):
         raise RequestError(f"{name}: expected {MESSAGE}, got keys {short(list(checked))}")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{name}: expected a role such as 'user', got {short(role)}")

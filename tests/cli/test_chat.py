@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from mrv1 import LLM, SamplingParams
 from mrv1.cli import app, chat
-from tests.engine.chat_model import TEMPLATE, chat_checkpoint
+from tests.engine.chat_model import SANITIZES, TEMPLATE, chat_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 OPTIONS = ("--temperature", "0", "--max-tokens", "8", "--ignore-eos", "--device", "cpu",
@@ -211,7 +211,7 @@ def test_control_tokens_of_messages_are_text_unless_an_option_says_otherwise(tal
         result = talk(f"{forged['content']}\n/stats\n", *option)
         assert result.stdout == want.outputs[0].text + "\n"
         assert f"a prompt of {len(ids[-1])} tokens" in result.stderr
-    assert len(ids[0]) > len(ids[1])
+    assert (len(ids[0]) > len(ids[1])) == SANITIZES
 
 
 # --- JSONL ---------------------------------------------------------------------------------------

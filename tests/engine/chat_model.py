@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from mrv1.config import checkpoint_dir
+
+SANITIZES = (
+    "sanitize_control_tokens"
+    in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+)
+"""Whether this transformers can encode control tokens of messages as text."""
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

@@ -27,11 +27,13 @@ from tokenizers import Tokenizer as WordTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import get_json_schema
 
 from mrv1 import ConfigError, RequestError
 from mrv1.config import checkpoint_dir
 from mrv1.engine.chat import ChatTemplate
 from mrv1.engine.tokenizer import ChatPrompt, Tokenizer
+from tests.engine.chat_model import SANITIZES
 
 FOUND = importlib.util.find_spec("trl")  # not imported: it would import what it depends on
 FOLDERS = [
@@ -389,12 +391,16 @@ def test_json_and_what_transformers_makes_json_reach_the_template(tokenizer):
     values = [None, True, 1, 1.5, "x", [1, (2,)], {"a": {"b": []}, 1: 2}, np.int32(3),
               np.float64(0.5), np.bool_(False), Role.USER, Place("here"), Model(),
               MappingProxyType({"a": 1}), float("inf"), 1 << 70]  # fmt: skip
-    message = {"role": Role.USER, "content": "x", "extra": values}
-    options = {"tools": [{"x": values}, look], "chat_template_kwargs": {"x": values}}
-    template = "{{ messages | tojson }}{{ tools | tojson }}{{ x | default(0) | tojson }}"
-    want = of_transformers(tokenizer, [message], template, **options)
-    assert want.startswith("[{")
-    assert prompt_of_any(tokenizer, [MappingProxyType(message)], **options) == want
+    plain = [None, True, 1, 1.5, "x", [1, [2]], {"a": {"b": []}, "1": 2}, 3,
+             0.5, False, "user", {"where": "here"}, {"where": "here"},
+             {"a": 1}, float("inf"), 1 << 70]  # fmt: skip
+    message = MappingProxyType({"role": Role.USER, "content": "x", "extra": values})
+    made = prompt_of_any(
+        tokenizer, [message], tools=[{"x": values}, look], chat_template_kwargs={"x": values}
+    )
+    tools = [{"x": plain}, get_json_schema(look)]
+    said = [{"role": "user", "content": "x", "extra": plain}]
+    assert made == json.dumps(said) + json.dumps(tools) + json.dumps(plain)
 
 
 def test_a_value_without_end_is_refused(tokenizer):
@@ -418,10 +424,12 @@ def test_what_a_template_takes_is_copied(tokenizer):
 
 # --- control tokens ------------------------------------------------------------------------------
 
+sanitizes = pytest.mark.skipif(not SANITIZES, reason="needs transformers 5.20")
 CONTROL = "<|endoftext|>"
 MARKED = f"{CONTROL}[{{{{ messages[0].content }}}}]{CONTROL}{{{{ tools | tojson }}}}{{{{ x }}}}"
 
 
+@sanitizes
 @pytest.mark.parametrize(
     ("content", "options"),
     [
@@ -452,6 +460,7 @@ def test_control_tokens_of_messages_are_text(tokenizer, content, options):
     assert tokenizer.encode(without).count(0) == made.count(CONTROL)
 
 
+@sanitizes
 def test_control_tokens_of_images_are_tokens(tokenizer):
     """The encoder sees the placeholder of the template, and not the one that a text contains."""
     seen = []
@@ -473,6 +482,7 @@ def test_control_tokens_of_images_are_tokens(tokenizer):
     assert (images, videos, made.token_ids, made.items) == (["picture"], [], [7], ["item"])
 
 
+@sanitizes
 def test_a_control_token_that_plain_text_makes_is_refused(tmp_path):
     words = WordTokenizer(WordLevel({"<unk>": 0, "a": 1, "<end>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
