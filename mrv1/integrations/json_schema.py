@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
@@ -52,16 +53,15 @@ _OTHER_FORMATS = {
 }  # fmt: skip
 """Formats of JSON Schema that are not enforced; a name of neither set says nothing."""
 
+_NESTED_SET = re.compile(r"(?<!\\)(?:\\\\)*\[\^?\]?(?:[^\]\\]|\\.)*?(?:\[|&&|--|~~)", re.S)
+"""What llguidance reads as operations on sets of characters, and JSON Schema as characters."""
+
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/20(19-09|20-12))/schema#?")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ENFORCED = {
     *_ONE, *_MANY, *_NAMED, *_BOUNDS, "$ref", "type", "const", "enum", "minItems", "maxItems",
     "required", "minProperties", "maxProperties", "minLength", "maxLength", "pattern", "format",
 }  # fmt: skip
-_LARGEST = 2**53
-"""llguidance reads numbers as float64: beyond, an integer may become its neighbour."""
-
-
 _TYPES = {
     type(None): "null", bool: "boolean", int: "number", float: "number", str: "string",
     list: "array", dict: "object",
@@ -84,8 +84,9 @@ class JsonSchema:
 
     def __init__(self, schema: object, *, closed: bool = False) -> None:
         try:
-            text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+            text = schema if isinstance(schema, str) else json.dumps(schema)
             root = json.loads(text)
+            json.dumps(root, allow_nan=False)  # raises at NaN and 1e999
             self.root = {"allOf": [root]} if isinstance(root, bool) else root
             self._closed = closed
             self._referenced: set[str] = set()
@@ -94,7 +95,6 @@ class JsonSchema:
             """Every dict of the schema that is a schema, with its place."""
             self._visit(self.root, "#")
             _keep(self.root, _ENFORCED | self._referenced)
-            json.dumps(self.root, allow_nan=False)
         except RequestError:
             raise
         except (TypeError, ValueError) as error:
@@ -160,10 +160,11 @@ class JsonSchema:
             exclusive = f"exclusive{keyword.capitalize()}"
             if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and keyword in node:
                 node[exclusive] = node.pop(keyword)
+            _include_bound(node, keyword, exclusive)
         if self._closed and node.keys() & {"properties", "patternProperties"}:
             node.setdefault("additionalProperties", False)
         if "propertyNames" in node:
-            self._name_properties(node, place)
+            self._name_properties(node)
         tag = node.get("discriminator")
         tag = tag.get("propertyName") if isinstance(tag, dict) else None
         for each in node.get("oneOf", ()) if isinstance(tag, str) else ():
@@ -177,7 +178,7 @@ class JsonSchema:
             ):
                 del node[keyword]
 
-    def _name_properties(self, node: dict[str, Any], place: str) -> None:
+    def _name_properties(self, node: dict[str, Any]) -> None:
         """Turn names from a list, or of one pattern, into properties."""
         names = [each for part in self._parts(node["propertyNames"]) for each in part.items()]
         given = dict(each for each in names if each[0] not in ("$ref", "title", "description"))
@@ -201,8 +202,12 @@ class JsonSchema:
                 raise _refused(keyword, place)
             if keyword in ("$schema", "$id"):
                 raise _refused(keyword, place, f"is {short(value)}")
-            if keyword in ("const", "enum", *_BOUNDS) and _has_large_integer(value):
-                raise _refused(keyword, place, "has an integer beyond 2**53")
+            if keyword in ("const", "enum", *_BOUNDS) and _is_inexact(value):
+                raise _refused(keyword, place, "has a number of more than 15 digits")
+        for keyword in node.keys() & {"pattern", "patternProperties"}:
+            patterns = node[keyword] if keyword != "pattern" else [node[keyword]]
+            if any(_NESTED_SET.search(str(pattern)) for pattern in patterns):
+                raise _refused(keyword, place, "has a set of characters within another")
         if node.get("format") in _OTHER_FORMATS:
             raise _refused("format", place, f"is {node['format']!r}")
         if node.get("format") not in _FORMATS:
@@ -279,10 +284,32 @@ def _kinds(node: dict[str, Any]) -> tuple[set[str], set[tuple[str, object]] | No
     return kinds, {(kind, value) for kind, value in listed if kind in kinds}
 
 
-def _has_large_integer(value: object) -> bool:
+def _include_bound(node: dict[str, Any], keyword: str, exclusive: str) -> None:
+    """Move an exclusive whole bound by the last of 15 digits.
+
+    llguidance takes 5 itself for a number beyond 5 and up to 5.5.
+    """
+    bound, other = node.get(exclusive), node.get(keyword)
+    is_number = isinstance(bound, int | float) and isinstance(other, int | float | None)
+    if is_number and not _is_inexact(bound) and bound == int(bound):
+        step = Decimal(1).scaleb(len(str(abs(int(bound)))) - 15)
+        is_least, choose = keyword == "minimum", max if keyword == "minimum" else min
+        moved = float(Decimal(int(bound)) + (step if is_least else -step))
+        node[keyword] = moved if other is None else choose(moved, other)
+        del node[exclusive]
+
+
+def _is_inexact(value: object) -> bool:
+    """Return whether llguidance may read a number in ``value`` as another number.
+
+    It reads integers as float64, and decimals as digits times a power of ten, both rounded.
+    """
     if isinstance(value, dict | list):
-        return any(map(_has_large_integer, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, int) and abs(value) > _LARGEST
+        return any(map(_is_inexact, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, float):
+        _, digits, exponent = Decimal(repr(value)).as_tuple()
+        return len(digits) > 15 or not isinstance(exponent, int) or abs(exponent) > 22
+    return isinstance(value, int) and abs(value) > 2**53
 
 
 def _keep(node: dict[str, Any], keywords: set[str]) -> None:

@@ -165,7 +165,7 @@ class LLGuidance:
             self._tokenizer, f"{lark}\n{_ALL_TOKENS}", log_level=0, limits=self._limits
         )
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())
+            reason = " ".join(matcher.get_error().partition("<backtrace>")[0].split())
             reason = reason.rpartition("failed to compile JSON schema: ")[2]
             raise RequestError(f"{name}: expected text that llguidance compiles, got {reason}")
         return LLGuidanceGrammar(matcher, self._stops)
