@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 HEAD_DIMS = range(16, 257, 16)
 """Head sizes the attention kernels take."""
 
+MAX_CONTEXT = 1 << 24
+"""Tokens; published models have 10 million at most. Tables are made for all positions."""
+
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -103,6 +106,10 @@ class ModelConfig:
             problems.append(
                 f"num_kv_heads: expected a divisor of {self.num_q_heads} query heads, "
                 f"got {self.num_kv_heads}"
+            )
+        if self.max_model_len > MAX_CONTEXT:
+            problems.append(
+                f"max_model_len: expected {MAX_CONTEXT} tokens at most, got {self.max_model_len}"
             )
         if self.head_dim not in HEAD_DIMS:
             problems.append(

@@ -1,9 +1,15 @@
-"""A GGUF file: its configuration, and its tensors under the names of Hugging Face checkpoints."""
+"""A GGUF file: its configuration, and its tensors under the names of Hugging Face checkpoints.
+
+A model that llama.cpp has split into several files is one file here.
+"""
 
 from __future__ import annotations
 
 import re
+import struct
+from collections.abc import Sequence
 from functools import lru_cache, partial
+from math import isclose, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +18,11 @@ import numpy.typing as npt
 import torch
 
 from mrv1.errors import ConfigError
-from mrv1.models.rope import RopeConfig, inverse_frequencies
+from mrv1.models.gguf_vocab import TOKENS, Vocabulary
+from mrv1.models.rope import RopeConfig, attention_factor, inverse_frequencies
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig
 
 SUFFIX = ".gguf"
 
@@ -52,6 +59,39 @@ _LLAMA3 = {
 }
 """Settings of every published model with ``llama3`` rope; only the factor differs."""
 
+_NEUTRAL: dict[str, tuple[float | bool, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_group_count": (0,),
+    "expert_group_used_count": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.scaling.alpha": (0,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+    "use_parallel_residual": (False,),
+}
+"""Settings of the architecture -> the values with which they change nothing; 0 is llama.cpp's
+value for none."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "attention.layer_norm_epsilon",  # there is no such norm
+        "pooling_type",  # of embeddings
+        "rope.scaling.finetuned",  # a remark
+        "rope.scaling.original_context_length",  # read for yarn, and without effect elsewhere
+        "tensor_data_layout",  # a remark
+        "vocab_size",  # the embedding has it
+    }
+)
+
 _FLOATS = {"F32": torch.float32, "F16": torch.float16}
 
 
@@ -61,41 +101,57 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Return a GGUF file; the last one stays open, as reading a vocabulary takes seconds.
+    """Return a GGUF file; the last one stays open, as reading a vocabulary takes a second.
+
+    Args:
+        path: the file, or any file of a split model.
 
     Raises:
-        ConfigError: the file cannot be read, or its architecture is not supported.
+        ConfigError: the file, or another file of the split model, cannot be read, or its
+            architecture is not supported.
     """
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{path.name}: not a readable GGUF file: {error}") from error
-    return _open(path, status.st_mtime_ns, status.st_size)
+    files = _files(path)
+    states = []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError as error:
+            of = f", one of {len(files)} files of a split model" if len(files) > 1 else ""
+            raise ConfigError(f"{file.name}{of}: not a readable GGUF file: {error}") from error
+        states.append((status.st_mtime_ns, status.st_size))
+    return _open(files, tuple(states))
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    """Return the files of a model of which ``path`` is one; the name tells how many there are."""
+    match = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path.name)
+    if match is None or int(match[3]) < 2:
+        return (path,)
+    numbers = range(1, int(match[3]) + 1)
+    return tuple(path.with_name(f"{match[1]}{number:05}{match[2]}") for number in numbers)
 
 
 @lru_cache(maxsize=1)
-def _open(path: Path, mtime_ns: int, size: int) -> GGUFFile:
-    """Return a GGUF file; time and size make a file that has changed another key."""
-    return GGUFFile(path)
+def _open(files: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> GGUFFile:
+    """Return a GGUF file; times and sizes make a file that has changed another key."""
+    return GGUFFile(files)
 
 
 class GGUFFile:
     """An open GGUF file, memory-mapped: a tensor is read and dequantized when it is asked for.
 
+    Args:
+        files: the file, or all files of a split model.
+
     Raises:
-        ConfigError: the file cannot be read, or its architecture is not supported.
+        ConfigError: a file cannot be read, or its architecture is not supported.
     """
 
-    def __init__(self, path: Path) -> None:
-        try:
-            self._reader = _reader_class()(path)
-        except ImportError as error:
-            raise ConfigError(
-                f"model: expected the package gguf to read {path.name}, got {error}; run "
-                "`pip install gguf`"
-            ) from error
-        except Exception as error:  # a damaged file fails anywhere in the reader
-            raise ConfigError(f"{path.name}: not a readable GGUF file: {error}") from error
+    def __init__(self, files: Sequence[Path]) -> None:
+        readers = [_reader(file) for file in files]
+        self._fields = dict(readers[0].fields)
+        self._asked: set[str] = set()
+        """Keys that the configuration has asked for."""
         self.architecture = self._field("general.architecture")
         """llama.cpp's name of the family."""
         if self.architecture not in FAMILIES:
@@ -103,16 +159,42 @@ class GGUFFile:
                 f"general.architecture: expected one of {', '.join(FAMILIES)}, "
                 f"got {self.architecture!r}"
             )
-        self.has_tokenizer = "tokenizer.ggml.tokens" in self._reader.fields
+        keys = [key for key in self._fields if key.startswith("tokenizer.")]
+        self.vocabulary = Vocabulary({key: self._field(key) for key in keys})
+        """Tokens and chat templates."""
+        self.has_tokenizer = TOKENS in keys
         """Whether the file contains a vocabulary."""
-        for key in [key for key in self._reader.fields if key.startswith("tokenizer.ggml.")]:
-            if not key.endswith("_token_id"):
-                del self._reader.fields[key]  # tens of MB; transformers reads them itself
-        self._tensors = {
-            _hugging_face_name(tensor.name): tensor
-            for tensor in self._reader.tensors
-            if tensor.name != _ROPE_FREQS  # part of the configuration
-        }
+        for key in keys:
+            del self._fields[key], readers[0].fields[key]  # tens of MB
+        tensors = [tensor for reader in readers for tensor in reader.tensors]
+        self._tensors = {_hugging_face_name(tensor.name): tensor for tensor in tensors}
+        self._check_split(files, readers, len(tensors))
+        # The factors of llama3 rope are a part of the configuration; only llama has them.
+        factors = self._tensors.pop(_ROPE_FREQS, None) if self.architecture == "llama" else None
+        self._factors = None if factors is None else np.array(factors.data, np.float32)
+
+    def _check_split(
+        self, files: Sequence[Path], readers: Sequence[Any], num_tensors: int
+    ) -> None:
+        """Check that the files are all files of one model, each in its place."""
+        for number, (file, reader) in enumerate(zip(files, readers, strict=True)):
+            no, count = (
+                None if (field := reader.get_field(key)) is None else field.contents()
+                for key in ("split.no", "split.count")
+            )
+            if (no, count) != (number, len(files)) and (
+                len(files) > 1 or count not in (None, 0, 1)
+            ):
+                raise ConfigError(
+                    f"{file.name}: expected split.no {number} and split.count {len(files)} by its "
+                    f"name, got {no} and {count}"
+                )
+        expected = self._field("split.tensors.count", num_tensors)
+        if not len(self._tensors) == num_tensors == expected:
+            raise ConfigError(
+                f"split.tensors.count: expected {num_tensors}, as many as different tensors in "
+                f"the files, got {expected}"
+            )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -159,24 +241,12 @@ class GGUFFile:
 
         size = self._size
         num_heads, hidden = size("attention.head_count"), size("embedding_length")
-        head_dim = size("attention.key_length", hidden // num_heads)
+        head_dim = size("attention.key_length", max(hidden // num_heads, 1))
         context = size("context_length")
-        for key, expected in {
-            "attention.value_length": head_dim,
-            "rope.dimension_count": head_dim,
-            "attention.sliding_window": context,
-            "expert_count": 0,
-        }.items():
-            if (value := self._number(key, expected)) != expected:
-                raise ConfigError(
-                    f"{self.architecture}.{key}: expected {expected} or none, got {value}"
-                )
-        embed = self._tensors.get("model.embed_tokens.weight")
-        if embed is None:
-            raise ConfigError("token_embd.weight: expected the embedding, found none")
+        num_rows = self._check_settings(head_dim, context)
         settings = {
             "architectures": [FAMILIES[self.architecture]],
-            "vocab_size": _shape(embed)[0],
+            "vocab_size": num_rows,
             "hidden_size": hidden,
             "intermediate_size": size("feed_forward_length"),
             "num_hidden_layers": size("block_count"),
@@ -186,37 +256,88 @@ class GGUFFile:
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": context,
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
-            "rope_parameters": self._rope(head_dim),
+            "rope_parameters": self._rope(head_dim, context),
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
-            "eos_token_id": self._end_tokens(),
+            "eos_token_id": self.vocabulary.ends,
             "dtype": self._dtype(),
         }
-        return AutoConfig.for_model(self.architecture, **settings)
+        for key in self._fields:
+            name = key.removeprefix(f"{self.architecture}.")
+            if name != key and key not in self._asked and name not in _WITHOUT_EFFECT:
+                raise ConfigError(f"{key}: expected none, got {self._field(key)!r}")
+        try:
+            return AutoConfig.for_model(self.architecture, **settings)
+        except Exception as error:  # sizes that contradict each other: transformers' own types
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{self.architecture}: expected other settings: {reason}") from error
 
-    def _rope(self, head_dim: int) -> dict[str, Any]:
+    def _check_settings(self, head_dim: int, context: int) -> int:
+        """Check settings that must have certain values; return the rows of the embedding."""
+        embed = self._tensors.get("model.embed_tokens.weight")
+        if embed is None or len(_shape(embed)) != 2:
+            found = "none" if embed is None else f"one of shape {_shape(embed)}"
+            raise ConfigError(f"token_embd.weight: expected the embedding, found {found}")
+        num_rows, width = _shape(embed)
+        names = (name.split(".") for name in self._tensors if name.startswith("model.layers."))
+        window = self._number("attention.sliding_window", context)
+        for key, allowed in {
+            **_NEUTRAL,
+            "attention.scale": (0, head_dim**-0.5),
+            "attention.sliding_window": (max(context, window), 0),
+            "attention.value_length": (head_dim,),
+            "block_count": (len({name[2] for name in names}),),  # before a loop over the layers
+            "embedding_length": (width,),
+            "rope.dimension_count": (head_dim,),
+        }.items():
+            self._expect(key, allowed)
+        if len(self.vocabulary.tokens) > num_rows:
+            raise ConfigError(
+                f"{TOKENS}: expected at most {num_rows}, one for each row of token_embd.weight, "
+                f"got {len(self.vocabulary.tokens)}"
+            )
+        return num_rows
+
+    def _rope(self, head_dim: int, context: int) -> dict[str, Any]:
         """Return ``rope_parameters`` as transformers has them."""
         theta = float(self._number("rope.freq_base", 10000.0))
-        factors = next((t for t in self._reader.tensors if t.name == _ROPE_FREQS), None)
-        kind = self._field(f"{self.architecture}.rope.scaling.type", "none")
-        if factors is not None:
-            return self._llama3_rope(theta, head_dim, np.array(factors.data, np.float32))
-        if kind == "none":
-            return {"rope_type": "default", "rope_theta": theta}
-        if kind not in ("linear", "yarn"):
-            raise ConfigError(
-                f"{self.architecture}.rope.scaling.type: expected none, linear or yarn, "
-                f"got {kind!r}"
-            )
-        rope = {
-            "rope_type": kind,
-            "rope_theta": theta,
-            "factor": float(self._number("rope.scaling.factor")),
-        }
+        key = f"{self.architecture}.rope.scaling.type"
+        kind = self._field(key, "linear")
+        factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 0))
+        factor = float(factor or 1)  # 0 is llama.cpp's value for none
+        if kind not in ("none", "linear", "yarn"):
+            raise ConfigError(f"{key}: expected none, linear or yarn, got {kind!r}")
+        if kind == "none" or (kind == "linear" and factor == 1):
+            kind = "default"
+        if self._factors is not None and kind != "default":
+            raise ConfigError(f"{_ROPE_FREQS}: expected none beside rope of the type {kind}")
         if kind == "yarn":
-            original = self._size("rope.scaling.original_context_length")
-            rope["original_max_position_embeddings"] = original
-        return rope
+            return self._yarn_rope(theta, head_dim, factor, context)
+        self._expect("rope.scaling.attn_factor", (1,))
+        if self._factors is not None:
+            return self._llama3_rope(theta, head_dim, self._factors)
+        rope = {"rope_type": kind, "rope_theta": theta}
+        return rope if kind == "default" else {**rope, "factor": factor}
+
+    def _yarn_rope(
+        self, theta: float, head_dim: int, factor: float, context: int
+    ) -> dict[str, Any]:
+        """Return the settings of yarn; ``attn_factor`` multiplies the factor of cos and sin."""
+        number = self._number
+        settings: dict[str, Any] = {
+            "factor": factor,
+            "original_max_position_embeddings": self._size(
+                "rope.scaling.original_context_length", context
+            ),
+            "beta_fast": float(number("rope.scaling.yarn_beta_fast", 32)),
+            "beta_slow": float(number("rope.scaling.yarn_beta_slow", 1)),
+        }
+        if multiplier := number("rope.scaling.yarn_log_multiplier", 0):
+            settings |= {"mscale": 1.0, "mscale_all_dim": float(multiplier)}
+        if (scale := number("rope.scaling.attn_factor", 1)) != 1:
+            plain = RopeConfig(rope_type="yarn", theta=theta, rotary_dim=head_dim, **settings)
+            settings["attention_factor"] = scale * attention_factor(plain)
+        return {"rope_type": "yarn", "rope_theta": theta, **settings}
 
     def _llama3_rope(
         self, theta: float, head_dim: int, factors: np.ndarray[Any, np.dtype[np.float32]]
@@ -233,11 +354,6 @@ class GGUFFile:
             )
         return {"rope_type": "llama3", "rope_theta": theta, **settings}
 
-    def _end_tokens(self) -> list[int]:
-        """Return the tokens that end a text or a turn."""
-        ids = [self._field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-        return list(dict.fromkeys(int(i) for i in ids if i is not None))
-
     def _dtype(self) -> torch.dtype:
         """Return the type of the first layer's weights; bfloat16 where they are quantized."""
         tensor = self._tensors.get("model.layers.0.self_attn.q_proj.weight")
@@ -249,14 +365,20 @@ class GGUFFile:
 
     def _field(self, key: str, default: object = None) -> Any:  # noqa: ANN401
         """Return the value of a metadata key; ``default`` where the file does not have the key."""
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        self._asked.add(key)
+        field = self._fields.get(key)
+        try:
+            return default if field is None else field.contents()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{key}: expected text in UTF-8, got other bytes: {error}"
+            ) from error
 
     def _number(self, key: str, default: float | None = None) -> float:
         """Return a number of the architecture."""
         name = f"{self.architecture}.{key}"
         value = self._field(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
             raise ConfigError(f"{name}: expected a number, got {value!r}")
         return value
 
@@ -267,13 +389,33 @@ class GGUFFile:
             raise ConfigError(f"{self.architecture}.{key}: expected an integer >= 1, got {value}")
         return value
 
+    def _expect(self, key: str, allowed: Sequence[float]) -> None:
+        """Check that a setting of the architecture is absent, or has one of these values."""
+        name = f"{self.architecture}.{key}"
+        value = self._field(name, allowed[0])
+        if not isinstance(value, int | float) or not any(
+            isclose(value, a, rel_tol=1e-6) for a in allowed
+        ):
+            shown = " or ".join(map(str, allowed))
+            raise ConfigError(f"{name}: expected {shown} or none, got {value!r}")
 
-def _reader_class() -> Any:  # noqa: ANN401 - gguf's types are Any
-    """Return gguf's reader, made faster; only GGUF files need the package."""
-    from gguf import GGUFReader
+
+def _reader(file: Path) -> Any:  # noqa: ANN401 - gguf's types are Any
+    """Return gguf's reader of a file, made faster and careful; only GGUF files need the package.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        from gguf import GGUFReader, GGUFValueType
+    except ImportError as error:
+        raise ConfigError(
+            f"model: expected the package gguf to read {file.name}, got {error}; run "
+            "`pip install gguf`"
+        ) from error
 
     class Reader(GGUFReader):  # type: ignore[misc]
-        """Slices plain arrays: each slice of a ``memmap`` is made in Python, for every token."""
+        """Reads arrays as a whole, not in Python for every item, and nothing behind the end."""
 
         @property
         def data(self) -> npt.NDArray[np.uint8]:
@@ -281,20 +423,51 @@ def _reader_class() -> Any:  # noqa: ANN401 - gguf's types are Any
 
         @data.setter
         def data(self, mapped: npt.NDArray[np.uint8]) -> None:
-            self._data = mapped.view(np.ndarray)
+            self._data = mapped.view(np.ndarray)  # a slice of a memmap is made in Python
 
-    return Reader
+        def _get(
+            self,
+            offset: int,
+            dtype: npt.DTypeLike,
+            count: int = 1,
+            override_order: str | None = None,
+        ) -> npt.NDArray[Any]:
+            values: npt.NDArray[Any] = super()._get(offset, dtype, count, override_order)
+            if len(values) != count:
+                raise ValueError(f"expected {count} values at byte {offset}, got {len(values)}")
+            return values
 
+        def _get_field_parts(
+            self, orig_offs: int, raw_type: int
+        ) -> tuple[int, list[Any], list[int], list[Any]]:
+            found: tuple[int, list[Any], list[int], list[Any]]
+            if raw_type != GGUFValueType.ARRAY:
+                found = super()._get_field_parts(orig_offs, raw_type)
+                return found
+            item = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+            count = int(self._get(orig_offs + 4, np.uint64)[0])
+            parts: list[Any] = []
+            end = orig_offs + 12
+            if item == GGUFValueType.STRING:
+                content = self._data.data
+                order = ">" if self.byte_order == "S" else "<"
+                length = struct.Struct(f"{order}Q")
+                for _ in range(count):
+                    (size,) = length.unpack_from(content, end)
+                    end += length.size + size
+                    parts.append(content[end - size : end])
+                if end > len(content):
+                    raise ValueError(f"expected {count} strings, got fewer")
+            else:
+                parts.append(self._get(end, self.gguf_scalar_to_np[item], count))
+                end += parts[0].nbytes
+            types = [GGUFValueType.ARRAY, item]
+            return end - orig_offs, parts, list(range(len(parts))), types
 
-def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return transformers' tokenizer of a GGUF file; raise whatever transformers raises."""
-    from transformers import PreTrainedTokenizerFast  # takes a second
-
-    # AutoTokenizer's differs at most in the name of its class, and takes 7 seconds more: it
-    # reads the whole file to find that name.
-    return PreTrainedTokenizerFast.from_pretrained(
-        str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
-    )
+    try:
+        return Reader(file)
+    except Exception as error:  # a damaged file fails anywhere in the reader
+        raise ConfigError(f"{file.name}: not a readable GGUF file: {error}") from error
 
 
 def _hugging_face_name(name: str) -> str:

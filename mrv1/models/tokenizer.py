@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrv1.errors import ConfigError
 from mrv1.models.files import read_json, refusal
-from mrv1.models.gguf_file import is_gguf, load_gguf_tokenizer, open_gguf
+from mrv1.models.gguf_file import is_gguf, open_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     try:
         if is_gguf(path):
-            return load_gguf_tokenizer(path)
+            return open_gguf(path).vocabulary.tokenizer()
         tokenizer = _loaded(path)
         template = _processor_template(path)
         if template and (not tokenizer.chat_template or _has_processor(path)):
