@@ -290,8 +290,9 @@ def _include_bound(node: dict[str, Any], keyword: str, exclusive: str) -> None:
     llguidance takes 5 itself for a number beyond 5 and up to 5.5.
     """
     bound, other = node.get(exclusive), node.get(keyword)
-    is_number = isinstance(bound, int | float) and isinstance(other, int | float | None)
-    if is_number and not _is_inexact(bound) and bound == int(bound):
+    if not isinstance(bound, int | float) or not isinstance(other, int | float | None):
+        return
+    if not _is_inexact(bound) and bound == int(bound):
         step = Decimal(1).scaleb(len(str(abs(int(bound)))) - 15)
         is_least, choose = keyword == "minimum", max if keyword == "minimum" else min
         moved = float(Decimal(int(bound)) + (step if is_least else -step))
