@@ -78,7 +78,7 @@ class _Hub(BaseHTTPRequestHandler):
         elif path.startswith("/api/models/org/tiny/tree/"):
             status, body = 200, json.dumps([_entry(n, b) for n, b in self.files.items()]).encode()
         elif path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
-            status, body = 200, self.files[path.rpartition("/")[2]]
+            status, body = 200, self.files[path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")]
             headers |= {"ETag": f'"{_etag(body)}"', "X-Repo-Commit": COMMIT}
         else:
             status, headers["X-Error-Code"] = 404, "RevisionNotFound"
@@ -104,6 +104,7 @@ def _entry(name: str, body: bytes) -> dict[str, object]:
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Hub]]:
     """A server on this machine in the place of huggingface.co."""
     files = {path.name: path.read_bytes() for path in TINY.iterdir() if path.is_file()}
+    files["additional_chat_templates/rag.jinja"] = b"{{ messages }}"
     files["pytorch_model.bin"] = files["consolidated.safetensors"] = b"a second copy"
     handler = type("Hub", (_Hub,), {"files": files, "requests": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -198,9 +199,10 @@ def test_a_cached_model_without_a_configuration_is_refused(cached):
 def test_a_model_is_downloaded_once(hub, cache, monkeypatch):
     directory = checkpoint_dir("org/tiny")
     assert directory == cache / "models--org--tiny" / "snapshots" / COMMIT
-    names = {path.name for path in directory.iterdir()}
+    names = {path.name for path in directory.iterdir() if path.is_file()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert not names & {"pytorch_model.bin", "consolidated.safetensors"}
+    assert (directory / "additional_chat_templates" / "rag.jinja").is_file()
     for name in names:
         assert (directory / name).read_bytes() == (TINY / name).read_bytes()
     num_requests = len(hub.requests)

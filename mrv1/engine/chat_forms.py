@@ -17,6 +17,12 @@ from typing import Any, Literal
 from mrv1.engine.chat_messages import ChatMessage, called_function
 from mrv1.errors import RequestError
 
+_WORD = re.compile(r"probe\d+probe")
+_SHOWN_PART = re.compile(rf"['\"]text\\*['\"]:\s*\\*['\"]({_WORD.pattern})")
+"""A word in a list of parts, as Python or JSON shows it."""
+_SHOWN_DICT = re.compile(rf"'({_WORD.pattern})': '({_WORD.pattern})'")
+"""Arguments of a tool call, as Python shows them."""
+
 Render = Callable[[Sequence[ChatMessage]], str]
 """Writes a conversation by the template; raises RequestError if that fails."""
 
@@ -124,22 +130,17 @@ class Probe:
             if self.refused == Forms() and type(error.__cause__) is TemplateError:
                 self.refused = forms  # by raise_exception; other errors are of derived types
             return None
+        found = set(_WORD.findall(text))
+        in_parts, in_dicts = set(_SHOWN_PART.findall(text)), set(_SHOWN_DICT.findall(text))
         counts: dict[str | None, int] = {
-            role: sum(
-                word in text and not re.search(rf"['\"]text\\*['\"]:\s*\\*['\"]{word}", text)
-                for word in words
-            )
-            for role, words in self.words.items()
+            role: len((found - in_parts).intersection(words)) for role, words in self.words.items()
         }
-        counts[None] = sum(
-            name in text and value in text and f"'{name}': '{value}'" not in text
-            for name, value in self.arguments
-        )
+        counts[None] = sum(found.issuperset(pair) for pair in set(self.arguments) - in_dicts)
         return counts
 
     def _word(self) -> str:
         self.num_words += 1
-        return f"probe{self.num_words}probe"
+        return f"probe{self.num_words}probe"  # as _WORD
 
     def _message(self, message: ChatMessage) -> ChatMessage:
         role, content = message["role"], message.get("content")

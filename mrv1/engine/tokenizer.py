@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
@@ -230,10 +231,12 @@ class Tokenizer:
             if sanitize_control_tokens and self._has_added_tokens((messages, tools, variables)):
                 _check_unicode("prompt", prompt)
                 hint = "; sanitize_control_tokens=False encodes control tokens of messages as such"
-                prompt.token_ids = apply(
-                    tokenize=True, return_dict=False, sanitize_control_tokens=True
-                )
-        except RequestError:
+                ids = apply(tokenize=True, return_dict=False, sanitize_control_tokens=True)
+                # A template may take control tokens out itself, such as an earlier answer's
+                # reasoning with the whitespace around it, which it does not find in this mode.
+                if self._added_tokens(ids) != self._added_tokens(self.encode(prompt)):
+                    prompt.token_ids = ids
+        except RequestError:  # the text is not valid Unicode
             raise
         except Exception as error:  # a template is a program: it may fail in any way
             reason = " ".join(str(error).split())
@@ -242,6 +245,11 @@ class Tokenizer:
             kind = ChatTemplateError if isinstance(error, TemplateSyntaxError) else RequestError
             raise kind(f"chat_template: {reason}{hint}") from error
         return prompt
+
+    def _added_tokens(self, token_ids: Sequence[int]) -> Counter[int]:
+        """Return how often each added token is in ``token_ids``."""
+        added = set(self._tokenizer.added_tokens_encoder.values())
+        return Counter(token for token in token_ids if token in added)
 
     def _has_added_tokens(self, value: object) -> bool:
         """Whether a text in ``value`` has an added token, which transformers can encode as text.
