@@ -137,8 +137,12 @@ class EngineCore:
         head_policy: HeadPolicy | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         progress: bool = True,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """Build runner and scheduler; for arguments and errors see ``ModelRunner``."""
+        """Build runner and scheduler; for arguments and errors see ``ModelRunner``.
+
+        ``eos_token_ids`` are end-of-sequence tokens in addition to the model configuration's.
+        """
         logits_processors = checked_processors(logits_processors)
         speculation = config.speculation
         self._speculation = None if speculation is None else Speculation(speculation)
@@ -158,13 +162,20 @@ class EngineCore:
             logits_processors=logits_processors,
             progress=progress,
         )
+        model_config = self.runner.model_config
+        self.eos_token_ids = tuple(
+            token
+            for token in dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids))
+            if token < model_config.vocab_size  # a tokenizer may name one that it adds
+        )
+        """The model's end-of-sequence tokens."""
         self.scheduler = Scheduler(
             num_blocks=self.runner.kv_cache.num_blocks,
             keeps=[group.keeps for group in self.runner.head_groups.groups],
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            eos_token_ids=self.runner.model_config.eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             max_steps_in_flight=config.steps_in_flight,
             enable_prefix_caching=config.caches_prefixes,
             custom_masks=("logits_processors",) if logits_processors else (),

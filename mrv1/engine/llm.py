@@ -151,6 +151,7 @@ class LLM:
             head_policy=policy,
             logits_processors=logits_processors,
             progress=use_tqdm_on_load,
+            eos_token_ids=self._tokenizer.eos_token_ids,
         )
         if self._defaults.description:
             logger.info("%s", self._defaults.description)
@@ -729,7 +730,7 @@ class LLM:
 
     def _with_grammar(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with their ``structured_outputs`` compiled, if they have any."""
-        source, config = params.structured_outputs, self._engine.runner.model_config
+        source, engine = params.structured_outputs, self._engine
         if source is None:
             return params
         if not self._tokenizer.is_loaded:
@@ -738,7 +739,9 @@ class LLM:
             )
         try:
             grammar = source.compiled(
-                self._tokenizer.library, config.vocab_size, list(config.eos_token_ids) or None
+                self._tokenizer.library,
+                engine.runner.model_config.vocab_size,
+                list(engine.eos_token_ids) or None,
             )
         except RequestError:
             raise

@@ -42,9 +42,10 @@ class CompletionOutput:
     index: int
     """Index among the request's ``n`` sequences."""
     text: str
-    """Output without special tokens (if ``skip_special_tokens``), the stop token and, unless
-    ``include_stop_str_in_output``, the stop string or sequence. While the request runs, an end
-    that may become a stop string or sequence is left out. Empty without a tokenizer or with
+    """Output without special tokens (if ``skip_special_tokens``) and, unless
+    ``include_stop_str_in_output``, without the stop string, sequence or token. While the request
+    runs, an end that may become a stop string or sequence is left out. The text continues the
+    prompt's: a space between the two is in it. Empty without a tokenizer or with
     ``detokenize=False``."""
     token_ids: tuple[int, ...]
     """All generated tokens, a stop token or sequence included."""

@@ -6,7 +6,7 @@ from itertools import chain, islice
 
 from mrv1.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from mrv1.engine.request import Request
-from mrv1.engine.tokenizer import NO_TOKENIZER, OutputText, Tokenizer
+from mrv1.engine.tokenizer import NO_TOKENIZER, Decoded, OutputText, Tokenizer
 from mrv1.runner.step import TokenLogprobs
 
 
@@ -38,7 +38,10 @@ class RequestGroup:
             )
         else:
             self._tokenizer = NO_TOKENIZER
-        self._completions = [_Completion(member, self._tokenizer) for member in self.requests]
+        start = self._tokenizer.after(request.prompt_token_ids)
+        self._completions = [
+            _Completion(member, self._tokenizer, start) for member in self.requests
+        ]
         self._prompt: tuple[dict[int, Logprob] | None, ...] | None = None
         """Log-probabilities of the prompt, once they are known."""
 
@@ -100,7 +103,7 @@ class RequestGroup:
 class _Completion:
     """One of the outputs."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, start: Decoded) -> None:
         params = request.params
         self._request = request
         self._tokenizer = tokenizer
@@ -110,6 +113,7 @@ class _Completion:
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             stop_token_sequences=params.stop_token_sequences,
+            start=start,
         )
         self._logprobs: list[dict[int, Logprob]] = []
         self._totals = [0.0]
@@ -167,16 +171,20 @@ class _Completion:
             self._totals.append(self._totals[-1] + position[token].logprob)
 
     def _before_stop_token(self) -> list[int]:
-        """Return the output tokens without the stop token or excluded stop sequence at the end."""
+        """Return the output tokens without the stop token or sequence that the text excludes."""
         request, token_ids = self._request, self._request.output_token_ids
-        reason = request.stop_reason
-        if request.finish_reason != "stop" or isinstance(reason, str):
+        reason, params = request.stop_reason, request.params
+        if (
+            request.finish_reason != "stop"
+            or isinstance(reason, str)
+            or params.include_stop_str_in_output
+        ):
             return token_ids
         if isinstance(reason, tuple):
-            included = request.params.include_stop_str_in_output
-            return token_ids if included else token_ids[: -len(reason)]
-        ends = token_ids[-1] in request.stop_token_ids  # else a grammar ended the request
-        return token_ids[:-1] if ends else token_ids
+            return token_ids[: -len(reason)]
+        # A grammar may end a request with any token, and with an end-of-sequence token in spite of
+        # ``ignore_eos``.
+        return token_ids[:-1] if token_ids[-1] in request.late_token_ids else token_ids
 
 
 def _dicts(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> list[dict[int, Logprob]]:

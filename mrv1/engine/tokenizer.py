@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,6 +90,12 @@ class Tokenizer:
     def is_loaded(self) -> bool:
         """Whether the checkpoint has a tokenizer."""
         return self._tokenizer is not None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's end-of-sequence token, if it has one."""
+        token = None if self._tokenizer is None else self._tokenizer.eos_token_id
+        return () if token is None else (token,)
 
     @property
     def library(self) -> Any:  # noqa: ANN401 - one of many classes of transformers
@@ -293,6 +300,18 @@ class Tokenizer:
         """Return the last ``count`` tokens that give text; skipped special tokens do not."""
         return list(islice(self._text_tokens(reversed(token_ids)), count))[::-1]
 
+    def after(self, token_ids: Sequence[int]) -> Decoded:
+        """Return where the text of an output begins that follows ``token_ids``, its prompt.
+
+        The decoder of many tokenizers drops a space at the beginning of a text, which is not the
+        beginning of an output.
+        """
+        if self._tokenizer is None:
+            return Decoded()
+        window = tuple(self.last_text_tokens(token_ids, CONTEXT_TOKENS))
+        decoded = self.decode(window)
+        return Decoded(window=window, decoded=decoded, num_shown=len(decoded))
+
     def _text_tokens(self, token_ids: Iterable[int]) -> Iterator[int]:
         for token in token_ids:
             gives_text = self._gives_text.get(token)
@@ -368,30 +387,35 @@ def _check_unicode(name: str, text: str) -> None:
         ) from error
 
 
-class _Decoded(NamedTuple):
+class Decoded(NamedTuple):
     """The progress of a ``Detokenizer``."""
 
     text: str = ""
     num_tokens: int = 0
-    """Tokens seen."""
+    """Tokens of the output seen."""
     window: tuple[int, ...] = ()
-    """The last of these tokens, which are decoded again."""
+    """The last tokens of prompt and output, which are decoded again."""
     decoded: str = ""
     """The window as text."""
     num_shown: int = 0
-    """Characters of ``decoded`` that are part of ``text``."""
+    """Characters of ``decoded`` that are part of the prompt's text or of ``text``."""
 
 
 class Detokenizer:
     """The text of a growing list of tokens: the text only ever grows, in linear time.
 
     The last tokens, a window, are decoded again with every new token. Up to ``MAX_INCOMPLETE``
-    U+FFFD at the end of the window's text may still become a character: they are held back.
+    U+FFFD at the end of the window's text may still become a character: they are held back. A
+    character that the prompt begins and the output completes is text of the output.
+
+    Args:
+        tokenizer: the checkpoint's tokenizer.
+        start: what ``tokenizer.after`` returned for the prompt; none = the text begins here.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, start: Decoded = Decoded()) -> None:  # noqa: B008
         self._tokenizer = tokenizer
-        self._seen = _Decoded()  # replaced as a whole, so that no interrupt leaves a mixture
+        self._seen = start  # replaced as a whole, so that no interrupt leaves a mixture
 
     def text(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """Return the text of ``token_ids``, which extend the tokens of the last call.
@@ -407,7 +431,10 @@ class Detokenizer:
         if new:
             num_tokens += len(new)
             window += tuple(new)
-            decoded = self._tokenizer.decode(window)
+            shown, decoded = decoded[:num_shown], self._tokenizer.decode(window)
+            while not text and shown.endswith(REPLACEMENT) and not decoded.startswith(shown):
+                shown = shown[:-1]  # the prompt's last character is complete now
+            num_shown = len(shown)
         end = len(decoded)
         if not is_last:
             end -= min(end - len(decoded.rstrip(REPLACEMENT)), MAX_INCOMPLETE)
@@ -419,7 +446,7 @@ class Detokenizer:
             window = tuple(self._tokenizer.last_text_tokens(window, CONTEXT_TOKENS))
             decoded = self._tokenizer.decode(window)
             num_shown = len(decoded) - num_held_back
-        self._seen = _Decoded(text, num_tokens, window, decoded, num_shown)
+        self._seen = Decoded(text, num_tokens, window, decoded, num_shown)
         return text
 
 
@@ -428,10 +455,12 @@ class OutputText:
 
     Args:
         tokenizer: the checkpoint's tokenizer.
-        stop: strings that end the output; if several begin at one place, the first in ``stop``.
+        stop: strings that end the output: the one that ends first; if several end at one place,
+            the first in ``stop``.
         include_stop: whether the text includes the stop string at its end.
         min_tokens: least tokens of an output that a stop string may end.
         stop_token_sequences: token sequences that may end the output too, and then are not text.
+        start: as for ``Detokenizer``.
     """
 
     def __init__(
@@ -442,14 +471,15 @@ class OutputText:
         include_stop: bool = False,
         min_tokens: int = 0,
         stop_token_sequences: Sequence[Sequence[int]] = (),
+        start: Decoded = Decoded(),  # noqa: B008 - it cannot change
     ) -> None:
-        self._searched = Detokenizer(tokenizer)
+        self._searched = Detokenizer(tokenizer, start)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._sequences = () if include_stop else tuple(stop_token_sequences)
         # Where a stop sequence may begin, the shown text is shorter than the searched text.
-        self._shown = Detokenizer(tokenizer) if self._sequences else self._searched
+        self._shown = Detokenizer(tokenizer, start) if self._sequences else self._searched
         self._num_searched = 0
         """Characters before which no stop string begins."""
         self._num_ignored = 0
@@ -473,17 +503,21 @@ class OutputText:
             self._num_ignored = len(text)
             return None
         found = [
-            (text.find(stop, max(self._num_searched, self._num_ignored - len(stop) + 1)), stop)
+            (at + len(stop), at, stop)
             for stop in self._stop
+            if (at := text.find(stop, self._first_place(stop))) >= 0
         ]
-        found = [(at, stop) for at, stop in found if at >= 0]
         if not found:
             longest = max(map(len, self._stop))
             self._num_searched = max(self._num_searched, len(text) - longest + 1)
             return None
-        at, stop = min(found, key=lambda pair: pair[0])
-        self._stopped = stop, text[: at + len(stop) if self._include_stop else at]
+        end, at, stop = min(found, key=itemgetter(0))
+        self._stopped = stop, text[: end if self._include_stop else at]
         return stop
+
+    def _first_place(self, stop: str) -> int:
+        """Return the least index at which a stop string may begin."""
+        return max(self._num_searched, self._num_ignored - len(stop) + 1)
 
     def text(self, token_ids: Sequence[int], *, is_last: bool) -> str:
         """Return the text that may be shown.

@@ -124,8 +124,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Draw only these token ids. Default: all."""
     seed: int | None = None
-    """Seed of the request's random draws, a signed 64-bit integer. Default: derived from the
-    engine's seed and the number of requests added before it."""
+    """Seed of the request's random draws, a signed 64-bit integer. None, or -1 as in vLLM: derived
+    from the engine's seed and the number of requests added before it."""
     n: int = 1
     """Number of outputs, 1 to 16,384; each has random draws of its own, also with a ``seed``."""
     max_tokens: int | None = 16
@@ -143,9 +143,11 @@ class SamplingParams:
     output text is cut before the sequence. Not in vLLM."""
     stop: Sequence[str] = ()
     """One stop text, or several. The request ends as soon as its output contains one of them; the
-    output text is cut before the stop text."""
+    output text is cut before the stop text. Of several that one token completes, the one that ends
+    first counts, and of those that end at one place, the first in the list."""
     include_stop_str_in_output: bool = False
-    """Keep the stop text, or stop sequence, at the end of the output's text."""
+    """Keep the stop text, stop sequence, stop token or end-of-sequence token at the end of the
+    output's text. A special token is text only without ``skip_special_tokens``."""
     detokenize: bool = True
     """Turn output tokens into text. Without, the text of outputs is empty, ``stop`` is refused,
     and reported log-probabilities lack ``decoded_token``."""
@@ -196,6 +198,8 @@ class SamplingParams:
             object.__setattr__(self, option.name, _plain(value, depth=2))
         if _is_int(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if _is_int(self.seed) and self.seed == -1:
+            object.__setattr__(self, "seed", None)
         self._validate_numbers()
         self._validate_tokens()
         self._validate_texts_and_flags()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -209,21 +210,67 @@ def _flat(parts: Iterable[list[int]]) -> list[int]:
 def test_streamed_text_only_grows_and_ends_as_the_full_text(
     tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
 ):
-    """Any number of tokens may come at once. Only a U+FFFD that may change is withheld."""
-    tokenizer, ids = tokenizers[kind], data.draw(_tokens(kind))
-    output, shown, end = OutputText(tokenizer), "", 0
-    final = _expected(kind, ids)
+    """Any number of tokens may come at once. Only a U+FFFD that may change is withheld.
+
+    The text and the prompt's text are the text of all tokens.
+    """
+    tokenizer, prompt, ids = tokenizers[kind], data.draw(_tokens(kind)), data.draw(_tokens(kind))
+    start, prompt_text = tokenizer.after(prompt), _expected(kind, prompt)
+    output, shown, end = OutputText(tokenizer, start=start), "", 0
+    final = _rest(_expected(kind, prompt + ids), prompt_text)
     while end < len(ids):
         end += data.draw(st.sampled_from([1, 1, 1, 2, 5, 30]))
         before, shown = shown, output.text(ids[:end], is_last=False)
         assert shown.startswith(before)
         assert final.startswith(shown)
-        held_back = _expected(kind, ids[:end]).removeprefix(shown)
+        known = _rest(_expected(kind, prompt + ids[:end]), prompt_text)
+        held_back = known.removeprefix(shown)
         assert held_back == FFFD * len(held_back)
         assert len(held_back) <= 3
     assert output.text(ids, is_last=True) == final
-    assert OutputText(tokenizer).text(ids, is_last=True) == final  # not streamed
-    assert tokenizer.decode(ids) == final
+    assert OutputText(tokenizer, start=start).text(ids, is_last=True) == final  # not streamed
+    assert tokenizer.decode(ids) == _expected(kind, ids)
+
+
+def _rest(whole: str, prompt: str) -> str:
+    """Return the text after the prompt's, whose last character other tokens may complete."""
+    while not whole.startswith(prompt):
+        assert prompt.endswith(FFFD)
+        prompt = prompt[:-1]
+    return whole[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", ["llama", "byte_level", "metaspace"])
+@given(data=st.data())
+def test_an_output_has_the_text_that_the_library_streams_after_the_prompt(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
+):
+    """vLLM streams with this class. Prompt and output end where a character ends."""
+    first = {"llama": 3, "byte_level": 2, "metaspace": None}[kind]
+    others = [END, *(WORDS if kind != "byte_level" else [])]
+    token = st.sampled_from([[BACKENDS[kind].token_to_id(name)] for name in others])
+    if first is not None:
+        character = st.sampled_from("a \u00e9\u4f60\U0001f600").map(str.encode)
+        token |= character.map(lambda raw: [first + byte for byte in raw])
+    prompt, ids = (data.draw(st.lists(token, max_size=20).map(_flat)) for _ in range(2))
+    stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
+    backend = tokenizers[kind].library.backend_tokenizer
+    expected = "".join(stream.step(backend, token) or "" for token in ids)
+    output = OutputText(tokenizers[kind], start=tokenizers[kind].after(prompt))
+    assert output.text(ids, is_last=True) == expected
+
+
+def test_a_character_that_the_prompt_begins_is_text_of_the_output(
+    tokenizers: dict[str, Tokenizer],
+):
+    for kind, first in (("llama", 3), ("byte_level", 2)):
+        tokenizer, ids = tokenizers[kind], [first + byte for byte in "a\u4f60a".encode()]
+        for at, expected in ((1, "\u4f60a"), (2, "\u4f60a"), (3, "\u4f60a"), (4, "a")):
+            output = OutputText(tokenizer, start=tokenizer.after(ids[:at]))
+            assert output.text(ids[at:], is_last=True) == expected
+        literal = [first + byte for byte in f"a{FFFD}".encode()]  # that is U+FFFD itself
+        output = OutputText(tokenizer, start=tokenizer.after(literal))
+        assert output.text(ids[:1], is_last=True) == "a"
 
 
 def _joined(ids: Sequence[int]) -> str:
@@ -249,20 +296,20 @@ def test_text_with_special_tokens_only_grows_and_ends_as_the_full_text(
     """Only WordPiece writes spaces between special tokens."""
     tokenizer = tokenizers[kind].with_special_tokens(skip=False, spaces=spaces)
     ids = data.draw(_tokens(kind))
+    whole = _joined if kind == "word_piece" and not spaces else partial(_whole_with_special, kind)
     if kind == "word_piece" and not spaces:  # without the decoder's clean-up, such as " n't"
         plain = [BACKENDS[kind].token_to_id(name) for name in (END, PAD, "do", "##n", "a", "##b")]
         ids = data.draw(st.lists(st.sampled_from([*plain, SIZES[kind] + 1]), max_size=80))
-        final = _joined(ids)
-    else:
-        final = _whole_with_special(kind, ids)
-    output, shown, end = OutputText(tokenizer), "", 0
+    assert tokenizer.decode(ids) == whole(ids)
+    at = data.draw(st.integers(0, len(ids)))
+    final, start = _rest(whole(ids), whole(ids[:at])), tokenizer.after(ids[:at])
+    output, shown, end, ids = OutputText(tokenizer, start=start), "", 0, ids[at:]
     while end < len(ids):
         end += data.draw(st.sampled_from([1, 1, 1, 2, 5, 30]))
         before, shown = shown, output.text(ids[:end], is_last=False)
         assert shown.startswith(before)
         assert final.startswith(shown)
     assert output.text(ids, is_last=True) == final
-    assert tokenizer.decode(ids) == final
 
 
 def _whole_with_special(kind: str, ids: Sequence[int]) -> str:
@@ -345,12 +392,12 @@ def test_the_cost_of_streaming_is_linear_in_the_tokens(
     costs = []
     for length in (800, 1600):
         ids = (period * length)[:length]
-        num_decoded, output = 0, OutputText(tokenizer)
+        num_decoded, output = 0, OutputText(tokenizer, start=tokenizer.after(ids))
         for end in range(1, length + 1):
             shown = output.text(ids[:end], is_last=False)
         final = output.text(ids, is_last=True)
         costs.append(num_decoded / length)
-        assert final == _expected(kind, ids)
+        assert final == _rest(_expected(kind, ids + ids), _expected(kind, ids))
         assert len(final) - len(shown) <= 3
     assert costs[1] <= 1.1 * costs[0]
     assert costs[1] <= 4 * 24
@@ -373,7 +420,7 @@ def test_a_stop_string_is_found_among_invalid_bytes(
     for end in range(1, len(ids) + 1):
         is_last = end == len(ids)
         text = known.text(ids[:end], is_last=is_last)
-        places = [(text.find(s), index) for index, s in enumerate(stop) if s in text]
+        places = [(text.find(s) + len(s), index) for index, s in enumerate(stop) if s in text]
         found = output.find_stop(ids[:end], is_last=is_last)
         assert found == (stop[min(places)[1]] if places else None)
         before = shown

@@ -93,7 +93,7 @@ def test_the_text_ends_at_the_first_stop_string_and_none_of_it_was_shown(
     for end in range(1, len(ids) + 1):
         is_last = end == len(ids)
         known = tokenizer.decode(ids[:end]) if is_last else whole.text(ids[:end])
-        places = [(known.find(s), index) for index, s in enumerate(stop) if s in known]
+        places = [(known.find(s) + len(s), index) for index, s in enumerate(stop) if s in known]
         found = output.find_stop(ids[:end], is_last=is_last)
         assert found == (stop[min(places)[1]] if places else None)
         assert output.find_stop(ids[:end], is_last=is_last) == found, (
@@ -109,6 +109,27 @@ def test_the_text_ends_at_the_first_stop_string_and_none_of_it_was_shown(
         assert not shown or shown[-1] == text
     assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
     assert not any(s in earlier for earlier in shown[:-1] for s in stop)
+
+
+@pytest.mark.parametrize(
+    ("stop", "found"),
+    [
+        (["abcde", "cd"], "cd"),  # ends first, though it begins later
+        (["d", "abcd", "bcd"], "d"),  # all end at one place
+        (["abcd", "d"], "abcd"),
+        (["e", "b"], "b"),
+    ],
+)
+def test_of_several_stop_strings_in_one_token_the_one_that_ends_first_counts(
+    tokenizer, monkeypatch, stop, found
+):
+    texts = {(): "", (1,): "xabcdef"}
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: texts[tuple(ids)])
+    for include in (False, True):
+        output = OutputText(tokenizer, stop, include_stop=include)
+        assert output.find_stop([1], is_last=False) == found
+        text, _, _ = "xabcdef".partition(found)
+        assert output.text([1], is_last=True) == text + (found if include else "")
 
 
 def test_text_that_may_become_a_stop_string_is_withheld(tokenizer):
@@ -144,7 +165,7 @@ def test_a_stop_string_within_min_tokens_is_text(tokenizer, text, stop, min_toke
         assert found is None
         return
     first_end = min(ends)[0]
-    start, index = min((start, index) for stop_end, start, index in ends if stop_end == first_end)
+    index, start = min((index, start) for stop_end, start, index in ends if stop_end == first_end)
     assert (end, found) == (first_end, stop[index])
     assert output.text(ids[:end], is_last=True) == text[:start]
 
@@ -177,8 +198,8 @@ def test_no_part_of_a_stop_sequence_is_shown(tokenizer, characters, sequences, s
             final = text if include else text.removesuffix(found)
         elif output.find_stop(ids[:end], is_last=is_last) is not None:
             shown.append(output.text(ids[:end], is_last=True))
-            places = [(text.find(s), -len(s), s) for s in stop if text.endswith(s)]
-            final = text if include else text[: min(places)[0]]
+            first = next(s for s in stop if text.endswith(s))
+            final = text if include else text.removesuffix(first)
             break
         else:
             assert not any(s in text for s in stop)

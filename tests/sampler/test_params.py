@@ -282,6 +282,17 @@ def test_an_assigned_value_is_converted_and_checked_like_an_argument():
         del params.seed
 
 
+@pytest.mark.parametrize("minus_one", [-1, np.int64(-1)])
+def test_a_seed_of_minus_one_is_none_as_in_vllm(minus_one):
+    params = SamplingParams(seed=minus_one)
+    assert params.seed is None
+    assert params == SamplingParams()
+    params.seed = 7
+    params.seed = minus_one
+    assert params.seed is None
+    assert SamplingParams(seed=-2).seed == -2
+
+
 @pytest.mark.parametrize(
     "copied",
     [SamplingParams.clone, copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
