@@ -243,7 +243,7 @@ def test_blanks_do_not_run_to_the_limit(llm):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ("root ::= root", "grammar: expected a token that may come next, got"),
+        ("root ::= root", "grammar: expected a token that may come next, got none"),
         (
             'root ::= (a | b)*\na ::= [a-z ]+\nb ::= [A-z ]+ | "the" root',
             "got .*[Tt]oo many items",

@@ -197,6 +197,7 @@ class LLGuidanceMatcher:
         self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0]
+            reason = "none" if reason == "NoExtensionBias" else reason
             raise RequestError(f"grammar: expected a token that may come next, got {reason}")
 
     def accept(self, token_id: int) -> bool:
