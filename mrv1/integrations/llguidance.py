@@ -305,7 +305,8 @@ class StructuredOutputsParams:
     """
 
     json: str | Mapping[str, Any] | None = field(default=None, hash=False)
-    """A JSON schema, as text or as a dict; ``docs/structured.md`` lists what is enforced."""
+    """A JSON schema, as text or as a dict, which is kept as text; ``docs/structured.md`` lists
+    what is enforced."""
     regex: str | None = None
     """A regular expression that matches the output as a whole."""
     choice: Sequence[str] | None = None
@@ -367,6 +368,14 @@ class StructuredOutputsParams:
             raise RequestError(
                 f"structured_outputs.{name}: expected {expected}, got {short(value)}"
             )
+        if isinstance(value, Mapping):
+            try:
+                text = json_module.dumps(value, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise RequestError(
+                    f"structured_outputs.json: expected a JSON schema, got {error}"
+                ) from error
+            object.__setattr__(self, "json", text)  # which no change of the dict reaches
 
     def compiled(
         self,

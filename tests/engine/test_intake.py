@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import enum
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from mrv1 import LLM, AsyncLLM, RequestError, SamplingParams
 from mrv1.engine.intake import own_prompt
 from mrv1.engine.tokenizer import ChatPrompt
+from mrv1.integrations.llguidance import StructuredOutputsParams
 from mrv1.multimodal import MultimodalItem, causal_ranges
 from tests.multimodal.oracle import features
 
@@ -260,6 +262,20 @@ def test_a_copy_of_parameters_has_lists_and_a_dict_of_its_own(copied):
     other.logit_bias[7] = 1.0
     params.logit_bias[9] = 1.0
     assert (other.logit_bias, before.logit_bias) == ({5: 0.5, 7: 1.0}, {5: 0.5})
+
+
+def test_a_schema_is_kept_as_it_was_given():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = StructuredOutputsParams(json=schema)
+    text = json.dumps(schema)
+    schema["properties"]["a"]["type"] = "string"
+    assert form == StructuredOutputsParams(json=text) != StructuredOutputsParams(json=schema)
+    assert SamplingParams(structured_outputs=form).clone().structured_outputs is form
+    for wrong in ({"enum": {1}}, {"const": float("nan")}):
+        with pytest.raises(
+            RequestError, match=r"structured_outputs\.json: expected a JSON schema, "
+        ):
+            StructuredOutputsParams(json=wrong)
 
 
 # --- classes of the caller's ---------------------------------------------------------------------
