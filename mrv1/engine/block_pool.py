@@ -31,11 +31,11 @@ class BlockPool:
         """Make every block free, with no content: no request uses a block any more."""
         num_blocks = self.num_blocks
         self._num_refs = [0] * num_blocks
-        self._free = deque(range(num_blocks))
         self._evictable: OrderedDict[int, bytes] = OrderedDict()
         """Cached block -> its digest; least recently used first."""
         self._quarantine: dict[int, int] = {}
         """Block -> the step after which it may be allocated."""
+        self._free = deque(range(num_blocks))  # last: no report counts a block as free twice
         self._used_until: dict[int, int] = {}
         """Block in use -> the newest step of a request that used the block and has freed it."""
         self._released = -1
@@ -173,8 +173,9 @@ class BlockPool:
         for block in self._cached.values():
             self._digests[block] = None
         self._cached.clear()
-        self._free.extend(self._evictable)
-        self._evictable.clear()
+        evictable = [*self._evictable]
+        self._evictable.clear()  # first: no report counts a block as free twice
+        self._free.extend(evictable)
         self.has_changed = True
 
     # --- inside ---------------------------------------------------------------------------

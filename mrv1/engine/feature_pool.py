@@ -58,7 +58,8 @@ class FeaturePool:
     @property
     def num_cached(self) -> int:
         """Rows that no running request holds, with features that a later request may use."""
-        return sum(entry.num_rows for entry in self._cached.values())
+        entries = [*self._cached.values()]  # at once: reports do not wait for the step that runs
+        return sum(entry.num_rows for entry in entries)
 
     def reach(self, request: Request, start: int, end: int, *, takes: bool = True) -> int:
         """Return how far a chunk ``[start, end)`` gets with the rows that can be had.

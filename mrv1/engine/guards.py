@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -64,13 +66,21 @@ class Turns:
 
     Waiting threads go before a thread that has just had its turn. An interrupt does no harm: the
     interpreter's own ``with`` takes and releases the lock, and a thread that is wrongly listed as
-    waiting only costs the others ``GIVE_WAY_SECONDS`` per turn.
+    waiting only costs the others ``GIVE_WAY_SECONDS`` per turn. In a forked child no turn goes on:
+    the thread that had it is not there.
     """
 
     def __init__(self) -> None:
+        self.reset()
+        _TURNS.add(self)
+
+    def reset(self) -> None:
+        """Forget who has a turn and who waits."""
         self._lock = threading.RLock()  # a plain lock would block a nested call for ever
         self._owner: int | None = None
         self._waiting: set[int] = set()
+        self.reports = threading.RLock()
+        """For calls that take no turn, as they only read: held while they read."""
 
     @property
     def is_mine(self) -> bool:
@@ -104,6 +114,17 @@ class Turns:
             self._waiting.discard(thread)
 
 
+_TURNS: weakref.WeakSet[Turns] = weakref.WeakSet()
+
+
+def _reset_all() -> None:
+    for turns in _TURNS:
+        turns.reset()
+
+
+os.register_at_fork(after_in_child=_reset_all)
+
+
 class TakesTurns(Protocol):
     """An object whose methods run one at a time."""
 
@@ -123,3 +144,19 @@ def in_turn(
         return self._turns.take(method, self, *args, **kwargs)
 
     return waiting
+
+
+def reports(
+    method: Callable[Concatenate[Shared, P], R],
+) -> Callable[Concatenate[Shared, P], R]:
+    """Make a method, which only reads, hold ``Turns.reports``: it takes no turn.
+
+    So it need not wait for a step, and may be called in the middle of one.
+    """
+
+    @wraps(method)
+    def reading(self: Shared, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._turns.reports:
+            return method(self, *args, **kwargs)
+
+    return reading

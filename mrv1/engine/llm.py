@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from threading import Lock
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
@@ -17,7 +16,7 @@ from mrv1.config import EngineConfig, checkpoint_dir
 from mrv1.device import resolve_device
 from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
 from mrv1.engine.core import EngineCore, Metrics
-from mrv1.engine.guards import Turns, in_turn, recovers
+from mrv1.engine.guards import Turns, in_turn, recovers, reports
 from mrv1.engine.intake import own_params, own_prompt
 from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request import Request
@@ -79,9 +78,14 @@ class LLM:
     the steps: requests of several ``generate`` and ``stream`` calls run in one batch, and each
     call gets its own outputs, as if it ran alone. A ``stream`` that nobody reads blocks no other
     call: its request goes on in the steps of other calls. ``abort`` and ``close`` take effect
-    after the current step. After ``close``, calls in other threads raise a ``RuntimeError``, as
-    does a call from a callback or a signal handler within another call. On a GPU all threads must
-    launch on the same current stream, which they do by default.
+    after the current step. Reports (``metrics``, ``kv_report``, ``describe``, ``is_sleeping``)
+    wait for no step. After ``close``, calls in other threads raise a ``RuntimeError``, as does a
+    call from a callback or a signal handler within another call, unless it is a report. On a GPU
+    all threads must launch on the same current stream, which they do by default.
+
+    **Forks.** A forked child may use the engine on a CPU, where it has one of its own from then
+    on. With a GPU or with several ranks, which a child does not have, its calls raise a
+    ``RuntimeError``.
 
     **Values.** A request takes its prompt, with items and arrays, and its parameters at the call,
     as copies: what the caller changes afterwards belongs to its next request.
@@ -157,8 +161,8 @@ class LLM:
             logger.info("%s", self._defaults.description)
         self._encoder: VisionEncoder | None = None
         """The encoder of images in conversations, loaded for the first one."""
-        self._encoder_lock = Lock()
-        self._turns = Turns()
+        self._encoding, self._turns = Turns(), Turns()
+        self._is_closed = False
         self._is_changing = False
         self._groups: dict[str, RequestGroup] = {}
         """Requests whose last output has not been delivered, by id."""
@@ -512,6 +516,7 @@ class LLM:
         """
         self._engine.wake_up(tags)
 
+    @reports
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache are asleep; requests are then refused."""
         return self._engine.is_sleeping
@@ -555,15 +560,18 @@ class LLM:
 
     # --- reports and end ------------------------------------------------------------------
 
+    @reports
     def describe(self) -> str:
         """Return the start-up line: model, device, path, dtypes, blocks, sampling defaults."""
         parts = (self._engine.runner.describe(), self._defaults.description)
         return ", ".join(filter(None, parts))
 
+    @reports
     def kv_report(self) -> KVUsage:
         """Return the KV cache's sizes in bytes by head group, and how much of it is in use."""
         return self._engine.kv_report()
 
+    @reports
     def metrics(self) -> Metrics:
         """Return counters of steps, tokens, requests and blocks as a plain dict."""
         return self._engine.metrics()
@@ -589,9 +597,12 @@ class LLM:
     @in_turn
     def close(self) -> None:
         """End all requests and give the device memory back; closing twice is harmless."""
+        with self._turns.reports:  # what a report reads is there until its end
+            self._is_closed = True
         if self._core is not None:
             self._core.runner.close()
-            self._core = self._encoder = None
+            self._core = None
+            self._encoding.take(self._drop_encoder)
             self._undelivered.clear()
             self._awaited.clear()
             self._given_up.clear()
@@ -615,22 +626,29 @@ class LLM:
     def _encode_visuals(
         self, token_ids: Sequence[int], images: Sequence[object], videos: Sequence[Video]
     ) -> dict[str, Any]:
-        """Return a prompt with images, as ``VisionEncoder.prompt`` does; takes no turn."""
-        with self._encoder_lock:
-            config = self._engine.config
-            try:
-                if self._encoder is None:
-                    self._encoder = VisionEncoder(
-                        config.model, device=config.vision_device, dtype=config.dtype
-                    )
-                return self._encoder.prompt(token_ids, images, videos)
-            except (ConfigError, UnsupportedDeviceError) as error:
-                name = "videos" if videos else "images"
-                raise RequestError(f"{name}: {error}") from error
+        """Return a prompt with images, as ``VisionEncoder.prompt`` does; takes no engine turn."""
+        return self._encoding.take(self._encode, token_ids, images, videos)
+
+    def _encode(
+        self, token_ids: Sequence[int], images: Sequence[object], videos: Sequence[Video]
+    ) -> dict[str, Any]:
+        config = self._engine.config
+        try:
+            if self._encoder is None:
+                self._encoder = VisionEncoder(
+                    config.model, device=config.vision_device, dtype=config.dtype
+                )
+            return self._encoder.prompt(token_ids, images, videos)
+        except (ConfigError, UnsupportedDeviceError) as error:
+            name = "videos" if videos else "images"
+            raise RequestError(f"{name}: {error}") from error
+
+    def _drop_encoder(self) -> None:
+        self._encoder = None
 
     @property
     def _engine(self) -> EngineCore:
-        if self._core is None:
+        if self._core is None or self._is_closed:
             raise RuntimeError("LLM: expected an open engine, got one that was closed")
         return self._core
 

@@ -147,3 +147,16 @@ def test_an_item_or_a_span_with_more_rows_than_the_buffer_is_refused(spans, mess
     with pytest.raises(RequestError, match=message):
         scheduler.add(request)
     assert not scheduler.has_unfinished_requests
+
+
+def test_a_report_beside_a_step_counts_the_entries_of_one_moment():
+    pool = FeaturePool(8)
+
+    class Entry:
+        @property
+        def num_rows(self) -> int:
+            pool._cached.popitem()  # as a step in another thread may
+            return 2
+
+    pool._cached.update({b"a": Entry(), b"b": Entry(), b"c": Entry()})
+    assert pool.num_cached == 6

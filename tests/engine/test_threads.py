@@ -16,6 +16,7 @@ from mrv1.engine import guards
 from mrv1.engine.guards import Turns
 from tests.engine.fake_llm import make_llm
 from tests.engine.scheduler_model import expected_output, make_request, prompt_of
+from tests.forked_child import in_forked_child
 from tests.models.families import tiny_checkpoint
 
 NUM_THREADS = 4
@@ -300,3 +301,101 @@ def test_a_stream_garbage_collected_within_a_step_is_aborted_by_the_next_step(ro
     (output,) = llm.generate(list(prompt_of(9)), SamplingParams(max_tokens=20))
     assert output.outputs[0].token_ids == expected_tokens(9, max_tokens=20)
     assert is_idle(llm)
+
+
+# --- reports and forks ---------------------------------------------------------------------------
+
+REPORTS = ("metrics", "kv_report", "describe", "is_sleeping")
+
+
+def test_close_waits_for_a_report_and_later_reports_know_of_it(roomy):
+    """``close`` frees what reports read, part by part."""
+    llm, runner, order = roomy, roomy._engine.runner, []
+    is_read, read_on, is_freed, free_on = (threading.Event() for _ in range(4))
+
+    def describe() -> str:
+        is_read.set()
+        assert read_on.wait(PATIENCE)
+        order.append("report")
+        return "engine"
+
+    def close() -> None:
+        order.append("close")
+        is_freed.set()
+        assert free_on.wait(PATIENCE)
+
+    runner.describe, runner.close = describe, close
+    with ThreadPoolExecutor(2) as pool:
+        report = pool.submit(llm.describe)
+        assert is_read.wait(PATIENCE)
+        closed = pool.submit(llm.close)
+        assert not is_freed.wait(0.05)
+        read_on.set()
+        assert is_freed.wait(PATIENCE)
+        for name in REPORTS:
+            with pytest.raises(RuntimeError, match="LLM: expected an open engine, got one that"):
+                getattr(llm, name)()
+        free_on.set()
+        closed.result(PATIENCE)
+        assert report.result(PATIENCE).startswith("engine")
+    assert order == ["report", "close"]
+
+
+def test_reports_beside_close_are_reports_or_say_that_it_is_closed():
+    """Of the real runner: each loop of a thread ends with the error of a closed engine."""
+    llm = LLM("tiny", device="cpu", num_kv_blocks=16, max_model_len=64)
+
+    def watch(name: str) -> str:
+        while True:
+            try:
+                getattr(llm, name)()
+            except RuntimeError as error:
+                return str(error)
+
+    with ThreadPoolExecutor(len(REPORTS)) as pool:
+        found = [pool.submit(watch, name) for name in REPORTS]
+        time.sleep(0.05)
+        llm.close()
+        for each in found:
+            assert each.result(PATIENCE) == "LLM: expected an open engine, got one that was closed"
+
+
+def test_a_report_waits_for_no_step(roomy):
+    """Also in the middle of a step, in the same thread."""
+    llm, blocked = roomy, Blocked(roomy)
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(llm.generate, list(prompt_of(3)), SamplingParams(max_tokens=2))
+        assert blocked.is_in.wait(PATIENCE)
+        assert llm.metrics()["num_running_requests"] == 1
+        blocked.go_on.set()
+        output.result(PATIENCE)
+    runner = llm._engine.runner
+    execute, found = runner.execute, []
+
+    def reporting(plan: object) -> object:
+        found.append(llm.metrics()["num_running_requests"])
+        return execute(plan)
+
+    runner.execute = reporting
+    llm.generate(list(prompt_of(3)), SamplingParams(max_tokens=2))
+    assert found[0] == 1
+
+
+def test_a_forked_child_has_an_engine_of_its_own(roomy):
+    """A thread of the parent is in the middle of a step, and has its turn."""
+    llm, blocked = roomy, Blocked(roomy)
+    params = {"max_tokens": 5, "ignore_eos": True}
+
+    def check() -> None:
+        (output,) = llm.generate([list(prompt_of(7))], SamplingParams(**params))
+        assert output.outputs[0].token_ids == expected_tokens(7, **params)
+        llm.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(llm.generate, [list(prompt_of(3))], SamplingParams(**params))
+        assert blocked.is_in.wait(PATIENCE)
+        with llm._turns.reports:
+            in_forked_child(check)
+        blocked.go_on.set()
+        (own,) = output.result(PATIENCE)
+    assert own.outputs[0].token_ids == expected_tokens(3, **params)
