@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 import weakref
@@ -66,6 +67,9 @@ class AsyncLLM:
     **The end of the engine.** ``shutdown``, the end of ``async with`` and the end of the process
     wait for the step that runs. An exception in a step ends the engine. In both cases every
     ``generate`` that waits raises an error, as does every later call.
+
+    **Forks.** A forked child has no engine thread: there, every call of the engine raises a
+    ``RuntimeError`` at once, and the engine of the parent goes on. Make the engine in the child.
 
     Example:
         >>> async def complete(prompt: str) -> int:
@@ -218,6 +222,7 @@ class AsyncLLM:
 
     async def is_sleeping(self) -> bool:
         """Whether weights or KV cache are asleep; requests are then refused."""
+        self._engine.check_process()
         return self._llm.is_sleeping()
 
     async def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
@@ -228,21 +233,28 @@ class AsyncLLM:
 
     def describe(self) -> str:
         """Return the start-up line: model, device, path, dtypes, blocks, sampling defaults."""
+        self._engine.check_process()
         return self._llm.describe()
 
     def kv_report(self) -> KVUsage:
         """Return the KV cache's sizes in bytes by head group, and how much of it is in use."""
+        self._engine.check_process()
         return self._llm.kv_report()
 
     def metrics(self) -> Metrics:
         """Return counters of steps, tokens, requests and blocks as a plain dict."""
+        self._engine.check_process()
         return self._llm.metrics()
 
     def shutdown(self) -> None:
         """End all requests after the step that runs, and give the device memory back.
 
         Every ``generate`` that waits raises a ``RuntimeError``. Safe to call again.
+
+        Raises:
+            RuntimeError: this process is a forked child of the engine's process.
         """
+        self._engine.check_process()
         self._engine.stop()
         self._inputs.shutdown(wait=False)
 
@@ -315,6 +327,8 @@ class _EngineThread:
         self._num_unfinished = 0
         """Places taken by requests that wait or run, or are still being made."""
         self._is_open = True
+        self._process = os.getpid()
+        """The process of the thread: a forked child has the object, but not the thread."""
         self._failure: BaseException | None = None
         self._num_steps = 0
         """Steps until the failure."""
@@ -333,6 +347,7 @@ class _EngineThread:
             StepError, RuntimeError: as ``check_open``.
         """
         stream = _Stream(req_id, num_outputs)
+        self.check_process()  # before the lock, which a thread of the parent may have had
         with self._lock:
             self.check_open()
             limit, total = self._max_num_queued_reqs, self._num_unfinished + num_outputs
@@ -349,10 +364,27 @@ class _EngineThread:
 
         Raises:
             StepError: the engine has failed.
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, or this is a forked child.
         """
+        self.check_process()
         if not self._is_open:
             raise self._end_error()
+
+    def check_process(self) -> None:
+        """Raise in a forked child.
+
+        Raises:
+            RuntimeError: the engine's thread is in another process.
+        """
+        if not self._is_here:
+            raise RuntimeError(
+                f"AsyncLLM: expected a call in the process of its thread ({self._process}), got "
+                f"one in a forked child ({os.getpid()}); make the engine in the child"
+            )
+
+    @property
+    def _is_here(self) -> bool:
+        return os.getpid() == self._process
 
     def submit(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Have the engine's thread make a call before its next step.
@@ -361,6 +393,7 @@ class _EngineThread:
             StepError, RuntimeError: as ``check_open``.
         """
         future: Future[R] = Future()
+        self.check_process()
         with self._lock:
             self.check_open()
             self._inbox.put((future, partial(call, *args, **kwargs)))
@@ -372,12 +405,15 @@ class _EngineThread:
             self.check_open()
             added = self.submit(self._add, stream, make())
         except BaseException as error:  # of any type: the task waits for it
-            self._hand_over([(stream, error)])
+            # While the engine closes, parts that a request needs vanish one after the other.
+            self._hand_over([(stream, error if self._is_open else self._end_error())])
         else:
             added.add_done_callback(partial(self._report, stream))
 
     def discard(self, stream: _Stream) -> None:
         """Have a request aborted that nobody reads any more, if it has not ended."""
+        if not self._is_here:
+            return  # it is the parent's
         self._give_place_back(stream)
         self._inbox.put((Future(), partial(self._discard, stream)))
 
@@ -387,7 +423,9 @@ class _EngineThread:
             stream.num_places = 0  # given back once
 
     def stop(self) -> None:
-        """End the thread after its step, and wait for its end."""
+        """End the thread after its step, and wait for its end; in a forked child do nothing."""
+        if not self._is_here:
+            return
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

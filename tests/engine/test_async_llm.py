@@ -34,6 +34,7 @@ from tests.engine.fake_llm import make_llm
 from tests.engine.scheduler_model import expected_output, make_request, prompt_of
 from tests.engine.test_interrupts import check
 from tests.engine.test_threads import Blocked
+from tests.forked_child import in_forked_child
 
 PATIENCE = 120.0
 """Seconds after which a test counts as deadlocked."""
@@ -342,6 +343,26 @@ def test_the_end_of_an_event_loop_aborts_its_requests(roomy):
     started.clear()
 
 
+def test_a_closed_event_loop_is_noticed_before_its_request_ends(roomy):
+    """Its task has not taken an output, so that none is made for it while the loop is open."""
+    slow_down(roomy)
+    loop, started = asyncio.new_event_loop(), []
+
+    async def starts() -> None:
+        started.append(generate(roomy, 9, **LONG))
+        await anext(started[0])
+        while not roomy._engine._streams or next(iter(roomy._engine._streams.values())).has_room:
+            await asyncio.sleep(1e-3)
+
+    loop.run_until_complete(starts())
+    loop.close()
+    run(last_of(generate(roomy, 5, max_tokens=6, ignore_eos=True)))  # in another loop
+    run(settled(roomy))
+    check_idle(roomy)
+    assert roomy.metrics()["num_generated_tokens"] < 100  # of 306
+    started.clear()
+
+
 def test_an_exception_in_the_body_of_the_loop_aborts_the_request(roomy):
     async def main() -> None:
         async def fails() -> None:
@@ -463,6 +484,49 @@ def test_a_step_that_fails_ends_its_requests_alone(small):
 
     run(main())
     check_idle(small)
+
+
+def test_a_request_that_is_made_while_the_engine_closes_gets_the_engines_error(small, monkeypatch):
+    def make_group(*_: object, **__: object) -> RequestGroup:
+        small._engine.stop()
+        raise AttributeError("kv_cache")  # which the runner has freed
+
+    monkeypatch.setattr(small._llm, "_make_group", make_group)
+    run(ends_with(RuntimeError, CLOSED, last_of(generate(small, 5))))
+
+
+def test_in_a_forked_child_every_call_fails_at_once(roomy):
+    """A thread of the parent has the engine's lock, and a request runs, when the process forks."""
+    slow_down(roomy)
+    loop = asyncio.new_event_loop()
+    open_stream = generate(roomy, 9, **LONG)
+    loop.run_until_complete(anext(open_stream))
+
+    def check() -> None:
+        async def fails(awaited: Awaitable[object]) -> None:
+            await ends_with(RuntimeError, "got one in a forked child", awaited)
+
+        async def calls() -> None:
+            await fails(last_of(generate(roomy, 5)))
+            await fails(roomy.abort("a"))
+            await fails(roomy.reset_prefix_cache())
+            await fails(roomy.sleep())
+            await fails(roomy.wake_up())
+            await fails(roomy.is_sleeping())
+            await fails(roomy.update_weights({}))
+            await open_stream.aclose()
+
+        asyncio.run(calls())
+        for call in (roomy.describe, roomy.kv_report, roomy.metrics, roomy.shutdown):
+            with pytest.raises(RuntimeError, match="got one in a forked child"):
+                call()
+
+    with roomy._engine._lock:
+        in_forked_child(check)
+    loop.run_until_complete(open_stream.aclose())
+    loop.close()
+    output = run(last_of(generate(roomy, 5, max_tokens=3, ignore_eos=True)))
+    assert len(output.outputs[0].token_ids) == 3
 
 
 def test_an_engine_that_nobody_uses_ends_its_thread(monkeypatch):
