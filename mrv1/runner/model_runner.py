@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -61,6 +63,21 @@ _NOTHING_TO_DO = nullcontext()
 _CLOSED = "ModelRunner: expected an open runner, got one that was closed"
 
 _NO_CACHE = "ModelRunner: expected a KV cache, got none yet; call allocate_kv_cache() first"
+
+FORKED = (
+    "ModelRunner: expected a call in the process that made it, got one in a forked child, which "
+    "has neither its GPU nor its ranks; make the engine in the child, or start that with 'spawn'"
+)
+
+_RUNNERS: weakref.WeakSet[ModelRunner] = weakref.WeakSet()
+
+
+def _note_fork() -> None:
+    for runner in _RUNNERS:
+        runner._after_fork()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Launched(NamedTuple):
@@ -131,6 +148,7 @@ class ModelRunner:
         self.num_graph_steps = 0
         """Steps that ran as CUDA graphs, sampling included."""
         self.device = resolve_device(config.device)
+        _RUNNERS.add(self)
         self.path = kernel_path(self.device)
         with self._on_device(), within_memory("model", "weights", self.device):
             self._build(model, head_policy, progress)
@@ -326,6 +344,11 @@ class ModelRunner:
                     progress=progress,
                 )
 
+    def _after_fork(self) -> None:
+        """Refuse to run in this process, a forked child, if CUDA would not."""
+        if self.device.type == "cuda":
+            self._unusable = FORKED
+
     def _on_device(self) -> AbstractContextManager[object]:
         """Return a context in which the runner's GPU is current, for its streams and events."""
         if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:
@@ -401,7 +424,7 @@ class ModelRunner:
         Its rows get no token. If ``discard`` is interrupted itself, it may be called again.
         """
         self._pending = None
-        if not self._closed:
+        if not self._closed and self._unusable != FORKED:
             with self._on_device(), suppress(torch.AcceleratorError):  # the GPU may have failed
                 self._give_up()
 
@@ -838,7 +861,7 @@ class ModelRunner:
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
         """Wait for launched steps and for the work inside; then note whether steps may run."""
-        if self._unusable in (_CLOSED, _NO_CACHE):
+        if self._unusable in (_CLOSED, _NO_CACHE, FORKED):
             raise RuntimeError(self._unusable)
         if self._pending is not None:
             raise self._awaits_sample(self._pending)
@@ -897,8 +920,14 @@ class ModelRunner:
         return report_of(self.kv_cache, self._streaming_demand, self.features.nbytes)
 
     def close(self) -> None:
-        """Free the device memory; the runner cannot be used afterwards."""
+        """Free the device memory; the runner cannot be used afterwards.
+
+        In a forked child the memory of a GPU stays the parent's.
+        """
+        is_elsewhere = self.device.type == "cuda" and self._unusable == FORKED
         self._closed, self._unusable = True, _CLOSED
+        if is_elsewhere:
+            return  # every call of CUDA fails here, and so would the end of a tensor or an event
         # Steps in flight write to pinned memory, which torch reuses as soon as it is freed.
         with suppress(torch.AcceleratorError):  # a GPU that has failed runs nothing any more
             self._synchronize()

@@ -11,6 +11,8 @@ step, and none can go on without it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import multiprocessing.process
 import os
 import signal
 import socket
@@ -19,7 +21,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
@@ -43,9 +45,9 @@ from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_listener import KVListener
-from mrv1.runner.model_runner import ModelRunner
+from mrv1.runner.model_runner import FORKED, ModelRunner
 from mrv1.runner.step import SlotRequest, StepPlan
-from mrv1.sampler import LogitsProcessor
+from mrv1.sampler import LogitsProcessor, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,6 +69,8 @@ REPORT_SECONDS = 2.0
 
 STOP_SECONDS = 5.0
 """Longest wait for a rank to end by itself when the runner is closed."""
+
+PARAMS = fields(SamplingParams)
 
 _START_ERRORS = {
     each.__name__: each for each in (CapacityError, ConfigError, UnsupportedDeviceError)
@@ -129,6 +133,11 @@ class Gloo:
         """Close the connections."""
         self._group = None
 
+    def leave(self) -> None:
+        """Leave the connections to the parent of this process, a forked child."""
+        _keep_for_ever(self._group)
+        self._group = None
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, which replaces ``tensor``."""
         with self._joined() as group:
@@ -160,6 +169,11 @@ class Gloo:
             all_reduce=self.all_reduce,
             all_gather=self.all_gather,
         )
+
+
+def _keep_for_ever(threaded: object) -> None:
+    """Let nothing destroy an object, which would wait for threads that this process lacks."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(threaded))
 
 
 class Member:
@@ -221,6 +235,17 @@ def _exit_of(code: int | None) -> str:
     )
 
 
+_RANKS: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for ranks in _RANKS:
+        ranks.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
+
+
 def _stop(members: Sequence[Member], seconds: float) -> None:
     """Stop all ranks; none has to wait until the one before it has ended."""
     for member in members:
@@ -243,6 +268,7 @@ class Ranks:
         self._store = _store(0, size)
         self._members: list[Member] = []
         self._finalizer = weakref.finalize(self, _stop, self._members, 0.0)
+        _RANKS.add(self)
         spawn = torch.multiprocessing.get_context("spawn")  # a fork would share torch's threads
         num_threads = max(torch.get_num_threads() // size, 1)
         for rank in range(1, size):
@@ -310,6 +336,20 @@ class Ranks:
         if silent:
             return f"rank {', '.join(silent)}: no answer within {TIMEOUT_SECONDS:g} s ({error})"
         return f"rank 0: {error}"
+
+    def leave(self) -> None:
+        """Leave the ranks to the parent of this process, a forked child.
+
+        The child has copies of the connections, which would keep the ranks from noticing the
+        parent's end, and the objects of threads that it does not have: it must not wait for these.
+        """
+        if self._finalizer.detach() is None:
+            return
+        for member in self._members:
+            member.connection.close()
+            multiprocessing.process._children.discard(member.process)  # type: ignore[attr-defined]
+        _keep_for_ever(self._store)
+        self._gloo.leave()
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """End all ranks, and wait until their processes have ended; harmless when repeated.
@@ -383,13 +423,21 @@ def make_call(runner: ModelRunner, name: str, *args: object) -> None:
         output.result()
 
 
-def _without_grammars(plan: StepPlan) -> StepPlan:
-    """Return a plan that can be sent: its masks come with ``sample``, grammars stay on rank 0."""
-    if all(each.sampling_params.structured_output is None for each in plan.entering):
+def _sendable(plan: StepPlan) -> StepPlan:
+    """Return a plan that every rank can unpickle: grammars and the caller's classes stay here.
+
+    Masks come with ``sample``. All other values of a request are Python's own.
+    """
+    if all(
+        type(each.sampling_params) is SamplingParams
+        and each.sampling_params.structured_output is None
+        for each in plan.entering
+    ):
         return plan
 
     def stripped(request: SlotRequest) -> SlotRequest:
-        params = replace(request.sampling_params, structured_output=None)
+        values = {each.name: getattr(request.sampling_params, each.name) for each in PARAMS}
+        params = SamplingParams(**values | {"structured_output": None})
         return replace(request, sampling_params=params)
 
     return replace(
@@ -462,11 +510,11 @@ class ParallelRunner(ModelRunner):
 
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step on every rank; see ``ModelRunner.execute``."""
-        return self._on_all_ranks(plan, super().execute, _without_grammars(plan))
+        return self._on_all_ranks(plan, super().execute, _sendable(plan))
 
     def forward(self, plan: StepPlan) -> None:
         """Launch one step up to the last layer on every rank; see ``ModelRunner.forward``."""
-        self._on_all_ranks(plan, super().forward, _without_grammars(plan))
+        self._on_all_ranks(plan, super().forward, _sendable(plan))
 
     def sample(
         self, bitmask: npt.NDArray[np.int32] | None = None, rows: Sequence[int] = ()
@@ -513,6 +561,9 @@ class ParallelRunner(ModelRunner):
                 if not isinstance(error, Exception):
                     raise
         super().discard()
+
+    def _after_fork(self) -> None:
+        self._ended = self._unusable = FORKED
 
     def prepared(self, item: MultimodalItem) -> MultimodalItem:
         """Refuse an item: only a single rank takes features."""

@@ -217,7 +217,7 @@ class SamplingParams:
     def __copy__(self) -> Self:
         """Return a copy without checking the values again."""
         copied = object.__new__(type(self))
-        for name in self.__slots__:
+        for name in self.__dataclass_fields__:
             object.__setattr__(copied, name, getattr(self, name))
         if self.logit_bias:  # the only value that can be changed in place
             object.__setattr__(copied, "logit_bias", _plain(self.logit_bias, depth=1))

@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from mrv1.engine.core import EngineCore
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner import ranks
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
+from tests.forked_child import in_forked_child
 from tests.models.families import tiny_checkpoint
 from tests.models.test_fp8_cache import add_tensors, scale_tensors
 from tests.thread_ranks import ThreadRanks
@@ -242,12 +245,66 @@ def generated(llm: LLM) -> tuple[int, ...]:
     return llm.generate([{"prompt_token_ids": PROMPT}], GREEDY)[0].outputs[0].token_ids
 
 
+def check_without_ranks(llm: LLM) -> None:
+    """Check the engine of a parent, whose ranks a forked child does not have."""
+    with pytest.raises(RuntimeError, match="expected a call in the process that made it"):
+        llm.generate({"prompt_token_ids": PROMPT}, GREEDY)
+    assert llm.metrics()["num_running_requests"] == 0
+    (member,) = llm._core.runner._ranks._members
+    assert member.connection.closed  # or the rank would not notice the parent's end
+    del member
+    llm.close()
+
+
+def test_a_send_to_a_rank_that_reads_nothing_fails_after_a_while(monkeypatch):
+    monkeypatch.setattr(ranks, "TIMEOUT_SECONDS", 1.0)
+    ours, theirs = torch.multiprocessing.get_context("spawn").Pipe()
+    ranks._limit_sends(ours)
+    start = time.monotonic()
+    with pytest.raises(OSError, match=r"temporarily unavailable|timed out"):
+        ours.send_bytes(bytes(1 << 24))
+    assert time.monotonic() - start < 30
+    ours.close()
+    theirs.close()
+
+
+def test_a_request_of_classes_of_the_callers_is_served_by_all_ranks(cores):
+    """Ranks could not unpickle them; and no other request fails."""
+
+    class Text(str):
+        __slots__ = ()
+
+    class Params(SamplingParams):
+        __slots__ = ()
+
+    outputs = []
+    for core in cores("plain", 2):
+        requests = [core.add_request("plain", PROMPT, GREEDY)]
+        params = Params(
+            temperature=0, max_tokens=12, stop=[Text("no such text")],
+            bad_words=[Text("b")], logit_bias={np.int64(7): np.float32(0.5)},
+        )  # fmt: skip
+        encode = lambda word: [len(word) + 40]  # noqa: E731 - one for both engines
+        requests.append(core.add_request(Text("own"), PROMPT, params, encode=encode))
+        while core.has_unfinished_requests:
+            core.step()
+        outputs.append([request.output_token_ids for request in requests])
+        assert [request.error for request in requests] == [None, None]
+    assert outputs[0] == outputs[1]
+
+
 def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint):
     with make_llm(checkpoint, 1) as llm:
         expected = generated(llm)
     with make_llm(checkpoint) as llm:
         assert generated(llm) == expected
         (pid,) = pids_of(llm)
+        (member,) = llm._core.runner._ranks._members
+        with socket.socket(fileno=os.dup(member.connection.fileno())) as end:
+            limit = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)
+        assert struct.unpack("ll", limit) == (ranks.TIMEOUT_SECONDS, 0)
+        in_forked_child(lambda: check_without_ranks(llm))
+        assert generated(llm) == expected
         stream = llm.stream({"prompt_token_ids": PROMPT}, GREEDY)
         next(stream)
         os.kill(pid, signal.SIGKILL)
