@@ -399,9 +399,9 @@ def atomics_name_their_order(file: File) -> Iterator[str]:
         if not isinstance(node, ast.Call) or file.layer != "kernels":
             continue
         module, _, name = _dotted(node.func).rpartition(".")
-        if module in ("tl", "gl") and name.startswith("atomic_"):
-            if not any(keyword.arg == "sem" for keyword in node.keywords):
-                yield f"{node.lineno}: {name} without sem"
+        names_order = any(keyword.arg == "sem" for keyword in node.keywords)
+        if module in ("tl", "gl") and name.startswith("atomic_") and not names_order:
+            yield f"{node.lineno}: {name} without sem"
 
 
 Rule = Callable[[File], Iterator[str]]
