@@ -6,7 +6,6 @@ import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -161,15 +160,12 @@ def fp8_path(device: torch.device) -> Fp8Choice:
     return choose_fp8_path(device_info(device), is_amd=torch.version.hip is not None)
 
 
-def choose_fp8_path(
-    info: DeviceInfo, *, is_amd: bool = False, triton_version: str | None = None
-) -> Fp8Choice:
+def choose_fp8_path(info: DeviceInfo, *, is_amd: bool = False) -> Fp8Choice:
     """Return how a GPU with these facts converts e4m3.
 
     Args:
         info: the GPU.
         is_amd: whether the GPU is AMD's.
-        triton_version: None = the installed version (looked up on sm_89 only).
 
     Raises:
         UnsupportedDeviceError: the GPU is older than sm_80.
@@ -185,14 +181,6 @@ def choose_fp8_path(
         )
     if capability < (8, 9):
         return Fp8Choice(path="integer", reason=f"{info.name} has no e4m3 (8.9 and newer have)")
-    if capability == (8, 9):
-        triton_version = triton_version or version("triton")
-        major, minor = (int(part) for part in triton_version.split(".")[:2])
-        if (major, minor) < (3, 9):
-            return Fp8Choice(
-                path="integer",
-                reason=f"triton {triton_version} rounds twice on sm_89 (3.9 and newer round once)",
-            )
     return Fp8Choice(path="hardware", reason=f"{info.name} converts e4m3")
 
 

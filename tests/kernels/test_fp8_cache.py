@@ -106,6 +106,19 @@ def test_encode_is_exact(device, path):
     np.testing.assert_array_equal(codes.cpu().numpy(), _number_formats.encode(x, "fp8e4nv"))
 
 
+def test_encode_equals_the_cast_of_torch(device, path):
+    """For every float32 on a GPU, and for some with all exponents in the interpreter."""
+    on_gpu = device.type == "cuda"
+    step, size, tile = (1, 2**28, 1024) if on_gpu else (65_537, 2**16, 2**16)
+    for first in range(0, 2**32, step * size):
+        bits = torch.arange(first, min(first + step * size, 2**32), step, device=device)
+        x = bits.to(torch.int32).view(torch.float32)
+        codes = torch.empty(len(x), dtype=torch.uint8, device=device)
+        _encode_kernel[(triton.cdiv(len(x), tile),)](x, codes, len(x), TILE=tile, PATH=path)
+        want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        assert torch.equal(codes, torch.where(x.isnan(), 0x7F, want))
+
+
 @triton.jit
 def _quantize_kernel(x_ptr, scale_ptr, out_ptr, TILE: tl.constexpr, PATH: tl.constexpr):
     row = tl.program_id(0) + tl.arange(0, 1)[:, None]
