@@ -206,6 +206,19 @@ def test_every_result_is_written(device, num_tokens):
     assert (kernels.linear(x, weight, out=out) == 32).all()
 
 
+@pytest.mark.parametrize("num_tokens", [2, 17])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_small_terms_after_a_large_term_count(device, num_tokens, deterministic):
+    """A float32 sum that is rounded after every step of inputs would lose them, one by one."""
+    x, weight = torch.ones(num_tokens, 8192, device=device), torch.zeros(16, 8192, device=device)
+    weight[:, 0] = 1
+    weight[:, 32::32] = 2.0**-25
+    with _as_on("sm_90"):
+        got = kernels.linear(x, weight, deterministic=deterministic)
+    error = got.double() - (1 + 255 * 2.0**-25)
+    assert error.abs().max() < 2 * torch.finfo(torch.float32).eps
+
+
 def _tile_config(num_tokens, num_in, num_rows, *, deterministic=False, normed=False):
     return TileConfig.default_for(
         num_tokens,

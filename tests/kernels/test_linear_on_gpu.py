@@ -47,8 +47,10 @@ def test_prefetching_changes_nothing(device, num_tokens, features):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 32, 33, 65])
-@pytest.mark.parametrize("size", [(300, 256), (1024, 1024), (4096, 1024)])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 17, 32, 33, 65])
+@pytest.mark.parametrize(
+    "size", [(300, 256), (1024, 1024), (4096, 1024), (4096, 6144), (14_336, 4096)]
+)
 def test_float32_errs_at_most_twice_as_much_as_torch(device, size, num_tokens, deterministic):
     """Errors are root mean squares, hardly moved by one unlucky sum; one rounding is added."""
     arguments = linear_arguments(num_tokens, *size, torch.float32, device)

@@ -106,9 +106,10 @@ def linear(
         TypeError, ValueError: an argument is not as described.
         UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
 
-    Numerics: products are summed in float32; bias, activation and residual are computed in float32
-        too, and the result is rounded once. The norms round as ``rms_norm`` does; the second norm
-        takes the rounded result. Where the vendor's library multiplies (from 33 tokens on, unless
+    Numerics: products are summed in float32, and for several float32 tokens the sum is compensated
+        every 32 inputs (Kahan); bias, activation and residual are computed in float32 too, and the
+        result is rounded once. The norms round as ``rms_norm`` does; the second norm takes the
+        rounded result. Where the vendor's library multiplies (from 33 tokens on, unless
         deterministic), the two inputs of an activation are rounded to the dtype, and a product may
         be rounded to it before a bias or a residual is added: where the library splits the inputs,
         it may sum the splits in the dtype. Tier B.
