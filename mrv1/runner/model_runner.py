@@ -247,6 +247,8 @@ class ModelRunner:
         self._next_upload_word = self._slots.first_word(NEXT_UPLOAD, 0)
         self._steady_rows: DeviceRows | None = None
         """Rows of the last step, if it was a captured decode: a steady step reuses them."""
+        self._spare_tokens = 0
+        """Steady steps for which each row surely has a block."""
         self._steady_wanted: WantedRows | None = None
         """The log-probabilities of a step of ``_steady_rows``."""
         self._sent: list[DeviceRows | None] = [None] * self._outputs.num_slots
@@ -421,10 +423,12 @@ class ModelRunner:
     def discard(self) -> None:
         """Give up a step that awaits ``sample``, or that an interrupt left half launched.
 
-        Its rows get no token. If ``discard`` is interrupted itself, it may be called again.
+        Its rows get no token, and all slots are free: every request has to enter again. If
+        ``discard`` is interrupted itself, it may be called again.
         """
         self._pending = None
         if not self._closed and self._unusable != FORKED:
+            self.state.free_all()
             with self._on_device(), suppress(torch.AcceleratorError):  # the GPU may have failed
                 self._give_up()
 
@@ -537,12 +541,16 @@ class ModelRunner:
         Returns:
             The step's rows, and its upload; None = a graph runs the step and knows its place.
         """
+        self.state.leave(plan)
         if plan.staged_features:
             self.features.stage(plan)
         upload = StepUpload()
         continues = plan.continues is not None
         self.state.stage(plan, upload)
         self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
+        if not continues or self._spare_tokens <= 0:
+            self._spare_tokens = self._spare(plan)
+        self._spare_tokens -= 1
         if not continues:
             self.features.enter(plan)
             self._ranges.enter(plan)
@@ -584,6 +592,23 @@ class ModelRunner:
             return rows, None
         num_rows, drafts = rows.shape.num_rows, rows.draft_token_ids
         return rows, self._staging.staged(words, upload, num_rows, drafts)
+
+    def _spare(self, plan: StepPlan) -> int:
+        """Return the tokens that each row's blocks hold beyond the step's: the least of all rows.
+
+        Raises:
+            ValueError: a row has no block for a token that it computes.
+        """
+        blocks = self.block_tables.num_blocks_np[plan.slots].min(axis=1)
+        ends = self.state.num_computed_tokens_np[plan.slots] + plan.num_scheduled_tokens
+        spare = blocks * self.config.block_size - ends
+        if spare.min() < 0:
+            row = int(spare.argmin())
+            raise ValueError(
+                f"new_block_ids: expected blocks for the {ends[row]} tokens of "
+                f"{plan.req_ids[row]!r}, got {blocks[row]} blocks of {self.config.block_size}"
+            )
+        return int(spare.min()) + 1
 
     def _rows(self, plan: StepPlan, upload: StepUpload, samples: bool) -> DeviceRows:
         """Return the step's rows, padded to the shape of a graph if one has room for them."""

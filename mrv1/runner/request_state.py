@@ -18,7 +18,7 @@ from mrv1.models.vision import VisionConfig
 from mrv1.multimodal.mrope import mrope_positions
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
-from mrv1.runner.step import Int32Array, SlotRequest, StepOutput, StepPlan
+from mrv1.runner.step import Int32Array, RequestId, SlotRequest, StepOutput, StepPlan
 from mrv1.sampler import History
 
 FREE = -1
@@ -35,6 +35,7 @@ class _SampledStep:
     step_id: int
     index: npt.NDArray[np.intp]
     """[rows] slots, of the dtype that numpy indexes by fastest."""
+    req_ids: tuple[RequestId, ...]
     rows: tuple[bytes, bytes, bytes]
     """Slots, epochs and token counts of a plan that continues it; bytes compare fastest."""
 
@@ -112,6 +113,8 @@ class RequestState:
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
+        self._req_ids: list[RequestId | None] = [None] * max_num_reqs
+        """The request that each slot has, or had last."""
         self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
         self.all_rows_end = False
         """Whether each row of the step launched last ends with its last known token or draft."""
@@ -128,8 +131,29 @@ class RequestState:
             late_token_ids=self._slots["late_token_ids"],
         )
 
+    def leave(self, plan: StepPlan) -> None:
+        """Free the slots that the plan gives up; they stay free if the plan is refused.
+
+        Raises:
+            ValueError: the plan has no row, its arrays are no arrays, or there is no such slot.
+        """
+        self._check_form(plan)
+        if plan.continues is not None:
+            return
+        leaving = (*plan.preempted, *plan.finished)
+        self._check_slots(leaving)
+        for slot in leaving:
+            self._epochs_np[slot] = FREE
+
+    def free_all(self) -> None:
+        """Free every slot, whatever its request."""
+        self._epochs_np.fill(FREE)
+        self._sampled = None
+
     def stage(self, plan: StepPlan, upload: StepUpload) -> None:
         """Bring the mirrors to the start of the step; add its new requests to the upload.
+
+        ``leave`` goes before.
 
         Raises:
             ValueError: the plan contradicts the state of the slots, or does not continue the step
@@ -139,14 +163,12 @@ class RequestState:
             self._check_continues(plan)
             return
         self._sampled = None
-        self._check_slots((*plan.preempted, *plan.finished))
         if plan.slots.min() < 0 or plan.slots.max() >= len(self._epochs_np):
             self._check_slots(plan.slots.tolist())
-        for slot in (*plan.preempted, *plan.finished):
-            self._epochs_np[slot] = FREE
         for request in plan.entering:
             self._check_entering(request)
             self._epochs_np[request.slot] = request.epoch
+            self._req_ids[request.slot] = request.req_id
             self._is_drafting_np[request.slot] = False
             self.num_tokens_np[request.slot] = len(request.token_ids)
             self.num_computed_tokens_np[request.slot] = request.num_computed_tokens
@@ -158,6 +180,25 @@ class RequestState:
                 f"got {plan.epochs}"
             )
         self._check_rows(plan)
+        own = tuple(map(self._req_ids.__getitem__, plan.slots.tolist()))
+        if plan.req_ids != own:
+            raise ValueError(
+                f"req_ids: expected {own}, which have the slots {plan.slots}, got {plan.req_ids}"
+            )
+
+    def _check_form(self, plan: StepPlan) -> None:
+        """Check that the rows of a plan are arrays, and that there is a row."""
+        slots, epochs, counts = plan.slots, plan.epochs, plan.num_scheduled_tokens
+        if not type(slots) is type(epochs) is type(counts) is np.ndarray:
+            names = [type(each).__name__ for each in (slots, epochs, counts)]
+            raise ValueError(
+                f"slots, epochs, num_scheduled_tokens: expected arrays, got {', '.join(names)}"
+            )
+        if not plan.req_ids or len(plan.req_ids) != len(slots):
+            raise ValueError(
+                "plan: expected a row for at least one request, and one slot a row, got "
+                f"{len(plan.req_ids)} req_ids and {len(slots)} slots"
+            )
 
     def _check_continues(self, plan: StepPlan) -> None:
         """Check that the plan computes the tokens that the step before samples, and no more."""
@@ -173,6 +214,11 @@ class RequestState:
                 f"got {plan.continues}"
             )
         slots, epochs, counts = plan.slots, plan.epochs, plan.num_scheduled_tokens
+        if plan.req_ids != last.req_ids:
+            raise ValueError(
+                f"continues: expected the requests of step {last.step_id}, {last.req_ids}, got "
+                f"{plan.req_ids}"
+            )
         if (slots.tobytes(), epochs.tobytes(), counts.tobytes()) != last.rows:
             raise ValueError(
                 f"continues: expected the rows of step {last.step_id}, a token each, got slots "
@@ -256,8 +302,7 @@ class RequestState:
                 f"multimodal {name}: expected at most {spans.shape[1] - 1} items (max_mm_items), "
                 f"got {len(request.multimodal)}"
             )
-        # A newer epoch means that the former request of the slot has ended.
-        if self._epochs_np[request.slot] >= request.epoch:
+        if self._epochs_np[request.slot] != FREE:
             raise ValueError(
                 f"plan: expected slot {request.slot} free for {request.req_id!r}, got it in use"
             )
@@ -338,7 +383,7 @@ class RequestState:
         if samples.all():
             ones = np.ones(len(index), dtype=np.int32)
             rows = (plan.slots.tobytes(), plan.epochs.tobytes(), ones.tobytes())
-            self._sampled = _SampledStep(step_id=plan.step_id, index=index, rows=rows)
+            self._sampled = _SampledStep(plan.step_id, index, plan.req_ids, rows)
 
 
 def _late_tokens(request: SlotRequest) -> tuple[int, ...]:

@@ -107,8 +107,7 @@ class StepPlan:
     """[rows] tokens to compute, >= 1."""
     new_block_ids: Mapping[int, tuple[tuple[int, ...], ...]]
     """Slot -> per head group, block ids to append to its table, in order; only slots with any. A
-    row needs a block for each token that it computes. Only ``EngineConfig.debug`` finds one that
-    is missing, and not behind the first turn of a ring, where an older block is in its place."""
+    row needs a block for each token that it computes."""
     draft_token_ids: tuple[tuple[int, ...], ...] = ()
     """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
     staged_features: tuple[StagedFeatures, ...] = ()

@@ -284,19 +284,45 @@ def test_debug_names_a_block_id_out_of_the_pool(checkpoint, block_id):
     runner.close()
 
 
-def test_debug_names_the_request_whose_plan_forgets_a_block(checkpoint):
-    """At its entry, in a slot whose former request had the block; and when it grows past it."""
-    runner = make_runner(checkpoint, debug=True, device="cpu")
+def test_a_plan_that_forgets_a_block_is_refused(checkpoint):
+    """At a request's entry, in a slot whose former request had the block; when the request grows
+    past its blocks; and in a steady step."""
+    runner = make_runner(checkpoint, device="cpu")
     runner.execute(PREFILL).result()
-    missing = r"request 'c', KV head 0: expected a block id in \[0, 16\) in column 1, got -1"
     new = (enter("c", 1, PROMPTS[1], epoch=1),)
-    with pytest.raises(StepError, match=missing):
-        runner.execute(make_plan(1, {"c": (1, 18, (3,))}, epoch=1, new=new, finished=(1,)))
+    for blocks, ends in (((3,), 18), ((), 18)):
+        with pytest.raises(
+            StepError, match=f"expected blocks for the {ends} tokens of 'c', got {len(blocks)} blo"
+        ):
+            runner.execute(make_plan(1, {"c": (1, 18, blocks)}, epoch=1, new=new, finished=(1,)))
+    new = (enter("c", 1, PROMPTS[1], epoch=2),)
+    first = make_plan(2, {"c": (1, 16, (3,))}, epoch=2, new=new, finished=(1,))
+    runner.execute(first).result()
+    with pytest.raises(StepError, match=r"blocks for the 18 tokens of 'c', got 1 blocks of 16"):
+        runner.execute(make_plan(3, {"c": (1, 2, ())}, epoch=2))
+    runner.execute(make_plan(4, {"c": (1, 4, (4,))}, epoch=2)).result()
+    one = {"c": (1, 1, ())}
+    for step_id in range(5, 17):  # tokens 21 to 32
+        plan = make_plan(step_id, one, epoch=2, continues=step_id - 1)
+        assert len(runner.execute(plan).result().token_ids[0]) == 1
+    with pytest.raises(StepError, match=r"blocks for the 33 tokens of 'c', got 2 blocks of 16"):
+        runner.execute(make_plan(17, one, epoch=2, continues=16))
     runner.close()
-    runner = make_runner(checkpoint, debug=True, device="cpu")
-    runner.execute(make_plan(0, {"c": (1, 16, (3,))}, new=(enter("c", 1, PROMPTS[1]),))).result()
-    with pytest.raises(StepError, match=missing):
-        runner.execute(make_plan(1, {"c": (1, 2, ())}))
+
+
+def test_a_plan_with_another_requests_id_is_refused(checkpoint):
+    runner = make_runner(checkpoint, device="cpu")
+    runner.execute(PREFILL).result()
+    other = make_plan(1, {"a": (1, 2, ())})
+    with pytest.raises(StepError, match=r"req_ids: expected \('b',\), .* got \('a',\)"):
+        runner.execute(other)
+    empty = make_plan(1, {})
+    with pytest.raises(StepError, match="plan: expected a row for at least one request"):
+        runner.execute(empty)
+    again = make_plan(1, {"a": (1, 5, (0,))}, epoch=1, new=(enter("a", 1, PROMPTS[0], epoch=1),))
+    with pytest.raises(StepError, match="plan: expected slot 1 free for 'a', got it in use"):
+        runner.execute(again)
+    assert len(runner.execute(NEXT).result().token_ids[0]) == 1
     runner.close()
 
 

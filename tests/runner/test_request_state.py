@@ -46,6 +46,7 @@ def staged_sequences(state: RequestState, slot: int) -> list[tuple[int, ...]]:
 
 
 def take(state: RequestState, upload: AppliedUpload, plan: StepPlan) -> None:
+    state.leave(plan)
     state.stage(plan, upload)
     state.advance_on_host(plan)
 
@@ -105,6 +106,7 @@ def test_mirrors_count_the_tokens_of_all_launched_steps(data):
                 preempted=tuple(away[:cut]),
                 finished=tuple(away[cut:]),
             )
+        state.leave(plan)
         state.stage(plan, upload)
         for request in plan.entering:
             slot, num_tokens = request.slot, len(request.token_ids)
@@ -193,8 +195,44 @@ WRONG = [
     ({"slots": int32(0, 0)}, "expected one row per slot"),
     ({"new": (entering(3),)}, "expected slot 3 free for 'r3', got it in use"),
     ({"resumed": (entering(3),)}, "expected slot 3 free for 'r3', got it in use"),
+    ({"new": (entering(3, epoch=1),)}, "expected slot 3 free for 'r3', got it in use"),
+    ({"resumed": (entering(3, epoch=7),)}, "expected slot 3 free for 'r3', got it in use"),
     ({"draft_token_ids": ((5,), ())}, "draft_token_ids of 'r0': .* after all known"),
+    ({"req_ids": ("r3", "r0")}, r"expected .*\('r0', 'r3'\).*, got \('r3', 'r0'\)"),
+    ({"req_ids": ("r0", ("r3", 1))}, r"expected .*\('r0', 'r3'\).*, got \('r0', \('r3', 1\)\)"),
 ]
+MALFORMED = [
+    ({"req_ids": ()}, "plan: expected a row for at least one request, .* got 0 req_ids and 2 slo"),
+    ({"req_ids": ("r0",)}, "plan: expected .* got 1 req_ids and 2 slots"),
+    (
+        {"req_ids": (), "slots": int32(), "epochs": int32(), "num_scheduled_tokens": int32()},
+        "plan: expected a row for at least one request, .* got 0 req_ids and 0 slots",
+    ),
+    ({"slots": [0, 3]}, "num_scheduled_tokens: expected arrays, got list, ndarray, ndarray"),
+    ({"epochs": (0, 0)}, "num_scheduled_tokens: expected arrays, got ndarray, tuple, ndarray"),
+    ({"num_scheduled_tokens": [1, 1]}, "expected arrays, got ndarray, ndarray, list"),
+]
+
+
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize(("wrong", "message"), MALFORMED)
+def test_a_plan_without_rows_or_arrays_is_refused(wrong, message, claims):
+    state, upload, plan = steady()
+    plan = replace(plan, step_id=4, continues=3 if claims else None)
+    with pytest.raises(ValueError, match=message):
+        take(state, upload, replace(plan, **wrong))
+    take(state, upload, plan)
+
+
+def test_a_slot_that_a_refused_plan_gives_up_is_free():
+    """The next plan does not name it again, whatever was wrong."""
+    state, upload, plan = steady()
+    wrong = replace(plan, step_id=4, continues=None, finished=(3,))
+    with pytest.raises(ValueError, match=r"expected epochs \[ 0 -1\]"):
+        take(state, upload, wrong)
+    take(
+        state, upload, plan_of([0, 3], step_id=5, epochs=int32(0, 1), new=(entering(3, epoch=1),))
+    )
 
 
 @pytest.mark.parametrize("claims", [False, True])
