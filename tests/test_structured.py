@@ -158,6 +158,9 @@ def test_structured_outputs_accept_the_texts_of_their_form(tokenizer, form, text
 # A repetition in EBNF may end anywhere, as in a regular expression.
 EBNF_AND_REGEX = [
     ('root ::= [a-z]+ "ing"', "[a-z]+ing"),
+    ('root ::=\n  [a-z\\-\\^]*  # "letters" ]\n\n  # and\n  | ("i" |\n "\\-")\n', r"[a-z\-^]*"),
+    ('root ::= ("i"? "n"* | "g"){2} ("s"+)?', "(i?n*|g){2}s*"),
+    ('root ::= ("s"{2})+', "(s{2})+"),
     ('root ::= w "ing" # the letters too\nw ::= [a-z]*', "[a-z]*ing"),
     ('root ::= ("i" | "in" | "g")* aWord\naWord ::= "ing" | "s"{2,3}', "(i|in|g)*(ing|s{2,3})"),
     ('root ::= "\\x69\\u006e" [\\x67-\\U00000069] | "\\"s\\\\\\n"', r"in[g-i]|\"s\\\n"),

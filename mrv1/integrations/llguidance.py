@@ -39,6 +39,10 @@ _MOST_PROBES = 300
 """Parts of a schema that are compiled alone, a millisecond each, to find the one that fails."""
 
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_EBNF_LINE = re.compile(r"\s*\n\s*(?![\w-]+\s*::=)")
+"""A break between lines of one rule."""
+_EBNF_PART = re.compile(r'("(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\])|#[^\n]*|\(', re.S)
+"""Texts and sets of characters; a comment; or the start of a group."""
 _EBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.S)
 _LARK_PART = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|//[^\n]*)')
 
@@ -155,7 +159,7 @@ class LLGuidance:
         """
         if _EBNF_RULE.search(rules):
             try:
-                rules = _by_character(self._gbnf_to_lark(_EBNF_ESCAPE.sub(_unescaped, rules)))
+                rules = _by_character(self._gbnf_to_lark(_plain_ebnf(rules)))
             except Exception as error:  # the converter raises Exception itself
                 raise RequestError(f"grammar: expected EBNF, got {error}") from error
         return self._compiled("grammar", rules)
@@ -265,12 +269,23 @@ _BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): b for i, b in enu
 """Character in the name of a byte-level token -> byte; GPT-2's table."""
 
 
+def _plain_ebnf(rules: str) -> str:
+    """Return rules without comments, one on a line, of which llguidance converts every part."""
+
+    def plain(part: re.Match[str]) -> str:
+        if part[1] is None:  # of ("a"?){2} the converter would lose the parentheses
+            return '("" ' if part[0] == "(" else ""
+        return _EBNF_ESCAPE.sub(_unescaped, part[1])
+
+    return _EBNF_LINE.sub(" ", _EBNF_PART.sub(plain, rules))
+
+
 def _unescaped(escape: re.Match[str]) -> str:
-    """Return a character in place of its number, unless the character has a meaning itself."""
+    """Return a character in place of its escape, unless the character has a meaning itself."""
     digits = escape[1] or escape[2] or escape[3]
-    if digits is None:
+    if digits is None and (escape[0][1].isalnum() or escape[0][1] in '"\\[]'):
         return escape[0]
-    character = chr(int(digits, 16))
+    character = chr(int(digits, 16)) if digits else escape[0][1]
     is_plain = character.isprintable() and character not in '"\\[]^-/'
     return character if is_plain or character > "\x9f" else f"\\x{ord(character):02x}"
 
