@@ -24,8 +24,8 @@ the number of words that count is known: one trip to the host instead of two."""
 def _load_afresh(ptr, mask, IS_AMD: tl.constexpr):
     """Load from memory itself: the host writes between launches, so caches may be out of date.
 
-    Triton before 3.9 drops ".cv" on NVIDIA and ``volatile`` on AMD without a word, and what 3.9
-    makes of both together cannot be assembled on NVIDIA.
+    Triton drops ``volatile`` for AMD and, before 3.9, ".cv" for NVIDIA, both without a word; what
+    3.9 makes of both together for NVIDIA cannot be assembled.
     """
     if IS_AMD:
         value = tl.load(ptr, mask=mask, other=0, cache_modifier=".cv")
