@@ -404,6 +404,25 @@ def atomics_name_their_order(file: File) -> Iterator[str]:
             yield f"{node.lineno}: {name} without sem"
 
 
+LAUNCHES_BY_ROWS = {
+    "kernels.layers.linear_tiles": "one order of additions for any tiles, see its docstring",
+    "kernels.layers.linear_registers": "a deterministic call has another configuration",
+    "kernels.cache.quarter_write": "a maximum and codes, equal for any tiles",
+    "kernels.sampling.edit_logits": "each logit by itself",
+}
+
+
+def launches_do_not_follow_the_rows(file: File) -> Iterator[str]:
+    """A GPU's configuration does not depend on the batch: a row's bits may follow from it."""
+    if file.layer != "kernels" or file.name in LAUNCHES_BY_ROWS:
+        return
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "default_for":
+            for argument in (*node.args.args, *node.args.kwonlyargs):
+                if argument.arg in ("num_tokens", "num_rows", "num_reqs"):
+                    yield f"{node.lineno}: default_for takes {argument.arg}"
+
+
 Rule = Callable[[File], Iterator[str]]
 RULES: list[Rule] = [
     arrows_point_one_way,
@@ -420,6 +439,7 @@ RULES: list[Rule] = [
     ascii_only,
     no_hidden_wait,
     atomics_name_their_order,
+    launches_do_not_follow_the_rows,
 ]
 
 
@@ -521,6 +541,11 @@ BREAKING = [
     (no_hidden_wait, "models.decoder", "class A:\n    def f(self):\n        return self.x.cpu()"),
     (atomics_name_their_order, "kernels.cache.quarter_write", "tl.atomic_add(ptr, 1, mask=x)"),
     (atomics_name_their_order, "kernels.attention.prefill_queue", "y = gl.atomic_cas(ptr, 0, 1)"),
+    (
+        launches_do_not_follow_the_rows,
+        "kernels.layers.rms_norm",
+        "class C:\n    def default_for(cls, dim, *, num_rows): ...",
+    ),
 ]
 KEEPING = [
     (arrows_point_one_way, "kernels._base.triton", "from mrv1.kernels._base import interpreter"),
@@ -580,6 +605,12 @@ KEEPING = [
     (no_hidden_wait, "runner.async_output", "x.tolist()"),
     (no_hidden_wait, "engine.llm", "x.tolist()"),
     (atomics_name_their_order, "kernels.step.post_update", "tl.atomic_add(ptr, 1, sem='relaxed')"),
+    (launches_do_not_follow_the_rows, "kernels.layers.rms_norm", "def default_for(cls, dim): ..."),
+    (
+        launches_do_not_follow_the_rows,
+        "kernels.layers.linear_tiles",
+        "def default_for(cls, num_tokens): ...",
+    ),
 ]
 
 
@@ -599,6 +630,9 @@ def test_every_rule_has_a_breaking_and_a_keeping_snippet():
 
 def test_named_exceptions_are_still_needed():
     """An exception whose function is gone, or waits no longer, must be removed from the list."""
+    assert {
+        name for name in LAUNCHES_BY_ROWS if "def default_for(" in BY_NAME[name].text
+    } == LAUNCHES_BY_ROWS.keys()
     waiting = {f"{file.name}:{scope}" for file in FILES for scope, _, _ in _waits(file.tree)}
     assert set(WAITING_FUNCTIONS) <= waiting
     assert set(WAITING_FILES) <= {file.name for file in FILES}
