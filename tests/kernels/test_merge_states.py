@@ -217,6 +217,15 @@ def test_order_changes_no_bit(device, ops, parts):
     _assert_same(_merge(ops, a, b), _merge(ops, b, a))
 
 
+@given(parts=states(2))
+def test_a_row_has_the_same_bits_alone(device, parts):
+    a, b = (part.to(device) for part in parts)
+    want = _merge(kernels, a, b)
+    for row in range(len(a.out)):
+        x, y, both = (State(s.out[row : row + 1], s.lse[row : row + 1]) for s in (a, b, want))
+        _assert_same(_merge(kernels, x, y), both)
+
+
 @given(parts=states(3))
 def test_grouping_changes_rounding_only(device, parts):
     a, b, c = (part.to(device) for part in parts)
