@@ -26,6 +26,10 @@ VisualsEncoder = Callable[[Sequence[int], Sequence[object], Sequence[Video]], Ma
 """From a prompt's tokens, images and videos to the keys of a prompt with features."""
 
 
+MAX_FORMS = 256
+"""Most conversations whose forms a ``ChatTemplate`` remembers: most of a list are alike."""
+
+
 class ChatOptions(TypedDict, total=False):
     """The options of ``LLM.chat`` that decide how a conversation becomes a prompt."""
 
@@ -132,6 +136,8 @@ class ChatTemplate:
         key = repr(probe.messages)
         forms = self._forms.get(key)
         if forms is None:
+            if len(self._forms) == MAX_FORMS:
+                self._forms.clear()
             forms = self._forms[key] = probe.forms(self._render)
         return forms
 
