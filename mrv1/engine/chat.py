@@ -138,7 +138,11 @@ class ChatTemplate:
         if forms is None:
             if len(self._forms) == MAX_FORMS:
                 self._forms.clear()
-            forms = self._forms[key] = probe.forms(self._render)
+            forms = probe.forms(self._render)
+            if forms is None:
+                with_texts = Probe(messages, keep_texts=True)
+                forms = with_texts.forms(self._render) or with_texts.refused
+            self._forms[key] = forms
         return forms
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:

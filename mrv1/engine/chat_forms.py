@@ -64,9 +64,15 @@ class Forms:
 
 
 class Probe:
-    """A conversation of the same shape, each of its texts a word that occurs nowhere else."""
+    """A conversation of the same shape, each of its texts a word that occurs nowhere else.
 
-    def __init__(self, messages: Sequence[ChatMessage]) -> None:
+    Args:
+        messages: the conversation.
+        keep_texts: put the words behind the texts instead, for a template that asks for them.
+    """
+
+    def __init__(self, messages: Sequence[ChatMessage], *, keep_texts: bool = False) -> None:
+        self.keep_texts = keep_texts
         self.num_words = 0
         self.words: dict[str, list[str]] = {}
         """Role -> the words in its contents."""
@@ -75,21 +81,20 @@ class Probe:
         self.has_parts: set[str] = set()
         """Roles with a list of parts as a content."""
         self.refused = Forms()
-        """First forms that the template refuses in its own words."""
+        """First forms that the template refuses in its own words, or the forms as given."""
         self.messages = [self._message(message) for message in messages]
 
-    def forms(self, render: Render) -> Forms:
-        """Return the forms in which the template prints most.
+    def forms(self, render: Render) -> Forms | None:
+        """Return the forms in which the template prints most; None if it refuses them all.
 
         Arguments of tool calls are dicts, as transformers documents them, unless the template
         prints them as JSON text only. A content keeps its form unless the template prints more of
-        the other. If the template refuses the conversation, all is in the form in which it gives a
-        reason of its own, or as given.
+        the other.
         """
         base = self._base(render, "text")
         if base is None:  # a template may raise where it does not find parts
             base = self._base(render, "parts")
-            return self.refused if base is None else base[0]
+            return None if base is None else base[0]
         forms, printed = base
         contents: dict[str, Literal["text", "parts"]] = {}
         for role, words in self.words.items():
@@ -147,25 +152,30 @@ class Probe:
         if isinstance(content, list):
             self.has_parts.add(role)
             parts = [
-                part | {"text": self._text(role)} if "text" in part else part for part in content
+                part | {"text": self._text(role, part["text"])} if "text" in part else part
+                for part in content
             ]
             message = message | {"content": parts}
         elif content is not None and content.strip():
-            message = message | {"content": self._text(role)}
+            message = message | {"content": self._text(role, content)}
         if message.get("tool_calls"):
             message = message | {"tool_calls": [*map(self._call, message["tool_calls"])]}
         return message
 
-    def _text(self, role: str) -> str:
+    def _text(self, role: str, text: str) -> str:
         self.words.setdefault(role, []).append(word := self._word())
-        return word
+        return text + word if self.keep_texts else word
 
     def _call(self, call: object) -> object:
-        if not isinstance(called_function(call).get("arguments"), str | dict):
+        arguments = called_function(call).get("arguments")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+            arguments = arguments if isinstance(arguments, dict) else {}
+        elif not isinstance(arguments, dict):
             return call
         name, value = self._word(), self._word()
         self.arguments.append((name, value))
-        return _with_arguments(call, {name: value})
+        return _with_arguments(call, {**arguments, name: value})
 
 
 def _with_arguments(call: Any, arguments: object) -> dict[str, object]:  # noqa: ANN401 - a dict

@@ -258,6 +258,9 @@ AS_DICT, AS_TEXT = '{"where": "here", "n": 1}', '"{\\"where\\":\\"here\\",\\"n\\
          parts("hi", "you"), "hiyou"),
         ("{% if m.role == 'user' %}{{ m.content }}{% else %}" + LOOP + "{% endif %}",
          parts("hi", "you"), "hi\nyou"),
+        # It asks for something in the text.
+        ("{{ m.content.split('Q:')[1] + '' }}", parts("Q: hi"), " hi"),
+        ("{% for p in m.content %}{{ p.text.split('Q:')[1] + '' }}{% endfor %}", "Q: hi", " hi"),
         # It drops all of it in both forms.
         ("", parts("hi"), ""),
         # Other keys of a part reach it.
@@ -278,6 +281,7 @@ def test_a_template_gets_contents_in_the_form_it_prints(tokenizer, template, con
         ("{% for k, v in c.function.arguments | items %}{{ k }}={{ v }} {% endfor %}",
          "where=here n=1 "),
         ("{% set a = c.function.arguments %}{{ a if a is string else a | tojson }}", AS_DICT),
+        ("{{ '' + c.function.arguments.where }}", "here"),
         ("{{ '' + c.function.arguments }}", None),
         ("{{ c.function.arguments }}", None),
         ("{% if c.function.arguments is string %}{{ c.function.arguments }}{% endif %}", None),
