@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mrv1 import LLM, ConfigError
@@ -117,6 +117,7 @@ def test_a_wrong_limit_names_itself():
     counts=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     least=st.integers(1, 12),
 )
+@example(num_tokens=3, counts=[8, 5], least=5)
 def test_chunks_get_the_tokens_of_a_step_and_the_first_its_least(num_tokens, counts, least):
     room, taken = TokenRoom(num_tokens), 0
     assert not room.is_full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from mrv1 import LLM, ConfigError, RequestError, SamplingParams, StepError
 from mrv1.config import EngineConfig
 from mrv1.engine import EngineCore, waiting_queue
+from mrv1.engine.prefix_waits import PrefixWaits
 from mrv1.engine.request import Request
 from mrv1.engine.scheduler import Scheduler
 from tests.engine.fake_llm import make_llm
@@ -357,6 +359,108 @@ def test_nobody_waits_for_a_request_that_is_less_urgent():
             scheduler.add(request)
             scheduler.schedule()
         assert scheduler.num_prefix_waits == num_waits
+
+
+def sharing(name: str, **params: object) -> Request:
+    """Return a request for 16 tokens in blocks of 4, whose digests are known."""
+    request = make_request(name, prompt_of(16), max_tokens=1, **params)
+    request.block_digests = [bytes([block]) for block in range(4)]
+    return request
+
+
+def test_a_request_waits_once_and_only_for_blocks_that_it_can_use():
+    """One that lacks log-probabilities of its prompt computes it, as a preempted one does."""
+    slots = SimpleNamespace(num_landed=np.zeros(1, dtype=np.int64))
+    waits = PrefixWaits(slots, 4, 8)
+    leader, other, lacking = sharing("a"), sharing("b"), sharing("c", prompt_logprobs=0)
+    leader.slot = 0
+    waits.enter(leader, 0)
+    assert not waits.try_wait(lacking, 0)
+    lacking.prompt_logprobs = [[None] * 15]
+    assert waits.try_wait(lacking, 0)
+    assert waits.try_wait(other, 0)
+    assert waits.leave(leader) == [lacking, other]
+    waits.enter(leader, 0)
+    assert not waits.try_wait(other, 0)
+    assert len(waits) == 0
+
+
+def test_a_request_whose_wait_was_in_vain_does_not_wait_again():
+    scheduler, requests = start_sharing(scheduling_policy="priority", max_num_batched_tokens=64)
+    runner = make_runner(scheduler)
+    runner.execute(scheduler.schedule())
+    assert scheduler.num_prefix_waits == 2
+    scheduler.abort("first")
+    scheduler.update(runner.result())
+    urgent = make_request("urgent", (*prompt_of(24), 9), max_tokens=1, priority=-1)
+    scheduler.add(urgent)
+    plan = scheduler.schedule()
+    assert scheduled(plan) == {"urgent": 25, "second": 25, "third": 14}
+    runner.execute(plan)
+    drain(scheduler, runner)
+    assert scheduler.num_prefix_waits == 2
+    for name in ("second", "third"):
+        assert requests[name].output_token_ids == expected_output(requests[name])[0]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_preempted_request_is_admitted_before_those_that_never_ran(policy):
+    scheduler = make_scheduler(
+        num_blocks=12, max_num_seqs=2, max_steps_in_flight=1, scheduling_policy=policy
+    )
+    for name in ("a", "b", "c", "d"):
+        scheduler.add(make_request(name, prompt_of(15), max_tokens=20, ignore_eos=True))
+    plans = drain(scheduler, make_runner(scheduler))
+    entered = []
+    for plan in plans:
+        entering = {request.req_id for request in plan.entering}
+        entered += [req_id for req_id in plan.req_ids if req_id in entering]
+    assert scheduler.num_preemptions > 0
+    assert entered[:4] == ["a", "b", "b", "c"]
+
+
+def test_a_preempted_request_goes_to_the_front_of_its_id_and_priority():
+    queue = waiting_queue.PriorityQueue()
+    requests = {
+        name: make_request(name, prompt_of(3), max_tokens=1, fairness_id=key, priority=priority)
+        for name, key, priority in (
+            ("a", "x", 1), ("b", "x", 1), ("c", "x", 1), ("d", "y", 1), ("e", "x", 0),
+        )
+    }  # fmt: skip
+    for request in requests.values():
+        queue.add(request, holds_followers=False)
+    for name in ("e", "a", "b"):
+        queue.take(requests[name])
+    for name in ("b", "a"):
+        queue.add_first(requests[name])
+    found = []
+    while queue:
+        found.append(queue.peek().req_id)
+        queue.take(queue.peek())
+    assert found == ["a", "b", "c", "d"]
+
+
+def test_debts_are_void_where_nobody_waits():
+    """And nothing is kept of ids that have gone, of which a server may see any number."""
+    queue = waiting_queue.PriorityQueue()
+
+    def add(name: str, key: str) -> Request:
+        request = make_request(name, prompt_of(3), max_tokens=1, fairness_id=key)
+        queue.add(request, holds_followers=False)
+        return request
+
+    first = add("first", "a")
+    queue.charge(first, 10 * waiting_queue.QUANTUM)
+    queue.take(first)
+    assert (queue._lanes, queue._sizes) == ({}, {})
+    queue.charge(first, 10 * waiting_queue.QUANTUM)  # its output; nobody waits for a turn
+    assert queue._lanes == {}
+    again, other = add("again", "a"), add("other", "b")
+    assert queue.peek() is again
+    queue.charge(again, 10 * waiting_queue.QUANTUM)
+    queue.take(again)
+    add("once more", "a")
+    assert queue.peek() is other
 
 
 # --- engines -------------------------------------------------------------------------------------
