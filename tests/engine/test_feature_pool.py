@@ -129,6 +129,22 @@ def test_an_item_waits_for_rows_and_later_requests_do_not_take_them():
     assert order[:2] == [6, 8]
 
 
+def test_a_later_arrival_does_not_take_rows_that_an_earlier_item_waits_for():
+    """While a has 5 rows for its last token, b waits for 8; c's 3 would keep b waiting longer."""
+    scheduler = make_scheduler(
+        num_feature_rows=NUM_ROWS, max_num_batched_tokens=5, num_blocks=99, max_steps_in_flight=1
+    )
+    runner = make_runner(scheduler)
+    for name, sizes in (("a", [(5, 0)]), ("b", [(8, 1)]), ("c", [(3, 2)])):
+        scheduler.add(request_with(name, sizes))
+    order = []
+    while (plan := scheduler.schedule()) is not None:
+        order += [staged.item.num_tokens for staged in plan.staged_features]
+        runner.execute(plan)
+        scheduler.update(runner.result())
+    assert order == [5, 8, 3]
+
+
 @pytest.mark.parametrize(
     ("spans", "message"),
     [

@@ -370,3 +370,28 @@ def test_a_gpu_gets_its_memory_back_and_runs_new_graphs(tmp_path, level):
             assert llm.metrics()["num_compilations"] == compiled
             again = torch.cuda.memory_reserved(runner.device)
             assert abs(again - awake) < 256 << 20
+
+
+def test_graphs_are_captured_only_once_weights_and_cache_are_awake(llm, monkeypatch):
+    """Graphs hold the addresses of both; a CPU captures none, but in the same order."""
+    runner = llm._engine.runner
+    captures = []
+
+    def capture(*, progress: bool) -> None:
+        buffers = [*runner.kv_cache.buffers, *checkpoint_tensors_of(runner)]
+        captures.append(all(each.untyped_storage().nbytes() >= each.nbytes for each in buffers))
+
+    monkeypatch.setattr(runner, "_capture", capture)
+    for tags in (["weights"], ["kv_cache"]), (["kv_cache"], ["weights"]), (None,):
+        llm.sleep(2)
+        captures.clear()
+        for at, each in enumerate(tags):
+            llm.wake_up(each)
+            is_last = at == len(tags) - 1
+            assert captures == [True] * is_last, "not before the other part, and then once"
+        llm.wake_up()
+        assert captures == [True], "nothing slept"
+
+
+def checkpoint_tensors_of(runner: ModelRunner) -> list[torch.Tensor]:
+    return [*checkpoint_tensors(runner.model.config, runner.model.weights).values()]

@@ -222,3 +222,32 @@ def test_drafts_follow_items_and_ranges():
     assert core.scheduler._speculation.num_accepted > 0
     for case, request in zip(cases, requests, strict=True):
         case.check(request)
+
+
+def test_tokens_that_see_another_later_item_are_no_prefix_hit():
+    """The ranges and the tokens are equal; tokens of the first block see the item in the third."""
+    prompt = [*range(100, 133), *[9] * 4, *range(200, 214)]
+    offsets = np.array([[0, token + 1] for token in range(len(prompt))])
+    offsets[3:37, 1] = 37
+    cases = [Case(prompt, [(33, features(content, 4))], [False], offsets) for content in (0, 1, 1)]
+    core = make_core(max_num_batched_tokens=64)
+    requests = []
+    for index, case in enumerate(cases):
+        requests.append(case.add(core, str(index)))
+        while core.has_unfinished_requests:
+            core.step()
+        case.check(requests[-1])
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 48]
+
+
+def test_other_items_under_the_same_tokens_are_no_prefix_hit():
+    prompt = [*range(100, 120), *[9] * 4, *range(200, 227)]
+    core = make_core(max_num_batched_tokens=64)
+    requests = []
+    for index, content in enumerate((0, 1, 1)):
+        case = Case(prompt, [(20, features(content, 4))], [False], None)
+        requests.append(case.add(core, str(index)))
+        while core.has_unfinished_requests:
+            core.step()
+        case.check(requests[-1])
+    assert [request.num_cached_tokens for request in requests] == [0, 16, 48]

@@ -181,6 +181,24 @@ def test_text_alone_needs_no_spans():
     assert (positions.delta, positions.num_positions) == (0, 9)
 
 
+def test_positions_of_an_earlier_item_may_be_the_largest():
+    """3 frames of 50 seconds, 3 positions each second, then an image: its positions are small."""
+    vision = VisionConfig(
+        image_token_id=1, video_token_id=2, spatial_merge_size=MERGE, video_time="seconds",
+        tokens_per_second=3.0,
+    )  # fmt: skip
+    video = _item(
+        features=np.zeros((3, 4), np.float32), start=1, modality="video", grid_thw=(3, 2, 2),
+        second_per_grid=50.0,
+    )  # fmt: skip
+    image = _item(features=np.zeros((1, 4), np.float32), start=5, grid_thw=(1, 2, 2))
+    for num_tokens in (6, 9):
+        positions = mrope_positions([video, image], num_tokens, vision)
+        last = 1 + 2 * 150  # of the video, which starts at 1
+        assert positions.num_positions == last + 1
+        assert positions.delta == last + 1 - num_tokens, "the output counts on from it"
+
+
 def _item(**fields: Any) -> MultimodalItem:
     defaults = {"features": np.zeros((6, 4), np.float32), "start": 3, "grid_thw": (1, 4, 6)}
     return MultimodalItem(**(defaults | fields))

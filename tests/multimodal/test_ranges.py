@@ -140,6 +140,22 @@ def test_prompts_with_ranges_are_found_in_the_prefix_cache(model_of):
     assert again.num_cached_tokens == 48, "so that the property below has hits"
 
 
+def test_other_ranges_over_the_same_tokens_are_no_prefix_hit(oracle_of, model_of):
+    """The first token with a range of its own is the same in both: only the range differs."""
+    prompt, ranges = IMAGE
+    others = [(low + 7 * (20 <= token < 40), high) for token, (low, high) in enumerate(ranges)]
+    core = make_core(model_of(torch.float32), FULL_POLICY)
+    run(core, [IMAGE], prompt_logprobs=None)
+    (other,) = run(core, [(prompt, others)], prompt_logprobs=None)
+    assert other.num_cached_tokens == 16, "the block before all ranges"
+    want = masked_logits(oracle_of(torch.float64), FULL_POLICY, tokens_of(other), others)
+    torch.testing.assert_close(
+        logprobs_of(other), want.log_softmax(-1).float()[-NUM_TOKENS:], rtol=0, atol=1e-4
+    )
+    (again,) = run(core, [(prompt, others)], prompt_logprobs=None)
+    assert again.num_cached_tokens == 48
+
+
 @given(
     policy=st.one_of(st.just(FULL_POLICY), POLICIES),
     each=st.lists(prompts(), min_size=1, max_size=2),

@@ -300,6 +300,30 @@ def test_frames_are_told_apart_by_their_times(checkpoints, count):
     assert all(prompt["prompt_token_ids"][item.start - 2] == 7 for item in items)
 
 
+def test_the_frames_of_a_video_are_different_items(checkpoints):
+    """Without torchvision: the processor of videos is a stand-in with the patches of 3 steps."""
+    encoder = VisionEncoder(checkpoints("qwen3_vl").path, device="cpu")
+    patches = torch.randn(3 * 16, 96, generator=torch.Generator().manual_seed(0))
+
+    class Processor:
+        temporal_patch_size = 2
+
+        def __call__(self, **_: object) -> dict[str, torch.Tensor]:
+            return {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[3, 4, 4]])}
+
+    class Words:
+        def encode(self, text: str, **_: object) -> list[int]:
+            return [7]
+
+    encoder._video_processor, encoder._tokenizer = Processor(), Words()
+    frames = np.zeros((6, 16, 16, 3), np.uint8)
+    items = encoder.prompt([VIDEO], videos=[Video(frames=frames, fps=2.0)])["multimodal"]
+    assert len(items) == 3
+    assert len({item.content_hash for item in items}) == 3, "or one would have another's features"
+    again = encoder.prompt([VIDEO], videos=[Video(frames=frames, fps=2.0)])["multimodal"]
+    assert [item.content_hash for item in again] == [item.content_hash for item in items]
+
+
 @pytest.mark.parametrize(
     ("video", "message"),
     [
