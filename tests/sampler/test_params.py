@@ -352,6 +352,7 @@ def test_structured_outputs_take_their_class_alone():
         ({"choice": ["a", ""]}, "choice: expected texts that are not empty"),
         ({"choice": 7}, "choice: expected texts that are not empty, got 7"),
         ({"grammar": b"root"}, "grammar: expected text, got b'root'"),
+        ({"json": {"a": {1, 2}}}, "json: expected a JSON schema, got Object of type set"),
         ({"json_object": False}, "json_object: expected True, got False"),
         ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace: expected True or"),
         ({"whitespace_pattern": " "}, "exactly one of .*; got none"),
