@@ -31,10 +31,12 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
     tokenizer_config.json adds tokens, sets flags of added tokens, and names special tokens and the
     chat template, as in transformers. Its other settings, such as ``tokenizer_class``,
-    ``add_bos_token``, ``add_prefix_space`` and ``legacy``, change nothing in tokenizer.json. Only
-    a checkpoint without tokenizer.json is left to the class of transformers. The template of a
-    processor, in chat_template.json, is used where there is a processor, or no other template. No
-    code of the checkpoint runs.
+    ``add_bos_token``, ``add_prefix_space`` and ``legacy``, change nothing in tokenizer.json, whose
+    truncation and padding concern no prompt. Only a checkpoint without tokenizer.json is left to
+    the class of transformers. No code of the checkpoint runs.
+
+    The template of a processor, in chat_template.json, is used where there is a processor, or no
+    other template.
 
     Raises:
         ConfigError: the files cannot be loaded, ask for code of the checkpoint, or contradict one
@@ -91,7 +93,7 @@ def _check_added_tokens(tokenizer: PreTrainedTokenizerBase, added: dict[str, Any
     for index, token in added.items():
         name = token["content"]
         got = tokenizer.convert_tokens_to_ids(name)
-        if got != int(index):
+        if name and got != int(index):  # no text contains an empty token
             raise ConfigError(
                 f"added_tokens_decoder in tokenizer_config.json: expected {name!r} to be token "
                 f"{index}, as it says, got {got} with tokenizer.json"

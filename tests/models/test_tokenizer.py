@@ -99,6 +99,15 @@ def test_tokenizer_config_adds_tokens_and_sets_their_flags(tmp_path):
             load_tokenizer(path)
 
 
+def test_a_prompt_is_neither_cut_nor_padded(tmp_path):
+    tokenizer = FAMILIES["gpt2"]()
+    expected = tokenizer.encode("hello world").ids
+    tokenizer.enable_truncation(1)
+    tokenizer.enable_padding(length=16)
+    loaded = load_tokenizer(write(tmp_path / "model", tokenizer, "llama", None))
+    assert loaded.encode("hello world") == expected != tokenizer.encode("hello world").ids
+
+
 CODE = """
 import pathlib
 pathlib.Path(__file__).with_name("ran").touch()
