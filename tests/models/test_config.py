@@ -225,6 +225,10 @@ def test_a_corrupt_config_file_is_refused_and_named(
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
         ({"dtype": "int8"}, "dtype: expected one of .*, got torch.int8"),
         ({"hidden_size": "wide"}, "config.json is not valid: .*hidden_size"),
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}},
+            "config.json is not valid: .*no code of a checkpoint is run",
+        ),
         ({"head_dim": 24}, "head_dim: expected a multiple of 16 from 16 to 256, got 24"),
         ({"head_dim": 512}, "head_dim: expected a multiple of 16 from 16 to 256, got 512"),
         (

@@ -211,6 +211,17 @@ def test_a_checkpoint_chooses_no_kernel_of_the_hub(checkpoints, tmp_path):
     assert encoder._encoder.config._attn_implementation == "sdpa"
 
 
+def test_no_code_of_a_processor_runs_and_nobody_is_asked(checkpoints, tmp_path, monkeypatch):
+    path = shutil.copytree(checkpoints("qwen2_vl").path, tmp_path / "model")
+    config = json.loads((path / "preprocessor_config.json").read_text("utf-8"))
+    config |= {"image_processor_type": "Own", "auto_map": {"AutoImageProcessor": "own.Own"}}
+    (path / "preprocessor_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (path / "own.py").write_text("raise SystemExit", encoding="utf-8")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
+    with pytest.raises(ConfigError, match=r"vision encoder: .*no code of a checkpoint is run"):
+        VisionEncoder(path, device="cpu")
+
+
 def test_the_command_line_takes_image_files(checkpoints, mrv1, tmp_path):
     checkpoint, image = checkpoints("qwen2_vl"), picture(1)
     image.save(tmp_path / "a.png")
