@@ -125,7 +125,7 @@ def _scopes(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 # --- the rules -----------------------------------------------------------------------------------
 
-BASE = {"errors", "environment", "device", "lazy", "progress"}
+BASE = {"errors", "environment", "device", "forks", "lazy", "progress"}
 OPS = BASE | {"kernels", "config", "options"}
 STEP = OPS | {"sampler", "models", "headwise", "multimodal", "runner"}
 APP = STEP | {
@@ -135,6 +135,7 @@ MAY_IMPORT = {
     "errors": set(),
     "environment": {"errors"},
     "device": {"errors", "environment"},
+    "forks": set(),
     "lazy": set(),
     "progress": set(),
     "options": set(),

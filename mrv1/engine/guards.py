@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from mrv1.errors import ConfigError, RequestError
+from mrv1.forks import tell_of_forks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,10 +70,10 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.reset()
-        _TURNS.add(self)
+        self.after_fork()
+        tell_of_forks(self)
 
-    def reset(self) -> None:
+    def after_fork(self) -> None:
         """Forget who has a turn and who waits."""
         self._lock = threading.RLock()  # a plain lock would block a nested call for ever
         self._owner: int | None = None
@@ -112,17 +111,6 @@ class Turns:
                     self._owner = None
         finally:
             self._waiting.discard(thread)
-
-
-_TURNS: weakref.WeakSet[Turns] = weakref.WeakSet()
-
-
-def _reset_all() -> None:
-    for turns in _TURNS:
-        turns.reset()
-
-
-os.register_at_fork(after_in_child=_reset_all)
 
 
 class TakesTurns(Protocol):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -20,6 +18,7 @@ import torch
 from mrv1.config import EngineConfig, checkpoint_dir, dtype_name, resolve_max_model_len
 from mrv1.device import device_info, fp8_path, kernel_path, resolve_device, resolve_dtype
 from mrv1.errors import CapacityError, ConfigError, StepError
+from mrv1.forks import keep_for_ever, tell_of_forks
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
 from mrv1.kernels.registry import select_ops
@@ -68,16 +67,6 @@ FORKED = (
     "ModelRunner: expected a call in the process that made it, got one in a forked child, which "
     "has neither its GPU nor its ranks; make the engine in the child, or start that with 'spawn'"
 )
-
-_RUNNERS: weakref.WeakSet[ModelRunner] = weakref.WeakSet()
-
-
-def _note_fork() -> None:
-    for runner in _RUNNERS:
-        runner._after_fork()
-
-
-os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Launched(NamedTuple):
@@ -148,7 +137,7 @@ class ModelRunner:
         self.num_graph_steps = 0
         """Steps that ran as CUDA graphs, sampling included."""
         self.device = resolve_device(config.device)
-        _RUNNERS.add(self)
+        tell_of_forks(self)
         self.path = kernel_path(self.device)
         with self._on_device(), within_memory("model", "weights", self.device):
             self._build(model, head_policy, progress)
@@ -346,10 +335,11 @@ class ModelRunner:
                     progress=progress,
                 )
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         """Refuse to run in this process, a forked child, if CUDA would not."""
         if self.device.type == "cuda":
             self._unusable = FORKED
+            keep_for_ever(self)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Return a context in which the runner's GPU is current, for its streams and events."""

@@ -11,7 +11,6 @@ step, and none can go on without it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing.process
 import os
 import signal
@@ -40,6 +39,7 @@ from mrv1.errors import (
     StepError,
     UnsupportedDeviceError,
 )
+from mrv1.forks import keep_for_ever, tell_of_forks
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
 from mrv1.multimodal import MultimodalItem
@@ -135,7 +135,7 @@ class Gloo:
 
     def leave(self) -> None:
         """Leave the connections to the parent of this process, a forked child."""
-        _keep_for_ever(self._group)
+        keep_for_ever(self._group)
         self._group = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -169,11 +169,6 @@ class Gloo:
             all_reduce=self.all_reduce,
             all_gather=self.all_gather,
         )
-
-
-def _keep_for_ever(threaded: object) -> None:
-    """Let nothing destroy an object, which would wait for threads that this process lacks."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(threaded))
 
 
 class Member:
@@ -235,17 +230,6 @@ def _exit_of(code: int | None) -> str:
     )
 
 
-_RANKS: weakref.WeakSet[Ranks] = weakref.WeakSet()
-
-
-def _leave_all() -> None:
-    for ranks in _RANKS:
-        ranks.leave()
-
-
-os.register_at_fork(after_in_child=_leave_all)
-
-
 def _stop(members: Sequence[Member], seconds: float) -> None:
     """Stop all ranks; none has to wait until the one before it has ended."""
     for member in members:
@@ -268,7 +252,7 @@ class Ranks:
         self._store = _store(0, size)
         self._members: list[Member] = []
         self._finalizer = weakref.finalize(self, _stop, self._members, 0.0)
-        _RANKS.add(self)
+        tell_of_forks(self)
         spawn = torch.multiprocessing.get_context("spawn")  # a fork would share torch's threads
         num_threads = max(torch.get_num_threads() // size, 1)
         for rank in range(1, size):
@@ -337,7 +321,7 @@ class Ranks:
             return f"rank {', '.join(silent)}: no answer within {TIMEOUT_SECONDS:g} s ({error})"
         return f"rank 0: {error}"
 
-    def leave(self) -> None:
+    def after_fork(self) -> None:
         """Leave the ranks to the parent of this process, a forked child.
 
         The child has copies of the connections, which would keep the ranks from noticing the
@@ -348,7 +332,7 @@ class Ranks:
         for member in self._members:
             member.connection.close()
             multiprocessing.process._children.discard(member.process)  # type: ignore[attr-defined]
-        _keep_for_ever(self._store)
+        keep_for_ever(self._store)
         self._gloo.leave()
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
@@ -562,7 +546,8 @@ class ParallelRunner(ModelRunner):
                     raise
         super().discard()
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
+        """Refuse to run in this process, a forked child, which has no ranks."""
         self._ended = self._unusable = FORKED
 
     def prepared(self, item: MultimodalItem) -> MultimodalItem:

@@ -350,6 +350,20 @@ def test_a_closed_runner_refuses_plans(checkpoint):
         runner.execute(make_plan(0, {"x": (0, 1, (0,))}))
 
 
+def test_a_runner_of_a_gpu_refuses_to_run_in_a_forked_child(checkpoint):
+    """And touches nothing there, where every call of CUDA would fail."""
+    runner = make_runner(checkpoint, device="cpu")
+    runner.device = torch.device("cuda")
+    runner.after_fork()
+    for call in (runner.check_usable, runner.sleep, lambda: runner.execute(None)):
+        with pytest.raises(RuntimeError, match="process that made it, got one in a forked child"):
+            call()
+    runner.discard()
+    runner.close()
+    with pytest.raises(RuntimeError, match="expected an open runner, got one that was closed"):
+        runner.check_usable()
+
+
 def test_kv_report_counts_every_byte(runner):
     report = runner.kv_report()
     heads, head_dim, layers = 2, 32, 2

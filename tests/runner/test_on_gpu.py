@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from mrv1 import AsyncOutput, EngineConfig, HeadPolicy, SamplingParams
+from mrv1 import LLM, AsyncOutput, EngineConfig, HeadPolicy, SamplingParams
 from mrv1.engine.block_pool import BlockPool
 from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
 from mrv1.headwise import FULL, Visible
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.input_batch import InputBatch
+from tests.forked_child import in_forked_child
 from tests.models.families import tiny_checkpoint
 from tests.models.test_decoder import no_waiting
 
@@ -284,3 +285,20 @@ def test_overlap_equals_no_overlap_over_a_long_run(checkpoint):
         assert core.scheduler.pools[0].num_free == core.scheduler.pools[0].num_blocks
         core.runner.close()
     assert outputs[True][: len(outputs[False])] == outputs[False][: len(outputs[True])]
+
+
+def test_a_forked_child_refuses_requests_and_leaves_the_gpu_to_its_parent():
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    llm = LLM("tiny", device="cuda", num_kv_blocks=16, max_model_len=64)
+    (expected,) = llm.generate([[5, 6, 7]], params)
+
+    def check() -> None:
+        with pytest.raises(RuntimeError, match="got one in a forked child"):
+            llm.generate([[5, 6, 7]], params)
+        assert llm.metrics()["num_running_requests"] == 0
+        llm.close()
+
+    in_forked_child(check)
+    (output,) = llm.generate([[5, 6, 7]], params)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    llm.close()
