@@ -24,6 +24,7 @@ from mrv1 import LLM, ConfigError, SamplingParams
 from mrv1.config import checkpoint_dir
 from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, load_model
+from mrv1.models.gguf_file import open_gguf
 from mrv1.models.tokenizer import load_tokenizer
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import ROPES, expected_logits, random_model, tiny_config
@@ -240,19 +241,19 @@ def test_other_files_of_the_folder_do_not_count(tiny_gguf, tmp_path):
     assert ModelConfig.from_pretrained(path).eos_token_ids == (0,)
 
 
-def test_a_file_that_changes_in_place_is_read_again(tmp_path):
-    """At equal size, as after another quantization of the same kind."""
-    path, random = (
-        tmp_path / "model.gguf",
-        [random_model(tiny_config("llama"), seed=s) for s in (0, 1)],
-    )
-    write_gguf(path, random[0])
-    status = path.stat()
-    check_equal(path, random[0])
-    write_gguf(path, random[1])
-    assert path.stat().st_size == status.st_size
-    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns + 1))
-    check_equal(path, random[1])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_of_another_time_and_the_same_size_is_read_again(tmp_path, is_replaced):
+    """Whether it is written over or replaced."""
+    ropes = [ROPES["default"], ROPES["default"] | {"rope_theta": 500000.0}]
+    path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    for number, rope in enumerate(ropes):
+        oracle = random_model(tiny_config("llama", rope_parameters=dict(rope)), seed=number)
+        write_gguf(other if is_replaced else path, oracle)
+        if is_replaced:
+            other.replace(path)
+        os.utime(path, ns=(number, number))
+        check_equal(path, oracle)
+    assert open_gguf(path) is open_gguf(path)
 
 
 def split_gguf(directory: Path, model: PreTrainedModel, count: int = 3) -> list[Path]:
