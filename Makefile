@@ -4,7 +4,7 @@
 #   make chat-model install a small chat model for --model smollm2: SmolLM2-135M-Instruct, 93 MB
 #   make test       lint, types, and the suite: host tests, interpreted kernels, compile checks
 #   make test-full  `make test`, then the API reference, many more hypothesis examples, soak tests,
-#                   every compile target, vLLM's engine and server, Ray Data
+#                   every compile target, other transformers, vLLM's engine and server, Ray Data
 #   make docs       the documents and the API reference as a site, in build/site
 #   make notebooks  run the notebooks and write what they show to docs/notebooks
 #   make soak       an hour of random load on a CPU (SECONDS=3600), for every night: nothing leaks
@@ -45,6 +45,16 @@ TRITON_39 := $(VENV)/triton-3.9.0
 VLLMS := 0.26.0 0.33.0
 VLLM_FOLDERS := $(VLLMS:%=$(VENV)/vllm-%)
 RAY := $(VENV)/ray
+# The oldest that vLLM 0.33 takes, and the newest; what is not as constraints.txt has it, beside it.
+TRANSFORMERS := 5.16.1 5.24.0
+TRANSFORMERS_LANES := $(TRANSFORMERS:%=full-transformers-%)
+BESIDE_5.16.1 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
+TRANSFORMERS_FILES := $(shell grep -rlE '^ *(import|from) transformers|\<CACHE\>|import fp8_logits' \
+	tests --include='test_*.py' --exclude-dir=vllm)
+# Resolves the extras, as everything on PyPI was at that time, for Linux of 2022 and later.
+UV := $(VENV)/uv
+RESOLVE := $(UV)/bin/uv pip install --dry-run --quiet --cache-dir $(UV)/cache --no-build \
+	--exclude-newer 2026-11-27 --python $(BIN)/python --python-platform x86_64-manylinux_2_35
 # Tests read the chat templates among its files; its code, and what that depends on, is not used.
 TEMPLATES := trl
 
@@ -58,7 +68,8 @@ export BEYOND_AVX2
 
 .PHONY: help demo chat-model test test-full test-gpu soak install lint types hooks \
 	test-host test-interp test-compile \
-	full-host full-interp full-avx2 full-compile full-triton39 full-vllm full-ray docs notebooks lock clean
+	full-host full-interp full-avx2 full-compile full-triton39 full-transformers \
+	$(TRANSFORMERS_LANES) full-extras full-vllm full-ray docs notebooks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -141,7 +152,8 @@ test-compile: $(VENV)/.dev
 # --- make test-full -------------------------------------------------------------------------------
 
 # `make test`, the site, properties with more examples, long tests, the other compile targets.
-test-full: test docs full-compile full-triton39 full-vllm full-ray full-avx2 full-interp full-host
+test-full: test docs full-extras full-compile full-triton39 full-transformers full-vllm full-ray \
+	full-avx2 full-interp full-host
 
 # The chat model comes first: its tests and the notebook's skip themselves without it.
 full-host: $(VENV)/.dev $(VENV)/.chat-model
@@ -163,6 +175,31 @@ $(TRITON_39)/.installed: | $(VENV)/.dev
 full-triton39: $(TRITON_39)/.installed
 	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(INTERP) $(QUICK) -m "interp and not ($(LONG))" $(INTERP_FILES)
 	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(HOST) -m "compile and not ($(LONG))" $(COMPILE_FILES)
+
+$(VENV)/transformers-%/.installed: | $(VENV)/.dev
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --upgrade \
+		--target $(@D) transformers==$* $(BESIDE_$*)
+	@touch $@
+
+full-transformers: $(TRANSFORMERS_LANES)
+
+$(TRANSFORMERS_LANES): full-transformers-%: $(VENV)/transformers-%/.installed
+	PYTHONPATH=$(CURDIR)/$(<D) $(HOST) $(QUICK) -m "not (interp or gpu_only or compile or $(LONG))" \
+		$(TRANSFORMERS_FILES)
+
+$(UV)/.installed: | $(VENV)/.dev
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(UV) \
+		uv==0.13.9
+	@touch $@
+
+# All extras together, with each vLLM: by metadata alone, in seconds.
+full-extras: $(UV)/.resolved
+
+$(UV)/.resolved: pyproject.toml Makefile | $(UV)/.installed
+	for version in $(VLLMS); do \
+		$(RESOLVE) --all-extras --requirements pyproject.toml --constraint <(echo "vllm==$$version"); \
+	done
+	@touch $@
 
 $(VENV)/vllm-%/.installed: tests/integrations/vllm/requirements.txt | $(VENV)/.dev
 	@echo "installing the Python files of vLLM $* into $(VENV)/vllm-$* (downloads its wheel)"

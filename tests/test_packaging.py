@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,19 @@ def test_the_notebooks_extra_has_what_their_cells_import_and_run():
     assert used | {"llguidance"} <= _needed(("notebooks",)) | {"mrv1"}  # the grammar of a request
 
 
+def test_every_pin_is_within_the_range_that_is_declared():
+    """Else no version of the range would be tested."""
+    extras = PROJECT["optional-dependencies"].values()
+    ranges = [Requirement(each) for each in [*PROJECT["dependencies"], *chain(*extras)]]
+    pins = {each: _pins()[_canonical(each.name)] for each in ranges if _is_pinned(each.name)}
+    assert {"torch", "transformers", "llguidance", "pillow"} <= {each.name for each in pins}
+    assert [str(each) for each, pin in pins.items() if not each.specifier.contains(pin)] == []
+
+
+def _is_pinned(name: str) -> bool:
+    return _canonical(name) in _pins()
+
+
 def test_every_extra_is_bounded_by_a_release_beyond_its_pin():
     """If a pinned version were beyond its bound, no version within the bound would be tested."""
     texts = [text for extra in PROJECT["optional-dependencies"].values() for text in extra]
@@ -172,6 +186,17 @@ def test_the_vllm_extra_allows_the_tested_versions_and_none_between():
     assert not any(map(allowed.contains, others))
     (line,) = re.findall(r"^VLLMS := (.*)$", (REPO / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert line.split() == tested
+
+
+def test_the_lanes_of_transformers_are_its_oldest_and_its_newest():
+    """The oldest that a supported vLLM takes, and the newest, which constraints.txt has."""
+    makefile = (REPO / "Makefile").read_text("utf-8")
+    (line,) = re.findall(r"^TRANSFORMERS := (.*)$", makefile, re.MULTILINE)
+    versions = line.split()
+    (text,) = (each for each in PROJECT["dependencies"] if _requirement(each) == "transformers")
+    assert versions == sorted(versions, key=_numbers)
+    assert versions[-1] == _pins()["transformers"]
+    assert all(map(Requirement(text).specifier.contains, versions))
 
 
 def _numbers(version: str) -> list[int]:

@@ -20,7 +20,7 @@ from mrv1.kernels import reference
 from mrv1.runner import AsyncOutput, RequestId, StepPlan
 from tests.engine.test_head_policy import head_masks
 from tests.engine.test_llm import random_prompts
-from tests.models.families import tiny_checkpoint
+from tests.models.families import CACHE, tiny_checkpoint
 from tests.models.quantizing_cache import QuantizingCache
 from tests.models.test_fp8_cache import HEAD_SCALES, add_tensors, scale_tensors
 from tests.models.test_tiny_checkpoint import CORPUS, _recall_prompt
@@ -48,11 +48,11 @@ def greedy_over_a_rounded_cache(
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=QuantizingCache(head_scales, quarter),
         do_sample=False,
         max_new_tokens=num_tokens,
         eos_token_id=None,
         pad_token_id=0,
+        **{CACHE: QuantizingCache(head_scales, quarter)},
     )
     return output[0, len(prompt) :].tolist()
 
@@ -147,7 +147,7 @@ def tokens_over_quarters(
                 for index, layer in enumerate(model.model.layers)
             ]
             ids = torch.tensor([tokens[done:end]])
-            logits = model(ids, past_key_values=cache).logits[0, -1]
+            logits = model(ids, **{CACHE: cache}).logits[0, -1]
             for handle in handles:
                 handle.remove()
             found.setdefault(end, int(logits.argmax()))

@@ -18,7 +18,7 @@ from benchmarks.kv_offload import HostCopies, main
 from mrv1 import LLM, SamplingParams, StepError
 from mrv1.runner import KVReady, RequestId
 from tests.engine.test_llm import random_prompts
-from tests.models.families import tiny_checkpoint
+from tests.models.families import CACHE, tiny_checkpoint
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -44,7 +44,7 @@ def make_llm(checkpoint: Path) -> LLMMaker:
 def expected_kv(model: PreTrainedModel, tokens: list[int]) -> list[tuple[torch.Tensor, ...]]:
     """Return the layers' keys and values ``[kv_heads, tokens, head_dim]``."""
     with torch.no_grad():
-        cache = model(torch.tensor([tokens]), use_cache=True).past_key_values
+        cache = getattr(model(torch.tensor([tokens]), use_cache=True), CACHE)
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3ForCausalLM,
 )
+
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(Qwen3ForCausalLM.forward).parameters
+    else "past_key_values"
+)
+"""A model's KV cache in transformers, as an argument and in outputs; ``cache`` since 5.24."""
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,

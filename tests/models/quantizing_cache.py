@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from tests.models.families import CACHE
+
 
 def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return ``x`` rounded to e4m3 codes with these scales."""
@@ -83,8 +85,5 @@ def fp8_logits(
     cache = QuantizingCache(head_scales, quarter)
     ids = torch.tensor([prompt], device=model.device)
     return torch.cat(
-        [
-            model(part, past_key_values=cache).logits[0]
-            for part in ids.split(chunk or len(prompt), 1)
-        ]
+        [model(part, **{CACHE: cache}).logits[0] for part in ids.split(chunk or len(prompt), 1)]
     )

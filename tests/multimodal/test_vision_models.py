@@ -28,6 +28,7 @@ from mrv1.multimodal import MultimodalItem
 from mrv1.runner.step import SlotRequest, StagedFeatures, StepPlan, TokenLogprobs
 from mrv1.sampler import SamplingParams
 from tests.engine.scheduler_model import KnownSpeculation
+from tests.models.families import CACHE
 from tests.models.vision_families import (
     IMAGE,
     VIDEO,
@@ -132,9 +133,8 @@ def expected(
     for _ in range(num_tokens):
         rows.append(logits.log_softmax(-1))
         tokens.append(int(logits.argmax()))
-        out = oracle(
-            torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values, use_cache=True
-        )
+        cache = {CACHE: getattr(out, CACHE)}
+        out = oracle(torch.tensor([[tokens[-1]]]), use_cache=True, **cache)
         logits = out.logits[0, -1]
     oracle.model.rope_deltas = None
     return in_prompt, tokens, torch.stack(rows)
