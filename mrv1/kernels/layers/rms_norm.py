@@ -64,7 +64,7 @@ def _rms_norm_kernel(
     # A pointer per row, so that x gets the layout of this load, in which its squares are added up:
     # by itself, x has another layout, and so other bits, where its rows are not aligned.
     weight_ptrs = tl.broadcast_to(weight_ptr + col, in_row.shape)
-    weight = tl.load(weight_ptrs, mask=in_row, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptrs, mask=col < dim, other=0.0).to(tl.float32)
     normed = (x * scale[:, None]).to(dtype).to(tl.float32) * weight
     out_offset = token * stride_out_token + head * stride_out_head + col
     tl.store(out_ptr + out_offset, normed.to(dtype), mask=in_row)
