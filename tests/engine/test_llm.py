@@ -613,7 +613,7 @@ def test_a_closed_engine_refuses_requests(checkpoint):
         ),
         (
             {"model": ""},
-            "model: expected a checkpoint directory or an id, got an empty name",
+            "model: expected a checkpoint directory or an id, got ''",
         ),
         ({"block_size": 16.0}, r"block_size: expected one of \(16, 32, 64, 128\), got 16.0"),
         ({"max_model_len": 1}, "max_model_len: expected an integer >= 2"),

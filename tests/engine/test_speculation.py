@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -586,5 +587,6 @@ def test_options_that_do_not_go_together_are_named(options, message):
 
 
 def test_processors_and_drafts_are_refused_together():
+    processor = SimpleNamespace(add_request=print, apply=print)
     with pytest.raises(ConfigError, match="speculative: expected no logits_processors"):
-        LLM("tiny", device="cpu", speculative=NGRAM, logits_processors=[object()])
+        LLM("tiny", device="cpu", speculative=NGRAM, logits_processors=[processor])
