@@ -1,10 +1,10 @@
 """Compare llguidance with xgrammar: which keywords of a JSON schema hold, and what they cost.
 
-python -m benchmarks.grammars TEKKEN.json    a minute of one CPU core
+python -m benchmarks.grammars TEKKEN.json RESULT.json    a minute of one CPU core
 
 Needs both packages, and a vocabulary in tekken's format (the package mistral-common has one of
-131,072 tokens in its folder ``data``). Prints a table of keywords (enforced: a forbidden text is
-not accepted; refused: an error; ignored: the text is accepted) and times of the process, in ms.
+131,072 tokens in its folder ``data``). Writes which keywords are enforced (a forbidden text is
+not accepted), refused (an error) or ignored (the text is accepted), and times of the process.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ import argparse
 import base64
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import llguidance
 import numpy as np
+import torch
 import xgrammar
+
+from mrv1.bench.provenance import provenance, version_of
+
+Compile = Callable[[Any], tuple[Any, Any]]
+"""From a schema to the functions accept(token) and fill(mask)."""
 
 BLANKS = r" |\r?\n[ \t]{0,20}"
 LIST = {"type": "array", "items": {"type": "integer"}}
@@ -81,7 +87,7 @@ class Vocabulary:
 
 def engines(
     vocabulary: Vocabulary,
-) -> tuple[Any, dict[str, Callable[[Any], tuple[Any, Any]]]]:
+) -> tuple[Any, dict[str, Compile]]:
     """Return llguidance's tokenizer, and for each engine: schema -> (accept, fill)."""
     tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=[2])  # type: ignore[arg-type]
     info = xgrammar.TokenizerInfo(
@@ -111,37 +117,76 @@ def engines(
     return tokenizer, {"llguidance": of_llguidance, "xgrammar": of_xgrammar}
 
 
-def main() -> None:
-    """Print the keywords, and then the times of one schema."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tekken", type=Path)
-    tokenizer, compilers = engines(Vocabulary(parser.parse_args().tekken))
+def keywords(
+    tokenizer: llguidance.LLTokenizer, compilers: Mapping[str, Compile]
+) -> list[dict[str, str]]:
+    """Return what each engine makes of a text that a keyword forbids."""
+    rows = []
     for name, (schema, text) in KEYWORDS.items():
-        found = []
-        for compile_schema in compilers.values():
+        row = {"keyword": name}
+        for engine, compile_schema in compilers.items():
             try:
                 accept, _ = compile_schema(schema)
                 taken = all(map(accept, [*tokenizer.greedy_tokenize(text), 2]))
-                found.append("ignored" if taken else "enforced")
+                row[engine] = "ignored" if taken else "enforced"
             except (RuntimeError, ValueError):
-                found.append("refused")
-        print(f"{name:24}", *(f"{a}: {b:10}" for a, b in zip(compilers, found, strict=True)))
+                row[engine] = "refused"
+        rows.append(row)
+    return rows
+
+
+def times(
+    tokenizer: llguidance.LLTokenizer, compilers: Mapping[str, Compile]
+) -> list[dict[str, object]]:
+    """Return the time of a schema, and of the masks of a text that it allows."""
+    rows: list[dict[str, object]] = []
     tokens = tokenizer.greedy_tokenize(json.dumps(ADA))
     mask = np.zeros((1, (tokenizer.vocab_size + 31) // 32), np.int32)
-    for name, compile_schema in compilers.items():
+    for engine, compile_schema in compilers.items():
         begin = time.process_time()
         accept, fill = compile_schema(PERSON)
-        compiled, times = time.process_time() - begin, []
+        compile_ms, masks_ms = 1e3 * (time.process_time() - begin), []
         for token in tokens:
             begin = time.process_time()
             fill(mask)
-            times.append(1e3 * (time.process_time() - begin))
+            masks_ms.append(1e3 * (time.process_time() - begin))
             if not accept(token):
-                raise ValueError(f"{name} refuses {token}")
-        print(
-            f"{name}: compile {1e3 * compiled:.1f}, mask: median {median(times):.3f}, "
-            f"largest {max(times):.3f} ms of {len(tokens)} tokens"
+                raise ValueError(f"{engine} refuses {token}")
+        rows.append(
+            {
+                "engine": engine,
+                "version": version_of(engine),
+                "compile_ms": round(compile_ms, 2),
+                "mask_ms": round(median(masks_ms), 4),
+                "largest_mask_ms": round(max(masks_ms), 3),
+                "masks": len(tokens),
+            }
         )
+    return rows
+
+
+def main() -> None:
+    """Measure, print, and write the JSON file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("tekken", type=Path, help="vocabulary in tekken's format")
+    parser.add_argument("output", type=Path)
+    options = parser.parse_args()
+    tokenizer, compilers = engines(Vocabulary(options.tekken))
+    result = {
+        "op": "grammars",
+        "schema": 1,
+        **provenance(torch.device("cpu"), None),
+        "conditions": {
+            "vocabulary": f"{options.tekken.name}, {tokenizer.vocab_size:,} tokens",
+            "blanks": "at most a line break and 20 blanks",
+            "times": "of the process, one core",
+        },
+        "keywords": keywords(tokenizer, compilers),
+        "times": times(tokenizer, compilers),
+    }
+    for row in [*result["keywords"], *result["times"]]:
+        print(*row.values(), sep="\t")
+    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ ABOUT = {
     "before-after": "two commits on one machine, before and after a refactor",
     "accuracy": "two commits' errors against float64: prefill's log-sum-exp with large scores, "
     "and float32 `linear` over torch's",
+    "accuracy-linear": "errors of float32 `linear` over torch's, before and after its sum of "
+    "steps was compensated",
+    "grammars": "keywords of JSON schemas and times of two grammar engines",
     "smollm2": "SmolLM2's log-probabilities against float32 transformers, by dtype and cache",
     "sanitize": "compute-sanitizer's findings, op by op",
     "tiny_model": "how the embedded model was trained",
