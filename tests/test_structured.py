@@ -163,6 +163,8 @@ EBNF_AND_REGEX = [
     ('root ::= ("s"{2})+', "(s{2})+"),
     ('root ::= w "ing" # the letters too\nw ::= [a-z]*', "[a-z]*ing"),
     ('root ::= ("i" | "in" | "g")* aWord\naWord ::= "ing" | "s"{2,3}', "(i|in|g)*(ing|s{2,3})"),
+    ('\n    root ::= a\n\n    a ::= "ing"\n', "ing"),
+    ("root ::= . . .", "(?s:.){3}"),
     ('root ::= "\\x69\\u006e" [\\x67-\\U00000069] | "\\"s\\\\\\n"', r"in[g-i]|\"s\\\n"),
 ]
 TEXTS = [
@@ -177,6 +179,7 @@ TEXTS = [
     "ssss",
     "ini",
     '"s\\\n',
+    "in\n",
 ]
 
 
@@ -205,6 +208,7 @@ LIMIT: " limit " /[0-9]{1,3}/
         ({"regex": "^a/b$"}, ["a/b"], ["a/bb"]),
         ({"regex": r"\d{2}|[^/\n]"}, ["12", "x"], ["123", "/", "\n"]),
         ({"choice": ["a", "ab", "/x/i", "<b>"]}, ["a", "ab", "/x/i", "<b>"], ["b", "/X/i"]),
+        ({"choice": [*map(str, range(3000))]}, ["7", "2999"], ["", "3000", "07"]),
         ({"json": {}, "disable_any_whitespace": True}, ['{"a":1}'], ['{"a": 1}']),
         ({"json": {}, "whitespace_pattern": "\t"}, ['{"a":\t1}'], ['{"a": 1}']),
         ({"json_object": True, "disable_any_whitespace": True}, ["{}"], ["{ }", "[]"]),
@@ -251,6 +255,7 @@ def test_blanks_do_not_run_to_the_limit(llm):
             'root ::= (a | b)*\na ::= [a-z ]+\nb ::= [A-z ]+ | "the" root',
             "got .*[Tt]oo many items",
         ),
+        ("root ::= " + " | ".join(f'"a{i}"' for i in range(3000)), "next, got .* max is 2000"),
     ],
 )
 def test_a_grammar_without_a_next_token_fails_its_request_alone(llm, rules, message):

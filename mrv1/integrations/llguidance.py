@@ -39,7 +39,7 @@ _MOST_PROBES = 300
 """Parts of a schema that are compiled alone, a millisecond each, to find the one that fails."""
 
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_EBNF_LINE = re.compile(r"\s*\n\s*(?![\w-]+\s*::=)")
+_EBNF_LINE = re.compile(r"\s*\n\s*+(?![\w-]+\s*::=)")
 """A break between lines of one rule."""
 _EBNF_PART = re.compile(r'("(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\])|#[^\n]*|\(', re.S)
 """Texts and sets of characters; a comment; or the start of a group."""
@@ -149,7 +149,9 @@ class LLGuidance:
         Raises:
             RequestError: llguidance cannot compile the texts.
         """
-        return self._compiled("choice", f"start: {' | '.join(map(json_module.dumps, texts))}")
+        # One terminal: llguidance limits how many alternatives a rule may have.
+        terminal = " | ".join(map(json_module.dumps, texts))
+        return self._compiled("choice", f"start: TEXT\nTEXT: {terminal}")
 
     def grammar(self, rules: str) -> LLGuidanceGrammar:
         """Return the grammar of rules: EBNF from the rule ``root``, or Lark from ``start``.
@@ -199,18 +201,29 @@ class LLGuidanceMatcher:
             RequestError: no token can continue the output, or the grammar is too ambiguous.
         """
         self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
-        if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("\n")[0]
-            reason = "none" if reason == "NoExtensionBias" else reason
-            raise RequestError(f"grammar: expected a token that may come next, got {reason}")
+        self._raise_error()
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; return False if the grammar does not allow the token."""
+        """Advance by a token; return False if the grammar does not allow the token.
+
+        Raises:
+            RequestError: the grammar is too ambiguous.
+        """
         if token_id in self._stops:
             is_complete = not self._has_ended and self._matcher.is_accepting()
             self._has_ended |= is_complete
             return bool(is_complete)
-        return not self._has_ended and bool(self._matcher.try_consume_tokens([token_id]) == 1)
+        if self._has_ended:
+            return False
+        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        self._raise_error()
+        return is_taken
+
+    def _raise_error(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().partition("\n")[0]
+            reason = "none" if reason == "NoExtensionBias" else reason
+            raise RequestError(f"grammar: expected a token that may come next, got {reason}")
 
     def is_finished(self) -> bool:
         """Whether a stop token has ended the output."""
@@ -299,7 +312,9 @@ def _by_character(lark: str) -> str:
     """
     parts = _LARK_PART.split(lark)
     for index in range(1, len(parts), 2):
-        if len(parts[index]) > 2 and parts[index][0] == '"':
+        if parts[index] == "/./":  # in Lark no line break
+            parts[index] = "/(?s:.)/"
+        elif len(parts[index]) > 2 and parts[index][0] == '"':
             characters = re.findall(
                 r"\\x..|\\u[0-9a-fA-F]+|\\U[0-9a-fA-F]+|\\.|.", parts[index][1:-1], re.S
             )
