@@ -215,6 +215,22 @@ TREE = {
         ({"type": "integer", "exclusiveMinimum": 3, "minimum": 5}, ["5"], ["4"]),
         ({"type": "number", "multipleOf": 0.5}, ["1.5", "2"], ["1.25"]),
         ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2024-02-30"', '"a"']),
+        (
+            {"format": "date"}, ['"2000-02-29"', "3"],
+            ['"2023-02-29"', '"2100-02-29"', '"0000-01-01"'],
+        ),
+        (
+            {"format": "date-time", "pattern": "^20"},
+            ['"2024-02-29T23:59:59Z"', '"2024-12-31T00:00:00.5+05:30"'],
+            ['"2023-02-29T00:00:00Z"', '"2016-12-31T22:58:60Z"', '"1999-12-31T23:59:59Z"'],
+        ),
+        ({"format": "time"}, ['"23:59:59Z"'], ['"24:00:00Z"', '"22:58:60Z"']),
+        (
+            {"format": "hostname"}, ['"a-b.c"', json.dumps(".".join(["a" * 63] * 3))],
+            ['"-a"', '"a-"', '"a..b"', json.dumps(".".join(["a" * 63] * 4))],
+        ),
+        ({"enum": ["a\t\b\f", "\x80"]}, ['"a\\t\\b\\f"', '"\x80"'], ['"a"']),
+        ({"pattern": "^[^\\x00-\\x1f]\\\\a$"}, ['"a\\\\a"'], ['"\\\\a"', '"\\n\\\\a"']),
         ({"type": "integer", "format": "int32"}, ["1"], ["1.5"]),
         ({"type": "array", "uniqueItems": False, "then": {}, "not": False}, ["[1, 1]"], ["1"]),
         (
@@ -269,6 +285,13 @@ def test_keywords_are_enforced(tokenizer, grammars, schema, valid, invalid):
         ({"pattern": "^[a[:alpha:]]$"}, "pattern", "#"),
         ({"patternProperties": {"^a": {}, "b$": False}}, "patternProperties", "#"),
         ({"properties": {"a": {"type": "set"}}}, "type", "#/properties/a"),
+        ({"const": "a\x00b"}, "const", "#"),
+        ({"enum": ["b", [{"a\x7f": 1}]]}, "enum", "#"),
+        ({"items": {"required": ["\x1f"]}}, "required", "#/items"),
+        ({"pattern": "^a\x1b"}, "pattern", "#"),
+        ({"pattern": r"^\x1B\[0m$"}, "pattern", "#"),
+        ({"pattern": r"[\u000b]"}, "pattern", "#"),
+        ({"patternProperties": {r"\x{7}|\\v": {}}}, "patternProperties", "#"),
         ({"minLength": "3"}, "minLength", "#"),
     ],
 )

@@ -44,14 +44,41 @@ _PARTNERS = {
 }  # fmt: skip
 """Keywords that are not enforced -> keywords without which they forbid nothing."""
 
-_FORMATS = {
-    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
-}  # fmt: skip
+_FORMATS = {"duration", "email", "ipv4", "ipv6", "uuid", "uri"}
 _OTHER_FORMATS = {
     "idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template",
     "json-pointer", "relative-json-pointer", "regex",
 }  # fmt: skip
 """Formats of JSON Schema that are not enforced; a name of neither set says nothing."""
+
+_DAY = (
+    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]"
+    "|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])"
+    "|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_TIME = (
+    r"(?:[01][0-9]|2[0-3])(?::[0-5][0-9]){2}(?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_LABEL = "[0-9A-Za-z](?:[0-9A-Za-z-]{0,61}[0-9A-Za-z])?"
+_OWN_FORMATS = {
+    "date": [{"pattern": f"^{_DAY}$"}, {"pattern": "^0*[1-9]"}],
+    "time": [{"pattern": f"^{_TIME}$"}],
+    "date-time": [{"pattern": f"^{_DAY}T{_TIME}$"}, {"pattern": "^0*[1-9]"}],
+    "hostname": [{"pattern": rf"^{_LABEL}(?:\.{_LABEL})*$"}, {"maxLength": 253}],
+}
+"""Formats for which llguidance takes invalid texts, such as 2023-02-29 -> what has to hold."""
+
+_CONTROL = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
+"""Control characters, which no output has; others have a short escape."""
+_CONTROL_ESCAPE = (
+    r"\\(?:[av]|(?i:(?:x|u00|U000000|[xu]\{0*)(?:0[0-7bef]|1[0-9a-f]|7f)|[xu]\{0*[0-7bef]\}))"
+)
+_PATTERN_PART = re.compile(
+    rf"(\[(?:{_CONTROL}|{_CONTROL_ESCAPE})\]|{_CONTROL}|{_CONTROL_ESCAPE})"
+    r"|\[\^?\]?(?:[^\]\\]|\\.)*\]|\\.|.",
+    re.S,
+)
+"""A control character, alone or in a set of its own; any other set or character."""
 
 _NESTED_SET = re.compile(r"(?<!\\)(?:\\\\)*\[\^?\]?(?:[^\]\\]|\\.)*?(?:\[|&&|--|~~)", re.S)
 """What llguidance reads as operations on sets of characters, and JSON Schema as characters."""
@@ -204,13 +231,22 @@ class JsonSchema:
                 raise _refused(keyword, place, f"is {short(value)}")
             if keyword in ("const", "enum", *_BOUNDS) and _is_inexact(value):
                 raise _refused(keyword, place, "has a number of more than 15 digits")
+            text = "".join(_texts(value)) if keyword in ("const", "enum", "required") else ""
+            if re.search(_CONTROL, text):
+                raise _refused(keyword, place, "has a control character")
         for keyword in node.keys() & {"pattern", "patternProperties"}:
             patterns = node[keyword] if keyword != "pattern" else [node[keyword]]
-            if any(_NESTED_SET.search(str(pattern)) for pattern in patterns):
-                raise _refused(keyword, place, "has a set of characters within another")
+            for pattern in map(str, patterns):
+                if _NESTED_SET.search(pattern):
+                    raise _refused(keyword, place, "has a set of characters within another")
+                if any(part[1] for part in _PATTERN_PART.finditer(pattern)):
+                    raise _refused(keyword, place, "has a control character")
         if node.get("format") in _OTHER_FORMATS:
             raise _refused("format", place, f"is {node['format']!r}")
-        if node.get("format") not in _FORMATS:
+        if node.get("format") in _OWN_FORMATS:
+            own = [each.copy() for each in _OWN_FORMATS[node.pop("format")]]
+            node["allOf"] = [*node.get("allOf", ()), *own]
+        elif node.get("format") not in _FORMATS:
             node.pop("format", None)
         if place != "#":
             _keep(node, _ENFORCED)
@@ -311,6 +347,15 @@ def _is_inexact(value: object) -> bool:
         _, digits, exponent = Decimal(repr(value)).as_tuple()
         return len(digits) > 15 or not isinstance(exponent, int) or abs(exponent) > 22
     return isinstance(value, int) and abs(value) > 2**53
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield the texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _keep(node: dict[str, Any], keywords: set[str]) -> None:
