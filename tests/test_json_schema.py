@@ -149,6 +149,7 @@ DOG = {
 }  # fmt: skip
 PETS = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
 TAG = {"discriminator": {"propertyName": "kind"}}
+VARIANT = {"type": "object", "properties": {"Say": INTEGER}, "required": ["Say"]} | CLOSED
 TREE = {
     "oneOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/node"}],
     "$defs": {
@@ -245,6 +246,11 @@ TREE = {
         ),
         (TREE, ['{"op": "add", "of": {"op": "leaf", "n": 1.5}}'], ['{"op": "add", "n": 1}']),
         ({"oneOf": [INTEGER, {"type": "string"}, {"const": None}]}, ["1", "null"], ["true"]),
+        (
+            {"oneOf": [{"const": "Quit"}, {"$ref": "#/$defs/move"}, VARIANT]}
+            | {"$defs": {"move": {"type": "object", "required": ["Move"]}}},
+            ['"Quit"', '{"Say": 1}', '{"Move": {"x": 1}}'], ['{}', '{"Say": 1, "Move": 2}'],
+        ),
         (True, ["1"], []),
     ],
 )  # fmt: skip
@@ -274,6 +280,12 @@ def test_keywords_are_enforced(tokenizer, grammars, schema, valid, invalid):
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "$schema", "#"),
         ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf", "#"),
         (PETS | {"$defs": {"cat": CAT, "dog": CAT}}, "oneOf", "#"),
+        ({"oneOf": [VARIANT, VARIANT | {"required": []}]}, "oneOf", "#"),
+        (
+            {"oneOf": [VARIANT | {"patternProperties": {"^x": {}}}, {"required": ["x"]}]},
+            "oneOf",
+            "#",
+        ),
         ({"const": 2**53 + 1}, "const", "#"),
         ({"items": {"const": 3.6459190109277966}}, "const", "#/items"),
         ({"minimum": 5e-324}, "minimum", "#"),

@@ -60,7 +60,7 @@ _TIME = (
     r"(?:[01][0-9]|2[0-3])(?::[0-5][0-9]){2}(?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
 _LABEL = "[0-9A-Za-z](?:[0-9A-Za-z-]{0,61}[0-9A-Za-z])?"
-_OWN_FORMATS = {
+_OWN_FORMATS: dict[str, list[dict[str, object]]] = {
     "date": [{"pattern": f"^{_DAY}$"}, {"pattern": "^0*[1-9]"}],
     "time": [{"pattern": f"^{_TIME}$"}],
     "date-time": [{"pattern": f"^{_DAY}T{_TIME}$"}, {"pattern": "^0*[1-9]"}],
@@ -298,11 +298,19 @@ class JsonSchema:
             return not values & other_values
         if {"object"} not in (kinds, other_kinds):
             return False
+        if _forbids_a_name(first, second) or _forbids_a_name(second, first):
+            return True
         names = {*first.get("required", ()), *second.get("required", ())}
         mine, others = first.get("properties", {}), second.get("properties", {})
         return any(
             self._exclude(mine[name], others[name]) for name in names & mine.keys() & others.keys()
         )
+
+
+def _forbids_a_name(closed: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether one schema requires a name that another, closed one does not list."""
+    is_closed = closed.get("additionalProperties") is False and "patternProperties" not in closed
+    return is_closed and not {*other.get("required", ())} <= {*closed.get("properties", ())}
 
 
 def _kinds(node: dict[str, Any]) -> tuple[set[str], set[tuple[str, object]] | None]:

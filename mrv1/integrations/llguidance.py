@@ -215,7 +215,7 @@ class LLGuidanceMatcher:
             return bool(is_complete)
         if self._has_ended:
             return False
-        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        is_taken = bool(self._matcher.try_consume_tokens([token_id]) == 1)
         self._raise_error()
         return is_taken
 
