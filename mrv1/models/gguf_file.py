@@ -144,7 +144,7 @@ class GGUFFile:
         files: the file, or all files of a split model.
 
     Raises:
-        ConfigError: a file cannot be read, or its architecture is not supported.
+        ConfigError: a file cannot be read, is no model, or its architecture is not supported.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -152,6 +152,8 @@ class GGUFFile:
         self._fields = dict(readers[0].fields)
         self._asked: set[str] = set()
         """Keys that the configuration has asked for."""
+        if (kind := self._field("general.type", "model")) != "model":
+            raise ConfigError(f"general.type: expected model, got {kind!r}")
         self.architecture = self._field("general.architecture")
         """llama.cpp's name of the family."""
         if self.architecture not in FAMILIES:
@@ -441,6 +443,8 @@ def _reader(file: Path) -> Any:  # noqa: ANN401 - gguf's types are Any
             self, orig_offs: int, raw_type: int
         ) -> tuple[int, list[Any], list[int], list[Any]]:
             found: tuple[int, list[Any], list[int], list[Any]]
+            if self.byte_order == "S":  # gguf.dequantize would not swap what it dequantizes
+                raise ValueError("expected the byte order of this machine, got the other one")
             if raw_type != GGUFValueType.ARRAY:
                 found = super()._get_field_parts(orig_offs, raw_type)
                 return found
@@ -450,8 +454,7 @@ def _reader(file: Path) -> Any:  # noqa: ANN401 - gguf's types are Any
             end = orig_offs + 12
             if item == GGUFValueType.STRING:
                 content = self._data.data
-                order = ">" if self.byte_order == "S" else "<"
-                length = struct.Struct(f"{order}Q")
+                length = struct.Struct("=Q")
                 for _ in range(count):
                     (size,) = length.unpack_from(content, end)
                     end += length.size + size

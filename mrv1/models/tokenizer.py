@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,17 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         return tokenizer
     except Exception as error:  # the tokenizers package raises its own types
         raise ConfigError(
-            f"tokenizer: cannot load the one in {str(path)!r}: {refusal(error)}"
+            f"tokenizer: cannot load the one in {str(path)!r}: {refusal(error)}{_hint(path)}"
         ) from error
+
+
+def _hint(path: Path) -> str:
+    """Return what a file of sentencepiece needs; transformers then asks for tiktoken alone."""
+    names = ("tokenizer.json", "tokenizer.model")
+    has_json, has_model = ((path / name).is_file() for name in names)
+    if has_json or not has_model or find_spec("sentencepiece") is not None:
+        return ""
+    return "; a tokenizer.model of sentencepiece needs `pip install sentencepiece protobuf`"
 
 
 def _loaded(path: Path) -> PreTrainedTokenizerBase:
@@ -70,6 +80,7 @@ def _loaded(path: Path) -> PreTrainedTokenizerBase:
             str(path), local_files_only=True, trust_remote_code=False
         )
         if not file.is_file():
+            _check_vocabulary(path, chosen)
             return chosen
     # Other classes build parts of their own: Qwen2Tokenizer its normalizer and pre-tokenizer,
     # LlamaTokenizer all but the vocabulary.
@@ -83,6 +94,16 @@ def _loaded(path: Path) -> PreTrainedTokenizerBase:
         setattr(tokenizer.backend_tokenizer, part, getattr(written, part))
     _check_added_tokens(tokenizer, config.get("added_tokens_decoder") or {})
     return tokenizer
+
+
+def _check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise unless a file has the vocabulary of a tokenizer without tokenizer.json.
+
+    From its settings alone transformers makes a tokenizer without words: texts have no tokens.
+    """
+    files = sorted({"tokenizer.model", *tokenizer.vocab_files_names.values()})
+    if not any((path / name).is_file() for name in files):
+        raise ConfigError(f"vocabulary: expected one of {', '.join(files)}, found none")
 
 
 def _check_added_tokens(tokenizer: PreTrainedTokenizerBase, added: dict[str, Any]) -> None:

@@ -456,6 +456,29 @@ def test_another_family_is_refused(tmp_path):
     check_refused(tmp_path / "model.gguf", message)
 
 
+@pytest.mark.parametrize("kind", ["adapter", "mmproj", "imatrix", "vocab"])
+def test_a_file_that_is_no_model_is_refused(tmp_path, kind):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_string("general.type", kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    check_refused(tmp_path / "model.gguf", f"general.type: expected model, got '{kind}'")
+
+
+def test_the_other_byte_order_is_refused(tmp_path):
+    """gguf swaps the metadata and then dequantizes float16 and blocks as they are."""
+    other = gguf.GGUFEndian.BIG if sys.byteorder == "little" else gguf.GGUFEndian.LITTLE
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", endianess=other)
+    writer.add_tensor("token_embd.weight", np.ones((4, 4), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    message = "model.gguf: not a readable GGUF file: expected the byte order of this machine"
+    check_refused(tmp_path / "model.gguf", message)
+
+
 def test_a_damaged_file_is_refused(tmp_path, tiny_gguf):
     content = tiny_gguf[0].read_bytes()
     path = tmp_path / "model.gguf"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mrv1 import ConfigError
+from mrv1.models import tokenizer as tokenizer_module
 from mrv1.models.tokenizer import load_tokenizer
 from tests.models.tokenizer_families import FAMILIES, SPECIAL
 
@@ -141,3 +142,33 @@ def test_a_class_of_transformers_replaces_the_code_that_a_checkpoint_names(tmp_p
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     loaded = load_tokenizer(write(tmp_path / "a", tokenizer, "ernie4_5", config))
     assert loaded.encode("hello world") == tokenizer.encode("hello world").ids
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer"])
+def test_settings_without_a_vocabulary_are_refused(tmp_path, name):
+    """As of a download that was not finished; transformers gives texts no tokens."""
+    path = write(tmp_path / "a", FAMILIES["gpt2"](), "llama", {"tokenizer_class": name})
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"vocabulary: expected one of .*, found none"):
+        load_tokenizer(path)
+
+
+def test_a_vocabulary_in_other_files_counts(tmp_path):
+    tokenizer = FAMILIES["gpt2"]()
+    path = write(tmp_path / "a", tokenizer, "llama", {"tokenizer_class": "GPT2Tokenizer"})
+    (path / "tokenizer.json").unlink()
+    tokenizer.model.save(str(path))  # vocab.json, merges.txt
+    assert load_tokenizer(path).encode("hello world") == tokenizer.encode("hello world").ids
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_an_unreadable_sentencepiece_file_names_what_it_needs(tmp_path, monkeypatch, is_installed):
+    path = write(
+        tmp_path / "a", FAMILIES["gpt2"](), "llama", {"tokenizer_class": "LlamaTokenizer"}
+    )
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer.model").write_bytes(b"\n\x0e")
+    monkeypatch.setattr(tokenizer_module, "find_spec", lambda _: is_installed or None)
+    with pytest.raises(ConfigError, match="tokenizer: cannot load the one in") as caught:
+        load_tokenizer(path)
+    assert ("needs `pip install sentencepiece protobuf`" in str(caught.value)) != is_installed
