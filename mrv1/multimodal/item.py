@@ -351,7 +351,8 @@ def check_placeholders(
             at = item.start + int(wrong[0])
             raise RequestError(
                 f"multimodal item ({item.name}): start: expected placeholders (token {expected}) "
-                f"at {item.start} to {item.end - 1}, got token {token_ids[at]} at {at}"
+                f"at {item.start} to {item.end - 1}, got token {token_ids[at]} at {at}; "
+                "placeholders in a chat message need sanitize_control_tokens=False"
             )
     if is_left.any():
         at = int(is_left.argmax())
