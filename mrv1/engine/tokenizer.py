@@ -235,7 +235,11 @@ class Tokenizer:
         hint = ""
         try:
             prompt = ChatPrompt(apply(tokenize=False))
-            if sanitize_control_tokens and self._has_added_tokens((messages, tools, variables)):
+            if not sanitize_control_tokens or "sanitize_control_tokens" not in self._chat_options:
+                return prompt
+            template = self._tokenizer.get_chat_template(chat_template, tools)
+            self._check_hidden_tokens(messages, (messages, tools, variables), template)
+            if self._has_added_tokens((messages, tools, variables)):
                 _check_unicode("prompt", prompt)
                 hint = "; sanitize_control_tokens=False encodes control tokens of messages as such"
                 ids = apply(tokenize=True, return_dict=False, sanitize_control_tokens=True)
@@ -243,7 +247,7 @@ class Tokenizer:
                 # reasoning with the whitespace around it, which it does not find in this mode.
                 if self._added_tokens(ids) != self._added_tokens(self.encode(prompt)):
                     prompt.token_ids = ids
-        except RequestError:  # the text is not valid Unicode
+        except RequestError:  # the text is not valid Unicode, or hides a control token
             raise
         except Exception as error:  # a template is a program: it may fail in any way
             reason = " ".join(str(error).split())
@@ -263,10 +267,34 @@ class Tokenizer:
 
         Without one the tokens of the prompt are those of its text.
         """
-        if "sanitize_control_tokens" not in self._chat_options:
-            return False
         texts = "\0".join(_texts(value))
         return any(token in texts for token in self._tokenizer.added_tokens_encoder)
+
+    def _check_hidden_tokens(
+        self, messages: Sequence[dict[str, Any]], value: object, template: str
+    ) -> None:
+        """Raise if a control token is in a key of ``value``, or begins in one part of a content.
+
+        transformers encodes neither as text.
+        """
+        joined = [
+            [part.get("text", "") for part in message["content"]]
+            for message in messages
+            if isinstance(message.get("content"), list)
+        ]
+        keys = "\0".join(_keys(value))
+        for added in self._tokenizer.added_tokens_decoder.values():
+            token = added.content
+            if not added.special and (token.isspace() or token not in template):
+                continue
+            if token in keys or any(
+                "".join(texts).count(token) > sum(text.count(token) for text in texts)
+                for texts in joined
+            ):
+                raise RequestError(
+                    f"chat_template: expected control tokens within one text, got {token!r} in a "
+                    "key or in two parts; sanitize_control_tokens=False encodes it as such"
+                )
 
     def encode_word(self, text: str) -> list[int]:
         """Return the token ids of a part of a text, without special tokens.
@@ -376,6 +404,16 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _texts(each)
+
+
+def _keys(value: object) -> Iterator[str]:
+    """Yield the keys of the dicts in a JSON value."""
+    if isinstance(value, Mapping):
+        yield from map(str, value)
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _keys(each)
 
 
 def _check_unicode(name: str, text: str) -> None:

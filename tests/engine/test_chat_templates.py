@@ -464,6 +464,33 @@ def test_control_tokens_of_messages_are_text(tokenizer, content, options):
     assert tokenizer.encode(without).count(0) == made.count(CONTROL)
 
 
+EACH_PART = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}<think>"
+
+
+@sanitizes
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        (parts("a<|endof", "text|>"), {}),
+        (parts(CONTROL, "<th", "ink", ">"), {}),
+        ("a", {"tools": [{"function": {"properties": {f"{CONTROL}x": 1}}}]}),
+        ("a", {"chat_template_kwargs": {"x": [{"<think>": 1}]}}),
+    ],
+)
+def test_a_control_token_that_transformers_does_not_see_is_refused(content, options):
+    tokenizer = Tokenizer(checkpoint_dir("tiny"))
+    tokenizer.library.add_tokens(["<think>", "</think>", "  "])
+    messages = [{"role": "user", "content": content}]
+    with pytest.raises(RequestError, match=r"within one text, got '<.*in a key or in two parts"):
+        prompt_of(tokenizer, messages, EACH_PART, **options)
+    prompt_of(tokenizer, messages, EACH_PART, sanitize_control_tokens=False, **options)
+    for texts in (["</th", "ink> ", " "], [CONTROL, CONTROL]):  # is no control token; is seen
+        ids = tokenizer.encode(
+            prompt_of(tokenizer, [{"role": "user", "content": parts(*texts)}], EACH_PART)
+        )
+        assert 0 not in ids
+
+
 THINKING = (
     "{% for m in messages %}<|endoftext|>{{ m.content.split('</think>')[-1].lstrip('\\n') }}"
     "{% endfor %}<think>"
