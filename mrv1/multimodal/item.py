@@ -18,7 +18,7 @@ import torch
 
 from mrv1.environment import INT32_MAX
 from mrv1.errors import RequestError, short
-from mrv1.multimodal.reading import plain_tensor, reading
+from mrv1.multimodal.reading import ERROR_LEN, check_unmasked, plain_tensor, reading
 
 Modality = Literal["image", "video", "audio"]
 
@@ -38,8 +38,8 @@ class MultimodalItem:
 
     The prompt has a placeholder token for each row of features: the row replaces the embedding of
     its token, and everything else about the token stays. An item shares the memory of a tensor or
-    an array; a request copies it when it is added, so that it may change afterwards. If it is on
-    a GPU, making the item waits for that GPU once.
+    a writable array; a request copies it when it is added, so that it may change afterwards. If it
+    is on a GPU, making the item waits for that GPU once.
 
     Raises:
         RequestError: a field is not as described; the message names the item by its modality and
@@ -220,10 +220,13 @@ class MultimodalItem:
         if isinstance(source, str | Path):
             source = self._read(Path(source))
         if isinstance(source, np.ndarray):
+            check_unmasked(self._argument("features"), source)
+            array = source if source.flags.writeable else source.copy()  # torch warns of read-only
             try:
-                source = torch.from_numpy(source)
+                source = torch.from_numpy(array)
             except (TypeError, ValueError) as error:
-                raise self._error("features", "an array of floats", source.dtype) from error
+                got = f"{array.dtype} ({short(error, ERROR_LEN)})"
+                raise self._error("features", "an array of floats", got) from error
         if not isinstance(source, torch.Tensor):
             raise self._error(
                 "features",

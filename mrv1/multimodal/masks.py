@@ -11,7 +11,7 @@ import torch
 
 from mrv1.errors import RequestError
 from mrv1.multimodal.item import MultimodalItem
-from mrv1.multimodal.reading import plain_tensor, reading
+from mrv1.multimodal.reading import check_unmasked, plain_tensor, reading
 
 Ranges = npt.NDArray[np.int32]
 """[tokens, 2]: token i sees the keys at positions ``[lo, hi)`` of its request."""
@@ -60,6 +60,7 @@ def _checked(given: object, num_prompt_tokens: int) -> Ranges:
             given = plain_tensor("attn_mask_offsets", given).cpu()
             # numpy has no bfloat16: let the check below refuse every float.
             given = (given.float() if given.is_floating_point() else given).numpy()
+        check_unmasked("attn_mask_offsets", given)
         ranges = np.asarray(given)
     if ranges.dtype.kind not in "iu" or ranges.shape != (num_prompt_tokens, 2):
         raise RequestError(

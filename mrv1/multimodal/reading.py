@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from mrv1.errors import Mrv1Error, RequestError, short
@@ -35,6 +36,16 @@ def reading(argument: str, expected: str) -> Iterator[None]:
     except Exception as error:
         message = f"{argument}: expected {expected}, got {short(error, ERROR_LEN)}"
         raise RequestError(message) from error
+
+
+def check_unmasked(argument: str, value: object) -> None:
+    """Refuse an array of numpy with a mask, which nothing here would read.
+
+    Raises:
+        RequestError: it is one.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise RequestError(f"{argument}: expected an array without a mask, got a masked array")
 
 
 def plain_tensor(argument: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ def test_every_source_gives_the_same_rows(tmp_path, dtype):
     if dtype != "bfloat16":  # numpy has none
         np.save(tmp_path / "rows.npy", rows.numpy())
         sources += [rows.numpy(), tmp_path / "rows.npy", [rows[:1].numpy(), rows[1:]]]
+        sources.append(np.load(tmp_path / "rows.npy", mmap_mode="r"))  # read-only
     made = [item(features=source) for source in sources]
     assert all(torch.equal(each.tensor, rows) for each in made)
     assert {each.tensor.dtype for each in made} == {rows.dtype}
@@ -58,6 +59,11 @@ NAN[1, 2], INF[2, 0] = torch.nan, torch.inf
         ({"features": [ROWS, ROWS.half()]}, r"features: expected parts of one hidden size, dtype"),
         ({"features": [[1.0, 2.0]]}, r"features: expected a tensor, an array, a file name"),
         ({"features": np.array([["a"]])}, r"features: expected an array of floats, got <U1"),
+        ({"features": ROWS.numpy()[::-1]}, r"features: expected .*, got float32 \(.*negative"),
+        (
+            {"features": np.ma.masked_array(ROWS.numpy(), mask=ROWS.numpy() > 3)},
+            r"features: expected an array without a mask, got a masked array",
+        ),
         ({"features": "missing.npy"}, r"features: expected a readable file 'missing\.npy', got"),
         ({"features": "rows.pt"}, r"features: expected a \.npy or \.safetensors file, got rows"),
         ({"features": None}, r"features: expected a tensor, .*got NoneType"),

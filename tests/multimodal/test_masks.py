@@ -57,6 +57,10 @@ def test_a_bidirectional_item_sees_itself_and_what_is_before_it():
     [
         ([[0, 1]], r"expected integers \[3, 2\], a range .* for each prompt token, got int"),
         ([[0.0, 1.0]] * 3, r"expected integers \[3, 2\]"),
+        (
+            np.ma.masked_array([[0, 1], [0, 2], [0, 3]], mask=[[0, 0], [0, 1], [0, 0]]),
+            r"expected an array without a mask, got a masked array",
+        ),
         ([[0, 1], [0, 2], [0]], r"expected pairs \[lo, hi\)"),
         ("abc", r"expected integers \[3, 2\]"),
         ([[0, 1], [2, 2], [0, 3]], r"expected 0 <= lo < hi <= 3, got \[2, 2\) for token 1"),
