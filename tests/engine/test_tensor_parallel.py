@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,9 +204,12 @@ def test_an_item_is_refused_alone(cores):
         ({"tensor_parallel_size": 3}, "expected a divisor or a multiple of 2 KV heads"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected an integer >= 1"),
         ({"deterministic": True}, "tensor_parallel_size, deterministic: expected not both"),
-        ({"logits_processors": [print]}, "logits_processors: expected none with tensor_parallel_"),
+        (
+            {"logits_processors": [SimpleNamespace(add_request=print, apply=print)]},
+            "logits_processors: expected none with tensor_parallel_",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, options, message):
     given_options = {"device": "cpu", "tensor_parallel_size": 2} | options
     with pytest.raises(ConfigError, match=message):

@@ -91,7 +91,11 @@ def test_an_item_that_is_staged_again_elsewhere_leaves_its_former_rows(runner):
 
     def run(step: int, own: MultimodalItem, *stagings: StagedFeatures) -> None:
         new = (enter("a", 0, PROMPT, epoch=step, multimodal=(own,)),)
-        plan = make_plan(step, {"a": (0, 8, (0,))}, epoch=step, new=new, staged_features=stagings)
+        leaving = (0,) if step else ()
+        rows = {"a": (0, 8, (0,))}
+        plan = make_plan(
+            step, rows, epoch=step, new=new, finished=leaving, staged_features=stagings
+        )
         runner.execute(plan).result()
 
     run(0, item, staged(item, 0, 1, 2, 3))
@@ -172,7 +176,11 @@ def test_an_item_whose_copy_fails_is_not_staged(runner):
 
     def run(step: int, own: MultimodalItem, *stagings: StagedFeatures) -> None:
         new = (enter("a", 0, PROMPT, epoch=step, multimodal=(own,)),)
-        plan = make_plan(step, {"a": (0, 8, (0,))}, epoch=step, new=new, staged_features=stagings)
+        leaving = (0,) if step else ()
+        rows = {"a": (0, 8, (0,))}
+        plan = make_plan(
+            step, rows, epoch=step, new=new, finished=leaving, staged_features=stagings
+        )
         runner.execute(plan).result()
 
     run(0, former, staged(former, 0, 1, 2, 3))
