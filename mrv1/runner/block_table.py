@@ -11,7 +11,7 @@ from mrv1.headwise import HeadGroup
 from mrv1.kernels.step.contracts import SlotTables
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import StepUpload
-from mrv1.runner.step import Int64Array, StepPlan
+from mrv1.runner.step import Int32Array, Int64Array, StepPlan
 
 NO_PAGE = -1
 """Entry of a block table that names no page; kernels skip it."""
@@ -49,6 +49,8 @@ class BlockTables:
         self._ids: dict[int, list[list[int]]] | None = None
         """Slot -> for each group, ids of all logical blocks; None = the host keeps none."""
         self._block_size = block_size
+        self._spare_tokens = 0
+        """Steady steps for which each row surely has a block."""
 
         def per_group(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=table.device)
@@ -62,21 +64,40 @@ class BlockTables:
         )
         """The tables as kernels read them."""
 
-    def stage(self, plan: StepPlan, num_pool_blocks: Sequence[int], upload: StepUpload) -> None:
+    def stage(
+        self,
+        plan: StepPlan,
+        num_computed_tokens: Int32Array,
+        num_pool_blocks: Sequence[int],
+        upload: StepUpload,
+    ) -> None:
         """Count the plan's new blocks; add their ids to the upload, padded with -1 in a new row.
 
         Args:
             plan: the step's plan.
+            num_computed_tokens: tokens of each slot before the step.
             num_pool_blocks: blocks in the pool of each head group; ids are smaller.
             upload: collects the changes on the device.
 
         Raises:
             ValueError: a slot without a row in the step, a wrong number of groups, an id outside
-                the pool (ids that a ring overwrites at once are not looked at), or more blocks
-                than the longest request needs; nothing is counted then.
+                the pool (ids that a ring overwrites at once are not looked at), more blocks than
+                the longest request needs, or no block for a token that a row computes; nothing
+                is counted then.
         """
-        if not (plan.new_block_ids or plan.new or plan.resumed):
-            return
+        num_blocks = self.num_blocks_np
+        if plan.new_block_ids or plan.new or plan.resumed:
+            num_blocks = self._counted(plan, num_pool_blocks, upload)
+        if plan.continues is None or self._spare_tokens <= 0:
+            self._spare_tokens = 1 + self._spare(plan, num_blocks, num_computed_tokens)
+        self._spare_tokens -= 1
+        if num_blocks is not self.num_blocks_np:
+            self._keep(plan, num_blocks)
+
+    def _counted(
+        self, plan: StepPlan, num_pool_blocks: Sequence[int], upload: StepUpload
+    ) -> Int32Array:
+        """Return the blocks of each segment with the plan's; add their ids to the upload."""
         num_blocks = self.num_blocks_np.copy()
         entering = [request.slot for request in plan.entering]
         if entering:
@@ -107,10 +128,32 @@ class BlockTables:
                 used = min(count, group.width)
                 first = self._first_word + slot * self.row_width + group.offset + used
                 upload.fill(first, group.width - used)
+        return num_blocks
+
+    def _spare(
+        self, plan: StepPlan, num_blocks: Int32Array, num_computed_tokens: Int32Array
+    ) -> int:
+        """Return the tokens that each row's blocks hold beyond the step's: the least of all rows.
+
+        Raises:
+            ValueError: a row has no block for a token that it computes.
+        """
+        blocks = num_blocks[plan.slots].min(axis=1)
+        ends = num_computed_tokens[plan.slots] + plan.num_scheduled_tokens
+        spare = blocks * self._block_size - ends
+        if spare.min() < 0:
+            row = int(spare.argmin())
+            raise ValueError(
+                f"new_block_ids: expected blocks for the {ends[row]} tokens of "
+                f"{plan.req_ids[row]!r}, got {blocks[row]} blocks of {self._block_size}"
+            )
+        return int(spare.min())
+
+    def _keep(self, plan: StepPlan, num_blocks: Int32Array) -> None:
         self.num_blocks_np = num_blocks
         if self._ids is not None:
-            for slot in entering:
-                self._ids[slot] = [[] for _ in self.groups]
+            for request in plan.entering:
+                self._ids[request.slot] = [[] for _ in self.groups]
             for slot in self._ids.keys() & plan.new_block_ids.keys():
                 for known, ids in zip(self._ids[slot], plan.new_block_ids[slot], strict=True):
                     known.extend(ids)

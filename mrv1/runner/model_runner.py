@@ -48,7 +48,7 @@ from mrv1.runner.rows import DeviceRows, StepShape, Tail
 from mrv1.runner.sleep import SleepMode
 from mrv1.runner.slot_state import field_starts
 from mrv1.runner.staging import Staged, StepUpload
-from mrv1.runner.step import Int32Array, StepPlan
+from mrv1.runner.step import Int32Array, SlotRequest, StepPlan
 from mrv1.runner.visible_ranges import VisibleRanges
 from mrv1.sampler import LogitsProcessor, LogitsProcessors
 
@@ -236,8 +236,6 @@ class ModelRunner:
         self._next_upload_word = self._slots.first_word(NEXT_UPLOAD, 0)
         self._steady_rows: DeviceRows | None = None
         """Rows of the last step, if it was a captured decode: a steady step reuses them."""
-        self._spare_tokens = 0
-        """Steady steps for which each row surely has a block."""
         self._steady_wanted: WantedRows | None = None
         """The log-probabilities of a step of ``_steady_rows``."""
         self._sent: list[DeviceRows | None] = [None] * self._outputs.num_slots
@@ -491,6 +489,7 @@ class ModelRunner:
         try:
             return self._complete(self._launch(plan, rows, staged))
         except BaseException:  # also an interrupt: a part of the step may have been launched
+            self.state.drop(plan)
             self._give_up()
             raise
 
@@ -499,6 +498,7 @@ class ModelRunner:
         try:
             self._pending = self._launch(plan, rows, staged)
         except BaseException:
+            self.state.drop(plan)
             self._give_up()
             raise
 
@@ -512,6 +512,7 @@ class ModelRunner:
         try:
             return self._complete(launched, bitmask, rows)
         except BaseException:
+            self.state.drop(plan)
             self._give_up()
             raise
 
@@ -532,31 +533,24 @@ class ModelRunner:
             The step's rows, and its upload; None = a graph runs the step and knows its place.
         """
         self.state.leave(plan)
-        if plan.staged_features:
-            self.features.stage(plan)
         upload = StepUpload()
-        continues = plan.continues is not None
-        self.state.stage(plan, upload)
-        self.block_tables.stage(plan, self.kv_cache.num_blocks, upload)
-        if not continues or self._spare_tokens <= 0:
-            self._spare_tokens = self._spare(plan)
-        self._spare_tokens -= 1
-        if not continues:
-            self.features.enter(plan)
-            self._ranges.enter(plan)
-        for request in plan.entering:
-            self._logprobs.enter(request)
-            self._processors.add_request(request.slot, request.sampling_params, request.token_ids)
-            fields = self.sampler.enter(
-                request.sampling_params,
-                request.seed,
-                child=request.child,
-                banned_token_sequences=request.banned_token_sequences,
-            )
-            for name, values in fields.items():
-                upload.write(self._slots.first_word(name, request.slot), values)
-        self.state.advance_on_host(plan)
-        slot = self._outputs.acquire()
+        try:
+            self._stage(plan, upload)
+        except BaseException:
+            self.state.refuse(plan)
+            raise
+        try:
+            self.state.advance_on_host(plan)
+            return self._sent_rows(plan, upload, samples)
+        except BaseException:
+            self.state.drop(plan)
+            raise
+
+    def _sent_rows(
+        self, plan: StepPlan, upload: StepUpload, samples: bool
+    ) -> tuple[DeviceRows, Staged | None]:
+        """Send the upload of a step; arguments and result as in ``_prepare``."""
+        slot, continues = self._outputs.acquire(), plan.continues is not None
         rows = self._steady_rows if samples and continues else None
         if rows is not None and self._sent[slot] is rows and not plan.new_block_ids:
             return rows, None  # the ring slot has the same upload already, word for word
@@ -583,22 +577,39 @@ class ModelRunner:
         num_rows, drafts = rows.shape.num_rows, rows.draft_token_ids
         return rows, self._staging.staged(words, upload, num_rows, drafts)
 
-    def _spare(self, plan: StepPlan) -> int:
-        """Return the tokens that each row's blocks hold beyond the step's: the least of all rows.
-
-        Raises:
-            ValueError: a row has no block for a token that it computes.
-        """
-        blocks = self.block_tables.num_blocks_np[plan.slots].min(axis=1)
-        ends = self.state.num_computed_tokens_np[plan.slots] + plan.num_scheduled_tokens
-        spare = blocks * self.config.block_size - ends
-        if spare.min() < 0:
-            row = int(spare.argmin())
-            raise ValueError(
-                f"new_block_ids: expected blocks for the {ends[row]} tokens of "
-                f"{plan.req_ids[row]!r}, got {blocks[row]} blocks of {self.config.block_size}"
+    def _stage(self, plan: StepPlan, upload: StepUpload) -> None:
+        """Check the plan; add its changes of the slots to the upload."""
+        if plan.staged_features:
+            self.features.stage(plan)
+        self.state.stage(plan, upload)
+        if plan.continues is None:
+            self.features.enter(plan)
+            self._ranges.enter(plan)
+        for request in plan.entering:
+            self._check_token_ids(request)
+            self._logprobs.enter(request)
+            self._processors.add_request(request.slot, request.sampling_params, request.token_ids)
+            fields = self.sampler.enter(
+                request.sampling_params,
+                request.seed,
+                child=request.child,
+                banned_token_sequences=request.banned_token_sequences,
             )
-        return int(spare.min()) + 1
+            for name, values in fields.items():
+                first = self._slots.first_word(name, request.slot, values.nbytes // 4)
+                upload.write(first, values)
+        # Last, as only a plan that nothing refuses may have its blocks counted.
+        self.block_tables.stage(
+            plan, self.state.num_computed_tokens_np, self.kv_cache.num_blocks, upload
+        )
+
+    def _check_token_ids(self, request: SlotRequest) -> None:
+        token_ids, vocab_size = np.asarray(request.token_ids), self.model_config.vocab_size
+        if not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+            raise ValueError(
+                f"token_ids of {request.req_id!r}: expected ids in [0, {vocab_size}), got "
+                f"{token_ids.min()} to {token_ids.max()}"
+            )
 
     def _rows(self, plan: StepPlan, upload: StepUpload, samples: bool) -> DeviceRows:
         """Return the step's rows, padded to the shape of a graph if one has room for them."""

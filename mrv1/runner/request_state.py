@@ -113,6 +113,8 @@ class RequestState:
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
+        self._held_np = self._epochs_np
+        """The epochs before the requests of the last plan entered."""
         self._req_ids: list[RequestId | None] = [None] * max_num_reqs
         """The request that each slot has, or had last."""
         self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
@@ -144,6 +146,20 @@ class RequestState:
         self._check_slots(leaving)
         for slot in leaving:
             self._epochs_np[slot] = FREE
+        self._held_np = self._epochs_np.copy()
+
+    def refuse(self, plan: StepPlan) -> None:
+        """Free the slots again that requests took in ``stage``: no device knows of them."""
+        if plan.continues is None:
+            self._epochs_np = self._held_np
+
+    def drop(self, plan: StepPlan) -> None:
+        """Free the slots of a step that failed after ``stage``: its requests have to enter again.
+
+        The mirrors count tokens that the device has perhaps not computed.
+        """
+        self._epochs_np[plan.slots] = FREE
+        self._sampled = None
 
     def free_all(self) -> None:
         """Free every slot, whatever its request."""
@@ -270,6 +286,10 @@ class RequestState:
         if not 1 <= num_tokens <= self.max_model_len:
             raise ValueError(
                 f"token_ids {name}: expected 1 to {self.max_model_len} tokens, got {num_tokens}"
+            )
+        if not 1 <= request.prompt_len <= num_tokens:
+            raise ValueError(
+                f"prompt_len {name}: expected 1 to {num_tokens}, got {request.prompt_len}"
             )
         if not num_tokens < request.max_total_tokens <= self.max_model_len:
             raise ValueError(

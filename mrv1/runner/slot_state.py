@@ -89,6 +89,15 @@ class SlotState:
         """Return a field, ``[num_slots]`` or ``[num_slots, width]``; a shared one has one slot."""
         return self._views[name]
 
-    def first_word(self, name: str, slot: int) -> int:
-        """Return the index in ``buffer`` of a slot's row of a field."""
-        return self._starts[name] + slot * self._fields[name].row_words
+    def first_word(self, name: str, slot: int, num_words: int = 1) -> int:
+        """Return the index in ``buffer`` of a slot's row of a field, for so many words.
+
+        Raises:
+            ValueError: the row has fewer words.
+        """
+        row_words = self._fields[name].row_words
+        if num_words > row_words:
+            raise ValueError(
+                f"{name} in slot {slot}: expected at most {row_words} words, got {num_words}"
+            )
+        return self._starts[name] + slot * row_words

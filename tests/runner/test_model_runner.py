@@ -310,6 +310,60 @@ def test_a_plan_that_forgets_a_block_is_refused(checkpoint):
     runner.close()
 
 
+def test_a_refused_plan_leaves_no_trace(checkpoint, expected):
+    """Its requests have not entered, so that no row goes on with the slot's former request; and
+    none of its blocks is counted, so that the plan that is right brings all of them."""
+    runner = make_runner(checkpoint, device="cpu")
+    runner.execute(make_plan(0, {"x": (0, 5, (7,))}, new=(enter("x", 0, [8] * 5),))).result()
+    new = (enter("a", 0, PROMPTS[0]), enter("b", 1, PROMPTS[1]))
+    rows = {"a": (0, 5, (3,)), "b": (1, 20, (4, 5))}
+    right = make_plan(1, rows, new=new, finished=(0,))
+    late = replace(new[1], banned_token_sequences=((1,),) * 99)
+    for wrong, message in (
+        (replace(right, new_block_ids={0: ((3,),), 1: ((4,),)}), "blocks for the 20 tokens"),
+        (replace(right, new_block_ids={0: ((99,),), 1: ((4, 5),)}), r"ids in \[0, 16\)"),
+        (replace(right, new=(new[0], late)), "bad_words in slot 1: expected at most"),
+        (replace(right, new=(new[0], enter("b", 1, [160] * 20))), r"ids in \[0, 160\), got 160"),
+        (replace(right, new=(new[0], enter("b", 1, [-1] * 20))), r"ids in \[0, 160\), got -1"),
+        (
+            replace(right, new=(new[0], replace(new[1], prompt_len=21))),
+            "prompt_len of 'b': expected 1 to 20, got 21",
+        ),
+    ):
+        with pytest.raises(StepError, match=message):
+            runner.execute(wrong)
+        with pytest.raises(StepError, match=r"plan: expected epochs \[-1\] of slots \[0\]"):
+            runner.execute(make_plan(1, {"a": (0, 5, (3,))}))
+    tokens = [runner.execute(right).result().token_ids]
+    for step_id in (2, 3, 4, 5):
+        plan = make_plan(step_id, {"a": (0, 1, ()), "b": (1, 1, ())})
+        with pytest.raises(StepError, match="at most 32 blocks in slot 1"):
+            runner.execute(replace(plan, new_block_ids={0: ((1,),), 1: ((2,) * 99,)}))
+        tokens.append(runner.execute(plan).result().token_ids)
+    assert [a for a, _ in tokens] == [(token,) for token in expected["a"]]
+    assert [b for _, b in tokens] == [(token,) for token in expected["b"]]
+    runner.close()
+
+
+def test_the_requests_of_a_failed_step_have_to_enter_again(checkpoint, expected):
+    """The device has perhaps not computed what the host has counted."""
+    runner = make_runner(checkpoint, device="cpu")
+
+    def fail(ready: object) -> None:
+        raise OSError("no room")
+
+    prefill = make_plan(0, {"a": (0, 5, (0,))}, new=(enter("a", 0, PROMPTS[0]),))
+    for plan in (prefill, make_plan(1, {"a": (0, 1, ())})):
+        runner.set_kv_listener(fail)
+        with pytest.raises(StepError, match="no room"):
+            runner.execute(plan)
+        runner.set_kv_listener(None)
+        with pytest.raises(StepError, match=r"plan: expected epochs \[-1\] of slots \[0\]"):
+            runner.execute(make_plan(1, {"a": (0, 1, ())}))
+        assert runner.execute(prefill).result().token_ids == ((expected["a"][0],),)
+    runner.close()
+
+
 def test_a_plan_with_another_requests_id_is_refused(checkpoint):
     runner = make_runner(checkpoint, device="cpu")
     runner.execute(PREFILL).result()
