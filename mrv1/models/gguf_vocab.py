@@ -150,7 +150,7 @@ class Vocabulary:
         """The tokens that end a text, a turn or a message: by their ids, and by their texts.
 
         Raises:
-            ConfigError: as ``tokens``.
+            ConfigError: as ``tokens``, or the id of a token is no integer.
         """
         ids = [self._id(name) for name in ("eos", "eot", "eom")]
         for name, texts in _FIM_ENDS.items():
@@ -308,14 +308,21 @@ class Vocabulary:
         return [index for index in found if not self._is_word(index)]
 
     def _id(self, name: str) -> int | None:
-        """Return the id of a special token, if the file names one of the vocabulary."""
+        """Return the id of a special token, if the file names one of the vocabulary.
+
+        Raises:
+            ConfigError: its value is no integer.
+        """
         key, num_tokens = f"tokenizer.ggml.{name}_token_id", len(self.tokens)
         default = _LLAMA_IDS.get(name) if self._model == _LLAMA else None
         for index in (self._metadata.get(key), default):
-            if isinstance(index, int) and index >= 0 and (index < num_tokens or not num_tokens):
+            if index is None:
+                continue
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise ConfigError(f"{key}: expected a token id, got {reprlib.repr(index)}")
+            if index >= 0 and (index < num_tokens or not num_tokens):
                 return index
-            if index is not None:
-                logger.warning("%s: %r is no token of the vocabulary and is left out", key, index)
+            logger.warning("%s: %r is no token of the vocabulary and is left out", key, index)
         return None
 
     def _added(self, name: str) -> int | None:

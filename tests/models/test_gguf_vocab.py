@@ -350,6 +350,9 @@ def base(**changes: Any) -> dict[str, Any]:
         ({"model": "llama", "scores": [0.0]}, "scores: expected 256 values, got 1"),
         ({"add_bos_token": 1}, "add_bos_token: expected true or false, got 1"),
         ({"add_eos_token": True}, "add_eos_token: expected false without the token, got true"),
+        ({"eos_token_id": [1, 2]}, r"eos_token_id: expected a token id, got \[1, 2\]"),
+        ({"eot_token_id": True}, "eot_token_id: expected a token id, got True"),
+        ({"bos_token_id": "1"}, "bos_token_id: expected a token id, got '1'"),
         ({"tokenizer.chat_template": 1}, "tokenizer.chat_template: expected text, got 1"),
     ],
 )
