@@ -17,6 +17,11 @@ R = TypeVar("R")
 GIVE_WAY_SECONDS = 50e-6
 """A thread that sleeps this long lets a thread that waits for the lock wake up and take it."""
 
+WITHIN = (
+    "LLM: expected no call from within another call in the same thread (in a callback or a signal "
+    "handler), got one"
+)
+
 
 class Recoverable(Protocol):
     """An object whose methods may end anywhere: KeyboardInterrupt comes between any two lines."""
@@ -80,6 +85,8 @@ class Turns:
         self._waiting: set[int] = set()
         self.reports = threading.RLock()
         """For calls that take no turn, as they only read: held while they read."""
+        self.is_reporting = False
+        """Whether the thread that holds ``reports`` reads now."""
 
     @property
     def is_mine(self) -> bool:
@@ -100,10 +107,7 @@ class Turns:
             with self._lock:
                 self._waiting.discard(thread)
                 if self._owner is not None:
-                    raise RuntimeError(
-                        "LLM: expected no call from within another call in the same thread (in a "
-                        "callback or a signal handler), got one"
-                    )
+                    raise RuntimeError(WITHIN)
                 self._owner = thread
                 try:
                     return call(*args, **kwargs)
@@ -144,7 +148,12 @@ def reports(
 
     @wraps(method)
     def reading(self: Shared, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._turns.reports:
-            return method(self, *args, **kwargs)
+        turns = self._turns
+        with turns.reports:
+            outer, turns.is_reporting = turns.is_reporting, True
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                turns.is_reporting = outer
 
     return reading

@@ -16,7 +16,7 @@ from mrv1.config import EngineConfig, checkpoint_dir
 from mrv1.device import resolve_device
 from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
 from mrv1.engine.core import EngineCore, Metrics
-from mrv1.engine.guards import Turns, in_turn, recovers, reports
+from mrv1.engine.guards import WITHIN, Turns, in_turn, recovers, reports
 from mrv1.engine.intake import own_params, own_prompt
 from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request import Request
@@ -598,6 +598,8 @@ class LLM:
     def close(self) -> None:
         """End all requests and give the device memory back; closing twice is harmless."""
         with self._turns.reports:  # what a report reads is there until its end
+            if self._turns.is_reporting:  # in this thread, which a signal handler has interrupted
+                raise RuntimeError(WITHIN)
             self._is_closed = True
         if self._core is not None:
             self._core.runner.close()

@@ -360,6 +360,25 @@ def test_reports_beside_close_are_reports_or_say_that_it_is_closed():
             assert each.result(PATIENCE) == "LLM: expected an open engine, got one that was closed"
 
 
+def test_a_close_from_within_a_report_is_refused_and_changes_nothing(roomy):
+    """As from a signal handler: the report would go on to read what has been freed."""
+    llm, runner = roomy, roomy._engine.runner
+
+    def describe() -> str:
+        with pytest.raises(RuntimeError, match="from within another call in the same thread"):
+            llm.close()
+        llm.metrics()
+        with pytest.raises(RuntimeError, match="from within another call in the same thread"):
+            llm.close()
+        return "engine"
+
+    runner.describe = describe
+    assert llm.describe().startswith("engine")
+    llm.close()
+    with pytest.raises(RuntimeError, match="expected an open engine, got one that was closed"):
+        llm.describe()
+
+
 def test_a_report_waits_for_no_step(roomy):
     """Also in the middle of a step, in the same thread."""
     llm, blocked = roomy, Blocked(roomy)
