@@ -278,9 +278,11 @@ class EngineCore:
         Raises:
             RequestError: the id, the prompt, a parameter, an item or a range is wrong.
         """
-        name: object = req_id
+        name = own_value("request_id", req_id)
         if not isinstance(name, str) or not name:
-            raise RequestError(f"request_id: expected a string that is not empty, got {name!r}")
+            raise RequestError(
+                f"request_id: expected a string that is not empty, got {short(name)}"
+            )
         given: object = params
         if not isinstance(given, SamplingParams):
             raise RequestError(f"params: expected SamplingParams, got {type(given).__name__}")
@@ -301,7 +303,7 @@ class EngineCore:
         if ranges is not None:
             self._check_takes_ranges()
         request = Request(
-            req_id=str.__str__(req_id),  # of a class that a rank may not know
+            req_id=name,
             prompt_token_ids=prompt,
             prompt_array=prompt_array,
             multimodal=items,
@@ -363,7 +365,8 @@ class EngineCore:
             raise RequestError("prompt: expected at least one token, got none")
         array = _as_array(prompt)
         if array is None:
-            prompt = tuple([int(t) if _is_int(t) else t for t in prompt])
+            with reading("prompt_token_ids", "a list of integers"):
+                prompt = tuple([int(t) if _is_int(t) else t for t in prompt])
             array = _as_array(prompt)
         vocab_size = self.runner.model_config.vocab_size
         if array is None or array.min() < 0 or array.max() >= vocab_size:

@@ -65,7 +65,7 @@ def _own(given: Any) -> Any:  # noqa: ANN401 - of any type
         return {key: _own(given[key]) for key in given}
     if isinstance(given, Sequence) and not isinstance(given, bytes):
         entries = list(given)
-        if not {*map(type, entries)} <= {int}:
+        if entries and type(entries[0]) is not int:  # else token ids: a long prompt is not read
             entries = [*map(_own, entries)]
         return tuple(entries) if isinstance(given, tuple) else entries
     return given

@@ -233,7 +233,7 @@ class LLM:
             try:
                 batch[row] = own_prompt(prompt)
             except RequestError as error:
-                outputs[row] = _refused(self._new_id(), prompt, error)
+                outputs[row] = _refused(self._new_id(), None, error)
         rows: dict[str, int] = {}
         try:
             for row, prompt in enumerate(batch):
@@ -901,7 +901,8 @@ def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
         raise RequestError(
             f"prompts: expected a prompt or a list of prompts, got {type(prompts).__name__}"
         )
-    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence)
+    with reading("prompts", "a prompt or a list of prompts"):
+        return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence)
 
 
 def _params_per_prompt(

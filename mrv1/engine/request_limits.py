@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from numbers import Integral
 from typing import cast
-
-import numpy as np
 
 from mrv1.config import EngineConfig
 from mrv1.device import host_memory_bytes
@@ -104,7 +103,7 @@ def check_order(priority: object, fairness_id: object, config: EngineConfig) -> 
     Raises:
         RequestError: a value is out of range, or given with the policy ``fcfs``.
     """
-    is_integer = type(priority) is int or isinstance(priority, np.integer)
+    is_integer = isinstance(priority, Integral) and not isinstance(priority, bool)
     if not is_integer or abs(int(cast("int", priority))) > INT32_MAX:
         raise RequestError(
             f"priority: expected an integer in [-{INT32_MAX}, {INT32_MAX}], got {short(priority)}"

@@ -7,7 +7,7 @@ import copy
 import enum
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -303,10 +303,11 @@ def test_a_request_of_classes_of_the_callers_is_served_by_its_text(engine: Async
     expected = llm.generate(PROMPT, params)[0].outputs[0].token_ids
     for prompt in ([20, Number.A, *PROMPT[2:]], [*np.array(PROMPT)]):
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
-    req_id = llm.add_request(PROMPT, params, request_id=Tag("me"), fairness_id=Tag("us"))
+    order = {"fairness_id": Tag("us"), "priority": Number.A}
+    req_id = llm.add_request(PROMPT, params, request_id=Tag("me"), **order)
     (request,) = llm._core.scheduler.unfinished
-    kinds = type(req_id), type(request.req_id), type(request.fairness_id)
-    assert (req_id, kinds) == ("me", (str, str, str))
+    kinds = [*map(type, (req_id, request.req_id, request.fairness_id, request.priority))]
+    assert (req_id, kinds) == ("me", [str, str, str, int])
     llm.abort(Tag("me"))
     llm.step()
 
@@ -329,13 +330,43 @@ def test_a_prompt_that_cannot_be_copied_fails_alone(engine: AsyncLLM, llm: LLM):
         def __iter__(self) -> Iterator[int]:
             raise OSError("unplugged")
 
+    class Lazy(Mapping):
+        """As a row of a table in a file."""
+
+        def __getitem__(self, key: str) -> str:
+            raise OSError("unplugged")
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(["prompt"])
+
+        def __len__(self) -> int:
+            return 1
+
+    class Token(int):
+        def __int__(self) -> int:
+            raise OSError("unplugged")
+
+    class Prompts(list):
+        def __getitem__(self, index: object) -> object:
+            raise OSError("unplugged")
+
+    class Name(str):
+        __slots__ = ()
+
+        def __len__(self) -> int:
+            raise OSError("unplugged")
+
     params, message = SamplingParams(**GREEDY), r"prompt\w*: expected .*, got .*unplugged"
-    given = [Broken([1]), "ROMEO:", {"prompt_token_ids": Broken([1])}]
-    first, good, last = llm.generate(given, params)
+    broken = [Broken([1]), {"prompt_token_ids": Broken([1])}, Lazy(), [20, Token(21)]]
+    *bad, good = llm.generate([*broken, "ROMEO:"], params)
     assert good.error is None
-    for bad in (first, last):
+    for each in bad:
         with pytest.raises(RequestError, match=message):
-            raise bad.error
+            raise each.error
+    with pytest.raises(RequestError, match=message):
+        llm.generate(Prompts(["ROMEO:"]), params)
+    llm.abort(llm.add_request("ROMEO:", params, request_id=Name("id")))
+    llm.step()
     for call in (llm.stream, llm.add_request, engine.generate):
         with pytest.raises(RequestError, match=message):
             call(Broken([1]), params)
