@@ -33,13 +33,14 @@ def support_problems(raw: Mapping[str, Any]) -> list[str]:
             given = part.get(key)
             if isinstance(given, str) and not isinstance(getattr(torch, given, None), torch.dtype):
                 problems.append(f"{name}{key}: expected one of {WEIGHT_DTYPES}, got {given!r}")
-    quantization = raw.get("quantization_config")
-    if quantization is not None and not _only_kv_cache(quantization):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        problems.append(
-            f"quantization_config: expected none, got quant_method {method!r}; quantized "
-            "checkpoints are not supported: use the unquantized one"
-        )
+        quantization = part.get("quantization_config")
+        if quantization is not None and not _only_kv_cache(quantization):
+            is_named = isinstance(quantization, Mapping)
+            method = quantization.get("quant_method") if is_named else None
+            problems.append(
+                f"{name}quantization_config: expected none, got quant_method {method!r}; "
+                "quantized checkpoints are not supported: use the unquantized one"
+            )
     return problems
 
 

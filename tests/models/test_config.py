@@ -222,6 +222,10 @@ def test_a_corrupt_config_file_is_refused_and_named(
             {"quantization_config": KV_CACHE_ONLY | {"kv_cache_scheme": None}},
             "quantization_config: expected none, got quant_method 'compressed-tensors'",
         ),
+        (
+            {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
+            r"text_config\.quantization_config: expected none, got quant_method 'gptq'",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
         ({"dtype": "int8"}, "dtype: expected one of .*, got torch.int8"),
         ({"hidden_size": "wide"}, "config.json is not valid: .*hidden_size"),
