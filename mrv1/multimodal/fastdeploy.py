@@ -10,7 +10,7 @@ import torch
 
 from mrv1.errors import RequestError
 from mrv1.multimodal.item import Modality, MultimodalItem
-from mrv1.multimodal.reading import reading
+from mrv1.multimodal.reading import local_path, reading
 
 _WITHOUT_MEANING = {
     "generated_modality": "the output is text; leave it out",
@@ -161,7 +161,7 @@ def _path(url: object) -> str:
     """Return the path of a local file."""
     if not isinstance(url, str):
         raise RequestError(f"image_feature_urls: expected a string, got {type(url).__name__}")
-    path = url.removeprefix("file://")
+    path = local_path(url)
     if "://" in path:
         raise RequestError(f"image_feature_urls: expected a local file, got {url!r}")
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.request import url2pathname
 
 import numpy as np
 import torch
@@ -36,6 +37,11 @@ def reading(argument: str, expected: str) -> Iterator[None]:
     except Exception as error:
         message = f"{argument}: expected {expected}, got {short(error, ERROR_LEN)}"
         raise RequestError(message) from error
+
+
+def local_path(name: str) -> str:
+    """Return the path that a file's name or its ``file://`` URL stands for."""
+    return url2pathname(name.removeprefix("file://")) if name.startswith("file://") else name
 
 
 def check_unmasked(argument: str, value: object) -> None:

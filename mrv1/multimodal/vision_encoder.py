@@ -25,7 +25,7 @@ from mrv1.models.files import refusal
 from mrv1.models.tokenizer import load_tokenizer
 from mrv1.models.vision import VISION_PREFIXES
 from mrv1.multimodal.item import DIGEST_BYTES, MultimodalItem
-from mrv1.multimodal.reading import reading
+from mrv1.multimodal.reading import local_path, reading
 
 if TYPE_CHECKING:
     from mrv1.config import Dtype
@@ -368,7 +368,7 @@ def _opened(name: str, image: object) -> Any:  # noqa: ANN401 - a PIL image
             _, _, content = image.partition(",")
             image = Image.open(BytesIO(b64decode(content, validate=True)))
         elif isinstance(image, str | Path):
-            image = Image.open(str(image).removeprefix("file://"))
+            image = Image.open(local_path(str(image)))
         elif not isinstance(image, Image.Image):
             raise TypeError(type(image).__name__)
         return load_image(image)

@@ -110,13 +110,14 @@ IDS = {"image_token_id": 7, "video_token_id": 8}
 
 
 def test_fastdeploys_names_become_items_and_ranges(tmp_path):
-    np.save(tmp_path / "two.npy", TWO.numpy())
+    np.save(tmp_path / "two 2.npy", TWO.numpy())
     grids = {"image_grid_thws": np.array([[1, 2, 4], [1, 2, 2]]), "video_grid_thws": [(3, 2, 2)]}
     masks = {
         "attention_mask_offset": [0, 2, 2, 3, 4, 7, 7, 7, 8], "decode_states": [0, 0],
         "generated_modality": 0, "video_infinity_scales": None,
     }  # fmt: skip
-    url = f"file://{tmp_path / 'two.npy'}"
+    url = (tmp_path / "two 2.npy").as_uri()
+    assert "two%202.npy" in url
     np.save(tmp_path / "one.npy", ONE.numpy())
     for images in (
         {"image_features": [TWO, ONE]},

@@ -80,15 +80,15 @@ def make_llm(path: Any, **options: Any) -> LLM:
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_a_chat_with_images_equals_transformers(checkpoints, family, tmp_path):
-    """A file, a data URL and a PIL image, in several messages; beside a chat without images."""
+    """A file's URL, a data URL and a PIL image in several messages; and a chat without images."""
     checkpoint = checkpoints(family)
     images = [picture(1), picture(2, 12, 50), picture(3, 40, 9)]
-    images[0].save(tmp_path / "a.png")
+    images[0].save(tmp_path / "a 1.png")  # %20 in the URL
     messages = [
         {
             "role": "w10",
             "content": [
-                {"type": "image", "image": str(tmp_path / "a.png")},
+                {"type": "image", "image": (tmp_path / "a 1.png").as_uri()},
                 {"type": "text", "text": " w20 w21 "},
                 {"type": "image_url", "image_url": {"url": data_url(images[1])}},
             ],
