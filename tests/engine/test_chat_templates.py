@@ -362,7 +362,7 @@ NO_JSON = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", NO_JSON, ids=repr)
+@pytest.mark.parametrize("value", NO_JSON, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize(
     ("place", "where"),
     [

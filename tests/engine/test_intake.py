@@ -246,7 +246,9 @@ def test_a_bias_changed_in_place_is_checked_again(llm: LLM):
 
 
 @pytest.mark.parametrize(
-    "copied", [SamplingParams.clone, copy.copy, copy.deepcopy, replace], ids=lambda each: str(each)
+    "copied",
+    [SamplingParams.clone, copy.copy, copy.deepcopy, replace],
+    ids=["clone", "copy", "deepcopy", "replace"],
 )
 def test_a_copy_of_parameters_has_lists_and_a_dict_of_its_own(copied):
     stop, words, tokens = ["x"], ["y"], [3, 4]
