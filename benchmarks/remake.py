@@ -266,6 +266,7 @@ BY_HAND = {
     "accuracy": "two commits against float64",
     "attempts": "what was tried",
     "before-after": "two commits in turns",
+    "grammars": "no GPU: python -m benchmarks.grammars",
     "recall-tiny": "no GPU: python -m benchmarks.recall",
     "serving": "python -m benchmarks.serving_rows writes several files",
     "tiny_model": "training",

@@ -12,7 +12,7 @@ import numpy as np
 from mrv1.errors import ConfigError
 from mrv1.headwise import RecallLines, RecallPrompt, recall_prompt
 from mrv1.headwise.recall import TokenIds
-from mrv1.models.tokenizer import load_tokenizer
+from mrv1.models.tokenizer import has_tokenizer, load_tokenizer
 
 SYNTHETIC = "synthetic"
 """Value of ``data`` for random words instead of a text."""
@@ -102,9 +102,11 @@ def load_texts(directory: Path, data: str | Path, num_tokens: int) -> Texts:
         ConfigError: the tokenizer or the file cannot be read, or the text is shorter than a
             prompt.
     """
-    tokenizer = load_tokenizer(directory)
-    lines = recall_lines(tokenizer)
-    if not len(lines.words):  # without a tokenizer, transformers returns an empty one
+    lines = None
+    if has_tokenizer(directory):
+        tokenizer = load_tokenizer(directory)
+        lines = recall_lines(tokenizer)
+    if lines is None or not len(lines.words):
         raise ConfigError(
             f"calibration: expected a tokenizer in {str(directory)!r} in which words of four "
             "letters are tokens, found none"

@@ -67,7 +67,7 @@ def verify_drafts(checkpoint: str) -> None:
     runner = make_runner(Path(checkpoint), max_draft_tokens=3)
     wants = SamplingParams(temperature=0.5, logprobs=2, frequency_penalty=0.5)
     plain = SamplingParams(temperature=0)
-    step_id, epoch = 0, 0
+    step_id, epoch, used = 0, 0, ()
     for params in (plain, wants):
         for counts in ((3, 3), (1, 2), (0, 3), (2,)):
             names = "ab"[: len(counts)]
@@ -76,15 +76,17 @@ def verify_drafts(checkpoint: str) -> None:
                 enter(n, rows[n][0], [5] * rows[n][1], epoch=epoch, sampling_params=params)
                 for n in rows
             )
-            runner.execute(make_plan(step_id, rows, epoch=epoch, new=new)).result()
+            plan = make_plan(step_id, rows, epoch=epoch, new=new, finished=used)
+            runner.execute(plan).result()
             rows = {n: (rows[n][0], 1 + counts[rows[n][0]], ()) for n in rows}
             drafts = tuple((7,) * count for count in counts)
             plan = make_plan(step_id + 1, rows, epoch=epoch, draft_token_ids=drafts)
             runner.execute(plan).result()
             assert runner.num_compilations == 0, (params, counts, runner._compilations)
-            step_id, epoch = step_id + 2, epoch + 1
+            step_id, epoch, used = step_id + 2, epoch + 1, tuple(range(len(names)))
         first = enter("a", 0, [5] * 9, epoch=epoch, sampling_params=params)
-        plan = make_plan(step_id, {"a": (0, 9, (0,))}, epoch=epoch, new=(first,))
+        rows = {"a": (0, 9, (0,))}
+        plan = make_plan(step_id, rows, epoch=epoch, new=(first,), finished=used)
         runner.execute(plan).result()
         beside = enter("b", 1, [6] * 12, epoch=epoch, sampling_params=params)
         rows = {"a": (0, 3, ()), "b": (1, 12, (1,))}
@@ -92,7 +94,7 @@ def verify_drafts(checkpoint: str) -> None:
         plan = make_plan(step_id + 1, rows, epoch=epoch, new=(beside,), draft_token_ids=drafts)
         runner.execute(plan).result()
         assert runner.num_compilations == 0, (params, "beside a prompt", runner._compilations)
-        step_id, epoch = step_id + 2, epoch + 1
+        step_id, epoch, used = step_id + 2, epoch + 1, (0, 1)
     runner.close()
 
 

@@ -39,7 +39,7 @@ def some_ranges(num_tokens):
     return np.stack([end // 2, end], axis=1)
 
 
-def random_plan(step_id):
+def random_plan(step_id, finished, num_groups):
     # Rows of 1 token, and of up to the budget in equal shares of its logarithm.
     budget, query_lens = config.max_num_batched_tokens, []
     for _ in range(rng.integers(1, config.max_num_seqs + 1)):
@@ -60,8 +60,10 @@ def random_plan(step_id):
             attn_mask_offsets=some_ranges(computed + query_len) if rng.random() < 0.1 else None,
             sampling_params=SamplingParams(**wants[rng.integers(len(wants))]),
         ))
+    blocks = {each.slot: ([0] * -(-each.prompt_len // config.block_size),) for each in new}
     return StepPlan(
-        step_id=step_id, req_ids=tuple(map(str, slots)), new=tuple(new), new_block_ids={},
+        step_id=step_id, req_ids=tuple(map(str, slots)), new=tuple(new), finished=finished,
+        new_block_ids={slot: ids * num_groups for slot, ids in blocks.items()},
         slots=np.array(slots, dtype=np.int32),
         epochs=np.full(len(slots), step_id, dtype=np.int32),
         num_scheduled_tokens=np.array(query_lens, dtype=np.int32),
@@ -70,9 +72,10 @@ def random_plan(step_id):
 
 with recording(kernels.with_few_layers()) as (recorder, runner):
     at_start = len(recorder.kernels)
-    late = []
+    late, slots = [], ()
     for step_id in range(num_steps):
-        plan = random_plan(step_id)
+        plan = random_plan(step_id, slots, len(runner.head_groups.groups))
+        slots = tuple(plan.slots.tolist())
         before = len(recorder.kernels)
         runner.execute(plan)
         late += [
