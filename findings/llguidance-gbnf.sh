@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
-# llguidance 1.9.1: the converter from GBNF drops zeros of \u00e9, and turns rules into greedy terminals.
+# llguidance 1.9.1: its converter from GBNF drops the zeros of "\u00e9".
 #
-# llama.cpp reads rules character by character. Converted to Lark, w ::= [a-z]* becomes a terminal, which takes the
-# letters of the "ing" that should follow: no text but "ing" is accepted, without an error. "\u00e9" becomes "\ue9",
-# which is no escape in Lark.
+# "\u4f60" stays as it is; "\u00e9" becomes "\ue9", which is no escape in Lark: the rules do not compile.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -17,10 +15,6 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 print("llguidance", version("llguidance"))
 found = {}
 for rules, text in (
-    ('root ::= w "ing"\nw ::= [a-z]*', "ing"),
-    ('root ::= w "ing"\nw ::= [a-z]*', "king"),
-    ('root ::= [a-z]+ "ing"', "king"),
-    ('root ::= [a-z]+ "ing"', "singing"),
     (r'root ::= "\u4f60"', "\u4f60"),
     (r'root ::= "\u00e9"', "\u00e9"),
 ):
@@ -30,5 +24,5 @@ for rules, text in (
     taken = not error and matcher.try_consume_tokens(tokens) == len(tokens)
     found[rules, text] = taken and matcher.is_accepting()
     print(repr(rules), text, *error or ["accepted" if found[rules, text] else "refused"])
-raise SystemExit([*found.values()] != [True, False, True, False, True, False])
+raise SystemExit([*found.values()] != [True, False])
 PYTHON

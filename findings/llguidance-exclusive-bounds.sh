@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# llguidance 1.9.1: a decimal of 17 digits is read as its neighbour, and an exclusive bound may be taken itself.
+# llguidance 1.9.1: a text may take an exclusive bound itself.
 #
-# {"const": 3.6459190109277966} accepts 3.645919010927797 and refuses the constant: another float64.
 # {"exclusiveMinimum": 0, "maximum": 0.5} accepts 0: where a whole exclusive bound and the other bound have one
 # integer part, the bound itself is in the language. With "maximum": 1 it is not.
 set -euo pipefail
@@ -18,9 +17,6 @@ from llguidance import LLMatcher, LLTokenizer
 print("llguidance", version("llguidance"))
 tokenizer = LLTokenizer("byte")
 expected = {
-    ('{"const": 3.6459190109277966}', "3.6459190109277966"): False,
-    ('{"const": 3.6459190109277966}', "3.645919010927797"): True,
-    ('{"const": 0.1}', "0.1"): True,
     ('{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}', "0"): True,
     ('{"type": "number", "exclusiveMinimum": 0, "maximum": 1}', "0"): False,
     ('{"type": "number", "minimum": -24.5, "exclusiveMaximum": -24}', "-24"): True,
