@@ -41,9 +41,9 @@ from mrv1.kernels import (
     Rope,
     reference,
 )
-from mrv1.kernels.attention import prefill_attention
-from mrv1.kernels.attention import splits as prefill_splits
-from mrv1.kernels.attention.plan import Item
+from mrv1.kernels.attention.decode.plan import Item
+from mrv1.kernels.attention.prefill import attention as prefill_attention
+from mrv1.kernels.attention.prefill import choice as prefill_choice
 from mrv1.kernels.layers.contracts import FeatureRows
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
@@ -382,8 +382,8 @@ OPS: dict[str, Op] = {
 
 LEAST_SIZES = (
     (prefill_attention, "MIN_SPLIT_STEPS"),  # 1, so that short contexts too are split
-    (prefill_splits, "MIN_WARP_GROUP_QUERIES"),  # so that Hopper's kernels run, without splits too
-    (prefill_splits, "MIN_QUEUED_QUERIES"),
+    (prefill_choice, "MIN_WARP_GROUP_QUERIES"),  # so that Hopper's kernels run, without splits too
+    (prefill_choice, "MIN_QUEUED_QUERIES"),
 )
 """Thresholds that are 1 while the kernels run."""
 
@@ -467,7 +467,7 @@ def main(arguments: list[str] | None = None) -> int:
         handoff.run(device)
         return 0
     jobs = {tool: (tool, "--run") for tool in TOOLS} | {"planted": ("memcheck", "--planted")}
-    if device_info(device).capability == prefill_splits.WARP_GROUP_CAPABILITY:
+    if device_info(device).capability == prefill_choice.WARP_GROUP_CAPABILITY:
         jobs["handoff"] = ("racecheck", "--handoff")
     with ThreadPoolExecutor() as pool:
         started = {name: pool.submit(sanitize, *job) for name, job in jobs.items()}

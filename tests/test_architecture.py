@@ -541,7 +541,11 @@ BREAKING = [
     (no_hidden_wait, "runner.input_batch", "x.to('cpu', non_blocking=True)"),
     (no_hidden_wait, "models.decoder", "class A:\n    def f(self):\n        return self.x.cpu()"),
     (atomics_name_their_order, "kernels.cache.quarter_write", "tl.atomic_add(ptr, 1, mask=x)"),
-    (atomics_name_their_order, "kernels.attention.prefill_queue", "y = gl.atomic_cas(ptr, 0, 1)"),
+    (
+        atomics_name_their_order,
+        "kernels.attention.prefill.hopper_queue",
+        "y = gl.atomic_cas(ptr, 0, 1)",
+    ),
     (
         launches_do_not_follow_the_rows,
         "kernels.layers.rms_norm",
@@ -663,7 +667,7 @@ def oracle_violations(
             yield f"{name}: no oracle"
         elif _parameters(op) != _parameters(oracle):
             yield f"{name}{inspect.signature(op)}: the oracle is {inspect.signature(oracle)}"
-        test_file = tests / f"test_{op.__module__.rpartition('.')[2]}.py"
+        test_file = tests / _test_file(op.__module__.removeprefix("mrv1.kernels."))
         if not test_file.is_file() or name not in test_file.read_text("utf-8"):
             yield f"{name}: {test_file.name} does not exist or does not test it"
 
@@ -681,18 +685,23 @@ def test_type_checkers_see_every_op_imported_from_its_module():
     assert typed == {f"mrv1.kernels.{module}.{name}" for name, module in MODULE_OF_OP.items()}
 
 
+def _test_file(module: str) -> str:
+    """Return the test file of a module, relative to ``kernels``: its name without the subject."""
+    return f"test_{module.partition('.')[2].replace('.', '_')}.py"
+
+
 def _places(name: str, module: str) -> dict[str, list[Path]]:
     """Return the files that define or name one op, by their role."""
-    folder, _, last = module.partition(".")
+    folder = module.partition(".")[0]
     kernels, tests = REPO / "mrv1" / "kernels", REPO / "tests"
     cases = (tests / "compile").glob("cases_*.py")
     launched = f"mrv1.kernels.{module} import "
     return {
-        "kernel": [kernels / folder / f"{last}.py"],
+        "kernel": [kernels / f"{module.replace('.', '/')}.py"],
         "oracle": [kernels / folder / "reference.py"],
         "contract": [kernels / folder / "contracts.py"],
         "export": [p for p in kernels.glob("*.py") if _names_op(File("", p.read_text()), name)],
-        "test": [tests / "kernels" / f"test_{last}.py"],
+        "test": [tests / "kernels" / _test_file(module)],
         "compile case": [p for p in cases if launched in p.read_text("utf-8")],
     }
 
@@ -724,7 +733,7 @@ def test_a_second_list_of_ops_is_found():
 def test_oracle_check_finds_missing_oracles_and_tests(tmp_path: Path):
     def scale(x, factor, *, out=None): ...
 
-    scale.__module__ = "mrv1.kernels.scaling"
+    scale.__module__ = "mrv1.kernels.layers.scaling"
     kernels = SimpleNamespace(__all__=["scale", "VERSION"], scale=scale, VERSION=1)
     tested = tmp_path / "test_scaling.py"
 

@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mrv1.kernels import reference as reference
-from mrv1.kernels.attention.plan import DecodePlan as DecodePlan
-from mrv1.kernels.attention.splits import PrefillSplits as PrefillSplits
+from mrv1.kernels.attention.decode.plan import DecodePlan as DecodePlan
+from mrv1.kernels.attention.prefill.choice import PrefillSplits as PrefillSplits
 from mrv1.kernels.cache.contracts import QKNorm as QKNorm
 from mrv1.kernels.cache.contracts import Rope as Rope
 from mrv1.kernels.cache.kv_layout import HeadRole as HeadRole

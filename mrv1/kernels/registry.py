@@ -15,12 +15,14 @@ from mrv1.device import KernelPath
 from mrv1.kernels import reference
 
 if TYPE_CHECKING:
-    from mrv1.kernels.attention.decode_attention import (
+    from mrv1.kernels.attention.decode.attention import (
         paged_decode_attention as paged_decode_attention,
     )
-    from mrv1.kernels.attention.decode_plan import plan_decode_attention as plan_decode_attention
+    from mrv1.kernels.attention.decode.plan_kernel import (
+        plan_decode_attention as plan_decode_attention,
+    )
     from mrv1.kernels.attention.merge_states import merge_states as merge_states
-    from mrv1.kernels.attention.prefill_attention import (
+    from mrv1.kernels.attention.prefill.attention import (
         paged_prefill_attention as paged_prefill_attention,
     )
     from mrv1.kernels.cache.copy_pages import copy_pages as copy_pages
@@ -76,9 +78,9 @@ class Ops:
     kv_cache_write = _op(reference.kv_cache_write, "cache.kv_cache_write")
     linear = _op(reference.linear, "layers.linear")
     merge_states = _op(reference.merge_states, "attention.merge_states")
-    paged_decode_attention = _op(reference.paged_decode_attention, "attention.decode_attention")
-    paged_prefill_attention = _op(reference.paged_prefill_attention, "attention.prefill_attention")
-    plan_decode_attention = _op(reference.plan_decode_attention, "attention.decode_plan")
+    paged_decode_attention = _op(reference.paged_decode_attention, "attention.decode.attention")
+    paged_prefill_attention = _op(reference.paged_prefill_attention, "attention.prefill.attention")
+    plan_decode_attention = _op(reference.plan_decode_attention, "attention.decode.plan_kernel")
     post_update = _op(reference.post_update, "step.post_update")
     qkv_cache_write = _op(reference.qkv_cache_write, "cache.qkv_cache_write")
     rms_norm = _op(reference.rms_norm, "layers.rms_norm")

@@ -14,7 +14,7 @@ import torch
 
 from mrv1.device import kernel_path
 from mrv1.kernels import DecodePlan, PrefillSplits
-from mrv1.kernels.attention.splits import (
+from mrv1.kernels.attention.prefill.choice import (
     LaunchChoice,
     PrefillAttentionConfig,
     choose_config,

@@ -26,7 +26,7 @@ import torch
 
 from mrv1.device import memory_bytes
 from mrv1.errors import CapacityError
-from mrv1.kernels.attention.splits import least_of_each, prefills_of_each
+from mrv1.kernels.attention.prefill.choice import least_of_each, prefills_of_each
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import NO_PAGE
 from mrv1.runner.cuda_graph import StepGraphs

@@ -255,10 +255,11 @@ def another():
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of one commit that mrv1 seems to run from: a kernel that imports another."""
-    (tmp_path / "mrv1" / "kernels" / "attention").mkdir(parents=True)
+    for mode in ("decode", "prefill"):
+        (tmp_path / "mrv1" / "kernels" / "attention" / mode).mkdir(parents=True)
     for name, text in (
-        ("attention/decode_attention", "from mrv1.kernels.base import helper\nX = 1\n"),
-        ("attention/prefill_attention", "X = 1\n"),
+        ("attention/decode/attention", "from mrv1.kernels.base import helper\nX = 1\n"),
+        ("attention/prefill/attention", "X = 1\n"),
         ("base", BASE),
         ("deep", "X = 1\n"),
         ("aside", "X = 1\nY = 1\n"),
@@ -279,8 +280,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "text", "is_older"),
     [
-        ("attention/decode_attention.py", "from mrv1.kernels.base import helper\nX = 2\n", True),
-        ("attention/decode_attention.py",
+        ("attention/decode/attention.py", "from mrv1.kernels.base import helper\nX = 2\n", True),
+        ("attention/decode/attention.py",
          '"""Text."""\nfrom mrv1.kernels.base import helper\n\nX = 1  # why\n', False),
         ("base.py", "helper = 2\n", True),
         ("base.py", BASE.replace("deep.X", "1 + deep.X"), True),
@@ -295,7 +296,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("deep.py", "X = 1\nZ = 2\n", True),
         ("aside.py", "X = 2\nY = 1\n", True),
         ("aside.py", "X = 1\nY = 2\n", False),
-        ("attention/prefill_attention.py", "X = 2\n", False),
+        ("attention/prefill/attention.py", "X = 2\n", False),
         ("other.py", "X = 2\n", False),
     ],
 )  # fmt: skip
@@ -362,10 +363,10 @@ def test_every_kernel_that_is_measured_is_found():
     decode = dict(history.measured_code("attention", "decode"))
     prefill = dict(history.measured_code("attention", "prefill"))
     folder = "mrv1/kernels/attention"
-    assert decode[f"{folder}/decode_attention.py"] is None  # all of it
-    assert "DecodePlan" in decode[f"{folder}/plan.py"]
-    assert prefill[f"{folder}/prefill_hopper.py"] is None
-    assert "DecodePlan" not in prefill[f"{folder}/plan.py"]
+    assert decode[f"{folder}/decode/attention.py"] is None  # all of it
+    assert "DecodePlan" in decode[f"{folder}/decode/plan.py"]
+    assert prefill[f"{folder}/prefill/hopper.py"] is None
+    assert "DecodePlan" not in prefill[f"{folder}/decode/plan.py"]
 
 
 # --- pictures -----------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import torch
 from mrv1.device import DeviceInfo, choose_fp8_path
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.attention.online_softmax import dot_precision
-from mrv1.kernels.attention.prefill_attention import (
+from mrv1.kernels.attention.prefill.attention import (
     MIN_SPLIT_STEPS,
     _paged_prefill_attention_kernel,
 )
-from mrv1.kernels.attention.splits import WARP_GROUP_TILES, PrefillAttentionConfig
+from mrv1.kernels.attention.prefill.choice import WARP_GROUP_TILES, PrefillAttentionConfig
 from mrv1.kernels.cache.kv_cache_write import KVCacheWriteConfig, _kv_cache_write_kernel
 from mrv1.kernels.cache.kv_scales import ScaleGranularity, scales_per_block
 from mrv1.testing.aot import AotCase, Target, pointer
@@ -274,7 +274,7 @@ def _prefill(
 
 def _warp_group_cases() -> list[AotCase]:
     """Prefill by warp groups, which only sm_90 has: every block size, shared tiles, a queue."""
-    from mrv1.kernels.attention import prefill_hopper, prefill_queue
+    from mrv1.kernels.attention.prefill import hopper, hopper_queue
 
     def case(
         dtype: torch.dtype, block_size: int, head_dim: int = 128, *, group: int = 4,
@@ -287,7 +287,7 @@ def _warp_group_cases() -> list[AotCase]:
             name=_warp_group_name("prefill-hopper", dtype, block_size, head_dim, group)
             + "-some_heads" * some_heads
             + "-splits" * splits,
-            kernel=prefill_hopper._prefill_hopper_kernel,
+            kernel=hopper._prefill_hopper_kernel,
             args=(
                 rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
                 rows, 4096, 128, pages, pages, lengths, 512, lengths, lengths, 8, NUM_KV_HEADS,
@@ -296,7 +296,7 @@ def _warp_group_cases() -> list[AotCase]:
             ),
             constexprs={
                 **_tile(head_dim), "GROUP": group, "BLOCK_SIZE": block_size,
-                "MIN_TILES": prefill_hopper.MIN_SHARED_TILES,
+                "MIN_TILES": hopper.MIN_SHARED_TILES,
             },
             parked_bytes=24 if splits and head_dim > 128 else 0,  # over the loops
         )  # fmt: skip
@@ -309,11 +309,11 @@ def _warp_group_cases() -> list[AotCase]:
         q = torch.empty(64, group * NUM_KV_HEADS, head_dim, dtype=dtype)
         queries = (None, pointer(dtype), 4096, 128)
         if 128 % group == 0:
-            queries = (prefill_queue.describe_queries(q, group), None, 0, 0)
+            queries = (hopper_queue.describe_queries(q, group), None, 0, 0)
         return AotCase(
             name=_warp_group_name("prefill-queue", dtype, block_size, head_dim, group)
             + "-some_heads" * some_heads,
-            kernel=prefill_queue._prefill_queue_kernel,
+            kernel=hopper_queue._prefill_queue_kernel,
             args=(
                 pointer(dtype), 4096, 128, pointer(torch.float32), 32, 1, lengths,
                 *queries, pages, pages,
@@ -345,10 +345,10 @@ def _warp_group_cases() -> list[AotCase]:
 
 
 def _page_boxes(dtype: torch.dtype, block_size: int, head_dim: int) -> TensorDescriptor:
-    from mrv1.kernels.attention import prefill_hopper
+    from mrv1.kernels.attention.prefill import hopper
 
     cache = torch.empty(4 * block_size, head_dim, dtype=dtype)
-    return prefill_hopper.describe(cache, block_size, head_dim)
+    return hopper.describe(cache, block_size, head_dim)
 
 
 def _tile(head_dim: int) -> dict[str, int]:
@@ -365,21 +365,21 @@ def _warp_group_name(
 
 def _warp_group_fp8_cases() -> list[AotCase]:
     """The same from caches of e4m3 codes; scales of every granularity take the same code."""
-    from mrv1.kernels.attention import prefill_hopper_fp8
+    from mrv1.kernels.attention.prefill import hopper_fp8
 
     def case(
         dtype: torch.dtype, block_size: int, *, splits: bool = False, some_heads: bool = False
     ) -> AotCase:
         rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
-        codes = torch.empty(4 * block_size, prefill_hopper_fp8.DIM.value, dtype=torch.uint8)
-        pages = prefill_hopper_fp8.describe(codes, block_size)
+        codes = torch.empty(4 * block_size, hopper_fp8.DIM.value, dtype=torch.uint8)
+        pages = hopper_fp8.describe(codes, block_size)
         address = pointer(torch.int64)
         shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
         return AotCase(
             name=f"prefill-hopper-fp8-{str(dtype).removeprefix('torch.')}-{block_size}"
             + "-some_heads" * some_heads
             + "-splits" * splits,
-            kernel=prefill_hopper_fp8._prefill_hopper_fp8_kernel,
+            kernel=hopper_fp8._prefill_hopper_fp8_kernel,
             args=(
                 rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
                 rows, 4096, 128, pages, pages, scratch, scratch, address, address, 1,
@@ -389,8 +389,8 @@ def _warp_group_fp8_cases() -> list[AotCase]:
             ),
             constexprs={
                 "GROUP": 4, "BLOCK_SIZE": block_size,
-                "TILE_TOKENS": prefill_hopper_fp8.TILE_TOKENS,
-                "MIN_TILES": prefill_hopper_fp8.MIN_SHARED_TILES,
+                "TILE_TOKENS": hopper_fp8.TILE_TOKENS,
+                "MIN_TILES": hopper_fp8.MIN_SHARED_TILES,
             },
             parked_bytes=96,  # addresses that the loop over tiles does not need
         )  # fmt: skip

@@ -7,20 +7,20 @@ from dataclasses import replace
 import torch
 
 from mrv1.kernels._base.triton import triton
-from mrv1.kernels.attention.decode_attention import (
+from mrv1.kernels.attention.decode.attention import (
     MIN_PAIRED_DIM,
     _paged_decode_attention_kernel,
     merge_tile,
 )
-from mrv1.kernels.attention.decode_plan import (
+from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig, padded_rows
+from mrv1.kernels.attention.decode.plan_kernel import (
     REQS_PER_PROGRAM,
     _plan_decode_kernel,
     pieces_per_program,
     plan_warps,
 )
 from mrv1.kernels.attention.online_softmax import dot_precision
-from mrv1.kernels.attention.plan import DecodeAttentionConfig, padded_rows
-from mrv1.kernels.attention.splits import PrefillAttentionConfig
+from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import (
     BLOCK_SIZE,

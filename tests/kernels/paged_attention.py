@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels._base.checks import FLOAT_DTYPES
-from mrv1.kernels.attention.plan import DecodeAttentionConfig
-from mrv1.kernels.attention.splits import PrefillAttentionConfig
+from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig
+from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
 from mrv1.testing.strategies import LayoutCase, PagedCase
 
 SENTINEL = 7.0

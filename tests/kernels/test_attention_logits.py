@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, reference
-from mrv1.kernels.attention import plan as plan_buffers
-from mrv1.kernels.attention import prefill_attention
+from mrv1.kernels.attention.decode import plan as plan_buffers
+from mrv1.kernels.attention.prefill import attention as prefill_attention
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,

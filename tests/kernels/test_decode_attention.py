@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, reference
-from mrv1.kernels.attention import plan as plan_buffers
-from mrv1.kernels.attention.plan import DecodeAttentionConfig
+from mrv1.kernels.attention.decode import plan as plan_buffers
+from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, attention, reference
-from mrv1.kernels.attention import prefill_attention
-from mrv1.kernels.attention import splits as prefill_splits
-from mrv1.kernels.attention.splits import PrefillAttentionConfig, prefills_decodes_too
+from mrv1.kernels.attention.prefill import attention as prefill_attention
+from mrv1.kernels.attention.prefill import choice as prefill_choice
+from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig, prefills_decodes_too
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,
@@ -247,7 +247,7 @@ def test_padding_takes_no_program_from_the_tiles(device, query_lens, num_tiles):
 def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
     """Two programs per multiprocessor, divided by the tiles of all heads; sixteen at most."""
     info = type("Info", (), {"num_sms": 132, "capability": (8, 9)})()
-    monkeypatch.setattr(prefill_splits, "device_info", lambda _: info)
+    monkeypatch.setattr(prefill_choice, "device_info", lambda _: info)
     layout = KVLayout.hnd(8, 16, 128, device=device)
 
     def found(num_tokens, **options):
@@ -271,7 +271,7 @@ def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
 
 def test_decodes_are_prefilled_too_where_tiles_come_from_a_queue(device, monkeypatch):
     info = type("Info", (), {"num_sms": 132, "capability": (9, 0)})()
-    monkeypatch.setattr(prefill_splits, "device_info", lambda _: info)
+    monkeypatch.setattr(prefill_choice, "device_info", lambda _: info)
 
     def found(is_fp8=False, max_query_len=4096, num_tokens=8192, padding=0, **options):
         num_q_heads, dtype = options.pop("num_q_heads", 16), options.pop("dtype", torch.bfloat16)
@@ -321,7 +321,7 @@ def test_streaming_heads_are_computed_apart_where_full_heads_take_another_kernel
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_attention, "fits_warp_groups", lambda *_, **__: True)
-        for name in ("prefill_hopper", "prefill_hopper_fp8", "prefill_queue"):
+        for name in ("hopper", "hopper_fp8", "hopper_queue"):
             stand_in = SimpleNamespace(launch=launch)
             patch.setattr(attention, name, stand_in, raising=False)
             patch.setitem(sys.modules, f"{attention.__name__}.{name}", stand_in)

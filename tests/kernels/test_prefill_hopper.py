@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
-from mrv1.kernels.attention import splits as prefill_splits
-from mrv1.kernels.attention.splits import WARP_GROUP_TILES, fits_warp_groups, takes_turns
+from mrv1.kernels.attention.prefill import choice as prefill_choice
+from mrv1.kernels.attention.prefill.choice import WARP_GROUP_TILES, fits_warp_groups, takes_turns
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
     SENTINEL,
@@ -51,18 +51,18 @@ def _always():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not run: no GPU of sm_90")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_splits, "MIN_WARP_GROUP_QUERIES", 1)
-        patch.setattr(prefill_splits, "MIN_QUEUED_QUERIES", 1)
-        patch.setattr(prefill_splits, "MIN_SHARED_ROWS", 1)
+        patch.setattr(prefill_choice, "MIN_WARP_GROUP_QUERIES", 1)
+        patch.setattr(prefill_choice, "MIN_QUEUED_QUERIES", 1)
+        patch.setattr(prefill_choice, "MIN_SHARED_ROWS", 1)
         yield
 
 
 @pytest.fixture
 def _any_share(monkeypatch):
     """Let a program that shares a tile take as little as one step."""
-    from mrv1.kernels.attention import prefill_hopper
+    from mrv1.kernels.attention.prefill import hopper
 
-    monkeypatch.setattr(prefill_hopper, "MIN_SHARED_TILES", 1)
+    monkeypatch.setattr(hopper, "MIN_SHARED_TILES", 1)
 
 
 def _fits(case, q, splits=None):
@@ -172,9 +172,9 @@ def _programs(request, monkeypatch):
 
 
 def _run_with_programs(patch, count):
-    from mrv1.kernels.attention import prefill_queue
+    from mrv1.kernels.attention.prefill import hopper_queue
 
-    patch.setattr(prefill_queue, "device_info", lambda _: SimpleNamespace(num_sms=count))
+    patch.setattr(hopper_queue, "device_info", lambda _: SimpleNamespace(num_sms=count))
 
 
 @pytest.mark.usefixtures("_programs")
@@ -325,9 +325,9 @@ def test_where_the_triton_kernel_is_faster_it_runs():
     )  # fmt: skip
     queue = replace(splits, num_splits=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_splits, "MIN_WARP_GROUP_QUERIES", 4096)
-        patch.setattr(prefill_splits, "MIN_QUEUED_QUERIES", 256)
-        patch.setattr(prefill_splits, "MIN_SHARED_ROWS", 64)
+        patch.setattr(prefill_choice, "MIN_WARP_GROUP_QUERIES", 4096)
+        patch.setattr(prefill_choice, "MIN_QUEUED_QUERIES", 256)
+        patch.setattr(prefill_choice, "MIN_SHARED_ROWS", 64)
         for num_queries, shared, expected in (
             (4095, None, False), (4096, None, True), (15, splits, False), (16, splits, True),
             (255, queue, False), (256, queue, True),

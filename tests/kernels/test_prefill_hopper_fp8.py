@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, reference
-from mrv1.kernels.attention import splits as prefill_splits
-from mrv1.kernels.attention.splits import fits_warp_groups
+from mrv1.kernels.attention.prefill import choice as prefill_choice
+from mrv1.kernels.attention.prefill.choice import fits_warp_groups
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
     SENTINEL,
@@ -46,16 +46,16 @@ def _always():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not run: no GPU of sm_90")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_splits, "MIN_FP8_ROWS", 1)
+        patch.setattr(prefill_choice, "MIN_FP8_ROWS", 1)
         yield
 
 
 @pytest.fixture
 def _any_share(monkeypatch):
     """Let a program that shares a tile take as little as one step."""
-    from mrv1.kernels.attention import prefill_hopper_fp8
+    from mrv1.kernels.attention.prefill import hopper_fp8
 
-    monkeypatch.setattr(prefill_hopper_fp8, "MIN_SHARED_TILES", 1)
+    monkeypatch.setattr(hopper_fp8, "MIN_SHARED_TILES", 1)
 
 
 def _fits(case, q, splits=None):
@@ -238,7 +238,7 @@ def test_few_rows_take_the_triton_kernel():
     q = torch.empty(64, 8, 128, dtype=torch.bfloat16, device="cuda")
     cache = torch.empty(4 * 16 * 2 * 128, dtype=torch.uint8, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_splits, "MIN_FP8_ROWS", 256)
+        patch.setattr(prefill_choice, "MIN_FP8_ROWS", 256)
         for num_queries, expected in ((63, False), (64, True)):
             fits = fits_warp_groups(q, cache, cache, layout, num_queries, None, is_fp8=True)
             assert fits is expected

@@ -15,8 +15,8 @@ import mrv1.kernels.attention.contracts
 import mrv1.kernels.cache.contracts
 from mrv1.kernels._base.oracle import calls
 from mrv1.kernels.attention import reference as attention
-from mrv1.kernels.attention.plan import DecodePlan
-from mrv1.kernels.attention.splits import PrefillSplits
+from mrv1.kernels.attention.decode.plan import DecodePlan
+from mrv1.kernels.attention.prefill.choice import PrefillSplits
 from mrv1.kernels.cache import reference as cache
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales

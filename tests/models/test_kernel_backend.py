@@ -9,8 +9,8 @@ import torch
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.attention import prefill_attention
-from mrv1.kernels.attention import splits as prefill_splits
+from mrv1.kernels.attention.prefill import attention as prefill_attention
+from mrv1.kernels.attention.prefill import choice as prefill_choice
 from mrv1.models.attention import KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
@@ -62,7 +62,7 @@ def test_a_short_chunk_after_a_long_context_is_split_unless_deterministic(
     )  # fmt: skip
     with small_tiles(32, tile_rows=32):
         with monkeypatch.context() as patch:
-            patch.setattr(prefill_splits, "device_info", lambda _: gpu)
+            patch.setattr(prefill_choice, "device_info", lambda _: gpu)
             backend.plan(batch, [cache], None, None)
         got = backend.attend(q, batch, cache)
     (splits,) = seen
@@ -74,7 +74,7 @@ def test_a_short_chunk_after_a_long_context_is_split_unless_deterministic(
 def test_a_deterministic_prefill_takes_one_tile_for_every_batch():
     for head_dim in (64, 128, 256):
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-            config = prefill_splits.PrefillAttentionConfig.default_for(head_dim, dtype, (9, 0))
+            config = prefill_choice.PrefillAttentionConfig.default_for(head_dim, dtype, (9, 0))
             for group in (1, 8, 64):
-                chosen = config.fit_rows(group, prefill_splits.ANY_QUERY_LEN)
+                chosen = config.fit_rows(group, prefill_choice.ANY_QUERY_LEN)
                 assert chosen == config.fit_rows(group, 1 << 30)

@@ -41,7 +41,7 @@ def measured_code(kind: str, mode: str | None) -> Code:
         mode: ``"decode"`` or ``"prefill"`` for attention.
     """
     if kind == "attention":
-        return reached(f"mrv1/kernels/attention/{mode}_attention.py")
+        return reached(f"mrv1/kernels/attention/{mode}/attention.py")
     if kind == "kv_cache_write":
         return reached(
             "mrv1/kernels/cache/kv_cache_write.py", "mrv1/kernels/cache/qkv_cache_write.py"

@@ -64,7 +64,7 @@ from mrv1.integrations.vllm.attention_kernels import (
 from mrv1.integrations.vllm.attention_pages import Pages, content_size
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels._base.launches import RepeatedCall
-from mrv1.kernels.attention.splits import prefills_decodes_too
+from mrv1.kernels.attention.prefill.choice import prefills_decodes_too
 from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, MIN_HEAD_DIM
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.kernels.registry import Ops, select_ops

@@ -22,7 +22,7 @@ import torch
 from mrv1.device import DeviceInfo, kernel_path
 from mrv1.integrations.vllm.attention_pages import Pages, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
-from mrv1.kernels.attention.splits import choose_launch, prefills_of_each
+from mrv1.kernels.attention.prefill.choice import choose_launch, prefills_of_each
 from mrv1.kernels.registry import select_ops
 from mrv1.runner.compile_ahead import (
     AheadCompiler,

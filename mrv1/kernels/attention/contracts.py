@@ -1,6 +1,6 @@
 """Argument checks of the attention ops, without triton, shared by launchers and oracles.
 
-The modules ``plan`` and ``splits`` check decode plans and the buffers of shared prefill tiles.
+``decode.plan`` and ``prefill.choice`` check decode plans and the buffers of shared prefill tiles.
 """
 
 from __future__ import annotations

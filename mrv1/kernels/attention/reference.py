@@ -17,7 +17,7 @@ from mrv1.kernels.attention.contracts import (
     check_query_len,
     check_query_start_loc,
 )
-from mrv1.kernels.attention.plan import (
+from mrv1.kernels.attention.decode.plan import (
     DecodePlan,
     Item,
     check_plan,
@@ -25,7 +25,7 @@ from mrv1.kernels.attention.plan import (
     first_key,
     num_pieces,
 )
-from mrv1.kernels.attention.splits import PrefillSplits, check_splits
+from mrv1.kernels.attention.prefill.choice import PrefillSplits, check_splits
 from mrv1.kernels.cache.contracts import table_columns
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales

@@ -1,6 +1,6 @@
 """Paged prefill attention for Hopper (sm_90) by programs that stay and take tiles from a queue.
 
-The same attention as ``prefill_hopper``, whose products, softmax and tiles these are. There a
+The same attention as ``hopper``, whose products, softmax and tiles these are. There a
 program computes one tile, and nothing overlaps its first loads and its last stores: about 5 us of
 15 for a prompt of 2,048 tokens. Here each multiprocessor has one program with four groups of
 warps, which go through the same tiles, each at its own pace::
@@ -36,7 +36,8 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma_wait,
 )
 from mrv1.kernels._base.launches import launch_kernel
-from mrv1.kernels.attention.prefill_hopper import (
+from mrv1.kernels.attention.prefill.choice import WARP_GROUP_TILES, PrefillSplits
+from mrv1.kernels.attention.prefill.hopper import (
     BOX_DIM,
     CONSUMER_REGISTERS,
     LN_2,
@@ -54,7 +55,6 @@ from mrv1.kernels.attention.prefill_hopper import (
     product_layout,
     rows_layout,
 )
-from mrv1.kernels.attention.splits import WARP_GROUP_TILES, PrefillSplits
 from mrv1.kernels.cache.kv_layout import KVLayout
 
 L2_BYTES = gl.constexpr(1 << 25)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, reference
-from mrv1.kernels.attention import plan as plan_buffers
-from mrv1.kernels.attention.plan import DecodeAttentionConfig, Item
-from mrv1.kernels.attention.splits import PrefillAttentionConfig
+from mrv1.kernels.attention.decode import plan as plan_buffers
+from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig, Item
+from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 

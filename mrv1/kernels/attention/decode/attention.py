@@ -3,7 +3,7 @@
     out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
 
 over the keys ``k`` that ``kv_layout`` lets the query see. One launch (and one more that makes the
-plan, see ``decode_plan``, unless the caller passes a plan): one program per item of the plan, a
+plan, see ``plan_kernel``, unless the caller passes a plan): one program per item of the plan, a
 range of the keys one KV head of one request sees. The programs of a segment merge their partial
 results by log-sum-exp, in groups: the last program of a group to finish merges the group's, and
 takes part with the result in a group of groups. So there is no launch for it, which all layers
@@ -42,7 +42,16 @@ from mrv1.kernels.attention.contracts import (
     check_paged_attention,
     check_query_len,
 )
-from mrv1.kernels.attention.decode_plan import plan_decode_attention
+from mrv1.kernels.attention.decode.plan import (
+    ITEM_FIELDS,
+    PIECE_TOKENS,
+    DecodePlan,
+    Item,
+    check_plan,
+    check_plan_options,
+    padded_rows,
+)
+from mrv1.kernels.attention.decode.plan_kernel import plan_decode_attention
 from mrv1.kernels.attention.online_softmax import (
     LOG2_E,
     SMALLEST_UNIT,
@@ -64,15 +73,6 @@ from mrv1.kernels.attention.online_softmax import (
     soft_capped,
     store_out,
     work_position,
-)
-from mrv1.kernels.attention.plan import (
-    ITEM_FIELDS,
-    PIECE_TOKENS,
-    DecodePlan,
-    Item,
-    check_plan,
-    check_plan_options,
-    padded_rows,
 )
 from mrv1.kernels.cache.addresses import (
     ALIGNED_ELEMENTS,

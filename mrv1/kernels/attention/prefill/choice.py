@@ -154,7 +154,7 @@ class PrefillSplits:
     arrivals: torch.Tensor | None
     """[tiles * kv_heads] int32, programs that have stored partial results; 0 between launches."""
     ticket: torch.Tensor
-    """[1] int32, tiles that programs of ``prefill_queue`` have taken; 0 between launches."""
+    """[1] int32, tiles that programs of ``hopper_queue`` have taken; 0 between launches."""
 
     @classmethod
     def allocate(
@@ -416,7 +416,7 @@ def fits_warp_groups(
     16-bit caches of 128 dimensions are 1.2 to 2.5 times as fast where programs share tiles of 64
     rows or more (0.6 times with 16 rows), 1.1 to 1.2 times where programs take tiles from a queue,
     and without a queue 1.1 to 1.2 times from 4,096 queries on, but 0.8 times as fast for requests
-    of 512 tokens. ``prefill_hopper_fp8`` is 1.3 to 2.4 times as fast from 256 rows on, the fewest
+    of 512 tokens. ``hopper_fp8`` is 1.3 to 2.4 times as fast from 256 rows on, the fewest
     that were measured.
     """
     group = q.shape[1] // layout.num_kv_heads

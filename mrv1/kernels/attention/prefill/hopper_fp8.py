@@ -1,6 +1,6 @@
 """Paged prefill attention for Hopper (sm_90) from e4m3 caches: codes are widened once a tile.
 
-The attention of ``prefill_hopper`` on the same tiles, for caches of e4m3 codes with scales of any
+The attention of ``hopper`` on the same tiles, for caches of e4m3 codes with scales of any
 granularity. A program has four groups of warps, which signal each other through barriers in
 shared memory::
 
@@ -41,7 +41,8 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma_wait,
 )
 from mrv1.kernels._base.launches import launch_kernel
-from mrv1.kernels.attention.prefill_hopper import (
+from mrv1.kernels.attention.prefill.choice import PROGRAMS_PER_SM, PrefillSplits
+from mrv1.kernels.attention.prefill.hopper import (
     LN_2,
     LOG2_E,
     MIN_SHARED_TILES,
@@ -55,7 +56,6 @@ from mrv1.kernels.attention.prefill_hopper import (
     product_layout,
     rows_layout,
 )
-from mrv1.kernels.attention.splits import PROGRAMS_PER_SM, PrefillSplits
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
 

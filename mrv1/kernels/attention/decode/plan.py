@@ -1,6 +1,6 @@
 """The decode plan: its launch choices, buffers and bounds, and their checks.
 
-``decode_plan`` explains how keys are cut and writes a plan, ``decode_attention`` follows it.
+``plan_kernel`` explains how keys are cut and writes a plan, ``attention`` follows it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mrv1.device import INTERPRET, DeviceInfo, device_info
 from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
 from mrv1.kernels._base.checks import check_tensor
 from mrv1.kernels.attention.contracts import check_num_kv_splits
-from mrv1.kernels.attention.splits import PrefillAttentionConfig
+from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.scale_arguments import product_dtype
 

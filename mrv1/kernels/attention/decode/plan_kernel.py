@@ -33,8 +33,7 @@ from mrv1.kernels._base.checks import check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.attention.online_softmax import visible_range
-from mrv1.kernels.attention.plan import (
+from mrv1.kernels.attention.decode.plan import (
     ITEM_FIELDS,
     PIECE_TOKENS,
     DecodePlan,
@@ -42,6 +41,7 @@ from mrv1.kernels.attention.plan import (
     check_plan,
     padded_reqs,
 )
+from mrv1.kernels.attention.online_softmax import visible_range
 from mrv1.kernels.cache.kv_layout import KVLayout
 
 REQS_PER_PROGRAM = 4

@@ -36,7 +36,7 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma_wait,
 )
 from mrv1.kernels._base.launches import launch_kernel
-from mrv1.kernels.attention.splits import PROGRAMS_PER_SM, WARP_GROUP_TILES, PrefillSplits
+from mrv1.kernels.attention.prefill.choice import PROGRAMS_PER_SM, WARP_GROUP_TILES, PrefillSplits
 from mrv1.kernels.cache.kv_layout import KVLayout
 
 LOG2_E = gl.constexpr(1.4426950408889634)

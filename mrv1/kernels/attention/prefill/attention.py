@@ -42,6 +42,7 @@ from mrv1.kernels.attention.contracts import (
     check_paged_attention,
     check_query_start_loc,
 )
+from mrv1.kernels.attention.decode.plan import PIECE_TOKENS
 from mrv1.kernels.attention.online_softmax import (
     LOG2_E,
     SMALLEST_UNIT,
@@ -61,8 +62,7 @@ from mrv1.kernels.attention.online_softmax import (
     soft_capped,
     store_out,
 )
-from mrv1.kernels.attention.plan import PIECE_TOKENS
-from mrv1.kernels.attention.splits import (
+from mrv1.kernels.attention.prefill.choice import (
     ANY_QUERY_LEN,
     PrefillSplits,
     check_splits,
@@ -626,7 +626,7 @@ def paged_prefill_attention(
             and take whole tiles, and which one takes a tile changes no bit. None = one program
             per tile.
         deterministic: give each query a result that is bitwise the same in any batch and chunk:
-            one kernel (not ``prefill_hopper``) with one tile, without ``splits``. With a 16 or
+            one kernel (not ``hopper``) with one tile, without ``splits``. With a 16 or
             32-bit cache, without windows and ``attn_mask_offsets``, it is also the result of
             ``paged_decode_attention`` with ``deterministic=True``.
         out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched in later rows.
@@ -702,17 +702,17 @@ def paged_prefill_attention(
         q, k_cache, v_cache, layout, max_query_len, splits, is_fp8=scales is not None
     ):
         # Imported here: Gluon needs a compiler, which the interpreter's process has not.
-        from mrv1.kernels.attention import prefill_hopper, prefill_hopper_fp8, prefill_queue
+        from mrv1.kernels.attention.prefill import hopper, hopper_fp8, hopper_queue
 
         arguments = (q, k_cache, v_cache, table, query_start_loc, seq_lens, layout)
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "out": out, "lse": lse}
         shared = splits if num_sharing else None
         if scales is not None:
-            prefill_hopper_fp8.launch(*arguments, scales=scales, splits=shared, **options)
+            hopper_fp8.launch(*arguments, scales=scales, splits=shared, **options)
         elif splits is not None and takes_turns(q, splits):
-            prefill_queue.launch(*arguments, splits=splits, **options)
+            hopper_queue.launch(*arguments, splits=splits, **options)
         else:
-            prefill_hopper.launch(*arguments, splits=shared, **options)
+            hopper.launch(*arguments, splits=shared, **options)
         if not layout.has_window:
             return out
         heads, num_heads = layout.streaming_heads, len(layout.streaming_heads)

@@ -1,0 +1,1 @@
+"""Paged decode attention, and the plan that divides its work."""
