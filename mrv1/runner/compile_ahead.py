@@ -1,10 +1,8 @@
 """Compile the kernels of a runner in parallel processes, before the runner launches the first.
 
-A child process builds the same runner for a stand-in GPU, on which every tensor has only a shape
-and every launch leaves a note of its kernel, and walks through the runner's own start: profile,
-graphs, warm-up. It needs neither weights nor a GPU. Then it compiles what it has noted into
-Triton's cache, where the runner finds the kernels, and builds the modules that launch them.
-Another set of kernels is compiled the same way (``Compilable``).
+A child process (``compile_child``) walks through the start of the same runner on a stand-in GPU,
+which records the kernels, and compiles them into Triton's cache, where the runner finds them. It
+needs neither weights nor a GPU. Other sets of kernels are compiled the same way (``Compilable``).
 """
 
 from __future__ import annotations
@@ -25,24 +23,21 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 
 from mrv1.config import EngineConfig, checkpoint_dir, dtype_name
-from mrv1.device import FP_FUSION, DeviceInfo, kernel_path, resolve_dtype, stand_in, visible_gpus
+from mrv1.device import FP_FUSION, DeviceInfo, resolve_dtype, visible_gpus
 from mrv1.environment import child_environment
 from mrv1.errors import ConfigError, Mrv1Error
 from mrv1.headwise import HeadPolicy
-from mrv1.kernels.registry import select_ops
-from mrv1.models import DecoderModel, ModelConfig
-from mrv1.models.weights import empty_weights
+from mrv1.models import ModelConfig
 from mrv1.progress import progress_bar
 from mrv1.runner.head_groups import resolve_policy
 
 if TYPE_CHECKING:
     from mrv1.kernels._base.recording import KernelRecorder
-    from mrv1.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -66,21 +61,22 @@ IRRELEVANT = (
 class Compilable(Protocol):
     """What decides on a number of kernels; a child process gets it as a pickle."""
 
+    child: ClassVar[str]
+    """The module whose ``main``, which calls ``compile_from_stdin``, the child process runs."""
+
     @property
     def digest(self) -> str:
         """Name of the kernels in Triton's cache, see ``digest_of``."""
 
-    def record(self) -> KernelRecorder:
-        """Return the kernels; this process cannot use a GPU afterwards.
 
-        Raises:
-            Mrv1Error: there is no such set of kernels; the message says why.
-        """
+Kernels = TypeVar("Kernels", bound=Compilable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSet:
     """All that decides which kernels a runner launches."""
+
+    child: ClassVar[str] = "mrv1.runner.compile_child"
 
     config: EngineConfig
     model_config: ModelConfig
@@ -123,11 +119,6 @@ class KernelSet:
         """Name of the set in Triton's cache."""
         options = {k: v for k, v in asdict(self.config).items() if k not in IRRELEVANT}
         return digest_of(self.gpu, options, self.model_config, self.head_policy, self.dtype)
-
-    def record(self) -> KernelRecorder:
-        """Return the kernels; this process cannot use a GPU afterwards."""
-        with recording(self.with_few_layers()) as (recorder, _):
-            return recorder
 
     def with_few_layers(self) -> KernelSet:
         """Return the set of a model with only one layer of each kind, which has the same kernels.
@@ -233,7 +224,7 @@ class AheadCompiler:
     def __init__(self, kernels: Compilable, num_processes: int) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``stop``
         self._child = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            [sys.executable, "-c", f"from {kernels.child} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -353,55 +344,16 @@ def compiled_beside(kernels: KernelSet, *, progress: bool) -> Iterator[None]:
         compiler.stop()
 
 
-@contextmanager
-def stand_in_gpu(gpu: DeviceInfo) -> Iterator[tuple[KernelRecorder, torch.device]]:
-    """Run the body on a stand-in GPU; yield what notes the kernels launched there, and the device.
+def compile_from_stdin(record: Callable[[Kernels], KernelRecorder]) -> None:
+    """Compile the set that comes as a pickle on stdin; report progress on stdout.
 
-    This process cannot use a GPU afterwards.
+    Args:
+        record: returns the kernels of a set; the process cannot use a GPU afterwards.
     """
-    from mrv1.kernels._base.recording import KernelRecorder
-    from mrv1.runner.stand_in_device import stand_in_device
-
-    device = torch.device("cuda", 0)
-    stand_in(replace(gpu, device=device))
-    recorder = KernelRecorder(gpu.capability or (0, 0))
-    with stand_in_device(device), torch.inference_mode():
-        yield recorder, device
-
-
-@contextmanager
-def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]]:
-    """Yield the kernels of a set, and the runner for a stand-in GPU that adds those of its steps.
-
-    This process cannot use a GPU afterwards.
-    """
-    from mrv1.runner.model_runner import ModelRunner
-
-    with stand_in_gpu(kernels.gpu) as (recorder, device):
-        config = replace(
-            kernels.config,
-            device=str(device),
-            compile_processes=0,
-            num_kv_blocks=None,  # so that memory is measured: that launches kernels too
-            kv_cache_memory_bytes=None,
-            gpu_memory_utilization=1.0,
-        )
-        model = DecoderModel(
-            kernels.model_config,
-            empty_weights(kernels.model_config, device, kernels.dtype),
-            select_ops(kernel_path(device)),
-            deterministic=config.deterministic,
-        )
-        runner = ModelRunner(config, model=model, head_policy=kernels.head_policy, progress=False)
-        yield recorder, runner
-
-
-def main() -> None:
-    """Compile the set of kernels that comes as a pickle on stdin; report progress on stdout."""
     torch.set_num_threads(1)
     kernels, num_processes = pickle.load(sys.stdin.buffer)
     try:
-        recorder = kernels.record()
+        recorder = record(kernels)
     except Mrv1Error as error:
         sys.exit(str(error))
     problems, total = [], len(recorder.kernels)

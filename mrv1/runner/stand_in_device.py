@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mrv1.device import DeviceInfo, stand_in
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.rows import StepShape, Tail
+
+if TYPE_CHECKING:
+    from mrv1.kernels._base.recording import KernelRecorder
 
 _META = torch.device("meta")
 _get_device = torch.Tensor.device.__get__
@@ -124,3 +129,18 @@ def stand_in_device(device: torch.device) -> Iterator[None]:
             stack.enter_context(patch.object(owner, name, instead))
         stack.enter_context(StandInDevice(device))
         yield
+
+
+@contextmanager
+def stand_in_gpu(gpu: DeviceInfo) -> Iterator[tuple[KernelRecorder, torch.device]]:
+    """Run the body on a stand-in GPU; yield the recorder of its kernels, and the GPU.
+
+    This process cannot use a GPU afterwards.
+    """
+    from mrv1.kernels._base.recording import KernelRecorder
+
+    device = torch.device("cuda", 0)
+    stand_in(replace(gpu, device=device))
+    recorder = KernelRecorder(gpu.capability or (0, 0))
+    with stand_in_device(device), torch.inference_mode():
+        yield recorder, device

@@ -55,9 +55,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 RECORD = """
 import pickle, sys
 from pathlib import Path
-from mrv1.runner.compile_ahead import recording
+from mrv1.runner.compile_child import record, recording
 sets = pickle.loads(Path(sys.argv[1]).read_bytes())
-recorder = sets[0].record()
+recorder = record(sets[0])
 keys = [(kernel.name, kernel.source.hash(), kernel.options) for kernel in recorder.kernels]
 for kernels in sets[1:]:
     with recording(kernels):  # into the same recorder: a kernel keeps its first

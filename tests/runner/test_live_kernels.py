@@ -23,7 +23,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from mrv1 import EngineConfig, SamplingParams
 from mrv1.runner import SlotRequest, StepPlan
-from mrv1.runner.compile_ahead import KernelSet, recording
+from mrv1.runner.compile_ahead import KernelSet
+from mrv1.runner.compile_child import recording
 
 options, changes, target, num_steps = json.loads(sys.argv[1])
 config = EngineConfig(**options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,12 @@ from mrv1.kernels.attention.prefill.choice import choose_launch, prefills_of_eac
 from mrv1.kernels.registry import select_ops
 from mrv1.runner.compile_ahead import (
     AheadCompiler,
+    compile_from_stdin,
     digest_of,
-    stand_in_gpu,
     start_compiling,
     wait_or_warn,
 )
+from mrv1.runner.stand_in_device import stand_in_gpu
 
 if TYPE_CHECKING:
     from mrv1.kernels._base.recording import KernelRecorder
@@ -226,6 +227,8 @@ class _Memory(NamedTuple):
 class AttentionKernels:
     """All that decides which kernels a start launches for some layers."""
 
+    child: ClassVar[str] = __name__
+
     layers: tuple[tuple[AttentionLayer, _Memory, _Memory | None], ...]
     """Different ones, each with its cache and its sinks."""
     batches: Batches
@@ -255,6 +258,11 @@ class AttentionKernels:
                 launch_every_prefill(bound, self.batches)
                 launch_every_decode(bound, self.batches)
         return recorder
+
+
+def main() -> None:
+    """Compile the kernels that come as a pickle on stdin; report progress on stdout."""
+    compile_from_stdin(AttentionKernels.record)
 
 
 class Compilation:

@@ -1,0 +1,56 @@
+"""What the process runs that compiles a runner's kernels (``compile_ahead``); nobody imports it.
+
+It builds the runner for a stand-in GPU, on which every tensor has only a shape and every launch
+leaves a note of its kernel, and so walks through the runner's own start: profile, graphs, warm-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from mrv1.device import kernel_path
+from mrv1.kernels._base.recording import KernelRecorder
+from mrv1.kernels.registry import select_ops
+from mrv1.models import DecoderModel
+from mrv1.models.weights import empty_weights
+from mrv1.runner.compile_ahead import KernelSet, compile_from_stdin
+from mrv1.runner.model_runner import ModelRunner
+from mrv1.runner.stand_in_device import stand_in_gpu
+
+
+def main() -> None:
+    """Compile the set of kernels that comes as a pickle on stdin; report progress on stdout."""
+    compile_from_stdin(record)
+
+
+def record(kernels: KernelSet) -> KernelRecorder:
+    """Return the kernels of a set; this process cannot use a GPU afterwards."""
+    with recording(kernels.with_few_layers()) as (recorder, _):
+        return recorder
+
+
+@contextmanager
+def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]]:
+    """Yield the kernels of a set, and the runner for a stand-in GPU that adds those of its steps.
+
+    This process cannot use a GPU afterwards.
+    """
+    with stand_in_gpu(kernels.gpu) as (recorder, device):
+        config = replace(
+            kernels.config,
+            device=str(device),
+            compile_processes=0,
+            num_kv_blocks=None,  # so that memory is measured: that launches kernels too
+            kv_cache_memory_bytes=None,
+            gpu_memory_utilization=1.0,
+        )
+        model = DecoderModel(
+            kernels.model_config,
+            empty_weights(kernels.model_config, device, kernels.dtype),
+            select_ops(kernel_path(device)),
+            deterministic=config.deterministic,
+        )
+        runner = ModelRunner(config, model=model, head_policy=kernels.head_policy, progress=False)
+        yield recorder, runner
