@@ -10,7 +10,6 @@ imports its module and triton, so the rest of mrv1 works without triton.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mrv1.kernels import reference as reference
@@ -22,7 +21,7 @@ from mrv1.kernels.cache.kv_layout import HeadRole as HeadRole
 from mrv1.kernels.cache.kv_layout import KVLayout as KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales as KVScales
 from mrv1.kernels.layers.contracts import FeatureRows as FeatureRows
-from mrv1.kernels.registry import MODULE_OF_OP
+from mrv1.kernels.registry import MODULE_OF_OP, launcher
 from mrv1.kernels.sampling.contracts import BadWords as BadWords
 from mrv1.kernels.sampling.contracts import History as History
 from mrv1.kernels.sampling.contracts import LogitEdits as LogitEdits
@@ -66,8 +65,7 @@ def __getattr__(name: str) -> object:
     """
     if name not in MODULE_OF_OP:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    op = getattr(import_module(f"{__name__}.{MODULE_OF_OP[name]}"), name)
-    globals()[name] = op
+    op = globals()[name] = launcher(name)
     return op
 
 

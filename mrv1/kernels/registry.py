@@ -7,10 +7,10 @@ To add an op, add a line to ``Ops`` and an import of the launcher for type check
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from mrv1 import kernels
 from mrv1.device import KernelPath
 from mrv1.kernels import reference
 
@@ -63,7 +63,7 @@ class Ops:
     type-checked.
 
     Args:
-        source: the module that the ops come from: ``mrv1.kernels`` or ``mrv1.kernels.reference``.
+        op: returns the op of a name.
     """
 
     add_features = _op(reference.add_features, "layers.add_features")
@@ -89,9 +89,18 @@ class Ops:
     silu_and_mul = _op(reference.silu_and_mul, "layers.activation")
     top_logprobs = _op(reference.top_logprobs, "sampling.logprobs")
 
-    def __init__(self, source: ModuleType) -> None:
+    def __init__(self, op: Callable[[str], object]) -> None:
         for name in MODULE_OF_OP:
-            setattr(self, name, getattr(source, name))
+            setattr(self, name, op(name))
+
+
+def launcher(name: str) -> object:
+    """Import an op's module and return its launcher.
+
+    Raises:
+        ConfigError: triton is not installed.
+    """
+    return getattr(import_module(f"mrv1.kernels.{MODULE_OF_OP[name]}"), name)
 
 
 def select_ops(path: KernelPath) -> Ops:
@@ -100,4 +109,4 @@ def select_ops(path: KernelPath) -> Ops:
     Raises:
         ConfigError: ``path`` runs kernels, and triton is not installed.
     """
-    return Ops(reference if path == "reference" else kernels)
+    return Ops(partial(getattr, reference) if path == "reference" else launcher)
