@@ -126,6 +126,7 @@ test: lint types hooks test-host test-interp
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(BIN)/python -m tests.code_lines
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
