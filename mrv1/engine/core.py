@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv1.config import EngineConfig
+from mrv1.engine.graph_padding import Padding, mixed_prefill_tokens
 from mrv1.engine.guards import recovers
 from mrv1.engine.intake import own_params, own_value
-from mrv1.engine.padding import Padding, mixed_prefill_tokens
 from mrv1.engine.prefix_cache import key_spans
 from mrv1.engine.request import Request, Status
 from mrv1.engine.request_limits import check_logprob_memory, check_order, check_params

@@ -5,18 +5,16 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import InitVar, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
+from mrv1.engine.drafter import Drafter
 from mrv1.errors import Mrv1Error, RequestError
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.runner.step import Int32Array, RequestId, SlotRequest, TokenLogprobs
 from mrv1.sampler import GrammarMatcher, SamplingParams
-
-if TYPE_CHECKING:
-    from mrv1.engine.speculation import Drafter
 
 KeySpan = tuple[int, int, bytes]
 """Start and end of a span of tokens, and a key of a fixed length for what it depends on."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from mrv1.config import SchedulingPolicyName
 from mrv1.engine.feature_pool import FeaturePool
+from mrv1.engine.graph_padding import Padding, TokenRoom
 from mrv1.engine.head_pools import HeadPools
-from mrv1.engine.padding import Padding, TokenRoom
 from mrv1.engine.prefix_cache import PrefixCache
 from mrv1.engine.prefix_waits import LEAST_SHARED_TOKENS, PrefixWaits
 from mrv1.engine.request import FinishReason, Request, Status

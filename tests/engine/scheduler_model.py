@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mrv1 import SamplingParams
-from mrv1.engine.padding import Padding
+from mrv1.engine.graph_padding import Padding
 from mrv1.engine.request import FinishReason, Request
 from mrv1.engine.running_batch import LaunchedStep
 from mrv1.engine.scheduler import Scheduler

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mrv1 import RequestError, StepError
 from mrv1.engine.block_pool import BlockPool
-from mrv1.engine.padding import Padding
+from mrv1.engine.graph_padding import Padding
 from mrv1.engine.request import Request, Status
 from mrv1.engine.scheduler import Scheduler
 from mrv1.headwise import FULL, Visible

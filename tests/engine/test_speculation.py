@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from mrv1 import LLM, AsyncLLM, ConfigError, EngineConfig, SamplingParams
 from mrv1.config import MAX_DRAFTS, SpeculativeConfig
-from mrv1.engine import speculation
+from mrv1.engine import drafter, speculation
 from mrv1.engine.core import EngineCore
+from mrv1.engine.drafter import FIRST_REST, Drafter, NgramIndex
 from mrv1.engine.request import Request
-from mrv1.engine.speculation import FIRST_REST, Drafter, NgramIndex, Speculation
+from mrv1.engine.speculation import Speculation
 from mrv1.kernels.registry import select_ops
 from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS
 from mrv1.models import load_model
@@ -90,7 +91,8 @@ def test_a_step_has_drafts_only_if_enough_of_them_will_be_accepted(monkeypatch):
     assert drafts.propose([repeats, *others[:3]], [2] * 4) == {0: (7, 5)}
     assert drafts.propose([repeats, *others[:3]], [0] * 4) == {}
     assert drafts.propose([repeats, *others], [9] * 8) == {}
-    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    for module in (drafter, speculation):
+        monkeypatch.setattr(module, "MIN_GAIN", 0.0)
     assert drafts.propose([repeats, *others], [9] * 8) == {0: (7, 5, 6, 7)}
 
 
@@ -466,7 +468,8 @@ def test_sampled_tokens_have_the_models_distribution(model):
 @pytest.mark.gpu
 def test_llm_gives_the_same_with_drafts(monkeypatch):
     """Text, log-probabilities and stop strings that end within a step's tokens."""
-    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    for module in (drafter, speculation):
+        monkeypatch.setattr(module, "MIN_GAIN", 0.0)
     prompts = ["the cat sat on the mat. the cat sat on", "ROMEO:"]
     params = [
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
